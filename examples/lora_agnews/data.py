@@ -1,0 +1,143 @@
+"""Where the articles come from: a folder with the original CSV, the hub, or the built-in corpus."""
+
+from __future__ import annotations
+
+import csv
+import html
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import corpus, hub
+from .config import CLASSES
+
+HUB_NAME = "fancyzhx/ag_news"
+
+
+class DataError(ValueError):
+    """The data are missing, malformed, or too few."""
+
+
+@dataclass(frozen=True)
+class Articles:
+    """News articles with their classes, and what to tell the reader about them.
+
+    Parameters
+    ----------
+    texts : tuple of str
+        Title and description in one line.
+    labels : tuple of int
+        Class of each text, an index into `CLASSES`.
+    source, reason : str
+        Which source was used, and why that one.
+    """
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...]
+    source: str
+    reason: str
+
+
+def load(folder: Path | None, origin: str, rows_per_class: Sequence[int]) -> Articles:
+    """Return the articles of the first source that has them.
+
+    Parameters
+    ----------
+    folder : Path or None
+        Folder with ``train.csv``. Once named, nothing else is tried.
+    origin : str
+        Who named the folder, for the screen: an option or an environment variable.
+    rows_per_class : sequence of int
+        How many rows of each class to write if the corpus has to be generated.
+
+    Raises
+    ------
+    DataError
+        If `folder` is given and does not hold a well-formed ``train.csv``.
+    """
+    if folder is not None:
+        texts, labels = read_csv(folder / "train.csv")
+        return Articles(texts, labels, f"AG News, {folder / 'train.csv'}", f"named by {origin}")
+    try:
+        texts, labels = read_hub()
+    except DataError as error:
+        texts, labels = corpus.generate(rows_per_class)
+        reason = f"no data folder is named, and {error}"
+        return Articles(texts, labels, "built-in generated news corpus", reason)
+    return Articles(texts, labels, f"AG News, {HUB_NAME} through datasets", "no data folder is named")
+
+
+def read_csv(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Read AG News in its original form: rows ``"label","title","description"``, labels 1 to 4, no header.
+
+    Raises
+    ------
+    DataError
+        For a missing or empty file, or a malformed row; the message names file and line.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file (rows of label, title, description are expected there)")
+    texts, labels = [], []
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = csv.reader(file, strict=True)
+        line = 1
+        try:
+            for row in rows:
+                if len(row) != 3:
+                    raise DataError(f"{path}, line {line}: 3 fields expected, {len(row)} found")
+                if row[0] not in ("1", "2", "3", "4"):
+                    raise DataError(f"{path}, line {line}: the label must be 1, 2, 3 or 4, not {row[0]!r}")
+                text = tidy(f"{row[1].strip()}. {row[2]}")
+                if not text.strip(". "):
+                    raise DataError(f"{path}, line {line}: title and description are empty")
+                texts.append(text)
+                labels.append(int(row[0]) - 1)
+                line = rows.line_num + 1
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise DataError(f"{path}, line {line}: {error}") from None
+    if not texts:
+        raise DataError(f"{path}, line 1: the file is empty")
+    return tuple(texts), tuple(labels)
+
+
+def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Read the train split of AG News from the hub, or from the local cache of an earlier download.
+
+    Raises
+    ------
+    DataError
+        If neither is there.
+    """
+    unreachable = hub.offline()
+    # Imported here because it reads HF_HUB_OFFLINE once, at its import.
+    from datasets import DownloadConfig, disable_progress_bars, load_dataset
+
+    disable_progress_bars()
+    try:
+        local = DownloadConfig(local_files_only=bool(unreachable))
+        rows = load_dataset(HUB_NAME, split="train", download_config=local)
+    except Exception as error:
+        reason = unreachable or f"loading it failed: {error}".splitlines()[0]
+        raise DataError(f"{HUB_NAME} is not available: {reason}") from error
+    return tuple(tidy(text) for text in rows["text"]), tuple(int(label) for label in rows["label"])
+
+
+def tidy(text: str) -> str:
+    r"""Undo the scars that AG News text carries from its web pages.
+
+    Examples
+    --------
+    >>> tidy(r"Britain #39;s  quot;record quot; \$5 deal\was &lt;b&gt;signed&lt;/b&gt; at AT amp;T")
+    'Britain\'s "record" $5 deal was signed at AT&T'
+    """
+    text = re.sub(r" ?&?(#\d+|quot|amp|lt|gt|nbsp);", r"&\1;", text)
+    text = html.unescape(html.unescape(text))
+    text = re.sub(r"<[^<>]*>", " ", text)
+    text = text.replace("\\$", "$").replace("\\", " ")
+    return " ".join(text.split())
+
+
+def describe(labels: Sequence[int]) -> str:
+    """Return the number of articles of each class in words."""
+    return ", ".join(f"{labels.count(index):,} {name}" for index, name in enumerate(CLASSES))

@@ -1,0 +1,63 @@
+"""The paper's metrics, from the matrix of accuracies.
+
+``R`` has shape (T + 1, T): ``R[j, i]`` is the accuracy on task i + 1 after learning j tasks, so that its
+first row is the accuracy before any training. Other codes define some of these metrics differently; here they
+are as in the paper's appendix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+VIOLATED = -1e-3  # a cosine below this is a violated constraint; above it, rounding
+
+
+def average_accuracy(R: ArrayLike) -> float:
+    """Return the mean accuracy over all tasks at the end: ``mean_i R[T, i]``."""
+    return float(_matrix(R)[-1].mean())
+
+
+def backward_transfer(R: ArrayLike) -> float:
+    """Return the mean of ``R[T, i] - R[i, i]`` over all tasks but the last; negative means forgetting."""
+    R = _matrix(R)
+    return float(np.mean(R[-1, :-1] - np.diagonal(R[1:])[:-1]))
+
+
+def forward_transfer(R: ArrayLike) -> float:
+    """Return the mean of ``R[i - 1, i] - R[0, i]`` over all tasks but the first: what is known in advance."""
+    R = _matrix(R)
+    return float(np.mean(np.diagonal(R)[1:] - R[0, 1:]))
+
+
+def forgetting(R: ArrayLike) -> float:
+    """Return the mean of ``max_{1 <= l <= T - 1} R[l, i] - R[T, i]`` over all tasks but the last."""
+    R = _matrix(R)
+    return float(np.mean(R[1:-1, :-1].max(axis=0) - R[-1, :-1]))
+
+
+def guarantee(cosines: Sequence[float]) -> dict[str, float]:
+    """Return the share of steps that violate a constraint, and the worst cosine of all.
+
+    Parameters
+    ----------
+    cosines : sequence of float
+        Of each step the smallest cosine with the gradient of a stored task.
+    """
+    values = np.asarray(cosines, dtype=float)
+    return {"violated": float(np.mean(values < VIOLATED)), "worst_cosine": float(values.min())}
+
+
+def mean_std(values: Iterable[float]) -> tuple[float, float]:
+    """Return mean and sample standard deviation (n - 1 in the denominator; nan for a single value)."""
+    values = np.fromiter(values, dtype=float)
+    return float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else float("nan")
+
+
+def _matrix(R: ArrayLike) -> NDArray[np.float64]:
+    matrix = np.asarray(R, dtype=float)
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] + 1 or matrix.shape[1] < 2:
+        raise ValueError(f"R must have shape (T + 1, T) with T at least 2, found {matrix.shape}")
+    return matrix

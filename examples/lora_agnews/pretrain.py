@@ -1,0 +1,228 @@
+"""The ``small`` backbone: a GPT-2 of a few layers, pretrained on the stream's training text and then cached.
+
+A frozen network of random weights is no backbone: adapters of rank 8 cannot make up for features that are
+missing. So the small model gets what its big sisters got, in a minute: a tokenizer, word vectors that know
+which words occur together, and language modelling. It sees the training text only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.decomposition import TruncatedSVD
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model, PreTrainedTokenizerFast
+
+from .backbone import quiet
+from .config import Config
+from .stream import Split
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+LIBRARIES = ("torch", "transformers", "tokenizers", "scikit-learn", "numpy")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything but the texts that shapes the small backbone.
+
+    Parameters
+    ----------
+    layers, width, vocabulary, context
+        Size of the model.
+    steps, batch_size, lr, seed
+        The language modelling.
+    embedding_scale
+        Root mean square of the word vectors before it.
+    threads
+        Fixed, because sums taken in another order would make another model.
+    revision
+        To be raised when this file changes what it makes.
+    """
+
+    layers: int
+    width: int
+    vocabulary: int
+    context: int
+    steps: int
+    batch_size: int = 32
+    lr: float = 2e-3
+    seed: int = 0
+    embedding_scale: float = 0.1
+    threads: int = 2
+    revision: int = 1
+
+    @classmethod
+    def of(cls, config: Config) -> Recipe:
+        """Return the recipe that an experiment asks for."""
+        return cls(
+            layers=config.small_layers,
+            width=config.small_width,
+            vocabulary=config.small_vocabulary,
+            context=config.max_length,
+            steps=config.small_steps,
+        )
+
+    def key(self, texts: Sequence[str]) -> str:
+        """Return the name of this recipe's result on these texts: a hash of all that shapes it."""
+        majors = {name: version(name).split(".")[0] for name in LIBRARIES}
+        parts = json.dumps([asdict(self), majors, list(texts)], sort_keys=True)
+        return hashlib.sha256(parts.encode()).hexdigest()[:20]
+
+
+def cached(recipe: Recipe, texts: Sequence[str], cache: Path) -> Path:
+    """Return the folder in which the result is kept, whether it is there yet or not."""
+    return cache / f"small-gpt2-{recipe.key(texts)}"
+
+
+def prepare(
+    recipe: Recipe, texts: Sequence[str], cache: Path, on_step: Callable[[int], None] = lambda done: None
+) -> Path:
+    """Return the folder of the pretrained model and its tokenizer, making it if the cache has none.
+
+    The folder appears complete or not at all: it is written under another name and then renamed.
+    """
+    folder = cached(recipe, texts, cache)
+    if folder.is_dir():
+        return folder
+    quiet()
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="draft-", dir=cache) as parent:
+        draft = Path(parent, "model")
+        tokenizer = train_tokenizer(texts, recipe.vocabulary)
+        train_model(recipe, tokenizer, texts, on_step).save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process was faster
+                raise
+    return folder
+
+
+def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """Learn a byte-level BPE vocabulary."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END, PAD],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+
+
+def train_model(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerFast,
+    texts: Sequence[str],
+    on_step: Callable[[int], None] = lambda done: None,
+) -> GPT2LMHeadModel:
+    """Model the language of the texts for a fixed number of steps, one article a row."""
+    rows = tokenizer(
+        list(texts), truncation=True, max_length=recipe.context, padding=True, return_tensors="pt"
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(recipe.threads)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = initial_model(recipe, tokenizer, texts).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, recipe.steps, pct_start=0.1)
+        for step in range(recipe.steps):
+            chosen = torch.randint(len(texts), (recipe.batch_size,))
+            tokens, mask = rows["input_ids"][chosen], rows["attention_mask"][chosen]
+            loss = model(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            on_step(step + 1)
+    torch.set_num_threads(threads)
+    return model.eval()
+
+
+def initial_model(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
+) -> GPT2LMHeadModel:
+    """Return a model whose first layer already averages meaningful word vectors.
+
+    Left to a minute of training, such averaging would not be learnt. So the value and output maps of the
+    first attention start near the identity, and attention itself starts out uniform.
+    """
+    model = GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=len(tokenizer),
+            n_positions=recipe.context,
+            n_embd=recipe.width,
+            n_layer=recipe.layers,
+            n_head=max(1, recipe.width // 32),
+            activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one operation
+            resid_pdrop=0.0,  # dropout took half of a training step here, and the adapters have their own
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+            bos_token_id=tokenizer.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    attention = model.transformer.h[0].attn
+    with torch.no_grad():
+        model.transformer.wte.weight.copy_(word_vectors(recipe, tokenizer, texts))
+        attention.c_attn.weight[:, -recipe.width :] += torch.eye(recipe.width)
+        attention.c_proj.weight += torch.eye(recipe.width)
+    return model
+
+
+def word_vectors(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
+    """Return (vocabulary, width) vectors: normalised right singular vectors of the articles' tf-idf."""
+    tfidf = TfidfVectorizer(
+        analyzer=tokenizer.tokenize, vocabulary=tokenizer.get_vocab(), lowercase=False, sublinear_tf=True
+    )
+    svd = TruncatedSVD(recipe.width, random_state=recipe.seed).fit(tfidf.fit_transform(texts))
+    vectors = svd.components_.T
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    directions = vectors / np.maximum(
+        lengths, 1e-3 * lengths.max()
+    )  # a token that is hardly seen stays short
+    return torch.from_numpy(directions * recipe.embedding_scale * recipe.width**0.5).float()
+
+
+def probe(folder: Path, context: int, train: Split, test: Split) -> float:
+    """Return the test accuracy of a linear classifier on the frozen backbone's last-token features."""
+    quiet()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = GPT2Model.from_pretrained(folder).eval()
+
+    @torch.no_grad()
+    def features(texts: Sequence[str]) -> np.ndarray:
+        parts = []
+        for start in range(0, len(texts), 64):
+            rows = tokenizer(
+                list(texts[start : start + 64]),
+                truncation=True,
+                max_length=context,
+                padding=True,
+                return_tensors="pt",
+            )
+            last = rows["attention_mask"].sum(dim=1) - 1
+            parts.append(model(**rows).last_hidden_state[torch.arange(len(last)), last])
+        return torch.cat(parts).numpy()
+
+    classifier = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2_000))
+    return classifier.fit(features(train.texts), train.labels).score(features(test.texts), test.labels)

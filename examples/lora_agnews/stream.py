@@ -1,0 +1,114 @@
+"""The stream: experiences with disjoint rows, whose class priors differ."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .config import CLASSES
+from .data import DataError
+
+SPLIT_SEED = 0  # rows and split are the same for every run seed; only the order of the experiences is not
+TRAIN_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class Split:
+    """Texts and their labels, row by row."""
+
+    texts: tuple[str, ...]
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Experience:
+    """One stretch of the stream.
+
+    Parameters
+    ----------
+    name : str
+        Its dominant class.
+    train, test : Split
+        Disjoint rows under the same class priors.
+    """
+
+    name: str
+    train: Split
+    test: Split
+
+
+def rows_needed(experiences: int, rows: int, dominant_share: float) -> list[list[int]]:
+    """Return how many rows of each class (columns) each experience (rows) takes.
+
+    Experience k is dominated by class k modulo 4; the other classes share what is left equally, and the first
+    of them take the remainder.
+    """
+    needed = []
+    for k in range(experiences):
+        dominant = round(dominant_share * rows)
+        share, left_over = divmod(rows - dominant, len(CLASSES) - 1)
+        others = iter(share + (i < left_over) for i in range(len(CLASSES) - 1))
+        needed.append([dominant if c == k % len(CLASSES) else next(others) for c in range(len(CLASSES))])
+    return needed
+
+
+def build(
+    texts: Sequence[str], labels: Sequence[int], experiences: int, rows: int, dominant_share: float
+) -> tuple[Experience, ...]:
+    """Deal articles out to experiences.
+
+    An article that occurs twice is used once, so that no test row can be a training row as well.
+
+    Raises
+    ------
+    DataError
+        If a class has too few different articles; the message says how many are needed and found of each.
+    """
+    shuffled = list(dict(zip(texts, labels, strict=True)).items())
+    random.Random(SPLIT_SEED).shuffle(shuffled)
+    pools = [[row for row in shuffled if row[1] == label] for label in range(len(CLASSES))]
+    needed = rows_needed(experiences, rows, dominant_share)
+    totals = [sum(column) for column in zip(*needed, strict=True)]
+    if any(len(pool) < total for pool, total in zip(pools, totals, strict=True)):
+        found = "; ".join(
+            f"{name} {total:,} needed, {len(pool):,} found"
+            for name, total, pool in zip(CLASSES, totals, pools, strict=True)
+        )
+        raise DataError(f"too few different articles for {experiences} experiences of {rows:,} rows: {found}")
+    stream = []
+    for k, counts in enumerate(needed):
+        dealt = [row for pool, count in zip(pools, counts, strict=True) for row in _take(pool, count)]
+        random.Random(SPLIT_SEED + k).shuffle(dealt)
+        cut = round(TRAIN_SHARE * rows)
+        stream.append(Experience(CLASSES[k % len(CLASSES)], _split(dealt[:cut]), _split(dealt[cut:])))
+    return tuple(stream)
+
+
+def order(experiences: int, seed: int) -> list[int]:
+    """Return the order in which the run with this seed meets the experiences."""
+    positions = list(range(experiences))
+    random.Random(seed).shuffle(positions)
+    return positions
+
+
+def training_texts(stream: Sequence[Experience]) -> list[str]:
+    """Return every training text of the stream, and no test text."""
+    return [text for experience in stream for text in experience.train.texts]
+
+
+def fingerprint(stream: Sequence[Experience]) -> str:
+    """Return a short hash of every row of the stream and its place in it."""
+    rows = [[e.train.texts, e.train.labels, e.test.texts, e.test.labels] for e in stream]
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+
+
+def _take(pool: list[tuple[str, int]], count: int) -> list[tuple[str, int]]:
+    taken, pool[:] = pool[:count], pool[count:]
+    return taken
+
+
+def _split(rows: Sequence[tuple[str, int]]) -> Split:
+    return Split(tuple(text for text, _ in rows), tuple(label for _, label in rows))

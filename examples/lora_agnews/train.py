@@ -1,0 +1,247 @@
+"""One run: one method learns the stream under one seed."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from gemproj.torch import EpisodicMemory, GradientProjector
+
+from . import backbone, metrics
+from .config import Config
+from .methods import METHODS
+from .stream import Experience, Split, order
+
+Batch = dict[str, Tensor]
+PHASES = ("batch", "constraints", "projection", "optimizer")
+
+
+def run(
+    config: Config,
+    method_name: str,
+    seed: int,
+    stream: Sequence[Experience],
+    folder: Path,
+    on_step: Callable[[int, int, str], None] = lambda done, total, note: None,
+) -> dict[str, Any]:
+    """Learn the stream and measure everything on the way.
+
+    Parameters
+    ----------
+    config, method_name, seed
+        What to run.
+    stream
+        The experiences, in their own order; the seed shuffles it.
+    folder
+        The backbone.
+    on_step
+        Called with steps done, steps in total, and a word on where the run is.
+
+    Returns
+    -------
+    dict
+        Plain numbers only: ``accuracies`` (the matrix R), ``metrics``, ``curve``, ``guarantee``, ``seconds``.
+    """
+    method = METHODS[method_name]
+    device = torch.device(config.device)
+    model, tokenizer = backbone.load(folder, seed)
+    model.to(device)
+    tasks = [stream[k] for k in order(config.experiences, seed)]
+    train = [encode(task.train, tokenizer, config.max_length, device) for task in tasks]
+    test = [encode(task.test, tokenizer, config.max_length, device) for task in tasks]
+    glimpse = [rows(part, slice(config.eval_rows)) for part in test]
+
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=config.lr)
+    memory = EpisodicMemory(per_task=config.per_task, label="labels", seed=seed)
+    projector = GradientProjector(trainable, **method.projector(config))
+    gauge = projector if method.constraints == "tasks" else GradientProjector(trainable)
+    shuffler = torch.Generator().manual_seed(seed)
+    clock = Clock(device)
+
+    def accuracies(parts: Sequence[Batch]) -> list[float]:
+        return [accuracy(model, part, config.eval_batch_size) for part in parts]
+
+    lengths = [config.epochs * -(-len(part["labels"]) // config.batch_size) for part in train]
+    R = [accuracies(test)]
+    curve = [{"step": 0, "accuracy": accuracies(glimpse)}]
+    probes: list[dict[str, float]] = []
+    step = 0
+    for k, examples in enumerate(train):
+        for batch in batches(examples, config.batch_size, config.epochs, shuffler):
+            step += 1
+            remembered = len(memory) > 0
+            probing = remembered and step % config.probe_interval == 0
+
+            with clock("batch"):
+                loss = batch_loss(model, batch)
+                if method.replay and remembered:
+                    loss = loss + batch_loss(model, memory.sample(config.sample_size))
+                optimizer.zero_grad()
+                loss.backward()
+
+            if method.constraints != "none" and remembered and step % config.projection_interval == 0:
+                with clock("constraints"):
+                    references = (
+                        [memory.sample(config.sample_size)] if method.constraints == "sample" else None
+                    )
+                    projector.constrain(memory_losses(model, references or memory.batches()))
+                with clock("projection"):
+                    projector.project_()
+
+            if probing:  # outside every timer: plain, A-GEM and replay do not need these gradients themselves
+                if gauge is not projector or step % config.projection_interval:
+                    gauge.constrain(memory_losses(model, memory.batches()))
+                gradient, before = flat(p.grad for p in trainable), flat(trainable)
+
+            with clock("optimizer"):
+                optimizer.step()
+
+            if probing:
+                update = before - flat(trainable)
+                worst = {"gradient": gradient, "update": update}
+                probes.append(
+                    {"step": step} | {name: worst_cosine(gauge.constraints, v) for name, v in worst.items()}
+                )
+            if step % config.eval_interval == 0 or step == sum(lengths[: k + 1]):
+                curve.append({"step": step, "accuracy": accuracies(glimpse)})
+            on_step(step, sum(lengths), f"task {k + 1}/{len(tasks)}")
+
+        R.append(accuracies(test))
+        memory.add(examples, task=k)
+        projector.reset()
+        if k == 0:
+            clock.reset()  # until here every method is plain fine-tuning
+
+    later_steps = sum(lengths[1:])
+    projections = clock.seconds["projection"]
+    return {
+        "method": method_name,
+        "seed": seed,
+        "order": [task.name for task in tasks],
+        "parameters": sum(p.numel() for p in trainable),
+        "accuracies": R,
+        "metrics": {
+            "average_accuracy": metrics.average_accuracy(R),
+            "backward_transfer": metrics.backward_transfer(R),
+            "forward_transfer": metrics.forward_transfer(R),
+            "forgetting": metrics.forgetting(R),
+        },
+        "boundaries": [sum(lengths[: k + 1]) for k in range(len(lengths))],
+        "curve": curve,
+        "guarantee": {
+            "probed_steps": len(probes),
+            "gradient": metrics.guarantee([probe["gradient"] for probe in probes]),
+            "update": metrics.guarantee([probe["update"] for probe in probes]),
+            "probes": probes,
+        },
+        "seconds": {
+            "per_step": {phase: sum(clock.seconds[phase]) / later_steps for phase in PHASES},
+            "mean_projection": sum(projections) / len(projections) if projections else None,
+            "median_projection": sorted(projections)[len(projections) // 2] if projections else None,
+            "projections": len(projections),
+        },
+    }
+
+
+def encode(split: Split, tokenizer: PreTrainedTokenizerBase, max_length: int, device: torch.device) -> Batch:
+    """Return a split as one batch of tensors, padded to one length everywhere: memories can mix."""
+    tokens = tokenizer(
+        list(split.texts), truncation=True, max_length=max_length, padding="max_length", return_tensors="pt"
+    )
+    return {
+        "input_ids": tokens["input_ids"].to(device),
+        "attention_mask": tokens["attention_mask"].to(device),
+        "labels": torch.tensor(split.labels, device=device),
+    }
+
+
+def rows(batch: Batch, which: slice | Tensor) -> Batch:
+    """Select rows of a batch."""
+    return {name: values[which] for name, values in batch.items()}
+
+
+def batches(examples: Batch, size: int, epochs: int, generator: torch.Generator) -> Iterator[Batch]:
+    """Yield shuffled batches, epoch after epoch."""
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(examples["labels"]), generator=generator).split(size):
+            yield rows(examples, chosen.to(examples["labels"].device))
+
+
+def trim(batch: Batch) -> Batch:
+    """Drop the columns in which every row is padding."""
+    width = int(batch["attention_mask"].sum(dim=1).max())
+    return {name: values if name == "labels" else values[:, :width] for name, values in batch.items()}
+
+
+def batch_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Return the mean cross-entropy on a batch."""
+    return model(**trim(batch)).loss
+
+
+def memory_losses(model: torch.nn.Module, stored: Iterable[Batch]) -> Iterator[Tensor]:
+    """Yield the loss on each stored batch, without dropout.
+
+    A constraint is about the loss on the memory itself, not about a random thinning of it. Besides, no random
+    number is drawn, so every method sees the same dropout masks in training.
+    """
+    model.eval()
+    for batch in stored:
+        yield batch_loss(model, batch)
+    model.train()
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, examples: Batch, size: int) -> float:
+    """Return the share of examples that the model classifies correctly."""
+    model.eval()
+    right = 0
+    for chosen in torch.arange(len(examples["labels"])).split(size):
+        batch = trim(rows(examples, chosen.to(examples["labels"].device)))
+        labels = batch.pop("labels")
+        right += int((model(**batch).logits.argmax(dim=1) == labels).sum())
+    model.train()
+    return right / len(examples["labels"])
+
+
+def flat(tensors: Iterable[Tensor | None]) -> Tensor:
+    """Return a copy of all tensors as one float64 vector."""
+    return torch.cat([t.detach().double().reshape(-1) for t in tensors if t is not None])
+
+
+def worst_cosine(G: Tensor, v: Tensor) -> float:
+    """Return the smallest cosine between a vector and the rows of a matrix; 0 for a vector of zeros."""
+    G = G.double()
+    return float((G @ v / (G.norm(dim=1) * v.norm()).clamp_min(1e-300)).min())
+
+
+class Clock:
+    """Seconds spent in each phase, every entry and exit synchronised with the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self.seconds: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Measure the block under ``with``."""
+        start = self._now()
+        yield
+        self.seconds[phase].append(self._now() - start)
+
+    def reset(self) -> None:
+        """Forget all that was measured."""
+        self.seconds.clear()
+
+    def _now(self) -> float:
+        if self._cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()

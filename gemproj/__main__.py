@@ -1,0 +1,87 @@
+"""``python -m gemproj``: what is installed here, and one small problem through every method."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import time
+
+import numpy as np
+
+import gemproj
+from gemproj import GEM2017, solve_dual
+from gemproj.methods import NAMES
+
+OPTIONAL = {
+    "torch": ["torch"],
+    "cupy": ["cupy"],
+    "qp": ["quadprog", "osqp", "scipy"],
+    "examples": ["transformers", "peft", "datasets", "matplotlib"],
+}
+
+
+def main() -> None:
+    """Print versions, extras and devices, then time, KKT residual and gap of every method."""
+    print(f"gemproj {gemproj.__version__} on Python {platform.python_version()}, {platform.platform()}\n")
+    print(f"{'core':10s}{_version('numpy')}, {_version('array-api-compat')}")
+    for extra, packages in OPTIONAL.items():
+        found = ", ".join(map(_version, packages))
+        hint = f"   <- pip install 'gemproj[{extra}]'" if "missing" in found else ""
+        print(f"{extra:10s}{found}{hint}")
+    print(f"{'devices':10s}{', '.join(_devices())}\n")
+
+    rng = np.random.default_rng(0)
+    t, d = 6, 10_000
+    G, g = rng.standard_normal((t, d)) + 0.3, rng.standard_normal(d) - 0.3
+    # The reference recipe with its memory strength would solve another problem than the others.
+    methods = NAMES | {"gem2017": GEM2017(memory_strength=0.0)}
+    print(f"One projection, t = {t} constraints, d = {d:,} parameters, NumPy float64")
+    print(f"{'method':12s}{'time (us)':>10s}{'KKT residual':>15s}{'duality gap':>14s}{'error bound':>14s}")
+    for name, method in methods.items():
+        try:
+            sol = solve_dual(G, g, method=method)
+        except ImportError as error:
+            print(f"{name:12s}{str(error).split(':')[0]}")
+            continue
+        seconds = min(_time(lambda m=method: solve_dual(G, g, method=m)) for _ in range(5))
+        certificates = sol.kkt_residual(), sol.duality_gap(), sol.error_bound()
+        print(
+            f"{name:12s}{seconds * 1e6:10.0f}{certificates[0]:15.1e}{certificates[1]:14.1e}{certificates[2]:14.1e}"
+        )
+
+
+def _time(call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        if package == "cupy":  # its wheels are named after the CUDA version
+            for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x"):
+                try:
+                    return f"cupy {importlib.metadata.version(name)}"
+                except importlib.metadata.PackageNotFoundError:
+                    continue
+        return f"{package} missing"
+
+
+def _devices() -> list[str]:
+    """Name the devices that the installed libraries can use."""
+    devices = ["CPU"]
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return devices
+    devices += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        devices.append("mps")
+    return devices
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""Array libraries, devices, dtypes and blocks: nothing else in the package knows about them.
+
+A projection problem arrives as one array `G` (..., t, d) with `g` (..., d), or as blocks, the way
+parameters come out of a model. Both are read through the same `tiles`: small pieces that cover all
+d columns, so that no stage ever needs a flattened, converted or concatenated copy of `G`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+Array = Any  # an array of NumPy, PyTorch, CuPy or any library of the array API standard
+Blocks = Array | Sequence[Array] | Mapping[Any, Array]
+
+# Elements converted to float64 at a time. NumPy works on them with one thread, best while they stay in
+# cache; torch splits larger pieces between threads.
+_TILE_ELEMENTS = {"numpy": 1 << 15, "torch": 1 << 18}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The checked arguments of one call: blocks of `G` and `g`, and what they have in common."""
+
+    xp: Any
+    device: Any
+    batch: tuple[int, ...]
+    t: int
+    rows: list[Array]  # (*batch, t, *shape_k)
+    vector: list[Array]  # (*batch, *shape_k)
+    weight: list[Array] | None  # like `vector`
+    keys: Any  # None where G is one array, the type of a sequence, or the keys of a mapping
+
+    @property
+    def wide(self) -> Any:
+        """The dtype of all sums: float64, or float32 on a device that has no float64 (MPS)."""
+        return wide_dtype(self.xp, self.device)
+
+    @property
+    def host(self) -> bool:
+        """Whether looking at a value is free, because it does not wait for a device."""
+        return on_host(self.device)
+
+    def tiles(self) -> Iterator[tuple[int, tuple[Any, ...], int]]:
+        """Yield (block, index, size): `block` indexed with `index` on its parameter axes, in order."""
+        per_column = math.prod(self.batch) * (self.t + 1)
+        name = array_api_compat.array_namespace(self.rows[0]).__name__.rsplit(".", 1)[-1]
+        columns = max(64, _TILE_ELEMENTS.get(name, 1 << 18) // max(1, per_column))
+        for k, vector in enumerate(self.vector):
+            for index, size in _tiles(tuple(vector.shape[len(self.batch) :]), columns):
+                yield k, (..., *index), size
+
+    def pack(self, arrays: list[Array]) -> Any:
+        """Give blocks back in the container they came in."""
+        if self.keys is None:
+            return arrays[0]
+        if self.keys in (list, tuple):
+            return self.keys(arrays)
+        return dict(zip(self.keys, arrays, strict=True))
+
+
+def _tiles(shape: tuple[int, ...], columns: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Cover an array of `shape` with index tuples of about `columns` elements each."""
+    if not shape:
+        yield (), 1
+        return
+    axis, inner = len(shape) - 1, 1
+    while axis > 0 and inner * shape[axis] <= columns:
+        inner *= shape[axis]
+        axis -= 1
+    step = max(1, columns // max(1, inner))
+    tail = (slice(None),) * (len(shape) - axis - 1)
+    for lead in product(*(range(n) for n in shape[:axis])):
+        for start in range(0, shape[axis], step):
+            stop = min(start + step, shape[axis])
+            yield (*lead, slice(start, stop), *tail), (stop - start) * inner
+
+
+def read_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
+    """Check `G`, `g` and `metric` against each other and bring them into one form.
+
+    Raises
+    ------
+    TypeError
+        For something that is not an array, is not real floating point, or mixes libraries.
+    ValueError
+        For shapes, keys, lengths or devices that do not fit together.
+    """
+    rows, keys = _as_blocks(G, "G")
+    vector, _ = _as_blocks(g, "g", like=(keys, len(rows)))
+    weight = None if metric is None else _as_blocks(metric, "metric", like=(keys, len(rows)))[0]
+    xp = _namespace([*rows, *vector, *(weight or [])])
+    # A batch exists only for plain arrays: blocks have parameter shapes of any rank instead.
+    lead = rows[0].ndim - 2 if keys is None else 0
+    if lead < 0 or rows[0].ndim < 1:
+        raise ValueError(f"G must have shape (..., t, d), one row per constraint; found {_shape(rows[0])}.")
+    batch, t = tuple(rows[0].shape[:lead]), rows[0].shape[lead]
+    for k, (G_k, g_k) in enumerate(zip(rows, vector, strict=True)):
+        where = "" if keys is None else f"[{k if keys in (list, tuple) else keys[k]!r}]"
+        if G_k.ndim < 1 or G_k.shape[lead] != t:
+            raise ValueError(
+                f"Every block of G needs one leading entry per constraint: G{where} has shape {_shape(G_k)}, "
+                f"but the first block has {t} constraints."
+            )
+        expected = batch + tuple(G_k.shape[lead + 1 :])
+        if tuple(g_k.shape) != expected:
+            raise ValueError(
+                f"g{where} must have shape {expected} to go with G{where} of shape {_shape(G_k)}; "
+                f"found {_shape(g_k)}."
+            )
+        if weight is not None and tuple(weight[k].shape) != expected:
+            raise ValueError(
+                f"metric{where} must have the shape of g{where}, {expected}; found {_shape(weight[k])}."
+            )
+    device = array_api_compat.device(vector[0])
+    for name, arrays in (("G", rows), ("g", vector), ("metric", weight or [])):
+        for a in arrays:
+            if array_api_compat.device(a) != device:
+                raise ValueError(
+                    f"{name} is on device {array_api_compat.device(a)} but g is on {device}; "
+                    "move all arrays to one device."
+                )
+    rows, vector = [detach(a) for a in rows], [detach(a) for a in vector]
+    weight = weight and [detach(a) for a in weight]
+    problem = Problem(xp, device, batch, t, rows, vector, weight, keys)
+    if weight is not None and problem.host and not all(bool(xp.all(w > 0)) for w in problem.weight or []):
+        raise ValueError("metric must be positive everywhere; found an entry that is zero, negative or NaN.")
+    return problem
+
+
+def read_out(out: Blocks, problem: Problem) -> list[Array]:
+    """Check `out` against `g` and return its blocks."""
+    blocks, _ = _as_blocks(out, "out", like=(problem.keys, len(problem.vector)))
+    for o, g in zip(blocks, problem.vector, strict=True):
+        if type(o) is not type(g) and not array_api_compat.is_torch_array(g):
+            raise TypeError(f"out must be of the library of g, {type(g).__name__}; found {type(o).__name__}.")
+        if tuple(o.shape) != tuple(g.shape) or o.dtype != g.dtype:
+            raise ValueError(
+                f"out must have the shape and dtype of g, {_shape(g)} {g.dtype}; found {_shape(o)} {o.dtype}."
+            )
+    return [detach(o) for o in blocks]
+
+
+def _as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
+    """Split an argument into blocks; `like` is what `G` was, which `g` and the rest must be too."""
+    if isinstance(a, Mapping):
+        keys: Any = list(a.keys())
+        if like is not None and isinstance(like[0], list):
+            if set(keys) != set(like[0]):
+                odd = sorted(map(repr, set(keys) ^ set(like[0])))
+                raise ValueError(
+                    f"{name} and G must have the same keys; only in one of them: {', '.join(odd)}."
+                )
+            keys = like[0]
+        blocks = [a[k] for k in keys]
+    elif isinstance(a, (list, tuple)):
+        keys, blocks = (tuple if isinstance(a, tuple) else list), list(a)
+    else:
+        keys, blocks = None, [a]
+    if not blocks:
+        raise ValueError(f"{name} has no blocks; pass at least one array.")
+    if like is not None and _kind(keys) != _kind(like[0]):
+        raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.")
+    if like is not None and len(blocks) != like[1]:
+        raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
+    for block in blocks:
+        if not array_api_compat.is_array_api_obj(block):
+            hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
+            raise TypeError(
+                f"{name} must be an array (NumPy, torch, CuPy, ...), or a sequence or mapping of arrays; "
+                f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
+            )
+    for block in blocks:
+        if not _is_real_floating(block):
+            raise TypeError(
+                f"{name} must have a real floating-point dtype; found {block.dtype}. Convert it first."
+            )
+    return blocks, keys
+
+
+def _kind(keys: Any) -> str:
+    if keys is None:
+        return "one array"
+    return "a sequence of arrays" if keys in (list, tuple) else "a mapping of arrays"
+
+
+def _is_real_floating(a: Array) -> bool:
+    xp = array_api_compat.array_namespace(a)
+    return bool(xp.isdtype(a.dtype, "real floating"))
+
+
+def _namespace(arrays: list[Array]) -> Any:
+    try:
+        return array_api_compat.array_namespace(*arrays)
+    except TypeError:
+        found = sorted({type(a).__module__.split(".")[0] + "." + type(a).__name__ for a in arrays})
+        raise TypeError(f"All arrays must come from one library; found {', '.join(found)}.") from None
+
+
+def _shape(a: Array) -> tuple[int, ...]:
+    return tuple(a.shape)
+
+
+def detach(a: Array) -> Array:
+    """Return the array outside of automatic differentiation; itself, where nothing is recorded."""
+    return a.detach() if array_api_compat.is_torch_array(a) and a.requires_grad else a
+
+
+def wide_dtype(xp: Any, device: Any) -> Any:
+    """Return float64, or float32 where a device has no float64 (Apple's MPS)."""
+    return xp.float32 if getattr(device, "type", None) == "mps" else xp.float64
+
+
+def on_host(device: Any) -> bool:
+    """Tell whether `device` is the CPU, where reading a value waits for nothing."""
+    return getattr(device, "type", None) == "cpu" or str(device) == "cpu" or "CPU_DEVICE" in str(device)
+
+
+def to_numpy(a: Array) -> np.ndarray:
+    """Bring an array to NumPy: without a copy on the CPU, with a wait on a device."""
+    if array_api_compat.is_torch_array(a):
+        return a.detach().cpu().numpy()
+    return a.get() if array_api_compat.is_cupy_array(a) else np.asarray(a)
+
+
+def from_numpy(a: Any, xp: Any, device: Any) -> Array:
+    """Bring a NumPy array to another library and device, without a copy where that is possible."""
+    if xp.__name__.endswith("torch"):
+        return (
+            xp.from_numpy(np.ascontiguousarray(a)).to(device) if np.ndim(a) else xp.tensor(a, device=device)
+        )
+    return xp.asarray(a, device=device)

@@ -1,0 +1,99 @@
+"""Exact solution of small problems: try every active set, keep the one that meets the KKT conditions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+
+import array_api_compat
+import numpy as np
+
+from gemproj._array import Array
+from gemproj.methods._method import clip, matvec
+
+# A pivot is 1 - cos^2 of the angle between a row and the span of the rows before it. Below this a
+# row is a combination of the others, and some optimal active set does without it (Caratheodory).
+DEPENDENT = 1e-14
+
+AT_ZERO, FREE, AT_UPPER = 0, 1, 2
+
+
+def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> tuple[Array, Array]:
+    """Solve ``min 1/2 lam'K lam + b'lam, 0 <= lam <= upper`` for rows of norm one.
+
+    The tableau [K | b] is swept row by row with and without each row: after row k there is one copy
+    per choice for rows 0 .. k, and in the end 2^t of them (3^t with an upper bound), each with its
+    inverse and its solution. No step depends on a value, so a batch costs no branches and a device
+    is never waited for.
+
+    Returns
+    -------
+    lam : array, shape (..., t)
+    residual : array, shape (...)
+        Natural residual ``max |lam - clip(lam - s)|``, computed anew from K and b.
+    """
+    xp = array_api_compat.array_namespace(K, b)
+    t = b.shape[-1]
+    device = array_api_compat.device(b)
+    tableau = xp.concat([K, b[..., None]], axis=-1)[..., None, :, :]
+    dependent = xp.zeros(tableau.shape[:-2], dtype=xp.bool, device=device)
+    for k in range(t):
+        pivot = tableau[..., k, k]
+        branches = [tableau, sweep(tableau, k)]
+        flags = [dependent, dependent | ~(pivot > DEPENDENT)]
+        if upper is not None:
+            held = xp.concat([tableau[..., :t], _at_upper(tableau, upper, k)], axis=-1)
+            branches.append(held)
+            flags.append(dependent)
+        tableau = xp.concat(branches, axis=-3)
+        dependent = xp.concat(flags, axis=-1)
+
+    states = xp.asarray(_states(t, 2 if upper is None else 3), device=device)  # (sets, t)
+    free = xp.astype(states == FREE, b.dtype)
+    lam = -tableau[..., t] * free
+    if upper is not None:
+        lam = lam + xp.astype(states == AT_UPPER, b.dtype) * upper[..., None, :]
+    inverse = tableau[..., :t] * free[:, :, None] * free[:, None, :]
+    K, b = K[..., None, :, :], b[..., None, :]
+    upper = None if upper is None else upper[..., None, :]
+    # One step of iterative refinement with the inverse that the sweeps leave behind.
+    lam = lam - matvec(inverse, free * (matvec(K, lam) + b))
+    lam = clip(lam, upper)
+    residual = xp.max(xp.abs(lam - clip(lam - matvec(K, lam) - b, upper)), axis=-1)
+    residual = xp.where(dependent | ~xp.isfinite(residual), xp.full_like(residual, xp.inf), residual)
+    # Ties go to the first set: where no constraint is violated that is the empty one, and x is g.
+    best = xp.argmin(residual, axis=-1, keepdims=True)
+    chosen = best == xp.arange(residual.shape[-1], device=device)
+    lam = xp.sum(xp.where(chosen[..., None], lam, xp.zeros_like(lam)), axis=-2)
+    return lam, xp.min(residual, axis=-1)
+
+
+def sweep(tableau: Array, k: int) -> Array:
+    """Move row k into the active set: pivot the tableau (..., t, t + 1) on its k-th diagonal entry.
+
+    Swept on a set P the tableau holds ``K_PP^-1`` and ``K_PP^-1 b_P = -lam_P`` in the rows of P, and
+    the Schur complement and s = K lam + b in the others.
+    """
+    xp = array_api_compat.array_namespace(tableau)
+    pivot = tableau[..., k, k]
+    pivot = xp.where(pivot > DEPENDENT, pivot, xp.ones_like(pivot))[..., None]
+    row = tableau[..., k, :] / pivot
+    column = tableau[..., :, k] + 0.0
+    column[..., k] = 0.0
+    swept = tableau - column[..., :, None] * row[..., None, :]
+    swept[..., :, k] = -column / pivot
+    swept[..., k, :] = row
+    swept[..., k, k] = 1.0 / pivot[..., 0]
+    return swept
+
+
+def _at_upper(tableau: Array, upper: Array, k: int) -> Array:
+    """Return the last column of the tableau with multiplier k held at its upper bound."""
+    return tableau[..., -1:] + (tableau[..., k] * upper[..., k][..., None, None])[..., None]
+
+
+@lru_cache(maxsize=32)
+def _states(t: int, choices: int) -> np.ndarray:
+    """Return the state of each row in each set, (choices^t, t), in the order of the concatenations."""
+    states = np.array(list(product(range(choices), repeat=t)), dtype=np.int64).reshape(choices**t, t)
+    return states[:, ::-1].copy()

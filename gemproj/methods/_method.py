@@ -1,0 +1,150 @@
+"""What a method is: a validated object that maps the t-space problem to multipliers."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import array_api_compat
+
+from gemproj._array import Array
+
+
+class Status(enum.IntFlag):
+    """How a method ended, one integer per problem of a batch."""
+
+    OPTIMAL = 0
+    """The optimality conditions hold to rounding."""
+    APPROXIMATE = 1
+    """A fixed budget or a shortcut: the certificates tell how far it is from the projection."""
+    STALLED = 2
+    """An exact method ran out of its budget and returned its best iterate."""
+    ROW_DROPPED = 4
+    """A row of G was not finite and was left out (only where looking would stop the device)."""
+
+
+class Outcome(NamedTuple):
+    """What `Method.solve` returns: multipliers (..., t), and iterations and status as int or (...)."""
+
+    multipliers: Array
+    iterations: Any
+    status: Any
+
+
+@dataclass(frozen=True)
+class Method:
+    """Base of the methods: ``method(K, b, warm_start) -> multipliers`` on the t-space problem.
+
+    A subclass is a frozen dataclass of options that implements `solve` for
+    ``min 1/2 lam' K lam + b' lam`` subject to ``0 <= lam <= upper``.
+    """
+
+    accepts: ClassVar[frozenset[str]] = frozenset({"margin", "penalty"})
+
+    def __call__(self, K: Array, b: Array, warm_start: Array | None = None) -> Array:
+        """Return the multipliers (..., t) for K (..., t, t) and b (..., t)."""
+        return self.solve(K, b, warm_start).multipliers
+
+    def solve(
+        self, K: Array, b: Array, warm_start: Array | None = None, upper: float | Array | None = None
+    ) -> Outcome:
+        """Return multipliers with the number of iterations and a `Status`.
+
+        Parameters
+        ----------
+        K : array, shape (..., t, t)
+            Gram matrix, symmetric positive semidefinite.
+        b : array, shape (..., t)
+            Linear term.
+        warm_start : array, shape (..., t), optional
+            Multipliers to start from, within the bounds.
+        upper : float or array, shape (..., t), optional
+            Upper bound of the multipliers.
+        """
+        raise NotImplementedError
+
+
+class Unit(NamedTuple):
+    """The t-space problem with constraints of norm one and a linear term of size one."""
+
+    K: Array
+    b: Array
+    start: Array | None
+    upper: Array | None
+    scale: Array  # multipliers of the raw problem = scale * multipliers of this one
+
+
+def normalise(K: Array, b: Array, start: Array | None, upper: Any) -> Unit:
+    """Scale the rows of G to norm one and b to maximum one, which moves neither the cone nor x.
+
+    A row of norm zero constrains nothing: its multiplier is decoupled and ends at zero.
+    """
+    xp = array_api_compat.array_namespace(K, b)
+    norm = xp.sqrt(xp.linalg.diagonal(K))
+    used = norm > 0
+    one = xp.ones_like(norm)
+    inverse = xp.where(used, one / xp.where(used, norm, one), xp.zeros_like(norm))
+    unit_K = (K * inverse[..., :, None]) * inverse[..., None, :]
+    unit_K = unit_K + xp.where(used, xp.zeros_like(norm), one)[..., None] * identity_like(K)
+    unit_b = b * inverse
+    # A method of zero rows has nothing to take the maximum of.
+    size = xp.max(xp.abs(unit_b), axis=-1, keepdims=True) if b.shape[-1] else one
+    size = xp.where(size > 0, size, xp.ones_like(size))
+    scale = size * inverse
+    stretch = norm / size
+    return Unit(
+        unit_K,
+        unit_b / size,
+        None if start is None else start * stretch,
+        None if upper is None else upper * stretch,
+        scale,
+    )
+
+
+def identity_like(K: Array) -> Array:
+    """Return the identity matrix (t, t) of the library, dtype and device of K."""
+    xp = array_api_compat.array_namespace(K)
+    return xp.eye(K.shape[-1], dtype=K.dtype, device=array_api_compat.device(K))
+
+
+def matvec(K: Array, v: Array) -> Array:
+    """Return K v for every problem of a batch, summed the same way wherever a problem stands."""
+    xp = array_api_compat.array_namespace(K, v)
+    return xp.sum(K * v[..., None, :], axis=-1)
+
+
+def natural_residual(K: Array, b: Array, lam: Array, upper: Array | None) -> Array:
+    """Return max |lam - clip(lam - s, 0, upper)| with s = K lam + b: zero exactly at the solution."""
+    xp = array_api_compat.array_namespace(K, b)
+    if not b.shape[-1]:
+        return xp.zeros_like(xp.sum(b, axis=-1))
+    return xp.max(xp.abs(lam - clip(lam - matvec(K, lam) - b, upper)), axis=-1)
+
+
+def clip(lam: Array, upper: Array | None) -> Array:
+    """Return lam moved into 0 <= lam <= upper."""
+    xp = array_api_compat.array_namespace(lam)
+    lam = xp.maximum(lam, xp.zeros_like(lam))
+    return lam if upper is None else xp.minimum(lam, upper)
+
+
+def check_count(value: Any, name: str, smallest: int) -> None:
+    """Raise unless `value` is an integer of at least `smallest`."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer; found {value!r}.")
+    if value < smallest:
+        raise ValueError(f"{name} must be at least {smallest}; found {value}.")
+
+
+def check_number(
+    value: Any, name: str, low: float, high: float = float("inf"), *, strict: bool = False
+) -> None:
+    """Raise unless `value` is a real number with low <= value <= high (low < value if `strict`)."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number; found {value!r}.")
+    if not (low < value if strict else low <= value) or not value <= high:
+        limits = f"{'above' if strict else 'at least'} {low:g}" + (
+            f" and at most {high:g}" if high < float("inf") else ""
+        )
+        raise ValueError(f"{name} must be {limits}; found {value}.")

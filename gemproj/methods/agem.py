@@ -1,0 +1,35 @@
+"""A-GEM: one multiplier for the average of all constraints."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import array_api_compat
+
+from gemproj.methods._method import Method, Outcome, Status, clip
+from gemproj.methods.pgd import inverse
+
+
+@dataclass(frozen=True)
+class AGEM(Method):
+    """Averaged GEM (Chaudhry et al., ICLR 2019): project on the mean of the rows only.
+
+    With the mean row r, ``x = g - min(0, g.r / r.r) r``: the same multiplier
+    ``max(0, -mean(b) / mean(K)) / t`` on every row. Exact for t = 1; otherwise rows may stay
+    violated, and the KKT residual says by how much. As published, r is the gradient on a random
+    batch from all memories: that is this method with one row.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gemproj import AGEM, project
+    >>> project(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([-3.0, 1.0]), method=AGEM())
+    array([-2.,  2.])
+    """
+
+    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
+        xp = array_api_compat.array_namespace(K, b)
+        t = b.shape[-1]
+        step = xp.sum(b, axis=-1, keepdims=True) * inverse(xp.sum(K, axis=(-2, -1))[..., None])
+        lam = clip(xp.broadcast_to(-step, b.shape), upper)
+        return Outcome(lam, 1 if t else 0, int(Status.APPROXIMATE))

@@ -1,0 +1,94 @@
+"""The exact projection: an active-set method on the normalised Gram matrix, without a ridge."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import array_api_compat
+import numpy as np
+
+from gemproj._array import from_numpy, to_numpy
+from gemproj.methods._enumeration import enumerate_active_sets
+from gemproj.methods._method import Method, Outcome, Status, normalise
+from gemproj.methods._tableau import ROUNDING, solve_tableau
+from gemproj.methods.fista import FISTA
+
+# Enumeration holds all active sets of all problems at once: 2^8, or 3^5 with an upper bound.
+_MOST_SETS = 256
+_MOST_ELEMENTS = 1 << 22
+# From here on it pays to let a first-order method guess the active set.
+_LARGE = 168
+
+
+@dataclass(frozen=True)
+class Exact(Method):
+    """The solution of GEM's quadratic program to rounding; the default.
+
+    Rows are normalised, so that norms of 1e-6 are projected like norms of one, and no ridge is
+    added. Up to t = 8 (5 with a penalty) all active sets are tried at once, for a whole batch and
+    without waiting for a device. Above, Lawson and Hanson's method runs on the CPU, problem by
+    problem: on a device this synchronises once to fetch t*t numbers. Linearly dependent rows
+    (repeated tasks, opposite tasks, t > d) need no special care.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gemproj import Exact
+    >>> Exact()(np.array([[1.0, 0.5], [0.5, 1.0]]), np.array([-1.0, 1.0]))
+    array([1., 0.])
+    """
+
+    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
+        t = b.shape[-1]
+        if t == 0:
+            return Outcome(b * 0.0, 0, int(Status.OPTIMAL))
+        K, b, start, upper, scale = normalise(K, b, warm_start, upper)
+        if (2 if upper is None else 3) ** t <= _MOST_SETS:
+            lam, residual = _in_slabs(K, b, upper)
+            iterations = 0
+        else:
+            lam, iterations, residual = _one_by_one(K, b, upper, start)
+        xp = array_api_compat.array_namespace(lam)
+        size = 1.0 + xp.sum(xp.abs(lam), axis=-1)
+        stalled = ~(residual <= 1e3 * ROUNDING * t * size)
+        status = xp.astype(stalled, xp.int64) * int(Status.STALLED)
+        return Outcome(lam * scale, iterations, status)
+
+
+def _in_slabs(K, b, upper):
+    """Enumerate a batch in slabs, so that memory stays bounded whatever its size."""
+    xp = array_api_compat.array_namespace(K, b)
+    batch, t = b.shape[:-1], b.shape[-1]
+    sets = (2 if upper is None else 3) ** t
+    count = int(np.prod(batch))
+    slab = max(1, _MOST_ELEMENTS // (sets * t * (t + 1)))
+    if count <= slab:
+        return enumerate_active_sets(K, b, upper)
+    K, b = xp.reshape(K, (count, t, t)), xp.reshape(b, (count, t))
+    upper = None if upper is None else xp.reshape(upper, (count, t))
+    parts = [
+        enumerate_active_sets(
+            K[i : i + slab], b[i : i + slab], None if upper is None else upper[i : i + slab]
+        )
+        for i in range(0, count, slab)
+    ]
+    lam, residual = (xp.concat(column, axis=0) for column in zip(*parts, strict=True))
+    return xp.reshape(lam, (*batch, t)), xp.reshape(residual, batch)
+
+
+def _one_by_one(K, b, upper, start):
+    """Solve problem after problem on the CPU and bring the answers back to the device."""
+    xp, device = array_api_compat.array_namespace(K, b), array_api_compat.device(b)
+    K, b = to_numpy(K).astype(np.float64, copy=False), to_numpy(b).astype(np.float64, copy=False)
+    batch, t = b.shape[:-1], b.shape[-1]
+    if t > _LARGE:
+        unit = FISTA(steps=200, normalize=False)
+        start = unit.solve(
+            K, b, None if start is None else to_numpy(start), upper and to_numpy(upper)
+        ).multipliers
+    start = np.zeros_like(b) if start is None else to_numpy(start)
+    lam, pivots, residual = np.empty_like(b), np.empty(batch, dtype=np.int64), np.empty(batch)
+    for i in np.ndindex(batch):
+        bound = None if upper is None else to_numpy(upper)[i]
+        lam[i], pivots[i], residual[i] = solve_tableau(K[i], b[i], bound, start[i])
+    return from_numpy(lam, xp, device), from_numpy(pivots, xp, device), from_numpy(residual, xp, device)

@@ -1,0 +1,55 @@
+"""GEM as its authors implemented it, for comparison and for migration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import array_api_compat
+
+from gemproj.methods._method import Method, Outcome, check_number, identity_like, matvec
+from gemproj.methods.exact import Exact
+
+
+@dataclass(frozen=True)
+class GEM2017(Method):
+    """The reference recipe of Lopez-Paz and Ranzato (NeurIPS 2017), number for number.
+
+    ``min 1/2 lam'(K + eps I) lam + b'lam`` subject to ``lam >= memory_strength``, and only when a
+    constraint is violated; otherwise x = g. Two of its properties are not GEM's, and are the reason
+    to prefer `Exact`: the absolute ridge ``eps`` leaves a violated row of norm n a fraction
+    ``eps / (n**2 + eps)`` of its violation (91 % at n = 0.01), and the gate makes x a discontinuous
+    function of g for a positive memory strength.
+
+    Parameters
+    ----------
+    memory_strength : float, default 0.5
+        Lower bound of every multiplier once a constraint is violated.
+    eps : float, default 1e-3
+        Ridge added to the Gram matrix of the raw rows.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gemproj import GEM2017, project
+    >>> G = np.array([[0.01, 0.0]])  # a gradient norm of 0.01: most of the violation stays
+    >>> project(G, np.array([-1.0, 1.0]), method=GEM2017(memory_strength=0.0)).round(3)
+    array([-0.909,  1.   ])
+    """
+
+    memory_strength: float = 0.5
+    eps: float = 1e-3
+
+    accepts: ClassVar[frozenset[str]] = frozenset()  # it has bounds of its own
+
+    def __post_init__(self) -> None:
+        check_number(self.memory_strength, "memory_strength", 0.0)
+        check_number(self.eps, "eps", 0.0)
+
+    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
+        xp = array_api_compat.array_namespace(K, b)
+        violated = xp.any(b < 0, axis=-1, keepdims=True)
+        ridged = K + self.eps * identity_like(K)
+        floor = xp.full_like(b, self.memory_strength)
+        free, iterations, status = Exact().solve(ridged, b + matvec(ridged, floor))
+        return Outcome(xp.where(violated, free + floor, xp.zeros_like(b)), iterations, status)

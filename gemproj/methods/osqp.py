@@ -1,0 +1,60 @@
+"""The operator-splitting method of the osqp package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gemproj.methods._external import solve_each
+from gemproj.methods._method import Method, Outcome, Status, check_count, check_number
+
+
+@dataclass(frozen=True)
+class OSQP(Method):
+    """ADMM, on normalised rows, warm started. Runs on the CPU; needs the extra `qp`.
+
+    Without osqp's polishing step, which prints to the terminal even when told to be quiet.
+
+    Parameters
+    ----------
+    eps : float, default 1e-9
+        Absolute and relative tolerance, on the normalised problem.
+    max_iter : int, default 20000
+        Iteration limit; a problem that reaches it has the status ``STALLED``.
+    """
+
+    eps: float = 1e-9
+    max_iter: int = 20_000
+
+    def __post_init__(self) -> None:
+        check_number(self.eps, "eps", 0.0, strict=True)
+        check_count(self.max_iter, "max_iter", 1)
+
+    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
+        return solve_each(self._solve_one, "osqp", K, b, warm_start, upper)
+
+    def _solve_one(self, osqp, K, b, start, upper):
+        from scipy import sparse
+
+        t = len(b)
+        model = osqp.OSQP()
+        model.setup(
+            sparse.csc_matrix(np.triu(K)),
+            b,
+            sparse.identity(t, format="csc"),
+            np.zeros(t),
+            np.full(t, np.inf) if upper is None else upper,
+            eps_abs=self.eps,
+            eps_rel=self.eps,
+            max_iter=self.max_iter,
+            polishing=False,
+            warm_starting=True,
+            verbose=False,
+        )
+        if start is not None:
+            model.warm_start(x=start, y=-(K @ start + b))
+        result = model.solve(raise_error=False)
+        solved = result.info.status_val == osqp.SolverStatus.OSQP_SOLVED
+        lam = np.nan_to_num(np.maximum(result.x, 0.0), nan=0.0)
+        return Outcome(lam, int(result.info.iter), int(Status.OPTIMAL if solved else Status.STALLED))

@@ -1,0 +1,64 @@
+"""Problems whose projection is known, because the answer is drawn first and the problem around it."""
+
+from typing import NamedTuple
+
+import numpy as np
+from hypothesis import strategies as st
+
+
+class Known(NamedTuple):
+    """Constraints, gradient and projection; `multipliers` is one optimal choice, `kind` the family."""
+
+    G: np.ndarray
+    g: np.ndarray
+    x: np.ndarray
+    multipliers: np.ndarray
+    kind: str
+
+
+KINDS = ["generic", "parallel", "repeated", "opposite", "more rows than columns", "mixed norms", "zero row"]
+
+
+def draw(rng: np.random.Generator, kind: str, t: int, d: int) -> Known:
+    """Draw x*, rows that are active (orthogonal to it) or not, and multipliers; then g = x* - G'lam*."""
+    if kind == "more rows than columns":
+        d = max(2, t // 2)
+    x = rng.standard_normal(d)
+    G = rng.standard_normal((t, d))
+    if kind == "parallel":
+        G = rng.standard_normal(d) + 0.03 * G
+    active = rng.random(t) < 0.6
+    x_unit = x / np.linalg.norm(x)
+    G[active] -= np.outer(G[active] @ x_unit, x_unit)
+    G[~active] *= np.where(G[~active] @ x < 0, -1.0, 1.0)[:, None]
+    if kind == "repeated" and t > 1:
+        G[t // 2 :], active[t // 2 :] = G[: t - t // 2], active[: t - t // 2]
+    if kind == "opposite" and t > 1:
+        G[0] -= G[0] @ x_unit * x_unit
+        G[-1], active[0], active[-1] = -G[0], True, True
+    if kind == "mixed norms":
+        G *= 10.0 ** rng.uniform(-6, 6, (t, 1))
+    if kind == "zero row":
+        G[rng.integers(t)] = 0.0
+    norms = np.linalg.norm(G, axis=1)
+    lam = np.where(active, rng.random(t), 0.0) / np.where(norms > 0, norms, 1.0)
+    return Known(G, x - G.T @ lam, x, lam, kind)
+
+
+@st.composite
+def known(draw_from, kinds=tuple(KINDS), max_t: int = 12, max_d: int = 24) -> Known:
+    """Hypothesis strategy of problems with a known projection."""
+    kind = draw_from(st.sampled_from(kinds))
+    t = draw_from(st.integers(1, max_t))
+    d = draw_from(st.integers(2, max_d))
+    return draw(np.random.default_rng(draw_from(st.integers(0, 2**32 - 1))), kind, t, d)
+
+
+@st.composite
+def arbitrary(draw_from, max_t: int = 10, max_d: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    """Hypothesis strategy of problems with nothing known: dense, or with small integer entries."""
+    rng = np.random.default_rng(draw_from(st.integers(0, 2**32 - 1)))
+    t, d = draw_from(st.integers(1, max_t)), draw_from(st.integers(1, max_d))
+    if draw_from(st.booleans()):
+        return rng.standard_normal((t, d)), rng.standard_normal(d)
+    return rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)

@@ -1,0 +1,158 @@
+"""Errors name the argument, what was found and what to do."""
+
+import numpy as np
+import pytest
+import torch
+
+from gemproj import PGD, Exact, Status, combine, gram, project, solve_dual
+from gemproj._dual import _drop_not_finite
+from gemproj._gram import Gram
+
+G, g = np.eye(3, 5), -np.ones(5)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda: project(G, g[:4]), ValueError, r"g must have shape \(5,\).*found \(4,\)"),
+        (lambda: project(G[0], g), ValueError, r"G must have shape \(..., t, d\).*found \(5,\)"),
+        (lambda: project(G[None], g), ValueError, r"g must have shape \(1, 5\)"),
+        (
+            lambda: project(G.astype(int), g),
+            TypeError,
+            "G must have a real floating-point dtype; found int64",
+        ),
+        (
+            lambda: project(G, g.astype(complex)),
+            TypeError,
+            "g must have a real floating-point dtype; found complex",
+        ),
+        (
+            lambda: project([[1.0, 0.0]], [1.0]),
+            TypeError,
+            "G must be an array.*blocks of type list.*numpy.asarray",
+        ),
+        (lambda: project(3.0, g), TypeError, "G must be an array.*found float"),
+        (lambda: project(torch.eye(3, 5), g), TypeError, "one library; found numpy.ndarray, torch.Tensor"),
+        (lambda: project([G], g), TypeError, "g must be a sequence of arrays, as G is; found one array"),
+        (lambda: project([G, G], [g]), ValueError, "g has 1 blocks but G has 2"),
+        (lambda: project({"a": G}, {"b": g}), ValueError, "same keys; only in one of them: 'a', 'b'"),
+        (lambda: project([], []), ValueError, "G has no blocks"),
+        (
+            lambda: project([G, G[:2]], [g, g]),
+            ValueError,
+            r"G\[1\] has shape \(2, 5\), but the first block has 3",
+        ),
+        (lambda: project({"w": G}, {"w": g[:2]}), ValueError, r"g\['w'\] must have shape \(5,\)"),
+        (lambda: project(G, g, method="gem"), ValueError, "method 'gem' is unknown; the names are 'exact'"),
+        (lambda: project(G, g, method=PGD), TypeError, r"write PGD\(\), not PGD"),
+        (lambda: project(G, g, method=7), TypeError, "method must be a name, a Method or a callable"),
+        (lambda: solve_dual(G, g, steps=3), TypeError, "steps"),
+        (lambda: project(G, g, margin=-0.5), ValueError, "margin must be at least 0; found -0.5"),
+        (lambda: project(G, g, margin="0.5"), TypeError, "margin must be a number; found '0.5'"),
+        (lambda: project(G, g, margin=float("nan")), ValueError, "margin must be at least 0; found nan"),
+        (lambda: project(G, g, penalty=-1.0), ValueError, "penalty must be at least 0"),
+        (
+            lambda: project(G, g, margin=2.0, penalty=1.0),
+            ValueError,
+            "penalty must be at least margin, 2.0; found 1",
+        ),
+        (
+            lambda: project(G, g, margin=0.5, method="gem2017"),
+            ValueError,
+            "margin cannot be combined with.*GEM2017",
+        ),
+        (
+            lambda: project(G, g, penalty=1.0, method=lambda K, b, w: b),
+            ValueError,
+            "penalty cannot be combined",
+        ),
+        (
+            lambda: project(G, g, warm_start=np.ones(2)),
+            ValueError,
+            r"warm_start must have shape \(3,\).*found \(2,\)",
+        ),
+        (lambda: project(G, g, warm_start=[1, 1, 1]), TypeError, "warm_start must be an array.*found list"),
+        (
+            lambda: project(G, g, warm_start=torch.ones(3)),
+            TypeError,
+            "warm_start must be of the library of G",
+        ),
+        (
+            lambda: project(G, g, out=np.empty(4)),
+            ValueError,
+            r"out must have the shape and dtype of g, \(5,\) float64",
+        ),
+        (lambda: project(G, g, out=np.empty(5, np.float32)), ValueError, "found .* float32"),
+        (lambda: project(G, g, out=torch.empty(5)), TypeError, "out must be of the library of g"),
+        (lambda: project(G, g, metric=np.ones(4)), ValueError, r"metric must have the shape of g, \(5,\)"),
+        (lambda: project(G, g, metric=np.zeros(5)), ValueError, "metric must be positive everywhere"),
+        (lambda: project(G, g, metric=-np.ones(5)), ValueError, "metric must be positive everywhere"),
+        (
+            lambda: combine(G, g, np.ones(2)),
+            ValueError,
+            r"multipliers must be an array of shape \(3,\).*found \(2,\)",
+        ),
+        (lambda: combine(G, g, 1.0), ValueError, "multipliers must be an array.*found float"),
+        (
+            lambda: project(G, g, method=lambda K, b, w: b[:1]),
+            ValueError,
+            "must return multipliers of the type and",
+        ),
+        (lambda: project(G, g, method=lambda K, b, w: None), ValueError, "found None"),
+        (
+            lambda: gram(torch.eye(3, 5), torch.ones(5, device="meta")),
+            ValueError,
+            "G is on device cpu but g is on meta",
+        ),
+    ],
+)
+def test_error_names_the_argument(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_rows_that_are_not_finite_are_named(xp, value):
+    bad = np.array(G)
+    bad[1, 2] = value
+    with pytest.raises(ValueError, match=r"G is not finite: row 1, which"):
+        project(xp.array(bad), xp.array(g))
+    batch = np.stack([G, bad])
+    with pytest.raises(ValueError, match="row 1 of problem 1"):
+        project(xp.array(batch), xp.array(np.stack([g, g])))
+    vector = np.array(g)
+    vector[0] = value
+    with pytest.raises(ValueError, match="g is not finite"):
+        project(xp.array(G), xp.array(vector))
+
+
+def test_overflow_is_told_apart_from_a_result():
+    with pytest.raises(ValueError, match=r"row 0.*squares overflow"):
+        project(1e200 * G[:1], g)
+
+
+def test_rows_are_left_out_where_looking_is_not_free(rng):
+    """What a device does, on the CPU: the stage itself looks at no value."""
+    rows, vector = rng.standard_normal((2, 4, 9)) - 0.4, rng.standard_normal((2, 9)) + 0.4
+    K, b, gg = (np.array(a) for a in gram(rows, vector))
+    K[0, 2, :] = K[0, :, 2] = b[0, 2] = np.nan
+    clean, dropped = _drop_not_finite(Gram(K, b, gg))
+    np.testing.assert_array_equal(dropped, [[False, False, True, False], [False] * 4])
+    lam = solve_dual(np.delete(rows[0], 2, axis=0), vector[0]).multipliers
+    np.testing.assert_allclose(np.delete(Exact()(clean.K, clean.b)[0], 2), lam, atol=1e-12)
+    np.testing.assert_array_equal(clean.K[1], K[1])
+    gg[0] = np.inf
+    assert _drop_not_finite(Gram(K, b, gg))[1][0].all()
+
+
+def test_stalled_is_reported(monkeypatch, rng):
+    from gemproj.methods import exact
+
+    def give_up(K, b, upper, start):
+        return np.zeros(len(b)), 0, 1.0
+
+    monkeypatch.setattr(exact, "solve_tableau", give_up)
+    sol = solve_dual(rng.standard_normal((20, 5)), np.ones(5))
+    assert int(sol.status) == Status.STALLED
+    assert float(sol.kkt_residual()) > 1e-3

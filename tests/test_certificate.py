@@ -1,0 +1,105 @@
+"""Certificates: free of scale, zero at the solution, and never below the truth."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import KINDS, arbitrary, draw, known
+
+from gemproj import PGD, DualSolution, combine, gram, project, solve_dual
+
+
+def judged(G, g, lam, **bounds):
+    """The certificates of any multipliers."""
+    options = {"margin": 0.0, "penalty": np.inf} | bounds
+    return DualSolution(np.asarray(lam), *gram(G, g), iterations=0, status=np.array(0), **options)
+
+
+def test_residual_is_its_definition(rng):
+    G, g, lam = rng.standard_normal((4, 9)), rng.standard_normal(9), rng.standard_normal(4)
+    s, n, size = G @ (g + G.T @ lam), np.linalg.norm(G, axis=1), np.linalg.norm(g)
+    r_p, r_d, r_c = (
+        max(0, (-s / n).max()) / size,
+        max(0, (-lam * n).max()) / size,
+        np.abs(lam * s).max() / size**2,
+    )
+    assert float(judged(G, g, lam).kkt_residual()) == pytest.approx(max(r_p, r_d, r_c), rel=1e-12)
+
+
+def test_gap_is_primal_minus_dual(rng):
+    G, g, lam = rng.standard_normal((4, 9)), rng.standard_normal(9), rng.random(4)
+    K, b, gg = gram(G, g)
+    x = g + G.T @ lam
+    primal, dual = 0.5 * np.sum((x - g) ** 2), -(0.5 * lam @ K @ lam + b @ lam)
+    assert float(judged(G, g, lam).duality_gap()) == pytest.approx((primal - dual) / gg)
+    hinge = 2.0 * np.sum(np.maximum(0.0, -(G @ x)))
+    assert float(judged(G, g, lam, penalty=2.0).duality_gap()) == pytest.approx((primal + hinge - dual) / gg)
+
+
+@given(arbitrary(), st.floats(1e-6, 1e6), st.integers(0, 2**32 - 1))
+def test_scale_free(problem, factor, seed):
+    G, g = problem
+    rng = np.random.default_rng(seed)
+    lam, rows = rng.standard_normal(len(G)), 10.0 ** rng.uniform(-6, 6, len(G))
+    for certificate in ("kkt_residual", "duality_gap"):
+        value = float(getattr(judged(G, g, lam), certificate)())
+        scaled = float(getattr(judged(rows[:, None] * G, factor * g, factor * lam / rows), certificate)())
+        assert scaled == pytest.approx(value, rel=1e-8, abs=1e-10)
+
+
+@given(known(), st.integers(0, 2**32 - 1), st.floats(-12, 1))
+def test_error_bound_is_never_below_the_error(problem, seed, exponent):
+    G, g, x_star = problem.G, problem.g, problem.x
+    lam = np.maximum(
+        0.0, problem.multipliers + 10.0**exponent * np.random.default_rng(seed).standard_normal(len(G))
+    )
+    # The drawn x* is itself rounded when the problem is built around it.
+    rounding = 1e-14 * (1 + np.sum(lam * np.linalg.norm(G, axis=1)) / np.linalg.norm(g))
+    error = np.linalg.norm(g + G.T @ lam - x_star) / np.linalg.norm(g)
+    assert error <= float(judged(G, g, lam).error_bound()) + rounding
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_bound_is_tight(kind, rng):
+    for t in (3, 20):
+        problem = draw(rng, kind, t, 2 * t)
+        sol = solve_dual(problem.G, problem.g, method=PGD(steps=2))
+        error = np.linalg.norm(combine(problem.G, problem.g, sol.multipliers) - problem.x) / np.linalg.norm(
+            problem.g
+        )
+        bound = float(sol.error_bound())
+        assert error <= bound * (1 + 1e-9) + 1e-13
+        assert bound <= 1.01 * error + 1e-6
+        assert float(solve_dual(problem.G, problem.g).error_bound()) < 1e-6
+
+
+def test_error_bound_with_bounds_on_the_multipliers(rng):
+    G, g = rng.standard_normal((5, 12)) - 0.3, rng.standard_normal(12) + 0.3
+    for options in ({"margin": 0.2}, {"penalty": 0.1}, {"margin": 0.05, "penalty": 0.1}):
+        sol = solve_dual(G, g, method=PGD(steps=2), **options)
+        scale = np.linalg.norm(g + options.get("margin", 0.0) * G.sum(0))
+        error = np.linalg.norm(combine(G, g, sol.multipliers) - project(G, g, **options)) / scale
+        assert error <= float(sol.error_bound()) <= 1.01 * error + 1e-9
+
+
+def test_residual_tells_wrong_from_right(rng):
+    G, g = rng.standard_normal((4, 9)) - 0.5, rng.standard_normal(9) + 0.5
+    assert float(solve_dual(G, g).kkt_residual()) < 1e-14
+    assert float(judged(G, g, np.zeros(4)).kkt_residual()) > 1e-2
+    assert float(solve_dual(G, g, method="agem").kkt_residual()) > 1e-3
+
+
+def test_certificates_have_the_shape_of_the_batch(xp, rng):
+    sol = solve_dual(xp.array(rng.standard_normal((2, 3, 4, 9))), xp.array(rng.standard_normal((2, 3, 9))))
+    for value in (sol.kkt_residual(), sol.duality_gap(), sol.error_bound(), sol.cosine(), sol.status):
+        assert type(value) is type(sol.gram)
+        assert tuple(value.shape) == (2, 3)
+    assert tuple(sol.active.shape) == tuple(sol.violated.shape) == (2, 3, 4)
+
+
+def test_cosine_is_between_g_and_x(xp, rng):
+    G, g = rng.standard_normal((3, 9)) - 0.5, rng.standard_normal(9) + 0.5
+    x = project(G, g)
+    expected = g @ x / np.linalg.norm(g) / np.linalg.norm(x)
+    assert float(solve_dual(xp.array(G), xp.array(g)).cosine()) == pytest.approx(expected)
+    assert float(solve_dual(xp.array(G), xp.array(0 * g)).cosine()) == 1.0

@@ -1,0 +1,193 @@
+"""The exact projection: optimality conditions and the properties that define a projection."""
+
+from fractions import Fraction
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import KINDS, arbitrary, draw, known
+
+from gemproj import Exact, Status, combine, gram, project, solve_dual
+from gemproj.methods._enumeration import enumerate_active_sets
+from gemproj.methods._method import normalise
+from gemproj.methods._tableau import solve_tableau
+
+
+def relative(error, g):
+    return np.linalg.norm(error) / np.linalg.norm(g)
+
+
+def feasibility(G, x, g):
+    """Largest violation, in units of |g_i| |g|."""
+    scale = np.linalg.norm(G, axis=1) * np.linalg.norm(g)
+    return np.max(np.maximum(-(G @ x), 0) / np.where(scale > 0, scale, 1), initial=0.0)
+
+
+@given(known())
+def test_known_projection_is_found(problem):
+    sol = solve_dual(problem.G, problem.g)
+    x = combine(problem.G, problem.g, sol.multipliers)
+    assert relative(x - problem.x, problem.g) < 1e-9
+    assert feasibility(problem.G, x, problem.g) < 1e-12
+    assert float(sol.kkt_residual()) < 1e-12
+    assert np.all(sol.multipliers >= 0)
+    assert int(sol.status) == Status.OPTIMAL
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("t", [2, 8, 9, 40, 120, 200])
+def test_every_size_and_family(kind, t, rng):
+    for _ in range(3):
+        problem = draw(rng, kind, t, 2 * t)
+        sol = solve_dual(problem.G, problem.g)
+        assert float(sol.kkt_residual()) < 1e-12
+        assert relative(combine(problem.G, problem.g, sol.multipliers) - problem.x, problem.g) < 1e-9
+
+
+@given(arbitrary())
+def test_complementarity_and_moreau(problem):
+    G, g = problem
+    sol = solve_dual(G, g)
+    x = combine(G, g, sol.multipliers)
+    gg = max(g @ g, 1.0)
+    assert np.max(np.abs(sol.multipliers * (G @ x)), initial=0) <= 1e-11 * gg
+    # |g|^2 = |x|^2 + |G'lam|^2: g splits into the cone and its polar.
+    assert abs(g @ g - x @ x - np.sum((G.T @ sol.multipliers) ** 2)) <= 1e-11 * gg
+
+
+@given(arbitrary())
+def test_idempotent(problem):
+    G, g = problem
+    x = project(G, g)
+    assert np.linalg.norm(project(G, x) - x) <= 1e-11 * (1 + np.linalg.norm(g))
+
+
+@given(arbitrary(), st.floats(1e-8, 1e8))
+def test_positively_homogeneous(problem, factor):
+    G, g = problem
+    np.testing.assert_allclose(
+        project(G, factor * g) / factor, project(G, g), atol=1e-11 * (1 + np.linalg.norm(g)), rtol=0
+    )
+
+
+@given(arbitrary(), st.integers(0, 2**32 - 1))
+def test_nonexpansive(problem, seed):
+    G, g = problem
+    h = g + np.random.default_rng(seed).standard_normal(g.shape)
+    assert np.linalg.norm(project(G, g) - project(G, h)) <= np.linalg.norm(g - h) * (1 + 1e-11) + 1e-11
+
+
+@given(arbitrary(), st.randoms(use_true_random=False))
+def test_order_scale_and_repetition_of_rows_do_not_matter(problem, random):
+    G, g = problem
+    x, tolerance = project(G, g), 1e-10 * (1 + np.linalg.norm(g))
+    order = random.sample(range(len(G)), len(G))
+    np.testing.assert_allclose(project(G[order], g), x, atol=tolerance, rtol=0)
+    scale = np.array([[10.0 ** random.uniform(-6, 6)] for _ in G])
+    np.testing.assert_allclose(project(scale * G, g), x, atol=tolerance, rtol=0)
+    np.testing.assert_allclose(project(np.concatenate([G, 2.0 * G]), g), x, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
+def test_magnitudes_do_not_matter(scale, rng):
+    G, g = rng.standard_normal((5, 40)) - 0.2, rng.standard_normal(40) + 0.2
+    x = project(G, g)
+    np.testing.assert_allclose(project(scale * G, g), x, atol=1e-12 * np.linalg.norm(g))
+    np.testing.assert_allclose(project(G, scale * g) / scale, x, atol=1e-12 * np.linalg.norm(g))
+    np.testing.assert_allclose(project(scale * G, g / scale) * scale, x, atol=1e-12 * np.linalg.norm(g))
+
+
+def rational_projection(G, g):
+    """Try every active set in exact arithmetic."""
+    G, g = [[Fraction(int(v)) for v in row] for row in G], [Fraction(int(v)) for v in g]
+
+    def dot(a, b):
+        return sum(p * q for p, q in zip(a, b, strict=True))
+
+    def solve(A, b):
+        rows = [[*row, v] for row, v in zip(A, b, strict=True)]
+        for k in range(len(rows)):
+            p = next((i for i in range(k, len(rows)) if rows[i][k]), None)
+            if p is None:
+                return None
+            rows[k], rows[p] = rows[p], rows[k]
+            rows[k] = [v / rows[k][k] for v in rows[k]]
+            for i in range(len(rows)):
+                if i != k and rows[i][k]:
+                    rows[i] = [u - rows[i][k] * v for u, v in zip(rows[i], rows[k], strict=True)]
+        return [row[-1] for row in rows]
+
+    for size in range(len(G) + 1):
+        for P in combinations(range(len(G)), size):
+            lam = solve([[dot(G[i], G[j]) for j in P] for i in P], [-dot(G[i], g) for i in P])
+            if lam is not None and all(v >= 0 for v in lam):
+                x = [g[k] + sum(v * G[i][k] for v, i in zip(lam, P, strict=True)) for k in range(len(g))]
+                if all(dot(row, x) >= 0 for row in G):
+                    return np.array([float(v) for v in x])
+    raise AssertionError("every problem has a solution")
+
+
+def test_degenerate_integer_problems_against_exact_arithmetic(rng):
+    for _ in range(400):
+        t, d = rng.integers(1, 7), rng.integers(1, 5)
+        G, g = rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
+        expected = rational_projection(G, g)
+        np.testing.assert_allclose(project(G, g), expected, atol=1e-11)
+        # The method for large t on the same small problems.
+        K, b, _ = gram(G, g)
+        unit = normalise(K, b, None, None)
+        lam, _, _ = solve_tableau(unit.K, unit.b, None, None)
+        np.testing.assert_allclose(combine(G, g, lam * unit.scale), expected, atol=1e-11)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_enumeration_and_tableau_agree(bounded, rng):
+    for _ in range(100):
+        t = int(rng.integers(1, 6))
+        G, g = rng.standard_normal((t, 8)), rng.standard_normal(8)
+        K, b, _ = gram(G, g)
+        unit = normalise(K, b, None, np.full(t, 0.3) if bounded else None)
+        small, _ = enumerate_active_sets(unit.K, unit.b, unit.upper)
+        large, _, _ = solve_tableau(unit.K, unit.b, unit.upper, rng.random(t))
+        np.testing.assert_allclose(small, large, atol=1e-11)
+
+
+def test_problems_of_a_batch_do_not_know_each_other(xp, rng):
+    for t in (2, 9):
+        G, g = rng.standard_normal((3, 2, t, 30)), rng.standard_normal((3, 2, 30)) - 0.2
+        x = xp.numpy(project(xp.array(G), xp.array(g)))
+        for i in np.ndindex(3, 2):
+            np.testing.assert_allclose(x[i], xp.numpy(project(xp.array(G[i]), xp.array(g[i]))), atol=1e-13)
+        order = [2, 0, 1]
+        np.testing.assert_array_equal(xp.numpy(project(xp.array(G[order]), xp.array(g[order]))), x[order])
+        G[1, 0], g[1, 0] = 1e20 * G[1, 0], 1e-20
+        changed = xp.numpy(project(xp.array(G), xp.array(g)))
+        for i in np.ndindex(3, 2):
+            assert np.array_equal(changed[i], x[i]) == (i != (1, 0))
+
+
+def test_large_batch_is_solved_in_slabs(rng):
+    G, g = rng.standard_normal((700, 7, 5)), rng.standard_normal((700, 5))
+    x = project(G, g)
+    for i in (0, 350, 699):
+        np.testing.assert_allclose(x[i], project(G[i], g[i]), atol=1e-14)
+
+
+def test_exact_on_arrays_of_every_library(xp, rng):
+    G = rng.standard_normal((4, 20)) - 0.1
+    K, b, _ = gram(G, np.ones(20) * 0.1)
+    np.testing.assert_array_equal(xp.numpy(Exact()(xp.array(K), xp.array(b))), Exact()(K, b))
+
+
+def test_same_input_same_bits(rng):
+    G, g = rng.standard_normal((12, 500)), rng.standard_normal(500)
+    np.testing.assert_array_equal(project(G, g), project(G, g))
+
+
+def test_warm_start_changes_nothing(rng):
+    for t in (4, 15):
+        G, g = rng.standard_normal((t, 30)) - 0.2, rng.standard_normal(30)
+        for start in (np.zeros(t), np.ones(t) * 1e3, rng.random(t)):
+            np.testing.assert_allclose(project(G, g, warm_start=start), project(G, g), atol=1e-12)

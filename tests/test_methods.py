@@ -1,0 +1,196 @@
+"""Each method against its formula, its theorem or its source."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import arbitrary, known
+
+from gemproj import AGEM, FISTA, GEM2017, OSQP, PGD, Exact, Quadprog, Status, gram, project, solve_dual
+from gemproj.methods import NAMES
+from gemproj.methods.pgd import largest_eigenvalue_bound, power_iteration
+
+
+def objective(K, b, lam):
+    return 0.5 * lam @ K @ lam + b @ lam
+
+
+@given(known(max_t=8), st.booleans())
+def test_pgd_and_fista_keep_their_rates_at_every_step(problem, warm):
+    rows = problem.G[np.linalg.norm(problem.G, axis=1) > 0]
+    if not len(rows):
+        return
+    rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    K, b, _ = gram(rows, problem.g)
+    best = Exact()(K, b)
+    start = np.random.default_rng(0).random(len(b)) if warm else np.zeros(len(b))
+    L, apart, optimum = largest_eigenvalue_bound(K)[0], np.sum((start - best) ** 2), objective(K, b, best)
+    slack = 1e-12 * (1 + abs(optimum))
+    for k in range(1, 30):
+        pgd = PGD(steps=k, normalize=False)(K, b, start)
+        assert objective(K, b, pgd) - optimum <= L * apart / (2 * k) + slack
+        fista = FISTA(steps=k, restart=False, normalize=False)(K, b, start)
+        assert objective(K, b, fista) - optimum <= 2 * L * apart / (k + 1) ** 2 + slack
+
+
+@given(
+    known(),
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([PGD(), PGD(steps=1), FISTA(), FISTA(steps=2), Exact()]),
+)
+def test_warm_start_is_never_worse_than_its_start(problem, seed, method):
+    K, b, _ = gram(problem.G, problem.g)
+    start = np.random.default_rng(seed).exponential(size=len(b)) * (1 + np.abs(problem.multipliers))
+    value = objective(K, b, start)
+    assert objective(K, b, method(K, b, start)) <= value + 1e-12 * abs(value)
+
+
+@given(arbitrary())
+def test_safe_bound_is_never_below_the_largest_eigenvalue(problem):
+    K = gram(*problem).K
+    assert largest_eigenvalue_bound(K)[0] >= np.linalg.eigvalsh(K)[-1] * (1 - 1e-12)
+
+
+def test_power_iteration_underestimates_two_conflicting_tasks():
+    # The paper's estimate never leaves its start, an eigenvector of the small eigenvalue.
+    K = np.array([[1.0, -0.9], [-0.9, 1.0]])
+    assert power_iteration(K, 50)[0] == pytest.approx(0.1)
+    b = np.array([-1.0, -0.5])
+    optimum = objective(K, b, Exact()(K, b))
+    assert objective(K, b, PGD(steps=30, step_size="power", c=0.9)(K, b)) > 1e3 * abs(optimum)
+    assert objective(K, b, PGD(steps=500)(K, b)) == pytest.approx(optimum, rel=1e-6)
+
+
+def test_power_iteration_is_the_largest_eigenvalue_where_it_converges(rng):
+    G = rng.random((5, 30))
+    assert power_iteration(G @ G.T, 60)[0] == pytest.approx(np.linalg.eigvalsh(G @ G.T)[-1], rel=1e-10)
+
+
+def test_pgd_is_algorithm_1_of_the_paper(rng):
+    """Three steps in the space of the parameters, on normalised rows, warm started."""
+    G, g = rng.standard_normal((4, 50)) * 10.0 ** rng.uniform(-2, 2, (4, 1)), rng.standard_normal(50)
+    norms = np.linalg.norm(G, axis=1)
+    unit, lam0 = G / norms[:, None], rng.random(4)
+    eta = 1.0 / largest_eigenvalue_bound(unit @ unit.T)[0]
+    lam = lam0 * norms
+    for _ in range(3):
+        lam = np.maximum(0.0, lam - eta * (unit @ (unit.T @ lam) + unit @ g))
+    sol = solve_dual(G, g, method=PGD(steps=3), warm_start=lam0)
+    np.testing.assert_allclose(sol.multipliers * norms, lam, rtol=1e-12, atol=1e-14)
+    assert int(sol.status) == Status.APPROXIMATE
+    assert sol.iterations == 3
+
+
+def test_fista_restart_reaches_the_solution_sooner(rng):
+    G, g = rng.standard_normal((8, 20)), rng.standard_normal(20)
+    G += 3 * rng.standard_normal(20)  # nearly parallel rows
+    errors = [
+        float(solve_dual(G, g - 2, method=FISTA(steps=300, restart=restart)).kkt_residual())
+        for restart in (True, False)
+    ]
+    assert errors[0] < 1e-8
+    assert errors[0] < 0.1 * errors[1]
+
+
+def test_agem_is_the_published_formula(xp, rng):
+    for sign in (-1.0, 1.0):
+        G, g = rng.standard_normal((5, 40)) + 0.5, sign * np.ones(40)
+        r = G.mean(0)
+        expected = g - min(0.0, g @ r / (r @ r)) * r
+        np.testing.assert_allclose(
+            xp.numpy(project(xp.array(G), xp.array(g), method=AGEM())), expected, rtol=1e-12, atol=1e-13
+        )
+
+
+def reference_recipe(G, g, margin, eps):
+    """The projection of the GEM paper's code, from its description: quadprog on the ridged dual."""
+    quadprog = pytest.importorskip("quadprog")
+    if not (G @ g < 0).any():
+        return g
+    t = len(G)
+    lam = quadprog.solve_qp(G @ G.T + eps * np.eye(t), -(G @ g), np.eye(t), np.full(t, margin))[0]
+    return g + lam @ G
+
+
+@pytest.mark.parametrize("norm", [1.0, 0.1, 0.01])
+@pytest.mark.parametrize("strength", [0.0, 0.5])
+def test_gem2017_is_the_reference_recipe(norm, strength, rng):
+    for t in (1, 3, 12):
+        G, g = norm * rng.standard_normal((t, 30)), rng.standard_normal(30)
+        np.testing.assert_allclose(
+            project(G, g, method=GEM2017(memory_strength=strength)),
+            reference_recipe(G, g, strength, 1e-3),
+            rtol=1e-9,
+            atol=1e-11,
+        )
+
+
+def test_gem2017_leaves_most_of_the_violation_at_small_norms():
+    G, g = np.array([[0.01, 0.0]]), np.array([-1.0, 1.0])
+    left = -(G @ project(G, g, method=GEM2017(memory_strength=0.0))) / -(G @ g)
+    assert -left[0] == pytest.approx(-1e-3 / (1e-4 + 1e-3))
+    assert (G @ project(G, g))[0] == 0.0
+
+
+@pytest.mark.parametrize(("method", "accuracy"), [(Quadprog(), 1e-10), (OSQP(), 1e-6)])
+@pytest.mark.parametrize("options", [{}, {"penalty": 0.02}, {"margin": 0.01}])
+def test_outside_solvers_find_the_exact_projection(method, accuracy, options, xp, rng):
+    pytest.importorskip("quadprog")
+    G, g = rng.standard_normal((2, 5, 40)) - 0.2, rng.standard_normal((2, 40)) + 0.2
+    x = project(xp.array(G), xp.array(g), method=method, **options)
+    np.testing.assert_allclose(xp.numpy(x), project(G, g, **options), atol=accuracy)
+
+
+def test_osqp_starts_warm(rng):
+    pytest.importorskip("osqp")
+    G, g = rng.standard_normal((30, 40)) - 0.1, rng.standard_normal(40)
+    cold = solve_dual(G, g, method=OSQP())
+    warm = solve_dual(G, g, method=OSQP(), warm_start=solve_dual(G, g).multipliers)
+    assert int(warm.iterations) < int(cold.iterations)
+
+
+def test_missing_solver_says_how_to_install_it(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "quadprog", None)
+    with pytest.raises(ImportError, match=r"gemproj\[qp\]"):
+        project(np.eye(2), -np.ones(2), method="quadprog")
+
+
+def test_pgd_on_a_batch_and_every_library(xp, rng):
+    G, g = rng.standard_normal((4, 3, 20)), rng.standard_normal((4, 20))
+    K, b, _ = gram(G, g)
+    for method in (PGD(), PGD(step_size="power"), FISTA(), AGEM(), GEM2017()):
+        whole = xp.numpy(method(xp.array(K), xp.array(b)))
+        for i in range(4):
+            np.testing.assert_allclose(whole[i], method(K[i], b[i]), rtol=1e-12, atol=1e-15)
+
+
+def test_nicknames_are_default_objects():
+    assert set(NAMES) == {"exact", "pgd", "fista", "agem", "quadprog", "osqp", "gem2017"}
+    for method in NAMES.values():
+        assert method == type(method)()
+        assert repr(method).startswith(type(method).__name__)
+        assert len({method, type(method)()}) == 1
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: PGD(steps=0), ValueError, "steps must be at least 1; found 0"),
+        (lambda: PGD(steps=-3), ValueError, "found -3"),
+        (lambda: PGD(steps=1.5), TypeError, "steps must be an integer; found 1.5"),
+        (lambda: PGD(step_size="fast"), ValueError, "step_size must be 'safe' or 'power'; found 'fast'"),
+        (lambda: PGD(c=0.0), ValueError, "c must be above 0"),
+        (lambda: PGD(power_iterations=True), TypeError, "power_iterations must be an integer"),
+        (lambda: FISTA(steps=0), ValueError, "steps must be at least 1"),
+        (lambda: Quadprog(ridge=-1.0), ValueError, "ridge must be at least 0"),
+        (lambda: OSQP(eps=0.0), ValueError, "eps must be above 0"),
+        (lambda: OSQP(max_iter="many"), TypeError, "max_iter must be an integer; found 'many'"),
+        (lambda: GEM2017(memory_strength=-0.1), ValueError, "memory_strength must be at least 0"),
+        (lambda: GEM2017(eps="tiny"), TypeError, "eps must be a number"),
+    ],
+)
+def test_bad_options_are_named(make, error, text):
+    with pytest.raises(error, match=text):
+        make()

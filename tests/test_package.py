@@ -1,0 +1,74 @@
+"""The package from outside: public names, the command line, what an import costs."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import gemproj
+import gemproj.torch
+from gemproj import __main__ as command
+
+
+def test_public_names_exist():
+    for module in (gemproj, gemproj.torch):
+        assert all(hasattr(module, name) for name in module.__all__)
+    methods = {"Exact", "PGD", "FISTA", "AGEM", "Quadprog", "OSQP", "GEM2017"}
+    assert {"project", "solve_dual", "combine", "gram", *methods} <= set(gemproj.__all__)
+
+
+def test_every_public_name_is_documented():
+    for module in (gemproj, gemproj.torch):
+        for name in module.__all__:
+            thing = getattr(module, name)
+            assert len(thing.__doc__ or "") > 40, name
+            for attribute, member in vars(thing).items() if isinstance(thing, type) else ():
+                if not attribute.startswith("_") and callable(member) and attribute != "solve":
+                    assert member.__doc__, f"{name}.{attribute}"
+
+
+def test_import_needs_the_core_only():
+    code = "import sys, gemproj; print(sorted({'torch', 'scipy', 'quadprog', 'osqp'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_command_prints_every_method(capsys):
+    command.main()
+    out = capsys.readouterr().out
+    for word in ("numpy", "torch", "CPU", "KKT residual", *gemproj.methods.NAMES):
+        assert word in out
+    exact = next(line for line in out.splitlines() if line.startswith("exact")).split()
+    assert float(exact[2]) < 1e-12
+
+
+def test_command_without_extras(capsys, monkeypatch):
+    for name in ("torch", "quadprog", "osqp"):
+        monkeypatch.setitem(sys.modules, name, None)
+    command.main()
+    assert "This method needs the package quadprog" in capsys.readouterr().out
+
+
+def test_large_problem_makes_no_copy_of_G():
+    """Peak extra memory of an in-place projection stays below 5 % of G."""
+    import tracemalloc
+
+    rng = np.random.default_rng(0)
+    G, g = rng.standard_normal((10, 500_000), dtype=np.float32) - 0.1, np.full(500_000, 0.1, np.float32)
+    tracemalloc.start()
+    gemproj.project(G, g, out=g)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 0.05 * G.nbytes
+
+
+@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 9), (7, 1000), (1, 1, 10_000), (0, 3)])
+def test_tiles_cover_every_element_once(shape):
+    from gemproj._array import _tiles
+
+    count = np.zeros(shape, dtype=int)
+    for index, size in _tiles(shape, 64):
+        assert count[index].size == size <= max(64, 1)
+        count[index] += 1
+    assert np.all(count == 1)

@@ -1,0 +1,206 @@
+"""The three stages on every library: shapes, dtypes, blocks, out, margin, penalty, metric, edge cases."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from problems import arbitrary
+
+from gemproj import PGD, combine, gram, project, solve_dual
+
+# Rounding of a result to its dtype, and of the input before it.
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 2e-2, "float16": 3e-3}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("shape", [(1, 7), (3, 50), (2, 4, 33), (0, 5), (3, 1), (2, 0, 4), (6, 4097)])
+def test_gram_and_combine_against_numpy(xp, dtype, shape, rng):
+    G, g = (
+        rng.standard_normal(shape).astype(dtype),
+        rng.standard_normal(shape[:-2] + shape[-1:]).astype(dtype),
+    )
+    K, b, gg = gram(xp.array(G, dtype), xp.array(g, dtype))
+    G64, g64 = G.astype(float), g.astype(float)
+    np.testing.assert_allclose(xp.numpy(K), G64 @ np.swapaxes(G64, -1, -2), rtol=1e-12, atol=1e-11)
+    np.testing.assert_allclose(xp.numpy(b), np.einsum("...td,...d->...t", G64, g64), rtol=1e-12, atol=1e-11)
+    np.testing.assert_allclose(xp.numpy(gg), np.sum(g64**2, -1), rtol=1e-12)
+    lam = rng.random(shape[:-1])
+    x = combine(xp.array(G, dtype), xp.array(g, dtype), xp.array(lam))
+    np.testing.assert_allclose(
+        xp.numpy(x), g64 + np.einsum("...td,...t->...d", G64, lam), atol=1e-5 if dtype == "float32" else 1e-12
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_result_has_the_library_dtype_and_shape_of_g(xp, dtype, rng):
+    if (dtype == "bfloat16" and xp.name != "torch") or (dtype == "float16" and xp.name == "array_api_strict"):
+        pytest.skip(f"{xp.name} has no {dtype}")
+    G, g = rng.standard_normal((4, 64)) - 0.3, np.full(64, 0.3)
+    arrays = xp.array(G, dtype), xp.array(g, dtype)
+    x = project(*arrays)
+    assert type(x) is type(arrays[1])
+    assert x.dtype == arrays[1].dtype
+    assert tuple(x.shape) == (64,)
+    rounded = xp.numpy(arrays[0]), xp.numpy(arrays[1])
+    np.testing.assert_allclose(xp.numpy(x), project(*rounded), atol=TOLERANCE[dtype])
+
+
+def test_all_libraries_find_the_same_multipliers(xp, rng):
+    G, g = rng.standard_normal((5, 100)) - 0.2, rng.standard_normal(100)
+    np.testing.assert_allclose(
+        xp.numpy(solve_dual(xp.array(G), xp.array(g)).multipliers), solve_dual(G, g).multipliers, atol=1e-13
+    )
+
+
+def blocks_of(xp, G, g):
+    """Cut (t, 60) columns into parameters of shape (4, 5), (), (3, 13)."""
+    cuts, shapes = [20, 21], [(4, 5), (), (3, 13)]
+    Gs = [xp.array(p.reshape(len(G), *s)) for p, s in zip(np.split(G, cuts, axis=1), shapes, strict=True)]
+    return Gs, [xp.array(p.reshape(s)) for p, s in zip(np.split(g, cuts), shapes, strict=True)]
+
+
+def flat(xp, blocks):
+    return np.concatenate([xp.numpy(b).ravel() for b in blocks])
+
+
+def test_blocks_are_one_problem(xp, rng):
+    G, g = rng.standard_normal((3, 60)) - 0.2, rng.standard_normal(60) + 0.2
+    expected = project(G, g)
+    Gs, gs = blocks_of(xp, G, g)
+    x = project(Gs, gs)
+    assert isinstance(x, list)
+    assert [tuple(b.shape) for b in x] == [(4, 5), (), (3, 13)]
+    np.testing.assert_allclose(flat(xp, x), expected, atol=1e-13)
+    assert isinstance(project(tuple(Gs), tuple(gs)), tuple)
+    names = ["w", "s", "v"]
+    x = project(dict(zip(names, Gs, strict=True)), dict(zip(reversed(names), reversed(gs), strict=True)))
+    assert list(x) == names
+    np.testing.assert_allclose(flat(xp, x.values()), expected, atol=1e-13)
+
+
+def test_out_is_written_in_place(xp, rng):
+    G, g = rng.standard_normal((3, 60)) - 0.2, rng.standard_normal(60) + 0.2
+    expected = project(G, g)
+    a = xp.array(g)
+    assert project(xp.array(G), a, out=a) is a
+    np.testing.assert_allclose(xp.numpy(a), expected, atol=1e-13)
+    Gs, gs = blocks_of(xp, G, g)
+    assert project(Gs, gs, out=gs) is gs
+    np.testing.assert_allclose(flat(xp, gs), expected, atol=1e-13)
+
+
+def test_strided_and_transposed_inputs(xp, rng):
+    G, g = rng.standard_normal((60, 3)), rng.standard_normal(120)
+    strided = xp.array(G).T, xp.array(g)[::2]
+    np.testing.assert_allclose(xp.numpy(project(*strided)), project(G.T.copy(), g[::2].copy()), atol=1e-13)
+
+
+def test_without_violation_x_is_g(xp):
+    g = xp.array([1.0, -0.0, 3.0])
+    assert project(xp.array([[1.0, 0.0, 0.0]]), g) is g
+    out = xp.array([7.0, 7.0, 7.0])
+    assert project(xp.array([[1.0, 0.0, 0.0]]), g, out=out) is out
+    np.testing.assert_array_equal(xp.numpy(out), xp.numpy(g))
+
+
+@pytest.mark.parametrize("method", ["exact", "pgd", "fista", "agem", "gem2017"])
+def test_edge_cases(xp, method):
+    g = xp.array([1.0, -2.0])
+    zero = xp.array(np.zeros((2, 2)))
+    for G, v in [
+        (xp.array(np.zeros((0, 2))), g),  # no constraint
+        (zero, g),  # rows that constrain nothing
+        (xp.array([[1.0, 0.0], [0.0, 1.0]]), xp.array([0.0, 0.0])),  # nothing to project
+    ]:
+        sol = solve_dual(G, v, method=method)
+        assert sol.multipliers.shape == (G.shape[0],)
+        np.testing.assert_array_equal(xp.numpy(sol.multipliers), np.zeros(G.shape[0]))
+        np.testing.assert_array_equal(xp.numpy(project(G, v, method=method)), xp.numpy(v))
+        assert float(sol.kkt_residual()) == float(sol.duality_gap()) == 0.0
+        assert float(sol.error_bound()) < 1e-14
+    x = project(xp.array([[2.0]]), xp.array([-3.0]), method=method)  # one constraint in one dimension
+    assert abs(float(x[0])) < (1e-2 if method == "gem2017" else 1e-12) or method == "gem2017"
+
+
+def test_zero_rows_are_left_out(xp, rng):
+    G, g = rng.standard_normal((12, 30)) - 0.2, rng.standard_normal(30) + 0.2
+    padded = np.insert(G, [0, 5, 12], 0.0, axis=0)
+    sol = solve_dual(xp.array(padded), xp.array(g))
+    assert np.all(xp.numpy(sol.multipliers)[[0, 6, 14]] == 0)
+    np.testing.assert_allclose(xp.numpy(project(xp.array(padded), xp.array(g))), project(G, g), atol=1e-13)
+
+
+@given(arbitrary())
+def test_margin_is_the_projection_of_a_shifted_gradient(problem):
+    G, g = problem
+    np.testing.assert_allclose(
+        project(G, g, margin=0.5),
+        project(G, g + 0.5 * G.sum(0)),
+        atol=1e-10 * (1 + np.abs(G).sum() + np.abs(g).sum()),
+    )
+    sol = solve_dual(G, g, margin=0.5)
+    assert np.all(sol.multipliers >= 0.5)
+    assert float(sol.kkt_residual()) < 1e-11
+
+
+@given(arbitrary(max_t=7))
+def test_penalty_is_the_hinge_penalised_problem(problem):
+    G, g = problem
+    c = 0.4
+    sol = solve_dual(G, g, penalty=c)
+    assert np.all((sol.multipliers >= 0) & (sol.multipliers <= c))
+    assert float(sol.kkt_residual()) < 1e-11
+
+    def objective(x):
+        return 0.5 * np.sum((x - g) ** 2) + c * np.sum(np.maximum(0.0, -(G @ x)))
+
+    x = combine(G, g, sol.multipliers)
+    rng = np.random.default_rng(0)
+    for size in (1e-3, 1e-1, 1.0):  # the objective is convex: no better point nearby, none at all
+        for _ in range(10):
+            assert objective(x) <= objective(x + size * rng.standard_normal(x.shape)) + 1e-10
+    assert abs(float(sol.duality_gap())) < 1e-11
+
+
+def test_penalty_limits(rng):
+    G, g = rng.standard_normal((12, 20)) - 0.3, rng.standard_normal(20) + 0.3
+    np.testing.assert_array_equal(project(G, g, penalty=0.0), g)
+    np.testing.assert_allclose(project(G, g, penalty=1e6), project(G, g), atol=1e-12)
+    sol = solve_dual(G, g, penalty=0.5, margin=0.5)
+    np.testing.assert_array_equal(sol.multipliers, np.full(12, 0.5))
+
+
+def test_metric_is_a_change_of_coordinates(xp, rng):
+    G, g, w = rng.standard_normal((4, 30)) - 0.2, rng.standard_normal(30) + 0.2, rng.random(30) + 0.1
+    root = np.sqrt(w)
+    expected = project(G / root, g * root) / root
+    x = project(xp.array(G), xp.array(g), metric=xp.array(w))
+    np.testing.assert_allclose(xp.numpy(x), expected, atol=1e-12)
+    sol = solve_dual(xp.array(G), xp.array(g), metric=xp.array(w))
+    again = combine(xp.array(G), xp.array(g), sol.multipliers, metric=xp.array(w))
+    np.testing.assert_array_equal(xp.numpy(again), xp.numpy(x))
+    assert float(sol.kkt_residual()) < 1e-14
+
+
+def test_any_callable_is_a_method(xp, rng):
+    G, g = xp.array(rng.standard_normal((3, 10))), xp.array(rng.standard_normal(10))
+    seen = []
+
+    def halfway(K, b, warm_start):
+        seen.append((K, b, warm_start))
+        return PGD(steps=1)(K, b, warm_start) * 0.5
+
+    start = xp.array([1.0, 0.0, 2.0])
+    sol = solve_dual(G, g, method=halfway, warm_start=start)
+    assert type(seen[0][0]) is type(G)
+    np.testing.assert_array_equal(xp.numpy(seen[0][2]), xp.numpy(start))
+    expected = solve_dual(G, g, method=PGD(steps=1), warm_start=start).multipliers
+    np.testing.assert_allclose(xp.numpy(sol.multipliers), 0.5 * xp.numpy(expected), rtol=1e-14)
+
+
+def test_inputs_are_not_changed(xp, rng):
+    G, g = rng.standard_normal((3, 10)) - 0.5, rng.standard_normal(10) + 0.5
+    start = np.ones(3)
+    arrays = xp.array(G), xp.array(g), xp.array(start)
+    project(arrays[0], arrays[1], warm_start=arrays[2], method="pgd")
+    for before, after in zip((G, g, start), arrays, strict=True):
+        np.testing.assert_array_equal(xp.numpy(after), before)
