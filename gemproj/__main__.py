@@ -45,10 +45,8 @@ def main() -> None:
             print(f"{name:12s}{str(error).split(':')[0]}")
             continue
         seconds = min(_time(lambda m=method: solve_dual(G, g, method=m)) for _ in range(5))
-        certificates = sol.kkt_residual(), sol.duality_gap(), sol.error_bound()
-        print(
-            f"{name:12s}{seconds * 1e6:10.0f}{certificates[0]:15.1e}{certificates[1]:14.1e}{certificates[2]:14.1e}"
-        )
+        print(f"{name:12s}{seconds * 1e6:10.0f}{sol.kkt_residual():15.1e}", end="")
+        print(f"{sol.duality_gap():14.1e}{sol.error_bound():14.1e}")
 
 
 def _time(call) -> float:

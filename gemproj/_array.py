@@ -19,9 +19,10 @@ import numpy as np
 Array = Any  # an array of NumPy, PyTorch, CuPy or any library of the array API standard
 Blocks = Array | Sequence[Array] | Mapping[Any, Array]
 
-# Elements converted to float64 at a time. NumPy works on them with one thread, best while they stay in
-# cache; torch splits larger pieces between threads.
-_TILE_ELEMENTS = {"numpy": 1 << 15, "torch": 1 << 18}
+# Elements of G and g that are converted to float64, or combined, at a time.
+_CACHED = 1 << 17
+# Columns whose products are summed in the dtype of the input before the sums go on in float64.
+CHUNK = 4096
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,21 @@ class Problem:
         """Whether looking at a value is free, because it does not wait for a device."""
         return on_host(self.device)
 
-    def tiles(self) -> Iterator[tuple[int, tuple[Any, ...], int]]:
+    @property
+    def native(self) -> bool:
+        """Whether products may be taken in the dtype of the input: there its range can be looked at."""
+        floats = (self.xp.float32, self.xp.float64)
+        return (
+            self.host and self.weight is None and all(a.dtype in floats for a in [*self.rows, *self.vector])
+        )
+
+    @property
+    def cached_columns(self) -> int:
+        """How many columns of all rows to take at a time for a float64 copy of them to stay in cache."""
+        return max(64, _CACHED // max(1, math.prod(self.batch) * (self.t + 1)))
+
+    def tiles(self, columns: int) -> Iterator[tuple[int, tuple[Any, ...], int]]:
         """Yield (block, index, size): `block` indexed with `index` on its parameter axes, in order."""
-        per_column = math.prod(self.batch) * (self.t + 1)
-        name = array_api_compat.array_namespace(self.rows[0]).__name__.rsplit(".", 1)[-1]
-        columns = max(64, _TILE_ELEMENTS.get(name, 1 << 18) // max(1, per_column))
         for k, vector in enumerate(self.vector):
             for index, size in _tiles(tuple(vector.shape[len(self.batch) :]), columns):
                 yield k, (..., *index), size
@@ -77,9 +88,13 @@ def _tiles(shape: tuple[int, ...], columns: int) -> Iterator[tuple[tuple[Any, ..
     step = max(1, columns // max(1, inner))
     tail = (slice(None),) * (len(shape) - axis - 1)
     for lead in product(*(range(n) for n in shape[:axis])):
-        for start in range(0, shape[axis], step):
-            stop = min(start + step, shape[axis])
-            yield (*lead, slice(start, stop), *tail), (stop - start) * inner
+        start = 0
+        while start < shape[axis]:
+            rows = min(step, shape[axis] - start)
+            if inner == 1 and rows > CHUNK:
+                rows -= rows % CHUNK  # whole chunks first, what is left over last
+            yield (*lead, slice(start, start + rows), *tail), rows * inner
+            start += rows
 
 
 def read_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:

@@ -94,7 +94,9 @@ def _bound_one(K: np.ndarray, b: np.ndarray, gg: float, lam: np.ndarray, upper: 
     bound = np.full_like(b, np.inf) if math.isinf(upper) else upper * n / size
     mu = Exact().solve(K, b, None, None if math.isinf(upper) else bound).multipliers
     apart = lam - mu
-    distance = math.sqrt(max(0.0, float(apart @ K @ apart)) + _EPS * _EPS * float(np.abs(apart).sum()) ** 2)
+    # K is known to rounding only, which counts where lam - mu lies along dependent rows.
+    blur = (4.0 + len(b)) * _EPS * float(np.abs(apart).sum()) ** 2
+    distance = math.sqrt(max(0.0, float(apart @ K @ apart)) + blur)
     length = math.sqrt(max(0.0, 1.0 + float(lam @ (K @ lam + 2.0 * b)))) if math.isinf(upper) else math.inf
 
     s = K @ mu + b

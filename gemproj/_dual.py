@@ -25,7 +25,7 @@ class DualSolution:
     multipliers : array, shape (..., t)
         lam >= 0 in float64 (float32 on devices without it); ``x = g + G.T @ lam``.
     gram, linear, squared_norm : array, shapes (..., t, t), (..., t), (...)
-        K = G G', b = G g and |g|^2, see `gemproj.gram`.
+        ``K = G G'``, ``b = G g`` and ``gg = |g|^2``, see `gemproj.gram`.
     margin, penalty : float
         Bounds of every multiplier, 0 and infinity for the plain projection.
     iterations : int or array, shape (...)
@@ -58,11 +58,11 @@ class DualSolution:
         return _certificate.kkt_residual(*self._shifted())
 
     def duality_gap(self) -> Array:
-        """Primal minus dual objective over |g|^2, shape (...); may be negative where x is infeasible."""
+        """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
         return _certificate.duality_gap(*self._shifted())
 
     def error_bound(self) -> Array:
-        """Upper bound of |x - x*| / |g|, shape (...), without x*. Waits for a device."""
+        """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device."""
         K, b, gg, lam, upper = self._shifted()
         bound = _certificate.error_bound(to_numpy(K), to_numpy(b), to_numpy(gg), to_numpy(lam), upper)
         return from_numpy(bound, array_api_compat.array_namespace(gg), array_api_compat.device(gg))

@@ -115,20 +115,44 @@ def combine_problem(problem: Problem, lam: Array, out: Any, target: list[Array] 
             rows = xp.asarray(used, device=problem.device)
             lam = xp.take(lam, rows, axis=-1)
     x = [xp.empty_like(v) for v in problem.vector] if target is None else target
-    for k, index, size in problem.tiles():
-        tile = problem.rows[k][index]
+    parts = _native_parts(problem, lam)
+    columns = problem.cached_columns * (1 if parts is None else 8)
+    for k, index, size in problem.tiles(columns):
+        tile, vector, piece = problem.rows[k][index], problem.vector[k][index], x[k][index]
         if rows is not None:
             tile = xp.take(tile, rows, axis=len(problem.batch))
-        tile = xp.astype(xp.reshape(tile, (*problem.batch, lam.shape[-1], size)), problem.wide)
+        tile = xp.reshape(tile, (*problem.batch, lam.shape[-1], size))
+        if parts is not None:
+            piece[...] = vector
+            for part in parts:
+                piece += xp.reshape(xp.matmul(part[..., None, :], tile), piece.shape)
+            continue
+        tile = xp.astype(tile, problem.wide)
         if not problem.host:
             # Zero times what is not finite is not zero, and a row that was left out may hold that.
             tile = xp.where(lam[..., None] != 0, tile, xp.zeros_like(tile))
-        step = xp.matmul(lam[..., None, :], tile)[..., 0, :]
-        step = xp.reshape(step, problem.vector[k][index].shape)
-        if problem.weight is not None:
-            step = step / problem.weight[k][index]
-        x[k][index] = xp.astype(problem.vector[k][index] + step, x[k].dtype)
+        step = xp.reshape(xp.matmul(lam[..., None, :], tile), vector.shape)
+        piece[...] = vector + (step if problem.weight is None else step / problem.weight[k][index])
     return problem.pack(x) if out is None else out
+
+
+def _native_parts(problem: Problem, lam: Array) -> list[Array] | None:
+    """Split lam into summands of the dtype of g, smallest first, so that tiles need no conversion.
+
+    In float32, lam = high + low to 48 bits: what remains is the rounding of the sum, not of lam.
+    None where that does not work: other dtypes, a metric, or multipliers beyond the range.
+    """
+    xp = problem.xp
+    dtype = problem.vector[0].dtype
+    if not problem.native or any(a.dtype != dtype for a in [*problem.vector, *problem.rows]):
+        return None
+    if dtype == problem.wide:
+        return [lam]
+    sizes = np.abs(to_numpy(lam))
+    if not np.all((sizes == 0) | ((sizes > 1e-25) & (sizes < 1e30))):
+        return None
+    high = xp.astype(lam, dtype)
+    return [xp.astype(lam - xp.astype(high, problem.wide), dtype), high]
 
 
 def _copy(problem: Problem, out: Any, target: list[Array] | None) -> Any:

@@ -135,11 +135,11 @@ def test_margin_is_the_projection_of_a_shifted_gradient(problem):
     np.testing.assert_allclose(
         project(G, g, margin=0.5),
         project(G, g + 0.5 * G.sum(0)),
-        atol=1e-10 * (1 + np.abs(G).sum() + np.abs(g).sum()),
+        atol=1e-8 * (1 + np.abs(G).sum() + np.abs(g).sum()),
     )
     sol = solve_dual(G, g, margin=0.5)
     assert np.all(sol.multipliers >= 0.5)
-    assert float(sol.kkt_residual()) < 1e-11
+    assert float(sol.kkt_residual()) < 1e-9
 
 
 @given(arbitrary(max_t=7))
@@ -148,7 +148,7 @@ def test_penalty_is_the_hinge_penalised_problem(problem):
     c = 0.4
     sol = solve_dual(G, g, penalty=c)
     assert np.all((sol.multipliers >= 0) & (sol.multipliers <= c))
-    assert float(sol.kkt_residual()) < 1e-11
+    assert float(sol.kkt_residual()) < 1e-9
 
     def objective(x):
         return 0.5 * np.sum((x - g) ** 2) + c * np.sum(np.maximum(0.0, -(G @ x)))

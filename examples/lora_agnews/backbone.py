@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import warnings
 from pathlib import Path
 
 import torch
@@ -11,20 +12,19 @@ from transformers import AutoTokenizer, GPT2ForSequenceClassification, PreTraine
 from transformers.utils import logging
 
 from . import hub
-from .config import CLASSES
+from .config import CLASSES, SetupError
 
-LORA = LoraConfig(
-    task_type=TaskType.SEQ_CLS,
-    r=8,
-    lora_alpha=32,
-    lora_dropout=0.05,
-    target_modules=["c_attn", "c_proj"],  # c_proj: the one of the attention and the one of the MLP
-    modules_to_save=["score"],
-    fan_in_fan_out=True,  # GPT-2 stores its weights transposed
-)
+LORA = {
+    "r": 8,
+    "lora_alpha": 32,
+    "lora_dropout": 0.05,
+    "target_modules": ["c_attn", "c_proj"],  # c_proj: the one of the attention and the one of the MLP
+    "modules_to_save": ["score"],
+    "fan_in_fan_out": True,  # GPT-2 stores its weights transposed
+}
 
 
-class BackboneError(ValueError):
+class BackboneError(SetupError):
     """There is no usable model under the given name."""
 
 
@@ -73,6 +73,7 @@ def quiet() -> None:
     """Silence reports that are no news: the head is new on purpose, and loading takes no time."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
 
 
 def load(folder: Path, seed: int) -> tuple[PeftModel, PreTrainedTokenizerBase]:
@@ -101,4 +102,4 @@ def load(folder: Path, seed: int) -> tuple[PeftModel, PreTrainedTokenizerBase]:
         folder, num_labels=len(CLASSES), dtype=torch.float32
     )
     model.config.pad_token_id = tokenizer.pad_token_id
-    return get_peft_model(model, LORA), tokenizer
+    return get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **LORA)), tokenizer

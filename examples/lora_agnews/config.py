@@ -11,6 +11,10 @@ METHODS = ("plain", "agem", "gem", "igem", "replay")
 CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 
 
+class SetupError(ValueError):
+    """The experiment cannot start as it was asked for; the message says what to change."""
+
+
 @dataclass(frozen=True)
 class Config:
     """All settings of an experiment. The defaults are the paper's own, or say so where it gives none.
@@ -70,19 +74,21 @@ class Config:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if isinstance(value, int) and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+                raise SetupError(f"{name} must be at least 1, got {value}")
         if unknown := set(self.methods) - set(METHODS):
-            raise ValueError(f"unknown methods {sorted(unknown)}; choose from {', '.join(METHODS)}")
+            raise SetupError(f"unknown methods {sorted(unknown)}; choose from {', '.join(METHODS)}")
+        if min(self.seeds, default=0) < 0:
+            raise SetupError(f"seeds must not be negative, got {self.seeds}")
         for name in ("seeds", "methods"):
             chosen = getattr(self, name)
             if not chosen or len(set(chosen)) < len(chosen):
-                raise ValueError(f"{name} must be given, each once, got {chosen}")
+                raise SetupError(f"{name} must be given, each once, got {chosen}")
         if self.experiences < 2:
-            raise ValueError("experiences must be at least 2: nothing can be forgotten in one")
+            raise SetupError("experiences must be at least 2: nothing can be forgotten in one")
         if not 0 < self.dominant_share < 1:
-            raise ValueError(f"dominant_share must lie between 0 and 1, got {self.dominant_share}")
+            raise SetupError(f"dominant_share must lie between 0 and 1, got {self.dominant_share}")
         if self.lr <= 0 or self.margin < 0:
-            raise ValueError(f"lr must be positive and margin not negative, got {self.lr} and {self.margin}")
+            raise SetupError(f"lr must be positive and margin not negative, got {self.lr} and {self.margin}")
 
 
 PAPER = Config()
@@ -123,9 +129,9 @@ def configure(preset: str, overrides: Mapping[str, Any]) -> Config:
 
     Raises
     ------
-    ValueError
+    SetupError
         For an unknown preset, or a value that a `Config` refuses.
     """
     if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}; choose from {', '.join(PRESETS)}")
+        raise SetupError(f"unknown preset {preset!r}; choose from {', '.join(PRESETS)}")
     return replace(PRESETS[preset], **{key: value for key, value in overrides.items() if value is not None})

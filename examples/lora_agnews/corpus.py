@@ -15,8 +15,8 @@ from typing import Any
 from .config import CLASSES
 
 SEED = 2004
-OWN = 0.3  # probability that a sentence part speaks of the article's own topic
-SHARED = 0.4  # ... in words that a second topic uses as well; otherwise any topic may speak
+OWN = 0.4  # probability that a sentence part speaks of the article's own topic
+SHARED = 0.42  # ... in words that a second topic uses as well; otherwise any topic may speak
 VOCABULARY: dict[str, Any] = json.loads(
     Path(__file__).with_name("vocabulary.json").read_text(encoding="utf-8")
 )

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import corpus, hub
-from .config import CLASSES
+from .config import CLASSES, SetupError
 
 HUB_NAME = "fancyzhx/ag_news"
 
 
-class DataError(ValueError):
+class DataError(SetupError):
     """The data are missing, malformed, or too few."""
 
 
@@ -57,8 +57,10 @@ def load(folder: Path | None, origin: str, rows_per_class: Sequence[int]) -> Art
         If `folder` is given and does not hold a well-formed ``train.csv``.
     """
     if folder is not None:
+        if not folder.is_dir():
+            raise DataError(f"{folder}: no such folder, named by {origin}")
         texts, labels = read_csv(folder / "train.csv")
-        return Articles(texts, labels, f"AG News, {folder / 'train.csv'}", f"named by {origin}")
+        return Articles(texts, labels, "AG News, train.csv", f"in {folder}, named by {origin}")
     try:
         texts, labels = read_hub()
     except DataError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import urllib.error
 import urllib.request
 from functools import cache
 
@@ -28,11 +29,8 @@ def offline() -> str:
     reason = reasons[0] if reasons else f"the hub did not answer within {DEADLINE:.0f} s"
     if reason:
         os.environ["HF_HUB_OFFLINE"] = "1"
-        for name in (
-            "huggingface_hub.constants",
-            "datasets.config",
-        ):  # these read the variable at their import
-            if name in sys.modules:
+        for name in ("huggingface_hub.constants", "datasets.config"):
+            if name in sys.modules:  # imported before, and with it the variable read for good
                 vars(sys.modules[name])["HF_HUB_OFFLINE"] = True
     return reason
 
@@ -42,5 +40,7 @@ def _ask() -> str:
     try:
         with urllib.request.urlopen(f"{endpoint}/api/datasets/fancyzhx/ag_news", timeout=DEADLINE - 1):
             return ""
-    except OSError as error:
+    except urllib.error.HTTPError as error:  # it is there; whether it has the data is another question
+        return f"the hub answers with error {error.code}" if error.code >= 500 else ""
+    except Exception as error:
         return f"the hub cannot be reached ({getattr(error, 'reason', error)})"

@@ -50,10 +50,13 @@ def guarantee(cosines: Sequence[float]) -> dict[str, float]:
     return {"violated": float(np.mean(values < VIOLATED)), "worst_cosine": float(values.min())}
 
 
-def mean_std(values: Iterable[float]) -> tuple[float, float]:
-    """Return mean and sample standard deviation (n - 1 in the denominator; nan for a single value)."""
-    values = np.fromiter(values, dtype=float)
-    return float(values.mean()), float(values.std(ddof=1)) if len(values) > 1 else float("nan")
+def mean_std(values: Iterable[float]) -> dict[str, float | None]:
+    """Return mean and sample standard deviation (n - 1 in the denominator), None where there is none."""
+    array = np.fromiter(values, dtype=float)
+    return {
+        "mean": float(array.mean()) if len(array) else None,
+        "std": float(array.std(ddof=1)) if len(array) > 1 else None,
+    }
 
 
 def _matrix(R: ArrayLike) -> NDArray[np.float64]:

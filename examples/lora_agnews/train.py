@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from gemproj.torch import EpisodicMemory, GradientProjector
 
 from . import backbone, metrics
 from .config import Config
+from .measure import Clock, Gauge
 from .methods import METHODS
 from .stream import Experience, Split, order
 
@@ -63,23 +61,27 @@ def run(
     optimizer = torch.optim.AdamW(trainable, lr=config.lr)
     memory = EpisodicMemory(per_task=config.per_task, label="labels", seed=seed)
     projector = GradientProjector(trainable, **method.projector(config))
-    gauge = projector if method.constraints == "tasks" else GradientProjector(trainable)
+    witness = projector if method.constraints == "tasks" else GradientProjector(trainable)
+    gauge = Gauge(trainable, witness)
     shuffler = torch.Generator().manual_seed(seed)
     clock = Clock(device)
 
     def accuracies(parts: Sequence[Batch]) -> list[float]:
         return [accuracy(model, part, config.eval_batch_size) for part in parts]
 
-    lengths = [config.epochs * -(-len(part["labels"]) // config.batch_size) for part in train]
+    lengths = task_steps(config, tasks)
     R = [accuracies(test)]
     curve = [{"step": 0, "accuracy": accuracies(glimpse)}]
-    probes: list[dict[str, float]] = []
     step = 0
     for k, examples in enumerate(train):
         for batch in batches(examples, config.batch_size, config.epochs, shuffler):
             step += 1
+            task_ends = step == sum(lengths[: k + 1])
             remembered = len(memory) > 0
-            probing = remembered and step % config.probe_interval == 0
+            projecting = (
+                remembered and method.constraints != "none" and step % config.projection_interval == 0
+            )
+            probing = remembered and (step % config.probe_interval == 0 or task_ends)
 
             with clock("batch"):
                 loss = batch_loss(model, batch)
@@ -88,30 +90,25 @@ def run(
                 optimizer.zero_grad()
                 loss.backward()
 
-            if method.constraints != "none" and remembered and step % config.projection_interval == 0:
+            if projecting:
                 with clock("constraints"):
-                    references = (
-                        [memory.sample(config.sample_size)] if method.constraints == "sample" else None
-                    )
-                    projector.constrain(memory_losses(model, references or memory.batches()))
+                    sampled = method.constraints == "sample"
+                    stored = [memory.sample(config.sample_size)] if sampled else memory.batches()
+                    projector.constrain(memory_losses(model, stored))
                 with clock("projection"):
                     projector.project_()
 
-            if probing:  # outside every timer: plain, A-GEM and replay do not need these gradients themselves
-                if gauge is not projector or step % config.projection_interval:
-                    gauge.constrain(memory_losses(model, memory.batches()))
-                gradient, before = flat(p.grad for p in trainable), flat(trainable)
+            if probing:  # outside every timer: fine-tuning, A-GEM and replay do not need these gradients
+                if not (projecting and witness is projector):
+                    witness.constrain(memory_losses(model, memory.batches()))
+                gauge.before_step()
 
             with clock("optimizer"):
                 optimizer.step()
 
             if probing:
-                update = before - flat(trainable)
-                worst = {"gradient": gradient, "update": update}
-                probes.append(
-                    {"step": step} | {name: worst_cosine(gauge.constraints, v) for name, v in worst.items()}
-                )
-            if step % config.eval_interval == 0 or step == sum(lengths[: k + 1]):
+                gauge.after_step(step)
+            if step % config.eval_interval == 0 or task_ends:
                 curve.append({"step": step, "accuracy": accuracies(glimpse)})
             on_step(step, sum(lengths), f"task {k + 1}/{len(tasks)}")
 
@@ -138,10 +135,10 @@ def run(
         "boundaries": [sum(lengths[: k + 1]) for k in range(len(lengths))],
         "curve": curve,
         "guarantee": {
-            "probed_steps": len(probes),
-            "gradient": metrics.guarantee([probe["gradient"] for probe in probes]),
-            "update": metrics.guarantee([probe["update"] for probe in probes]),
-            "probes": probes,
+            "probed_steps": len(gauge.probes),
+            "gradient": metrics.guarantee([probe["gradient"] for probe in gauge.probes]),
+            "update": metrics.guarantee([probe["update"] for probe in gauge.probes]),
+            "probes": gauge.probes,
         },
         "seconds": {
             "per_step": {phase: sum(clock.seconds[phase]) / later_steps for phase in PHASES},
@@ -150,6 +147,11 @@ def run(
             "projections": len(projections),
         },
     }
+
+
+def task_steps(config: Config, tasks: Sequence[Experience]) -> list[int]:
+    """Return the number of training steps of each task."""
+    return [config.epochs * -(-len(task.train.labels) // config.batch_size) for task in tasks]
 
 
 def encode(split: Split, tokenizer: PreTrainedTokenizerBase, max_length: int, device: torch.device) -> Batch:
@@ -210,38 +212,3 @@ def accuracy(model: torch.nn.Module, examples: Batch, size: int) -> float:
         right += int((model(**batch).logits.argmax(dim=1) == labels).sum())
     model.train()
     return right / len(examples["labels"])
-
-
-def flat(tensors: Iterable[Tensor | None]) -> Tensor:
-    """Return a copy of all tensors as one float64 vector."""
-    return torch.cat([t.detach().double().reshape(-1) for t in tensors if t is not None])
-
-
-def worst_cosine(G: Tensor, v: Tensor) -> float:
-    """Return the smallest cosine between a vector and the rows of a matrix; 0 for a vector of zeros."""
-    G = G.double()
-    return float((G @ v / (G.norm(dim=1) * v.norm()).clamp_min(1e-300)).min())
-
-
-class Clock:
-    """Seconds spent in each phase, every entry and exit synchronised with the device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self.seconds: dict[str, list[float]] = defaultdict(list)
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """Measure the block under ``with``."""
-        start = self._now()
-        yield
-        self.seconds[phase].append(self._now() - start)
-
-    def reset(self) -> None:
-        """Forget all that was measured."""
-        self.seconds.clear()
-
-    def _now(self) -> float:
-        if self._cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
