@@ -81,7 +81,8 @@ def main(
 ) -> None:
     """Time one projection with every method and every published recipe."""
     lines = [
-        f"d = {d:,} float32, {torch.get_num_threads()} threads, torch {torch.__version__}, best of {rounds} runs.",
+        f"d = {d:,} float32, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"best of {rounds} runs.",
         "",
         "| t | candidate | ms | / A-GEM | / floor | worst violation |",
         "|--:|:--|--:|--:|--:|--:|",

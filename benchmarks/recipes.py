@@ -8,7 +8,7 @@ import torch
 
 
 def agem_published(G: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """A-GEM: one reference gradient r, the mean row; computed outside of the projection there, so here too."""
+    """A-GEM on one reference gradient r: here the first row, as r is made before the projection."""
     r = G[0]
     dot = torch.dot(g, r)
     return g - dot / torch.dot(r, r) * r if dot < 0 else g

@@ -19,10 +19,9 @@ import numpy as np
 Array = Any  # an array of NumPy, PyTorch, CuPy or any library of the array API standard
 Blocks = Array | Sequence[Array] | Mapping[Any, Array]
 
-# Elements of G and g that are converted to float64, or combined, at a time.
-_CACHED = 1 << 17
-# Columns whose products are summed in the dtype of the input before the sums go on in float64.
-CHUNK = 4096
+# Elements of G and g in one tile: small enough for a float64 copy to stay in cache, or, where none is
+# made, large enough for the library to share the work between threads.
+_SMALL_TILE, _LARGE_TILE = 1 << 17, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -50,19 +49,19 @@ class Problem:
 
     @property
     def native(self) -> bool:
-        """Whether products may be taken in the dtype of the input: there its range can be looked at."""
-        floats = (self.xp.float32, self.xp.float64)
+        """Whether tiles can be used as they are: one float32 or float64 dtype, on the CPU, no metric."""
+        dtype = self.vector[0].dtype
         return (
-            self.host and self.weight is None and all(a.dtype in floats for a in [*self.rows, *self.vector])
+            self.host
+            and self.weight is None
+            and dtype in (self.xp.float32, self.xp.float64)
+            and all(a.dtype == dtype for a in [*self.rows, *self.vector])
         )
 
-    @property
-    def cached_columns(self) -> int:
-        """How many columns of all rows to take at a time for a float64 copy of them to stay in cache."""
-        return max(64, _CACHED // max(1, math.prod(self.batch) * (self.t + 1)))
-
-    def tiles(self, columns: int) -> Iterator[tuple[int, tuple[Any, ...], int]]:
+    def tiles(self, *, large: bool) -> Iterator[tuple[int, tuple[Any, ...], int]]:
         """Yield (block, index, size): `block` indexed with `index` on its parameter axes, in order."""
+        per_column = max(1, math.prod(self.batch) * (self.t + 1))
+        columns = max(64, (_LARGE_TILE if large else _SMALL_TILE) // per_column)
         for k, vector in enumerate(self.vector):
             for index, size in _tiles(tuple(vector.shape[len(self.batch) :]), columns):
                 yield k, (..., *index), size
@@ -88,13 +87,9 @@ def _tiles(shape: tuple[int, ...], columns: int) -> Iterator[tuple[tuple[Any, ..
     step = max(1, columns // max(1, inner))
     tail = (slice(None),) * (len(shape) - axis - 1)
     for lead in product(*(range(n) for n in shape[:axis])):
-        start = 0
-        while start < shape[axis]:
-            rows = min(step, shape[axis] - start)
-            if inner == 1 and rows > CHUNK:
-                rows -= rows % CHUNK  # whole chunks first, what is left over last
-            yield (*lead, slice(start, start + rows), *tail), rows * inner
-            start += rows
+        for start in range(0, shape[axis], step):
+            stop = min(start + step, shape[axis])
+            yield (*lead, slice(start, stop), *tail), (stop - start) * inner
 
 
 def read_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:

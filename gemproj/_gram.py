@@ -7,7 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gemproj._array import CHUNK, Array, Blocks, Problem, read_problem, to_numpy
+from gemproj._array import Array, Blocks, Problem, read_problem, to_numpy
+
+# Columns whose products are summed in the dtype of the input before the sums go on in float64.
+CHUNK = 4096
 
 
 class Gram(NamedTuple):
@@ -78,15 +81,14 @@ def _gram_of_stack(problem: Problem, native: bool) -> Array:
     """Return the Gram matrix of the stacked rows [G; g], (..., t + 1, t + 1), which holds K, b and gg."""
     xp, batch, t = problem.xp, problem.batch, problem.t
     total = xp.zeros((*batch, t + 1, t + 1), dtype=problem.wide, device=problem.device)
-    # A converted tile stays in cache; without conversion only the products of its chunks take memory.
-    columns = CHUNK * max(1, (1 << 20) // max(1, t * t)) if native else problem.cached_columns
     stack = None
-    for k, index, size in problem.tiles(columns):
+    for k, index, size in problem.tiles(large=native):
         rows = xp.reshape(problem.rows[k][index], (*batch, t, size))
         vector = xp.reshape(problem.vector[k][index], (*batch, size))
-        if native and size % CHUNK == 0:
-            _add_chunks(total, rows, vector, problem)
-            continue
+        if native:
+            whole = size - size % CHUNK
+            _add_chunks(total, rows[..., :whole], vector[..., :whole], problem)
+            rows, vector, size = rows[..., whole:], vector[..., whole:], size - whole
         if stack is None or size > stack.shape[-1]:
             stack = xp.empty((*batch, t + 1, size), dtype=problem.wide, device=problem.device)
         tile = stack[..., :size]

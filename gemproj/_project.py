@@ -75,8 +75,8 @@ def combine(
 ) -> Any:
     """Return ``x = g + G.T @ multipliers`` (``g + diag(1/w) @ G.T @ multipliers`` with a metric w).
 
-    The sum is taken in float64 and rounded once to the dtype of `g`. Rows with multiplier zero are
-    not read on the CPU.
+    Multipliers count in float64 to the end, whatever the dtype of `g`. Rows with multiplier zero
+    are not read on the CPU.
 
     Parameters
     ----------
@@ -116,8 +116,7 @@ def combine_problem(problem: Problem, lam: Array, out: Any, target: list[Array] 
             lam = xp.take(lam, rows, axis=-1)
     x = [xp.empty_like(v) for v in problem.vector] if target is None else target
     parts = _native_parts(problem, lam)
-    columns = problem.cached_columns * (1 if parts is None else 8)
-    for k, index, size in problem.tiles(columns):
+    for k, index, size in problem.tiles(large=parts is not None):
         tile, vector, piece = problem.rows[k][index], problem.vector[k][index], x[k][index]
         if rows is not None:
             tile = xp.take(tile, rows, axis=len(problem.batch))
@@ -132,7 +131,9 @@ def combine_problem(problem: Problem, lam: Array, out: Any, target: list[Array] 
             # Zero times what is not finite is not zero, and a row that was left out may hold that.
             tile = xp.where(lam[..., None] != 0, tile, xp.zeros_like(tile))
         step = xp.reshape(xp.matmul(lam[..., None, :], tile), vector.shape)
-        piece[...] = vector + (step if problem.weight is None else step / problem.weight[k][index])
+        if problem.weight is not None:
+            step = step / problem.weight[k][index]
+        piece[...] = xp.astype(vector + step, piece.dtype)
     return problem.pack(x) if out is None else out
 
 
@@ -142,9 +143,8 @@ def _native_parts(problem: Problem, lam: Array) -> list[Array] | None:
     In float32, lam = high + low to 48 bits: what remains is the rounding of the sum, not of lam.
     None where that does not work: other dtypes, a metric, or multipliers beyond the range.
     """
-    xp = problem.xp
-    dtype = problem.vector[0].dtype
-    if not problem.native or any(a.dtype != dtype for a in [*problem.vector, *problem.rows]):
+    xp, dtype = problem.xp, problem.vector[0].dtype
+    if not problem.native:
         return None
     if dtype == problem.wide:
         return [lam]

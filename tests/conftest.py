@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
+import gemproj
+
 settings.register_profile(
     "default",
     derandomize=True,
@@ -34,6 +36,10 @@ class Library:
 
     def numpy(self, a) -> np.ndarray:
         return a.to(self.module.float64).numpy() if self.name == "torch" else np.asarray(a).astype(np.float64)
+
+    def project(self, G, g, **options) -> np.ndarray:
+        """Project with this library; NumPy in and out."""
+        return self.numpy(gemproj.project(self.array(G), self.array(g), **options))
 
     def __repr__(self) -> str:
         return self.name

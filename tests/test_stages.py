@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from problems import arbitrary
 
-from gemproj import PGD, combine, gram, project, solve_dual
+from gemproj import PGD, Status, combine, gram, project, solve_dual
 
 # Rounding of a result to its dtype, and of the input before it.
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 2e-2, "float16": 3e-3}
@@ -77,6 +77,46 @@ def test_blocks_are_one_problem(xp, rng):
     np.testing.assert_allclose(flat(xp, x.values()), expected, atol=1e-13)
 
 
+def test_large_float32_problems_need_no_conversion(xp, rng):
+    """Products in float32, sums in float64: several tiles, a remainder, blocks of any shape."""
+    t, d = 3, 700_001
+    G, g = rng.standard_normal((t, d), dtype=np.float32) - 0.1, rng.standard_normal(d, dtype=np.float32) + 0.1
+    exact_K, exact_b = G.astype(float) @ G.T.astype(float), G.astype(float) @ g.astype(float)
+    expected = project(G.astype(float), g.astype(float))
+    cuts, shapes = [600_000, 600_001], [(200, 3000), (), (100, 1, 1000)]
+    Gs = [
+        xp.array(p.reshape(t, *s), "float32") for p, s in zip(np.split(G, cuts, axis=1), shapes, strict=True)
+    ]
+    gs = [xp.array(p.reshape(s), "float32") for p, s in zip(np.split(g, cuts), shapes, strict=True)]
+    for problem in [(xp.array(G, "float32"), xp.array(g, "float32")), (Gs, gs)]:
+        K, b, _ = gram(*problem)
+        scale = np.sqrt(np.outer(np.diagonal(exact_K), np.diagonal(exact_K)))
+        assert np.max(np.abs(xp.numpy(K) - exact_K) / scale) < 1e-7
+        assert np.max(np.abs(xp.numpy(b) - exact_b)) < 1e-7 * d
+        x = project(*problem)
+        x = flat(xp, x) if isinstance(x, list) else xp.numpy(x)
+        # The rounding of x is random, that of multipliers in float32 would not be.
+        assert np.max(-(G.astype(float) @ x)) < 1e-9 * d
+        np.testing.assert_allclose(x, expected, atol=2e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e25])
+def test_float32_far_from_one(xp, scale, rng):
+    d = 150_000
+    G, g = rng.standard_normal((2, d)) - 0.2, rng.standard_normal(d) + 0.2
+    x = project(xp.array(scale * G, "float32"), xp.array(g, "float32"))
+    np.testing.assert_allclose(xp.numpy(x), project(G, g), atol=2e-6)
+    x = project(xp.array(G, "float32"), xp.array(scale * g, "float32"))
+    np.testing.assert_allclose(xp.numpy(x) / scale, project(G, g), atol=2e-6)
+
+
+def test_mixed_dtypes_follow_g(xp, rng):
+    G, g = rng.standard_normal((2, 140_000)) - 0.2, rng.standard_normal(140_000) + 0.2
+    x = project(xp.array(G, "float32"), xp.array(g))
+    assert x.dtype == xp.array(g).dtype
+    np.testing.assert_allclose(xp.numpy(x), project(G, g), atol=1e-5)
+
+
 def test_out_is_written_in_place(xp, rng):
     G, g = rng.standard_normal((3, 60)) - 0.2, rng.standard_normal(60) + 0.2
     expected = project(G, g)
@@ -130,11 +170,11 @@ def test_zero_rows_are_left_out(xp, rng):
 
 
 @given(arbitrary())
-def test_margin_is_the_projection_of_a_shifted_gradient(problem):
+def test_margin_is_the_projection_of_a_shifted_gradient(xp, problem):
     G, g = problem
     np.testing.assert_allclose(
-        project(G, g, margin=0.5),
-        project(G, g + 0.5 * G.sum(0)),
+        xp.project(G, g, margin=0.5),
+        xp.project(G, g + 0.5 * G.sum(0)),
         atol=1e-8 * (1 + np.abs(G).sum() + np.abs(g).sum()),
     )
     sol = solve_dual(G, g, margin=0.5)
@@ -161,6 +201,15 @@ def test_penalty_is_the_hinge_penalised_problem(problem):
     assert abs(float(sol.duality_gap())) < 1e-11
 
 
+@pytest.mark.parametrize("t", [9, 200])
+def test_penalty_on_large_problems(t, rng):
+    G, g = rng.standard_normal((2, t, t + 5)) - 0.2, rng.standard_normal((2, t + 5)) + 0.2
+    sol = solve_dual(G, g, penalty=0.05)
+    assert np.all(sol.kkt_residual() < 1e-12)
+    assert np.any(sol.multipliers == 0.05)
+    assert np.any((sol.multipliers > 0) & (sol.multipliers < 0.05))
+
+
 def test_penalty_limits(rng):
     G, g = rng.standard_normal((12, 20)) - 0.3, rng.standard_normal(20) + 0.3
     np.testing.assert_array_equal(project(G, g, penalty=0.0), g)
@@ -179,6 +228,43 @@ def test_metric_is_a_change_of_coordinates(xp, rng):
     again = combine(xp.array(G), xp.array(g), sol.multipliers, metric=xp.array(w))
     np.testing.assert_array_equal(xp.numpy(again), xp.numpy(x))
     assert float(sol.kkt_residual()) < 1e-14
+
+
+def test_a_device_is_never_waited_for(rng):
+    """Arrays of array_api_strict's second device refuse to become NumPy arrays: nothing may look at them."""
+    strict = pytest.importorskip("array_api_strict")
+    device = strict.Device("device1")
+
+    def there(a):
+        return strict.asarray(a, device=device)
+
+    def back(a):
+        assert a.device == device
+        return np.asarray(a.to_device(strict.Device("CPU_DEVICE")))
+
+    G, g = rng.standard_normal((4, 3, 20)) - 0.3, rng.standard_normal((4, 20)) + 0.3
+    with pytest.raises(RuntimeError):
+        np.asarray(there(G))
+    for options in (
+        {},
+        {"method": "pgd"},
+        {"method": "fista"},
+        {"method": "agem"},
+        {"margin": 0.1},
+        {"penalty": 0.1},
+    ):
+        np.testing.assert_allclose(
+            back(project(there(G), there(g), **options)), project(G, g, **options), atol=1e-12
+        )
+    bad = G.copy()
+    bad[1, 2, 5], bad[2, 0, 0] = np.nan, np.inf
+    sol = solve_dual(there(bad), there(g))
+    assert back(sol.status).tolist() == [0, Status.ROW_DROPPED, Status.ROW_DROPPED, 0]
+    x = back(project(there(bad), there(g)))
+    np.testing.assert_allclose(x[1], project(np.delete(G[1], 2, axis=0), g[1]), atol=1e-12)
+    np.testing.assert_array_equal(x[[0, 3]], back(project(there(G), there(g)))[[0, 3]])
+    for certificate in (sol.kkt_residual(), sol.duality_gap(), sol.cosine()):
+        assert np.all(np.isfinite(back(certificate)))
 
 
 def test_any_callable_is_a_method(xp, rng):

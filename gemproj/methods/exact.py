@@ -79,16 +79,13 @@ def _in_slabs(K, b, upper):
 def _one_by_one(K, b, upper, start):
     """Solve problem after problem on the CPU and bring the answers back to the device."""
     xp, device = array_api_compat.array_namespace(K, b), array_api_compat.device(b)
-    K, b = to_numpy(K).astype(np.float64, copy=False), to_numpy(b).astype(np.float64, copy=False)
-    batch, t = b.shape[:-1], b.shape[-1]
-    if t > _LARGE:
-        unit = FISTA(steps=200, normalize=False)
-        start = unit.solve(
-            K, b, None if start is None else to_numpy(start), upper and to_numpy(upper)
-        ).multipliers
-    start = np.zeros_like(b) if start is None else to_numpy(start)
-    lam, pivots, residual = np.empty_like(b), np.empty(batch, dtype=np.int64), np.empty(batch)
-    for i in np.ndindex(batch):
-        bound = None if upper is None else to_numpy(upper)[i]
-        lam[i], pivots[i], residual[i] = solve_tableau(K[i], b[i], bound, start[i])
-    return from_numpy(lam, xp, device), from_numpy(pivots, xp, device), from_numpy(residual, xp, device)
+    K, b, upper, start = (
+        a if a is None else to_numpy(a).astype(np.float64, copy=False) for a in (K, b, upper, start)
+    )
+    if b.shape[-1] > _LARGE:
+        start = FISTA(steps=200, normalize=False).solve(K, b, start, upper).multipliers
+    lam, pivots, residual = np.empty_like(b), np.empty(b.shape[:-1], dtype=np.int64), np.empty(b.shape[:-1])
+    for i in np.ndindex(b.shape[:-1]):
+        bound, first = (a if a is None else a[i] for a in (upper, start))
+        lam[i], pivots[i], residual[i] = solve_tableau(K[i], b[i], bound, first)
+    return tuple(from_numpy(a, xp, device) for a in (lam, pivots, residual))
