@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -35,7 +36,7 @@ class Problem:
     rows: list[Array]  # (*batch, t, *shape_k)
     vector: list[Array]  # (*batch, *shape_k)
     weight: list[Array] | None  # like `vector`
-    keys: Any  # None where G is one array, the type of a sequence, or the keys of a mapping
+    keys: Any  # None where g is one array, the type of a sequence, or the keys of a mapping
 
     @property
     def wide(self) -> Any:
@@ -46,6 +47,12 @@ class Problem:
     def host(self) -> bool:
         """Whether looking at a value is free, because it does not wait for a device."""
         return on_host(self.device)
+
+    def in_full_precision(self) -> AbstractContextManager[Any]:
+        """Keep `torch.autocast` of the caller away from products and sums."""
+        if not array_api_compat.is_torch_namespace(self.xp):
+            return nullcontext()
+        return self.xp.autocast(self.device.type, enabled=False)
 
     @property
     def native(self) -> bool:
@@ -103,7 +110,7 @@ def read_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
         For shapes, keys, lengths or devices that do not fit together.
     """
     rows, keys = _as_blocks(G, "G")
-    vector, _ = _as_blocks(g, "g", like=(keys, len(rows)))
+    vector, keys = _as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else _as_blocks(metric, "metric", like=(keys, len(rows)))[0]
     xp = _namespace([*rows, *vector, *(weight or [])])
     # A batch exists only for plain arrays: blocks have parameter shapes of any rank instead.
@@ -139,21 +146,34 @@ def read_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
     rows, vector = [detach(a) for a in rows], [detach(a) for a in vector]
     weight = weight and [detach(a) for a in weight]
     problem = Problem(xp, device, batch, t, rows, vector, weight, keys)
-    if weight is not None and problem.host and not all(bool(xp.all(w > 0)) for w in problem.weight or []):
-        raise ValueError("metric must be positive everywhere; found an entry that is zero, negative or NaN.")
+    if (
+        weight is not None
+        and problem.host
+        and not all(bool(xp.all((w > 0) & xp.isfinite(w))) for w in problem.weight or [])
+    ):
+        raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
     return problem
 
 
 def read_out(out: Blocks, problem: Problem) -> list[Array]:
-    """Check `out` against `g` and return its blocks."""
+    """Check that `out` can take what `g` holds, and return its blocks."""
     blocks, _ = _as_blocks(out, "out", like=(problem.keys, len(problem.vector)))
-    for o, g in zip(blocks, problem.vector, strict=True):
-        if type(o) is not type(g) and not array_api_compat.is_torch_array(g):
-            raise TypeError(f"out must be of the library of g, {type(g).__name__}; found {type(o).__name__}.")
+    if _namespace(blocks) is not problem.xp:
+        raise TypeError(
+            f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
+            f"found {type(blocks[0]).__name__}."
+        )
+    for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
+        where = "" if len(blocks) == 1 else f"[{k}]"
         if tuple(o.shape) != tuple(g.shape) or o.dtype != g.dtype:
             raise ValueError(
-                f"out must have the shape and dtype of g, {_shape(g)} {g.dtype}; found {_shape(o)} {o.dtype}."
+                f"out{where} must have the shape and dtype of g{where}, {_shape(g)} {g.dtype}; "
+                f"found {_shape(o)} {o.dtype}."
             )
+        if array_api_compat.device(o) != problem.device:
+            raise ValueError(f"out is on device {array_api_compat.device(o)} but g is on {problem.device}.")
+        if isinstance(o, np.ndarray) and not o.flags.writeable:
+            raise ValueError(f"out{where} is read-only; pass an array that can be written.")
     return [detach(o) for o in blocks]
 
 
@@ -186,8 +206,9 @@ def _as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tup
                 f"{name} must be an array (NumPy, torch, CuPy, ...), or a sequence or mapping of arrays; "
                 f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
             )
-    for block in blocks:
-        if not _is_real_floating(block):
+        if isinstance(block, np.ma.MaskedArray):
+            raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
+        if not is_real_floating(block):
             raise TypeError(
                 f"{name} must have a real floating-point dtype; found {block.dtype}. Convert it first."
             )
@@ -200,7 +221,8 @@ def _kind(keys: Any) -> str:
     return "a sequence of arrays" if keys in (list, tuple) else "a mapping of arrays"
 
 
-def _is_real_floating(a: Array) -> bool:
+def is_real_floating(a: Array) -> bool:
+    """Tell whether an array holds real floating-point numbers."""
     xp = array_api_compat.array_namespace(a)
     return bool(xp.isdtype(a.dtype, "real floating"))
 

@@ -14,7 +14,6 @@ import numpy as np
 
 from gemproj._array import Array
 from gemproj.methods._method import matvec, normalise
-from gemproj.methods._tableau import ROUNDING
 from gemproj.methods.exact import Exact
 
 _EPS = float(np.finfo(np.float64).eps)
@@ -25,7 +24,8 @@ def kkt_residual(K: Array, b: Array, gg: Array, lam: Array, upper: float) -> Arr
 
     The maximum of primal feasibility ``-s_i / (|g_i||g|)``, dual feasibility ``-lam_i |g_i| / |g|``
     and complementarity ``|lam_i s_i| / |g|^2``. With an upper bound c, s_i may be negative at
-    lam_i = c, so feasibility gives way to ``(c - lam_i) max(0, -s_i) / |g|^2``.
+    lam_i = c, so feasibility gives way to ``max(0, -s_i)`` times the distance of lam_i to c, or
+    to one where that is larger: the rounding of s must not grow with c.
     """
     xp = array_api_compat.array_namespace(K, b)
     if not b.shape[-1]:
@@ -39,7 +39,8 @@ def kkt_residual(K: Array, b: Array, gg: Array, lam: Array, upper: float) -> Arr
         parts += [down, xp.abs(scaled * s)]
     else:
         bound = upper * xp.sqrt(xp.linalg.diagonal(K)) * per_gradient
-        parts += [xp.abs(bound - scaled) * down, xp.abs(scaled) * xp.maximum(s, zero)]
+        apart = xp.minimum(xp.abs(bound - scaled), xp.ones_like(bound))
+        parts += [apart * down, xp.abs(scaled) * xp.maximum(s, zero)]
         parts += [xp.maximum(scaled - bound, zero)]
     return xp.max(xp.stack([xp.max(part, axis=-1) for part in parts]), axis=0)
 
@@ -69,8 +70,12 @@ def cosine(K: Array, b: Array, gg: Array, lam: Array) -> Array:
     return xp.where(used, inner / xp.where(used, xp.sqrt(gg) * xp.sqrt(xp.maximum(xx, one * 0.0)), one), one)
 
 
-def error_bound(K: np.ndarray, b: np.ndarray, gg: np.ndarray, lam: np.ndarray, upper: float) -> np.ndarray:
+def error_bound(
+    K: np.ndarray, b: np.ndarray, gg: np.ndarray, lam: np.ndarray, upper: float, rounding: float
+) -> np.ndarray:
     """Return an upper bound of ``|x - x*| / |g|``, shape (...), on the CPU.
+
+    `rounding` is that of the entries of K and b, in units of ``|g_i| |g_j|`` and ``|g_i| |g|``.
 
     t-space is small, so the bound comes from a solution mu of the dual problem itself:
     ``|x - x*| <= |G'(lam - mu)| + |x(mu) - x*|``. The first term is exact. The second is the error
@@ -82,47 +87,54 @@ def error_bound(K: np.ndarray, b: np.ndarray, gg: np.ndarray, lam: np.ndarray, u
     bound = np.zeros(batch)
     for i in np.ndindex(batch) if b.shape[-1] else ():
         if gg[i] > 0:
-            bound[i] = _bound_one(K[i], b[i], float(gg[i]), lam[i], upper)
+            bound[i] = _bound_one(K[i], b[i], float(gg[i]), lam[i], upper, rounding)
     return bound
 
 
-def _bound_one(K: np.ndarray, b: np.ndarray, gg: float, lam: np.ndarray, upper: float) -> float:
+def _bound_one(
+    K: np.ndarray, b: np.ndarray, gg: float, lam: np.ndarray, upper: float, rounding: float
+) -> float:
+    rounding += (4.0 + len(b)) * _EPS  # of the sums below
     n = np.sqrt(np.diagonal(K))
     size = math.sqrt(gg)
     unit = normalise(K, b, None, None if math.isinf(upper) else np.full_like(b, upper))
     K, b, lam = unit.K, b * np.divide(1.0, n, out=np.zeros_like(n), where=n > 0) / size, lam * n / size
     bound = np.full_like(b, np.inf) if math.isinf(upper) else upper * n / size
     mu = Exact().solve(K, b, None, None if math.isinf(upper) else bound).multipliers
-    apart = lam - mu
-    # K is known to rounding only, which counts where lam - mu lies along dependent rows.
-    blur = (4.0 + len(b)) * _EPS * float(np.abs(apart).sum()) ** 2
-    distance = math.sqrt(max(0.0, float(apart @ K @ apart)) + blur)
-    length = math.sqrt(max(0.0, 1.0 + float(lam @ (K @ lam + 2.0 * b)))) if math.isinf(upper) else math.inf
+    apart, taxicab = lam - mu, float(np.abs(lam).sum())
+    # Squares are known to rounding only, which counts where lam - mu lies along dependent rows, or x near 0.
+    distance = math.sqrt(max(0.0, float(apart @ K @ apart)) + rounding * float(np.abs(apart).sum()) ** 2)
+    length = math.inf
+    if math.isinf(upper):
+        length = math.sqrt(max(0.0, 1.0 + float(lam @ (K @ lam + 2.0 * b))) + rounding * (1.0 + taxicab) ** 2)
 
     s = K @ mu + b
     # What float64 does to s, and to x itself when it is put together.
-    fuzz = (4.0 + len(b)) * _EPS * (1.0 + float(np.abs(mu).sum()))
+    fuzz = rounding * (1.0 + float(np.abs(mu).sum()))
     free = (mu > 0) & (mu < bound)
-    excess = np.where(free, 0.0, np.where(mu > 0, np.maximum(s, 0.0), np.maximum(-s, 0.0)))
-    excess[bound <= 0] = 0.0
-    if excess.max() > ROUNDING * 1e2 * len(b) * (1.0 + float(np.abs(mu).sum())):
+    # How far the other conditions may be violated, for all that rounding lets one see.
+    slack = np.where(mu > 0, -s, s)
+    excess = np.where(free | (bound <= 0) | (n == 0), 0.0, np.maximum(0.0, fuzz - slack))
+    if excess.max() > 1e2 * fuzz:
         return length
     moved = fuzz
     if free.any():
         smallest = float(np.linalg.eigvalsh(K[np.ix_(free, free)])[0])
-        moved = (float(np.linalg.norm(s[free])) + fuzz * math.sqrt(free.sum())) / math.sqrt(
-            max(smallest, _EPS)
+        moved += (float(np.linalg.norm(s[free])) + fuzz * math.sqrt(free.sum())) / math.sqrt(
+            max(smallest, rounding)
         )
     if excess.any():
-        moved += float(np.linalg.norm(excess)) / math.sqrt(_smallest_pivot(K, free, excess > 0))
-    return min(distance + moved, max(length, fuzz))
+        moved += float(np.linalg.norm(excess)) / math.sqrt(
+            max(_smallest_pivot(K, free, excess > 0), rounding)
+        )
+    return min(distance + moved, length)
 
 
 def _smallest_pivot(K: np.ndarray, free: np.ndarray, rows: np.ndarray) -> float:
     """Return the smallest squared distance of `rows` from the span of the free rows."""
     across = K[np.ix_(free, rows)]
     schur = 1.0 - np.sum(across * np.linalg.lstsq(K[np.ix_(free, free)], across, rcond=None)[0], axis=0)
-    return max(float(schur.min()), 1e-14)
+    return float(schur.min())
 
 
 def _scales(K: Array, gg: Array) -> tuple[Array, Array]:

@@ -10,13 +10,22 @@ import array_api_compat
 import numpy as np
 
 from gemproj import _certificate
-from gemproj._array import Array, Blocks, detach, from_numpy, on_host, read_problem, to_numpy
+from gemproj._array import (
+    Array,
+    Blocks,
+    detach,
+    from_numpy,
+    is_real_floating,
+    on_host,
+    read_problem,
+    to_numpy,
+)
 from gemproj._gram import Gram, problem_gram
 from gemproj.methods import AnyMethod, Method, Status, find
 from gemproj.methods._method import check_number, clip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DualSolution:
     """Multipliers with all that is needed to judge them; no certificate costs anything until asked for.
 
@@ -32,6 +41,14 @@ class DualSolution:
         Steps or pivots that the method took; 0 where it takes none.
     status : array of int, shape (...)
         A `gemproj.Status` per problem.
+    rounding : float
+        Relative rounding of the entries of `gram` and `linear`, which certificates cannot see beyond:
+        about 1e-15, or 2e-6 at worst where a large float32 problem was summed in float32.
+
+    Notes
+    -----
+    Certificates are relative to the norm of the gradient that is projected: g, or with a margin
+    ``g + margin * G.sum(0)``.
     """
 
     multipliers: Array
@@ -42,10 +59,11 @@ class DualSolution:
     penalty: float
     iterations: Any
     status: Array
+    rounding: float = 1e-15
 
     @property
     def active(self) -> Array:
-        """Boolean (..., t): the constraints whose multiplier is above its lower bound."""
+        """Boolean (..., t): the constraints whose multiplier is above its lower bound, the margin."""
         return self.multipliers > self.margin
 
     @property
@@ -62,9 +80,14 @@ class DualSolution:
         return _certificate.duality_gap(*self._shifted())
 
     def error_bound(self) -> Array:
-        """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device."""
+        """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device.
+
+        For x as `combine` makes it in float64; rounding it to the dtype of g comes on top.
+        """
         K, b, gg, lam, upper = self._shifted()
-        bound = _certificate.error_bound(to_numpy(K), to_numpy(b), to_numpy(gg), to_numpy(lam), upper)
+        bound = _certificate.error_bound(
+            to_numpy(K), to_numpy(b), to_numpy(gg), to_numpy(lam), upper, self.rounding
+        )
         return from_numpy(bound, array_api_compat.array_namespace(gg), array_api_compat.device(gg))
 
     def cosine(self) -> Array:
@@ -122,7 +145,7 @@ def solve_dual(
         Positive weights w of the distance ``sum(w * (x - g)**2)``.
     check : bool, optional
         Whether to look for rows that are not finite and raise. By default that is done on the CPU
-        only, since looking stops a device; there, such a row is left out and `status` says so.
+        only, since looking stops a device. Otherwise such a row is left out and `status` says so.
 
     Returns
     -------
@@ -146,7 +169,8 @@ def solve_dual(
     """
     problem = read_problem(G, g, metric)
     options = read_options(method, margin, penalty, check)
-    return solve_gram(problem_gram(problem), *options, warm_start=warm_start)
+    gram, rounding = problem_gram(problem)
+    return solve_gram(gram, rounding, *options, warm_start=warm_start)
 
 
 def read_options(
@@ -155,7 +179,7 @@ def read_options(
     """Check the options that do not depend on the data."""
     found = find(method)
     check_number(margin, "margin", 0.0)
-    if penalty is not None:
+    if penalty is not None and penalty != math.inf:
         check_number(penalty, "penalty", 0.0)
         if penalty < margin:
             raise ValueError(f"penalty must be at least margin, {margin}; found {penalty}.")
@@ -169,6 +193,7 @@ def read_options(
 
 def solve_gram(
     gram: Gram,
+    rounding: float,
     method: Any,
     margin: float = 0.0,
     penalty: float = math.inf,
@@ -179,7 +204,7 @@ def solve_gram(
     """Stage 2 on its own: solve for a Gram matrix that was computed, or summed over ranks, before."""
     xp, device = array_api_compat.array_namespace(gram.K), array_api_compat.device(gram.K)
     host, dropped = on_host(device), None
-    if host or check:
+    if check or (check is None and host):
         _raise_if_not_finite(gram)
     else:
         gram, dropped = _drop_not_finite(gram)
@@ -189,7 +214,8 @@ def solve_gram(
     iterations: Any
     status: Any
     if not isinstance(method, Method):
-        lam = _read_multipliers(method(K, b, start), b, method)
+        # Copies, because a function may work in place, and the solution keeps K and b.
+        lam = _read_multipliers(method(K + 0.0, b + 0.0, start), b, method)
         iterations, status = 0, int(Status.APPROXIMATE)
     elif host:
         # The package's methods run on NumPy where that is free: a call costs a fifth of torch's.
@@ -205,7 +231,7 @@ def solve_gram(
     if dropped is not None:
         lam = xp.where(dropped, xp.zeros_like(lam), lam)
         status = status + xp.astype(xp.any(dropped, axis=-1), status.dtype) * int(Status.ROW_DROPPED)
-    return DualSolution(lam, *gram, margin, penalty, iterations, status)
+    return DualSolution(lam, *gram, margin, penalty, iterations, status, rounding)
 
 
 def _read_start(warm_start: Array, b: Array) -> Array:
@@ -220,6 +246,8 @@ def _read_start(warm_start: Array, b: Array) -> Array:
         raise TypeError(
             f"warm_start must be of the library of G, {type(b).__name__}; found {type(warm_start).__name__}."
         )
+    if not is_real_floating(warm_start):
+        raise TypeError(f"warm_start must have a real floating-point dtype; found {warm_start.dtype}.")
     xp = array_api_compat.array_namespace(b)
     start = xp.astype(detach(warm_start), b.dtype, copy=False)
     return xp.where(xp.isfinite(start), start, xp.zeros_like(start))
@@ -261,4 +289,7 @@ def _read_multipliers(lam: Any, b: Array, method: Any) -> Array:
             f"method {method!r} must return multipliers of the type and shape of b, "
             f"{type(b).__name__} {tuple(b.shape)}; found {found}."
         )
-    return xp.astype(lam, b.dtype, copy=False)
+    lam = xp.astype(detach(lam), b.dtype, copy=False)
+    if on_host(array_api_compat.device(b)) and not bool(xp.all(xp.isfinite(lam))):
+        raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
+    return lam

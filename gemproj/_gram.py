@@ -9,8 +9,9 @@ import numpy as np
 
 from gemproj._array import Array, Blocks, Problem, read_problem, to_numpy
 
-# Columns whose products are summed in the dtype of the input before the sums go on in float64.
-CHUNK = 4096
+# Columns whose products are summed in the dtype of the input before the sums go on in float64. Matrix
+# products keep 16 partial sums or more, so rounding adds up over a sixteenth of a chunk.
+CHUNK, _PARTIAL_SUMS = 512, 16
 
 
 class Gram(NamedTuple):
@@ -35,8 +36,9 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     """Compute the Gram matrix of the constraints, the linear term and the squared norm of g.
 
     Sums run in float64 whatever the dtype of the input, on pieces that stay in cache, so nothing of
-    the size of `G` is allocated. (On the CPU, products of 4,096 columns of a large float32 problem
-    are summed in float32 first: entries are then good to about 1e-8 of ``|g_i| |g_j|``.)
+    the size of `G` is allocated. (On the CPU, products of 512 columns of a large float32 problem are
+    summed in float32 first: entries are then good to about 1e-8 of ``|g_i| |g_j|``, and to 1e-6 at
+    worst.)
 
     Parameters
     ----------
@@ -61,20 +63,24 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     >>> K.tolist(), b.tolist(), float(gg)
     ([[1.0, 1.0], [1.0, 2.0]], [-2.0, -1.0], 5.0)
     """
-    return problem_gram(read_problem(G, g, metric))
+    return problem_gram(read_problem(G, g, metric))[0]
 
 
 # NumPy would warn of infinities that stage 2 reports, with the row that holds them.
 @np.errstate(over="ignore", invalid="ignore", under="ignore")
-def problem_gram(problem: Problem) -> Gram:
-    """Stage 1 on checked arguments."""
+def problem_gram(problem: Problem) -> tuple[Gram, float]:
+    """Stage 1 on checked arguments; and the rounding of its entries in units of ``|g_i| |g_j|``."""
     t = problem.t
     # Few chunks are few samples of float32 rounding; small problems lose nothing by being converted.
-    native = problem.native and sum(math.prod(v.shape) for v in problem.vector) >= 32 * CHUNK
-    total = _gram_of_stack(problem, native)
-    if native and not _in_range(to_numpy(total)):
-        total = _gram_of_stack(problem, False)
-    return Gram(total[..., :t, :t], total[..., :t, t], total[..., t, t])
+    native = problem.native and sum(math.prod(v.shape) for v in problem.vector) >= 256 * CHUNK
+    with problem.in_full_precision():
+        total = _gram_of_stack(problem, native)
+        if native and not _in_range(to_numpy(total)):
+            native = False
+            total = _gram_of_stack(problem, native)
+    dtype = problem.vector[0].dtype if native else problem.wide
+    rounding = CHUNK / _PARTIAL_SUMS * float(problem.xp.finfo(dtype).eps) / 2
+    return Gram(total[..., :t, :t], total[..., :t, t], total[..., t, t]), rounding
 
 
 def _gram_of_stack(problem: Problem, native: bool) -> Array:
@@ -104,10 +110,10 @@ def _gram_of_stack(problem: Problem, native: bool) -> Array:
 
 def _add_chunks(total: Array, rows: Array, vector: Array, problem: Problem) -> None:
     """Add a tile without copying it: products of chunks in the dtype of the input, their sums in float64."""
-    xp, batch, t = problem.xp, problem.batch, problem.t
-    rows = xp.moveaxis(xp.reshape(rows, (*batch, t, -1, CHUNK)), -2, -3)
+    xp, batch, t, chunks = problem.xp, problem.batch, problem.t, vector.shape[-1] // CHUNK
+    rows = xp.moveaxis(xp.reshape(rows, (*batch, t, chunks, CHUNK)), -2, -3)
     # One row like the others: torch multiplies a (CHUNK, 1) column ten times more slowly.
-    vector = xp.moveaxis(xp.reshape(vector, (*batch, 1, -1, CHUNK)), -2, -3)
+    vector = xp.moveaxis(xp.reshape(vector, (*batch, 1, chunks, CHUNK)), -2, -3)
 
     def product_sum(left: Array, right: Array) -> Array:
         return xp.sum(xp.matmul(left, xp.matrix_transpose(right)), axis=-3, dtype=problem.wide)

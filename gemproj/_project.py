@@ -6,7 +6,16 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._array import Array, Blocks, Problem, read_out, read_problem, to_numpy
+from gemproj._array import (
+    Array,
+    Blocks,
+    Problem,
+    detach,
+    is_real_floating,
+    read_out,
+    read_problem,
+    to_numpy,
+)
 from gemproj._dual import read_options, solve_gram
 from gemproj._gram import problem_gram
 from gemproj.methods import AnyMethod
@@ -39,13 +48,15 @@ def project(
     method, warm_start, margin, penalty, metric, check
         As in `solve_dual`.
     out : array or blocks, like `g`, optional
-        Where to write x; ``out=g`` projects in place and allocates nothing of size d.
+        Where to write x; ``out=g`` projects in place and allocates nothing of size d. Must not
+        share memory with G, nor with g unless it is g.
 
     Returns
     -------
     array or blocks
-        x, of the library, device, dtype and shape of `g`. Where no constraint is violated that is
-        `g` itself, not a copy. Gradients do not flow through it.
+        x, of the library, device, dtype and shape of `g`, in the container of `g`. Where all
+        multipliers are zero that is `g` itself, not a copy (on the CPU). Gradients do not flow
+        through it.
 
     Examples
     --------
@@ -66,7 +77,8 @@ def project(
     options = read_options(method, margin, penalty, check)
     # Checked before the work: an output that cannot be written is no result.
     target = None if out is None else read_out(out, problem)
-    sol = solve_gram(problem_gram(problem), *options, warm_start=warm_start)
+    gram, rounding = problem_gram(problem)
+    sol = solve_gram(gram, rounding, *options, warm_start=warm_start)
     return combine_problem(problem, sol.multipliers, out, target)
 
 
@@ -98,8 +110,10 @@ def combine(
             f"multipliers must be an array of shape {expected}, one per constraint; "
             f"found {tuple(getattr(multipliers, 'shape', ())) or type(multipliers).__name__}."
         )
+    if not is_real_floating(multipliers):
+        raise TypeError(f"multipliers must have a real floating-point dtype; found {multipliers.dtype}.")
     target = None if out is None else read_out(out, problem)
-    lam = problem.xp.asarray(multipliers, dtype=problem.wide, device=problem.device)
+    lam = problem.xp.asarray(detach(multipliers), dtype=problem.wide, device=problem.device)
     return combine_problem(problem, lam, out, target)
 
 
@@ -115,6 +129,14 @@ def combine_problem(problem: Problem, lam: Array, out: Any, target: list[Array] 
             rows = xp.asarray(used, device=problem.device)
             lam = xp.take(lam, rows, axis=-1)
     x = [xp.empty_like(v) for v in problem.vector] if target is None else target
+    with problem.in_full_precision():
+        _add_rows(x, problem, rows, lam)
+    return problem.pack(x) if out is None else out
+
+
+def _add_rows(x: list[Array], problem: Problem, rows: Array | None, lam: Array) -> None:
+    """Write ``g + diag(1/w) G[rows]' lam`` into x, tile by tile."""
+    xp = problem.xp
     parts = _native_parts(problem, lam)
     for k, index, size in problem.tiles(large=parts is not None):
         tile, vector, piece = problem.rows[k][index], problem.vector[k][index], x[k][index]
@@ -134,7 +156,6 @@ def combine_problem(problem: Problem, lam: Array, out: Any, target: list[Array] 
         if problem.weight is not None:
             step = step / problem.weight[k][index]
         piece[...] = xp.astype(vector + step, piece.dtype)
-    return problem.pack(x) if out is None else out
 
 
 def _native_parts(problem: Problem, lam: Array) -> list[Array] | None:

@@ -1,10 +1,16 @@
 """Problems whose projection is known, because the answer is drawn first and the problem around it."""
 
+from fractions import Fraction
+from functools import partial
+from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
 from hypothesis import assume
 from hypothesis import strategies as st
+
+# NumPy's own adds a relative tolerance of 1e-7 to every absolute one.
+assert_close = partial(np.testing.assert_allclose, rtol=0)
 
 
 class Known(NamedTuple):
@@ -70,3 +76,33 @@ def arbitrary(draw_from, max_t: int = 10, max_d: int = 16) -> tuple[np.ndarray, 
         assume(spectrum[-1] > 1e-2 * spectrum[0])
         return G, rng.standard_normal(d)
     return rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
+
+
+def rational_projection(G, g):
+    """Project by trying every active set in exact arithmetic: floats are rationals. For a handful of rows."""
+    G, g = [[Fraction(float(v)) for v in row] for row in G], [Fraction(float(v)) for v in g]
+
+    def dot(a, b):
+        return sum(p * q for p, q in zip(a, b, strict=True))
+
+    def solve(A, b):
+        rows = [[*row, v] for row, v in zip(A, b, strict=True)]
+        for k in range(len(rows)):
+            p = next((i for i in range(k, len(rows)) if rows[i][k]), None)
+            if p is None:
+                return None
+            rows[k], rows[p] = rows[p], rows[k]
+            rows[k] = [v / rows[k][k] for v in rows[k]]
+            for i in range(len(rows)):
+                if i != k and rows[i][k]:
+                    rows[i] = [u - rows[i][k] * v for u, v in zip(rows[i], rows[k], strict=True)]
+        return [row[-1] for row in rows]
+
+    for size in range(len(G) + 1):
+        for P in combinations(range(len(G)), size):
+            lam = solve([[dot(G[i], G[j]) for j in P] for i in P], [-dot(G[i], g) for i in P])
+            if lam is not None and all(v >= 0 for v in lam):
+                x = [g[k] + sum(v * G[i][k] for v, i in zip(lam, P, strict=True)) for k in range(len(g))]
+                if all(dot(row, x) >= 0 for row in G):
+                    return x
+    raise AssertionError("every problem has a solution")

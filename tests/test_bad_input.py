@@ -3,12 +3,15 @@
 import numpy as np
 import pytest
 import torch
+from problems import assert_close
 
 from gemproj import PGD, Exact, Status, combine, gram, project, solve_dual
 from gemproj._dual import _drop_not_finite
 from gemproj._gram import Gram
 
 G, g = np.eye(3, 5), -np.ones(5)
+READ_ONLY = np.empty(5)
+READ_ONLY.setflags(write=False)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +51,14 @@ G, g = np.eye(3, 5), -np.ones(5)
         (lambda: project(G, g, method=PGD), TypeError, r"write PGD\(\), not PGD"),
         (lambda: project(G, g, method=7), TypeError, "method must be a name, a Method or a callable"),
         (lambda: solve_dual(G, g, steps=3), TypeError, "steps"),
-        (lambda: project(G, g, margin=-0.5), ValueError, "margin must be at least 0; found -0.5"),
+        (lambda: project(G, g, margin=-0.5), ValueError, "margin must be finite and at least 0; found -0.5"),
         (lambda: project(G, g, margin="0.5"), TypeError, "margin must be a number; found '0.5'"),
-        (lambda: project(G, g, margin=float("nan")), ValueError, "margin must be at least 0; found nan"),
-        (lambda: project(G, g, penalty=-1.0), ValueError, "penalty must be at least 0"),
+        (
+            lambda: project(G, g, margin=float("nan")),
+            ValueError,
+            "margin must be finite and at least 0; found nan",
+        ),
+        (lambda: project(G, g, penalty=-1.0), ValueError, "penalty must be finite and at least 0"),
         (
             lambda: project(G, g, margin=2.0, penalty=1.0),
             ValueError,
@@ -86,8 +93,38 @@ G, g = np.eye(3, 5), -np.ones(5)
         (lambda: project(G, g, out=np.empty(5, np.float32)), ValueError, "found .* float32"),
         (lambda: project(G, g, out=torch.empty(5)), TypeError, "out must be of the library of g"),
         (lambda: project(G, g, metric=np.ones(4)), ValueError, r"metric must have the shape of g, \(5,\)"),
-        (lambda: project(G, g, metric=np.zeros(5)), ValueError, "metric must be positive everywhere"),
-        (lambda: project(G, g, metric=-np.ones(5)), ValueError, "metric must be positive everywhere"),
+        (
+            lambda: project(G, g, metric=np.zeros(5)),
+            ValueError,
+            "metric must be positive and finite everywhere",
+        ),
+        (
+            lambda: project(G, g, metric=-np.ones(5)),
+            ValueError,
+            "metric must be positive and finite everywhere",
+        ),
+        (lambda: project(G, g, metric=np.full(5, np.inf)), ValueError, "metric must be positive and finite"),
+        (lambda: project(G, g, margin=np.inf), ValueError, "margin must be finite"),
+        (lambda: project(np.ma.array(G), g), TypeError, "G must not be a masked array"),
+        (lambda: project([G, G], [g, g], out=[g, g[:2]]), ValueError, r"out\[1\] must have the shape"),
+        (lambda: project(G, g, out=READ_ONLY), ValueError, "out is read-only"),
+        (
+            lambda: project(torch.eye(3, 5), -torch.ones(5), out=torch.empty(5, device="meta")),
+            ValueError,
+            "out is on device meta but g is on cpu",
+        ),
+        (
+            lambda: project(torch.eye(3, 5), -torch.ones(5), out=np.empty(5, np.float32)),
+            TypeError,
+            "found ndarray",
+        ),
+        (lambda: project(G, g, warm_start=np.ones(3, complex)), TypeError, "warm_start must have a real"),
+        (lambda: combine(G, g, np.ones(3, complex)), TypeError, "multipliers must have a real"),
+        (
+            lambda: project(G, g, method=lambda K, b, w: b * np.nan),
+            ValueError,
+            "multipliers that are not finite",
+        ),
         (
             lambda: combine(G, g, np.ones(2)),
             ValueError,
@@ -127,6 +164,21 @@ def test_rows_that_are_not_finite_are_named(xp, value):
         project(xp.array(G), xp.array(vector))
 
 
+def test_check_decides_who_looks():
+    bad = np.array(G)
+    bad[1, 2] = np.nan
+    sol = solve_dual(bad, g, check=False)
+    assert int(sol.status) == Status.ROW_DROPPED
+    np.testing.assert_array_equal(sol.multipliers, [1.0, 0.0, 1.0])
+    with pytest.raises(ValueError, match="row 1"):
+        solve_dual(bad, g, check=True)
+
+
+def test_numpy_scalars_are_numbers():
+    assert_close(project(G, g, margin=np.float32(0.5)), project(G, g, margin=0.5))
+    assert PGD(steps=np.int64(5)).steps == 5
+
+
 def test_overflow_is_told_apart_from_a_result():
     with pytest.raises(ValueError, match=r"row 0.*squares overflow"):
         project(1e200 * G[:1], g)
@@ -140,7 +192,7 @@ def test_rows_are_left_out_where_looking_is_not_free(rng):
     clean, dropped = _drop_not_finite(Gram(K, b, gg))
     np.testing.assert_array_equal(dropped, [[False, False, True, False], [False] * 4])
     lam = solve_dual(np.delete(rows[0], 2, axis=0), vector[0]).multipliers
-    np.testing.assert_allclose(np.delete(Exact()(clean.K, clean.b)[0], 2), lam, atol=1e-12)
+    assert_close(np.delete(Exact()(clean.K, clean.b)[0], 2), lam, atol=1e-12)
     np.testing.assert_array_equal(clean.K[1], K[1])
     gg[0] = np.inf
     assert _drop_not_finite(Gram(K, b, gg))[1][0].all()
@@ -150,7 +202,7 @@ def test_stalled_is_reported(monkeypatch, rng):
     from gemproj.methods import exact
 
     def give_up(K, b, upper, start):
-        return np.zeros(len(b)), 0, 1.0
+        return np.zeros(len(b)), 0, 1.0  # wrong, whatever it says
 
     monkeypatch.setattr(exact, "solve_tableau", give_up)
     sol = solve_dual(rng.standard_normal((20, 5)), np.ones(5))

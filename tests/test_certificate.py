@@ -1,12 +1,14 @@
 """Certificates: free of scale, zero at the solution, and never below the truth."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import KINDS, arbitrary, draw, known
+from problems import KINDS, arbitrary, draw, known, rational_projection
 
-from gemproj import PGD, DualSolution, combine, gram, project, solve_dual
+from gemproj import FISTA, PGD, DualSolution, Status, combine, gram, project, solve_dual
 
 
 def judged(G, g, lam, **bounds):
@@ -57,6 +59,67 @@ def test_error_bound_is_never_below_the_error(problem, seed, exponent):
     rounding = 1e-13 * (1 + np.sum(lam * np.linalg.norm(G, axis=1)) / np.linalg.norm(g))
     error = np.linalg.norm(g + G.T @ lam - x_star) / np.linalg.norm(g)
     assert error <= float(judged(G, g, lam).error_bound()) + rounding
+
+
+def true_error(G, g, lam):
+    """|g + G'lam - x*| / |g| in exact arithmetic."""
+    x_star = rational_projection(G, g)
+    rows, lam = [[Fraction(float(v)) for v in row] for row in G], [Fraction(float(v)) for v in lam]
+    x = [
+        Fraction(float(v)) + sum(m * row[k] for m, row in zip(lam, rows, strict=True))
+        for k, v in enumerate(g)
+    ]
+    squared = sum((p - q) ** 2 for p, q in zip(x, x_star, strict=True))
+    return float(squared / sum(Fraction(float(v)) ** 2 for v in g)) ** 0.5
+
+
+@pytest.mark.parametrize("exponent", [0, -2, -4, -5, -6, -7, -8])
+@pytest.mark.parametrize("method", ["exact", PGD(steps=3), FISTA(steps=30)])
+def test_error_bound_holds_where_the_gram_matrix_loses_digits(exponent, method, rng):
+    """Nearly dependent rows, and projections onto almost nothing, against exact arithmetic."""
+    for t, d in [(2, 2), (2, 3), (3, 3), (4, 3), (4, 4)] * 4:
+        base = rng.standard_normal(d)
+        G = rng.choice([-1.0, 1.0], (t, 1)) * base + 10.0**exponent * rng.standard_normal((t, d))
+        for g in (rng.standard_normal(d), -rng.random(t) @ G, -base):
+            sol = solve_dual(G, g, method=method)
+            error = true_error(G, g, sol.multipliers)
+            assert error <= float(sol.error_bound())
+            if method == "exact" and int(sol.status) == Status.OPTIMAL and exponent > -7:
+                assert error < 1e-3  # beyond that, dependent rows and a tilt are one and the same in K
+
+
+def test_lost_digits_are_not_called_optimal(rng):
+    statuses = []
+    for _ in range(20):
+        base = rng.standard_normal(3)
+        G = rng.choice([-1.0, 1.0], (3, 1)) * base + 1e-6 * rng.standard_normal((3, 3))
+        sol = solve_dual(G, rng.standard_normal(3))
+        statuses.append(int(sol.status))
+        if float(sol.kkt_residual()) > 1e-4:
+            assert statuses[-1] == Status.STALLED
+    assert Status.STALLED in statuses
+
+
+def test_error_bound_knows_the_rounding_of_float32_sums(rng):
+    """Nearly parallel float32 rows: the Gram matrix is off by more than float64 rounding."""
+    d = 150_000
+    base = rng.standard_normal(d)
+    for tilt in (1.0, 0.03):
+        G = (base + tilt * rng.standard_normal((3, d))).astype(np.float32)
+        g = (-base - 0.5 * G.sum(0)).astype(np.float32)
+        sol = solve_dual(G, g)
+        wide = G.astype(float), g.astype(float)
+        x = wide[1] + wide[0].T @ sol.multipliers
+        error = np.linalg.norm(x - project(*wide)) / np.linalg.norm(g)
+        assert sol.rounding > 1e-7
+        assert 1e-12 < error <= float(sol.error_bound()) < 1e-2
+        assert solve_dual(*wide).rounding < 1e-14
+
+
+def test_penalty_does_not_magnify_rounding(rng):
+    G, g = rng.standard_normal((3, 9)) - 0.5, rng.standard_normal(9) + 0.5
+    for penalty in (1e3, 1e10, 1e30):
+        assert float(solve_dual(G, g, penalty=penalty).kkt_residual()) < 1e-14
 
 
 @pytest.mark.parametrize("kind", KINDS)

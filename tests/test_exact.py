@@ -1,13 +1,10 @@
 """The exact projection: optimality conditions and the properties that define a projection."""
 
-from fractions import Fraction
-from itertools import combinations
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import KINDS, arbitrary, draw, known
+from problems import KINDS, arbitrary, assert_close, draw, known, rational_projection
 
 from gemproj import Exact, Status, combine, gram, project, solve_dual
 from gemproj.methods._enumeration import enumerate_active_sets
@@ -71,7 +68,7 @@ def test_idempotent(xp, problem):
 @given(arbitrary(), st.floats(1e-8, 1e8))
 def test_positively_homogeneous(xp, problem, factor):
     G, g = problem
-    np.testing.assert_allclose(
+    assert_close(
         xp.project(G, factor * g) / factor, xp.project(G, g), atol=LOOSE * (1 + np.linalg.norm(g)), rtol=0
     )
 
@@ -88,62 +85,32 @@ def test_order_scale_and_repetition_of_rows_do_not_matter(xp, problem, random):
     G, g = problem
     x, tolerance = xp.project(G, g), LOOSE * (1 + np.linalg.norm(g))
     order = random.sample(range(len(G)), len(G))
-    np.testing.assert_allclose(xp.project(G[order], g), x, atol=tolerance, rtol=0)
+    assert_close(xp.project(G[order], g), x, atol=tolerance)
     scale = np.array([[10.0 ** random.uniform(-6, 6)] for _ in G])
-    np.testing.assert_allclose(xp.project(scale * G, g), x, atol=tolerance, rtol=0)
-    np.testing.assert_allclose(xp.project(np.concatenate([G, 2.0 * G]), g), x, atol=tolerance, rtol=0)
+    assert_close(xp.project(scale * G, g), x, atol=tolerance)
+    assert_close(xp.project(np.concatenate([G, 2.0 * G]), g), x, atol=tolerance)
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
 def test_magnitudes_do_not_matter(scale, rng):
     G, g = rng.standard_normal((5, 40)) - 0.2, rng.standard_normal(40) + 0.2
     x = project(G, g)
-    np.testing.assert_allclose(project(scale * G, g), x, atol=1e-12 * np.linalg.norm(g))
-    np.testing.assert_allclose(project(G, scale * g) / scale, x, atol=1e-12 * np.linalg.norm(g))
-    np.testing.assert_allclose(project(scale * G, g / scale) * scale, x, atol=1e-12 * np.linalg.norm(g))
-
-
-def rational_projection(G, g):
-    """Try every active set in exact arithmetic."""
-    G, g = [[Fraction(int(v)) for v in row] for row in G], [Fraction(int(v)) for v in g]
-
-    def dot(a, b):
-        return sum(p * q for p, q in zip(a, b, strict=True))
-
-    def solve(A, b):
-        rows = [[*row, v] for row, v in zip(A, b, strict=True)]
-        for k in range(len(rows)):
-            p = next((i for i in range(k, len(rows)) if rows[i][k]), None)
-            if p is None:
-                return None
-            rows[k], rows[p] = rows[p], rows[k]
-            rows[k] = [v / rows[k][k] for v in rows[k]]
-            for i in range(len(rows)):
-                if i != k and rows[i][k]:
-                    rows[i] = [u - rows[i][k] * v for u, v in zip(rows[i], rows[k], strict=True)]
-        return [row[-1] for row in rows]
-
-    for size in range(len(G) + 1):
-        for P in combinations(range(len(G)), size):
-            lam = solve([[dot(G[i], G[j]) for j in P] for i in P], [-dot(G[i], g) for i in P])
-            if lam is not None and all(v >= 0 for v in lam):
-                x = [g[k] + sum(v * G[i][k] for v, i in zip(lam, P, strict=True)) for k in range(len(g))]
-                if all(dot(row, x) >= 0 for row in G):
-                    return np.array([float(v) for v in x])
-    raise AssertionError("every problem has a solution")
+    assert_close(project(scale * G, g), x, atol=1e-12 * np.linalg.norm(g))
+    assert_close(project(G, scale * g) / scale, x, atol=1e-12 * np.linalg.norm(g))
+    assert_close(project(scale * G, g / scale) * scale, x, atol=1e-12 * np.linalg.norm(g))
 
 
 def test_degenerate_integer_problems_against_exact_arithmetic(rng):
     for _ in range(400):
         t, d = rng.integers(1, 7), rng.integers(1, 5)
         G, g = rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
-        expected = rational_projection(G, g)
-        np.testing.assert_allclose(project(G, g), expected, atol=1e-11)
+        expected = np.array(rational_projection(G, g), dtype=float)
+        assert_close(project(G, g), expected, atol=1e-11)
         # The method for large t on the same small problems.
         K, b, _ = gram(G, g)
         unit = normalise(K, b, None, None)
         lam, _, _ = solve_tableau(unit.K, unit.b, None, None)
-        np.testing.assert_allclose(combine(G, g, lam * unit.scale), expected, atol=1e-11)
+        assert_close(combine(G, g, lam * unit.scale), expected, atol=1e-11)
 
 
 @pytest.mark.parametrize("bounded", [False, True])
@@ -155,7 +122,7 @@ def test_enumeration_and_tableau_agree(bounded, rng):
         unit = normalise(K, b, None, np.full(t, 0.3) if bounded else None)
         small, _ = enumerate_active_sets(unit.K, unit.b, unit.upper)
         large, _, _ = solve_tableau(unit.K, unit.b, unit.upper, rng.random(t))
-        np.testing.assert_allclose(small, large, atol=1e-11)
+        assert_close(small, large, atol=1e-11)
 
 
 def test_problems_of_a_batch_do_not_know_each_other(xp, rng):
@@ -163,7 +130,7 @@ def test_problems_of_a_batch_do_not_know_each_other(xp, rng):
         G, g = rng.standard_normal((3, 2, t, 30)), rng.standard_normal((3, 2, 30)) - 0.2
         x = xp.numpy(project(xp.array(G), xp.array(g)))
         for i in np.ndindex(3, 2):
-            np.testing.assert_allclose(x[i], xp.numpy(project(xp.array(G[i]), xp.array(g[i]))), atol=1e-13)
+            assert_close(x[i], xp.numpy(project(xp.array(G[i]), xp.array(g[i]))), atol=1e-13)
         order = [2, 0, 1]
         np.testing.assert_array_equal(xp.numpy(project(xp.array(G[order]), xp.array(g[order]))), x[order])
         G[1, 0], g[1, 0] = 1e20 * G[1, 0], 1e-20
@@ -172,11 +139,52 @@ def test_problems_of_a_batch_do_not_know_each_other(xp, rng):
             assert np.array_equal(changed[i], x[i]) == (i != (1, 0))
 
 
+def test_tableau_ends_on_degenerate_problems_of_any_size(rng):
+    """Many ties: small integers, repeated rows, far more rows than columns."""
+    for _ in range(40):
+        t, d = int(rng.integers(20, 60)), int(rng.integers(2, 6))
+        G, g = rng.integers(-1, 2, (t, d)).astype(float), rng.integers(-2, 3, d).astype(float)
+        sol = solve_dual(G, g)
+        assert float(sol.kkt_residual()) < 1e-12
+        assert int(sol.iterations) <= 6 * t
+
+
+def test_past_its_budget_the_search_takes_the_first_violated_row(monkeypatch, rng):
+    from gemproj.methods import _tableau
+
+    G, g = rng.standard_normal((30, 40)) - 0.3, rng.standard_normal(40) + 0.3
+    K, b, _ = gram(G, g)
+    unit = normalise(K, b, None, None)
+    entered = []
+    pivot = _tableau._Search._pivot
+    monkeypatch.setattr(_tableau._Search, "_pivot", lambda self, j: (entered.append(int(j)), pivot(self, j)))
+    search = _tableau._Search(unit.K, unit.b, np.full(30, np.inf), np.zeros(30))
+    search.run(budget=10**6)
+    greedy = entered.copy()
+    entered.clear()
+    search = _tableau._Search(unit.K, unit.b, np.full(30, np.inf), np.zeros(30))
+    search.pivots = 100  # the budget is spent, twice it is not
+    search.run(budget=99)
+    assert greedy[0] == int(np.argmin(unit.b))
+    assert entered[0] == int(np.flatnonzero(unit.b < 0)[0]) != greedy[0]
+
+
+def test_enumeration_refines_its_solution(rng):
+    """Nearly parallel rows: the sweeps alone leave a hundred times more."""
+    worst = 0.0
+    for _ in range(20):
+        G = rng.standard_normal(20) + 1e-3 * rng.standard_normal((6, 20))
+        K, b, _ = gram(G, -G.sum(0) + 0.1 * rng.standard_normal(20))
+        unit = normalise(K, b, None, None)
+        worst = max(worst, float(enumerate_active_sets(unit.K, unit.b, None)[1]))
+    assert worst < 1e-12
+
+
 def test_large_batch_is_solved_in_slabs(rng):
     G, g = rng.standard_normal((700, 7, 5)), rng.standard_normal((700, 5))
     x = project(G, g)
     for i in (0, 350, 699):
-        np.testing.assert_allclose(x[i], project(G[i], g[i]), atol=1e-14)
+        assert_close(x[i], project(G[i], g[i]), atol=1e-14)
 
 
 def test_exact_on_arrays_of_every_library(xp, rng):
@@ -194,4 +202,4 @@ def test_warm_start_changes_nothing(rng):
     for t in (4, 15):
         G, g = rng.standard_normal((t, 30)) - 0.2, rng.standard_normal(30)
         for start in (np.zeros(t), np.ones(t) * 1e3, rng.random(t)):
-            np.testing.assert_allclose(project(G, g, warm_start=start), project(G, g), atol=1e-12)
+            assert_close(project(G, g, warm_start=start), project(G, g), atol=1e-12)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import arbitrary, known
+from problems import arbitrary, assert_close, known
 
 from gemproj import AGEM, FISTA, GEM2017, OSQP, PGD, Exact, Quadprog, Status, gram, project, solve_dual
 from gemproj.methods import NAMES
@@ -61,6 +61,59 @@ def test_power_iteration_underestimates_two_conflicting_tasks():
     assert objective(K, b, PGD(steps=500)(K, b)) == pytest.approx(optimum, rel=1e-6)
 
 
+def test_power_step_is_c_over_the_rayleigh_quotient(rng):
+    G, g, lam0 = rng.random((4, 9)), rng.standard_normal(9), rng.random(4)
+    K, b = G @ G.T, G @ g
+    for c, iterations in [(0.5, 1), (0.9, 3)]:
+        v = np.ones(4)
+        for _ in range(iterations):
+            v = K @ v / np.linalg.norm(K @ v)
+        lam = np.maximum(0.0, lam0 - c / (v @ K @ v) * (K @ lam0 + b))
+        method = PGD(steps=1, step_size="power", c=c, power_iterations=iterations, normalize=False)
+        assert_close(method(K, b, lam0), lam, atol=1e-13)
+
+
+def test_fista_returns_its_start_rather_than_something_worse(rng):
+    """Without restart the iterates ripple: from the solution itself, rounding and all, some go up."""
+    seen = 0
+    for _ in range(200):
+        G, g = rng.standard_normal((4, 6)) + 2.0, rng.standard_normal(6)
+        K, b, _ = gram(G, g)
+        start = FISTA(steps=int(rng.integers(1, 40)), restart=False, normalize=False)(K, b)
+        value = objective(K, b, start)
+        for steps in (1, 5, 12):
+            lam = FISTA(steps=steps, restart=False, normalize=False)(K, b, start)
+            assert objective(K, b, lam) <= value
+            seen += bool(np.array_equal(lam, start))
+    assert seen > 0
+
+
+def test_methods_that_solve_something_else_do_not_claim_to_be_optimal(rng):
+    pytest.importorskip("quadprog")
+    G, g = rng.standard_normal((3, 5)) - 0.5, rng.standard_normal(5) + 0.5
+    for method in ("gem2017", "osqp", "agem", "pgd", "fista"):
+        assert int(solve_dual(G, g, method=method).status) == Status.APPROXIMATE
+    for method in ("exact", "quadprog"):
+        assert int(solve_dual(G, g, method=method).status) == Status.OPTIMAL
+
+
+def test_a_negative_start_is_moved_into_the_bounds():
+    for method in (PGD(), FISTA(), Exact()):
+        assert np.all(method(np.eye(2), np.ones(2), -5.0 * np.ones(2)) >= 0)
+
+
+def test_callables_cannot_change_the_solution_behind_its_back(rng):
+    def in_place(K, b, warm_start):
+        np.negative(b, out=b)
+        K[...] = 0.0
+        return np.zeros_like(b)
+
+    G, g = rng.standard_normal((3, 5)), rng.standard_normal(5)
+    sol = solve_dual(G, g, method=in_place)
+    assert_close(sol.linear, G @ g, atol=1e-14)
+    assert_close(sol.gram, G @ G.T, atol=1e-14)
+
+
 def test_power_iteration_is_the_largest_eigenvalue_where_it_converges(rng):
     G = rng.random((5, 30))
     assert power_iteration(G @ G.T, 60)[0] == pytest.approx(np.linalg.eigvalsh(G @ G.T)[-1], rel=1e-10)
@@ -76,7 +129,7 @@ def test_pgd_is_algorithm_1_of_the_paper(rng):
     for _ in range(3):
         lam = np.maximum(0.0, lam - eta * (unit @ (unit.T @ lam) + unit @ g))
     sol = solve_dual(G, g, method=PGD(steps=3), warm_start=lam0)
-    np.testing.assert_allclose(sol.multipliers * norms, lam, rtol=1e-12, atol=1e-14)
+    assert_close(sol.multipliers * norms, lam, rtol=1e-12, atol=1e-14)
     assert int(sol.status) == Status.APPROXIMATE
     assert sol.iterations == 3
 
@@ -97,7 +150,7 @@ def test_agem_is_the_published_formula(xp, rng):
         G, g = rng.standard_normal((5, 40)) + 0.5, sign * np.ones(40)
         r = G.mean(0)
         expected = g - min(0.0, g @ r / (r @ r)) * r
-        np.testing.assert_allclose(
+        assert_close(
             xp.numpy(project(xp.array(G), xp.array(g), method=AGEM())), expected, rtol=1e-12, atol=1e-13
         )
 
@@ -117,7 +170,7 @@ def reference_recipe(G, g, margin, eps):
 def test_gem2017_is_the_reference_recipe(norm, strength, rng):
     for t in (1, 3, 12):
         G, g = norm * rng.standard_normal((t, 30)), rng.standard_normal(30)
-        np.testing.assert_allclose(
+        assert_close(
             project(G, g, method=GEM2017(memory_strength=strength)),
             reference_recipe(G, g, strength, 1e-3),
             rtol=1e-9,
@@ -138,7 +191,7 @@ def test_outside_solvers_find_the_exact_projection(method, accuracy, options, xp
     pytest.importorskip("quadprog")
     G, g = rng.standard_normal((2, 5, 40)) - 0.2, rng.standard_normal((2, 40)) + 0.2
     x = project(xp.array(G), xp.array(g), method=method, **options)
-    np.testing.assert_allclose(xp.numpy(x), project(G, g, **options), atol=accuracy)
+    assert_close(xp.numpy(x), project(G, g, **options), atol=accuracy)
 
 
 def test_osqp_starts_warm(rng):
@@ -163,7 +216,7 @@ def test_pgd_on_a_batch_and_every_library(xp, rng):
     for method in (PGD(), PGD(step_size="power"), FISTA(), AGEM(), GEM2017()):
         whole = xp.numpy(method(xp.array(K), xp.array(b)))
         for i in range(4):
-            np.testing.assert_allclose(whole[i], method(K[i], b[i]), rtol=1e-12, atol=1e-15)
+            assert_close(whole[i], method(K[i], b[i]), rtol=1e-12, atol=1e-15)
 
 
 def test_nicknames_are_default_objects():
@@ -181,13 +234,13 @@ def test_nicknames_are_default_objects():
         (lambda: PGD(steps=-3), ValueError, "found -3"),
         (lambda: PGD(steps=1.5), TypeError, "steps must be an integer; found 1.5"),
         (lambda: PGD(step_size="fast"), ValueError, "step_size must be 'safe' or 'power'; found 'fast'"),
-        (lambda: PGD(c=0.0), ValueError, "c must be above 0"),
+        (lambda: PGD(c=0.0), ValueError, "c must be finite and above 0"),
         (lambda: PGD(power_iterations=True), TypeError, "power_iterations must be an integer"),
         (lambda: FISTA(steps=0), ValueError, "steps must be at least 1"),
-        (lambda: Quadprog(ridge=-1.0), ValueError, "ridge must be at least 0"),
-        (lambda: OSQP(eps=0.0), ValueError, "eps must be above 0"),
+        (lambda: Quadprog(ridge=-1.0), ValueError, "ridge must be finite and at least 0"),
+        (lambda: OSQP(eps=0.0), ValueError, "eps must be finite and above 0"),
         (lambda: OSQP(max_iter="many"), TypeError, "max_iter must be an integer; found 'many'"),
-        (lambda: GEM2017(memory_strength=-0.1), ValueError, "memory_strength must be at least 0"),
+        (lambda: GEM2017(memory_strength=-0.1), ValueError, "memory_strength must be finite and at least 0"),
         (lambda: GEM2017(eps="tiny"), TypeError, "eps must be a number"),
     ],
 )

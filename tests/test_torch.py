@@ -65,6 +65,7 @@ def test_projects_the_gradients_of_the_trainable_parameters(model):
     torch.testing.assert_close(stats.multipliers, expected.multipliers, rtol=1e-4, atol=1e-6)
     assert stats.cosine == pytest.approx(float(torch.cosine_similarity(x, g, dim=0)), abs=1e-5)
     assert projector.last is stats
+    assert repr(projector) == "GradientProjector(3 parameters, d=48, t=2, Exact(), margin=0.0, penalty=inf)"
 
 
 def test_constraint_gradients_do_not_clobber_grad(model):
@@ -107,6 +108,70 @@ def test_attached_optimizer_steps_along_the_projection(model):
     projector.last = None
     optimizer.step()
     assert projector.last is None
+
+
+def test_closures_are_followed_by_a_projection(model):
+    past, now = conflicting(model)
+    rows = torch.stack([gradient(model, batch) for batch in past])
+    expected = project(rows, gradient(model, now))
+    projector = GradientProjector(model.parameters())
+    projector.constrain(loss(model, batch) for batch in past)
+    for how in ("positional", "keyword"):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        projector.attach(optimizer)
+
+        def closure(optimizer=optimizer):
+            optimizer.zero_grad()
+            value = loss(model, now)
+            value.backward()
+            return value
+
+        value = optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)
+        assert float(value.detach()) == float(loss(model, now).detach())
+        torch.testing.assert_close(flat(p.grad for p in model.parameters() if p.requires_grad), expected)
+
+
+def test_autocast_of_the_caller_does_not_reach_the_projection(rng):
+    for d in (1000, 200_000):
+        G, g = torch.from_numpy(rng.standard_normal((2, d)) - 0.2).float(), torch.full((d,), 0.2)
+        expected = project(G, g)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert torch.equal(project(G, g), expected)
+
+
+def test_a_failing_loss_leaves_no_constraints(model):
+    past, _ = conflicting(model)
+    projector = GradientProjector(model.parameters())
+    projector.constrain(loss(model, batch) for batch in past)
+
+    def losses():
+        yield loss(model, past[0])
+        raise MemoryError("out of memory")
+
+    with pytest.raises(MemoryError):
+        projector.constrain(losses())
+    assert len(projector.constraints) == 0
+    assert projector.project_().solution is None
+
+
+def test_growing_constraints_keep_the_rows_before_them(model):
+    past = [task(k) for k in range(5)]
+    projector = GradientProjector(model.parameters())
+    for t in (1, 2, 5):
+        projector.constrain(loss(model, batch) for batch in past[:t])
+        expected = torch.stack([gradient(model, batch) for batch in past[:t]])
+        torch.testing.assert_close(projector.constraints, expected)
+
+
+def test_gradients_appear_only_where_the_present_constraints_reach(model):
+    extra, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    projector = GradientProjector([extra, other])
+    projector.constrain([extra.sum() + other.sum()])
+    projector.constrain([extra.sum()])
+    extra.grad = -torch.ones(2)
+    projector.project_()
+    assert other.grad is None
+    assert not extra.grad.any()
 
 
 def test_warm_start_lives_within_a_task(model):
@@ -189,7 +254,11 @@ def test_state_survives_a_checkpoint(model, method):
 def test_errors_of_the_projector(model):
     with pytest.raises(ValueError, match="parameters holds none that requires a gradient"):
         GradientProjector([model[0].bias])
-    with pytest.raises(ValueError, match="margin must be at least 0"):
+    with pytest.raises(TypeError, match=r"pass module.parameters\(\)"):
+        GradientProjector(model)
+    with pytest.raises(TypeError, match="parameters must be an iterable of real tensors; found tuple"):
+        GradientProjector(model.named_parameters())
+    with pytest.raises(ValueError, match="margin must be finite and at least 0"):
         GradientProjector(model.parameters(), margin=-1.0)
     projector = GradientProjector(model.parameters())
     with pytest.raises(ValueError, match=r"losses must be scalars.*loss 0 is a tensor of shape \(3,\)"):
@@ -258,6 +327,33 @@ def test_memory_holds_copies():
     assert not next(memory.batches()).any()
 
 
+def test_memory_mixes_tasks_by_key_and_refuses_other_examples():
+    memory = EpisodicMemory(per_task=3)
+    memory.add({"ids": torch.zeros(2), "labels": torch.ones(2)}, task=0)
+    memory.add({"labels": torch.ones(2), "ids": torch.zeros(2)}, task=1)
+    sample = memory.sample(4)
+    assert not sample["ids"].any()
+    assert sample["labels"].all()
+    with pytest.raises(ValueError, match="nested differently"):
+        memory.add({"other": torch.zeros(2), "labels": torch.ones(2)}, task=2)
+    with pytest.raises(ValueError, match="Pad sequences"):
+        memory.add({"ids": torch.zeros(2, 5), "labels": torch.ones(2)}, task=2)
+    memory.add({"ids": torch.zeros(0), "labels": torch.ones(0)}, task=3)
+    assert memory.tasks == [0, 1]
+
+
+def test_saved_state_does_not_follow_the_memory():
+    memory = EpisodicMemory(per_task=50)
+    memory.add(torch.zeros(2), task=0)
+    state, batch = memory.state_dict(), next(memory.batches())
+    batch += 7.0
+    memory.add(torch.ones(40), task=0)
+    assert not state["tasks"][0]["batch"].any()
+    assert state["tasks"][0]["batch"].untyped_storage().nbytes() == 8
+    memory.load_state_dict(state)
+    assert next(memory.batches()).tolist() == [0.0, 0.0]
+
+
 def test_memory_survives_a_checkpoint():
     memories = [EpisodicMemory(per_task=4, label=lambda batch: batch["y"], seed=3) for _ in range(2)]
     first = {"x": torch.randn(9, 2), "y": torch.arange(9) % 3}
@@ -280,16 +376,24 @@ def test_memory_survives_a_checkpoint():
     ("batch", "error", "text"),
     [
         ({"x": torch.zeros(3), "y": torch.zeros(2, dtype=torch.long)}, ValueError, "same leading dimension"),
-        ({"x": [1, 2], "y": torch.zeros(2)}, TypeError, "tensors only; found int"),
+        ({"x": [1, 2], "y": torch.zeros(2, dtype=torch.long)}, TypeError, "tensors only; found int"),
         ({"x": torch.zeros(2)}, ValueError, r"label 'y' is not in the batch; found keys \['x'\]"),
-        ({"x": torch.zeros(2), "y": torch.zeros(2, 2)}, ValueError, r"labels must have shape \(2,\)"),
-        ({"x": torch.zeros(2, 5), "y": torch.zeros(2)}, ValueError, "Pad sequences to a fixed length"),
-        ({"z": torch.zeros(2), "y": torch.zeros(2)}, ValueError, "nested differently"),
+        (
+            {"x": torch.zeros(2), "y": torch.zeros(2, 2, dtype=torch.long)},
+            ValueError,
+            r"labels must be integers of shape \(2,\)",
+        ),
+        (
+            {"x": torch.zeros(2, 5), "y": torch.zeros(2, dtype=torch.long)},
+            ValueError,
+            "Pad sequences to a fixed length",
+        ),
+        ({"z": torch.zeros(2), "y": torch.zeros(2, dtype=torch.long)}, ValueError, "nested differently"),
     ],
 )
 def test_errors_of_the_memory(batch, error, text):
     memory = EpisodicMemory(per_task=4, label="y")
-    memory.add({"x": torch.zeros(2, 3), "y": torch.zeros(2)}, task=0)
+    memory.add({"x": torch.zeros(2, 3), "y": torch.zeros(2, dtype=torch.long)}, task=0)
     with pytest.raises(error, match=text):
         memory.add(batch, task=0)
     assert len(next(memory.batches())["y"]) == 2

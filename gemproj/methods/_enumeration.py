@@ -11,9 +11,10 @@ import numpy as np
 from gemproj._array import Array
 from gemproj.methods._method import clip, matvec
 
-# A pivot is 1 - cos^2 of the angle between a row and the span of the rows before it. Below this a
-# row is a combination of the others, and some optimal active set does without it (Caratheodory).
-DEPENDENT = 1e-14
+# A pivot is 1 - cos^2 of the angle between a row and the span of the rows before it. Below this, in
+# units of rounding (1e-14 in float64), a row is a combination of the others, and some optimal active
+# set does without it (Caratheodory).
+_DEPENDENT = 45.0
 
 AT_ZERO, FREE, AT_UPPER = 0, 1, 2
 
@@ -40,7 +41,7 @@ def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> tuple[Arra
     for k in range(t):
         pivot = tableau[..., k, k]
         branches = [tableau, sweep(tableau, k)]
-        flags = [dependent, dependent | ~(pivot > DEPENDENT)]
+        flags = [dependent, dependent | ~(pivot > dependent_below(tableau))]
         if upper is not None:
             held = xp.concat([tableau[..., :t], _at_upper(tableau, upper, k)], axis=-1)
             branches.append(held)
@@ -76,7 +77,7 @@ def sweep(tableau: Array, k: int) -> Array:
     """
     xp = array_api_compat.array_namespace(tableau)
     pivot = tableau[..., k, k]
-    pivot = xp.where(pivot > DEPENDENT, pivot, xp.ones_like(pivot))[..., None]
+    pivot = xp.where(pivot > dependent_below(tableau), pivot, xp.ones_like(pivot))[..., None]
     row = tableau[..., k, :] / pivot
     column = tableau[..., :, k] + 0.0
     column[..., k] = 0.0
@@ -85,6 +86,12 @@ def sweep(tableau: Array, k: int) -> Array:
     swept[..., k, :] = row
     swept[..., k, k] = 1.0 / pivot[..., 0]
     return swept
+
+
+def dependent_below(tableau: Array) -> float:
+    """Return the pivot below which a row counts as dependent, for the dtype of the tableau."""
+    xp = array_api_compat.array_namespace(tableau)
+    return _DEPENDENT * float(xp.finfo(tableau.dtype).eps)
 
 
 def _at_upper(tableau: Array, upper: Array, k: int) -> Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import numbers
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,11 +16,12 @@ class Status(enum.IntFlag):
     """How a method ended, one integer per problem of a batch."""
 
     OPTIMAL = 0
-    """The optimality conditions hold to rounding."""
+    """The optimality conditions hold to 1e-9 or better (in float64), as far as K and b can tell."""
     APPROXIMATE = 1
     """A fixed budget or a shortcut: the certificates tell how far it is from the projection."""
     STALLED = 2
-    """An exact method ran out of its budget and returned its best iterate."""
+    """An exact method could not meet the conditions, because its budget ran out or because rows are
+    so nearly dependent that K has lost the digits that tell them apart; this is its best iterate."""
     ROW_DROPPED = 4
     """A row of G was not finite and was left out (only where looking would stop the device)."""
 
@@ -44,7 +46,7 @@ class Method:
 
     def __call__(self, K: Array, b: Array, warm_start: Array | None = None) -> Array:
         """Return the multipliers (..., t) for K (..., t, t) and b (..., t)."""
-        return self.solve(K, b, warm_start).multipliers
+        return self.solve(K, b, None if warm_start is None else clip(warm_start, None)).multipliers
 
     def solve(
         self, K: Array, b: Array, warm_start: Array | None = None, upper: float | Array | None = None
@@ -122,6 +124,17 @@ def natural_residual(K: Array, b: Array, lam: Array, upper: Array | None) -> Arr
     return xp.max(xp.abs(lam - clip(lam - matvec(K, lam) - b, upper)), axis=-1)
 
 
+def exact_status(K: Array, b: Array, lam: Array, upper: Array | None) -> Array:
+    """Return OPTIMAL where lam meets the conditions of the normalised problem to about 1e-9, else STALLED."""
+    xp = array_api_compat.array_namespace(K, b)
+    s = matvec(K, lam) + b
+    at_upper = lam * 0.0 > 0 if upper is None else lam >= upper
+    slack = lam * xp.where(at_upper, xp.maximum(s, s * 0.0), xp.abs(s))
+    residual = xp.maximum(natural_residual(K, b, lam, upper), xp.max(slack, axis=-1))
+    met = residual <= 4e6 * xp.finfo(lam.dtype).eps
+    return xp.astype(~met, xp.int64) * int(Status.STALLED)
+
+
 def clip(lam: Array, upper: Array | None) -> Array:
     """Return lam moved into 0 <= lam <= upper."""
     xp = array_api_compat.array_namespace(lam)
@@ -131,20 +144,18 @@ def clip(lam: Array, upper: Array | None) -> Array:
 
 def check_count(value: Any, name: str, smallest: int) -> None:
     """Raise unless `value` is an integer of at least `smallest`."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer; found {value!r}.")
     if value < smallest:
         raise ValueError(f"{name} must be at least {smallest}; found {value}.")
 
 
-def check_number(
-    value: Any, name: str, low: float, high: float = float("inf"), *, strict: bool = False
-) -> None:
-    """Raise unless `value` is a real number with low <= value <= high (low < value if `strict`)."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def check_number(value: Any, name: str, low: float, *, strict: bool = False) -> None:
+    """Raise unless `value` is a finite real number of at least `low` (above it, if `strict`)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number; found {value!r}.")
-    if not (low < value if strict else low <= value) or not value <= high:
-        limits = f"{'above' if strict else 'at least'} {low:g}" + (
-            f" and at most {high:g}" if high < float("inf") else ""
+    number = float(value)
+    if not (low < number if strict else low <= number) or number == float("inf"):
+        raise ValueError(
+            f"{name} must be finite and {'above' if strict else 'at least'} {low:g}; found {value}."
         )
-        raise ValueError(f"{name} must be {limits}; found {value}.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gemproj.methods._enumeration import DEPENDENT, sweep
+from gemproj.methods._enumeration import dependent_below, sweep
 from gemproj.methods._method import clip, natural_residual
 
 # A constraint counts as violated only beyond the rounding of K lam + b.
@@ -75,7 +75,7 @@ class _Search:
                 return
             # The most violated row is the fast choice; the first one cannot cycle.
             entered = int(np.argmax(violation if self.pivots <= budget else violated))
-            if self.tableau[entered, entered] > DEPENDENT:
+            if self.tableau[entered, entered] > dependent_below(self.tableau):
                 self._pivot(entered)
             else:
                 barred[entered] = True
@@ -134,7 +134,7 @@ class _Search:
             factor = np.linalg.cholesky(self.K[np.ix_(inside, inside)])
         except np.linalg.LinAlgError:
             return False
-        if np.diagonal(factor).min() ** 2 <= DEPENDENT:
+        if np.diagonal(factor).min() ** 2 <= dependent_below(self.tableau):
             return False
         whole = np.concatenate([self.K, self.b[:, None]], axis=1)
         solved = np.linalg.solve(factor.T, np.linalg.solve(factor, whole[inside]))

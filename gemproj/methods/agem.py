@@ -17,7 +17,8 @@ class AGEM(Method):
     With the mean row r, ``x = g - min(0, g.r / r.r) r``: the same multiplier
     ``max(0, -mean(b) / mean(K)) / t`` on every row. Exact for t = 1; otherwise rows may stay
     violated, and the KKT residual says by how much. As published, r is the gradient on a random
-    batch from all memories: that is this method with one row.
+    batch from all memories: that is this method with one row. Where the rows nearly cancel, r is
+    small and its digits are lost in K; pass r itself as the one row then.
 
     Examples
     --------

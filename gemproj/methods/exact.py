@@ -9,8 +9,8 @@ import numpy as np
 
 from gemproj._array import from_numpy, to_numpy
 from gemproj.methods._enumeration import enumerate_active_sets
-from gemproj.methods._method import Method, Outcome, Status, normalise
-from gemproj.methods._tableau import ROUNDING, solve_tableau
+from gemproj.methods._method import Method, Outcome, Status, exact_status, normalise
+from gemproj.methods._tableau import solve_tableau
 from gemproj.methods.fista import FISTA
 
 # Enumeration holds all active sets of all problems at once: 2^8, or 3^5 with an upper bound.
@@ -44,15 +44,10 @@ class Exact(Method):
             return Outcome(b * 0.0, 0, int(Status.OPTIMAL))
         K, b, start, upper, scale = normalise(K, b, warm_start, upper)
         if (2 if upper is None else 3) ** t <= _MOST_SETS:
-            lam, residual = _in_slabs(K, b, upper)
-            iterations = 0
+            lam, iterations = _in_slabs(K, b, upper), 0
         else:
-            lam, iterations, residual = _one_by_one(K, b, upper, start)
-        xp = array_api_compat.array_namespace(lam)
-        size = 1.0 + xp.sum(xp.abs(lam), axis=-1)
-        stalled = ~(residual <= 1e3 * ROUNDING * t * size)
-        status = xp.astype(stalled, xp.int64) * int(Status.STALLED)
-        return Outcome(lam * scale, iterations, status)
+            lam, iterations = _one_by_one(K, b, upper, start)
+        return Outcome(lam * scale, iterations, exact_status(K, b, lam, upper))
 
 
 def _in_slabs(K, b, upper):
@@ -63,29 +58,26 @@ def _in_slabs(K, b, upper):
     count = int(np.prod(batch))
     slab = max(1, _MOST_ELEMENTS // (sets * t * (t + 1)))
     if count <= slab:
-        return enumerate_active_sets(K, b, upper)
+        return enumerate_active_sets(K, b, upper)[0]
     K, b = xp.reshape(K, (count, t, t)), xp.reshape(b, (count, t))
     upper = None if upper is None else xp.reshape(upper, (count, t))
-    parts = [
-        enumerate_active_sets(
-            K[i : i + slab], b[i : i + slab], None if upper is None else upper[i : i + slab]
-        )
-        for i in range(0, count, slab)
-    ]
-    lam, residual = (xp.concat(column, axis=0) for column in zip(*parts, strict=True))
-    return xp.reshape(lam, (*batch, t)), xp.reshape(residual, batch)
+    parts = []
+    for i in range(0, count, slab):
+        bound = None if upper is None else upper[i : i + slab]
+        parts.append(enumerate_active_sets(K[i : i + slab], b[i : i + slab], bound)[0])
+    return xp.reshape(xp.concat(parts, axis=0), (*batch, t))
 
 
 def _one_by_one(K, b, upper, start):
     """Solve problem after problem on the CPU and bring the answers back to the device."""
-    xp, device = array_api_compat.array_namespace(K, b), array_api_compat.device(b)
+    xp, device, dtype = array_api_compat.array_namespace(K, b), array_api_compat.device(b), b.dtype
     K, b, upper, start = (
         a if a is None else to_numpy(a).astype(np.float64, copy=False) for a in (K, b, upper, start)
     )
     if b.shape[-1] > _LARGE:
         start = FISTA(steps=200, normalize=False).solve(K, b, start, upper).multipliers
-    lam, pivots, residual = np.empty_like(b), np.empty(b.shape[:-1], dtype=np.int64), np.empty(b.shape[:-1])
+    lam, pivots = np.empty_like(b), np.empty(b.shape[:-1], dtype=np.int64)
     for i in np.ndindex(b.shape[:-1]):
         bound, first = (a if a is None else a[i] for a in (upper, start))
-        lam[i], pivots[i], residual[i] = solve_tableau(K[i], b[i], bound, first)
-    return tuple(from_numpy(a, xp, device) for a in (lam, pivots, residual))
+        lam[i], pivots[i], _ = solve_tableau(K[i], b[i], bound, first)
+    return xp.astype(from_numpy(lam, xp, device), dtype, copy=False), from_numpy(pivots, xp, device)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import array_api_compat
 
-from gemproj.methods._method import Method, Outcome, check_number, identity_like, matvec
+from gemproj.methods._method import Method, Outcome, Status, check_number, identity_like, matvec
 from gemproj.methods.exact import Exact
 
 
@@ -51,5 +51,6 @@ class GEM2017(Method):
         violated = xp.any(b < 0, axis=-1, keepdims=True)
         ridged = K + self.eps * identity_like(K)
         floor = xp.full_like(b, self.memory_strength)
-        free, iterations, status = Exact().solve(ridged, b + matvec(ridged, floor))
-        return Outcome(xp.where(violated, free + floor, xp.zeros_like(b)), iterations, status)
+        free, iterations, _ = Exact().solve(ridged, b + matvec(ridged, floor))
+        lam = xp.where(violated, free + floor, xp.zeros_like(b))
+        return Outcome(lam, iterations, int(Status.APPROXIMATE))  # exact, but of another problem

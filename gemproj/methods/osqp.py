@@ -19,7 +19,7 @@ class OSQP(Method):
     Parameters
     ----------
     eps : float, default 1e-9
-        Absolute and relative tolerance, on the normalised problem.
+        Absolute and relative tolerance, on the normalised problem; its answers are approximate.
     max_iter : int, default 20000
         Iteration limit; a problem that reaches it has the status ``STALLED``.
     """
@@ -57,4 +57,4 @@ class OSQP(Method):
         result = model.solve(raise_error=False)
         solved = result.info.status_val == osqp.SolverStatus.OSQP_SOLVED
         lam = np.nan_to_num(np.maximum(result.x, 0.0), nan=0.0)
-        return Outcome(lam, int(result.info.iter), int(Status.OPTIMAL if solved else Status.STALLED))
+        return Outcome(lam, int(result.info.iter), int(Status.APPROXIMATE if solved else Status.STALLED))

@@ -82,7 +82,7 @@ def largest_eigenvalue_bound(K: Array) -> Array:
     """Return min(trace, largest absolute row sum, Frobenius norm) of K, above its eigenvalues: (..., 1)."""
     xp = array_api_compat.array_namespace(K)
     if not K.shape[-1]:
-        return xp.sum(K, axis=-1)[..., None] if K.ndim > 2 else xp.ones((1,), dtype=K.dtype)
+        return xp.sum(K, axis=(-2, -1))[..., None]
     trace = xp.sum(xp.linalg.diagonal(K), axis=-1)
     row_sum = xp.max(xp.sum(xp.abs(K), axis=-1), axis=-1)
     frobenius = xp.sqrt(xp.sum(K * K, axis=(-2, -1)))

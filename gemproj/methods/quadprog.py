@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gemproj.methods._external import solve_each
-from gemproj.methods._method import Method, Outcome, Status, check_number
+from gemproj.methods._method import Method, Outcome, check_number, exact_status
 
 
 @dataclass(frozen=True)
@@ -45,4 +45,4 @@ class Quadprog(Method):
                 f"quadprog rejects this problem ({error}). Dependent rows need a larger ridge, "
                 f"{self!r} has {self.ridge}; method='exact' needs none."
             ) from error
-        return Outcome(lam, int(iterations[0]), int(Status.OPTIMAL))
+        return Outcome(lam, int(iterations[0]), exact_status(K, b, lam, upper))

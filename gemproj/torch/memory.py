@@ -88,21 +88,23 @@ class EpisodicMemory:
         labels = self._labels(batch)
         leaves, spec = _flatten(batch)
         rows = leaves[0].shape[0]
+        if rows == 0:
+            return
         if labels is None:
             labels = torch.zeros(rows, dtype=torch.int64)
-        elif tuple(labels.shape) != (rows,):
+        if tuple(labels.shape) != (rows,) or labels.is_floating_point() or labels.is_complex():
             raise ValueError(
-                f"labels must have shape ({rows},), one per example; found {tuple(labels.shape)}."
+                f"labels must be integers of shape ({rows},), one per example; "
+                f"found {labels.dtype} of shape {tuple(labels.shape)}."
             )
-        store = self._stores.get(task)
-        if store is None:
-            store = _Store(leaves, spec, self.per_task)
-        store.check(leaves, spec, task)
+        store = self._stores.get(task) or _Store(leaves, spec, self.per_task)
+        # One kind of example for all tasks: `sample` mixes them.
+        next(iter(self._stores.values()), store).check(leaves, spec)
         store.add(leaves, labels.tolist(), self._random)
         self._stores[task] = store
 
     def batches(self, exclude: Hashable = None) -> Iterator[Batch]:
-        """Yield all examples of one task after the other, in order of arrival, as one batch each.
+        """Yield a copy of all examples of one task after the other, in order of arrival, as one batch each.
 
         Parameters
         ----------
@@ -129,7 +131,11 @@ class EpisodicMemory:
         return tree_unflatten(leaves, stores[0].spec)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the stored examples and the random state: plain containers and tensors only."""
+        """Return copies of the stored examples, and the random state.
+
+        Made of dicts, lists, tuples and tensors if batches and names of tasks are: then
+        ``torch.load(..., weights_only=True)`` takes it.
+        """
         tasks = [
             {"task": task, "batch": store.batch(), "labels": list(store.labels), "seen": dict(store.seen)}
             for task, store in self._stores.items()
@@ -154,9 +160,9 @@ class EpisodicMemory:
         if self.label is None:
             return None
         if callable(self.label):
-            return self.label(batch)
+            return torch.as_tensor(self.label(batch))
         try:
-            return batch[self.label]
+            return torch.as_tensor(batch[self.label])
         except (KeyError, IndexError, TypeError):
             found = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
             raise ValueError(f"label {self.label!r} is not in the batch; found {found}.") from None
@@ -176,17 +182,15 @@ class _Store:
         return len(self.labels)
 
     def batch(self) -> Batch:
-        return tree_unflatten([leaf[: len(self)] for leaf in self.leaves], self.spec)
+        return tree_unflatten([leaf[: len(self)].clone() for leaf in self.leaves], self.spec)
 
-    def check(self, leaves: list[torch.Tensor], spec: TreeSpec, task: Hashable) -> None:
+    def check(self, leaves: list[torch.Tensor], spec: TreeSpec) -> None:
         if spec != self.spec:
-            raise ValueError(
-                f"The batch is nested differently from what task {task!r} holds: {spec}, not {self.spec}."
-            )
+            raise ValueError(f"The batch is nested differently from what is stored: {spec}, not {self.spec}.")
         for leaf, kept in zip(leaves, self.leaves, strict=True):
             if leaf.shape[1:] != kept.shape[1:] or leaf.dtype != kept.dtype:
                 raise ValueError(
-                    f"Examples of task {task!r} have shape {tuple(kept.shape[1:])} and {kept.dtype}; found "
+                    f"Stored examples have shape {tuple(kept.shape[1:])} and {kept.dtype}; found "
                     f"{tuple(leaf.shape[1:])} and {leaf.dtype}. Pad sequences to a fixed length."
                 )
 
@@ -221,8 +225,9 @@ class _Store:
 
 
 def _flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
-    if isinstance(batch, Mapping) and not isinstance(batch, dict):
-        batch = dict(batch)  # such as a tokenizer's BatchEncoding
+    if isinstance(batch, Mapping):
+        # Also for a tokenizer's BatchEncoding, and whatever the order of the keys is.
+        batch = {key: batch[key] for key in sorted(batch, key=str)}
     leaves, spec = tree_flatten(batch)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
