@@ -169,17 +169,6 @@ def test_past_its_budget_the_search_takes_the_first_violated_row(monkeypatch, rn
     assert entered[0] == int(np.flatnonzero(unit.b < 0)[0]) != greedy[0]
 
 
-def test_enumeration_refines_its_solution(rng):
-    """Nearly parallel rows: the sweeps alone leave a hundred times more."""
-    worst = 0.0
-    for _ in range(20):
-        G = rng.standard_normal(20) + 1e-3 * rng.standard_normal((6, 20))
-        K, b, _ = gram(G, -G.sum(0) + 0.1 * rng.standard_normal(20))
-        unit = normalise(K, b, None, None)
-        worst = max(worst, float(enumerate_active_sets(unit.K, unit.b, None)[1]))
-    assert worst < 1e-12
-
-
 def test_large_batch_is_solved_in_slabs(rng):
     G, g = rng.standard_normal((700, 7, 5)), rng.standard_normal((700, 5))
     x = project(G, g)

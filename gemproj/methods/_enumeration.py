@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 
 from gemproj._array import Array
-from gemproj.methods._method import clip, matvec
+from gemproj.methods._method import clip, natural_residual
 
 # A pivot is 1 - cos^2 of the angle between a row and the span of the rows before it. Below this, in
 # units of rounding (1e-14 in float64), a row is a combination of the others, and some optimal active
@@ -24,7 +24,7 @@ def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> tuple[Arra
 
     The tableau [K | b] is swept row by row with and without each row: after row k there is one copy
     per choice for rows 0 .. k, and in the end 2^t of them (3^t with an upper bound), each with its
-    inverse and its solution. No step depends on a value, so a batch costs no branches and a device
+    solution. No step depends on a value, so a batch costs no branches and a device
     is never waited for.
 
     Returns
@@ -54,13 +54,10 @@ def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> tuple[Arra
     lam = -tableau[..., t] * free
     if upper is not None:
         lam = lam + xp.astype(states == AT_UPPER, b.dtype) * upper[..., None, :]
-    inverse = tableau[..., :t] * free[:, :, None] * free[:, None, :]
     K, b = K[..., None, :, :], b[..., None, :]
     upper = None if upper is None else upper[..., None, :]
-    # One step of iterative refinement with the inverse that the sweeps leave behind.
-    lam = lam - matvec(inverse, free * (matvec(K, lam) + b))
     lam = clip(lam, upper)
-    residual = xp.max(xp.abs(lam - clip(lam - matvec(K, lam) - b, upper)), axis=-1)
+    residual = natural_residual(K, b, lam, upper)
     residual = xp.where(dependent | ~xp.isfinite(residual), xp.full_like(residual, xp.inf), residual)
     # Ties go to the first set: where no constraint is violated that is the empty one, and x is g.
     best = xp.argmin(residual, axis=-1, keepdims=True)

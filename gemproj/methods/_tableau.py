@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from gemproj.methods._enumeration import dependent_below, sweep
-from gemproj.methods._method import clip, natural_residual
+from gemproj.methods._method import natural_residual
 
 # A constraint counts as violated only beyond the rounding of K lam + b.
 ROUNDING = 4e-15
@@ -18,8 +18,8 @@ def solve_tableau(
 
     Adding a row to the active set, or dropping one, is one sweep of the tableau [K | b]; all
     multipliers of the trial solution and all residuals of the other rows then stand in its last
-    column. Sweeps add rounding, so a finished active set is solved afresh and the search resumed if
-    a constraint turns out violated after all.
+    column. Sweeps add rounding, so a search that ends with a violated constraint is resumed from a
+    tableau made afresh.
 
     Returns
     -------
@@ -36,7 +36,7 @@ def solve_tableau(
         search = _Search(K, b, bound, lam)
         search.run(budget=6 * t)
         pivots += search.pivots
-        lam = search.polished()
+        lam = search.lam
         residual = float(natural_residual(K, b, lam, upper))
         if residual < best_residual:
             best, best_residual = lam, residual
@@ -79,19 +79,6 @@ class _Search:
                 self._pivot(entered)
             else:
                 barred[entered] = True
-
-    def polished(self) -> np.ndarray:
-        """Solve for the free multipliers from K and b themselves, and keep that if it is no worse."""
-        free = self.free
-        lam = self.lam.copy()
-        try:
-            for _ in range(2 if free.any() else 0):
-                lam[free] -= np.linalg.solve(self.K[np.ix_(free, free)], (self.K @ lam + self.b)[free])
-        except np.linalg.LinAlgError:
-            return self.lam
-        lam = clip(lam, self.bound)
-        before, after = (natural_residual(self.K, self.b, v, self.bound) for v in (self.lam, lam))
-        return lam if after <= before else self.lam
 
     def _trial(self) -> np.ndarray:
         """Return -lam for the free multipliers and s for the others, at the minimum over the free ones."""
