@@ -169,6 +169,16 @@ def test_past_its_budget_the_search_takes_the_first_violated_row(monkeypatch, rn
     assert entered[0] == int(np.flatnonzero(unit.b < 0)[0]) != greedy[0]
 
 
+@pytest.mark.parametrize("t", [2, 8, 9, 30])
+def test_nearly_opposite_rows_are_kept_feasible(t, rng):
+    """A tilt of 1e-5 costs digits of lam, but the refined solution stays in the cone."""
+    for _ in range(10):
+        G = rng.standard_normal((t, 2 * t + 10))
+        G[t // 2 :] = -G[: t - t // 2] + 1e-5 * rng.standard_normal((t - t // 2, 2 * t + 10))
+        g = rng.standard_normal(2 * t + 10)
+        assert feasibility(G, project(G, g), g) < 1e-9
+
+
 def test_large_batch_is_solved_in_slabs(rng):
     G, g = rng.standard_normal((700, 7, 5)), rng.standard_normal((700, 5))
     x = project(G, g)
