@@ -266,7 +266,9 @@ def test_errors_of_the_projector(model):
     with pytest.raises(ValueError, match="loss 0 is float"):
         projector.constrain([1.0])
     with pytest.raises(ValueError, match="belongs to another model"):
-        projector.load_state_dict({"constraints": torch.zeros(1, 2), "reached": [], "multipliers": None})
+        projector.load_state_dict(
+            {"constraints": {"rows": torch.zeros(1, 2), "reached": []}, "multipliers": None}
+        )
     table = torch.nn.Embedding(5, 3, sparse=True)
     with pytest.raises(TypeError, match="Gradients must be dense"):
         GradientProjector(table.parameters()).constrain([table(torch.tensor([1])).sum()])
