@@ -18,6 +18,7 @@ myst_enable_extensions = ["dollarmath", "deflist"]
 myst_heading_anchors = 3
 autosummary_generate = True
 numpydoc_show_class_members = False
+autodoc_typehints = "none"  # the docstrings say it better
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"gemproj {release}"
