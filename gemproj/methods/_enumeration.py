@@ -19,7 +19,7 @@ _DEPENDENT = 45.0
 AT_ZERO, FREE, AT_UPPER = 0, 1, 2
 
 
-def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> tuple[Array, Array]:
+def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> Array:
     """Solve ``min 1/2 lam'K lam + b'lam, 0 <= lam <= upper`` for rows of norm one.
 
     The tableau [K | b] is swept row by row with and without each row: after row k there is one copy
@@ -29,9 +29,8 @@ def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> tuple[Arra
 
     Returns
     -------
-    lam : array, shape (..., t)
-    residual : array, shape (...)
-        Natural residual ``max |lam - clip(lam - s)|``, computed anew from K and b.
+    array, shape (..., t)
+        The multipliers of the set with the smallest natural residual, computed anew from K and b.
     """
     xp = array_api_compat.array_namespace(K, b)
     t = b.shape[-1]
@@ -62,8 +61,7 @@ def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> tuple[Arra
     # Ties go to the first set: where no constraint is violated that is the empty one, and x is g.
     best = xp.argmin(residual, axis=-1, keepdims=True)
     chosen = best == xp.arange(residual.shape[-1], device=device)
-    lam = xp.sum(xp.where(chosen[..., None], lam, xp.zeros_like(lam)), axis=-2)
-    return lam, xp.min(residual, axis=-1)
+    return xp.sum(xp.where(chosen[..., None], lam, xp.zeros_like(lam)), axis=-2)
 
 
 def sweep(tableau: Array, k: int) -> Array:

@@ -13,7 +13,7 @@ ROUNDING = 4e-15
 
 def solve_tableau(
     K: np.ndarray, b: np.ndarray, upper: np.ndarray | None, start: np.ndarray | None
-) -> tuple[np.ndarray, int, float]:
+) -> tuple[np.ndarray, int]:
     """Solve ``min 1/2 lam'K lam + b'lam, 0 <= lam <= upper`` for rows of norm one.
 
     Adding a row to the active set, or dropping one, is one sweep of the tableau [K | b]; all
@@ -25,8 +25,6 @@ def solve_tableau(
     -------
     lam : ndarray, shape (t,)
     pivots : int
-    residual : float
-        Natural residual of `lam`.
     """
     t = len(b)
     bound = np.full(t, np.inf) if upper is None else upper
@@ -42,7 +40,7 @@ def solve_tableau(
             best, best_residual = lam, residual
         if best_residual <= ROUNDING * (1.0 + np.abs(best).sum()):
             break
-    return best, pivots, best_residual
+    return best, pivots
 
 
 class _Search:

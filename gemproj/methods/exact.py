@@ -58,13 +58,13 @@ def _in_slabs(K, b, upper):
     count = int(np.prod(batch))
     slab = max(1, _MOST_ELEMENTS // (sets * t * (t + 1)))
     if count <= slab:
-        return enumerate_active_sets(K, b, upper)[0]
+        return enumerate_active_sets(K, b, upper)
     K, b = xp.reshape(K, (count, t, t)), xp.reshape(b, (count, t))
     upper = None if upper is None else xp.reshape(upper, (count, t))
     parts = []
     for i in range(0, count, slab):
         bound = None if upper is None else upper[i : i + slab]
-        parts.append(enumerate_active_sets(K[i : i + slab], b[i : i + slab], bound)[0])
+        parts.append(enumerate_active_sets(K[i : i + slab], b[i : i + slab], bound))
     return xp.reshape(xp.concat(parts, axis=0), (*batch, t))
 
 
@@ -79,5 +79,5 @@ def _one_by_one(K, b, upper, start):
     lam, pivots = np.empty_like(b), np.empty(b.shape[:-1], dtype=np.int64)
     for i in np.ndindex(b.shape[:-1]):
         bound, first = (a if a is None else a[i] for a in (upper, start))
-        lam[i], pivots[i], _ = solve_tableau(K[i], b[i], bound, first)
+        lam[i], pivots[i] = solve_tableau(K[i], b[i], bound, first)
     return xp.astype(from_numpy(lam, xp, device), dtype, copy=False), from_numpy(pivots, xp, device)
