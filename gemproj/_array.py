@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -23,6 +23,9 @@ Blocks = Array | Sequence[Array] | Mapping[Any, Array]
 # Elements of G and g in one tile: small enough for a float64 copy to stay in cache, or, where none is
 # made, large enough for the library to share the work between threads.
 _SMALL_TILE, _LARGE_TILE = 1 << 17, 1 << 20
+# Columns from which a problem on the CPU is worth decisions that depend on its values. Smaller ones are
+# treated alike, whatever they hold, so that problems of a batch cannot change each other's last bits.
+_LARGE = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,7 @@ class Problem:
     vector: list[Array]  # (*batch, *shape_k)
     weight: list[Array] | None  # like `vector`
     keys: Any  # None where g is one array, the type of a sequence, or the keys of a mapping
+    traced: list[Array] | None = None  # rows, vector and weight as given, if autograd records any of them
 
     @property
     def wide(self) -> Any:
@@ -55,23 +59,50 @@ class Problem:
         return self.xp.autocast(self.device.type, enabled=False)
 
     @property
+    def large(self) -> bool:
+        """Whether this is on the CPU and has so many columns that its batch is worth a Python loop."""
+        return self.host and sum(math.prod(v.shape[len(self.batch) :]) for v in self.vector) >= _LARGE
+
+    def at(self, i: tuple[int, ...]) -> Problem:
+        """Return problem i of the batch, as views."""
+        rows, vector = [a[(*i, ...)] for a in self.rows], [a[(*i, ...)] for a in self.vector]
+        weight = self.weight and [a[(*i, ...)] for a in self.weight]
+        return replace(self, batch=(), rows=rows, vector=vector, weight=weight)
+
+    @property
     def native(self) -> bool:
-        """Whether tiles can be used as they are: one float32 or float64 dtype, on the CPU, no metric."""
+        """Whether tiles can be used as they are: large, one float32 or float64 dtype, no metric."""
         dtype = self.vector[0].dtype
         return (
-            self.host
+            self.large
             and self.weight is None
             and dtype in (self.xp.float32, self.xp.float64)
             and all(a.dtype == dtype for a in [*self.rows, *self.vector])
         )
 
-    def tiles(self, *, large: bool) -> Iterator[tuple[int, tuple[Any, ...], int]]:
-        """Yield (block, index, size): `block` indexed with `index` on its parameter axes, in order."""
-        per_column = max(1, math.prod(self.batch) * (self.t + 1))
-        columns = max(64, (_LARGE_TILE if large else _SMALL_TILE) // per_column)
+    def tiles(self, *, large: bool = False) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...], int]]:
+        """Yield (block, lead, index, size): ``vector[block][index]`` is a tile of g with `size` columns.
+
+        Tiles come in order; `lead` is the part of `index` that selects from the batch. The number of
+        columns does not depend on the batch, nor do, therefore, the sums over tiles.
+        """
+        columns = max(64, (_LARGE_TILE if large else _SMALL_TILE) // (self.t + 1))
         for k, vector in enumerate(self.vector):
             for index, size in _tiles(tuple(vector.shape[len(self.batch) :]), columns):
-                yield k, (..., *index), size
+                if not self.batch:
+                    yield k, (), (..., *index), size
+                    continue
+                inner = math.prod(self.batch[1:]) * (self.t + 1) * max(1, size)
+                step = max(1, _LARGE_TILE // max(1, inner))
+                for start in range(0, self.batch[0], step):
+                    lead = slice(start, min(start + step, self.batch[0]))
+                    yield k, (lead,), (lead, ..., *index), size
+
+    def unpack(self, x: Any) -> list[Array]:
+        """Return the blocks of what `pack` has made, or of an output that the caller gave."""
+        if self.keys is None:
+            return [x]
+        return list(x) if self.keys in (list, tuple) else [x[k] for k in self.keys]
 
     def pack(self, arrays: list[Array]) -> Any:
         """Give blocks back in the container they came in."""
@@ -143,9 +174,11 @@ def read_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
                     f"{name} is on device {array_api_compat.device(a)} but g is on {device}; "
                     "move all arrays to one device."
                 )
+    given = [*rows, *vector, *(weight or [])]
+    traced = given if any(is_traced(a) for a in given) else None
     rows, vector = [detach(a) for a in rows], [detach(a) for a in vector]
     weight = weight and [detach(a) for a in weight]
-    problem = Problem(xp, device, batch, t, rows, vector, weight, keys)
+    problem = Problem(xp, device, batch, t, rows, vector, weight, keys, traced)
     if (
         weight is not None
         and problem.host
@@ -242,6 +275,17 @@ def _shape(a: Array) -> tuple[int, ...]:
 def detach(a: Array) -> Array:
     """Return the array outside of automatic differentiation; itself, where nothing is recorded."""
     return a.detach() if array_api_compat.is_torch_array(a) and a.requires_grad else a
+
+
+def is_traced(a: Array) -> bool:
+    """Tell whether automatic differentiation records what is done with `a`."""
+    return array_api_compat.is_torch_array(a) and a.requires_grad and _is_recording()
+
+
+def _is_recording() -> bool:
+    import torch
+
+    return torch.is_grad_enabled()
 
 
 def wide_dtype(xp: Any, device: Any) -> Any:

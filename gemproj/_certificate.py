@@ -8,18 +8,22 @@ a positive number.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
+from itertools import combinations
 
 import array_api_compat
 import numpy as np
 
 from gemproj._array import Array
-from gemproj.methods._method import matvec, normalise
+from gemproj.methods._active_set import Factorisation, solve_active_set
+from gemproj.methods._method import matvec
 from gemproj.methods.exact import Exact
 
 _EPS = float(np.finfo(np.float64).eps)
+_MOST_NEAR = 8  # rows of which all subsets are looked at
 
 
-def kkt_residual(K: Array, b: Array, gg: Array, lam: Array, upper: float) -> Array:
+def kkt_residual(K: Array, s: Array, gg: Array, lam: Array, upper: Array | None) -> Array:
     """Return the largest violation of the optimality conditions, shape (...).
 
     The maximum of primal feasibility ``-s_i / (|g_i||g|)``, dual feasibility ``-lam_i |g_i| / |g|``
@@ -27,15 +31,15 @@ def kkt_residual(K: Array, b: Array, gg: Array, lam: Array, upper: float) -> Arr
     lam_i = c, so feasibility gives way to ``max(0, -s_i)`` times the distance of lam_i to c, or
     to one where that is larger: the rounding of s must not grow with c.
     """
-    xp = array_api_compat.array_namespace(K, b)
-    if not b.shape[-1]:
+    xp = array_api_compat.array_namespace(K, s)
+    if not s.shape[-1]:
         return gg * 0.0
-    unit, per_gradient = _scales(K, gg)
-    s = (matvec(K, lam) + b) * unit * per_gradient
+    unit, per_gradient = _inverse_root(xp.linalg.diagonal(K)), _inverse_root(gg)[..., None]
+    s = s * unit * per_gradient
     scaled = lam * xp.sqrt(xp.linalg.diagonal(K)) * per_gradient
     down, zero = xp.maximum(-s, xp.zeros_like(s)), xp.zeros_like(s)
     parts = [xp.maximum(-scaled, zero)]
-    if math.isinf(upper):
+    if upper is None:
         parts += [down, xp.abs(scaled * s)]
     else:
         bound = upper * xp.sqrt(xp.linalg.diagonal(K)) * per_gradient
@@ -45,19 +49,18 @@ def kkt_residual(K: Array, b: Array, gg: Array, lam: Array, upper: float) -> Arr
     return xp.max(xp.stack([xp.max(part, axis=-1) for part in parts]), axis=0)
 
 
-def duality_gap(K: Array, b: Array, gg: Array, lam: Array, upper: float) -> Array:
+def duality_gap(s: Array, gg: Array, lam: Array, upper: Array | None) -> Array:
     """Return (primal - dual objective) / |g|^2, shape (...).
 
     Equal to ``lam's / |g|^2``, and to ``(lam's + c sum max(0, -s)) / |g|^2`` for hinge penalties of
     weight c. Where x is feasible it bounds the squared error: ``|x - x*|^2 <= gap |g|^2``.
     """
-    xp = array_api_compat.array_namespace(K, b)
-    s = matvec(K, lam) + b
+    xp = array_api_compat.array_namespace(s, gg)
     gap = lam * s
-    if math.isfinite(upper):
+    if upper is not None:
         gap = gap + upper * xp.maximum(-s, xp.zeros_like(s))
-    _, per_gradient = _scales(K, gg)
-    return xp.sum(gap * per_gradient * per_gradient, axis=-1) if b.shape[-1] else gg * 0.0
+    scale = _inverse_root(gg)[..., None]
+    return xp.sum(gap * scale * scale, axis=-1)
 
 
 def cosine(K: Array, b: Array, gg: Array, lam: Array) -> Array:
@@ -65,84 +68,209 @@ def cosine(K: Array, b: Array, gg: Array, lam: Array) -> Array:
     xp = array_api_compat.array_namespace(K, b)
     inner = gg + xp.sum(b * lam, axis=-1)
     xx = inner + xp.sum(lam * (matvec(K, lam) + b), axis=-1)
-    used = (gg > 0) & (xx > 0)
-    one = xp.ones_like(gg)
-    return xp.where(used, inner / xp.where(used, xp.sqrt(gg) * xp.sqrt(xp.maximum(xx, one * 0.0)), one), one)
+    used, one = (gg > 0) & (xx > 0), xp.ones_like(gg)
+    gg, xx, inner = (xp.where(used, v, one) for v in (gg, xx, inner))
+    return inner / gg / xp.sqrt(xx / gg)
 
 
 def error_bound(
-    K: np.ndarray, b: np.ndarray, gg: np.ndarray, lam: np.ndarray, upper: float, rounding: float
-) -> np.ndarray:
-    """Return an upper bound of ``|x - x*| / |g|``, shape (...), on the CPU.
+    K: np.ndarray,
+    b: np.ndarray,
+    gg: float,
+    lam: np.ndarray,
+    upper: np.ndarray | None,
+    rounding: float,
+    factor: tuple[np.ndarray, np.ndarray] | None,
+) -> float:
+    """Return an upper bound of ``|x - x*| / |g|`` for one problem, on the CPU.
 
     `rounding` is that of the entries of K and b, in units of ``|g_i| |g_j|`` and ``|g_i| |g|``.
 
     t-space is small, so the bound comes from a solution mu of the dual problem itself:
-    ``|x - x*| <= |G'(lam - mu)| + |x(mu) - x*|``. The first term is exact. The second is the error
-    of a solution that meets the conditions to rounding: what its residual on the active set, and
-    the rounding of s, can move x. Where no such solution is at hand, ``|x| `` bounds the distance of
-    any x = g + G'lam, lam >= 0 (weak duality at the feasible point 0).
+    ``|x - x*| <= |G'(lam - mu)| + |x(mu) - x*|``. The first term is known. For the second, x(mu) is
+    exactly the projection of g onto the shifted cone ``{x : s >= -e}``, where e_i is what s_i misses
+    of zero (for mu_i > 0) or falls below it, and rounding. As e goes to zero the projection moves by
+    at most ``|e| / sigma``, if sigma is the smallest singular value of all unit rows that come
+    within reach of zero on the way: a row whose s_i is larger than the whole move stays inactive.
+
+    Where these rows are dependent to rounding, no such sigma exists. Those that depend on rows which
+    stay active all the way may be left out. Otherwise ``|x|`` bounds the distance of any
+    x = g + G'lam, lam >= 0, to x* (weak duality at the feasible point 0).
     """
-    batch = b.shape[:-1]
-    bound = np.zeros(batch)
-    for i in np.ndindex(batch) if b.shape[-1] else ():
-        if gg[i] > 0:
-            bound[i] = _bound_one(K[i], b[i], float(gg[i]), lam[i], upper, rounding)
-    return bound
-
-
-def _bound_one(
-    K: np.ndarray, b: np.ndarray, gg: float, lam: np.ndarray, upper: float, rounding: float
-) -> float:
-    rounding += (4.0 + len(b)) * _EPS  # of the sums below
-    n = np.sqrt(np.diagonal(K))
-    size = math.sqrt(gg)
-    unit = normalise(K, b, None, None if math.isinf(upper) else np.full_like(b, upper))
-    K, b, lam = unit.K, b * np.divide(1.0, n, out=np.zeros_like(n), where=n > 0) / size, lam * n / size
-    bound = np.full_like(b, np.inf) if math.isinf(upper) else upper * n / size
-    mu = Exact().solve(K, b, None, None if math.isinf(upper) else bound).multipliers
-    apart, taxicab = lam - mu, float(np.abs(lam).sum())
-    # Squares are known to rounding only, which counts where lam - mu lies along dependent rows, or x near 0.
-    distance = math.sqrt(max(0.0, float(apart @ K @ apart)) + rounding * float(np.abs(apart).sum()) ** 2)
-    length = math.inf
-    if math.isinf(upper):
-        length = math.sqrt(max(0.0, 1.0 + float(lam @ (K @ lam + 2.0 * b))) + rounding * (1.0 + taxicab) ** 2)
-
-    s = K @ mu + b
-    # What float64 does to s, and to x itself when it is put together.
-    fuzz = rounding * (1.0 + float(np.abs(mu).sum()))
-    free = (mu > 0) & (mu < bound)
-    # How far the other conditions may be violated, for all that rounding lets one see.
-    slack = np.where(mu > 0, -s, s)
-    excess = np.where(free | (bound <= 0) | (n == 0), 0.0, np.maximum(0.0, fuzz - slack))
-    if excess.max() > 1e2 * fuzz:
-        return length
-    moved = fuzz
-    if free.any():
-        smallest = float(np.linalg.eigvalsh(K[np.ix_(free, free)])[0])
-        moved += (float(np.linalg.norm(s[free])) + fuzz * math.sqrt(free.sum())) / math.sqrt(
-            max(smallest, rounding)
+    n, size = np.sqrt(np.diagonal(K)), math.sqrt(gg)
+    rows = n > 0
+    if size == 0.0 or not rows.any():
+        return 0.0
+    n, lam = n[rows], (lam * n)[rows] / size
+    upper = None if upper is None else (upper[rows] * n) / size
+    if factor is None:
+        geometry: _ByGram | _ByRows = _ByGram(
+            K[np.ix_(rows, rows)] / np.outer(n, n), b[rows] / n / size, rounding
         )
-    if excess.any():
-        moved += float(np.linalg.norm(excess)) / math.sqrt(
-            max(_smallest_pivot(K, free, excess > 0), rounding)
+    else:
+        geometry = _ByRows(factor[0][:, rows] / n, factor[1] / size)
+    # Weak duality needs multipliers without an upper bound.
+    length = geometry.length(lam) if upper is None else math.inf
+    mu = geometry.solve(upper, lam)
+    return min(length, geometry.apart(lam, mu) + geometry.reach(mu, upper))
+
+
+class _Geometry(ABC):
+    """Unit rows and a unit gradient, by their products or by their coordinates."""
+
+    @abstractmethod
+    def solve(self, upper: np.ndarray | None, start: np.ndarray) -> np.ndarray:
+        """Return multipliers that solve the problem up to rounding."""
+
+    @abstractmethod
+    def slope(self, mu: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float, float]:
+        """Return s, its rounding, and the rounding of x that does not show in s."""
+
+    @abstractmethod
+    def apart(self, lam: np.ndarray, mu: np.ndarray) -> float:
+        """Bound ``|x(lam) - x(mu)|``."""
+
+    @abstractmethod
+    def length(self, lam: np.ndarray) -> float:
+        """Bound ``|x(lam)|``."""
+
+    @abstractmethod
+    def sigma(self, rows: np.ndarray) -> float:
+        """Return a lower bound of the smallest singular value of `rows`; 0 where they may be dependent."""
+
+    @abstractmethod
+    def inside(self, free: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Tell which `rows` lie in the span of the free ones; none, where that cannot be told."""
+
+    def sigma_of_subsets(self, rows: np.ndarray) -> float:
+        """Return the smallest singular value of all independent subsets; 0 where they cannot be told."""
+        return 0.0
+
+    def reach(self, mu: np.ndarray, upper: np.ndarray | None) -> float:
+        """Bound ``|x(mu) - x*|`` for multipliers that solve the problem up to rounding."""
+        top = np.full_like(mu, np.inf) if upper is None else upper
+        free, held = (mu > 0) & (mu < top), (mu >= top) & (top > 0)
+        s, fuzz, extra = self.slope(mu, free)
+        # What a row at a bound misses of zero, with the sign that keeps it there.
+        gap = np.where(held, -s, s)
+        missing = np.where(free, np.abs(s), np.maximum(0.0, -gap)) + fuzz
+        idle = top <= 0
+        near = free & ~idle
+        moved = 0.0
+        for _ in range(len(mu) + 1):
+            moved = self._moved(free, near, missing, mu, top)
+            joined = ~near & ~idle & (gap <= moved + fuzz)
+            if not joined.any() or math.isinf(moved):
+                break
+            near |= joined
+        return moved + extra
+
+    def _moved(
+        self, free: np.ndarray, near: np.ndarray, missing: np.ndarray, mu: np.ndarray, top: np.ndarray
+    ) -> float:
+        if not near.any():
+            return 0.0
+        sigma = self.sigma(near)
+        if sigma == 0.0 and free.any():
+            # Free rows stay free if their multipliers outlast the move; rows that depend on them follow.
+            keep = near.copy()
+            keep[near & ~free] = ~self.inside(free, near & ~free)
+            sigma = self.sigma(keep)
+            outlast = float(np.min(np.minimum(mu, top - mu)[free]))
+            if sigma == 0.0 or outlast <= np.linalg.norm(missing[keep]) / sigma**2:
+                sigma = 0.0
+        if sigma == 0.0:
+            sigma = self.sigma_of_subsets(near)
+        return math.inf if sigma == 0.0 else float(np.linalg.norm(missing[near])) / sigma
+
+
+class _ByGram(_Geometry):
+    """Products known to `rounding`: what depends on others to its square root cannot be told from them."""
+
+    def __init__(self, K: np.ndarray, b: np.ndarray, rounding: float) -> None:
+        self.K, self.b, self.rounding = K, b, rounding + (4.0 + len(b)) * _EPS
+
+    def solve(self, upper: np.ndarray | None, start: np.ndarray) -> np.ndarray:
+        return Exact().solve(self.K, self.b, start, upper).multipliers
+
+    def slope(self, mu: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float, float]:
+        fuzz = self.rounding * (1.0 + float(np.abs(mu).sum()))
+        return self.K @ mu + self.b, fuzz, fuzz
+
+    def apart(self, lam: np.ndarray, mu: np.ndarray) -> float:
+        step = lam - mu
+        return math.sqrt(
+            max(0.0, float(step @ self.K @ step)) + self.rounding * float(np.abs(step).sum()) ** 2
         )
-    return min(distance + moved, length)
+
+    def length(self, lam: np.ndarray) -> float:
+        squared = 1.0 + float(lam @ (self.K @ lam + 2.0 * self.b))
+        return math.sqrt(max(0.0, squared) + self.rounding * (1.0 + float(np.abs(lam).sum())) ** 2)
+
+    def sigma(self, rows: np.ndarray) -> float:
+        smallest = float(np.linalg.eigvalsh(self.K[np.ix_(rows, rows)])[0]) - rows.sum() * self.rounding
+        return math.sqrt(smallest) if smallest > 0 else 0.0
+
+    def inside(self, free: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        return np.zeros(int(rows.sum()), dtype=bool)
 
 
-def _smallest_pivot(K: np.ndarray, free: np.ndarray, rows: np.ndarray) -> float:
-    """Return the smallest squared distance of `rows` from the span of the free rows."""
-    across = K[np.ix_(free, rows)]
-    schur = 1.0 - np.sum(across * np.linalg.lstsq(K[np.ix_(free, free)], across, rcond=None)[0], axis=0)
-    return float(schur.min())
+class _ByRows(_Geometry):
+    """Rows in the coordinates of the triangular factor; what depends on others to 1e-14 is in their span."""
+
+    def __init__(self, A: np.ndarray, a: np.ndarray) -> None:
+        self.A, self.a, self.rounding = A, a, (16.0 + 4.0 * len(a)) * _EPS
+
+    def solve(self, upper: np.ndarray | None, start: np.ndarray) -> np.ndarray:
+        self.faces = Factorisation(self.A, self.a)
+        return solve_active_set(self.faces, upper, start)[0]
+
+    def slope(self, mu: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float, float]:
+        # What is left along the free rows is rounding of x(mu), large where rows nearly cancel. Without
+        # it x is the projection of a g that is as much off, and projections do not expand that.
+        x = self.a + self.A @ mu
+        Q = np.linalg.qr(self.A[:, free])[0]
+        left = Q @ (Q.T @ x)
+        off = float(np.linalg.norm(left)) + self.rounding * (1.0 + float(np.abs(mu).sum()))
+        x = x - left
+        x = x - Q @ (Q.T @ x)
+        return self.A.T @ x, self.rounding * (float(np.linalg.norm(x)) + _EPS), 2.0 * off
+
+    def apart(self, lam: np.ndarray, mu: np.ndarray) -> float:
+        step = lam - mu
+        return float(np.linalg.norm(self.A @ step)) + self.rounding * float(np.abs(step).sum())
+
+    def length(self, lam: np.ndarray) -> float:
+        return float(np.linalg.norm(self.a + self.A @ lam)) + self.rounding * (1.0 + float(np.abs(lam).sum()))
+
+    def sigma(self, rows: np.ndarray) -> float:
+        if rows.sum() > len(self.a):
+            return 0.0
+        smallest = float(np.linalg.svd(self.A[:, rows], compute_uv=False)[-1])
+        return max(0.0, smallest - self.rounding)
+
+    def sigma_of_subsets(self, rows: np.ndarray) -> float:
+        indices, smallest = np.flatnonzero(rows), 1.0
+        if len(indices) > _MOST_NEAR:
+            return 0.0
+        for size in range(2, min(len(indices), len(self.a)) + 1):
+            for subset in combinations(indices, size):
+                sigma = float(np.linalg.svd(self.A[:, subset], compute_uv=False)[-1])
+                if sigma > 2.0 * self.rounding:
+                    smallest = min(smallest, sigma)
+        return smallest
+
+    def inside(self, free: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        Q, _ = np.linalg.qr(self.A[:, free])
+        others = self.A[:, rows]
+        for _ in range(2):
+            others = others - Q @ (Q.T @ others)
+        return np.linalg.norm(others, axis=0) <= 2.0 * self.rounding
 
 
-def _scales(K: Array, gg: Array) -> tuple[Array, Array]:
-    """Return 1/|g_i| (..., t) and 1/|g| (..., 1), with 0 for what is zero."""
-    xp = array_api_compat.array_namespace(K, gg)
-    result = []
-    for squared in (xp.linalg.diagonal(K), gg[..., None]):
-        used = squared > 0
-        root = xp.sqrt(xp.where(used, squared, xp.ones_like(squared)))
-        result.append(xp.where(used, 1.0 / root, xp.zeros_like(root)))
-    return result[0], result[1]
+def _inverse_root(squared: Array) -> Array:
+    """Return 1/sqrt of squared norms, and 0 for those that are zero."""
+    xp = array_api_compat.array_namespace(squared)
+    used = squared > 0
+    root = xp.sqrt(xp.where(used, squared, xp.ones_like(squared)))
+    return xp.where(used, 1.0 / root, xp.zeros_like(root))

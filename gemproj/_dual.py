@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
 
-from gemproj import _certificate
 from gemproj._array import (
     Array,
     Blocks,
+    Problem,
     detach,
     from_numpy,
     is_real_floating,
@@ -20,94 +19,21 @@ from gemproj._array import (
     read_problem,
     to_numpy,
 )
-from gemproj._gram import Gram, problem_gram
-from gemproj.methods import AnyMethod, Method, Status, find
-from gemproj.methods._method import check_number, clip
+from gemproj._gram import Gram, Measured, measure
+from gemproj._refine import refine_directly, return_to_rows
+from gemproj._solution import DualSolution, in_units, shift
+from gemproj.methods import AnyMethod, Exact, Method, Status, find
+from gemproj.methods._method import check_count, check_number, clip
 
 
-@dataclass(frozen=True, eq=False)
-class DualSolution:
-    """Multipliers with all that is needed to judge them; no certificate costs anything until asked for.
+class Options(NamedTuple):
+    """The checked options of a projection, none of which depends on its data."""
 
-    Attributes
-    ----------
-    multipliers : array, shape (..., t)
-        lam >= 0 in float64 (float32 on devices without it); ``x = g + G.T @ lam``.
-    gram, linear, squared_norm : array, shapes (..., t, t), (..., t), (...)
-        ``K = G G'``, ``b = G g`` and ``gg = |g|^2``, see `gemproj.gram`.
-    margin, penalty : float
-        Bounds of every multiplier, 0 and infinity for the plain projection.
-    iterations : int or array, shape (...)
-        Steps or pivots that the method took; 0 where it takes none.
-    status : array of int, shape (...)
-        A `gemproj.Status` per problem.
-    rounding : float
-        Relative rounding of the entries of `gram` and `linear`, which certificates cannot see beyond:
-        about 1e-15, or 2e-6 at worst where a large float32 problem was summed in float32.
-
-    Notes
-    -----
-    Certificates are relative to the norm of the gradient that is projected: g, or with a margin
-    ``g + margin * G.sum(0)``.
-    """
-
-    multipliers: Array
-    gram: Array
-    linear: Array
-    squared_norm: Array
-    margin: float
-    penalty: float
-    iterations: Any
-    status: Array
-    rounding: float = 1e-15
-
-    @property
-    def active(self) -> Array:
-        """Boolean (..., t): the constraints whose multiplier is above its lower bound, the margin."""
-        return self.multipliers > self.margin
-
-    @property
-    def violated(self) -> Array:
-        """Boolean (..., t): the constraints that g itself violates."""
-        return self.linear < 0
-
-    def kkt_residual(self) -> Array:
-        """Largest violation of the optimality conditions, shape (...), scale-free; 0 at the solution."""
-        return _certificate.kkt_residual(*self._shifted())
-
-    def duality_gap(self) -> Array:
-        """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
-        return _certificate.duality_gap(*self._shifted())
-
-    def error_bound(self) -> Array:
-        """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device.
-
-        For x as `combine` makes it in float64; rounding it to the dtype of g comes on top.
-        """
-        K, b, gg, lam, upper = self._shifted()
-        bound = _certificate.error_bound(
-            to_numpy(K), to_numpy(b), to_numpy(gg), to_numpy(lam), upper, self.rounding
-        )
-        return from_numpy(bound, array_api_compat.array_namespace(gg), array_api_compat.device(gg))
-
-    def cosine(self) -> Array:
-        """Cosine between g and x, shape (...)."""
-        return _certificate.cosine(self.gram, self.linear, self.squared_norm, self.multipliers)
-
-    def _shifted(self) -> tuple[Array, Array, Array, Array, float]:
-        """Return the problem with lower bound zero that a margin stands for, and its multipliers."""
-        K, b, gg = shift(Gram(self.gram, self.linear, self.squared_norm), self.margin)
-        return K, b, gg, self.multipliers - self.margin, self.penalty - self.margin
-
-
-def shift(gram: Gram, margin: float) -> Gram:
-    """Return the t-space problem of g + margin * (sum of rows), to which a lower bound is equivalent."""
-    if margin == 0.0:
-        return gram
-    K, b, gg = gram
-    xp = array_api_compat.array_namespace(K)
-    pull = xp.sum(K, axis=-1)
-    return Gram(K, b + margin * pull, gg + margin * xp.sum(2.0 * b + margin * pull, axis=-1))
+    method: Any
+    margin: float = 0.0
+    penalty: float = math.inf
+    check: bool | None = None
+    refine: int | None = None
 
 
 def solve_dual(
@@ -120,6 +46,7 @@ def solve_dual(
     penalty: float | None = None,
     metric: Blocks | None = None,
     check: bool | None = None,
+    refine: int | None = None,
 ) -> DualSolution:
     """Solve the dual of the projection: ``min 1/2 lam'K lam + b'lam`` over ``margin <= lam <= penalty``.
 
@@ -146,6 +73,11 @@ def solve_dual(
     check : bool, optional
         Whether to look for rows that are not finite and raise. By default that is done on the CPU
         only, since looking stops a device. Otherwise such a row is left out and `status` says so.
+    refine : int, optional
+        How often to recompute ``s = G x`` from G and correct the multipliers by it, for rows so
+        nearly dependent that K has lost digits; one more read of G each. By default none, except
+        that on the CPU method "exact" goes back to a factorisation of G where, and only where, it
+        finds that digits were lost. 0 forbids that.
 
     Returns
     -------
@@ -168,14 +100,17 @@ def solve_dual(
     (0.0, 0.0)
     """
     problem = read_problem(G, g, metric)
-    options = read_options(method, margin, penalty, check)
-    gram, rounding = problem_gram(problem)
-    return solve_gram(gram, rounding, *options, warm_start=warm_start)
+    options = read_options(method, margin, penalty, check, refine)
+    return solve_problem(problem, options, warm_start, certify=True)
 
 
 def read_options(
-    method: AnyMethod, margin: float, penalty: float | None, check: bool | None
-) -> tuple[Any, float, float, bool | None]:
+    method: AnyMethod,
+    margin: float = 0.0,
+    penalty: float | None = None,
+    check: bool | None = None,
+    refine: int | None = None,
+) -> Options:
     """Check the options that do not depend on the data."""
     found = find(method)
     check_number(margin, "margin", 0.0)
@@ -185,32 +120,43 @@ def read_options(
             raise ValueError(f"penalty must be at least margin, {margin}; found {penalty}.")
     upper = math.inf if penalty is None else float(penalty)
     accepts = found.accepts if isinstance(found, Method) else {"margin"}
-    for name, given in (("margin", margin > 0), ("penalty", upper < math.inf)):
+    for name, given in (("margin", margin > 0), ("penalty", upper < math.inf), ("refine", bool(refine))):
         if given and name not in accepts:
             raise ValueError(f"{name} cannot be combined with method {found!r}, which does not take it.")
-    return found, float(margin), upper, check
+    if refine is not None:
+        check_count(refine, "refine", 0)
+    return Options(found, float(margin), upper, check, refine)
 
 
-def solve_gram(
-    gram: Gram,
-    rounding: float,
-    method: Any,
-    margin: float = 0.0,
-    penalty: float = math.inf,
-    check: bool | None = None,
-    *,
-    warm_start: Array | None = None,
+def solve_problem(
+    problem: Problem, options: Options, warm_start: Array | None = None, *, certify: bool = False
 ) -> DualSolution:
+    """Stages 1 and 2, and the way back to G where its Gram matrix does not suffice.
+
+    With `certify`, methods that are approximate by design also keep a factorisation of G where their
+    certificates would need it.
+    """
+    sol = solve_gram(measure(problem), options, warm_start)
+    if options.refine:
+        return refine_directly(problem, sol, options.refine)
+    wanted = options.refine is None and (certify or isinstance(options.method, Exact))
+    return return_to_rows(problem, sol, options.method) if wanted and problem.host and problem.t else sol
+
+
+def solve_gram(measured: Measured, options: Options, warm_start: Array | None = None) -> DualSolution:
     """Stage 2 on its own: solve for a Gram matrix that was computed, or summed over ranks, before."""
+    gram, units = measured.gram, measured.units
+    method, margin, penalty, check, _ = options
     xp, device = array_api_compat.array_namespace(gram.K), array_api_compat.device(gram.K)
     host, dropped = on_host(device), None
     if check or (check is None and host):
         _raise_if_not_finite(gram)
     else:
         gram, dropped = _drop_not_finite(gram)
-    K, b, _ = shift(gram, margin)
-    upper = None if math.isinf(penalty) else xp.full_like(b, penalty - margin)
-    start = None if warm_start is None else clip(_read_start(warm_start, b) - margin, upper)
+    K, b, _, upper = shift(gram, margin, penalty, units)
+    start = None
+    if warm_start is not None:
+        start = clip(in_units(_read_start(warm_start, b) - margin, units), upper)
     iterations: Any
     status: Any
     if not isinstance(method, Method):
@@ -225,13 +171,18 @@ def solve_gram(
         lam, iterations, status = method.solve(K, b, start, upper)
     if isinstance(status, int):
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
+    if units is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            lam = lam * units[..., :-1] / units[..., -1:]
+        if not bool(xp.all(xp.isfinite(lam))):
+            raise ValueError("Rows of G are too small beside g: their multipliers overflow. Scale G up.")
     lam = lam + margin if margin else lam
-    if upper is not None:  # the bounds hold to the last bit, not to rounding
-        lam = clip(lam, xp.full_like(lam, penalty))
+    if upper is not None:  # the bound holds to the last bit, not to the rounding of its scale
+        lam = xp.where(lam >= penalty * (1.0 - 1e-15), xp.full_like(lam, penalty), lam)
     if dropped is not None:
         lam = xp.where(dropped, xp.zeros_like(lam), lam)
         status = status + xp.astype(xp.any(dropped, axis=-1), status.dtype) * int(Status.ROW_DROPPED)
-    return DualSolution(lam, *gram, margin, penalty, iterations, status, rounding)
+    return DualSolution(lam, *gram, margin, penalty, iterations, status, measured.rounding, units)
 
 
 def _read_start(warm_start: Array, b: Array) -> Array:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemproj._array import Array, Blocks, Problem, read_problem, to_numpy
+from gemproj._array import Array, Blocks, Problem, from_numpy, read_problem, to_numpy
 
 # Columns whose products are summed in the dtype of the input before the sums go on in float64. Matrix
 # products keep 16 partial sums or more, so rounding adds up over a sixteenth of a chunk.
@@ -30,6 +31,35 @@ class Gram(NamedTuple):
     K: Array
     b: Array
     gg: Array
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What stage 1 hands on: the numbers, how they were rounded and in which units the rows are.
+
+    Attributes
+    ----------
+    gram : Gram
+        Of the rows ``units[i] * G[i]`` and the gradient ``units[t] * g``.
+    rounding : float
+        Of its entries, relative to ``|g_i| |g_j|``.
+    units : array, shape (..., t + 1), or None
+        Powers of two that keep squares inside the range of float64; None stands for ones.
+    """
+
+    gram: Gram
+    rounding: float
+    units: Array | None = None
+
+    def raw(self) -> Gram:
+        """Return the numbers for G and g as they were given, as far as float64 can hold them."""
+        if self.units is None:
+            return self.gram
+        K, b, gg = self.gram
+        rows, vector = self.units[..., :-1], self.units[..., -1]
+        return Gram(
+            K / rows[..., :, None] / rows[..., None, :], b / rows / vector[..., None], gg / vector / vector
+        )
 
 
 def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
@@ -63,67 +93,154 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     >>> K.tolist(), b.tolist(), float(gg)
     ([[1.0, 1.0], [1.0, 2.0]], [-2.0, -1.0], 5.0)
     """
-    return problem_gram(read_problem(G, g, metric))[0]
+    return measure(read_problem(G, g, metric)).raw()
 
 
 # NumPy would warn of infinities that stage 2 reports, with the row that holds them.
 @np.errstate(over="ignore", invalid="ignore", under="ignore")
-def problem_gram(problem: Problem) -> tuple[Gram, float]:
-    """Stage 1 on checked arguments; and the rounding of its entries in units of ``|g_i| |g_j|``."""
-    t = problem.t
-    # Few chunks are few samples of float32 rounding; small problems lose nothing by being converted.
-    native = problem.native and sum(math.prod(v.shape) for v in problem.vector) >= 256 * CHUNK
+def measure(problem: Problem, *, native: bool = True) -> Measured:
+    """Stage 1 on checked arguments; `native` permits float32 products where the input is float32."""
+    if problem.large and problem.batch:
+        return _one_by_one(problem, native)
     with problem.in_full_precision():
-        total = _gram_of_stack(problem, native)
-        if native and not _in_range(to_numpy(total)):
-            native = False
-            total = _gram_of_stack(problem, native)
-    dtype = problem.vector[0].dtype if native else problem.wide
-    rounding = CHUNK / _PARTIAL_SUMS * float(problem.xp.finfo(dtype).eps) / 2
-    return Gram(total[..., :t, :t], total[..., :t, t], total[..., t, t]), rounding
+        if native and problem.native:
+            total = _native_total(problem)
+            if _all_within(total, 1e-24, 1e30):
+                dtype = problem.vector[0].dtype
+                return _measured(
+                    problem, total, CHUNK / _PARTIAL_SUMS * float(problem.xp.finfo(dtype).eps) / 2
+                )
+        total, units = _wide_total(problem), None
+        if problem.host and not _all_within(total, 1e-280, 1e280):
+            # Squares may have left the range of float64: once more, in units in which they do not.
+            units = _units(problem, total)
+            total = total if units is None else _wide_total(problem, units)
+        eps = float(problem.xp.finfo(problem.wide).eps)
+        return _measured(problem, total, CHUNK / _PARTIAL_SUMS * eps / 2, units)
 
 
-def _gram_of_stack(problem: Problem, native: bool) -> Array:
-    """Return the Gram matrix of the stacked rows [G; g], (..., t + 1, t + 1), which holds K, b and gg."""
-    xp, batch, t = problem.xp, problem.batch, problem.t
-    total = xp.zeros((*batch, t + 1, t + 1), dtype=problem.wide, device=problem.device)
-    stack = None
-    for k, index, size in problem.tiles(large=native):
-        rows = xp.reshape(problem.rows[k][index], (*batch, t, size))
-        vector = xp.reshape(problem.vector[k][index], (*batch, size))
-        if native:
-            whole = size - size % CHUNK
-            _add_chunks(total, rows[..., :whole], vector[..., :whole], problem)
-            rows, vector, size = rows[..., whole:], vector[..., whole:], size - whole
-        if stack is None or size > stack.shape[-1]:
+def _one_by_one(problem: Problem, native: bool) -> Measured:
+    xp, parts = problem.xp, [measure(problem.at(i), native=native) for i in np.ndindex(problem.batch)]
+
+    def stack(arrays: list[Array]) -> Array:
+        return xp.reshape(xp.stack(arrays), (*problem.batch, *arrays[0].shape))
+
+    units = None
+    if any(part.units is not None for part in parts):
+        ones = xp.ones(problem.t + 1, dtype=problem.wide, device=problem.device)
+        units = stack([ones if part.units is None else part.units for part in parts])
+    gram = Gram(*(stack([part.gram[i] for part in parts]) for i in range(3)))
+    return Measured(gram, max(part.rounding for part in parts), units)
+
+
+def _measured(problem: Problem, total: Any, rounding: float, units: Any = None) -> Measured:
+    """Take apart the Gram matrix of the stacked rows [G; g], (..., t + 1, t + 1)."""
+    t = problem.t
+    if problem.host:
+        total = from_numpy(total, problem.xp, problem.device)
+        units = units if units is None else from_numpy(units, problem.xp, problem.device)
+    return Measured(Gram(total[..., :t, :t], total[..., :t, t], total[..., t, t]), rounding, units)
+
+
+def stacked_tiles(problem: Problem, units: Any = None) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yield (lead, tile): the rows [G; g] tile by tile, (..., t + 1, size) in float64, times `units`.
+
+    With a metric w, G is divided and g multiplied by sqrt(w). On the CPU tiles are NumPy arrays,
+    whose products come out the same whatever the size of the batch. A tile lasts until the next.
+    """
+    xp, t, stack = problem.xp, problem.t, None
+    for k, lead, index, size in problem.tiles():
+        vector = problem.vector[k][index]
+        batch = tuple(vector.shape[: len(problem.batch)])
+        if stack is None or size > stack.shape[-1] or stack.shape[:-2] != batch:
             stack = xp.empty((*batch, t + 1, size), dtype=problem.wide, device=problem.device)
         tile = stack[..., :size]
-        tile[..., :t, :] = rows
-        tile[..., t, :] = vector
+        tile[..., :t, :] = xp.reshape(problem.rows[k][index], (*batch, t, size))
+        tile[..., t, :] = xp.reshape(vector, (*batch, size))
         if problem.weight is not None:
             root = xp.sqrt(xp.astype(xp.reshape(problem.weight[k][index], (*batch, size)), problem.wide))
             tile[..., :t, :] /= root[..., None, :]
             tile[..., t, :] *= root
-        total += xp.matmul(tile, xp.matrix_transpose(tile))
+        if problem.host:
+            tile = to_numpy(tile)
+        if units is not None:
+            tile *= units[(*lead, ...)][..., None]
+        yield lead, tile
+
+
+def _wide_total(problem: Problem, units: Any = None) -> Any:
+    shape = (*problem.batch, problem.t + 1, problem.t + 1)
+    if problem.host:
+        total = np.zeros(shape)
+        for lead, tile in stacked_tiles(problem, units):
+            total[(*lead, ...)] += np.matmul(tile, np.swapaxes(tile, -1, -2))
+        return total
+    xp = problem.xp
+    total = xp.zeros(shape, dtype=problem.wide, device=problem.device)
+    for lead, tile in stacked_tiles(problem):
+        total[(*lead, ...)] += xp.matmul(tile, xp.matrix_transpose(tile))
     return total
 
 
-def _add_chunks(total: Array, rows: Array, vector: Array, problem: Problem) -> None:
-    """Add a tile without copying it: products of chunks in the dtype of the input, their sums in float64."""
-    xp, batch, t, chunks = problem.xp, problem.batch, problem.t, vector.shape[-1] // CHUNK
-    rows = xp.moveaxis(xp.reshape(rows, (*batch, t, chunks, CHUNK)), -2, -3)
-    # One row like the others: torch multiplies a (CHUNK, 1) column ten times more slowly.
-    vector = xp.moveaxis(xp.reshape(vector, (*batch, 1, chunks, CHUNK)), -2, -3)
+def _native_total(problem: Problem) -> np.ndarray:
+    """Add tiles without copying them: products of chunks in the dtype of the input, their sums in float64."""
+    xp, t = problem.xp, problem.t
+    total = np.zeros((t + 1, t + 1))
 
-    def product_sum(left: Array, right: Array) -> Array:
-        return xp.sum(xp.matmul(left, xp.matrix_transpose(right)), axis=-3, dtype=problem.wide)
+    def product_sum(left: Array, right: Array) -> np.ndarray:
+        product = xp.matmul(left, xp.matrix_transpose(right))
+        return to_numpy(xp.sum(product, axis=0, dtype=problem.wide))
 
-    total[..., :t, :t] += product_sum(rows, rows)
-    total[..., :t, t] += product_sum(rows, vector)[..., 0]
-    total[..., t, t] += product_sum(vector, vector)[..., 0, 0]
+    for k, _, index, size in problem.tiles(large=True):
+        rows = xp.reshape(problem.rows[k][index], (t, size))
+        vector = xp.reshape(problem.vector[k][index], (1, size))
+        # The whole chunks, and what is left over as one shorter chunk.
+        for start, stop in ((0, size - size % CHUNK), (size - size % CHUNK, size)):
+            if start == stop:
+                continue
+            chunks = max(1, (stop - start) // CHUNK)
+            columns = (stop - start) // chunks
+            G = xp.moveaxis(xp.reshape(rows[:, start:stop], (t, chunks, columns)), 0, 1)
+            # One row like the others: torch multiplies a (CHUNK, 1) column ten times more slowly.
+            g = xp.moveaxis(xp.reshape(vector[:, start:stop], (1, chunks, columns)), 0, 1)
+            total[:t, :t] += product_sum(G, G)
+            total[:t, t:] += product_sum(G, g)
+            total[t:, t:] += product_sum(g, g)
+    total[t, :t] = total[:t, t]
+    return total
 
 
-def _in_range(total: np.ndarray) -> bool:
-    """Tell whether squares neither overflow nor lose digits in float32; zero rows cannot be told apart."""
+def _all_within(total: np.ndarray, low: float, high: float) -> bool:
+    """Tell whether all squared norms lie between `low` and `high`."""
     squares = np.diagonal(total, axis1=-2, axis2=-1)
-    return bool(np.all((squares > 1e-24) & (squares < 1e30)))
+    return bool(np.all((squares > low) & (squares < high)))
+
+
+def _units(problem: Problem, total: np.ndarray) -> np.ndarray | None:
+    """Return powers of two that bring the rows whose squares are out of range near one; None if all fit."""
+    if not any(str(a.dtype).endswith("float64") for a in [*problem.rows, *problem.vector]):
+        return None  # squares of what narrower types hold are in the range of float64
+    largest = np.zeros(total.shape[:-1])
+    for lead, tile in stacked_tiles(problem):
+        part = largest[(*lead, ...)]
+        np.maximum(part, np.max(np.abs(tile), axis=-1, initial=0.0), out=part)
+    squares = np.diagonal(total, axis1=-2, axis2=-1)
+    fits = (squares > 1e-280) & (squares < 1e280) | (largest == 0) | ~np.isfinite(largest)
+    exponents = np.where(fits, 0, -np.frexp(np.where(fits, 1.0, largest))[1])
+    return None if fits.all() else np.ldexp(1.0, np.clip(exponents, -1000, 1000))
+
+
+def triangular_factor(problem: Problem, rows: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
+    """Return R (t + 1, t + 1) with ``[G; g] = R' Q'`` for some orthonormal Q (d, t + 1), on the CPU.
+
+    Householder's factorisation of the stacked rows as columns, tile by tile: R says about the cone
+    and g all that K, b and |g|^2 say, without squaring, so that rows may be dependent up to 1e-14
+    where K resolves 1e-7. Padded with zeros where d <= t. Only the chosen `rows`, boolean (t,), count.
+    """
+    t = problem.t
+    R: Any = np.zeros((0, t + 1))
+    with problem.in_full_precision():
+        for _, tile in stacked_tiles(problem, units):
+            tile[:t][~rows] = 0.0
+            R = np.linalg.qr(np.concatenate([R, tile.T]), mode="r")
+    return np.concatenate([R, np.zeros((t + 1 - len(R), t + 1))])

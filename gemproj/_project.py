@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,16 @@ from gemproj._array import (
     Blocks,
     Problem,
     detach,
+    from_numpy,
     is_real_floating,
     read_out,
     read_problem,
     to_numpy,
 )
-from gemproj._dual import read_options, solve_gram
-from gemproj._gram import problem_gram
+from gemproj._derivative import record
+from gemproj._dual import read_options, solve_problem
+from gemproj._gram import stacked_tiles
+from gemproj._solution import DualSolution
 from gemproj.methods import AnyMethod
 
 
@@ -32,6 +36,7 @@ def project(
     metric: Blocks | None = None,
     out: Blocks | None = None,
     check: bool | None = None,
+    refine: int | None = None,
 ) -> Any:
     """Project g onto the cone ``{x : G @ x >= 0}``: Gradient Episodic Memory's projection.
 
@@ -45,7 +50,7 @@ def project(
         mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, with `g` alike: one problem.
     g : array, shape (..., d), or blocks
         The proposed gradient.
-    method, warm_start, margin, penalty, metric, check
+    method, warm_start, margin, penalty, metric, check, refine
         As in `solve_dual`.
     out : array or blocks, like `g`, optional
         Where to write x; ``out=g`` projects in place and allocates nothing of size d. Must not
@@ -55,8 +60,12 @@ def project(
     -------
     array or blocks
         x, of the library, device, dtype and shape of `g`, in the container of `g`. Where all
-        multipliers are zero that is `g` itself, not a copy (on the CPU). Gradients do not flow
-        through it.
+        multipliers are zero that is `g` itself, not a copy (on the CPU).
+
+    Notes
+    -----
+    Under torch's autograd, x has the derivative of the projection with respect to G, g and metric
+    (implicit differentiation on the active set; method "exact" only, and not twice).
 
     Examples
     --------
@@ -74,12 +83,14 @@ def project(
     ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
     """
     problem = read_problem(G, g, metric)
-    options = read_options(method, margin, penalty, check)
+    options = read_options(method, margin, penalty, check, refine)
     # Checked before the work: an output that cannot be written is no result.
     target = None if out is None else read_out(out, problem)
-    gram, rounding = problem_gram(problem)
-    sol = solve_gram(gram, rounding, *options, warm_start=warm_start)
-    return combine_problem(problem, sol.multipliers, out, target)
+    if problem.traced and out is not None:
+        raise ValueError("out cannot be written while G, g or metric requires a gradient; detach them.")
+    sol = solve_problem(problem, options, warm_start)
+    x = project_problem(problem, sol, out, target)
+    return record(problem, sol, x, options.method) if problem.traced else x
 
 
 def combine(
@@ -117,45 +128,88 @@ def combine(
     return combine_problem(problem, lam, out, target)
 
 
+def project_problem(problem: Problem, sol: DualSolution, out: Any, target: list[Array] | None) -> Any:
+    """Stage 3 for a solution of this problem."""
+    x = combine_problem(problem, sol.multipliers, out, target)
+    if sol.factor is not None and all(v.dtype == problem.wide for v in problem.vector):
+        _settle(problem, sol, problem.unpack(x))
+    return x
+
+
 def combine_problem(problem: Problem, lam: Array, out: Any, target: list[Array] | None) -> Any:
     """Stage 3 on checked arguments, one read of the active rows of G and of g."""
-    xp, t = problem.xp, problem.t
-    rows: Any = None
-    if problem.host:
-        used = np.flatnonzero(np.any(to_numpy(lam) != 0, axis=tuple(range(lam.ndim - 1))))
-        if len(used) == 0:
-            return _copy(problem, out, target)
-        if len(used) < t:
-            rows = xp.asarray(used, device=problem.device)
-            lam = xp.take(lam, rows, axis=-1)
-    x = [xp.empty_like(v) for v in problem.vector] if target is None else target
+    if problem.host and not bool(problem.xp.any(lam != 0)):
+        return _copy(problem, out, target)
+    x = [problem.xp.empty_like(v) for v in problem.vector] if target is None else target
     with problem.in_full_precision():
-        _add_rows(x, problem, rows, lam)
+        _add_rows(x, problem, lam)
     return problem.pack(x) if out is None else out
 
 
-def _add_rows(x: list[Array], problem: Problem, rows: Array | None, lam: Array) -> None:
-    """Write ``g + diag(1/w) G[rows]' lam`` into x, tile by tile."""
-    xp = problem.xp
+def _add_rows(x: list[Array], problem: Problem, lam: Array) -> None:
+    """Write ``g + diag(1/w) G' lam`` into x, tile by tile."""
+    if problem.large and problem.batch:
+        for i in np.ndindex(problem.batch):
+            _add_rows([a[(*i, ...)] for a in x], problem.at(i), lam[(*i, ...)])
+        return
+    xp, rows = problem.xp, None
+    if problem.large:
+        # Rows of multiplier zero need not be read.
+        used = np.flatnonzero(to_numpy(lam))
+        if len(used) < problem.t:
+            rows = xp.asarray(used, device=problem.device)
+            lam = xp.take(lam, rows, axis=-1)
     parts = _native_parts(problem, lam)
-    for k, index, size in problem.tiles(large=parts is not None):
+    for k, lead, index, size in problem.tiles(large=parts is not None):
         tile, vector, piece = problem.rows[k][index], problem.vector[k][index], x[k][index]
         if rows is not None:
             tile = xp.take(tile, rows, axis=len(problem.batch))
-        tile = xp.reshape(tile, (*problem.batch, lam.shape[-1], size))
+        here = lam[(*lead, ...)]
+        tile = xp.reshape(tile, (*here.shape, size))
         if parts is not None:
             piece[...] = vector
             for part in parts:
                 piece += xp.reshape(xp.matmul(part[..., None, :], tile), piece.shape)
             continue
-        tile = xp.astype(tile, problem.wide)
-        if not problem.host:
-            # Zero times what is not finite is not zero, and a row that was left out may hold that.
-            tile = xp.where(lam[..., None] != 0, tile, xp.zeros_like(tile))
-        step = xp.reshape(xp.matmul(lam[..., None, :], tile), vector.shape)
+        # Zero times what is not finite is not zero, and a row that was left out may hold that.
+        tile = xp.where(here[..., None] != 0, xp.astype(tile, problem.wide), xp.zeros_like(here[..., None]))
+        step = xp.reshape(_product(here[..., None, :], tile, problem), vector.shape)
         if problem.weight is not None:
             step = step / problem.weight[k][index]
         piece[...] = xp.astype(vector + step, piece.dtype)
+
+
+def _product(left: Array, right: Array, problem: Problem) -> Array:
+    """Multiply in float64; on the CPU by NumPy, which does it the same way whatever the size of the batch."""
+    if not problem.host:
+        return problem.xp.matmul(left, right)
+    return from_numpy(np.matmul(to_numpy(left), to_numpy(right)), problem.xp, problem.device)
+
+
+def _settle(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
+    """Take what rounding of large multipliers has left of ``G_P x`` out of x, for active rows P.
+
+    Where rows nearly cancel, multipliers are large, and so is the rounding of ``g + G'lam``.
+    """
+    assert sol.factor is not None
+    for i in np.ndindex(problem.batch):
+        lam = to_numpy(sol.multipliers)[i]
+        free = np.flatnonzero((lam > sol.margin) & (lam < sol.penalty))
+        if not len(free) or not sol.factor[i].any():
+            continue
+        units = np.ones(problem.t + 1) if sol.units is None else to_numpy(sol.units)[i]
+        whole = problem.at(i)
+        blocks = [a[(*i, ...)] for a in x]
+        s = np.zeros(problem.t)
+        for _, tile in stacked_tiles(replace(whole, vector=blocks, weight=None), units):
+            s += tile[:-1] @ tile[-1]
+        A = sol.factor[i][:, free]
+        n = np.linalg.norm(A, axis=0)
+        R: Any = np.linalg.qr(A / n, mode="r")
+        step = np.zeros(problem.t)
+        step[free] = -np.linalg.solve(R, np.linalg.solve(R.T, s[free] / n)) / n
+        step *= units[:-1] / units[-1]
+        _add_rows(blocks, replace(whole, vector=blocks), from_numpy(step, problem.xp, problem.device))
 
 
 def _native_parts(problem: Problem, lam: Array) -> list[Array] | None:

@@ -9,7 +9,8 @@ from problems import KINDS, arbitrary, assert_close, draw, known, rational_proje
 from gemproj import Exact, Status, combine, gram, project, solve_dual
 from gemproj.methods._enumeration import enumerate_active_sets
 from gemproj.methods._method import normalise
-from gemproj.methods._tableau import solve_tableau
+from gemproj.methods import _active_set
+from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
 
 
 def relative(error, g):
@@ -109,7 +110,7 @@ def test_degenerate_integer_problems_against_exact_arithmetic(rng):
         # The method for large t on the same small problems.
         K, b, _ = gram(G, g)
         unit = normalise(K, b, None, None)
-        lam, _ = solve_tableau(unit.K, unit.b, None, None)
+        lam = solve_active_set(Tableau(unit.K, unit.b), None, None)[0]
         assert_close(combine(G, g, lam * unit.scale), expected, atol=1e-11)
 
 
@@ -121,7 +122,7 @@ def test_enumeration_and_tableau_agree(bounded, rng):
         K, b, _ = gram(G, g)
         unit = normalise(K, b, None, np.full(t, 0.3) if bounded else None)
         small = enumerate_active_sets(unit.K, unit.b, unit.upper)
-        large, _ = solve_tableau(unit.K, unit.b, unit.upper, rng.random(t))
+        large = solve_active_set(Tableau(unit.K, unit.b), unit.upper, rng.random(t))[0]
         assert_close(small, large, atol=1e-11)
 
 
@@ -149,24 +150,23 @@ def test_tableau_ends_on_degenerate_problems_of_any_size(rng):
         assert int(sol.iterations) <= 6 * t
 
 
-def test_past_its_budget_the_search_takes_the_first_violated_row(monkeypatch, rng):
-    from gemproj.methods import _tableau
-
+@pytest.mark.parametrize("make", [Tableau, Factorisation])
+def test_past_its_budget_the_search_takes_the_first_violated_row(make, rng):
     G, g = rng.standard_normal((30, 40)) - 0.3, rng.standard_normal(40) + 0.3
-    K, b, _ = gram(G, g)
-    unit = normalise(K, b, None, None)
-    entered = []
-    pivot = _tableau._Search._pivot
-    monkeypatch.setattr(_tableau._Search, "_pivot", lambda self, j: (entered.append(int(j)), pivot(self, j)))
-    search = _tableau._Search(unit.K, unit.b, np.full(30, np.inf), np.zeros(30))
-    search.run(budget=10**6)
-    greedy = entered.copy()
-    entered.clear()
-    search = _tableau._Search(unit.K, unit.b, np.full(30, np.inf), np.zeros(30))
-    search.pivots = 100  # the budget is spent, twice it is not
-    search.run(budget=99)
-    assert greedy[0] == int(np.argmin(unit.b))
-    assert entered[0] == int(np.flatnonzero(unit.b < 0)[0]) != greedy[0]
+    G /= np.linalg.norm(G, axis=1, keepdims=True)
+    b = G @ g
+
+    def first_entered(spent):
+        faces, entered = make(*((G @ G.T, b) if make is Tableau else (G.T, g))), []
+        pivot = faces.pivot
+        faces.pivot = lambda j: (entered.append(int(j)), pivot(j))
+        search = _active_set._Search(faces, np.full(30, np.inf), np.zeros(30))
+        search.pivots = spent
+        search.run(budget=99)
+        return entered[0]
+
+    assert first_entered(0) == int(np.argmin(b))
+    assert first_entered(100) == int(np.flatnonzero(b < 0)[0]) != first_entered(0)
 
 
 @pytest.mark.parametrize("t", [2, 8, 9, 30])

@@ -9,7 +9,7 @@ import array_api_compat
 import numpy as np
 
 from gemproj._array import Array
-from gemproj.methods._method import clip, natural_residual
+from gemproj.methods._method import clip, identity_like, matvec, natural_residual
 
 # A pivot is 1 - cos^2 of the angle between a row and the span of the rows before it. Below this, in
 # units of rounding (1e-14 in float64), a row is a combination of the others, and some optimal active
@@ -56,7 +56,7 @@ def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> Array:
     K, b = K[..., None, :, :], b[..., None, :]
     upper = None if upper is None else upper[..., None, :]
     lam = clip(lam, upper)
-    residual = natural_residual(K, b, lam, upper)
+    residual = natural_residual(lam, matvec(K, lam) + b, upper)
     residual = xp.where(dependent | ~xp.isfinite(residual), xp.full_like(residual, xp.inf), residual)
     # Ties go to the first set: where no constraint is violated that is the empty one, and x is g.
     best = xp.argmin(residual, axis=-1, keepdims=True)
@@ -81,6 +81,36 @@ def sweep(tableau: Array, k: int) -> Array:
     swept[..., k, :] = row
     swept[..., k, k] = 1.0 / pivot[..., 0]
     return swept
+
+
+def smallest_pivot(K: Array, rows: Array) -> Array:
+    """Return the smallest pivot of K (..., t, t) restricted to a set of `rows`, boolean (..., t)."""
+    xp = array_api_compat.array_namespace(K)
+    rest, smallest = only(K, rows), xp.ones_like(K[..., 0, 0])
+    for k in range(K.shape[-1]):
+        pivot = rest[..., k, k]
+        smallest = xp.minimum(smallest, pivot)
+        pivot = xp.where(pivot > dependent_below(K), pivot, xp.ones_like(pivot))
+        column = rest[..., :, k]
+        rest = rest - column[..., :, None] * (column / pivot[..., None])[..., None, :]
+    return smallest
+
+
+def solve_on(K: Array, b: Array, rows: Array) -> Array:
+    """Return ``K_PP^-1 b_P`` for the chosen rows P, boolean (..., t), and zero for the others."""
+    xp = array_api_compat.array_namespace(K, b)
+    b = xp.where(rows, b, xp.zeros_like(b))
+    tableau = xp.concat([only(K, rows), b[..., None]], axis=-1)
+    for k in range(b.shape[-1]):
+        tableau = sweep(tableau, k)
+    return xp.where(rows, tableau[..., -1], xp.zeros_like(b))
+
+
+def only(K: Array, rows: Array) -> Array:
+    """Return K for the chosen rows, boolean (..., t), and the identity for the others."""
+    xp = array_api_compat.array_namespace(K)
+    chosen = rows[..., :, None] & rows[..., None, :]
+    return xp.where(chosen, K, identity_like(K) * xp.ones_like(K))
 
 
 def dependent_below(tableau: Array) -> float:

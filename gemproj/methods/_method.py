@@ -20,11 +20,15 @@ class Status(enum.IntFlag):
     APPROXIMATE = 1
     """A fixed budget or a shortcut: the certificates tell how far it is from the projection."""
     STALLED = 2
-    """An exact method could not meet the conditions, because its budget ran out or because rows are
-    so nearly dependent that K has lost the digits that tell them apart; this is its best iterate."""
+    """An exact method could not meet the conditions before its budget of pivots ran out, or to the
+    accuracy of OPTIMAL; this is its best iterate."""
     ROW_DROPPED = 4
     """A row of G was not finite and was left out: on a device, where looking would stop it, or where
     ``check=False`` asks for that."""
+    UNRESOLVED = 8
+    """Rows that matter are so nearly dependent that K has lost the digits that tell them apart: the
+    answer is right for *some* rows that equal those of G to rounding of K. On the CPU the exact method
+    then goes back to G, and this status is not seen; elsewhere ``refine`` helps."""
 
 
 class Outcome(NamedTuple):
@@ -117,19 +121,18 @@ def matvec(K: Array, v: Array) -> Array:
     return xp.sum(K * v[..., None, :], axis=-1)
 
 
-def natural_residual(K: Array, b: Array, lam: Array, upper: Array | None) -> Array:
-    """Return max |lam - clip(lam - s, 0, upper)| with s = K lam + b: zero exactly at the solution."""
-    xp = array_api_compat.array_namespace(K, b)
-    return xp.max(xp.abs(lam - clip(lam - matvec(K, lam) - b, upper)), axis=-1)
+def natural_residual(lam: Array, s: Array, upper: Array | None) -> Array:
+    """Return max |lam - clip(lam - s, 0, upper)| for s = K lam + b: zero exactly at the solution."""
+    xp = array_api_compat.array_namespace(lam, s)
+    return xp.max(xp.abs(lam - clip(lam - s, upper)), axis=-1)
 
 
-def exact_status(K: Array, b: Array, lam: Array, upper: Array | None) -> Array:
+def exact_status(lam: Array, s: Array, upper: Array | None) -> Array:
     """Return OPTIMAL where lam meets the conditions of the normalised problem to about 1e-9, else STALLED."""
-    xp = array_api_compat.array_namespace(K, b)
-    s = matvec(K, lam) + b
+    xp = array_api_compat.array_namespace(lam, s)
     at_upper = lam * 0.0 > 0 if upper is None else lam >= upper
     slack = lam * xp.where(at_upper, xp.maximum(s, s * 0.0), xp.abs(s))
-    residual = xp.maximum(natural_residual(K, b, lam, upper), xp.max(slack, axis=-1))
+    residual = xp.maximum(natural_residual(lam, s, upper), xp.max(slack, axis=-1))
     met = residual <= 4e6 * xp.finfo(lam.dtype).eps
     return xp.astype(~met, xp.int64) * int(Status.STALLED)
 

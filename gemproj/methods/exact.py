@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import array_api_compat
 import numpy as np
 
-from gemproj._array import from_numpy, to_numpy
-from gemproj.methods._enumeration import enumerate_active_sets
-from gemproj.methods._method import Method, Outcome, Status, exact_status, normalise
-from gemproj.methods._tableau import solve_tableau
+from gemproj._array import from_numpy, on_host, to_numpy
+from gemproj.methods._active_set import Tableau, solve_active_set
+from gemproj.methods._enumeration import enumerate_active_sets, smallest_pivot
+from gemproj.methods._method import Array, Method, Outcome, Status, exact_status, matvec, normalise
 from gemproj.methods.fista import FISTA
 
 # Enumeration holds all active sets of all problems at once: 2^8, or 3^5 with an upper bound.
@@ -18,6 +19,9 @@ _MOST_SETS = 256
 _MOST_ELEMENTS = 1 << 22
 # From here on it pays to let a first-order method guess the active set.
 _LARGE = 168
+# Squared sine of the angle between a row and the span of others below which K has lost too many digits:
+# x is then off by 1e-16 / 1e-5 or more.
+RESOLVED = 1e-5
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,8 @@ class Exact(Method):
     added. Up to t = 8 (5 with a penalty) all active sets are tried at once, for a whole batch and
     without waiting for a device. Above, Lawson and Hanson's method runs on the CPU, problem by
     problem: on a device this synchronises once to fetch t*t numbers. Linearly dependent rows
-    (repeated tasks, opposite tasks, t > d) need no special care.
+    (repeated tasks, opposite tasks, t > d) need no special care. Where K cannot tell whether rows
+    are dependent, the status says so; on the CPU, `solve_dual` and `project` then return to G.
 
     Examples
     --------
@@ -38,8 +43,11 @@ class Exact(Method):
     array([1., 0.])
     """
 
+    accepts: ClassVar[frozenset[str]] = Method.accepts | {"refine"}
+
     def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
         t = b.shape[-1]
+        xp = array_api_compat.array_namespace(K, b)
         if t == 0:
             return Outcome(b * 0.0, 0, int(Status.OPTIMAL))
         K, b, start, upper, scale = normalise(K, b, warm_start, upper)
@@ -47,7 +55,29 @@ class Exact(Method):
             lam, iterations = _in_slabs(K, b, upper), 0
         else:
             lam, iterations = _one_by_one(K, b, upper, start)
-        return Outcome(lam * scale, iterations, exact_status(K, b, lam, upper))
+        s = matvec(K, lam) + b
+        # All other rows can be told to be inactive, whatever the rounding of K; these decide what x is.
+        deciding = (lam > 0) | (s <= 1e-9 * (1.0 + xp.sum(lam, axis=-1, keepdims=True)))
+        lost = xp.astype(lost_digits(K, deciding, RESOLVED), xp.int64) * int(Status.UNRESOLVED)
+        return Outcome(lam * scale, iterations, exact_status(lam, s, upper) + lost)
+
+
+def lost_digits(K: Array, rows: Array, below: float) -> Array:
+    """Tell where `rows`, boolean (..., t), are dependent up to a squared sine `below`; for unit rows."""
+    xp, device = array_api_compat.array_namespace(K), array_api_compat.device(K)
+    if not on_host(device):
+        return smallest_pivot(K, rows) < below
+    K, rows = to_numpy(K), to_numpy(rows)
+    lost = np.zeros(rows.shape[:-1], dtype=bool)
+    # Rows are independent where the diagonal dominates: enough to clear most problems at once.
+    across = np.sum(np.abs(K), axis=-1, where=rows[..., None, :]) - 1.0
+    for i in map(tuple, np.argwhere(np.max(across, axis=-1, where=rows, initial=0.0) > 1.0 - below)):
+        try:
+            factor = np.linalg.cholesky(K[i][np.ix_(rows[i], rows[i])])
+            lost[i] = np.diagonal(factor).min() ** 2 < below
+        except np.linalg.LinAlgError:
+            lost[i] = True
+    return from_numpy(lost, xp, device)
 
 
 def _in_slabs(K, b, upper):
@@ -79,5 +109,5 @@ def _one_by_one(K, b, upper, start):
     lam, pivots = np.empty_like(b), np.empty(b.shape[:-1], dtype=np.int64)
     for i in np.ndindex(b.shape[:-1]):
         bound, first = (a if a is None else a[i] for a in (upper, start))
-        lam[i], pivots[i] = solve_tableau(K[i], b[i], bound, first)
+        lam[i], pivots[i], _ = solve_active_set(Tableau(K[i], b[i]), bound, first)
     return xp.astype(from_numpy(lam, xp, device), dtype, copy=False), from_numpy(pivots, xp, device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -24,6 +25,7 @@ class Quadprog(Method):
     """
 
     ridge: float = 1e-12
+    accepts: ClassVar[frozenset[str]] = Method.accepts | {"refine"}
 
     def __post_init__(self) -> None:
         check_number(self.ridge, "ridge", 0.0)
@@ -45,4 +47,4 @@ class Quadprog(Method):
                 f"quadprog rejects this problem ({error}). Dependent rows need a larger ridge, "
                 f"{self!r} has {self.ridge}; method='exact' needs none."
             ) from error
-        return Outcome(lam, int(iterations[0]), exact_status(K, b, lam, upper))
+        return Outcome(lam, int(iterations[0]), exact_status(lam, K @ lam + b, upper))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from gemproj._array import read_problem
-from gemproj._dual import DualSolution, read_options, solve_gram
-from gemproj._gram import problem_gram
+from gemproj._dual import read_options, solve_problem
 from gemproj._project import combine_problem
+from gemproj._solution import DualSolution
 from gemproj.methods import AnyMethod
 from gemproj.torch.constraints import ConstraintRows
 
@@ -93,12 +93,12 @@ class GradientProjector:
         penalty: float | None = None,
     ) -> None:
         self._rows = ConstraintRows(parameters)
-        self._options = read_options(method, margin, penalty, None)
+        self._options = read_options(method, margin, penalty)
         self._multipliers: torch.Tensor | None = None
         self.last: Projection | None = None
 
     def __repr__(self) -> str:
-        method, margin, penalty, _ = self._options
+        method, margin, penalty, *_ = self._options
         sizes = f"{len(self._rows.parameters)} parameters, d={self._rows.d}, t={len(self._rows)}"
         return f"GradientProjector({sizes}, {method!r}, margin={margin}, penalty={penalty})"
 
@@ -140,8 +140,7 @@ class GradientProjector:
             self._multipliers = None
         g = self._rows.gather()
         problem = read_problem(self._rows.matrix, g)
-        gram, rounding = problem_gram(problem)
-        sol = solve_gram(gram, rounding, *self._options, warm_start=self._multipliers)
+        sol = solve_problem(problem, self._options, self._multipliers)
         # Only where looking is free: a gradient that does not change need not be written.
         if not problem.host or bool(sol.multipliers.any()):
             self._rows.scatter(combine_problem(problem, sol.multipliers, g, [g]))

@@ -1,0 +1,90 @@
+"""The derivative of the projection: implicit differentiation on the active set."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+from gemproj._array import Array, Problem
+from gemproj._solution import DualSolution
+from gemproj.methods import Exact
+from gemproj.methods._enumeration import solve_on
+from gemproj.methods._method import normalise
+
+
+def pull_back(
+    problem: Problem, sol: DualSolution, x: list[Array], upstream: list[Array]
+) -> tuple[list[Array], list[Array], list[Array]]:
+    """Return the gradients of a scalar with respect to G, g and the metric, from that with respect to x.
+
+    With P the rows whose multiplier is between its bounds, ``G_P x = 0`` holds around the solution.
+    For an upstream gradient v, and W the metric,
+
+        z_P = K_PP^-1 G_P W^-1 v,    p = v - G_P' z_P,
+        dg = p,    dG_i = lam_i W^-1 p - z_i x,    dW = -(x - g) W^-1 p.
+
+    Where the active set changes (a multiplier and its s are both zero) this is one of several
+    one-sided derivatives.
+    """
+    xp, batch = problem.xp, problem.batch
+    weight = problem.weight or [xp.ones_like(v) for v in problem.vector]
+
+    def flat(a: Array, *lead: int) -> Array:
+        return xp.astype(xp.reshape(a, (*batch, *lead, -1)), problem.wide)
+
+    u = 0.0 * sol.multipliers
+    for rows, v, w in zip(problem.rows, upstream, weight, strict=True):
+        u = u + xp.matmul(flat(rows, problem.t), (flat(v) / flat(w))[..., None])[..., 0]
+    if sol.units is not None:
+        u = u * sol.units[..., :-1]
+    unit = normalise(sol.gram, u, None, None)
+    free = (sol.multipliers > sol.margin) & (sol.multipliers < sol.penalty)
+    z = solve_on(unit.K, unit.b, free) * unit.scale
+    if sol.units is not None:
+        z = z * sol.units[..., :-1]
+
+    grads: tuple[list[Array], list[Array], list[Array]] = ([], [], [])
+    for rows, g, w, v, y in zip(problem.rows, problem.vector, weight, upstream, x, strict=True):
+        p = flat(v) - xp.matmul(z[..., None, :], flat(rows, problem.t))[..., 0, :]
+        scaled = p / flat(w)
+        by_row = sol.multipliers[..., None] * scaled[..., None, :] - z[..., None] * flat(y)[..., None, :]
+        by_weight = -(flat(y) - flat(g)) * scaled
+        for to, value, like in zip(grads, (by_row, p, by_weight), (rows, g, w), strict=True):
+            to.append(xp.astype(xp.reshape(value, like.shape), like.dtype))
+    return grads
+
+
+def record(problem: Problem, sol: DualSolution, x: Any, method: Any) -> Any:
+    """Return x as autograd sees it: with the derivative of the projection."""
+    if not isinstance(method, Exact):
+        raise ValueError(
+            f"Gradients flow through method 'exact' only; method is {method!r}, but G, g or metric "
+            "requires a gradient. Detach them, or use method='exact'."
+        )
+    blocks = problem.unpack(x)
+    return problem.pack(list(_function().apply(problem, sol, blocks, *(problem.traced or []))))
+
+
+@lru_cache(maxsize=1)
+def _function() -> Any:
+    import torch
+
+    class Projection(torch.autograd.Function):
+        """x, already computed, as a function of the arrays that it was computed from."""
+
+        @staticmethod
+        def forward(ctx, problem, sol, x, *traced):
+            x = [a.clone() if any(a is v for v in problem.vector) else a for a in x]
+            ctx.problem, ctx.sol = problem, sol
+            ctx.save_for_backward(*traced, *x)
+            return tuple(x)
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, *upstream):
+            n = len(upstream)
+            saved = ctx.saved_tensors  # raises if G or g was changed in the meantime
+            grads = pull_back(ctx.problem, ctx.sol, list(saved[-n:]), list(upstream))
+            return None, None, None, *grads[0], *grads[1], *(grads[2] if ctx.problem.weight else [])
+
+    return Projection

@@ -1,0 +1,171 @@
+"""What stage 2 returns: multipliers, and certificates that judge them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import array_api_compat
+import numpy as np
+
+from gemproj import _certificate
+from gemproj._array import Array, from_numpy, to_numpy
+from gemproj._gram import Gram
+from gemproj.methods._method import matvec
+
+
+class Standard(NamedTuple):
+    """The t-space problem ``min 1/2 lam'K lam + b'lam, 0 <= lam <= upper`` that a solution belongs to."""
+
+    K: Array
+    b: Array
+    gg: Array
+    upper: Array | None
+
+
+@dataclass(frozen=True, eq=False)
+class DualSolution:
+    """Multipliers with all that is needed to judge them; no certificate costs anything until asked for.
+
+    Attributes
+    ----------
+    multipliers : array, shape (..., t)
+        lam >= 0 in float64 (float32 on devices without it); ``x = g + G.T @ lam``.
+    gram, linear, squared_norm : array, shapes (..., t, t), (..., t), (...)
+        ``K = G G'``, ``b = G g`` and ``gg = |g|^2``, see `gemproj.gram`.
+    margin, penalty : float
+        Bounds of every multiplier, 0 and infinity for the plain projection.
+    iterations : int or array, shape (...)
+        Steps or pivots that the method took; 0 where it takes none.
+    status : array of int, shape (...)
+        A `gemproj.Status` per problem.
+    rounding : float
+        Relative rounding of the entries of `gram` and `linear`, which certificates cannot see beyond:
+        about 1e-15, or 2e-6 at worst where a large float32 problem was summed in float32.
+    units : array, shape (..., t + 1), or None
+        Rare: float64 rows or gradients with norms beyond 1e-140 .. 1e140 are measured in units of
+        powers of two. `gram`, `linear` and `squared_norm` are then those of ``units[i] * G[i]`` and
+        ``units[t] * g``. None stands for ones.
+    factor : ndarray, shape (..., t + 1, t + 1), or None
+        Where `gram` had lost the digits, the triangular factor R of ``[G; g] = R' Q'`` that the
+        multipliers come from; zero for the other problems of a batch.
+
+    Notes
+    -----
+    Certificates are relative to the norm of the gradient that is projected: g, or with a margin
+    ``g + margin * G.sum(0)``.
+    """
+
+    multipliers: Array
+    gram: Array
+    linear: Array
+    squared_norm: Array
+    margin: float
+    penalty: float
+    iterations: Any
+    status: Array
+    rounding: float = 1e-15
+    units: Array | None = None
+    factor: np.ndarray | None = None
+
+    @property
+    def active(self) -> Array:
+        """Boolean (..., t): the constraints whose multiplier is above its lower bound, the margin."""
+        return self.multipliers > self.margin
+
+    @property
+    def violated(self) -> Array:
+        """Boolean (..., t): the constraints that g itself violates."""
+        return self.linear < 0
+
+    @property
+    def refined(self) -> Array:
+        """Boolean (...): whether the multipliers come from G itself, because `gram` had lost the digits."""
+        xp, device = array_api_compat.array_namespace(self.status), array_api_compat.device(self.status)
+        if self.factor is None:
+            return self.status < 0
+        return from_numpy(np.any(self.factor != 0, axis=(-2, -1)), xp, device)
+
+    def kkt_residual(self) -> Array:
+        """Largest violation of the optimality conditions, shape (...), scale-free; 0 at the solution.
+
+        Of multipliers in float64: where rows nearly cancel and multipliers are large, their last bit
+        alone is worth ``1e-16 * (lam_i |g_i| / |g|)**2``.
+        """
+        K, _, gg, upper = self.standard()
+        return _certificate.kkt_residual(K, self._slope(), gg, self._measure(), upper)
+
+    def duality_gap(self) -> Array:
+        """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
+        _, _, gg, upper = self.standard()
+        return _certificate.duality_gap(self._slope(), gg, self._measure(), upper)
+
+    def error_bound(self) -> Array:
+        """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device.
+
+        For x as `combine` makes it in float64; rounding it to the dtype of g comes on top. Where K
+        cannot tell what the solution is (nearly dependent rows, no `factor`), the bound is ``|x|``.
+        """
+        K, b, gg = (to_numpy(a) for a in self.standard()[:3])
+        upper = None if self.penalty == math.inf else to_numpy(self.standard().upper)
+        lam, xp = to_numpy(self._measure()), array_api_compat.array_namespace(self.status)
+        bound = np.zeros(gg.shape)
+        for i in np.ndindex(gg.shape):
+            R = None if self.factor is None or not self.factor[i].any() else self._shifted_factor(i)
+            top = None if upper is None else upper[i]
+            bound[i] = _certificate.error_bound(K[i], b[i], float(gg[i]), lam[i], top, self.rounding, R)
+        return from_numpy(bound, xp, array_api_compat.device(self.status))
+
+    def cosine(self) -> Array:
+        """Cosine between g and x, shape (...)."""
+        lam = self._measure() + self._lower()
+        return _certificate.cosine(self.gram, self.linear, self.squared_norm, lam)
+
+    def standard(self) -> Standard:
+        """Return the problem with lower bound zero that a margin stands for, in `units`."""
+        gram = Gram(self.gram, self.linear, self.squared_norm)
+        return shift(gram, self.margin, self.penalty, self.units)
+
+    def _measure(self) -> Array:
+        """Return the multipliers of the standard problem."""
+        return in_units(self.multipliers - self.margin, self.units)
+
+    def _lower(self) -> Any:
+        return in_units(0.0 * self.multipliers + self.margin, self.units)
+
+    def _slope(self) -> Array:
+        """Return s = K lam + b of the standard problem, by way of the factor where there is one."""
+        K, b, _, _ = self.standard()
+        lam = self._measure()
+        s = matvec(K, lam) + b
+        if self.factor is None:
+            return s
+        result, lam = to_numpy(s).copy(), to_numpy(lam)
+        for i in np.ndindex(self.factor.shape[:-2]):
+            if self.factor[i].any():
+                A, a = self._shifted_factor(i)
+                result[i] = A.T @ (a + A @ lam[i])
+        return from_numpy(result, array_api_compat.array_namespace(s), array_api_compat.device(s))
+
+    def _shifted_factor(self, i: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        assert self.factor is not None
+        A, a = self.factor[i][:, :-1], self.factor[i][:, -1]
+        return A, a + A @ to_numpy(self._lower())[i] if self.margin else a
+
+
+def in_units(lam: Array, units: Array | None) -> Array:
+    """Return multipliers of the rows ``units[i] * G[i]`` and the gradient ``units[t] * g``."""
+    return lam if units is None else lam * units[..., -1:] / units[..., :-1]
+
+
+def shift(gram: Gram, margin: float, penalty: float, units: Array | None) -> Standard:
+    """Return the t-space problem of g + margin * (sum of rows), to which a lower bound is equivalent."""
+    K, b, gg = gram
+    xp = array_api_compat.array_namespace(K)
+    upper = None if math.isinf(penalty) else in_units(xp.full_like(b, penalty - margin), units)
+    if margin == 0.0:
+        return Standard(K, b, gg, upper)
+    lower = in_units(xp.full_like(b, margin), units)
+    pull = matvec(K, lower)
+    return Standard(K, b + pull, gg + xp.sum(lower * (2.0 * b + pull), axis=-1), upper)
