@@ -108,7 +108,7 @@ def error_bound(
             K[np.ix_(rows, rows)] / np.outer(n, n), b[rows] / n / size, rounding
         )
     else:
-        geometry = _ByRows(factor[0][:, rows] / n, factor[1] / size)
+        geometry = _ByRows(factor[0][:, rows] / n, factor[1] / size, rounding)
     # Weak duality needs multipliers without an upper bound.
     length = geometry.length(lam) if upper is None else math.inf
     mu = geometry.solve(upper, lam)
@@ -218,22 +218,16 @@ class _ByGram(_Geometry):
 class _ByRows(_Geometry):
     """Rows in the coordinates of the triangular factor; what depends on others to 1e-14 is in their span."""
 
-    def __init__(self, A: np.ndarray, a: np.ndarray) -> None:
-        self.A, self.a, self.rounding = A, a, (16.0 + 4.0 * len(a)) * _EPS
+    def __init__(self, A: np.ndarray, a: np.ndarray, rounding: float) -> None:
+        self.A, self.a, self.rounding = A, a, rounding + 4.0 * len(a) * _EPS
 
     def solve(self, upper: np.ndarray | None, start: np.ndarray) -> np.ndarray:
         self.faces = Factorisation(self.A, self.a)
         return solve_active_set(self.faces, upper, start)[0]
 
     def slope(self, mu: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float, float]:
-        # What is left along the free rows is rounding of x(mu), large where rows nearly cancel. Without
-        # it x is the projection of a g that is as much off, and projections do not expand that.
-        x = self.a + self.A @ mu
-        Q = np.linalg.qr(self.A[:, free])[0]
-        left = Q @ (Q.T @ x)
-        off = float(np.linalg.norm(left)) + self.rounding * (1.0 + float(np.abs(mu).sum()))
-        x = x - left
-        x = x - Q @ (Q.T @ x)
+        x, left = settled(self.A, self.a, mu, free)
+        off = left + self.rounding * (1.0 + float(np.abs(mu).sum()))
         return self.A.T @ x, self.rounding * (float(np.linalg.norm(x)) + _EPS), 2.0 * off
 
     def apart(self, lam: np.ndarray, mu: np.ndarray) -> float:
@@ -266,6 +260,19 @@ class _ByRows(_Geometry):
         for _ in range(2):
             others = others - Q @ (Q.T @ others)
         return np.linalg.norm(others, axis=0) <= 2.0 * self.rounding
+
+
+def settled(A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return ``x = a + A lam`` without what is left of it along the free rows, and the length of that.
+
+    What is left is rounding, large where rows nearly cancel and multipliers are large. Without it x is
+    the projection of a gradient that is as much off, and projections do not expand that.
+    """
+    x = a + A @ lam
+    Q = np.linalg.qr(A[:, free])[0]
+    left = Q @ (Q.T @ x)
+    x = x - left
+    return x - Q @ (Q.T @ x), float(np.linalg.norm(left))
 
 
 def _inverse_root(squared: Array) -> Array:

@@ -90,16 +90,18 @@ class DualSolution:
     def kkt_residual(self) -> Array:
         """Largest violation of the optimality conditions, shape (...), scale-free; 0 at the solution.
 
-        Of multipliers in float64: where rows nearly cancel and multipliers are large, their last bit
-        alone is worth ``1e-16 * (lam_i |g_i| / |g|)**2``.
+        Where there is a `factor`, of x as `project` returns it in float64, and including the distance
+        of that x from ``g + G.T @ lam``, which is the rounding of large multipliers.
         """
         K, _, gg, upper = self.standard()
-        return _certificate.kkt_residual(K, self._slope(), gg, self._measure(), upper)
+        s, left = self._slope()
+        xp = array_api_compat.array_namespace(K)
+        return xp.maximum(_certificate.kkt_residual(K, s, gg, self._measure(), upper), left)
 
     def duality_gap(self) -> Array:
         """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
         _, _, gg, upper = self.standard()
-        return _certificate.duality_gap(self._slope(), gg, self._measure(), upper)
+        return _certificate.duality_gap(self._slope()[0], gg, self._measure(), upper)
 
     def error_bound(self) -> Array:
         """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device.
@@ -110,11 +112,16 @@ class DualSolution:
         K, b, gg = (to_numpy(a) for a in self.standard()[:3])
         upper = None if self.penalty == math.inf else to_numpy(self.standard().upper)
         lam, xp = to_numpy(self._measure()), array_api_compat.array_namespace(self.status)
+        # Adding margin * (sum of rows) to g may cancel digits: rounding then counts against the sum.
+        sizes = np.sqrt(np.diagonal(K, axis1=-2, axis2=-1)) * to_numpy(self._lower())
+        whole = np.sqrt(to_numpy(self.squared_norm)) + sizes.sum(axis=-1)
+        magnified = whole / np.sqrt(np.where(gg > 0, gg, 1.0))
         bound = np.zeros(gg.shape)
         for i in np.ndindex(gg.shape):
             R = None if self.factor is None or not self.factor[i].any() else self._shifted_factor(i)
             top = None if upper is None else upper[i]
-            bound[i] = _certificate.error_bound(K[i], b[i], float(gg[i]), lam[i], top, self.rounding, R)
+            rounding = float(magnified[i]) * (self.rounding if R is None else 4e-15)
+            bound[i] = _certificate.error_bound(K[i], b[i], float(gg[i]), lam[i], top, rounding, R)
         return from_numpy(bound, xp, array_api_compat.device(self.status))
 
     def cosine(self) -> Array:
@@ -134,19 +141,21 @@ class DualSolution:
     def _lower(self) -> Any:
         return in_units(0.0 * self.multipliers + self.margin, self.units)
 
-    def _slope(self) -> Array:
-        """Return s = K lam + b of the standard problem, by way of the factor where there is one."""
-        K, b, _, _ = self.standard()
+    def _slope(self) -> tuple[Array, Array]:
+        """Return s = G x in `units`, and the distance of x from g + G'lam over |g|."""
+        K, b, gg, _ = self.standard()
         lam = self._measure()
-        s = matvec(K, lam) + b
+        s, left = matvec(K, lam) + b, 0.0 * gg
         if self.factor is None:
-            return s
-        result, lam = to_numpy(s).copy(), to_numpy(lam)
-        for i in np.ndindex(self.factor.shape[:-2]):
-            if self.factor[i].any():
-                A, a = self._shifted_factor(i)
-                result[i] = A.T @ (a + A @ lam[i])
-        return from_numpy(result, array_api_compat.array_namespace(s), array_api_compat.device(s))
+            return s, left
+        s, left, lam = to_numpy(s).copy(), np.zeros(gg.shape), to_numpy(lam)
+        free = (to_numpy(self.multipliers) > self.margin) & (to_numpy(self.multipliers) < self.penalty)
+        for i in map(tuple, np.argwhere(self.factor.any(axis=(-2, -1)))):
+            A, a = self._shifted_factor(i)
+            x, distance = _certificate.settled(A, a, lam[i], free[i])
+            s[i], left[i] = A.T @ x, distance and distance / np.linalg.norm(a)
+        xp, device = array_api_compat.array_namespace(gg), array_api_compat.device(gg)
+        return from_numpy(s, xp, device), from_numpy(left, xp, device)
 
     def _shifted_factor(self, i: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         assert self.factor is not None

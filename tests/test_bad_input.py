@@ -174,6 +174,26 @@ def test_check_decides_who_looks():
         solve_dual(bad, g, check=True)
 
 
+@pytest.mark.parametrize(("t", "d"), [(3, 50), (12, 50), (3, 140_000)])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e200, 0.0])
+def test_one_bad_problem_of_a_batch_changes_no_other_bit(xp, t, d, dtype, bad, rng):
+    rows, vectors = rng.standard_normal((3, t, d)) - 0.2, rng.standard_normal((3, d)) + 0.2
+    expected = xp.numpy(project(xp.array(rows, dtype), xp.array(vectors, dtype)))
+    for spoil in (rows, vectors):
+        changed = [rows.copy(), vectors.copy()]
+        target = changed[0 if spoil is rows else 1]
+        target[1][..., :3] = bad
+        with np.errstate(over="ignore"):
+            arrays = [xp.array(a, dtype) for a in changed]
+            left_out = not np.all(np.isfinite(target[1].astype(dtype)))
+        with np.errstate(invalid="ignore"):
+            x = xp.numpy(project(*arrays, check=False))
+            status = xp.numpy(solve_dual(*arrays, check=False).status).astype(int)
+        np.testing.assert_array_equal(x[[0, 2]], expected[[0, 2]])
+        assert status.tolist() == [0, int(Status.ROW_DROPPED) * left_out, 0]
+
+
 def test_numpy_scalars_are_numbers():
     assert_close(project(G, g, margin=np.float32(0.5)), project(G, g, margin=0.5))
     assert PGD(steps=np.int64(5)).steps == 5

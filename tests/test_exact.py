@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from problems import KINDS, arbitrary, assert_close, draw, known, rational_projection
 
 from gemproj import Exact, Status, combine, gram, project, solve_dual
-from gemproj.methods._enumeration import enumerate_active_sets
-from gemproj.methods._method import normalise
 from gemproj.methods import _active_set
 from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
+from gemproj.methods._enumeration import enumerate_active_sets
+from gemproj.methods._method import normalise
 
 
 def relative(error, g):
@@ -192,9 +192,36 @@ def test_exact_on_arrays_of_every_library(xp, rng):
     np.testing.assert_array_equal(xp.numpy(Exact()(xp.array(K), xp.array(b))), Exact()(K, b))
 
 
-def test_same_input_same_bits(rng):
-    G, g = rng.standard_normal((12, 500)), rng.standard_normal(500)
-    np.testing.assert_array_equal(project(G, g), project(G, g))
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(("t", "d"), [(1, 40), (3, 1000), (9, 30_000), (20, 140_000)])
+def test_same_input_same_bits_whatever_the_batch(xp, t, d, dtype, rng):
+    if dtype == "bfloat16" and xp.name != "torch":
+        pytest.skip(f"{xp.name} has no bfloat16")
+    G, g = (
+        xp.array(rng.standard_normal((4, t, d)) - 0.2, dtype),
+        xp.array(rng.standard_normal((4, d)) + 0.2, dtype),
+    )
+    x = xp.numpy(project(G, g))
+    np.testing.assert_array_equal(xp.numpy(project(G, g)), x)
+    np.testing.assert_array_equal(xp.numpy(project(G[1:3, ...], g[1:3, ...])), x[1:3])
+    for i in range(4):
+        np.testing.assert_array_equal(xp.numpy(project(G[i, ...], g[i, ...])), x[i])
+
+
+@pytest.mark.parametrize(("t", "d"), [(2, 1000), (9, 30_000), (4, 140_000)])
+def test_same_bits_whatever_the_number_of_threads(t, d, rng):
+    torch = pytest.importorskip("torch")
+    G, g = (
+        torch.tensor(rng.standard_normal((t, d)) - 0.2).float(),
+        torch.tensor(rng.standard_normal(d) + 0.2).float(),
+    )
+    x, threads = project(G, g), torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            assert torch.equal(project(G, g), x)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_warm_start_changes_nothing(rng):

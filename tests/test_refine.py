@@ -1,0 +1,247 @@
+"""Where a float64 Gram matrix has lost the digits, and at magnitudes whose squares no float64 holds."""
+
+import numpy as np
+import pytest
+from problems import assert_close
+
+from benchmarks.families import FAMILIES, opposite
+from gemproj import PGD, Exact, Status, _refine, combine, gram, project, solve_dual
+
+judge = pytest.importorskip("benchmarks.judge")
+
+# Largest residual of x and error of x over |g|; 1e-12 except where rows are dependent or nearly so.
+BOUNDS = {
+    "opposite, tilt 1e-5": (1e-9, 1e-9),
+    "opposite, tilt 1e-7": (1e-7, 1e-7),
+    "condition 1e8": (1e-7, 1e-7),
+    "condition 1e10": (1e-2, 1e-5),
+}
+
+
+def error(x, expected, g):
+    return np.linalg.norm(x - expected) / np.linalg.norm(g)
+
+
+def residuals(G, g, x, lam):
+    """Primal and dual infeasibility and complementarity of x itself, free of scale."""
+    n, size = np.linalg.norm(G, axis=1), np.linalg.norm(g)
+    s, n = G @ x, np.where(n > 0, n, 1.0)
+    return np.array(
+        [
+            max(0.0, (-s / n).max()) / size,
+            max(0.0, (-lam * n).max()) / size,
+            np.abs(lam / size * s / size).max(),
+        ]
+    )
+
+
+def against_the_tilt(rng, tilt, d=7):
+    """Two rows u and -u + tilt v, and a gradient that both of them oppose."""
+    u, v, g = rng.standard_normal((3, d))
+    return np.stack([u, tilt * v - u]), -np.sign(g @ v) * g
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hard_families(family):
+    residual, distance = BOUNDS.get(family, (1e-12, 1e-11))
+    for G, g in FAMILIES[family].problems(4, 120):
+        sol = solve_dual(G, g)
+        x = project(G, g)
+        assert int(sol.status) == Status.OPTIMAL
+        assert residuals(G, g, x, sol.multipliers)[:2].max() < 1e-12
+        assert residuals(G, g, x, sol.multipliers)[2] < residual
+        assert float(sol.kkt_residual()) < max(distance, 1e-12)
+        if len(G) <= 10:
+            expected = judge.project_precisely(G, g)
+            assert error(x, expected, g) < distance
+            assert error(combine(G, g, sol.multipliers), expected, g) <= float(sol.error_bound())
+
+
+@pytest.mark.parametrize("t", [1, 3, 8, 9, 30, 120])
+def test_float32_and_bfloat16_are_as_good_as_their_rounding(t, rng):
+    """The projection of the rounded arrays, rounded once."""
+    torch = pytest.importorskip("torch")
+    for family in ("random", "conflicting", "row norms 1e-6 to 1e6", "duplicates", "opposite pairs"):
+        G, g = (
+            FAMILIES[family].draw(rng, t) if t > 1 else (rng.standard_normal((1, 5)), rng.standard_normal(5))
+        )
+        for dtype, eps in ((torch.float32, 2.0**-24), (torch.bfloat16, 2.0**-8)):
+            rows, vector = torch.tensor(G, dtype=dtype), torch.tensor(g, dtype=dtype)
+            expected = project(rows.double().numpy(), vector.double().numpy())
+            x = project(rows, vector).double().numpy()
+            assert np.all(np.abs(x - expected) <= 1.01 * eps * np.abs(expected) + 1e-11 * np.linalg.norm(g))
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-150, 1e-30, 1e30, 1e150, 1e200, 1e300])
+@pytest.mark.parametrize("t", [1, 5, 12])
+def test_any_magnitude_that_float64_holds(xp, scale, t, rng):
+    G, g = rng.standard_normal((t, 40)) - 0.2, rng.standard_normal(40) + 0.2
+    x, size = project(G, g), np.linalg.norm(g)
+    assert not np.array_equal(x, g)
+    mixed = G * np.where(np.arange(t) % 2, scale, 1.0)[:, None]
+    for rows, vector, back in (
+        (scale * G, g, 1.0),
+        (G, scale * g, scale),
+        (scale * G, scale * g, scale),
+        (mixed, g, 1.0),
+    ):
+        for options in ({}, {"metric": xp.array(np.full(40, 4.0))}):
+            found = xp.numpy(project(xp.array(rows), xp.array(vector), **options)) / back
+            assert_close(found, x, atol=1e-12 * size)
+        sol = solve_dual(xp.array(rows), xp.array(vector))
+        assert float(sol.kkt_residual()) < 1e-14
+        assert abs(float(sol.cosine()) - g @ x / size / np.linalg.norm(x)) < 1e-13
+        assert float(sol.error_bound()) < 1e-12
+
+
+def test_margin_and_penalty_at_any_magnitude(rng):
+    G, g = rng.standard_normal((4, 20)) - 0.2, rng.standard_normal(20) + 0.2
+    for scale in (1e-170, 1e170):
+        # lam_i g_i stays the same, so bounds of lam scale against the rows.
+        for name in ("margin", "penalty"):
+            expected = project(G, g, **{name: 0.1})
+            assert_close(project(scale * G, scale * g, **{name: 0.1}) / scale, expected, atol=1e-12)
+            assert_close(project(G * scale, g, **{name: 0.1 / scale}), expected, atol=1e-12)
+            sol = solve_dual(G * scale, g, **{name: 0.1 / scale})
+            bound = sol.multipliers == 0.1 / scale
+            assert bound.any()
+            assert float(sol.kkt_residual()) < 1e-14
+
+
+def test_gram_is_that_of_the_rows_as_given(rng):
+    G, g = rng.standard_normal((2, 5)), rng.standard_normal(5)
+    G[0] *= 1e-150
+    K, b, gg = gram(G, g)
+    assert K[1, 1] == pytest.approx(G[1] @ G[1])
+    assert K[0, 0] == pytest.approx(1e-300 * ((G[0] * 1e150) @ (G[0] * 1e150)))
+    assert b[0] == pytest.approx(G[0] @ g)
+    assert gg == pytest.approx(g @ g)
+
+
+@pytest.mark.parametrize("t", [2, 6, 12])
+def test_refining_by_the_residual_itself(xp, t, rng):
+    """Rows at an angle of 1e-5: K has six digits too few, and each direct residual brings six back."""
+    improved = []
+    for _ in range(5):
+        G, g = opposite(rng, t, tilt=1e-5)
+        expected = judge.project_precisely(G, g)
+        arrays = xp.array(G), xp.array(g)
+        plain, refined = (xp.numpy(project(*arrays, refine=n)) for n in (0, 2))
+        assert error(refined, expected, g) < 1e-9
+        improved.append(error(plain, expected, g) / error(refined, expected, g))
+        assert error(xp.numpy(project(*arrays)), expected, g) < 1e-10
+    assert max(improved) > 1e3
+
+
+def test_refining_without_looking(rng):
+    strict = pytest.importorskip("array_api_strict")
+    device, host = strict.Device("device1"), strict.Device("CPU_DEVICE")
+    problems = [opposite(rng, 4, tilt=1e-5) for _ in range(3)]
+    G, g = (np.stack(a) for a in zip(*problems, strict=True))
+    bad = G.copy()
+    bad[1, 2, 0] = np.nan
+    arrays = [strict.asarray(a, device=device) for a in (G, g, bad)]
+    x = np.asarray(project(arrays[0], arrays[1], refine=2).to_device(host))
+    for i in range(3):
+        assert error(x[i], judge.project_precisely(G[i], g[i]), g[i]) < 1e-9
+    status = np.asarray(solve_dual(arrays[0], arrays[1]).status.to_device(host))
+    assert np.any(status & Status.UNRESOLVED)
+    left_out = np.asarray(project(arrays[2], arrays[1], refine=2).to_device(host))
+    np.testing.assert_array_equal(left_out[[0, 2]], x[[0, 2]])
+    assert error(left_out[1], judge.project_precisely(np.delete(G[1], 2, axis=0), g[1]), g[1]) < 1e-9
+
+
+def test_only_lost_digits_send_the_exact_method_back_to_the_rows(monkeypatch, rng):
+    calls = []
+    whole = _refine.triangular_factor
+    monkeypatch.setattr(_refine, "triangular_factor", lambda *a: calls.append(1) or whole(*a))
+    G, g = rng.standard_normal((5, 40)), rng.standard_normal(40)
+    sol = solve_dual(G, g)
+    assert sol.factor is None
+    assert not np.any(sol.refined)
+    tilted, h = against_the_tilt(rng, 1e-6)
+    assert solve_dual(tilted, h).refined
+    assert len(calls) == 1
+    # What other methods find stays as it is; only their certificates use the factor.
+    sol = solve_dual(tilted, h, method=PGD(steps=5))
+    np.testing.assert_array_equal(
+        sol.multipliers, solve_dual(tilted, h, method=PGD(steps=5), refine=0).multipliers
+    )
+    assert sol.refined
+    calls.clear()
+    project(tilted, h, method=PGD(steps=5))
+    project(tilted, h, refine=0)
+    project(tilted, h, refine=1)
+    assert not calls
+
+
+def test_refined_problems_of_a_batch_stay_apart(xp, rng):
+    t, problems = 3, []
+    for i in range(4):
+        G, g = rng.standard_normal((t, 9)), rng.standard_normal(9)
+        if i == 2:
+            G[:2], g = against_the_tilt(rng, 1e-7, 9)
+        problems.append((G, g))
+    G, g = (np.stack(a) for a in zip(*problems, strict=True))
+    for options in ({}, {"margin": 0.1}, {"penalty": 0.3}):
+        x = xp.numpy(project(xp.array(G), xp.array(g), **options))
+        sol = solve_dual(xp.array(G), xp.array(g), **options)
+        assert xp.numpy(sol.refined).tolist() == [0, 0, 1, 0]
+        assert np.all(xp.numpy(sol.kkt_residual()) < 1e-6)
+        for i in range(4):
+            np.testing.assert_array_equal(xp.numpy(project(xp.array(G[i]), xp.array(g[i]), **options)), x[i])
+
+
+def test_refinement_with_a_metric_and_blocks(xp, rng):
+    G, g = opposite(rng, 4, tilt=1e-6)
+    g = -np.abs(g @ np.ones(len(g))) * G[2] - G[0] + 0.1 * g
+    w = 10.0 ** rng.uniform(-2, 2, len(g))
+    root = np.sqrt(w)
+    expected = judge.project_precisely(G / root, g * root) / root
+    for refine in (None, 2):
+        x = xp.numpy(project(xp.array(G), xp.array(g), metric=xp.array(w), refine=refine))
+        assert error(x, expected, g) < 1e-8
+        parts = project(
+            [xp.array(G[:, :4]), xp.array(G[:, 4:])], [xp.array(g[:4]), xp.array(g[4:])], refine=refine
+        )
+        whole = np.concatenate([xp.numpy(p) for p in parts])
+        assert error(whole, judge.project_precisely(G, g), g) < 1e-8
+
+
+def test_large_float32_problems_are_solved_to_float64_where_it_matters(rng):
+    base, d = rng.standard_normal(140_000), 140_000
+    G = (base + 1e-3 * rng.standard_normal((3, d))).astype(np.float32)
+    g = (-base - 300 * (G[0] - G[1]) + rng.standard_normal(d)).astype(np.float32)
+    sol = solve_dual(G, g)
+    assert sol.rounding > 1e-7
+    assert sol.refined
+    wide = G.astype(float), g.astype(float)
+    assert error(project(G, g), project(*wide), g) < 1e-7
+    assert error(combine(*wide, sol.multipliers), project(*wide), g) < 1e-11
+
+
+@pytest.mark.parametrize("t", [4, 20])
+def test_rows_left_out_do_not_disturb_refinement(t, rng):
+    G, g = opposite(rng, t, tilt=1e-6)
+    bad = np.insert(G, 1, np.nan, axis=0)
+    sol = solve_dual(bad, g, check=False)
+    assert int(sol.status) == Status.ROW_DROPPED
+    assert_close(project(bad, g, check=False), project(G, g), atol=1e-9)
+
+
+def test_status_tells_what_a_gram_matrix_cannot(rng):
+    G, g = against_the_tilt(rng, 1e-9)
+    K, b, _ = gram(G, g)
+    assert int(Exact().solve(K, b).status) & Status.UNRESOLVED
+    assert int(solve_dual(G, g, refine=0).status) & Status.UNRESOLVED
+    assert int(solve_dual(G, g).status) == Status.OPTIMAL
+
+
+def test_refine_is_checked(rng):
+    G, g = rng.standard_normal((2, 5)), rng.standard_normal(5)
+    with pytest.raises(ValueError, match="refine must be at least 0; found -1"):
+        project(G, g, refine=-1)
+    with pytest.raises(TypeError, match=r"refine must be an integer; found 1.5"):
+        project(G, g, refine=1.5)
+    with pytest.raises(ValueError, match="refine cannot be combined with method PGD"):
+        project(G, g, refine=1, method="pgd")
