@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench docs lint clean
+.PHONY: help demo test bench accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
@@ -24,6 +24,12 @@ test: $(STAMP)  ## Run all tests and the examples of the documentation.
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m benchmarks.projection $(ARGS)
+
+accuracy: $(STAMP)  ## Find out which solver fails where; tables and figure of docs/accuracy.md.
+	$(BIN)/python -m benchmarks.accuracy $(ARGS)
+
+fuzz: $(STAMP)  ## Compare a million degenerate integer problems with exact rational arithmetic.
+	$(BIN)/python -m benchmarks.fuzz $(ARGS)
 
 docs: $(STAMP)  ## Build the documentation into docs/_build.
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build

@@ -59,9 +59,19 @@ class Problem:
         return self.xp.autocast(self.device.type, enabled=False)
 
     @property
+    def columns(self) -> int:
+        """The number d of parameters."""
+        return sum(math.prod(v.shape[len(self.batch) :]) for v in self.vector)
+
+    @property
+    def small(self) -> bool:
+        """Whether all rows of one problem of the batch fit into a tile."""
+        return self.columns * (self.t + 1) <= _SMALL_TILE
+
+    @property
     def large(self) -> bool:
         """Whether this is on the CPU and has so many columns that its batch is worth a Python loop."""
-        return self.host and sum(math.prod(v.shape[len(self.batch) :]) for v in self.vector) >= _LARGE
+        return self.host and self.columns >= _LARGE
 
     def at(self, i: tuple[int, ...]) -> Problem:
         """Return problem i of the batch, as views."""

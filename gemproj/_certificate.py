@@ -216,7 +216,7 @@ class _ByGram(_Geometry):
 
 
 class _ByRows(_Geometry):
-    """Rows in the coordinates of the triangular factor; what depends on others to 1e-14 is in their span."""
+    """Rows in the coordinates of a factor; what depends on others to 1e-14 is in their span."""
 
     def __init__(self, A: np.ndarray, a: np.ndarray, rounding: float) -> None:
         self.A, self.a, self.rounding = A, a, rounding + 4.0 * len(a) * _EPS

@@ -162,13 +162,15 @@ def solve_gram(measured: Measured, options: Options, warm_start: Array | None = 
     if not isinstance(method, Method):
         # Copies, because a function may work in place, and the solution keeps K and b.
         lam = _read_multipliers(method(K + 0.0, b + 0.0, start), b, method)
-        iterations, status = 0, int(Status.APPROXIMATE)
+        iterations, status, resolution = 0, int(Status.APPROXIMATE), None
     elif host:
         # The package's methods run on NumPy where that is free: a call costs a fifth of torch's.
         outcome = method.solve(*(a if a is None else to_numpy(a) for a in (K, b, start, upper)))
-        lam, iterations, status = (a if isinstance(a, int) else from_numpy(a, xp, device) for a in outcome)
+        lam, iterations, status, resolution = (
+            a if a is None or isinstance(a, int) else from_numpy(a, xp, device) for a in outcome
+        )
     else:
-        lam, iterations, status = method.solve(K, b, start, upper)
+        lam, iterations, status, resolution = method.solve(K, b, start, upper)
     if isinstance(status, int):
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
     if units is not None:
@@ -182,7 +184,7 @@ def solve_gram(measured: Measured, options: Options, warm_start: Array | None = 
     if dropped is not None:
         lam = xp.where(dropped, xp.zeros_like(lam), lam)
         status = status + xp.astype(xp.any(dropped, axis=-1), status.dtype) * int(Status.ROW_DROPPED)
-    return DualSolution(lam, *gram, margin, penalty, iterations, status, measured.rounding, units)
+    return DualSolution(lam, *gram, margin, penalty, iterations, status, measured.rounding, units, resolution)
 
 
 def _read_start(warm_start: Array, b: Array) -> Array:

@@ -230,17 +230,44 @@ def _units(problem: Problem, total: np.ndarray) -> np.ndarray | None:
     return None if fits.all() else np.ldexp(1.0, np.clip(exponents, -1000, 1000))
 
 
-def triangular_factor(problem: Problem, rows: np.ndarray, units: np.ndarray | None = None) -> np.ndarray:
-    """Return R (t + 1, t + 1) with ``[G; g] = R' Q'`` for some orthonormal Q (d, t + 1), on the CPU.
+def factor_rows(problem: Problem, gram: Gram, rounding: float, units: np.ndarray | None = None) -> np.ndarray:
+    """Return F (t + 1, t + 1) with ``[G; g] = F' Q'`` for some orthonormal Q (d, t + 1), for one problem.
 
-    Householder's factorisation of the stacked rows as columns, tile by tile: R says about the cone
-    and g all that K, b and |g|^2 say, without squaring, so that rows may be dependent up to 1e-14
-    where K resolves 1e-7. Padded with zeros where d <= t. Only the chosen `rows`, boolean (t,), count.
+    F says about the cone and g all that K, b and |g|^2 say, without their squares: in it rows may be
+    dependent up to 1e-14 where K resolves 1e-7. Where all columns fit into one tile it is Householder's
+    factorisation. Else it comes from combinations of rows that are orthogonal as far as K can tell: their
+    own Gram matrix tells the rest, at the speed of matrix products. One more read of G and g. Rows that
+    are not in `gram` are left out.
     """
     t = problem.t
-    R: Any = np.zeros((0, t + 1))
+    K, b, gg = (to_numpy(a) for a in gram)
+    sizes, total = _unit_diagonal(np.block([[K, b[:, None]], [b[None, :], gg[None, None]]]))
+    if problem.small:
+        with problem.in_full_precision():
+            stack = np.concatenate([tile.T.copy() for _, tile in stacked_tiles(problem, units)])
+        stack[:, sizes == 0] = 0.0
+        R: Any = np.linalg.qr(stack, mode="r")
+        return np.concatenate([R, np.zeros((t + 1 - len(R), t + 1))])
+    squares, basis = np.linalg.eigh(total)
+    # Not below the rounding of K: such directions are wrong anyway, and only have to be made larger.
+    scale = np.sqrt(np.maximum(squares, (t + 1) * rounding))
+    forth, back = (basis / scale).T * _inverse(sizes), sizes[:, None] * basis * scale
+    total = np.zeros((t + 1, t + 1))
     with problem.in_full_precision():
         for _, tile in stacked_tiles(problem, units):
-            tile[:t][~rows] = 0.0
-            R = np.linalg.qr(np.concatenate([R, tile.T]), mode="r")
-    return np.concatenate([R, np.zeros((t + 1 - len(R), t + 1))])
+            tile[sizes == 0] = 0.0
+            rows = forth @ tile
+            total += rows @ rows.T
+    n, total = _unit_diagonal(total)
+    squares, basis = np.linalg.eigh(total)
+    return ((back * n) @ (basis * np.sqrt(np.maximum(squares, 0.0)))).T
+
+
+def _inverse(n: np.ndarray) -> np.ndarray:
+    return np.divide(1.0, n, out=np.zeros_like(n), where=n > 0)
+
+
+def _unit_diagonal(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Split a Gram matrix into norms and cosines."""
+    n = np.sqrt(np.diagonal(total))
+    return n, total * _inverse(n)[:, None] * _inverse(n)

@@ -9,15 +9,16 @@ import array_api_compat
 import numpy as np
 
 from gemproj._array import Array, Problem, from_numpy, to_numpy
-from gemproj._gram import stacked_tiles, triangular_factor
+from gemproj._gram import Gram, factor_rows, stacked_tiles
 from gemproj._solution import DualSolution, in_units
 from gemproj.methods._active_set import Factorisation, solve_active_set
 from gemproj.methods._enumeration import solve_on
 from gemproj.methods._method import Status, clip, normalise
-from gemproj.methods.exact import RESOLVED, Exact, lost_digits
+from gemproj.methods.exact import RESOLVED, Exact, resolution
 
-# Where float32 products were summed K is good to 1e-8, and so fewer pivots can be trusted.
-_WIDE, _RESOLVED_NATIVE = 1e-12, 1e-3
+# The resolution below which K is not trusted. Small problems lose no time by looking at G once more;
+# where float32 products were summed K is good to 1e-8.
+_SMALL, _NATIVE = 1e-2, 1e-3
 
 
 def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolution:
@@ -26,7 +27,7 @@ def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolu
     One more read of G and g, for these problems only. Multipliers of methods that are approximate by
     design stay as they are; the factor then serves the certificates.
     """
-    lost = np.argwhere(_lost(sol, method))
+    lost = np.argwhere(_lost(problem, sol))
     if not len(lost):
         return sol
     t = problem.t
@@ -36,8 +37,8 @@ def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolu
     units = None if sol.units is None else to_numpy(sol.units)
     upper = sol.standard().upper
     for i in map(tuple, lost):
-        rows = np.diagonal(to_numpy(sol.gram)[i]) > 0  # without those that were not finite
-        factor[i] = triangular_factor(problem.at(i), rows, None if units is None else units[i])
+        gram = Gram(sol.gram[(*i, ...)], sol.linear[(*i, ...)], sol.squared_norm[(*i, ...)])
+        factor[i] = factor_rows(problem.at(i), gram, sol.rounding, None if units is None else units[i])
         if not isinstance(method, Exact):
             continue
         A, a = factor[i][:, :t], factor[i][:, t]
@@ -62,13 +63,15 @@ def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolu
     )
 
 
-def _lost(sol: DualSolution, method: Any) -> np.ndarray:
-    lost = (to_numpy(sol.status) & Status.UNRESOLVED) != 0
-    if isinstance(method, Exact) and sol.rounding < _WIDE:
-        return lost
-    below = RESOLVED if sol.rounding < _WIDE else _RESOLVED_NATIVE
+def _lost(problem: Problem, sol: DualSolution) -> np.ndarray:
+    if sol.resolution is not None and sol.rounding < 1e-12:
+        below = _SMALL if problem.small else RESOLVED
+        return (to_numpy(sol.resolution) < below) | ((to_numpy(sol.status) & Status.STALLED) != 0)
+    # Any row may decide, where the method does not say, or K is too coarse to tell.
     unit = normalise(to_numpy(sol.gram), to_numpy(sol.linear), None, None)
-    return lost | lost_digits(unit.K, np.ones(unit.b.shape, dtype=bool), below)
+    return resolution(unit.K, np.ones(unit.b.shape, dtype=bool)) < (
+        RESOLVED if sol.rounding < 1e-12 else _NATIVE
+    )
 
 
 def _solve(

@@ -47,9 +47,12 @@ class DualSolution:
         Rare: float64 rows or gradients with norms beyond 1e-140 .. 1e140 are measured in units of
         powers of two. `gram`, `linear` and `squared_norm` are then those of ``units[i] * G[i]`` and
         ``units[t] * g``. None stands for ones.
+    resolution : array, shape (...), or None
+        By method "exact": how far from dependent the rows are that decide what x is (active, or with
+        ``G @ x`` near zero). The smallest eigenvalue of their cosines, 1 at best; K knows it to 1e-16.
     factor : ndarray, shape (..., t + 1, t + 1), or None
-        Where `gram` had lost the digits, the triangular factor R of ``[G; g] = R' Q'`` that the
-        multipliers come from; zero for the other problems of a batch.
+        Where `gram` had lost the digits, a factor F of ``[G; g] = F' Q'`` with orthonormal Q, from
+        which the multipliers come; zero for the other problems of a batch.
 
     Notes
     -----
@@ -67,6 +70,7 @@ class DualSolution:
     status: Array
     rounding: float = 1e-15
     units: Array | None = None
+    resolution: Array | None = None
     factor: np.ndarray | None = None
 
     @property

@@ -1,6 +1,13 @@
 """One fixture for all array libraries, and randomised tests that repeat exactly."""
 
 import importlib
+import os
+
+if (
+    "PYTEST_XDIST_WORKER" in os.environ
+):  # workers share the cores; threads on top would only wait for each other
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
 
 import numpy as np
 import pytest

@@ -15,7 +15,10 @@ BOUNDS = {
     "opposite, tilt 1e-7": (1e-7, 1e-7),
     "condition 1e8": (1e-7, 1e-7),
     "condition 1e10": (1e-2, 1e-5),
+    "Hilbert, random signs": (1e-7, 1e-9),
 }
+# Beyond that no float64 method finds the projection.
+LARGEST = {"Hilbert, random signs": 10}
 
 
 def error(x, expected, g):
@@ -44,7 +47,7 @@ def against_the_tilt(rng, tilt, d=7):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hard_families(family):
     residual, distance = BOUNDS.get(family, (1e-12, 1e-11))
-    for G, g in FAMILIES[family].problems(4, 120):
+    for G, g in FAMILIES[family].problems(4, LARGEST.get(family, 120)):
         sol = solve_dual(G, g)
         x = project(G, g)
         assert int(sol.status) == Status.OPTIMAL
@@ -153,8 +156,8 @@ def test_refining_without_looking(rng):
 
 def test_only_lost_digits_send_the_exact_method_back_to_the_rows(monkeypatch, rng):
     calls = []
-    whole = _refine.triangular_factor
-    monkeypatch.setattr(_refine, "triangular_factor", lambda *a: calls.append(1) or whole(*a))
+    whole = _refine.factor_rows
+    monkeypatch.setattr(_refine, "factor_rows", lambda *a: calls.append(1) or whole(*a))
     G, g = rng.standard_normal((5, 40)), rng.standard_normal(40)
     sol = solve_dual(G, g)
     assert sol.factor is None

@@ -32,11 +32,15 @@ class Status(enum.IntFlag):
 
 
 class Outcome(NamedTuple):
-    """What `Method.solve` returns: multipliers (..., t), and iterations and status as int or (...)."""
+    """What `Method.solve` returns: multipliers (..., t), and iterations and status as int or (...).
+
+    An exact method adds how far from dependent the rows are that decide, see `DualSolution.resolution`.
+    """
 
     multipliers: Array
     iterations: Any
     status: Any
+    resolution: Array | None = None
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ _MOST_SETS = 256
 _MOST_ELEMENTS = 1 << 22
 # From here on it pays to let a first-order method guess the active set.
 _LARGE = 168
-# Squared sine of the angle between a row and the span of others below which K has lost too many digits:
-# x is then off by 1e-16 / 1e-5 or more.
-RESOLVED = 1e-5
+# The resolution below which K has lost too many digits: x is then off by 1e-16 / 1e-4 or more.
+RESOLVED = 1e-4
 
 
 @dataclass(frozen=True)
@@ -58,26 +57,27 @@ class Exact(Method):
         s = matvec(K, lam) + b
         # All other rows can be told to be inactive, whatever the rounding of K; these decide what x is.
         deciding = (lam > 0) | (s <= 1e-9 * (1.0 + xp.sum(lam, axis=-1, keepdims=True)))
-        lost = xp.astype(lost_digits(K, deciding, RESOLVED), xp.int64) * int(Status.UNRESOLVED)
-        return Outcome(lam * scale, iterations, exact_status(lam, s, upper) + lost)
+        resolved = resolution(K, deciding)
+        lost = xp.astype(resolved < RESOLVED, xp.int64) * int(Status.UNRESOLVED)
+        return Outcome(lam * scale, iterations, exact_status(lam, s, upper) + lost, resolved)
 
 
-def lost_digits(K: Array, rows: Array, below: float) -> Array:
-    """Tell where `rows`, boolean (..., t), are dependent up to a squared sine `below`; for unit rows."""
+def resolution(K: Array, rows: Array) -> Array:
+    """Return how far from dependent the chosen `rows`, boolean (..., t), of norm one are, 1 at best.
+
+    The smallest eigenvalue of their cosines, or a lower bound that is not small. On a device the
+    smallest pivot, which is never below it.
+    """
     xp, device = array_api_compat.array_namespace(K), array_api_compat.device(K)
     if not on_host(device):
-        return smallest_pivot(K, rows) < below
+        return smallest_pivot(K, rows)
     K, rows = to_numpy(K), to_numpy(rows)
-    lost = np.zeros(rows.shape[:-1], dtype=bool)
-    # Rows are independent where the diagonal dominates: enough to clear most problems at once.
+    # Rows are independent where the diagonal dominates (Gershgorin): enough to clear most problems at once.
     across = np.sum(np.abs(K), axis=-1, where=rows[..., None, :]) - 1.0
-    for i in map(tuple, np.argwhere(np.max(across, axis=-1, where=rows, initial=0.0) > 1.0 - below)):
-        try:
-            factor = np.linalg.cholesky(K[i][np.ix_(rows[i], rows[i])])
-            lost[i] = np.diagonal(factor).min() ** 2 < below
-        except np.linalg.LinAlgError:
-            lost[i] = True
-    return from_numpy(lost, xp, device)
+    result = np.asarray(1.0 - np.max(across, axis=-1, where=rows, initial=0.0))
+    for i in map(tuple, np.argwhere(result < 0.1)):
+        result[i] = np.linalg.eigvalsh(K[i][np.ix_(rows[i], rows[i])])[0]
+    return from_numpy(result, xp, device)
 
 
 def _in_slabs(K, b, upper):

@@ -51,6 +51,6 @@ class GEM2017(Method):
         violated = xp.any(b < 0, axis=-1, keepdims=True)
         ridged = K + self.eps * identity_like(K)
         floor = xp.full_like(b, self.memory_strength)
-        free, iterations, _ = Exact().solve(ridged, b + matvec(ridged, floor))
+        free, iterations, *_ = Exact().solve(ridged, b + matvec(ridged, floor))
         lam = xp.where(violated, free + floor, xp.zeros_like(b))
         return Outcome(lam, iterations, int(Status.APPROXIMATE))  # exact, but of another problem

@@ -1,0 +1,241 @@
+"""``make accuracy``: hard families of projections, every solver, and a judge with a hundred digits.
+
+Writes the tables and the figure of docs/accuracy.md.
+"""
+
+from __future__ import annotations
+
+import platform
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.progress import track
+
+from benchmarks import heatmap
+from benchmarks.families import FAMILIES, Problem
+from benchmarks.isolated import PROCESSES, Answer, Isolated
+from benchmarks.judge import project_precisely
+from benchmarks.solvers import SOLVERS, Solver
+
+# An answer that is further than this from the projection, in units of |g|, is a failure.
+TOLERANCE = 1e-6
+# Of x itself, which no bound on multipliers sees.
+ROUNDING = 1e-15
+PACKAGES = [
+    "numpy", "scipy", "quadprog", "osqp", "qpsolvers", "daqp", "proxsuite", "piqp", "clarabel", "torchjd",
+    "torch", "mpmath",
+]  # fmt: skip
+
+
+class Case(NamedTuple):
+    """A problem with its projection."""
+
+    G: np.ndarray
+    g: np.ndarray
+    x: np.ndarray
+
+
+class Score(NamedTuple):
+    """How one answer does; NaN where there is nothing to measure."""
+
+    t: int
+    ms: float
+    warned: bool = True
+    primal: float = np.nan
+    complementarity: float = np.nan
+    error: float = np.nan
+    bound: float = np.nan
+
+    @property
+    def failed(self) -> bool:
+        """Whether the answer is missing, not finite or too far from the projection."""
+        return not self.error <= TOLERANCE
+
+
+class Cell:
+    """All answers of one solver in one family."""
+
+    def __init__(self, scores: list[Score]) -> None:
+        self.scores = scores
+        self.failed = [score for score in scores if score.failed]
+        self.silent = sum(not score.warned for score in self.failed)
+
+    def worst(self, measure: str) -> float:
+        """Return the largest value of a measure, NaN if it was never taken."""
+        values = [getattr(score, measure) for score in self.scores]
+        return max((v for v in values if np.isfinite(v)), default=np.nan)
+
+    @property
+    def percent(self) -> int:
+        """Failures in percent, rounded up: zero means none."""
+        return -(-100 * len(self.failed) // len(self.scores))
+
+    def details(self, aim: str) -> list[str]:
+        """Return the entries of a row of a detail table."""
+        numbers = [power(self.worst(name)) for name in ("primal", "complementarity", "error", "bound")]
+        time = f"{np.median([score.ms for score in self.scores]):.2f}"
+        if aim == "approximate":
+            return [*numbers, "by design", "", "", time]
+        sizes = sorted({score.t for score in self.failed})
+        failures = f"{len(self.failed)}/{len(self.scores)}"
+        return [*numbers, failures, str(self.silent), ", ".join(map(str, sizes)), time]
+
+
+Results = dict[str, dict[str, Cell]]  # by family and solver
+
+
+def score(case: Case, answer: Answer) -> Score:
+    """Measure an answer, in numbers that no scaling of g or of a row changes."""
+    (G, g, x), t = case, len(case.G)
+    if answer.x is None:
+        return Score(t, answer.ms)
+    if not np.all(np.isfinite(answer.x)):
+        return Score(t, answer.ms, warned=False)
+    unit, norms = np.linalg.norm(g), np.linalg.norm(G, axis=1)
+    s = G @ answer.x
+    primal = np.max(-s / np.where(norms > 0, norms, 1.0) / unit, initial=0.0)
+    error = float(np.linalg.norm(answer.x - x) / unit)
+    if answer.findings is None:
+        return Score(t, answer.ms, False, primal, error=error)
+    lam, warned, bound = answer.findings
+    return Score(t, answer.ms, warned, primal, np.max(np.abs(lam * s)) / unit**2, error, bound)
+
+
+def judged(problems: list[Problem]) -> list[Case]:
+    """Project every problem precisely, on all cores."""
+    with ProcessPoolExecutor(mp_context=PROCESSES) as pool:
+        answers = pool.map(project_precisely, *zip(*problems, strict=True))
+        seen = track(answers, "judging", len(problems), transient=True)
+        return [Case(*problem, x) for problem, x in zip(problems, seen, strict=True)]
+
+
+def measure(solvers: list[Solver], cases: dict[str, list[Case]]) -> Results:
+    """Run every solver on every case, one after the other."""
+    results: Results = {family: {} for family in cases}
+    for solver in track(solvers, "solving", transient=True):
+        with closing(Isolated(solver)) as run:
+            for family, members in cases.items():
+                results[family][solver.name] = Cell([score(case, run(case.G, case.g)) for case in members])
+    return results
+
+
+def power(value: float) -> str:
+    """Write a number with one digit; zero and what was not measured are short."""
+    return "" if np.isnan(value) else "0" if value == 0 else f"{value:.0e}"
+
+
+def entry(cell: Cell, aim: str) -> str:
+    """Return what stands in the matrix: the worst error, or how many answers failed."""
+    if cell.failed and aim == "exact":
+        return f"**FAIL {cell.percent} %**"
+    return power(cell.worst("error"))
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a Markdown table with numbers to the right."""
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    return [f"| {' | '.join(line)} |" for line in lines] + [""]
+
+
+def matrix(results: Results, solvers: list[Solver], aim: str) -> list[str]:
+    """Return the table of families by solvers of one aim."""
+    chosen = [solver.name for solver in solvers if solver.aim == aim]
+    rows = [[family, *(entry(cells[name], aim) for name in chosen)] for family, cells in results.items()]
+    return table(["worst error", *chosen], rows) if chosen else []
+
+
+def details(results: Results, solvers: list[Solver]) -> list[str]:
+    """Return a table per family, folded."""
+    head = ["solver", "r_p", "r_c", "error", "bound", "failures", "silent", "at t =", "ms"]
+    lines = []
+    for family, cells in results.items():
+        lines += ["<details>", f"<summary>{family}</summary>", ""]
+        lines += table(head, [[s.name, *cells[s.name].details(s.aim)] for s in solvers])
+        lines += ["</details>", ""]
+    return lines
+
+
+def trust(results: Results) -> str:
+    """Say whether the error bounds of this library's answers hold, and whether they find the bad ones."""
+    scores = [s for cells in results.values() for cell in cells.values() for s in cell.scores]
+    bounded = [s for s in scores if not np.isnan(s.bound)]
+    held = sum(s.error <= s.bound + ROUNDING for s in bounded)
+    far = [s for s in bounded if s.failed]
+    found = sum(s.bound > TOLERANCE for s in far)
+    return (
+        f"gemproj's `error_bound` held for {held:,} of its {len(bounded):,} answers, all methods counted. "
+        f"{len(far):,} of them are off by more than {TOLERANCE:g}, by design or not; "
+        f"the bound said so for {found:,}."
+    )
+
+
+def environment(skipped: list[Solver], problems: int) -> str:
+    """Return what the numbers depend on."""
+    found = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found.append(f"{package} {version(package)}")
+    text = f"{problems} problems. {', '.join(found)}."
+    missing = [f"{solver.name} ({', '.join(solver.missing)} not installed)" for solver in skipped]
+    return text + (f" Left out: {', '.join(missing)}." if missing else "")
+
+
+def picture(results: Results, solvers: list[Solver], path: Path) -> None:
+    """Draw the matrix: powers of ten, and crosses where answers failed."""
+    rows = [[cells[solver.name] for solver in solvers] for cells in results.values()]
+    errors = np.array([[cell.worst("error") for cell in row] for row in rows])
+    texts = [
+        [
+            f"✗ {cell.percent} %"
+            if cell.failed and solver.aim == "exact"
+            else f"{round(np.log10(max(cell.worst('error'), 1e-16)))}"
+            for cell, solver in zip(row, solvers, strict=True)
+        ]
+        for row in rows
+    ]
+    exact = sum(solver.aim == "exact" for solver in solvers)
+    heatmap.draw(errors, texts, list(results), [solver.name for solver in solvers], exact, path)
+
+
+def pick(names: list[str], wanted: str | None) -> list[str]:
+    """Return the names that contain one of the wanted words; all of them if none is given."""
+    words = [""] if wanted is None else [word.strip() for word in wanted.split(",")]
+    return [name for name in names if any(word in name for word in words)]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for tables and figure.")] = Path("docs/results"),
+    families: Annotated[
+        str | None, typer.Option(help="Only families that contain one of these words.")
+    ] = None,
+    solvers: Annotated[str | None, typer.Option(help="Only solvers that contain one of these words.")] = None,
+    repeats: Annotated[int, typer.Option(help="Problems of each size, fewer of the large ones.")] = 6,
+    largest: Annotated[int, typer.Option(help="Largest number of constraints.")] = 120,
+) -> None:
+    """Find out who fails where."""
+    asked = [solver for solver in SOLVERS if solver.name in pick([s.name for s in SOLVERS], solvers)]
+    used, skipped = [s for s in asked if not s.missing], [s for s in asked if s.missing]
+    drawn = {name: list(FAMILIES[name].problems(repeats, largest)) for name in pick(list(FAMILIES), families)}
+    flat = judged([problem for problems in drawn.values() for problem in problems])
+    queue = iter(flat)
+    cases = {name: [next(queue) for _ in problems] for name, problems in drawn.items()}
+    results = measure(used, cases)
+
+    header = [environment(skipped, len(flat)), "", trust(results), ""]
+    overview = header + matrix(results, used, "exact") + matrix(results, used, "approximate")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "accuracy.md").write_text("\n".join(overview))
+    (out / "accuracy-details.md").write_text("\n".join(details(results, used)))
+    picture(results, used, out / "accuracy.png")
+    Console().print(Markdown("\n".join(overview)))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,103 @@
+"""``make fuzz``: a million tiny degenerate integer problems against exact rational arithmetic.
+
+Small integers make repeated, opposite, dependent and zero rows, ties and multipliers that are zero
+together with their constraint: all that active-set methods cycle or stop early on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.progress import track
+
+import gemproj
+from gemproj import combine, gram, project
+from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
+from gemproj.methods._method import normalise
+from tests.problems import rational_projection
+
+CHUNK = 2000
+WRONG = 1e-9  # of |x - x*| / |g|
+
+
+def integers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw up to six rows with up to four columns; g is not zero."""
+    t, d = rng.integers(1, 7), rng.integers(1, 5)
+    while True:
+        G, g = rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
+        if g.any():
+            return G, g
+
+
+def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Project as users do, and by each form of the method for large t on its own."""
+    yield "project", project(G, g)
+    unit = normalise(*gram(G, g)[:2], None, None)
+    lam, _, _ = solve_active_set(Tableau(unit.K, unit.b), None, None)
+    yield "active set, tableau", combine(G, g, lam * unit.scale)
+    n = np.linalg.norm(G, axis=1)
+    rows = n > 0
+    lam = np.zeros(len(G))
+    if rows.any():
+        lam[rows], _, _ = solve_active_set(Factorisation(G[rows].T / n[rows], g), None, None)
+        lam[rows] /= n[rows]
+    yield "active set, factorisation", combine(G, g, lam)
+
+
+def run(seed: int) -> tuple[Counter[str], dict[str, float], list[str]]:
+    """Return the number of wrong answers and the worst error by way, and the problems that went wrong."""
+    rng = np.random.default_rng(seed)
+    wrong: Counter[str] = Counter()
+    worst: dict[str, float] = {}
+    failures = []
+    for _ in range(CHUNK):
+        G, g = integers(rng)
+        expected = np.array(rational_projection(G, g), dtype=float)
+        for way, x in answers(G, g):
+            error = float(np.linalg.norm(x - expected) / np.linalg.norm(g))
+            worst[way] = max(worst.get(way, 0.0), error)
+            wrong[way] += not error < WRONG
+            if not error < WRONG:
+                failures.append(f"{way}: G = {G.tolist()}, g = {g.tolist()}, off by {error:.1e}")
+    return wrong, worst, failures
+
+
+def main(
+    problems: Annotated[int, typer.Option(help="Number of problems.")] = 1_000_000,
+    workers: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
+    out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
+) -> None:
+    """Project random degenerate integer problems and compare with exact rational arithmetic."""
+    seeds, start = range(-(-problems // CHUNK)), time.perf_counter()
+    wrong: Counter[str] = Counter()
+    worst: dict[str, float] = {}
+    with ProcessPoolExecutor(workers) as pool:
+        for counts, errors, failures in track(pool.map(run, seeds), "problems", total=len(seeds)):
+            wrong.update(counts)
+            worst = {way: max(worst.get(way, 0.0), error) for way, error in errors.items()}
+            print("\n".join(failures), end="\n" if failures else "")
+    minutes = (time.perf_counter() - start) / 60
+    lines = [
+        f"{len(seeds) * CHUNK:,} problems, seeds 0 to {len(seeds) - 1}, in {minutes:.0f} minutes "
+        f"on {workers} processes; gemproj {gemproj.__version__}, NumPy {np.__version__}.",
+        "",
+        "| way | wrong | largest error of x, over the norm of g |",
+        "|:--|--:|--:|",
+        *(f"| {way} | {wrong[way]} | {error:.0e} |" for way, error in worst.items()),
+    ]
+    print("\n".join(lines))
+    if out is not None:
+        out.write_text("\n".join(lines) + "\n")
+    raise typer.Exit(code=int(bool(wrong.total())))
+
+
+if __name__ == "__main__":
+    typer.run(main)

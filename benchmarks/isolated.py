@@ -1,0 +1,80 @@
+"""Calls to solvers in a process of their own, because some never return and some take Python with them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+import warnings
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.solvers import SOLVERS, Findings, Solver
+
+# Not forked: libraries that hold threads do not survive that.
+PROCESSES = multiprocessing.get_context("spawn")
+
+
+class Answer(NamedTuple):
+    """What a solver returned; x is None where it raised, crashed or ran out of time."""
+
+    ms: float
+    x: np.ndarray | None = None
+    findings: Findings | None = None
+
+
+class Isolated:
+    """A solver in a process of its own, which is replaced when a call takes more than `limit` seconds."""
+
+    def __init__(self, solver: Solver, limit: float = 3.0) -> None:
+        self._name, self._limit = solver.name, limit
+        self._start()
+
+    def __call__(self, G: np.ndarray, g: np.ndarray) -> Answer:
+        """Project g once."""
+        start = time.perf_counter()
+        with suppress(EOFError, OSError):  # it died
+            self._pipe.send((G, g))
+            if self._pipe.poll(self._limit):
+                answer = self._pipe.recv()
+                return answer._replace(findings=self._pipe.recv())  # takes the time it takes
+        ms = 1e3 * (time.perf_counter() - start)
+        self.close()
+        self._start()
+        return Answer(ms)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def _start(self) -> None:
+        self._pipe, far_end = PROCESSES.Pipe()
+        self._process = PROCESSES.Process(target=_serve, args=(self._name, far_end), daemon=True)
+        self._process.start()
+        far_end.close()
+        self._pipe.recv()  # ready: starting does not count
+
+
+def _serve(name: str, pipe: Any) -> None:
+    """Answer every (G, g) that comes through the pipe."""
+    solver = next(solver for solver in SOLVERS if solver.name == name)
+    warnings.simplefilter("ignore")
+    _answer(solver, np.eye(2), -np.ones(2))
+    pipe.send("ready")
+    while True:
+        G, g = pipe.recv()
+        answer = _answer(solver, G, g)
+        pipe.send(answer)
+        pipe.send(solver.inspect(G, g) if solver.inspect and answer.x is not None else None)
+
+
+def _answer(solver: Solver, G: np.ndarray, g: np.ndarray) -> Answer:
+    start = time.perf_counter()
+    try:
+        x = solver.project(G, g)
+    except Exception:  # whatever it is, there is no answer
+        x = None
+    return Answer(1e3 * (time.perf_counter() - start), x)

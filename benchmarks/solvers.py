@@ -1,0 +1,138 @@
+"""The solvers that a user of GEM might call, each as a function of G and g."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+import scipy.optimize
+
+import gemproj
+from gemproj import FISTA, PGD, Status
+
+Vector = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+class Findings(NamedTuple):
+    """What a solver tells besides x."""
+
+    multipliers: np.ndarray
+    warned: bool = False
+    bound: float = np.nan
+
+
+@dataclass(frozen=True)
+class Solver:
+    """A solver, and what it needs and tells.
+
+    Attributes
+    ----------
+    name : str
+    project : callable
+        ``(G, g) -> x``.
+    inspect : callable, optional
+        ``(G, g) -> Findings`` behind the same x: multipliers, whether a status says not to trust
+        them, and an upper bound of the error.
+    aim : {"exact", "approximate"}
+        A solver that approximates by design has no failures, only errors.
+    needs : tuple of str
+        Packages.
+    """
+
+    name: str
+    project: Vector
+    inspect: Callable[[np.ndarray, np.ndarray], Findings] | None = None
+    aim: str = "exact"
+    needs: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> list[str]:
+        """Return the packages that are not installed."""
+        return [package for package in self.needs if find_spec(package) is None]
+
+
+def ours(name: str, method: gemproj.Method | str, aim: str = "exact", needs: tuple[str, ...] = ()) -> Solver:
+    """Return one of this library's methods."""
+
+    def inspect(G: np.ndarray, g: np.ndarray) -> Findings:
+        sol = gemproj.solve_dual(G, g, method=method)
+        return Findings(sol.multipliers, bool(sol.status & ~Status.APPROXIMATE), float(sol.error_bound()))
+
+    return Solver(name, lambda G, g: gemproj.project(G, g, method=method), inspect, aim, needs)
+
+
+def from_dual(name: str, dual: Vector, *needs: str) -> Solver:
+    """Return a solver for multipliers, followed by ``x = g + G'lam``."""
+    return Solver(name, lambda G, g: g + dual(G, g) @ G, lambda G, g: Findings(dual(G, g)), needs=needs)
+
+
+def nnls(G: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """Solve ``min |G'lam + g|, lam >= 0``, which is the dual problem without its Gram matrix."""
+    return scipy.optimize.nnls(G.T, -g)[0]
+
+
+def dual_qp(G: np.ndarray, g: np.ndarray, solver: str) -> np.ndarray:
+    """Solve ``min 1/2 lam'K lam + b'lam, lam >= 0`` with a solver's default settings."""
+    from qpsolvers import solve_qp
+
+    return _found(solve_qp(G @ G.T, G @ g, lb=np.zeros(len(G)), solver=solver))
+
+
+def primal_qp(G: np.ndarray, g: np.ndarray, solver: str) -> np.ndarray:
+    """Solve ``min 1/2 |x - g|^2, -G x <= 0``, with a matrix of size d by d."""
+    from qpsolvers import solve_qp
+
+    return _found(solve_qp(np.eye(len(g)), -g, -G, np.zeros(len(G)), solver=solver))
+
+
+def _found(solution: np.ndarray | None) -> np.ndarray:
+    if solution is None:
+        raise ArithmeticError("no solution found")
+    return solution
+
+
+def gem_reference(G: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """Project as in the code of the GEM paper, with its ridge of 1e-3."""
+    import torch
+
+    from benchmarks.recipes import gem_published
+
+    return gem_published(torch.from_numpy(G), torch.from_numpy(g)).numpy()
+
+
+def torchjd(G: np.ndarray, g: np.ndarray) -> np.ndarray:
+    """Project g onto the dual cone of the rows of [g; G]: g.x = |x|^2 >= 0 holds anyway."""
+    import torch
+    from torchjd.aggregation import DualProj
+
+    rows = torch.from_numpy(np.vstack([g, G]))
+    preference = torch.zeros(len(rows), dtype=rows.dtype)
+    preference[0] = 1.0
+    return DualProj(preference)(rows).numpy()
+
+
+def via_qpsolvers(name: str, solver: str, package: str) -> Solver:
+    return from_dual(name, partial(dual_qp, solver=solver), "qpsolvers", package)
+
+
+SOLVERS = [
+    ours("gemproj exact", "exact"),
+    ours("gemproj quadprog", "quadprog", needs=("quadprog",)),
+    ours("gemproj osqp", "osqp", needs=("osqp",)),
+    from_dual("SciPy NNLS", nnls),
+    Solver("quadprog, primal", partial(primal_qp, solver="quadprog"), needs=("qpsolvers", "quadprog")),
+    via_qpsolvers("quadprog", "quadprog", "quadprog"),
+    via_qpsolvers("DAQP", "daqp", "daqp"),
+    via_qpsolvers("ProxQP", "proxqp", "proxsuite"),
+    via_qpsolvers("PIQP", "piqp", "piqp"),
+    via_qpsolvers("Clarabel", "clarabel", "clarabel"),
+    Solver("GEM reference", gem_reference, needs=("torch", "quadprog")),
+    Solver("TorchJD", torchjd, needs=("torchjd", "qpsolvers", "quadprog")),
+    ours("gemproj fista, 100 steps", FISTA(steps=100), "approximate"),
+    ours("gemproj pgd, 100 steps", PGD(steps=100), "approximate"),
+    ours("gemproj agem", "agem", "approximate"),
+]

@@ -1,0 +1,80 @@
+"""The judge of docs/accuracy.md, and the script that makes its tables."""
+
+import os
+import signal
+
+import numpy as np
+import pytest
+from problems import assert_close, draw, rational_projection
+
+pytest.importorskip("mpmath")
+pytest.importorskip("scipy")
+accuracy = pytest.importorskip("benchmarks.accuracy")
+from benchmarks import judge  # noqa: E402
+from benchmarks.families import FAMILIES  # noqa: E402
+from benchmarks.isolated import Isolated  # noqa: E402
+from benchmarks.solvers import SOLVERS, Findings  # noqa: E402
+
+
+def test_judge_agrees_with_rational_arithmetic():
+    problems = list(FAMILIES["tiny integers"].problems(repeats=2, largest=5))
+    problems += list(FAMILIES["opposite, tilt 1e-7"].problems(repeats=2, largest=5))
+    for G, g in problems:
+        expected = np.array(rational_projection(G, g), dtype=float)
+        assert_close(judge.project_precisely(G, g), expected, atol=0)
+
+
+@pytest.mark.parametrize("scale", [1e-150, 1.0, 1e150])
+def test_judge_finds_a_known_answer_at_any_scale(rng, scale):
+    G, g, x, _, _ = draw(rng, "generic", 8, 20)
+    assert_close(judge.project_precisely(scale * G, scale * g) / scale, x, atol=1e-14)
+
+
+def test_judge_does_not_depend_on_where_it_starts(rng, monkeypatch):
+    G, g = rng.standard_normal((2, 12, 20))[0], rng.standard_normal(20)
+    expected = judge.project_precisely(G, g)
+    for start in (np.zeros(12), np.ones(12), rng.random(12)):
+        monkeypatch.setattr(judge, "_suggest", lambda G, g, start=start: start)
+        assert_close(judge.project_precisely(G, g), expected, atol=0)
+
+
+def test_judge_of_nothing_to_do():
+    g = np.array([1.0, -2.0])
+    assert_close(judge.project_precisely(np.zeros((3, 2)), g), g, atol=0)
+    assert_close(judge.project_precisely(np.eye(2), 0 * g), 0 * g, atol=0)
+
+
+def test_script_writes_its_tables(tmp_path):
+    pytest.importorskip("matplotlib")
+    accuracy.main(tmp_path, families="tiny", solvers="exact,NNLS,agem", repeats=1, largest=3)
+    overview = (tmp_path / "accuracy.md").read_text()
+    assert "20 problems" in overview
+    assert "| worst error | gemproj exact | SciPy NNLS |" in overview
+    assert "FAIL" not in overview
+    assert "held for 40 of its 40 answers" in overview
+    details = (tmp_path / "accuracy-details.md").read_text()
+    assert "<summary>tiny integers</summary>" in details
+    assert "| gemproj exact |" in details
+    assert "by design" in details
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+def test_score_tells_failures_apart():
+    G, g, x = np.eye(2), np.array([-1.0, 1.0]), np.array([0.0, 1.0])
+    case = accuracy.Case(G, g, x)
+    right = accuracy.Answer(1.0, x, Findings(np.array([1.0, 0.0])))
+    answers = right, accuracy.Answer(1.0, g), accuracy.Answer(1.0)
+    good, silent, missing = (accuracy.score(case, answer) for answer in answers)
+    assert (good.primal, good.complementarity, good.error, good.failed) == (0.0, 0.0, 0.0, False)
+    assert silent.primal == pytest.approx(2**-0.5)
+    cell = accuracy.Cell([good, silent, missing])
+    assert (cell.percent, cell.silent, cell.worst("error")) == (67, 1, pytest.approx(2**-0.5))
+
+
+def test_a_solver_that_hangs_or_dies_is_replaced():
+    run = Isolated(next(s for s in SOLVERS if s.name == "SciPy NNLS"), limit=2.0)
+    for stop in (signal.SIGSTOP, signal.SIGKILL):
+        os.kill(run._process.pid, stop)
+        assert run(np.eye(2), -np.ones(2)).x is None
+        assert_close(run(np.eye(2), -np.ones(2)).x, np.zeros(2), atol=1e-15)
+    run.close()
