@@ -29,8 +29,8 @@ TOLERANCE = 1e-6
 # Of x itself, which no bound on multipliers sees.
 ROUNDING = 1e-15
 PACKAGES = [
-    "numpy", "scipy", "quadprog", "osqp", "qpsolvers", "daqp", "proxsuite", "piqp", "clarabel", "torchjd",
-    "torch", "mpmath",
+    "gemproj", "numpy", "scipy", "quadprog", "osqp", "qpsolvers", "daqp", "proxsuite", "piqp", "clarabel",
+    "torchjd", "torch", "mpmath",
 ]  # fmt: skip
 
 

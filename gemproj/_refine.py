@@ -9,6 +9,7 @@ import array_api_compat
 import numpy as np
 
 from gemproj._array import Array, Problem, from_numpy, to_numpy
+from gemproj._certificate import settled
 from gemproj._gram import Gram, factor_rows, stacked_tiles
 from gemproj._solution import DualSolution, in_units
 from gemproj.methods._active_set import Factorisation, solve_active_set
@@ -19,6 +20,7 @@ from gemproj.methods.exact import RESOLVED, Exact, resolution
 # The resolution below which K is not trusted. Small problems lose no time by looking at G once more;
 # where float32 products were summed K is good to 1e-8.
 _SMALL, _NATIVE = 1e-2, 1e-3
+_HOPELESS = 1e-6  # error of x over |g| that even the factorisation cannot avoid
 
 
 def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolution:
@@ -43,15 +45,17 @@ def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolu
             continue
         A, a = factor[i][:, :t], factor[i][:, t]
         step = in_units(np.ones(t), None if units is None else units[i])  # from raw multipliers to units
-        found, pivots, met = _solve(
-            A,
-            a + A @ (sol.margin * step),
-            None if upper is None else to_numpy(upper)[i],
-            (lam[i] - sol.margin) * step,
-        )
+        a = a + A @ (sol.margin * step)
+        top = np.full(t, np.inf) if upper is None else to_numpy(upper)[i]
+        found, pivots, met = _solve(A, a, top, (lam[i] - sol.margin) * step)
         lam[i] = sol.margin + found / step
         lam[i][lam[i] >= sol.penalty * (1.0 - 1e-15)] = sol.penalty
-        status[i] = status[i] & ~(Status.UNRESOLVED | Status.STALLED) | (0 if met else Status.STALLED)
+        # What rounding of the multipliers leaves along the active rows tells whether float64 can hold them.
+        left = settled(A, a, found, (found > 0) & (found < top))[1]
+        status[i] &= ~(Status.UNRESOLVED | Status.STALLED)
+        status[i] |= (0 if met else Status.STALLED) | (
+            Status.UNRESOLVED if left > _HOPELESS * np.linalg.norm(a) else 0
+        )
         iterations[i] += pivots
     xp, device = problem.xp, problem.device
     return replace(
@@ -75,7 +79,7 @@ def _lost(problem: Problem, sol: DualSolution) -> np.ndarray:
 
 
 def _solve(
-    A: np.ndarray, a: np.ndarray, upper: np.ndarray | None, start: np.ndarray
+    A: np.ndarray, a: np.ndarray, upper: np.ndarray, start: np.ndarray
 ) -> tuple[np.ndarray, int, bool]:
     """Solve for rows in the coordinates of the factor, of any norms; tell whether the conditions are met."""
     n, size = np.linalg.norm(A, axis=0), float(np.linalg.norm(a))
@@ -83,9 +87,8 @@ def _solve(
     if size == 0.0 or not rows.any():
         return lam, 0, True
     n = n[rows]
-    top = None if upper is None else upper[rows] * n / size
     faces = Factorisation(A[:, rows] / n, a / size)
-    found, pivots, residual = solve_active_set(faces, top, start[rows] * n / size)
+    found, pivots, residual = solve_active_set(faces, upper[rows] * n / size, start[rows] * n / size)
     lam[rows] = found * size / n
     return lam, pivots, residual <= 1e-9
 

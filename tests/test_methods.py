@@ -179,6 +179,19 @@ def test_outside_solvers_find_the_exact_projection(method, accuracy, options, xp
     assert_close(xp.numpy(x), project(G, g, **options), atol=accuracy)
 
 
+def test_osqp_gives_up_at_its_start_not_at_infinity():
+    pytest.importorskip("osqp")
+    from benchmarks.families import FAMILIES
+
+    gave_up = 0
+    for family in ("conflicting", "opposite, tilt 1e-5", "Hilbert, random signs"):
+        for G, g in FAMILIES[family].problems(4, 30):
+            sol = solve_dual(G, g, method="osqp")
+            gave_up += int(sol.status) == Status.STALLED and not np.any(sol.multipliers)
+            assert np.linalg.norm(project(G, g, method="osqp")) < 2 * np.linalg.norm(g)
+    assert gave_up
+
+
 def test_osqp_starts_warm(rng):
     pytest.importorskip("osqp")
     G, g = rng.standard_normal((30, 40)) - 0.1, rng.standard_normal(40)

@@ -26,9 +26,9 @@ class Status(enum.IntFlag):
     """A row of G was not finite and was left out: on a device, where looking would stop it, or where
     ``check=False`` asks for that."""
     UNRESOLVED = 8
-    """Rows that matter are so nearly dependent that K has lost the digits that tell them apart: the
-    answer is right for *some* rows that equal those of G to rounding of K. On the CPU the exact method
-    then goes back to G, and this status is not seen; elsewhere ``refine`` helps."""
+    """Rows that matter are so nearly dependent that the digits which tell them apart are lost: the answer
+    is right for *some* rows that equal those of G to rounding. On the CPU the exact method goes back
+    from K to G before it says so; elsewhere it speaks of K, and ``refine`` helps."""
 
 
 class Outcome(NamedTuple):

@@ -55,6 +55,10 @@ class OSQP(Method):
         if start is not None:
             model.warm_start(x=start, y=-(K @ start + b))
         result = model.solve(raise_error=False)
-        solved = result.info.status_val == osqp.SolverStatus.OSQP_SOLVED
-        lam = np.nan_to_num(np.maximum(result.x, 0.0), nan=0.0)
+        status = osqp.SolverStatus
+        solved = result.info.status_val == status.OSQP_SOLVED
+        if solved or result.info.status_val in (status.OSQP_SOLVED_INACCURATE, status.OSQP_MAX_ITER_REACHED):
+            lam = np.nan_to_num(np.maximum(result.x, 0.0), nan=0.0)
+        else:  # it takes the problem for unbounded, and x for a proof of that
+            lam = np.zeros(t) if start is None else start
         return Outcome(lam, int(result.info.iter), int(Status.APPROXIMATE if solved else Status.STALLED))
