@@ -81,10 +81,11 @@ class Problem:
 
     @property
     def native(self) -> bool:
-        """Whether tiles can be used as they are: large, one float32 or float64 dtype, no metric."""
+        """Whether tiles can be used as they are: one large problem, all float32 or float64, no metric."""
         dtype = self.vector[0].dtype
         return (
             self.large
+            and not self.batch
             and self.weight is None
             and dtype in (self.xp.float32, self.xp.float64)
             and all(a.dtype == dtype for a in [*self.rows, *self.vector])

@@ -95,7 +95,8 @@ def error_bound(
 
     Where these rows are dependent to rounding, no such sigma exists. Those that depend on rows which
     stay active all the way may be left out. Otherwise ``|x|`` bounds the distance of any
-    x = g + G'lam, lam >= 0, to x* (weak duality at the feasible point 0).
+    x = g + G'lam, lam >= 0, to x* (weak duality at the feasible point 0), and with an upper bound the
+    size of the box that holds all multipliers does.
     """
     n, size = np.sqrt(np.diagonal(K)), math.sqrt(gg)
     rows = n > 0
@@ -109,8 +110,8 @@ def error_bound(
         )
     else:
         geometry = _ByRows(factor[0][:, rows] / n, factor[1] / size, rounding)
-    # Weak duality needs multipliers without an upper bound.
-    length = geometry.length(lam) if upper is None else math.inf
+    # Weak duality needs multipliers without an upper bound. With one, they cannot be far apart.
+    length = geometry.length(lam) if upper is None else float(np.maximum(lam, upper - lam).sum())
     mu = geometry.solve(upper, lam)
     return min(length, geometry.apart(lam, mu) + geometry.reach(mu, upper))
 
@@ -255,11 +256,13 @@ class _ByRows(_Geometry):
         return smallest
 
     def inside(self, free: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        Q, _ = np.linalg.qr(self.A[:, free])
+        Q, R = np.linalg.qr(self.A[:, free])
         others = self.A[:, rows]
+        weights = np.linalg.solve(R, Q.T @ others)
         for _ in range(2):
             others = others - Q @ (Q.T @ others)
-        return np.linalg.norm(others, axis=0) <= 2.0 * self.rounding
+        noise = 2.0 * self.rounding * (1.0 + np.abs(weights).sum(axis=0))
+        return np.linalg.norm(others, axis=0) <= noise
 
 
 def settled(A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float]:

@@ -8,8 +8,6 @@ from typing import Any
 from gemproj._array import Array, Problem
 from gemproj._solution import DualSolution
 from gemproj.methods import Exact
-from gemproj.methods._enumeration import solve_on
-from gemproj.methods._method import normalise
 
 
 def pull_back(
@@ -32,24 +30,24 @@ def pull_back(
     def flat(a: Array, *lead: int) -> Array:
         return xp.astype(xp.reshape(a, (*batch, *lead, -1)), problem.wide)
 
-    u = 0.0 * sol.multipliers
-    for rows, v, w in zip(problem.rows, upstream, weight, strict=True):
-        u = u + xp.matmul(flat(rows, problem.t), (flat(v) / flat(w))[..., None])[..., 0]
-    if sol.units is not None:
-        u = u * sol.units[..., :-1]
-    unit = normalise(sol.gram, u, None, None)
-    free = (sol.multipliers > sol.margin) & (sol.multipliers < sol.penalty)
-    z = solve_on(unit.K, unit.b, free) * unit.scale
-    if sol.units is not None:
-        z = z * sol.units[..., :-1]
+    rows, weights = [flat(a, problem.t) for a in problem.rows], [flat(w) for w in weight]
+    units = 1.0 if sol.units is None else sol.units[..., :-1]
+    p, z = [flat(v) for v in upstream], 0.0 * sol.multipliers
+    # Where rows nearly cancel, what rounding leaves of z along them is taken out once more.
+    for _ in range(1 if sol.factor is None else 2):
+        u = sum(xp.matmul(a, (v / w)[..., None])[..., 0] for a, v, w in zip(rows, p, weights, strict=True))
+        step = sol.solve_free(u * units) * units
+        z = z + step
+        p = [v - xp.matmul(step[..., None, :], a)[..., 0, :] for a, v in zip(rows, p, strict=True)]
 
     grads: tuple[list[Array], list[Array], list[Array]] = ([], [], [])
-    for rows, g, w, v, y in zip(problem.rows, problem.vector, weight, upstream, x, strict=True):
-        p = flat(v) - xp.matmul(z[..., None, :], flat(rows, problem.t))[..., 0, :]
-        scaled = p / flat(w)
-        by_row = sol.multipliers[..., None] * scaled[..., None, :] - z[..., None] * flat(y)[..., None, :]
-        by_weight = -(flat(y) - flat(g)) * scaled
-        for to, value, like in zip(grads, (by_row, p, by_weight), (rows, g, w), strict=True):
+    lam = sol.multipliers[..., None]
+    for k, (v, w, y) in enumerate(zip(p, weights, map(flat, x), strict=True)):
+        scaled = v / w
+        by_row = lam * scaled[..., None, :] - z[..., None] * y[..., None, :]
+        by_weight = -(y - flat(problem.vector[k])) * scaled
+        likes = (problem.rows[k], problem.vector[k], weight[k])
+        for to, value, like in zip(grads, (by_row, v, by_weight), likes, strict=True):
             to.append(xp.astype(xp.reshape(value, like.shape), like.dtype))
     return grads
 

@@ -153,7 +153,9 @@ def solve_gram(measured: Measured, options: Options, warm_start: Array | None = 
         _raise_if_not_finite(gram)
     else:
         gram, dropped = _drop_not_finite(gram)
-    K, b, _, upper = shift(gram, margin, penalty, units)
+    K, b, gg, upper = shift(gram, margin, penalty, units)
+    if margin and host and not bool(xp.all(xp.isfinite(gg))):
+        raise ValueError(f"margin, {margin}, times the rows of G is too large beside g: scale G and g alike.")
     start = None
     if warm_start is not None:
         start = clip(in_units(_read_start(warm_start, b) - margin, units), upper)

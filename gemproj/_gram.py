@@ -13,6 +13,8 @@ from gemproj._array import Array, Blocks, Problem, from_numpy, read_problem, to_
 # Columns whose products are summed in the dtype of the input before the sums go on in float64. Matrix
 # products keep 16 partial sums or more, so rounding adds up over a sixteenth of a chunk.
 CHUNK, _PARTIAL_SUMS = 512, 16
+# Rounding of sums in float64, in units of its precision: 50 is what columns that are all alike make of it.
+_WIDE_ROUNDING = 128
 
 
 class Gram(NamedTuple):
@@ -98,29 +100,27 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 # NumPy would warn of infinities that stage 2 reports, with the row that holds them.
 @np.errstate(over="ignore", invalid="ignore", under="ignore")
-def measure(problem: Problem, *, native: bool = True) -> Measured:
-    """Stage 1 on checked arguments; `native` permits float32 products where the input is float32."""
-    if problem.large and problem.batch:
-        return _one_by_one(problem, native)
+def measure(problem: Problem) -> Measured:
+    """Stage 1 on checked arguments."""
+    if problem.large and problem.batch and 0 not in problem.batch:
+        return _one_by_one(problem)
+    rounding = _WIDE_ROUNDING * float(problem.xp.finfo(problem.wide).eps)
     with problem.in_full_precision():
-        if native and problem.native:
+        if problem.native:
             total = _native_total(problem)
             if _all_within(total, 1e-24, 1e30):
-                dtype = problem.vector[0].dtype
-                return _measured(
-                    problem, total, CHUNK / _PARTIAL_SUMS * float(problem.xp.finfo(dtype).eps) / 2
-                )
+                eps = float(problem.xp.finfo(problem.vector[0].dtype).eps)
+                return _measured(problem, total, rounding + CHUNK / _PARTIAL_SUMS * eps / 2)
         total, units = _wide_total(problem), None
         if problem.host and not _all_within(total, 1e-280, 1e280):
             # Squares may have left the range of float64: once more, in units in which they do not.
             units = _units(problem, total)
             total = total if units is None else _wide_total(problem, units)
-        eps = float(problem.xp.finfo(problem.wide).eps)
-        return _measured(problem, total, CHUNK / _PARTIAL_SUMS * eps / 2, units)
+    return _measured(problem, total, rounding, units)
 
 
-def _one_by_one(problem: Problem, native: bool) -> Measured:
-    xp, parts = problem.xp, [measure(problem.at(i), native=native) for i in np.ndindex(problem.batch)]
+def _one_by_one(problem: Problem) -> Measured:
+    xp, parts = problem.xp, [measure(problem.at(i)) for i in np.ndindex(problem.batch)]
 
     def stack(arrays: list[Array]) -> Array:
         return xp.reshape(xp.stack(arrays), (*problem.batch, *arrays[0].shape))

@@ -191,25 +191,19 @@ def _settle(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
 
     Where rows nearly cancel, multipliers are large, and so is the rounding of ``g + G'lam``.
     """
-    assert sol.factor is not None
-    for i in np.ndindex(problem.batch):
-        lam = to_numpy(sol.multipliers)[i]
-        free = np.flatnonzero((lam > sol.margin) & (lam < sol.penalty))
-        if not len(free) or not sol.factor[i].any():
-            continue
-        units = np.ones(problem.t + 1) if sol.units is None else to_numpy(sol.units)[i]
-        whole = problem.at(i)
+    units = None if sol.units is None else to_numpy(sol.units)
+    s = np.zeros(sol.multipliers.shape)
+    for i in map(tuple, np.argwhere(to_numpy(sol.refined))):
         blocks = [a[(*i, ...)] for a in x]
-        s = np.zeros(problem.t)
-        for _, tile in stacked_tiles(replace(whole, vector=blocks, weight=None), units):
-            s += tile[:-1] @ tile[-1]
-        A = sol.factor[i][:, free]
-        n = np.linalg.norm(A, axis=0)
-        R: Any = np.linalg.qr(A / n, mode="r")
-        step = np.zeros(problem.t)
-        step[free] = -np.linalg.solve(R, np.linalg.solve(R.T, s[free] / n)) / n
-        step *= units[:-1] / units[-1]
-        _add_rows(blocks, replace(whole, vector=blocks), from_numpy(step, problem.xp, problem.device))
+        one = replace(problem.at(i), vector=blocks, weight=None)
+        for _, tile in stacked_tiles(one, None if units is None else units[i]):
+            s[i] += tile[:-1] @ tile[-1]
+    # Rows that were left out hold what is not finite.
+    s = from_numpy(np.where(np.isfinite(s), s, 0.0), problem.xp, problem.device)
+    step = -sol.solve_free(s)
+    if sol.units is not None:
+        step = step * sol.units[..., :-1] / sol.units[..., -1:]
+    _add_rows(x, replace(problem, vector=x), step)
 
 
 def _native_parts(problem: Problem, lam: Array) -> list[Array] | None:

@@ -48,7 +48,8 @@ def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolu
         a = a + A @ (sol.margin * step)
         top = np.full(t, np.inf) if upper is None else to_numpy(upper)[i]
         found, pivots, met = _solve(A, a, top, (lam[i] - sol.margin) * step)
-        lam[i] = sol.margin + found / step
+        # Rows of norm zero, or left out, keep what they have.
+        lam[i] = np.where(np.any(A != 0, axis=0), sol.margin + found / step, lam[i])
         lam[i][lam[i] >= sol.penalty * (1.0 - 1e-15)] = sol.penalty
         # What rounding of the multipliers leaves along the active rows tells whether float64 can hold them.
         left = settled(A, a, found, (found > 0) & (found < top))[1]
@@ -103,7 +104,7 @@ def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolu
     xp = array_api_compat.array_namespace(K)
     lam = in_units(sol.multipliers - sol.margin, sol.units)
     margin = in_units(0.0 * sol.multipliers + sol.margin, sol.units)
-    free = (sol.multipliers > sol.margin) & (sol.multipliers < sol.penalty)
+    free = sol.free()
     for _ in range(steps):
         s = direct_slope(problem, margin + lam, sol.units)
         s = xp.where(xp.isfinite(s), s, xp.zeros_like(s))

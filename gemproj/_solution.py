@@ -12,7 +12,8 @@ import numpy as np
 from gemproj import _certificate
 from gemproj._array import Array, from_numpy, to_numpy
 from gemproj._gram import Gram
-from gemproj.methods._method import matvec
+from gemproj.methods._enumeration import solve_on
+from gemproj.methods._method import matvec, normalise
 
 
 class Standard(NamedTuple):
@@ -138,6 +139,29 @@ class DualSolution:
         gram = Gram(self.gram, self.linear, self.squared_norm)
         return shift(gram, self.margin, self.penalty, self.units)
 
+    def free(self) -> Array:
+        """Boolean (..., t): multipliers between their bounds, whose rows P have ``G_P x = 0``."""
+        return (self.multipliers > self.margin) & (self.multipliers < self.penalty)
+
+    def solve_free(self, u: Array) -> Array:
+        """Return ``K_PP^-1 u_P`` for the free rows P and zero for the others, all in `units`."""
+        free = self.free()
+        unit = normalise(self.gram, u, None, None)
+        z = solve_on(unit.K, unit.b, free) * unit.scale
+        if self.factor is None:
+            return z
+        z, u, free = to_numpy(z).copy(), to_numpy(u), to_numpy(free)
+        for i in self._factored():
+            A = self.factor[i][:, :-1][:, free[i]]
+            n = np.linalg.norm(A, axis=0)
+            R: Any = np.linalg.qr(A / n, mode="r")
+            z[i][free[i]] = np.linalg.solve(R, np.linalg.solve(R.T, u[i][free[i]] / n)) / n
+        return from_numpy(z, array_api_compat.array_namespace(unit.K), array_api_compat.device(unit.K))
+
+    def _factored(self) -> list[tuple[int, ...]]:
+        assert self.factor is not None
+        return list(map(tuple, np.argwhere(self.factor.any(axis=(-2, -1)))))
+
     def _measure(self) -> Array:
         """Return the multipliers of the standard problem."""
         return in_units(self.multipliers - self.margin, self.units)
@@ -153,8 +177,8 @@ class DualSolution:
         if self.factor is None:
             return s, left
         s, left, lam = to_numpy(s).copy(), np.zeros(gg.shape), to_numpy(lam)
-        free = (to_numpy(self.multipliers) > self.margin) & (to_numpy(self.multipliers) < self.penalty)
-        for i in map(tuple, np.argwhere(self.factor.any(axis=(-2, -1)))):
+        free = to_numpy(self.free())
+        for i in self._factored():
             A, a = self._shifted_factor(i)
             x, distance = _certificate.settled(A, a, lam[i], free[i])
             s[i], left[i] = A.T @ x, distance and distance / np.linalg.norm(a)
@@ -180,5 +204,6 @@ def shift(gram: Gram, margin: float, penalty: float, units: Array | None) -> Sta
     if margin == 0.0:
         return Standard(K, b, gg, upper)
     lower = in_units(xp.full_like(b, margin), units)
-    pull = matvec(K, lower)
-    return Standard(K, b + pull, gg + xp.sum(lower * (2.0 * b + pull), axis=-1), upper)
+    with np.errstate(over="ignore", invalid="ignore"):  # reported as an error of its own
+        pull = matvec(K, lower)
+        return Standard(K, b + pull, gg + xp.sum(lower * (2.0 * b + pull), axis=-1), upper)

@@ -203,6 +203,8 @@ def test_overflow_is_told_apart_from_a_result():
     assert_close(project(1e200 * G[:1], g), project(G[:1], g), atol=1e-14)
     with pytest.raises(ValueError, match=r"Rows of G are too small beside g: their multipliers overflow"):
         project(1e-200 * G[:1], -1e200 * G[0])
+    with pytest.raises(ValueError, match=r"margin, 0.1, times the rows of G is too large beside g"):
+        project(1e200 * G, g, margin=0.1)
 
 
 def test_rows_are_left_out_where_looking_is_not_free(rng):

@@ -79,6 +79,17 @@ def test_dependent_rows_have_a_derivative():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("tilt", [1e-3, 1e-5, 1e-7])
+def test_nearly_dependent_rows_have_the_derivative_of_their_span(tilt):
+    generator = torch.Generator().manual_seed(3)
+    u, w, g = torch.randn(3, 6, dtype=torch.float64, generator=generator)
+    G, g = torch.stack([u, tilt * w - u]), -torch.sign(g @ w) * g
+    Q = torch.linalg.qr(torch.stack([u, w]).T)[0]
+    jacobian = torch.autograd.functional.jacobian(lambda v: project(G, v), g)
+    expected = torch.eye(6, dtype=torch.float64) - Q @ Q.T
+    torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-15 / tilt)
+
+
 def test_learning_a_memory_by_gradient_descent():
     """What derivatives are for: choose a row of G so that its projection ends up where it should."""
     target, g = torch.tensor([0.0, 2.0, 1.0]), torch.tensor([-1.0, 2.0, 1.0])

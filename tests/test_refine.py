@@ -229,7 +229,22 @@ def test_rows_left_out_do_not_disturb_refinement(t, rng):
     bad = np.insert(G, 1, np.nan, axis=0)
     sol = solve_dual(bad, g, check=False)
     assert int(sol.status) == Status.ROW_DROPPED
-    assert_close(project(bad, g, check=False), project(G, g), atol=1e-9)
+    for options in ({}, {"margin": 0.1}, {"refine": 2}):
+        x = project(bad, g, check=False, **options)
+        assert_close(x, project(G, g, **{"margin": 0.0} | options), atol=1e-9 * (1 + np.linalg.norm(g)))
+
+
+def test_spans_of_nearly_parallel_rows_are_known_less_well():
+    """Rows 0, 2 and 4 are dependent; with 0 and 4 at an angle of 1e-6 that shows to 1e-10 only."""
+    u = np.array([0.0527341365814209, -0.1318359375, 0.02734375])
+    G = np.stack([1.220703125e-4 * u, [1e-9, 0.0, 0.0], [0.0, 2.0, 0.0], u, -4.0 * u])
+    G[0, 2] += 2.0**-40
+    G[4] += [2.0**-21, 0.0, 2.0**-21]
+    g = np.array([0.46875, 1.546875, -0.25])
+    for scale in (1.0, 2.0**-10, 2.0**10):
+        G[4, 0] = -4.0 * u[0] + scale * 2.0**-23
+        x = project(G, g)
+        assert error(x, judge.project_precisely(G, g), g) < 1e-8
 
 
 def test_status_tells_what_a_gram_matrix_cannot(rng):

@@ -83,7 +83,12 @@ class Factorisation:
     def set_free(self, free: np.ndarray) -> bool:
         self.free = free.copy()
         self.Q, self.R = np.linalg.qr(self.A[:, free])
-        if free.any() and np.abs(np.diagonal(self.R)).min() <= dependent_below(self.A):
+        if not free.any():
+            return True
+        # Columns of R^-1 are (1 + |w|) / pivot, see `dependent`; a singular R has no inverse.
+        pivots = np.abs(np.diagonal(self.R))
+        below = dependent_below(self.A)
+        if pivots.min() <= below or np.abs(np.linalg.inv(self.R)).sum(axis=0).max() * below >= 1.0:
             self.clear()
             return False
         return True
@@ -95,7 +100,10 @@ class Factorisation:
         self.Q, self.R = np.linalg.qr(self.A[:, free])
 
     def dependent(self, j: int) -> bool:
-        return bool(np.linalg.norm(self._outside(self.A[:, j])) <= dependent_below(self.A))
+        # Where free rows nearly cancel, their span is only known to rounding times the weights w of row j.
+        w = np.linalg.solve(self.R, self.Q.T @ self.A[:, j])
+        noise = dependent_below(self.A) * (1.0 + np.abs(w).sum())
+        return bool(np.linalg.norm(self._outside(self.A[:, j])) <= noise)
 
     def trial(self, held: np.ndarray) -> np.ndarray:
         target = self.a + self.A @ held
