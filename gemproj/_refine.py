@@ -47,16 +47,11 @@ def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolu
         step = in_units(np.ones(t), None if units is None else units[i])  # from raw multipliers to units
         a = a + A @ (sol.margin * step)
         top = np.full(t, np.inf) if upper is None else to_numpy(upper)[i]
-        found, pivots, met = _solve(A, a, top, (lam[i] - sol.margin) * step)
+        found, pivots, ended = _solve(A, a, top, (lam[i] - sol.margin) * step)
         # Rows of norm zero, or left out, keep what they have.
         lam[i] = np.where(np.any(A != 0, axis=0), sol.margin + found / step, lam[i])
         lam[i][lam[i] >= sol.penalty * (1.0 - 1e-15)] = sol.penalty
-        # What rounding of the multipliers leaves along the active rows tells whether float64 can hold them.
-        left = settled(A, a, found, (found > 0) & (found < top))[1]
-        status[i] &= ~(Status.UNRESOLVED | Status.STALLED)
-        status[i] |= (0 if met else Status.STALLED) | (
-            Status.UNRESOLVED if left > _HOPELESS * np.linalg.norm(a) else 0
-        )
+        status[i] = status[i] & ~(Status.UNRESOLVED | Status.STALLED) | ended
         iterations[i] += pivots
     xp, device = problem.xp, problem.device
     return replace(
@@ -81,17 +76,21 @@ def _lost(problem: Problem, sol: DualSolution) -> np.ndarray:
 
 def _solve(
     A: np.ndarray, a: np.ndarray, upper: np.ndarray, start: np.ndarray
-) -> tuple[np.ndarray, int, bool]:
-    """Solve for rows in the coordinates of the factor, of any norms; tell whether the conditions are met."""
+) -> tuple[np.ndarray, int, Status]:
+    """Solve for rows in the coordinates of the factor, of any norms; return lam, pivots and status."""
     n, size = np.linalg.norm(A, axis=0), float(np.linalg.norm(a))
     rows, lam = n > 0, np.zeros(A.shape[1])
     if size == 0.0 or not rows.any():
-        return lam, 0, True
+        return lam, 0, Status.OPTIMAL
     n = n[rows]
-    faces = Factorisation(A[:, rows] / n, a / size)
-    found, pivots, residual = solve_active_set(faces, upper[rows] * n / size, start[rows] * n / size)
-    lam[rows] = found * size / n
-    return lam, pivots, residual <= 1e-9
+    A, a, upper = A[:, rows] / n, a / size, upper[rows] * n / size
+    unit, pivots, residual = solve_active_set(Factorisation(A, a), upper, start[rows] * n / size)
+    lam[rows] = unit * size / n
+    status = Status.OPTIMAL if residual <= 1e-9 else Status.STALLED
+    # What the rounding of multipliers leaves along their rows tells whether float64 can hold them.
+    if settled(A, a, unit, (unit > 0) & (unit < upper))[1] > _HOPELESS:
+        status |= Status.UNRESOLVED
+    return lam, pivots, status
 
 
 def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolution:

@@ -43,7 +43,7 @@ class DualSolution:
         A `gemproj.Status` per problem.
     rounding : float
         Relative rounding of the entries of `gram` and `linear`, which certificates cannot see beyond:
-        about 1e-15, or 2e-6 at worst where a large float32 problem was summed in float32.
+        below 3e-14, or 2e-6 where a large float32 problem was summed in float32.
     units : array, shape (..., t + 1), or None
         Rare: float64 rows or gradients with norms beyond 1e-140 .. 1e140 are measured in units of
         powers of two. `gram`, `linear` and `squared_norm` are then those of ``units[i] * G[i]`` and
@@ -125,7 +125,7 @@ class DualSolution:
         for i in np.ndindex(gg.shape):
             R = None if self.factor is None or not self.factor[i].any() else self._shifted_factor(i)
             top = None if upper is None else upper[i]
-            rounding = float(magnified[i]) * (self.rounding if R is None else 4e-15)
+            rounding = float(magnified[i]) * (self.rounding if R is None else min(self.rounding, 3e-14))
             bound[i] = _certificate.error_bound(K[i], b[i], float(gg[i]), lam[i], top, rounding, R)
         return from_numpy(bound, xp, array_api_compat.device(self.status))
 
