@@ -30,7 +30,10 @@ def pull_back(
     def flat(a: Array, *lead: int) -> Array:
         return xp.astype(xp.reshape(a, (*batch, *lead, -1)), problem.wide)
 
-    rows, weights = [flat(a, problem.t) for a in problem.rows], [flat(w) for w in weight]
+    # Only free rows count, and one that was left out may hold what is not finite.
+    used = sol.free()[..., None]
+    rows = [xp.where(used, flat(a, problem.t), xp.zeros_like(used * 1.0)) for a in problem.rows]
+    weights = [flat(w) for w in weight]
     units = 1.0 if sol.units is None else sol.units[..., :-1]
     p, z = [flat(v) for v in upstream], 0.0 * sol.multipliers
     # Where rows nearly cancel, what rounding leaves of z along them is taken out once more.

@@ -90,6 +90,16 @@ def test_nearly_dependent_rows_have_the_derivative_of_their_span(tilt):
     torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-15 / tilt)
 
 
+def test_rows_left_out_do_not_spoil_the_others():
+    G, g = problem(3, 7)
+    v = torch.arange(7, dtype=torch.float64)
+    expected = torch.autograd.grad(project(G, g, margin=0.1) @ v, (G, g))
+    bad = torch.cat([G.detach(), torch.full((1, 7), torch.nan, dtype=torch.float64)]).requires_grad_()
+    found = torch.autograd.grad(project(bad, g, margin=0.1, check=False) @ v, (bad, g))
+    torch.testing.assert_close(found[0][:3], expected[0], rtol=0, atol=1e-13)
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-13)
+
+
 def test_learning_a_memory_by_gradient_descent():
     """What derivatives are for: choose a row of G so that its projection ends up where it should."""
     target, g = torch.tensor([0.0, 2.0, 1.0]), torch.tensor([-1.0, 2.0, 1.0])
