@@ -216,6 +216,8 @@ def read_out(out: Blocks, problem: Problem) -> list[Array]:
             )
         if array_api_compat.device(o) != problem.device:
             raise ValueError(f"out is on device {array_api_compat.device(o)} but g is on {problem.device}.")
+        if is_traced(o):
+            raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
         if isinstance(o, np.ndarray) and not o.flags.writeable:
             raise ValueError(f"out{where} is read-only; pass an array that can be written.")
     return [detach(o) for o in blocks]

@@ -15,6 +15,7 @@ import array_api_compat
 import numpy as np
 
 from gemproj._array import Array
+from gemproj._rank import depends, independent
 from gemproj.methods._active_set import Factorisation, solve_active_set
 from gemproj.methods._method import matvec
 from gemproj.methods.exact import Exact
@@ -81,6 +82,7 @@ def error_bound(
     upper: np.ndarray | None,
     rounding: float,
     factor: tuple[np.ndarray, np.ndarray] | None,
+    residues: np.ndarray | None,
 ) -> float:
     """Return an upper bound of ``|x - x*| / |g|`` for one problem, on the CPU.
 
@@ -93,15 +95,15 @@ def error_bound(
     at most ``|e| / sigma``, if sigma is the smallest singular value of all unit rows that come
     within reach of zero on the way: a row whose s_i is larger than the whole move stays inactive.
 
-    Where these rows are dependent to rounding, no such sigma exists. Those that depend on rows which
-    stay active all the way may be left out. Otherwise ``|x|`` bounds the distance of any
-    x = g + G'lam, lam >= 0, to x* (weak duality at the feasible point 0), and with an upper bound the
-    size of the box that holds all multipliers does.
+    Where these rows are dependent to rounding, no such sigma exists. Those that depend, exactly, on rows
+    which stay active all the way may be left out; `residues` tell, see `gemproj._rank`. Otherwise
+    ``|x|`` bounds the distance of any x = g + G'lam, lam >= 0, to x* (weak duality at the feasible
+    point 0), and with an upper bound the root of the duality gap does.
     """
-    n, size = np.sqrt(np.diagonal(K)), math.sqrt(gg)
+    n, size = np.sqrt(np.diagonal(K)), math.sqrt(max(gg, 0.0))
     rows = n > 0
     if size == 0.0 or not rows.any():
-        return 0.0
+        return 0.0 if not (lam * n).any() else math.inf
     n, lam = n[rows], (lam * n)[rows] / size
     upper = None if upper is None else (upper[rows] * n) / size
     if factor is None:
@@ -109,11 +111,15 @@ def error_bound(
             K[np.ix_(rows, rows)] / np.outer(n, n), b[rows] / n / size, rounding
         )
     else:
-        geometry = _ByRows(factor[0][:, rows] / n, factor[1] / size, rounding)
-    # Weak duality needs multipliers without an upper bound. With one, they cannot be far apart.
-    length = geometry.length(lam) if upper is None else float(np.maximum(lam, upper - lam).sum())
-    mu = geometry.solve(upper, lam)
-    return min(length, geometry.apart(lam, mu) + geometry.reach(mu, upper))
+        exact = None if residues is None else residues[:, rows]
+        geometry = _ByRows(factor[0][:, rows] / n, factor[1] / size, rounding, exact)
+    inside = np.maximum(lam, 0.0) if upper is None else np.clip(lam, 0.0, upper)
+    mu = geometry.solve(upper, inside)
+    fallback = geometry.length(inside) if upper is None else geometry.root_gap(inside, upper)
+    return min(
+        geometry.apart(lam, inside) + fallback,
+        geometry.apart(lam, mu) + geometry.reach(mu, upper),
+    )
 
 
 class _Geometry(ABC):
@@ -134,6 +140,13 @@ class _Geometry(ABC):
     @abstractmethod
     def length(self, lam: np.ndarray) -> float:
         """Bound ``|x(lam)|``."""
+
+    def root_gap(self, lam: np.ndarray, upper: np.ndarray) -> float:
+        """Bound ``|x(lam) - x*|`` by the duality gap, where the constraints are penalties."""
+        s, fuzz, extra = self.slope(lam, np.zeros(len(lam), dtype=bool))
+        s_low, s_high = s - fuzz, s + fuzz
+        gap = np.sum(lam * np.maximum(s_high, 0.0)) + np.sum((upper - lam) * np.maximum(-s_low, 0.0))
+        return math.sqrt(gap) + extra
 
     @abstractmethod
     def sigma(self, rows: np.ndarray) -> float:
@@ -192,7 +205,8 @@ class _ByGram(_Geometry):
         self.K, self.b, self.rounding = K, b, rounding + (4.0 + len(b)) * _EPS
 
     def solve(self, upper: np.ndarray | None, start: np.ndarray) -> np.ndarray:
-        return Exact().solve(self.K, self.b, start, upper).multipliers
+        mu = Exact().solve(self.K, self.b, start, upper).multipliers
+        return mu if upper is None else np.where(mu >= upper * (1.0 - 1e-15), upper, mu)
 
     def slope(self, mu: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float, float]:
         fuzz = self.rounding * (1.0 + float(np.abs(mu).sum()))
@@ -217,10 +231,11 @@ class _ByGram(_Geometry):
 
 
 class _ByRows(_Geometry):
-    """Rows in the coordinates of a factor; what depends on others to 1e-14 is in their span."""
+    """Rows in the coordinates of a factor; exact remainders tell what rounding cannot."""
 
-    def __init__(self, A: np.ndarray, a: np.ndarray, rounding: float) -> None:
+    def __init__(self, A: np.ndarray, a: np.ndarray, rounding: float, residues: np.ndarray | None) -> None:
         self.A, self.a, self.rounding = A, a, rounding + 4.0 * len(a) * _EPS
+        self.residues = residues
 
     def solve(self, upper: np.ndarray | None, start: np.ndarray) -> np.ndarray:
         self.faces = Factorisation(self.A, self.a)
@@ -246,23 +261,31 @@ class _ByRows(_Geometry):
 
     def sigma_of_subsets(self, rows: np.ndarray) -> float:
         indices, smallest = np.flatnonzero(rows), 1.0
-        if len(indices) > _MOST_NEAR:
+        if len(indices) > _MOST_NEAR or self.residues is None:
             return 0.0
-        for size in range(2, min(len(indices), len(self.a)) + 1):
-            for subset in combinations(indices, size):
-                sigma = float(np.linalg.svd(self.A[:, subset], compute_uv=False)[-1])
+        for size in range(2, len(indices) + 1):
+            for subset in map(list, combinations(indices, size)):
+                singular = np.linalg.svd(self.A[:, subset], compute_uv=False)
+                sigma = float(singular[-1]) if size <= len(self.a) else 0.0
                 if sigma > 2.0 * self.rounding:
                     smallest = min(smallest, sigma)
+                elif independent(self.residues[:, subset]):
+                    return 0.0
         return smallest
 
     def inside(self, free: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        Q, R = np.linalg.qr(self.A[:, free])
-        others = self.A[:, rows]
-        weights = np.linalg.solve(R, Q.T @ others)
-        for _ in range(2):
-            others = others - Q @ (Q.T @ others)
-        noise = 2.0 * self.rounding * (1.0 + np.abs(weights).sum(axis=0))
-        return np.linalg.norm(others, axis=0) <= noise
+        if self.residues is None:
+            return np.zeros(int(rows.sum()), dtype=bool)
+        return np.array([depends(self.residues, int(j), free) for j in np.flatnonzero(rows)], dtype=bool)
+
+
+def near_span(A: np.ndarray, free: np.ndarray, rounding: float) -> np.ndarray:
+    """Tell which unit columns of A are in the span of the free ones, to rounding."""
+    Q, R = np.linalg.qr(A[:, free])
+    weights, others = np.linalg.solve(R, Q.T @ A), A
+    for _ in range(2):
+        others = others - Q @ (Q.T @ others)
+    return np.linalg.norm(others, axis=0) <= rounding * (1.0 + np.abs(weights).sum(axis=0))
 
 
 def settled(A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float]:

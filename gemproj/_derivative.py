@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -28,7 +29,8 @@ def pull_back(
     weight = problem.weight or [xp.ones_like(v) for v in problem.vector]
 
     def flat(a: Array, *lead: int) -> Array:
-        return xp.astype(xp.reshape(a, (*batch, *lead, -1)), problem.wide)
+        size = math.prod(a.shape[len(batch) + len(lead) :])
+        return xp.astype(xp.reshape(a, (*batch, *lead, size)), problem.wide)
 
     # Only free rows count, and one that was left out may hold what is not finite.
     used = sol.free()[..., None]

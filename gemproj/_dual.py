@@ -21,7 +21,7 @@ from gemproj._array import (
 )
 from gemproj._gram import Gram, Measured, measure
 from gemproj._refine import refine_directly, return_to_rows
-from gemproj._solution import DualSolution, in_units, shift
+from gemproj._solution import DualSolution, from_units, in_units, shift
 from gemproj.methods import AnyMethod, Exact, Method, Status, find
 from gemproj.methods._method import check_count, check_number, clip
 
@@ -140,7 +140,7 @@ def solve_problem(
     if options.refine:
         return refine_directly(problem, sol, options.refine)
     wanted = options.refine is None and (certify or isinstance(options.method, Exact))
-    return return_to_rows(problem, sol, options.method) if wanted and problem.host and problem.t else sol
+    return return_to_rows(problem, sol, options) if wanted and problem.host and problem.t else sol
 
 
 def solve_gram(measured: Measured, options: Options, warm_start: Array | None = None) -> DualSolution:
@@ -175,11 +175,7 @@ def solve_gram(measured: Measured, options: Options, warm_start: Array | None = 
         lam, iterations, status, resolution = method.solve(K, b, start, upper)
     if isinstance(status, int):
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
-    if units is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            lam = lam * units[..., :-1] / units[..., -1:]
-        if not bool(xp.all(xp.isfinite(lam))):
-            raise ValueError("Rows of G are too small beside g: their multipliers overflow. Scale G up.")
+    lam = from_units(lam, units, check=host and check is not False)
     lam = lam + margin if margin else lam
     if upper is not None:  # the bound holds to the last bit, not to the rounding of its scale
         lam = xp.where(lam >= penalty * (1.0 - 1e-15), xp.full_like(lam, penalty), lam)

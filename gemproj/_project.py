@@ -21,7 +21,7 @@ from gemproj._array import (
 from gemproj._derivative import record
 from gemproj._dual import read_options, solve_problem
 from gemproj._gram import stacked_tiles
-from gemproj._solution import DualSolution
+from gemproj._solution import DualSolution, from_units
 from gemproj.methods import AnyMethod
 
 
@@ -200,9 +200,7 @@ def _settle(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
             s[i] += tile[:-1] @ tile[-1]
     # Rows that were left out hold what is not finite.
     s = from_numpy(np.where(np.isfinite(s), s, 0.0), problem.xp, problem.device)
-    step = -sol.solve_free(s)
-    if sol.units is not None:
-        step = step * sol.units[..., :-1] / sol.units[..., -1:]
+    step = from_units(-sol.solve_free(s), sol.units, check=False)
     _add_rows(x, replace(problem, vector=x), step)
 
 

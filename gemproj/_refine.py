@@ -9,9 +9,10 @@ import array_api_compat
 import numpy as np
 
 from gemproj._array import Array, Problem, from_numpy, to_numpy
-from gemproj._certificate import settled
+from gemproj._certificate import near_span, settled
 from gemproj._gram import Gram, factor_rows, stacked_tiles
-from gemproj._solution import DualSolution, in_units
+from gemproj._rank import depends, remainders
+from gemproj._solution import DualSolution, from_units, in_units
 from gemproj.methods._active_set import Factorisation, solve_active_set
 from gemproj.methods._enumeration import solve_on
 from gemproj.methods._method import Status, clip, normalise
@@ -20,10 +21,11 @@ from gemproj.methods.exact import RESOLVED, Exact, resolution
 # The resolution below which K is not trusted. Small problems lose no time by looking at G once more;
 # where float32 products were summed K is good to 1e-8.
 _SMALL, _NATIVE = 1e-2, 1e-3
-_HOPELESS = 1e-6  # error of x over |g| that even the factorisation cannot avoid
+_DEPENDENT = 3e-14  # sine of the angle to the span of active rows, below which rounding hides it
+_HOPELESS = 1e-7  # error of x over |g| that even the factorisation cannot avoid
 
 
-def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolution:
+def return_to_rows(problem: Problem, sol: DualSolution, options: Any) -> DualSolution:
     """Solve anew, from a factorisation of G, the problems whose K has lost the digits that decide.
 
     One more read of G and g, for these problems only. Multipliers of methods that are approximate by
@@ -38,20 +40,30 @@ def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolu
     iterations = np.broadcast_to(np.asarray(sol.iterations), status.shape).copy()
     units = None if sol.units is None else to_numpy(sol.units)
     upper = sol.standard().upper
+    residues = {}
     for i in map(tuple, lost):
+        unit = None if units is None else units[i]
         gram = Gram(sol.gram[(*i, ...)], sol.linear[(*i, ...)], sol.squared_norm[(*i, ...)])
-        factor[i] = factor_rows(problem.at(i), gram, sol.rounding, None if units is None else units[i])
-        if not isinstance(method, Exact):
+        factor[i] = factor_rows(problem.at(i), gram, sol.rounding, unit)
+        if not isinstance(options.method, Exact):
+            residues[i] = remainders(problem.at(i))
             continue
         A, a = factor[i][:, :t], factor[i][:, t]
-        step = in_units(np.ones(t), None if units is None else units[i])  # from raw multipliers to units
-        a = a + A @ (sol.margin * step)
+        a = a + A @ in_units(np.full(t, sol.margin), unit)
         top = np.full(t, np.inf) if upper is None else to_numpy(upper)[i]
-        found, pivots, ended = _solve(A, a, top, (lam[i] - sol.margin) * step)
+        found, pivots, ended = _solve(A, a, top, in_units(lam[i] - sol.margin, unit))
         # Rows of norm zero, or left out, keep what they have.
-        lam[i] = np.where(np.any(A != 0, axis=0), sol.margin + found / step, lam[i])
+        raw = from_units(found, unit, check=options.check is not False)
+        lam[i] = np.where(np.any(A != 0, axis=0), sol.margin + raw, lam[i])
         lam[i][lam[i] >= sol.penalty * (1.0 - 1e-15)] = sol.penalty
         status[i] = status[i] & ~(Status.UNRESOLVED | Status.STALLED) | ended
+        # Rows that depend on active ones to rounding: exactly, or is it only rounding that hides the rest?
+        free = (found > 0) & (found < top)
+        hidden = _in_span(A, free)
+        if problem.small or hidden.any():
+            residues[i] = remainders(problem.at(i))
+        if not all(depends(residues[i], int(j), free) for j in np.flatnonzero(hidden)):
+            status[i] |= Status.UNRESOLVED
         iterations[i] += pivots
     xp, device = problem.xp, problem.device
     return replace(
@@ -60,6 +72,7 @@ def return_to_rows(problem: Problem, sol: DualSolution, method: Any) -> DualSolu
         status=from_numpy(status, xp, device),
         iterations=from_numpy(iterations, xp, device),
         factor=factor,
+        residues=residues,
     )
 
 
@@ -72,6 +85,15 @@ def _lost(problem: Problem, sol: DualSolution) -> np.ndarray:
     return resolution(unit.K, np.ones(unit.b.shape, dtype=bool)) < (
         RESOLVED if sol.rounding < 1e-12 else _NATIVE
     )
+
+
+def _in_span(A: np.ndarray, free: np.ndarray) -> np.ndarray:
+    n = np.linalg.norm(A, axis=0)
+    others = ~free & (n > 0)
+    result = np.zeros(len(n), dtype=bool)
+    if free.any() and others.any():
+        result[others] = near_span(A / np.where(n > 0, n, 1.0), free, _DEPENDENT)[others]
+    return result
 
 
 def _solve(
@@ -109,8 +131,7 @@ def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolu
         s = xp.where(xp.isfinite(s), s, xp.zeros_like(s))
         unit = normalise(K, s, lam, upper)
         lam = clip(unit.start - solve_on(unit.K, unit.b, free), unit.upper) * unit.scale
-    lam = lam if sol.units is None else lam * sol.units[..., :-1] / sol.units[..., -1:]
-    lam = lam + sol.margin
+    lam = from_units(lam, sol.units, check=False) + sol.margin
     return replace(sol, multipliers=xp.where(free, lam, sol.multipliers))
 
 

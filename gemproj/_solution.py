@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import array_api_compat
@@ -54,6 +54,9 @@ class DualSolution:
     factor : ndarray, shape (..., t + 1, t + 1), or None
         Where `gram` had lost the digits, a factor F of ``[G; g] = F' Q'`` with orthonormal Q, from
         which the multipliers come; zero for the other problems of a batch.
+    residues : dict
+        Where rows are dependent to rounding, by index in the batch: combinations of the columns of G
+        modulo primes, which tell whether they are so exactly.
 
     Notes
     -----
@@ -73,6 +76,7 @@ class DualSolution:
     units: Array | None = None
     resolution: Array | None = None
     factor: np.ndarray | None = None
+    residues: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
 
     @property
     def active(self) -> Array:
@@ -89,7 +93,7 @@ class DualSolution:
         """Boolean (...): whether the multipliers come from G itself, because `gram` had lost the digits."""
         xp, device = array_api_compat.array_namespace(self.status), array_api_compat.device(self.status)
         if self.factor is None:
-            return self.status < 0
+            return xp.zeros_like(self.status, dtype=xp.bool)
         return from_numpy(np.any(self.factor != 0, axis=(-2, -1)), xp, device)
 
     def kkt_residual(self) -> Array:
@@ -126,7 +130,9 @@ class DualSolution:
             R = None if self.factor is None or not self.factor[i].any() else self._shifted_factor(i)
             top = None if upper is None else upper[i]
             rounding = float(magnified[i]) * (self.rounding if R is None else min(self.rounding, 3e-14))
-            bound[i] = _certificate.error_bound(K[i], b[i], float(gg[i]), lam[i], top, rounding, R)
+            bound[i] = _certificate.error_bound(
+                K[i], b[i], float(gg[i]), lam[i], top, rounding, R, self.residues.get(i)
+            )
         return from_numpy(bound, xp, array_api_compat.device(self.status))
 
     def cosine(self) -> Array:
@@ -194,6 +200,20 @@ class DualSolution:
 def in_units(lam: Array, units: Array | None) -> Array:
     """Return multipliers of the rows ``units[i] * G[i]`` and the gradient ``units[t] * g``."""
     return lam if units is None else lam * units[..., -1:] / units[..., :-1]
+
+
+def from_units(lam: Array, units: Array | None, *, check: bool) -> Array:
+    """Return the multipliers of G and g themselves; with `check`, raise where float64 cannot hold them."""
+    if units is None:
+        return lam
+    xp = array_api_compat.array_namespace(lam)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        result = lam * units[..., :-1] / units[..., -1:]
+    for size, lost in (("small", ~xp.isfinite(result)), ("large", (lam != 0) & (xp.abs(result) < 1e-307))):
+        if check and bool(xp.any(lost)):
+            flow = "overflow" if size == "small" else "underflow"
+            raise ValueError(f"Rows of G are too {size} beside g: their multipliers {flow}. Scale G or g.")
+    return result
 
 
 def shift(gram: Gram, margin: float, penalty: float, units: Array | None) -> Standard:

@@ -157,6 +157,17 @@ def test_error_bound_with_bounds_on_the_multipliers(rng):
         assert error <= float(sol.error_bound()) <= 1.01 * error + 1e-9
 
 
+def test_error_bound_of_multipliers_that_no_method_would_return(rng):
+    G, g = np.array([[1.0, 2.0], [-1.0, 0.5]]), np.array([-1.0, 0.3])
+    for lam in (np.full(2, -3.0), np.array([-1.0, 5.0])):
+        error = np.linalg.norm(g + G.T @ lam - project(G, g)) / np.linalg.norm(g)
+        bound = float(solve_dual(G, g, method=lambda K, b, start, lam=lam: lam).error_bound())
+        assert error <= bound * (1 + 1e-12) < 1.01 * error
+    for _ in range(200):
+        G, g = rng.standard_normal((4, 10)) - 0.3, rng.standard_normal(10) + 0.3
+        assert float(solve_dual(G, g, penalty=0.1).error_bound()) < 1e-7
+
+
 def test_residual_tells_wrong_from_right(rng):
     G, g = rng.standard_normal((4, 9)) - 0.5, rng.standard_normal(9) + 0.5
     assert float(solve_dual(G, g).kkt_residual()) < 1e-14

@@ -113,12 +113,22 @@ def test_learning_a_memory_by_gradient_descent():
     assert loss < 1e-3
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (0, 2, 5), (2, 0)])
+def test_empty_problems_have_derivatives(shape):
+    G, g = torch.ones(shape, requires_grad=True), torch.ones(shape[:-2] + shape[-1:], requires_grad=True)
+    project(G, g).sum().backward()
+    assert G.grad.shape == G.shape
+    assert torch.equal(g.grad, torch.ones_like(g))
+
+
 def test_what_has_no_derivative_says_so():
     G, g = problem(3, 7)
     with pytest.raises(ValueError, match=r"method 'exact' only; method is PGD"):
         project(G, g, method=PGD())
     with pytest.raises(ValueError, match="out cannot be written while G, g or metric requires a gradient"):
         project(G, g, out=g.detach().clone())
+    with pytest.raises(ValueError, match="out requires a gradient and cannot be written"):
+        project(G.detach(), g.detach(), out=torch.zeros(7, dtype=torch.float64, requires_grad=True))
     with torch.no_grad():
         project(G, g, method=PGD(), out=g.detach().clone())
     x = project(G, g)

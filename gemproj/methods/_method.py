@@ -16,7 +16,7 @@ class Status(enum.IntFlag):
     """How a method ended, one integer per problem of a batch."""
 
     OPTIMAL = 0
-    """The optimality conditions hold to 1e-9 or better (in float64), as far as K and b can tell."""
+    """The optimality conditions hold to rounding, or to that of large multipliers: `kkt_residual` tells."""
     APPROXIMATE = 1
     """A fixed budget or a shortcut: the certificates tell how far it is from the projection."""
     STALLED = 2
@@ -28,7 +28,8 @@ class Status(enum.IntFlag):
     UNRESOLVED = 8
     """Rows that matter are so nearly dependent that the digits which tell them apart are lost: the answer
     is right for *some* rows that equal those of G to rounding. On the CPU the exact method goes back
-    from K to G before it says so; elsewhere it speaks of K, and ``refine`` helps."""
+    from K to G before it says so, and repeated, opposite or otherwise dependent rows are not meant;
+    elsewhere it speaks of K, and ``refine`` helps."""
 
 
 class Outcome(NamedTuple):
