@@ -16,7 +16,7 @@ import numpy as np
 
 from gemproj._array import Array
 from gemproj._rank import depends, independent
-from gemproj.methods._active_set import Factorisation, solve_active_set
+from gemproj.methods._active_set import Factorisation, solve_active_set, solve_triangle
 from gemproj.methods._method import matvec
 from gemproj.methods.exact import Exact
 
@@ -282,7 +282,7 @@ class _ByRows(_Geometry):
 def near_span(A: np.ndarray, free: np.ndarray, rounding: float) -> np.ndarray:
     """Tell which unit columns of A are in the span of the free ones, to rounding."""
     Q, R = np.linalg.qr(A[:, free])
-    weights, others = np.linalg.solve(R, Q.T @ A), A
+    weights, others = solve_triangle(R, Q.T @ A), A
     for _ in range(2):
         others = others - Q @ (Q.T @ others)
     return np.linalg.norm(others, axis=0) <= rounding * (1.0 + np.abs(weights).sum(axis=0))

@@ -12,6 +12,7 @@ import numpy as np
 from gemproj import _certificate
 from gemproj._array import Array, from_numpy, to_numpy
 from gemproj._gram import Gram
+from gemproj.methods._active_set import solve_triangle
 from gemproj.methods._enumeration import solve_on
 from gemproj.methods._method import matvec, normalise
 
@@ -161,7 +162,7 @@ class DualSolution:
             A = self.factor[i][:, :-1][:, free[i]]
             n = np.linalg.norm(A, axis=0)
             R: Any = np.linalg.qr(A / n, mode="r")
-            z[i][free[i]] = np.linalg.solve(R, np.linalg.solve(R.T, u[i][free[i]] / n)) / n
+            z[i][free[i]] = solve_triangle(R, solve_triangle(R.T, u[i][free[i]] / n)) / n
         return from_numpy(z, array_api_compat.array_namespace(unit.K), array_api_compat.device(unit.K))
 
     def _factored(self) -> list[tuple[int, ...]]:

@@ -101,14 +101,14 @@ class Factorisation:
 
     def dependent(self, j: int) -> bool:
         # Where free rows nearly cancel, their span is only known to rounding times the weights w of row j.
-        w = np.linalg.solve(self.R, self.Q.T @ self.A[:, j])
+        w = solve_triangle(self.R, self.Q.T @ self.A[:, j])
         noise = dependent_below(self.A) * (1.0 + np.abs(w).sum())
         return bool(np.linalg.norm(self._outside(self.A[:, j])) <= noise)
 
     def trial(self, held: np.ndarray) -> np.ndarray:
         target = self.a + self.A @ held
         result = self.A.T @ self._outside(target)
-        result[self.free] = np.linalg.solve(self.R, self.Q.T @ target)
+        result[self.free] = solve_triangle(self.R, self.Q.T @ target)
         return result
 
     def residual(self, lam: np.ndarray, upper: np.ndarray | None) -> float:
@@ -125,6 +125,14 @@ class Factorisation:
         for _ in range(2):
             v = v - self.Q @ (self.Q.T @ v)
         return v
+
+
+def solve_triangle(R: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Solve R w = b; where R is singular to the last bit, for the smallest w."""
+    try:
+        return np.linalg.solve(R, b)
+    except np.linalg.LinAlgError:
+        return np.linalg.lstsq(R, b, rcond=None)[0]
 
 
 def solve_active_set(
