@@ -17,7 +17,7 @@ import numpy as np
 from gemproj._array import Array
 from gemproj._rank import depends, independent
 from gemproj.methods._active_set import Factorisation, solve_active_set, solve_triangle
-from gemproj.methods._method import matvec
+from gemproj.methods._method import inverse, matvec, snap
 from gemproj.methods.exact import Exact
 
 _EPS = float(np.finfo(np.float64).eps)
@@ -206,7 +206,7 @@ class _ByGram(_Geometry):
 
     def solve(self, upper: np.ndarray | None, start: np.ndarray) -> np.ndarray:
         mu = Exact().solve(self.K, self.b, start, upper).multipliers
-        return mu if upper is None else np.where(mu >= upper * (1.0 - 1e-15), upper, mu)
+        return mu if upper is None else snap(mu, upper)
 
     def slope(self, mu: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float, float]:
         fuzz = self.rounding * (1.0 + float(np.abs(mu).sum()))
@@ -238,8 +238,7 @@ class _ByRows(_Geometry):
         self.residues = residues
 
     def solve(self, upper: np.ndarray | None, start: np.ndarray) -> np.ndarray:
-        self.faces = Factorisation(self.A, self.a)
-        return solve_active_set(self.faces, upper, start)[0]
+        return solve_active_set(Factorisation(self.A, self.a), upper, start)[0]
 
     def slope(self, mu: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float, float]:
         x, left = settled(self.A, self.a, mu, free)
@@ -302,8 +301,6 @@ def settled(A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray) -> 
 
 
 def _inverse_root(squared: Array) -> Array:
-    """Return 1/sqrt of squared norms, and 0 for those that are zero."""
+    """Return 1/sqrt of squared norms, and 0 for those that are zero, or below by rounding."""
     xp = array_api_compat.array_namespace(squared)
-    used = squared > 0
-    root = xp.sqrt(xp.where(used, squared, xp.ones_like(squared)))
-    return xp.where(used, 1.0 / root, xp.zeros_like(root))
+    return inverse(xp.sqrt(xp.maximum(squared, xp.zeros_like(squared))))

@@ -23,7 +23,7 @@ from gemproj._gram import Gram, Measured, measure
 from gemproj._refine import refine_directly, return_to_rows
 from gemproj._solution import DualSolution, from_units, in_units, shift
 from gemproj.methods import AnyMethod, Exact, Method, Status, find
-from gemproj.methods._method import check_count, check_number, clip
+from gemproj.methods._method import check_count, check_number, clip, snap
 
 
 class Options(NamedTuple):
@@ -178,7 +178,7 @@ def solve_gram(measured: Measured, options: Options, warm_start: Array | None = 
     lam = from_units(lam, units, check=host and check is not False)
     lam = lam + margin if margin else lam
     if upper is not None:  # the bound holds to the last bit, not to the rounding of its scale
-        lam = xp.where(lam >= penalty * (1.0 - 1e-15), xp.full_like(lam, penalty), lam)
+        lam = snap(lam, xp.full_like(lam, penalty))
     if dropped is not None:
         lam = xp.where(dropped, xp.zeros_like(lam), lam)
         status = status + xp.astype(xp.any(dropped, axis=-1), status.dtype) * int(Status.ROW_DROPPED)

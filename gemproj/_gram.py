@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import array_api_compat
 import numpy as np
 
 from gemproj._array import Array, Blocks, Problem, from_numpy, read_problem, to_numpy
+from gemproj.methods._method import inverse
 
 # Columns whose products are summed in the dtype of the input before the sums go on in float64. Matrix
 # products keep 16 partial sums or more, so rounding adds up over a sixteenth of a chunk.
@@ -170,14 +172,11 @@ def stacked_tiles(problem: Problem, units: Any = None) -> Iterator[tuple[tuple[A
 
 def _wide_total(problem: Problem, units: Any = None) -> Any:
     shape = (*problem.batch, problem.t + 1, problem.t + 1)
-    if problem.host:
-        total = np.zeros(shape)
-        for lead, tile in stacked_tiles(problem, units):
-            total[(*lead, ...)] += np.matmul(tile, np.swapaxes(tile, -1, -2))
-        return total
-    xp = problem.xp
-    total = xp.zeros(shape, dtype=problem.wide, device=problem.device)
-    for lead, tile in stacked_tiles(problem):
+    total: Any = np.zeros(shape)
+    if not problem.host:
+        total = problem.xp.zeros(shape, dtype=problem.wide, device=problem.device)
+    xp = array_api_compat.array_namespace(total)
+    for lead, tile in stacked_tiles(problem, units):
         total[(*lead, ...)] += xp.matmul(tile, xp.matrix_transpose(tile))
     return total
 
@@ -251,7 +250,7 @@ def factor_rows(problem: Problem, gram: Gram, rounding: float, units: np.ndarray
     squares, basis = np.linalg.eigh(total)
     # Not below the rounding of K: such directions are wrong anyway, and only have to be made larger.
     scale = np.sqrt(np.maximum(squares, (t + 1) * rounding))
-    forth, back = (basis / scale).T * _inverse(sizes), sizes[:, None] * basis * scale
+    forth, back = (basis / scale).T * inverse(sizes), sizes[:, None] * basis * scale
     total = np.zeros((t + 1, t + 1))
     with problem.in_full_precision():
         for _, tile in stacked_tiles(problem, units):
@@ -263,11 +262,7 @@ def factor_rows(problem: Problem, gram: Gram, rounding: float, units: np.ndarray
     return ((back * n) @ (basis * np.sqrt(np.maximum(squares, 0.0)))).T
 
 
-def _inverse(n: np.ndarray) -> np.ndarray:
-    return np.divide(1.0, n, out=np.zeros_like(n), where=n > 0)
-
-
 def _unit_diagonal(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split a Gram matrix into norms and cosines."""
     n = np.sqrt(np.diagonal(total))
-    return n, total * _inverse(n)[:, None] * _inverse(n)
+    return n, total * inverse(n)[:, None] * inverse(n)

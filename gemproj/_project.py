@@ -98,8 +98,8 @@ def combine(
 ) -> Any:
     """Return ``x = g + G.T @ multipliers`` (``g + diag(1/w) @ G.T @ multipliers`` with a metric w).
 
-    Multipliers count in float64 to the end, whatever the dtype of `g`. Rows with multiplier zero
-    are not read on the CPU.
+    Multipliers count in float64 to the end, whatever the dtype of `g`. Rows of large
+    problems whose multiplier is zero are not read on the CPU.
 
     Parameters
     ----------

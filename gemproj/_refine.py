@@ -15,7 +15,7 @@ from gemproj._rank import depends, remainders
 from gemproj._solution import DualSolution, from_units, in_units
 from gemproj.methods._active_set import Factorisation, solve_active_set
 from gemproj.methods._enumeration import solve_on
-from gemproj.methods._method import Status, clip, normalise
+from gemproj.methods._method import Status, clip, normalise, snap
 from gemproj.methods.exact import RESOLVED, Exact, resolution
 
 # The resolution below which K is not trusted. Small problems lose no time by looking at G once more;
@@ -54,8 +54,7 @@ def return_to_rows(problem: Problem, sol: DualSolution, options: Any) -> DualSol
         found, pivots, ended = _solve(A, a, top, in_units(lam[i] - sol.margin, unit))
         # Rows of norm zero, or left out, keep what they have.
         raw = from_units(found, unit, check=options.check is not False)
-        lam[i] = np.where(np.any(A != 0, axis=0), sol.margin + raw, lam[i])
-        lam[i][lam[i] >= sol.penalty * (1.0 - 1e-15)] = sol.penalty
+        lam[i] = snap(np.where(np.any(A != 0, axis=0), sol.margin + raw, lam[i]), np.full(t, sol.penalty))
         status[i] = status[i] & ~(Status.UNRESOLVED | Status.STALLED) | ended
         # Rows that depend on active ones to rounding: exactly, or is it only rounding that hides the rest?
         free = (found > 0) & (found < top)

@@ -119,8 +119,9 @@ class DualSolution:
         For x as `combine` makes it in float64; rounding it to the dtype of g comes on top. Where K
         cannot tell what the solution is (nearly dependent rows, no `factor`), the bound is ``|x|``.
         """
-        K, b, gg = (to_numpy(a) for a in self.standard()[:3])
-        upper = None if self.penalty == math.inf else to_numpy(self.standard().upper)
+        standard = self.standard()
+        K, b, gg = (to_numpy(a) for a in standard[:3])
+        upper = None if standard.upper is None else to_numpy(standard.upper)
         lam, xp = to_numpy(self._measure()), array_api_compat.array_namespace(self.status)
         # Adding margin * (sum of rows) to g may cancel digits: rounding then counts against the sum.
         sizes = np.sqrt(np.diagonal(K, axis1=-2, axis2=-1)) * to_numpy(self._lower())

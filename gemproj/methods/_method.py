@@ -94,16 +94,14 @@ def normalise(K: Array, b: Array, start: Array | None, upper: Any) -> Unit:
     """
     xp = array_api_compat.array_namespace(K, b)
     norm = xp.sqrt(xp.linalg.diagonal(K))
-    used = norm > 0
-    one = xp.ones_like(norm)
-    inverse = xp.where(used, one / xp.where(used, norm, one), xp.zeros_like(norm))
-    unit_K = (K * inverse[..., :, None]) * inverse[..., None, :]
-    unit_K = unit_K + xp.where(used, xp.zeros_like(norm), one)[..., None] * identity_like(K)
-    unit_b = b * inverse
+    one, per_norm = xp.ones_like(norm), inverse(norm)
+    unit_K = (K * per_norm[..., :, None]) * per_norm[..., None, :]
+    unit_K = unit_K + xp.where(norm > 0, xp.zeros_like(norm), one)[..., None] * identity_like(K)
+    unit_b = b * per_norm
     # A method of zero rows has nothing to take the maximum of.
     size = xp.max(xp.abs(unit_b), axis=-1, keepdims=True) if b.shape[-1] else one
     size = xp.where(size > 0, size, xp.ones_like(size))
-    scale = size * inverse
+    scale = size * per_norm
     stretch = norm / size
     return Unit(
         unit_K,
@@ -112,6 +110,13 @@ def normalise(K: Array, b: Array, start: Array | None, upper: Any) -> Unit:
         None if upper is None else upper * stretch,
         scale,
     )
+
+
+def inverse(a: Array) -> Array:
+    """Return 1/a, and 0 where a is 0: what has no size has no scale and takes no steps."""
+    xp = array_api_compat.array_namespace(a)
+    used = a > 0
+    return xp.where(used, 1.0 / xp.where(used, a, xp.ones_like(a)), xp.zeros_like(a))
 
 
 def identity_like(K: Array) -> Array:
@@ -147,6 +152,12 @@ def clip(lam: Array, upper: Array | None) -> Array:
     xp = array_api_compat.array_namespace(lam)
     lam = xp.maximum(lam, xp.zeros_like(lam))
     return lam if upper is None else xp.minimum(lam, upper)
+
+
+def snap(lam: Array, upper: Array) -> Array:
+    """Return lam with the multipliers that miss their upper bound by the rounding of scales moved onto it."""
+    xp = array_api_compat.array_namespace(lam)
+    return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
 
 
 def check_count(value: Any, name: str, smallest: int) -> None:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import array_api_compat
 
-from gemproj.methods._method import Method, Outcome, Status, clip
-from gemproj.methods.pgd import inverse
+from gemproj.methods._method import Method, Outcome, Status, clip, inverse
 
 
 @dataclass(frozen=True)

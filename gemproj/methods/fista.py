@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import array_api_compat
 
-from gemproj.methods._method import Method, Outcome, Status, check_count, clip, matvec, normalise
-from gemproj.methods.pgd import inverse, largest_eigenvalue_bound
+from gemproj.methods._method import Method, Outcome, Status, check_count, clip, inverse, matvec, normalise
+from gemproj.methods.pgd import largest_eigenvalue_bound
 
 
 @dataclass(frozen=True)

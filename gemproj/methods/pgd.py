@@ -15,6 +15,7 @@ from gemproj.methods._method import (
     check_count,
     check_number,
     clip,
+    inverse,
     matvec,
     normalise,
 )
@@ -97,10 +98,3 @@ def power_iteration(K: Array, iterations: int) -> Array:
         v = matvec(K, v)
         v = v * inverse(xp.sqrt(xp.sum(v * v, axis=-1, keepdims=True)))
     return xp.sum(v * matvec(K, v), axis=-1, keepdims=True)
-
-
-def inverse(a: Array) -> Array:
-    """Return 1/a, and 0 where a is 0: a problem without a usable row takes no steps."""
-    xp = array_api_compat.array_namespace(a)
-    used = a > 0
-    return xp.where(used, 1.0 / xp.where(used, a, xp.ones_like(a)), xp.zeros_like(a))
