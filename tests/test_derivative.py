@@ -88,6 +88,8 @@ def test_nearly_dependent_rows_have_the_derivative_of_their_span(tilt):
     jacobian = torch.autograd.functional.jacobian(lambda v: project(G, v), g)
     expected = torch.eye(6, dtype=torch.float64) - Q @ Q.T
     torch.testing.assert_close(jacobian, expected, rtol=0, atol=1e-15 / tilt)
+    # What flows back lies in the tangent space to rounding, not only to that of large multipliers.
+    assert torch.all(torch.abs(jacobian @ G.T) <= 1e-14 * G.norm(dim=1))
 
 
 def test_rows_left_out_do_not_spoil_the_others():
