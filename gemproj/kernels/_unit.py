@@ -1,0 +1,147 @@
+"""What all kernels of stage 2 share: rows of norm one, products with their cosines, and the verdict.
+
+The same numbers as in `gemproj.methods._method`, with which these functions must stay in step.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gemproj.methods._enumeration import _DEPENDENT
+from gemproj.methods._method import Status
+from gemproj.methods.exact import RESOLVED
+
+_EPS = 2.0**-52
+# Pivots below this belong to dependent rows.
+DEPENDENT: tl.constexpr = tl.constexpr(_DEPENDENT * _EPS)
+_TOLERANCE: tl.constexpr = tl.constexpr(4e6 * _EPS)
+_RESOLVED: tl.constexpr = tl.constexpr(RESOLVED)
+_STALLED: tl.constexpr = tl.constexpr(int(Status.STALLED))
+_UNRESOLVED: tl.constexpr = tl.constexpr(int(Status.UNRESOLVED))
+
+
+@triton.jit
+def inverse(a):
+    """Return 1/a, and 0 where a is 0."""
+    used = a > 0
+    return tl.where(used, 1.0 / tl.where(used, a, 1.0), 0.0)
+
+
+@triton.jit
+def at(v, j, T: tl.constexpr):
+    """Return v[j]."""
+    return tl.sum(tl.where(tl.arange(0, T) == j, v, 0.0), axis=0)
+
+
+@triton.jit
+def first(chosen, T: tl.constexpr):
+    """Return the smallest index that is chosen, T if none is."""
+    return tl.min(tl.where(chosen, tl.arange(0, T), T), axis=0)
+
+
+@triton.jit
+def clip(lam, upper, BOUNDED: tl.constexpr):
+    """Return lam moved into 0 <= lam <= upper; NaN stays."""
+    lam = tl.maximum(lam, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    if BOUNDED:
+        lam = tl.minimum(lam, upper, propagate_nan=tl.PropagateNan.ALL)
+    return lam
+
+
+@triton.jit
+def linear(
+    K, K_row, b, b_step, upper, start, t,
+    T: tl.constexpr, BOUNDED: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Return b, bound, start and scale of the problem with rows of norm one and max |b| = 1."""
+    i = tl.arange(0, T)
+    inside = i < t
+    unit_b = tl.load(b + i * b_step, mask=inside, other=0.0)
+    scale = tl.full((T,), 1.0, dtype=tl.float64)
+    stretch = scale
+    if NORMALIZE:
+        norm = _norm(K, K_row, i, t)
+        per_norm = inverse(norm)
+        unit_b = tl.where((norm > 0) & (tl.abs(unit_b) < float("inf")), unit_b * per_norm, 0.0)
+        size = tl.max(tl.abs(unit_b), axis=0)
+        size = tl.where(size > 0, size, 1.0)
+        unit_b = unit_b / size
+        scale = size * per_norm
+        stretch = norm / size
+    bound = tl.full((T,), float("inf"), dtype=tl.float64)
+    if BOUNDED:
+        bound = tl.load(upper + i, mask=inside, other=0.0) * stretch
+    lam = tl.zeros((T,), dtype=tl.float64)
+    if STARTED:
+        lam = tl.load(start + i, mask=inside, other=0.0) * stretch
+    return unit_b, bound, lam, scale
+
+
+@triton.jit
+def _norm(K, K_row, i, t):
+    """Return the norms of rows i; zero for one that is not finite, which so constrains nothing."""
+    squared = tl.load(K + i * (K_row + 1), mask=i < t, other=0.0)
+    return tl.sqrt(tl.where(squared < float("inf"), squared, 0.0))
+
+
+@triton.jit
+def cosines(K, K_row, i, j, t, NORMALIZE: tl.constexpr):
+    """Return K between rows i and j, divided by their norms; a row of no norm is orthogonal to others."""
+    inside = (i < t)[:, None] & (j < t)[None, :]
+    tile = tl.load(K + i[:, None] * K_row + j[None, :], mask=inside, other=0.0)
+    if NORMALIZE:
+        per_i, per_j = inverse(_norm(K, K_row, i, t)), inverse(_norm(K, K_row, j, t))
+        used = (per_i > 0)[:, None] & (per_j > 0)[None, :]
+        alone = tl.where((i[:, None] == j[None, :]) & (per_i == 0)[:, None], 1.0, 0.0)
+        tile = tl.where(used, tile * per_i[:, None] * per_j[None, :], alone)
+    return tile
+
+
+@triton.jit
+def copy_cosines(K, K_row, target, t, T: tl.constexpr, CHUNK: tl.constexpr, NORMALIZE: tl.constexpr):
+    """Write the cosines to a workspace, (t, t) without gaps."""
+    i = tl.arange(0, T)
+    for start in range(0, t, CHUNK):
+        r = start + tl.arange(0, CHUNK)
+        inside = (r < t)[:, None] & (i < t)[None, :]
+        tl.store(target + r[:, None] * t + i[None, :], cosines(K, K_row, r, i, t, NORMALIZE), mask=inside)
+    tl.debug_barrier()
+
+
+@triton.jit
+def product(A, v, t, T: tl.constexpr, CHUNK: tl.constexpr):
+    """Return A v for a matrix (t, t) in memory."""
+    i = tl.arange(0, T)
+    result = tl.zeros((T,), dtype=tl.float64)
+    for start in range(0, t, CHUNK):
+        j = start + tl.arange(0, CHUNK)
+        inside = (i < t)[:, None] & (j < t)[None, :]
+        tile = tl.load(A + i[:, None] * t + j[None, :], mask=inside, other=0.0)
+        result += tl.sum(tile * tl.gather(v, j, 0)[None, :], axis=1)
+    return result
+
+
+@triton.jit
+def residual(lam, s, upper, BOUNDED: tl.constexpr):
+    """Return the natural residual |lam - clip(lam - s, 0, upper)| of every row, infinite for NaN."""
+    r = tl.abs(lam - clip(lam - s, upper, BOUNDED))
+    return tl.where(r < float("inf"), r, float("inf"))
+
+
+@triton.jit
+def verdict(lam, s, upper, BOUNDED: tl.constexpr):
+    """Return the status, without what the resolution adds, and which rows decide what x is."""
+    slack = lam * tl.abs(s)
+    if BOUNDED:
+        slack = lam * tl.where(lam >= upper, tl.maximum(s, 0.0), tl.abs(s))
+    met = (residual(lam, s, upper, BOUNDED) <= _TOLERANCE) & (slack <= _TOLERANCE)
+    status = tl.max(tl.where(met, 0, _STALLED), axis=0)
+    deciding = (lam > 0) | (s <= 1e-9 * (1.0 + tl.sum(lam, axis=0)))
+    return status, deciding
+
+
+@triton.jit
+def unresolved(resolution):
+    """Return what a resolution adds to the status."""
+    return tl.where(resolution < _RESOLVED, _UNRESOLVED, 0)

@@ -1,0 +1,140 @@
+"""What a device sees, on the CPU: no look at a value, and the same answers, portable and through the kernels."""
+
+import os
+from contextlib import contextmanager, nullcontext
+
+import pytest
+from problems import assert_close
+
+from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+dispatch = pytest.importorskip("torch.utils._python_dispatch")
+
+# Operations whose result, or shape, the CPU would have to wait for.
+WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
+
+
+class NoWaiting(dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.__name__.split(".")[0]
+        masked = name in ("index", "index_put_") and any(
+            a is not None and a.dtype == torch.bool for a in args[1]
+        )
+        if name in WAITING or masked:
+            raise AssertionError(f"{func} makes the CPU wait for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(params=["portable", "kernels"])
+def device(request, monkeypatch):
+    """Return a context in which the CPU is a device; with "kernels", Triton's do the work."""
+    if request.param == "kernels":
+        pytest.importorskip("triton")
+        if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("kernels run on the CPU in Triton's interpreter only")
+
+    @contextmanager
+    def context():
+        with monkeypatch.context() as patch:
+            for module in ("_array", "_dual", "methods.exact"):
+                patch.setattr(f"gemproj.{module}.on_host", lambda device: False)
+            for module in ("kernels", "_dual"):
+                patch.setattr(f"gemproj.{module}.available", lambda device: request.param == "kernels")
+            yield
+
+    context.kernels = request.param == "kernels"
+    return context
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    G = torch.randn(*shape, generator=generator, dtype=torch.float64) - 0.2
+    g = torch.randn(*shape[:-2], shape[-1], generator=generator, dtype=torch.float64) + 0.2
+    return G.to(dtype), g.to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (2, 300), (6, 2500), (12, 40), (3, 2, 70), (2, 2, 9, 30)])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"penalty": 0.1}, {"margin": 0.05}, {"method": PGD(steps=3)}, {"method": FISTA(steps=30)}],
+    ids=["exact", "penalty", "margin", "pgd", "fista"],
+)
+def test_same_answer_without_waiting(device, shape, options):
+    G, g = draw(*shape)
+    expected = project(G, g, **options), solve_dual(G, g, **options).kkt_residual()
+    # Above eight rows the portable search of active sets runs on the CPU, and says so.
+    waits = not device.kernels and "method" not in options and shape[-2] > (5 if "penalty" in options else 8)
+    with device():
+        with nullcontext() if waits else NoWaiting():
+            x, sol = project(G, g, **options), solve_dual(G, g, **options)
+            residual = sol.kkt_residual(), sol.duality_gap(), sol.cosine()
+        assert_close(residual[0], expected[1], atol=1e-14)
+    assert_close(x, expected[0], atol=1e-13)
+
+
+def test_stages_one_by_one(device):
+    G, g = draw(3, 1500, dtype=torch.float32)
+    lam = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
+    expected = gram(G, g), combine(G, g, lam)
+    with device(), NoWaiting():
+        found = gram(G, g), combine(G, g, lam)
+        out = g.clone()
+        assert combine(G, out, lam, out=out) is out
+    for a, b in zip(found[0], expected[0], strict=True):
+        assert_close(a, b, rtol=1e-12)
+    assert_close(found[1], expected[1], rtol=1e-7)
+    assert torch.equal(out, found[1])
+
+
+def test_blocks_and_narrow_dtypes(device):
+    G, g = draw(4, 60, dtype=torch.bfloat16)
+    blocks = [G[:, :20].reshape(4, 4, 5), G[:, 20:].contiguous()], [g[:20].reshape(4, 5), g[20:].clone()]
+    expected = project(G, g)
+    with device(), NoWaiting():
+        x = project(*blocks)
+    assert [a.dtype for a in x] == [torch.bfloat16] * 2
+    # Triton's interpreter cuts off what a device rounds.
+    assert_close(torch.cat([a.reshape(-1) for a in x]).double(), expected.double(), rtol=0.008)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("t", [3, 11])
+def test_rows_that_are_not_finite_are_left_out_unseen(device, bad, t):
+    G, g = draw(t, 80)
+    expected = project(G[1:], g)
+    G[0, 7] = bad
+    with device():
+        x = project(G, g)
+        assert int(solve_dual(G, g).status) == Status.ROW_DROPPED
+        assert_close(x, expected, atol=1e-13)
+        assert project(G, torch.full_like(g, float("nan"))).isnan().all()
+        with pytest.raises(ValueError, match="row 0"):
+            project(G, g, check=True)
+
+
+def test_refinement_on_a_device(device):
+    base, tilt = draw(1, 50)[0][0], 1e-5
+    G = torch.stack([base, -base + tilt * draw(1, 50, seed=1)[0][0]])
+    g = -base
+    expected = project(G, g)
+    with device(), NoWaiting():
+        rough, fine = project(G, g), project(G, g, refine=2)
+    error = [float((x - expected).norm() / g.norm()) for x in (rough, fine)]
+    assert error[1] < 1e-9
+    assert error[1] < error[0]
+
+
+def test_what_the_kernels_cannot_read_takes_the_portable_form(device):
+    G, g = draw(3, 40)
+    weight = torch.rand(40, dtype=torch.float64) + 0.1
+    strided = G.T.contiguous().T
+    expected = project(G, g), project(G, g, metric=weight)
+    with device(), NoWaiting():
+        assert_close(project(strided, g), expected[0], atol=1e-13)
+        assert_close(project(G, g, metric=weight), expected[1], atol=1e-13)
+        gaps = torch.zeros(40, 2, dtype=torch.float64)
+        project(G, g, out=gaps[:, 0])
+    assert_close(gaps[:, 0], expected[0], atol=1e-13)
+    assert not gaps[:, 1].any()

@@ -1,0 +1,428 @@
+"""The kernels against the portable form: compiled where there is a GPU, interpreted on the CPU elsewhere."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+if not torch.cuda.is_available() and not isinstance(
+    triton.language.sum, triton.runtime.interpreter.InterpretedFunction
+):
+    pytest.skip("Triton was imported before it could be told to interpret", allow_module_level=True)
+
+import gemproj  # noqa: E402
+from gemproj import FISTA, PGD, Exact  # noqa: E402
+from gemproj.kernels import _blocks, available  # noqa: E402
+from gemproj.kernels.combine import combine, combine_batch  # noqa: E402
+from gemproj.kernels.gram import gram, gram_batch, supports, supports_batch  # noqa: E402
+from gemproj.kernels.solve import solve  # noqa: E402
+from gemproj.kernels.solve import supports as solves  # noqa: E402
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# The interpreter computes with NumPy, which warns of what is not finite.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU")
+SIZES = [
+    (1, 1),
+    (1, 1000),
+    (2, 7),
+    (3, 5000),
+    (5, 1000),
+    (8, 5000),
+    (9, 7),
+    (9, 1000),
+    (17, 5000),
+    (33, 1000),
+    (70, 200),
+]
+NARROW = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+METHODS = [
+    Exact(),
+    PGD(steps=4),
+    PGD(steps=4, step_size="power", c=0.7),
+    PGD(steps=2, normalize=False),
+    FISTA(steps=20),
+    FISTA(steps=20, restart=False, normalize=False),
+]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(20171208)
+
+
+def randn(*shape, dtype=torch.float32):
+    return torch.randn(shape, dtype=torch.float64).to(dtype).to(DEVICE)
+
+
+def close(a, b, scale=1.0):
+    torch.testing.assert_close(a, b, rtol=0.0, atol=1e-13 * float(scale))
+
+
+def check_gram(found, G, g):
+    # In float64 the portable form sums in float64 too.
+    if isinstance(G, list):
+        expected = gemproj.gram([a.double() for a in G], [a.double() for a in g])
+    else:
+        expected = gemproj.gram(G.double(), g.double())
+    scale = float(expected.K.abs().max() + expected.gg.max())
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, scale)
+    assert torch.equal(found[0], found[0].mT)
+
+
+# Stage 1
+
+
+@pytest.mark.parametrize(("t", "d"), SIZES)
+def test_gram(t, d):
+    G, g = randn(t, d), randn(d)
+    check_gram(gram([G], [g]), G, g)
+
+
+@pytest.mark.parametrize("rows", NARROW)
+@pytest.mark.parametrize("vector", NARROW)
+def test_gram_dtypes(rows, vector):
+    G, g = randn(3, 100, dtype=rows), randn(100, dtype=vector)
+    check_gram(gram([G], [g]), G, g)
+
+
+@pytest.mark.parametrize("t", [2, 9])
+def test_gram_of_rows_with_gaps(t):
+    G, g = randn(2 * t, 1500)[::2, 3:1203], randn(1200)
+    assert supports([G], [g])
+    check_gram(gram([G], [g]), G, g)
+
+
+def blocks(t):
+    G = [
+        randn(t, 4, 5, dtype=torch.bfloat16),
+        randn(t, 5000),
+        randn(t, 0),
+        randn(t, dtype=torch.float64),
+        randn(2 * t, 48)[t:],
+    ]
+    return G, [
+        randn(4, 5),
+        randn(5000, dtype=torch.float64),
+        randn(0),
+        randn(),
+        randn(48, dtype=torch.float16),
+    ]
+
+
+@pytest.mark.parametrize("t", [3, 17])
+def test_gram_of_blocks(t):
+    G, g = blocks(t)
+    check_gram(gram(G, g), G, g)
+
+
+def test_gram_of_alike_blocks():
+    shapes = [(64, 16), (640,), (32, 32)]
+    G, g = [randn(2, *s) for s in shapes], [randn(*s) for s in shapes]
+    assert _blocks.lay_out(G, g, None, 128, 3).align == 4
+    check_gram(gram(G, g), G, g)
+
+
+@pytest.mark.parametrize(("t", "d"), [(2, 64), (8, 33), (9, 40), (3, 4000)])
+def test_gram_batch(t, d):
+    G, g = randn(3, t, d), randn(3, d)
+    check_gram(gram_batch(G, g), G, g)
+    check_gram(gram_batch(G[::2, :, 1:], g[::2, 1:]), G[::2, :, 1:], g[::2, 1:])
+
+
+@pytest.mark.parametrize("t", [1, 8, 17])
+def test_gram_repeats_to_the_last_bit(t):
+    G, g = randn(t, 5000), randn(5000)
+    first = gram([G], [g])
+    for _ in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(first, gram([G], [g]), strict=True))
+
+
+@pytest.mark.parametrize(("t", "bad"), [(3, 1), (8, 7), (17, 16), (70, 64)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_gram_keeps_what_is_not_finite_in_its_row(t, bad, value):
+    G, g = randn(t, 300), randn(300)
+    G[bad, 7] = value
+    K, b, gg = gram([G], [g])
+    keep = torch.arange(t) != bad
+    assert not torch.isfinite(K[bad, bad])
+    assert not torch.isfinite(b[bad])
+    check_gram((K[keep][:, keep], b[keep], gg), G[keep], g)
+
+
+@pytest.mark.parametrize("parts", [1, 16, 17, 260])
+def test_partial_sums_are_added_in_groups(parts, monkeypatch):
+    # Few columns for many programs: the unit of shares, 1024 columns, is in the way.
+    module = __import__("gemproj.kernels.gram", fromlist=["_shares"])
+    monkeypatch.setattr(module, "_shares", lambda t, device: (4, parts))
+    G, g = randn(2, 4 * parts), randn(4 * parts)
+    assert _blocks.lay_out([G], [g], None, 4, parts).parts == parts
+    check_gram(gram([G], [g]), G, g)
+
+
+def test_what_the_kernels_do_not_read():
+    assert not supports([randn(6, 2).mT], [randn(6)])
+    assert not supports([randn(2, 3, 4).mT], [randn(4, 3)])
+    assert not supports([randn(2, 6)], [randn(12)[::2]])
+    assert not supports([torch.ones(2, 6, dtype=torch.int64)], [randn(6)])
+    assert not supports_batch(randn(3, 4, 2).mT, randn(3, 4))
+    assert supports_batch(randn(3, 2, 4), randn(3, 4))
+    assert not solves("exact", 3)
+    assert not solves(Exact(), 169)
+    assert available(torch.device("cuda")) == torch.cuda.is_available()
+    assert not available(torch.device("cpu"))
+
+
+# Stage 2
+
+
+def t_space(t, batch=2):
+    """Gram matrices with repeated, opposite and zero rows of all sizes."""
+    G = torch.randn(batch, t, 2 * t + 3, dtype=torch.float64) + 0.3
+    G *= 10.0 ** torch.randint(-4, 4, (batch, t, 1))
+    if t > 3:
+        G[0, 1], G[-1, 2], G[-1, 3] = G[0, 0], -G[-1, 0], 0.0
+    K, b, _ = gemproj.gram(G, -G.mean(1) + torch.randn(batch, 2 * t + 3, dtype=torch.float64))
+    return G, K, b
+
+
+@pytest.mark.parametrize("method", METHODS, ids=repr)
+@pytest.mark.parametrize("t", [1, 2, 3, 5, 8, 9, 17, 33])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_solve(method, t, bounded):
+    G, K, b = t_space(t)
+    norm = K.diagonal(dim1=-2, dim2=-1).sqrt()
+    per_norm = 1.0 / norm.where(norm > 0, torch.ones_like(norm))
+    upper = 3.0 * torch.rand_like(b) * per_norm if bounded else None
+    start = torch.rand_like(b) * (torch.rand_like(b) < 0.5) * per_norm
+    start = start if upper is None else torch.minimum(start, upper)
+    for first in (None, start):
+        expected = method.solve(K, b, first, upper)
+        found = solve(*(a if a is None else a.to(DEVICE) for a in (K, b)), method=method,
+                      upper=None if upper is None else upper.to(DEVICE), start=None if first is None else first.to(DEVICE))  # fmt: skip
+        lam = found.multipliers.cpu()
+        assert lam.shape == b.shape
+        assert (lam >= 0).all() or isinstance(method, PGD)
+        assert upper is None or (lam <= upper * (1 + 1e-15)).all()
+        # What multipliers mean: repeated rows share theirs in any way.
+        moved = ((expected.multipliers - lam)[:, None] @ G)[:, 0]
+        size = 1.0 + (expected.multipliers[:, None] @ G).abs().amax((-1, -2))
+        assert (moved.abs().amax(-1) <= 1e-10 * size).all()
+        if isinstance(method, Exact):
+            same = torch.as_tensor(found.status).cpu() | 8, torch.as_tensor(expected.status) | 8
+            assert torch.equal(*same)
+        else:
+            assert found[1:3] == expected[1:3]
+
+
+@pytest.mark.parametrize("method", [Exact(), PGD(steps=4, step_size="power"), FISTA(steps=5)], ids=repr)
+def test_solve_more_rows_than_registers_hold(method):
+    _, K, b = t_space(70, batch=1)
+    expected = method.solve(K, b)
+    found = solve(K[0].to(DEVICE), b[0].to(DEVICE), method=method)
+    close(
+        found.multipliers.cpu() * K[0].diagonal().sqrt(),
+        expected.multipliers[0] * K[0].diagonal().sqrt(),
+        1e4,
+    )
+
+
+@pytest.mark.parametrize("t", [4, 9])
+def test_resolution(t):
+    G = torch.randn(t, 40, dtype=torch.float64)
+    G[1] = G[0] + 1e-5 * G[1]
+    for g, lost in ((-G[0] - G[1], True), (G.sum(0), False)):
+        K, b, _ = gemproj.gram(G, g)
+        found = solve(K.to(DEVICE), b.to(DEVICE), method=Exact())
+        expected = Exact().solve(K, b)
+        assert int(found.status) == int(expected.status) == 8 * lost
+        assert float(found.resolution) >= float(expected.resolution) - 1e-13  # a pivot, not an eigenvalue
+        assert (float(found.resolution) < 1e-4) == lost
+
+
+@pytest.mark.parametrize("t", [1, 3, 9])
+def test_no_conflict_gives_exact_zeros(t):
+    K, b = torch.eye(t, dtype=torch.float64, device=DEVICE), torch.ones(t, dtype=torch.float64, device=DEVICE)
+    found = solve(K, b, method=Exact())
+    assert not found.multipliers.any()
+    assert int(found.status) == 0
+    assert float(found.resolution) == 1.0
+    assert not solve(K, b, method=Exact(), upper=0.0).multipliers.any()
+    zero = solve(0 * K, 0 * b, method=Exact())
+    assert not zero.multipliers.any()
+    assert int(zero.status) == 0
+
+
+@pytest.mark.parametrize("method", [Exact(), PGD(steps=9)], ids=repr)
+def test_one_bound_for_all(method):
+    K, b = (
+        torch.eye(3, dtype=torch.float64, device=DEVICE),
+        torch.tensor([-5.0, -0.25, 1.0], dtype=torch.float64, device=DEVICE),
+    )
+    close(
+        solve(K, b, method=method, upper=0.5).multipliers.cpu(),
+        torch.tensor([0.5, 0.25, 0.0], dtype=torch.float64),
+    )
+
+
+def test_step_size_does_not_know_the_padding():
+    # A star: of the bounds of its largest eigenvalue the Frobenius norm is the smallest.
+    K, b = torch.eye(5, dtype=torch.float64), -torch.ones(5, dtype=torch.float64)
+    K[0, 1:] = K[1:, 0] = 0.49
+    found = solve(K.to(DEVICE), b.to(DEVICE), method=PGD(steps=1))
+    close(found.multipliers.cpu(), PGD(steps=1).solve(K, b).multipliers)
+
+
+@pytest.mark.parametrize("t", [3, 9])
+def test_nan_ends(t):
+    K = torch.full((t, t), float("nan"), dtype=torch.float64, device=DEVICE)
+    for method in METHODS:
+        solve(K, K[0].contiguous(), method=method)
+        solve(K, K[0].contiguous(), method=method, upper=1.0)
+
+
+def test_a_row_that_enters_and_leaves_is_barred():
+    # Rows in the plane at small angles: many pivots, dependent rows, blocked moves.
+    angle = torch.linspace(0.0, 1.0, 12, dtype=torch.float64)
+    G = torch.stack([angle.cos(), angle.sin()], dim=-1)
+    G = torch.cat([G, -G[::3]])
+    for g in torch.randn(6, 2, dtype=torch.float64):
+        K, b, _ = gemproj.gram(G, g)
+        found, expected = solve(K.to(DEVICE), b.to(DEVICE), method=Exact()), Exact().solve(K, b)
+        close(found.multipliers.cpu() @ G, expected.multipliers @ G, 100.0)
+        assert int(found.status) & 2 == 0
+
+
+# Stage 3
+
+
+@pytest.mark.parametrize(("t", "d"), [(1, 1), (2, 7), (3, 5000), (8, 1000), (33, 1000)])
+def test_combine(t, d):
+    G, g, lam = randn(t, d), randn(d), randn(t, dtype=torch.float64)
+    out = torch.full_like(g, float("nan"))
+    combine([G], [g], lam, [out])
+    exact = g.double() + lam @ G.double()
+    close(out.double(), exact, 1e7 * exact.abs().max() / 4)  # half a unit of float32, and sums
+    again = g.clone()
+    combine([G], [again], lam, [again])
+    assert torch.equal(out, again)
+
+
+def test_combine_blocks():
+    G, g = blocks(3)
+    lam = torch.tensor([1.0, 0.0, -2.0], dtype=torch.float64, device=DEVICE)
+    out = [torch.empty_like(a) for a in g]
+    combine(G, g, lam, out)
+    for x, a, v in zip(out, G, g, strict=True):
+        torch.testing.assert_close(x, (v.double() + torch.tensordot(lam, a.double(), 1)).to(v.dtype))
+
+
+@pytest.mark.parametrize("d", [5, 64, 2000])
+def test_combine_batch(d):
+    G, g, lam = randn(3, 4, d), randn(3, d), randn(3, 4, dtype=torch.float64)
+    out = torch.empty_like(g)
+    combine_batch(G, g, lam, out)
+    torch.testing.assert_close(out, (g.double() + (lam[:, None] @ G.double())[:, 0]).float())
+
+
+def test_combine_does_not_read_rows_without_multiplier():
+    G, g = randn(3, 600), randn(600)
+    G[1] = float("nan")
+    lam = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64, device=DEVICE)
+    out = torch.empty_like(g)
+    combine([G], [g], lam, [out])
+    torch.testing.assert_close(out, g + G[0] + 2.0 * G[2])
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
+def test_combine_rounds_once(dtype, unit):
+    if dtype == torch.bfloat16 and DEVICE.type == "cpu":
+        pytest.skip("the interpreter cuts off what does not fit into bfloat16")
+    # Just above half a unit above one: in float32 that is a tie, which goes down to even.
+    G = torch.tensor([[1.0, -1.0]], dtype=torch.float64, device=DEVICE)
+    g = torch.tensor([1.0, -1.0], dtype=dtype, device=DEVICE)
+    lam = torch.tensor([unit * (1 + 2.0**-30)], dtype=torch.float64, device=DEVICE)
+    combine([G], [g], lam, [g])
+    assert g.tolist() == [1.0 + 2 * unit, -1.0 - 2 * unit]
+
+
+# What the interpreter does not see
+
+
+def test_all_kernels_compile(tmp_path):
+    script = Path(__file__).with_name("compile_kernels.py")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    call = [sys.executable, "-W", "error", str(script), "90"]
+    found = subprocess.run(call, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    kernels = [line.split() for line in found.stdout.splitlines()]
+    assert {name for name, _ in kernels} == {
+        "_few_rows",
+        "_many_rows",
+        "_combine",
+        "enumerate_sets",
+        "descend",
+        "search_active_set",
+    }
+    assert all(
+        int(shared) <= 99 << 10 for _, shared in kernels
+    )  # what a program may have on any GPU since sm_80
+
+
+# On a GPU only
+
+
+def project(G, g, out):
+    K, b, _ = gram([G], [g])
+    combine([G], [g], solve(K, b, method=Exact()).multipliers, [out])
+
+
+@gpu
+@pytest.mark.parametrize("t", [2, 8, 32, 100])
+def test_nothing_waits_for_the_device(t):
+    G, g = randn(t, 100_000), randn(100_000)
+    out = torch.empty_like(g)
+    project(G, g, out)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        project(G, g, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@pytest.mark.parametrize("t", [2, 8, 32, 100])
+@pytest.mark.parametrize("split", [False, True])
+def test_graph_replays_on_new_data(t, split):
+    G, g = randn(t, 100_000), randn(100_000)
+    out = torch.empty_like(g)
+
+    def run():
+        if split:
+            rows, vector = [G[:, :60_000], G[:, 60_000:]], [g[:60_000], g[60_000:]]
+            K, b, _ = gram(rows, vector)
+            combine(rows, vector, solve(K, b, method=Exact()).multipliers, [out[:60_000], out[60_000:]])
+        else:
+            project(G, g, out)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(2):
+        G.copy_(randn(t, 100_000)), g.copy_(randn(100_000))
+        graph.replay()
+        first = out.clone()
+        torch.testing.assert_close(first.cpu(), gemproj.project(G.cpu(), g.cpu()), rtol=1e-5, atol=1e-5)
+        for _ in range(100):
+            graph.replay()
+            assert torch.equal(out, first)
