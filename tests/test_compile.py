@@ -1,0 +1,150 @@
+"""`torch.compile` around a projection: one operation, no break in the graph, the same numbers and gradients."""
+
+import numpy as np
+import pytest
+
+from gemproj import PGD, project
+
+torch = pytest.importorskip("torch")
+GradientProjector = pytest.importorskip("gemproj.torch").GradientProjector
+
+# Not inductor, which needs a C++ compiler: what matters is the graph that reaches it.
+BACKEND = "aot_eager"
+
+
+@pytest.fixture
+def problem():
+    torch.manual_seed(0)
+    G = torch.randn(3, 5, 10, dtype=torch.float64)
+    return G, torch.randn(5, 10, dtype=torch.float64) - G.sum(0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"method": PGD(steps=4)}, {"method": "agem"}, {"margin": 0.1}, {"penalty": 0.2}, {"refine": 1}],
+)
+def test_one_graph_with_the_numbers_of_eager_mode(problem, options):
+    def step(G, g):
+        return 2.0 * project(G.reshape(3, 50) * 1.0, g.reshape(50) * 1.0, **options)
+
+    compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
+    for sign in (1.0, -1.0):  # with constraints active, and with none, where x is g
+        assert torch.equal(compiled(problem[0], sign * problem[1]), step(problem[0], sign * problem[1]))
+
+
+def test_blocks_metric_warm_start_and_out(problem):
+    G, g = problem
+    weight, start = torch.rand_like(g) + 0.1, torch.ones(3, dtype=torch.float64)
+
+    def alone(G, g):  # one block is not one array: (t, 5, 10) would be a batch
+        return project([G * 1.0], [g * 1.0], metric=[weight], warm_start=start)[0]
+
+    def named(G, g):
+        x = project({"a": G[:, :2], "b": G[:, 2:]}, {"a": g[:2], "b": g[2:]})
+        return torch.cat([x["a"], x["b"]])
+
+    def written(G, g):
+        x = torch.empty_like(g)
+        project((G,), (g,), out=(x,))
+        return x
+
+    for step in (alone, named, written):
+        assert torch.equal(torch.compile(step, fullgraph=True, backend=BACKEND)(G, g), step(G, g))
+
+
+def test_gradients_pass_through(problem):
+    def loss(G, g):
+        return (project([G * 1.0], [2.0 * g])[0] ** 3).sum()
+
+    results = []
+    for function in (loss, torch.compile(loss, fullgraph=True, backend=BACKEND)):
+        G, g = (a.clone().requires_grad_() for a in problem)
+        function(G, g).backward()
+        results.append((G.grad, g.grad))
+    for eager, compiled in zip(*results, strict=True):
+        np.testing.assert_allclose(compiled, eager, rtol=1e-13, atol=1e-14)
+        assert eager.abs().max() > 1e-3
+
+    def inexact(G, g):
+        return project([G * 1.0], [g * 1.0], method="pgd")[0].sum()
+
+    with pytest.raises(ValueError, match="method 'exact' only"):
+        torch.compile(inexact, backend=BACKEND)(problem[0].requires_grad_(), problem[1]).backward()
+
+
+def test_the_operation_keeps_its_promises(problem):
+    from gemproj.torch.op import _name, _project
+
+    G, g = problem
+    _name("exact")
+    arguments = ([G], [g], [], False, "'exact'", None, 0.0, None, None, None)
+    torch.library.opcheck(_project, arguments)
+    torch.library.opcheck(_project, ([G.requires_grad_()], [g.requires_grad_()], *arguments[2:]))
+
+
+def test_a_training_step_with_a_projector_compiles():
+    def train(compiler):
+        torch.manual_seed(1)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        projector = GradientProjector(model.parameters())
+        past, now = torch.randn(2, 8, 4), torch.randn(8, 4)
+        projector.constrain(model(batch).square().mean() for batch in past)
+        projector.attach(optimizer)
+
+        def step():
+            optimizer.zero_grad()
+            (-model(now).mean()).backward()
+            optimizer.step()
+
+        step = compiler(step)
+        for _ in range(3):
+            step()
+        assert projector.last.constraints == 2
+        return [p.detach().clone() for p in model.parameters()]
+
+    eager, compiled = train(lambda step: step), train(lambda step: torch.compile(step, backend=BACKEND))
+    for a, b in zip(eager, compiled, strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo detected")  # it looks into the eager call that raises the error
+def test_options_are_checked_as_in_eager_mode(problem):
+    G, g = problem
+
+    def keys(G, g):
+        return project({"a": G, "b": G}, {"a": g})["a"]
+
+    def output(G, g):
+        return project([G], [g], out=[g.float()])[0]
+
+    for step in (keys, output):
+        with pytest.raises(Exception, match=r"the same keys|shape and dtype"):
+            torch.compile(step, backend=BACKEND)(G, g)
+
+    def tuples(G, g):
+        return project((G * 1.0,), (g * 1.0,), margin=np.float64(0.5))
+
+    compiled = torch.compile(tuples, backend=BACKEND)(G, g)
+    assert isinstance(compiled, tuple)
+    assert torch.equal(compiled[0], tuples(G, g)[0])
+
+
+def test_functions_of_one_name_are_told_apart(problem):
+    class Constant:
+        def __init__(self, value):
+            self.value = value
+
+        def __repr__(self):
+            return "Constant()"
+
+        def __call__(self, K, b, warm_start):
+            return torch.full_like(b, self.value)
+
+    def step(method):
+        return torch.compile(lambda G, g: project([G], [g], method=method)[0], backend=BACKEND)
+
+    steps = [step(Constant(1.0)), step(Constant(2.0))]
+    first, second, again = steps[0](*problem), steps[1](*problem), steps[0](*problem)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
