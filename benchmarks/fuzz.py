@@ -19,7 +19,7 @@ import typer
 from rich.progress import track
 
 import gemproj
-from gemproj import combine, gram, project
+from gemproj import Exact, combine, gram, project
 from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
 from gemproj.methods._method import normalise
 from tests.problems import rational_projection
@@ -40,7 +40,9 @@ def integers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     """Project as users do, and by each form of the method for large t on its own."""
     yield "project", project(G, g)
-    unit = normalise(*gram(G, g)[:2], None, None)
+    K, b, _ = gram(G, g)
+    yield "Exact on K and b", combine(G, g, Exact()(K, b))
+    unit = normalise(K, b, None, None)
     lam, _, _ = solve_active_set(Tableau(unit.K, unit.b), None, None)
     yield "active set, tableau", combine(G, g, lam * unit.scale)
     n = np.linalg.norm(G, axis=1)

@@ -14,6 +14,7 @@ from gemproj import GEM2017, solve_dual
 from gemproj.methods import NAMES
 
 OPTIONAL = {
+    "fast": ["numba"],
     "torch": ["torch"],
     "cupy": ["cupy"],
     "qp": ["quadprog", "osqp", "scipy"],

@@ -8,9 +8,10 @@ d columns, so that no stage ever needs a flattened, converted or concatenated co
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
 
@@ -28,6 +29,19 @@ _SMALL_TILE, _LARGE_TILE = 1 << 17, 1 << 20
 _LARGE = 1 << 17
 
 
+class _once:
+    """A property computed at first use: functools.cached_property, without its lock (Python < 3.12)."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, problem: Any, _: Any = None) -> Any:
+        if problem is None:
+            return self
+        value = problem.__dict__[self.function.__name__] = self.function(problem)
+        return value
+
+
 @dataclass(frozen=True)
 class Problem:
     """The checked arguments of one call: blocks of `G` and `g`, and what they have in common."""
@@ -41,13 +55,14 @@ class Problem:
     weight: list[Array] | None  # like `vector`
     keys: Any  # None where g is one array, the type of a sequence, or the keys of a mapping
     traced: list[Array] | None = None  # rows, vector and weight as given, if autograd records any of them
+    found: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # kept by later stages
 
-    @property
+    @_once
     def wide(self) -> Any:
-        """The dtype of all sums: float64, or float32 on a device that has no float64 (MPS)."""
+        """Return the dtype of all sums: float64, or float32 on a device that has no float64 (MPS)."""
         return wide_dtype(self.xp, self.device)
 
-    @property
+    @_once
     def host(self) -> bool:
         """Whether looking at a value is free, because it does not wait for a device."""
         return on_host(self.device)
@@ -58,10 +73,11 @@ class Problem:
             return nullcontext()
         return self.xp.autocast(self.device.type, enabled=False)
 
-    @property
+    @_once
     def columns(self) -> int:
-        """The number d of parameters."""
-        return sum(math.prod(v.shape[len(self.batch) :]) for v in self.vector)
+        """Return the number d of parameters."""
+        lead = len(self.batch)
+        return sum([math.prod(v.shape[lead:]) for v in self.vector])
 
     @property
     def small(self) -> bool:
@@ -80,24 +96,37 @@ class Problem:
         return replace(self, batch=(), rows=rows, vector=vector, weight=weight)
 
     @property
-    def native(self) -> bool:
-        """Whether tiles can be used as they are: one large problem, all float32 or float64, no metric."""
-        dtype = self.vector[0].dtype
-        return (
-            self.large
-            and not self.batch
-            and self.weight is None
-            and dtype in (self.xp.float32, self.xp.float64)
-            and all(a.dtype == dtype for a in [*self.rows, *self.vector])
-        )
+    def threads(self) -> int | None:
+        """How many threads may work on arrays of this library; None for as many as there are cores."""
+        return int(self.xp.get_num_threads()) if array_api_compat.is_torch_namespace(self.xp) else None
 
-    def tiles(self, *, large: bool = False) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...], int]]:
+    @property
+    def chunked(self) -> bool:
+        """Whether this is one large problem without a metric, whose products may be made in chunks."""
+        return self.large and not self.batch and self.weight is None
+
+    @property
+    def narrow(self) -> Any:
+        """The smaller of float32 and float64 that holds all entries of G and g."""
+        wide = any(a.dtype == self.xp.float64 for a in [*self.rows, *self.vector])
+        return self.xp.float64 if wide else self.xp.float32
+
+    @property
+    def tile(self) -> int:
+        """Elements in a tile of a large problem: enough for torch's threads, else a small part of G."""
+        if array_api_compat.is_torch_namespace(self.xp):
+            return _LARGE_TILE
+        return min(_LARGE_TILE, max(_SMALL_TILE, self.columns * self.t // 32))
+
+    def tiles(
+        self, elements: int = _SMALL_TILE
+    ) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...], int]]:
         """Yield (block, lead, index, size): ``vector[block][index]`` is a tile of g with `size` columns.
 
         Tiles come in order; `lead` is the part of `index` that selects from the batch. The number of
         columns does not depend on the batch, nor do, therefore, the sums over tiles.
         """
-        columns = max(64, (_LARGE_TILE if large else _SMALL_TILE) // (self.t + 1))
+        columns = max(64, elements // (self.t + 1))
         for k, vector in enumerate(self.vector):
             for index, size in _tiles(tuple(vector.shape[len(self.batch) :]), columns):
                 if not self.batch:
@@ -108,6 +137,14 @@ class Problem:
                 for start in range(0, self.batch[0], step):
                     lead = slice(start, min(start + step, self.batch[0]))
                     yield k, (lead,), (lead, ..., *index), size
+
+    def give(self, a: Array) -> Array:
+        """Return an array of t-space, which on the CPU is one of NumPy, in the library of G and g."""
+        return from_numpy(a, self.xp, self.device) if self.host and a is not None else a
+
+    def take(self, a: Array) -> Array:
+        """Return an array of the library of G and g as t-space has it."""
+        return to_numpy(a) if self.host and a is not None else a
 
     def unpack(self, x: Any) -> list[Array]:
         """Return the blocks of what `pack` has made, or of an output that the caller gave."""
@@ -154,7 +191,7 @@ def read_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
     rows, keys = _as_blocks(G, "G")
     vector, keys = _as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else _as_blocks(metric, "metric", like=(keys, len(rows)))[0]
-    xp = _namespace([*rows, *vector, *(weight or [])])
+    xp = _common_namespace([*rows, *vector, *(weight or [])])
     # A batch exists only for plain arrays: blocks have parameter shapes of any rank instead.
     lead = rows[0].ndim - 2 if keys is None else 0
     if lead < 0 or rows[0].ndim < 1:
@@ -177,13 +214,12 @@ def read_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
             raise ValueError(
                 f"metric{where} must have the shape of g{where}, {expected}; found {_shape(weight[k])}."
             )
-    device = array_api_compat.device(vector[0])
+    device = device_of(vector[0])
     for name, arrays in (("G", rows), ("g", vector), ("metric", weight or [])):
         for a in arrays:
-            if array_api_compat.device(a) != device:
+            if device_of(a) != device:
                 raise ValueError(
-                    f"{name} is on device {array_api_compat.device(a)} but g is on {device}; "
-                    "move all arrays to one device."
+                    f"{name} is on device {device_of(a)} but g is on {device}; move all arrays to one device."
                 )
     given = [*rows, *vector, *(weight or [])]
     traced = given if any(is_traced(a) for a in given) else None
@@ -202,7 +238,7 @@ def read_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
 def read_out(out: Blocks, problem: Problem) -> list[Array]:
     """Check that `out` can take what `g` holds, and return its blocks."""
     blocks, _ = _as_blocks(out, "out", like=(problem.keys, len(problem.vector)))
-    if _namespace(blocks) is not problem.xp:
+    if _common_namespace(blocks) is not problem.xp:
         raise TypeError(
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
@@ -214,8 +250,8 @@ def read_out(out: Blocks, problem: Problem) -> list[Array]:
                 f"out{where} must have the shape and dtype of g{where}, {_shape(g)} {g.dtype}; "
                 f"found {_shape(o)} {o.dtype}."
             )
-        if array_api_compat.device(o) != problem.device:
-            raise ValueError(f"out is on device {array_api_compat.device(o)} but g is on {problem.device}.")
+        if device_of(o) != problem.device:
+            raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
         if is_traced(o):
             raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
         if isinstance(o, np.ndarray) and not o.flags.writeable:
@@ -269,11 +305,37 @@ def _kind(keys: Any) -> str:
 
 def is_real_floating(a: Array) -> bool:
     """Tell whether an array holds real floating-point numbers."""
-    xp = array_api_compat.array_namespace(a)
-    return bool(xp.isdtype(a.dtype, "real floating"))
+    key = (type(a), a.dtype)
+    if key not in _REAL_FLOATING:
+        _REAL_FLOATING[key] = bool(namespace(a).isdtype(a.dtype, "real floating"))
+    return _REAL_FLOATING[key]
 
 
-def _namespace(arrays: list[Array]) -> Any:
+# Looking these up takes longer than to project a small gradient.
+_NAMESPACES: dict[type, Any] = {}
+_REAL_FLOATING: dict[Any, bool] = {}
+
+
+def namespace(a: Array) -> Any:
+    """Return the functions of the library of an array, by the names of the array API standard."""
+    xp = _NAMESPACES.get(type(a))
+    if xp is None:
+        xp = _NAMESPACES[type(a)] = array_api_compat.array_namespace(a)
+    return xp
+
+
+_NUMPY = namespace(np.empty(0))
+
+
+def device_of(a: Array) -> Any:
+    """Return the device of an array: "cpu" for NumPy's."""
+    return "cpu" if type(a) is np.ndarray else array_api_compat.device(a)
+
+
+def _common_namespace(arrays: list[Array]) -> Any:
+    kinds = {type(a) for a in arrays}
+    if len(kinds) == 1:
+        return namespace(arrays[0])
     try:
         return array_api_compat.array_namespace(*arrays)
     except TypeError:
@@ -301,6 +363,18 @@ def _is_recording() -> bool:
     return torch.is_grad_enabled()
 
 
+def note_written(a: Array) -> None:
+    """Tell autograd of a write that went past it, so that it refuses to use what was there before."""
+    if array_api_compat.is_torch_array(a) and not a.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(a)
+
+
+def is_compiling() -> bool:
+    """Tell whether `torch.compile`, `torch.export` or `torch.jit.trace` is tracing the caller."""
+    torch = sys.modules.get("torch")
+    return torch is not None and (torch.compiler.is_compiling() or torch.jit.is_tracing())
+
+
 def wide_dtype(xp: Any, device: Any) -> Any:
     """Return float64, or float32 where a device has no float64 (Apple's MPS)."""
     return xp.float32 if getattr(device, "type", None) == "mps" else xp.float64
@@ -308,11 +382,15 @@ def wide_dtype(xp: Any, device: Any) -> Any:
 
 def on_host(device: Any) -> bool:
     """Tell whether `device` is the CPU, where reading a value waits for nothing."""
-    return getattr(device, "type", None) == "cpu" or str(device) == "cpu" or "CPU_DEVICE" in str(device)
+    if isinstance(device, str):
+        return device == "cpu"
+    return getattr(device, "type", None) == "cpu" or "CPU_DEVICE" in str(device)
 
 
 def to_numpy(a: Array) -> np.ndarray:
     """Bring an array to NumPy: without a copy on the CPU, with a wait on a device."""
+    if isinstance(a, np.ndarray):
+        return a
     if array_api_compat.is_torch_array(a):
         return a.detach().cpu().numpy()
     return a.get() if array_api_compat.is_cupy_array(a) else np.asarray(a)
@@ -320,6 +398,8 @@ def to_numpy(a: Array) -> np.ndarray:
 
 def from_numpy(a: Any, xp: Any, device: Any) -> Array:
     """Bring a NumPy array to another library and device, without a copy where that is possible."""
+    if xp is _NUMPY:
+        return a
     if xp.__name__.endswith("torch"):
         return (
             xp.from_numpy(np.ascontiguousarray(a)).to(device) if np.ndim(a) else xp.tensor(a, device=device)

@@ -11,10 +11,9 @@ import math
 from abc import ABC, abstractmethod
 from itertools import combinations
 
-import array_api_compat
 import numpy as np
 
-from gemproj._array import Array
+from gemproj._array import Array, namespace
 from gemproj._rank import depends, independent
 from gemproj.methods._active_set import Factorisation, solve_active_set, solve_triangle
 from gemproj.methods._method import inverse, matvec, snap
@@ -32,7 +31,7 @@ def kkt_residual(K: Array, s: Array, gg: Array, lam: Array, upper: Array | None)
     lam_i = c, so feasibility gives way to ``max(0, -s_i)`` times the distance of lam_i to c, or
     to one where that is larger: the rounding of s must not grow with c.
     """
-    xp = array_api_compat.array_namespace(K, s)
+    xp = namespace(K)
     if not s.shape[-1]:
         return gg * 0.0
     unit, per_gradient = _inverse_root(xp.linalg.diagonal(K)), _inverse_root(gg)[..., None]
@@ -56,7 +55,7 @@ def duality_gap(s: Array, gg: Array, lam: Array, upper: Array | None) -> Array:
     Equal to ``lam's / |g|^2``, and to ``(lam's + c sum max(0, -s)) / |g|^2`` for hinge penalties of
     weight c. Where x is feasible it bounds the squared error: ``|x - x*|^2 <= gap |g|^2``.
     """
-    xp = array_api_compat.array_namespace(s, gg)
+    xp = namespace(s)
     gap = lam * s
     if upper is not None:
         gap = gap + upper * xp.maximum(-s, xp.zeros_like(s))
@@ -66,7 +65,7 @@ def duality_gap(s: Array, gg: Array, lam: Array, upper: Array | None) -> Array:
 
 def cosine(K: Array, b: Array, gg: Array, lam: Array) -> Array:
     """Return the cosine between g and x = g + G'lam, shape (...); 1 where either is zero."""
-    xp = array_api_compat.array_namespace(K, b)
+    xp = namespace(K)
     inner = gg + xp.sum(b * lam, axis=-1)
     xx = inner + xp.sum(lam * (matvec(K, lam) + b), axis=-1)
     used, one = (gg > 0) & (xx > 0), xp.ones_like(gg)
@@ -302,5 +301,5 @@ def settled(A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray) -> 
 
 def _inverse_root(squared: Array) -> Array:
     """Return 1/sqrt of squared norms, and 0 for those that are zero, or below by rounding."""
-    xp = array_api_compat.array_namespace(squared)
+    xp = namespace(squared)
     return inverse(xp.sqrt(xp.maximum(squared, xp.zeros_like(squared))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import array_api_compat
@@ -13,8 +14,9 @@ from gemproj._array import (
     Blocks,
     Problem,
     detach,
-    from_numpy,
+    device_of,
     is_real_floating,
+    namespace,
     on_host,
     read_problem,
     to_numpy,
@@ -22,6 +24,7 @@ from gemproj._array import (
 from gemproj._gram import Gram, Measured, measure
 from gemproj._refine import refine_directly, return_to_rows
 from gemproj._solution import DualSolution, from_units, in_units, shift
+from gemproj.kernels import available
 from gemproj.methods import AnyMethod, Exact, Method, Status, find
 from gemproj.methods._method import check_count, check_number, clip, snap
 
@@ -34,6 +37,13 @@ class Options(NamedTuple):
     penalty: float = math.inf
     check: bool | None = None
     refine: int | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether this is the exact projection onto the cone, without anything else."""
+        return type(self.method) is Exact and not (
+            self.margin or self.penalty < math.inf or self.refine is not None
+        )
 
 
 def solve_dual(
@@ -101,7 +111,11 @@ def solve_dual(
     """
     problem = read_problem(G, g, metric)
     options = read_options(method, margin, penalty, check, refine)
-    return solve_problem(problem, options, warm_start, certify=True)
+    return solve_problem(problem, options, warm_start, certify=True).to(problem.xp, problem.device)
+
+
+# The options of `project(G, g)` and of the other names.
+_named: dict[str, Options] = {}
 
 
 def read_options(
@@ -112,6 +126,9 @@ def read_options(
     refine: int | None = None,
 ) -> Options:
     """Check the options that do not depend on the data."""
+    usual = type(margin) is float and margin == 0.0 and penalty is None and check is None and refine is None
+    if usual and type(method) is str and method in _named:
+        return _named[method]
     found = find(method)
     check_number(margin, "margin", 0.0)
     if penalty is not None and penalty != math.inf:
@@ -125,7 +142,10 @@ def read_options(
             raise ValueError(f"{name} cannot be combined with method {found!r}, which does not take it.")
     if refine is not None:
         check_count(refine, "refine", 0)
-    return Options(found, float(margin), upper, check, refine)
+    options = Options(found, float(margin), upper, check, refine)
+    if usual and type(method) is str:
+        _named[method] = options
+    return options
 
 
 def solve_problem(
@@ -133,10 +153,12 @@ def solve_problem(
 ) -> DualSolution:
     """Stages 1 and 2, and the way back to G where its Gram matrix does not suffice.
 
-    With `certify`, methods that are approximate by design also keep a factorisation of G where their
-    certificates would need it.
+    On the CPU all t-space arrays are NumPy's until `Problem.give` hands them out: a call costs a fifth
+    of torch's. With `certify`, methods that are approximate by design also keep a factorisation of G
+    where their certificates would need it.
     """
-    sol = solve_gram(measure(problem), options, warm_start)
+    start = None if warm_start is None else read_start(warm_start, problem)
+    sol = solve_gram(measure(problem), _for_library(options, problem), start)
     if options.refine:
         return refine_directly(problem, sol, options.refine)
     wanted = options.refine is None and (certify or isinstance(options.method, Exact))
@@ -147,32 +169,29 @@ def solve_gram(measured: Measured, options: Options, warm_start: Array | None = 
     """Stage 2 on its own: solve for a Gram matrix that was computed, or summed over ranks, before."""
     gram, units = measured.gram, measured.units
     method, margin, penalty, check, _ = options
-    xp, device = array_api_compat.array_namespace(gram.K), array_api_compat.device(gram.K)
+    xp, device = namespace(gram.K), device_of(gram.K)
     host, dropped = on_host(device), None
-    if check or (check is None and host):
+    if measured.finite:
+        pass
+    elif check or (check is None and host):
         _raise_if_not_finite(gram)
     else:
         gram, dropped = _drop_not_finite(gram)
     K, b, gg, upper = shift(gram, margin, penalty, units)
     if margin and host and check is not False and not bool(xp.all(xp.isfinite(gg))):
         raise ValueError(f"margin, {margin}, times the rows of G is too large beside g: scale G and g alike.")
-    start = None
-    if warm_start is not None:
-        start = clip(in_units(_read_start(warm_start, b) - margin, units), upper)
-    iterations: Any
-    status: Any
-    if not isinstance(method, Method):
-        # Copies, because a function may work in place, and the solution keeps K and b.
-        lam = _read_multipliers(method(K + 0.0, b + 0.0, start), b, method)
-        iterations, status, resolution = 0, int(Status.APPROXIMATE), None
-    elif host:
-        # The package's methods run on NumPy where that is free: a call costs a fifth of torch's.
-        outcome = method.solve(*(a if a is None else to_numpy(a) for a in (K, b, start, upper)))
-        lam, iterations, status, resolution = (
-            a if a is None or isinstance(a, int) else from_numpy(a, xp, device) for a in outcome
-        )
+    start = None if warm_start is None else clip(in_units(warm_start - margin, units), upper)
+    resolution: Array | None = None
+    if isinstance(method, Method):
+        solve = method.solve
+        if not host and available(device):
+            from gemproj.kernels import stages
+
+            if stages.solves(method, b.shape[-1]):
+                solve = partial(stages.solve, method)
+        lam, iterations, status, resolution = solve(K, b, start, upper)
     else:
-        lam, iterations, status, resolution = method.solve(K, b, start, upper)
+        lam, iterations, status = method(K, b, start), 0, int(Status.APPROXIMATE)
     if isinstance(status, int):
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
     lam = from_units(lam, units, check=host and check is not False)
@@ -185,22 +204,37 @@ def solve_gram(measured: Measured, options: Options, warm_start: Array | None = 
     return DualSolution(lam, *gram, margin, penalty, iterations, status, measured.rounding, units, resolution)
 
 
-def _read_start(warm_start: Array, b: Array) -> Array:
+def _for_library(options: Options, problem: Problem) -> Options:
+    """Let a function of the user see arrays of the library it was called with."""
+    if isinstance(options.method, Method):
+        return options
+
+    def method(K: Array, b: Array, start: Array | None) -> Array:
+        # Copies, because a function may work in place, and the solution keeps K and b.
+        K, b, start = problem.give(K + 0.0), problem.give(b + 0.0), problem.give(start)
+        return problem.take(_read_multipliers(options.method(K, b, start), b, options.method))
+
+    return options._replace(method=method)
+
+
+def read_start(warm_start: Array, problem: Problem) -> Array:
     if not array_api_compat.is_array_api_obj(warm_start):
         raise TypeError(f"warm_start must be an array of multipliers; found {type(warm_start).__name__}.")
-    if tuple(warm_start.shape) != tuple(b.shape):
+    expected = (*problem.batch, problem.t)
+    if tuple(warm_start.shape) != expected:
         raise ValueError(
-            f"warm_start must have shape {tuple(b.shape)}, one multiplier per constraint; "
+            f"warm_start must have shape {expected}, one multiplier per constraint; "
             f"found {tuple(warm_start.shape)}. Start afresh when the constraints change in number."
         )
-    if not isinstance(warm_start, type(b)):
+    if namespace(warm_start) is not problem.xp:
         raise TypeError(
-            f"warm_start must be of the library of G, {type(b).__name__}; found {type(warm_start).__name__}."
+            f"warm_start must be of the library of G, {type(problem.vector[0]).__name__}; "
+            f"found {type(warm_start).__name__}."
         )
     if not is_real_floating(warm_start):
         raise TypeError(f"warm_start must have a real floating-point dtype; found {warm_start.dtype}.")
-    xp = array_api_compat.array_namespace(b)
-    start = xp.astype(detach(warm_start), b.dtype, copy=False)
+    start = problem.take(problem.xp.astype(detach(warm_start), problem.wide, copy=False))
+    xp = namespace(start)
     return xp.where(xp.isfinite(start), start, xp.zeros_like(start))
 
 
@@ -225,7 +259,7 @@ def _raise_if_not_finite(gram: Gram) -> None:
 def _drop_not_finite(gram: Gram) -> tuple[Gram, Array]:
     """Take rows that are not finite out of the problem without looking at them."""
     K, b, gg = gram
-    xp = array_api_compat.array_namespace(K)
+    xp = namespace(K)
     # If g is not finite no row can be judged: all are left out and x is g.
     bad = ~xp.isfinite(xp.linalg.diagonal(K)) | ~xp.isfinite(gg)[..., None] | ~xp.isfinite(b)
     K = xp.where(bad[..., :, None] | bad[..., None, :], xp.zeros_like(K), K)
@@ -233,7 +267,7 @@ def _drop_not_finite(gram: Gram) -> tuple[Gram, Array]:
 
 
 def _read_multipliers(lam: Any, b: Array, method: Any) -> Array:
-    xp = array_api_compat.array_namespace(b)
+    xp = namespace(b)
     if not isinstance(lam, type(b)) or tuple(lam.shape) != tuple(b.shape):
         found = f"{type(lam).__name__} of shape {tuple(lam.shape)}" if hasattr(lam, "shape") else repr(lam)
         raise ValueError(
@@ -241,6 +275,6 @@ def _read_multipliers(lam: Any, b: Array, method: Any) -> Array:
             f"{type(b).__name__} {tuple(b.shape)}; found {found}."
         )
     lam = xp.astype(detach(lam), b.dtype, copy=False)
-    if on_host(array_api_compat.device(b)) and not bool(xp.all(xp.isfinite(lam))):
+    if on_host(device_of(b)) and not bool(xp.all(xp.isfinite(lam))):
         raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
     return lam

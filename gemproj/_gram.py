@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import array_api_compat
 import numpy as np
 
-from gemproj._array import Array, Blocks, Problem, from_numpy, read_problem, to_numpy
+from gemproj._array import Array, Blocks, Problem, namespace, read_problem, to_numpy
+from gemproj._threads import cores, share
+from gemproj.compiled.table import CHUNK, WIDE_RANGE, table_of
+from gemproj.kernels import stages_of
 from gemproj.methods._method import inverse
 
-# Columns whose products are summed in the dtype of the input before the sums go on in float64. Matrix
-# products keep 16 partial sums or more, so rounding adds up over a sixteenth of a chunk.
-CHUNK, _PARTIAL_SUMS = 512, 16
-# Rounding of sums in float64, in units of its precision: 50 is what columns that are all alike make of it.
-_WIDE_ROUNDING = 128
+# Products of a chunk of columns are summed in float32 before the sums go on in float64. Vectorised loops
+# keep 4 partial sums or more, so rounding adds up over a quarter of a chunk.
+_PARTIAL_SUMS, _EPS, _EPS_32 = 4, 2.0**-52, 2.0**-23
+# Rounding of sums in float64: columns that are all alike make 50 units of its precision of it.
+_WIDE_ROUNDING = 128 * _EPS
+_NARROW_ROUNDING = _WIDE_ROUNDING + CHUNK / _PARTIAL_SUMS * _EPS_32 / 2
+# Squared norms beyond which products may have left the range of float32.
+_NARROW_RANGE = (1e-24, 1e30)
 
 
 class Gram(NamedTuple):
@@ -37,8 +42,7 @@ class Gram(NamedTuple):
     gg: Array
 
 
-@dataclass(frozen=True)
-class Measured:
+class Measured(NamedTuple):
     """What stage 1 hands on: the numbers, how they were rounded and in which units the rows are.
 
     Attributes
@@ -49,11 +53,14 @@ class Measured:
         Of its entries, relative to ``|g_i| |g_j|``.
     units : array, shape (..., t + 1), or None
         Powers of two that keep squares inside the range of float64; None stands for ones.
+    finite : bool
+        Whether all numbers are known to be finite.
     """
 
     gram: Gram
     rounding: float
     units: Array | None = None
+    finite: bool = False
 
     def raw(self) -> Gram:
         """Return the numbers for G and g as they were given, as far as float64 can hold them."""
@@ -97,51 +104,72 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     >>> K.tolist(), b.tolist(), float(gg)
     ([[1.0, 1.0], [1.0, 2.0]], [-2.0, -1.0], 5.0)
     """
-    return measure(read_problem(G, g, metric)).raw()
+    problem = read_problem(G, g, metric)
+    return Gram(*map(problem.give, measure(problem).raw()))
+
+
+def measure(problem: Problem) -> Measured:
+    """Stage 1 on checked arguments."""
+    kernels, table = stages_of(problem), table_of(problem)
+    if kernels is not None:
+        return Measured(Gram(*kernels.gram(problem)), _WIDE_ROUNDING)
+    if table is None:
+        return _measure_portably(problem)
+    total = table.gram()
+    if table.wide:
+        if _all_within(total, *WIDE_RANGE):
+            return _measured(problem, total, _WIDE_ROUNDING, finite=True)
+        units = _units(problem, total)
+        if units is None:
+            return _measured(problem, total, _WIDE_ROUNDING)
+    elif _all_within(total, *_NARROW_RANGE):
+        return _measured(problem, total, _NARROW_ROUNDING, finite=True)
+    # One by one, so that no bit of the other problems changes.
+    return _one_by_one(problem) if problem.batch else _measure_portably(problem)
 
 
 # NumPy would warn of infinities that stage 2 reports, with the row that holds them.
 @np.errstate(over="ignore", invalid="ignore", under="ignore")
-def measure(problem: Problem) -> Measured:
-    """Stage 1 on checked arguments."""
+def _measure_portably(problem: Problem) -> Measured:
     if problem.large and problem.batch and 0 not in problem.batch:
         return _one_by_one(problem)
-    rounding = _WIDE_ROUNDING * float(problem.xp.finfo(problem.wide).eps)
     with problem.in_full_precision():
-        if problem.native:
-            total = _native_total(problem)
-            if _all_within(total, 1e-24, 1e30):
-                eps = float(problem.xp.finfo(problem.vector[0].dtype).eps)
-                return _measured(problem, total, rounding + CHUNK / _PARTIAL_SUMS * eps / 2)
-        total, units = _wide_total(problem), None
-        if problem.host and not _all_within(total, 1e-280, 1e280):
+        if problem.chunked and table_of(problem) is None:
+            total = _chunked_total(problem)
+            wide = problem.narrow == problem.wide
+            if _all_within(total, *(WIDE_RANGE if wide else _NARROW_RANGE)):
+                return _measured(problem, total, _WIDE_ROUNDING if wide else _NARROW_ROUNDING, finite=True)
+        total, units, finite = _wide_total(problem), None, False
+        rounding = _WIDE_ROUNDING * float(problem.xp.finfo(problem.wide).eps) / _EPS
+        if problem.host:
+            finite = _all_within(total, *WIDE_RANGE)
             # Squares may have left the range of float64: once more, in units in which they do not.
-            units = _units(problem, total)
+            units = None if finite else _units(problem, total)
             total = total if units is None else _wide_total(problem, units)
-    return _measured(problem, total, rounding, units)
+    return _measured(problem, total, rounding, units, finite)
 
 
 def _one_by_one(problem: Problem) -> Measured:
-    xp, parts = problem.xp, [measure(problem.at(i)) for i in np.ndindex(problem.batch)]
+    """Measure each problem of a batch on the CPU for itself."""
+    parts = [measure(problem.at(i)) for i in np.ndindex(problem.batch)]
 
-    def stack(arrays: list[Array]) -> Array:
-        return xp.reshape(xp.stack(arrays), (*problem.batch, *arrays[0].shape))
+    def stack(arrays: list[np.ndarray]) -> np.ndarray:
+        return np.stack(arrays).reshape((*problem.batch, *arrays[0].shape))
 
     units = None
     if any(part.units is not None for part in parts):
-        ones = xp.ones(problem.t + 1, dtype=problem.wide, device=problem.device)
+        ones = np.ones(problem.t + 1)
         units = stack([ones if part.units is None else part.units for part in parts])
     gram = Gram(*(stack([part.gram[i] for part in parts]) for i in range(3)))
     return Measured(gram, max(part.rounding for part in parts), units)
 
 
-def _measured(problem: Problem, total: Any, rounding: float, units: Any = None) -> Measured:
+def _measured(
+    problem: Problem, total: Any, rounding: float, units: Any = None, finite: bool = False
+) -> Measured:
     """Take apart the Gram matrix of the stacked rows [G; g], (..., t + 1, t + 1)."""
     t = problem.t
-    if problem.host:
-        total = from_numpy(total, problem.xp, problem.device)
-        units = units if units is None else from_numpy(units, problem.xp, problem.device)
-    return Measured(Gram(total[..., :t, :t], total[..., :t, t], total[..., t, t]), rounding, units)
+    return Measured(Gram(total[..., :t, :t], total[..., :t, t], total[..., t, t]), rounding, units, finite)
 
 
 def stacked_tiles(problem: Problem, units: Any = None) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -175,44 +203,63 @@ def _wide_total(problem: Problem, units: Any = None) -> Any:
     total: Any = np.zeros(shape)
     if not problem.host:
         total = problem.xp.zeros(shape, dtype=problem.wide, device=problem.device)
-    xp = array_api_compat.array_namespace(total)
+    xp = namespace(total)
     for lead, tile in stacked_tiles(problem, units):
         total[(*lead, ...)] += xp.matmul(tile, xp.matrix_transpose(tile))
     return total
 
 
-def _native_total(problem: Problem) -> np.ndarray:
-    """Add tiles without copying them: products of chunks in the dtype of the input, their sums in float64."""
+def _chunked_total(problem: Problem) -> np.ndarray:
+    """Add the products of chunks of columns, made in float32 or float64, in float64."""
     xp, t = problem.xp, problem.t
-    total = np.zeros((t + 1, t + 1))
+    columns = max(1, problem.tile // (t + 1) // CHUNK) * CHUNK
+    jobs = _groups(problem, columns)
+    parts = np.empty((len(jobs), t + 1, t + 1))
+    torch = array_api_compat.is_torch_namespace(xp)
+    threads = 1 if torch else min(cores(), len(jobs))  # torch has threads of its own
 
-    def product_sum(left: Array, right: Array) -> np.ndarray:
-        product = xp.matmul(left, xp.matrix_transpose(right))
-        return to_numpy(xp.sum(product, axis=0, dtype=problem.wide))
+    def work(thread: int) -> None:
+        stack = xp.empty((t + 1, columns), dtype=problem.narrow, device=problem.device)
+        for i in range(thread, len(jobs), threads):
+            end = 0
+            for k, index, size in jobs[i]:
+                start, end = end, end + size
+                stack[:t, start:end] = xp.reshape(problem.rows[k][index], (t, size))
+                stack[t, start:end] = xp.reshape(problem.vector[k][index], (size,))
+            count = -(-end // CHUNK)
+            stack[:, end : count * CHUNK] = 0.0
+            chunks = xp.moveaxis(xp.reshape(stack[:, : count * CHUNK], (t + 1, count, CHUNK)), 1, 0)
+            # An array times its own transpose takes a path in NumPy that is slow for few rows, and one row
+            # alone is slow in torch.
+            product = xp.matmul(chunks[:, :t, :], xp.matrix_transpose(chunks))
+            parts[i, :t] = to_numpy(xp.sum(product, axis=0, dtype=problem.wide))
+            parts[i, t, t] = float(xp.sum(xp.square(chunks[:, t, :]), dtype=problem.wide))
 
-    for k, _, index, size in problem.tiles(large=True):
-        rows = xp.reshape(problem.rows[k][index], (t, size))
-        vector = xp.reshape(problem.vector[k][index], (1, size))
-        # The whole chunks, and what is left over as one shorter chunk.
-        for start, stop in ((0, size - size % CHUNK), (size - size % CHUNK, size)):
-            if start == stop:
-                continue
-            chunks = max(1, (stop - start) // CHUNK)
-            columns = (stop - start) // chunks
-            G = xp.moveaxis(xp.reshape(rows[:, start:stop], (t, chunks, columns)), 0, 1)
-            # One row like the others: torch multiplies a (CHUNK, 1) column ten times more slowly.
-            g = xp.moveaxis(xp.reshape(vector[:, start:stop], (1, chunks, columns)), 0, 1)
-            total[:t, :t] += product_sum(G, G)
-            total[:t, t:] += product_sum(G, g)
-            total[t:, t:] += product_sum(g, g)
+    share(work, threads, threads)
+    total = parts.sum(axis=0)
     total[t, :t] = total[:t, t]
     return total
 
 
+def _groups(problem: Problem, columns: int) -> list[list[tuple[int, tuple[Any, ...], int]]]:
+    """Return (block, index, size) of tiles of all blocks, in groups of at most so many columns."""
+    groups: list[list[tuple[int, tuple[Any, ...], int]]] = []
+    room = 0
+    for k, _, index, size in problem.tiles(columns * (problem.t + 1)):
+        if size > room:
+            groups.append([])
+            room = columns
+        groups[-1].append((k, index, size))
+        room -= size
+    return groups
+
+
 def _all_within(total: np.ndarray, low: float, high: float) -> bool:
-    """Tell whether all squared norms lie between `low` and `high`."""
+    """Tell whether all squared norms lie between `low` and `high`; then no product exceeds `high`."""
+    if total.ndim == 2:
+        return all(low < square < high for square in total.diagonal().tolist())
     squares = np.diagonal(total, axis1=-2, axis2=-1)
-    return bool(np.all((squares > low) & (squares < high)))
+    return not squares.size or bool(squares.min() > low and squares.max() < high)
 
 
 def _units(problem: Problem, total: np.ndarray) -> np.ndarray | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,16 +14,21 @@ from gemproj._array import (
     Problem,
     detach,
     from_numpy,
+    is_compiling,
     is_real_floating,
+    note_written,
     read_out,
     read_problem,
     to_numpy,
 )
 from gemproj._derivative import record
-from gemproj._dual import read_options, solve_problem
+from gemproj._dual import Options, read_options, read_start, solve_problem
 from gemproj._gram import stacked_tiles
 from gemproj._solution import DualSolution, from_units
+from gemproj.compiled.table import table_of
+from gemproj.kernels import stages_of
 from gemproj.methods import AnyMethod
+from gemproj.methods._method import clip
 
 
 def project(
@@ -65,7 +71,8 @@ def project(
     Notes
     -----
     Under torch's autograd, x has the derivative of the projection with respect to G, g and metric
-    (implicit differentiation on the active set; method "exact" only, and not twice).
+    (implicit differentiation on the active set; method "exact" only, and not twice). Under
+    `torch.compile` it is one opaque operation, which does not break the graph.
 
     Examples
     --------
@@ -82,15 +89,28 @@ def project(
     >>> x[0].tolist(), x[1].tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
     """
+    if is_compiling():
+        from gemproj.torch.op import record_projection
+
+        return record_projection(G, g, method, warm_start, margin, penalty, metric, out, check, refine)
     problem = read_problem(G, g, metric)
     options = read_options(method, margin, penalty, check, refine)
     # Checked before the work: an output that cannot be written is no result.
     target = None if out is None else read_out(out, problem)
     if problem.traced and out is not None:
         raise ValueError("out cannot be written while G, g or metric requires a gradient; detach them.")
+    if problem.traced is None:
+        if stages_of(problem) is not None and _launches(options, problem.t):
+            return _project_on_device(problem, options, warm_start, out, target)
+        if options.plain:
+            x = _project_small(problem, warm_start, out, target)
+            if x is not None:
+                return x
     sol = solve_problem(problem, options, warm_start)
     x = project_problem(problem, sol, out, target)
-    return record(problem, sol, x, options.method) if problem.traced else x
+    if problem.traced:
+        return record(problem, sol.to(problem.xp, problem.device), x, options.method)
+    return x
 
 
 def combine(
@@ -125,7 +145,45 @@ def combine(
         raise TypeError(f"multipliers must have a real floating-point dtype; found {multipliers.dtype}.")
     target = None if out is None else read_out(out, problem)
     lam = problem.xp.asarray(detach(multipliers), dtype=problem.wide, device=problem.device)
+    lam = problem.take(lam)
     return combine_problem(problem, lam, out, target)
+
+
+def _launches(options: Options, t: int) -> bool:
+    """Tell whether each stage is one launch of a kernel, which leaves out rows that are not finite."""
+    from gemproj.kernels.stages import solves
+
+    plain = not (options.margin or options.refine or options.check)
+    return plain and solves(options.method, t) and getattr(options.method, "normalize", True)
+
+
+def _project_on_device(
+    problem: Problem, options: Options, warm_start: Array | None, out: Any, target: list[Array] | None
+) -> Any:
+    """Three launches and nothing else: no certificate is made that nobody has asked for."""
+    start = None if warm_start is None else clip(read_start(warm_start, problem), None)
+    upper = None if options.penalty == math.inf else options.penalty
+    kernels = stages_of(problem)
+    K, b, _ = kernels.gram(problem)
+    lam = kernels.solve(options.method, K, b, start, upper).multipliers
+    return combine_problem(problem, lam, out, target)
+
+
+def _project_small(problem: Problem, warm_start: Array | None, out: Any, target: list[Array] | None) -> Any:
+    """Take the short way of `gemproj.compiled.express`; None where it ends."""
+    table = table_of(problem)
+    if table is None:
+        return None
+    from gemproj.compiled.express import applies, project_small
+
+    if not applies(table):
+        return None
+    start = None if warm_start is None else read_start(warm_start, problem)
+    x = [_empty(problem, v) for v in problem.vector] if target is None else target
+    active = project_small(table, start, x)
+    if active == 0:
+        return _copy(problem, out, target)
+    return None if active is None else _packed(problem, x, out)
 
 
 def project_problem(problem: Problem, sol: DualSolution, out: Any, target: list[Array] | None) -> Any:
@@ -138,45 +196,76 @@ def project_problem(problem: Problem, sol: DualSolution, out: Any, target: list[
 
 def combine_problem(problem: Problem, lam: Array, out: Any, target: list[Array] | None) -> Any:
     """Stage 3 on checked arguments, one read of the active rows of G and of g."""
-    if problem.host and not bool(problem.xp.any(lam != 0)):
+    if problem.host and not lam.any():
         return _copy(problem, out, target)
-    x = [problem.xp.empty_like(v) for v in problem.vector] if target is None else target
-    with problem.in_full_precision():
-        _add_rows(x, problem, lam)
-    return problem.pack(x) if out is None else out
+    x = [_empty(problem, v) for v in problem.vector] if target is None else target
+    _add_rows(x, problem, lam)
+    return _packed(problem, x, out)
+
+
+def _packed(problem: Problem, x: list[Array], out: Any) -> Any:
+    """Return x as the caller wants it."""
+    if out is None:
+        return problem.pack(x)
+    for a in x:
+        note_written(a)
+    return out
+
+
+def _empty(problem: Problem, vector: Array) -> Array:
+    # A g that is repeated over a batch has strides that x should not have.
+    if table_of(problem) is None:
+        return problem.xp.empty_like(vector)
+    return problem.xp.empty(tuple(vector.shape), dtype=vector.dtype, device=problem.device)
 
 
 def _add_rows(x: list[Array], problem: Problem, lam: Array) -> None:
-    """Write ``g + diag(1/w) G' lam`` into x, tile by tile."""
+    """Write ``g + diag(1/w) G' lam`` into x."""
+    kernels, table = stages_of(problem), table_of(problem)
+    if kernels is not None and kernels.combine(problem, lam, x):
+        return
+    if table is not None and table.combine(lam, x):
+        return
     if problem.large and problem.batch:
         for i in np.ndindex(problem.batch):
             _add_rows([a[(*i, ...)] for a in x], problem.at(i), lam[(*i, ...)])
         return
-    xp, rows = problem.xp, None
-    if problem.large:
-        # Rows of multiplier zero need not be read.
-        used = np.flatnonzero(to_numpy(lam))
-        if len(used) < problem.t:
-            rows = xp.asarray(used, device=problem.device)
-            lam = xp.take(lam, rows, axis=-1)
-    parts = _native_parts(problem, lam)
-    for k, lead, index, size in problem.tiles(large=parts is not None):
+    with problem.in_full_precision():
+        parts = _narrow_parts(problem, lam)
+        if parts is None:
+            _add_in_wide_tiles(x, problem, lam)
+        else:
+            _add_in_chunks(x, problem, parts)
+
+
+def _add_in_wide_tiles(x: list[Array], problem: Problem, lam: Array) -> None:
+    xp, lam = problem.xp, problem.give(lam)
+    for k, lead, index, size in problem.tiles():
         tile, vector, piece = problem.rows[k][index], problem.vector[k][index], x[k][index]
-        if rows is not None:
-            tile = xp.take(tile, rows, axis=len(problem.batch))
         here = lam[(*lead, ...)]
         tile = xp.reshape(tile, (*here.shape, size))
-        if parts is not None:
-            piece[...] = vector
-            for part in parts:
-                piece += xp.reshape(xp.matmul(part[..., None, :], tile), piece.shape)
-            continue
         # Zero times what is not finite is not zero, and a row that was left out may hold that.
         tile = xp.where(here[..., None] != 0, xp.astype(tile, problem.wide), xp.zeros_like(here[..., None]))
         step = xp.reshape(_product(here[..., None, :], tile, problem), vector.shape)
         if problem.weight is not None:
             step = step / problem.weight[k][index]
         piece[...] = xp.astype(vector + step, piece.dtype)
+
+
+def _add_in_chunks(x: list[Array], problem: Problem, parts: list[np.ndarray]) -> None:
+    """Add rows in the dtype of x, part after part of lam; rows of multiplier zero are not read."""
+    xp = problem.xp
+    used, chosen = np.flatnonzero(parts[-1]), None
+    if len(used) < problem.t:
+        chosen = problem.give(used)
+    given = [problem.give(part[used]) for part in parts]
+    for k, _, index, size in problem.tiles(problem.tile):
+        tile, piece = problem.rows[k][index], x[k][index]
+        tile = tile if chosen is None else xp.take(tile, chosen, axis=0)
+        tile = xp.reshape(tile, (tile.shape[0], size))
+        piece[...] = problem.vector[k][index]
+        for part in given:
+            piece += xp.reshape(xp.matmul(part, tile), piece.shape)
 
 
 def _product(left: Array, right: Array, problem: Problem) -> Array:
@@ -191,35 +280,34 @@ def _settle(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
 
     Where rows nearly cancel, multipliers are large, and so is the rounding of ``g + G'lam``.
     """
-    units = None if sol.units is None else to_numpy(sol.units)
+    units = sol.units
     s = np.zeros(sol.multipliers.shape)
-    for i in map(tuple, np.argwhere(to_numpy(sol.refined))):
+    for i in map(tuple, np.argwhere(sol.refined)):
         blocks = [a[(*i, ...)] for a in x]
         one = replace(problem.at(i), vector=blocks, weight=None)
         for _, tile in stacked_tiles(one, None if units is None else units[i]):
             s[i] += tile[:-1] @ tile[-1]
     # Rows that were left out hold what is not finite.
-    s = from_numpy(np.where(np.isfinite(s), s, 0.0), problem.xp, problem.device)
+    s = np.where(np.isfinite(s), s, 0.0)
     step = from_units(-sol.solve_free(s), sol.units, check=False)
     _add_rows(x, replace(problem, vector=x), step)
 
 
-def _native_parts(problem: Problem, lam: Array) -> list[Array] | None:
-    """Split lam into summands of the dtype of g, smallest first, so that tiles need no conversion.
+def _narrow_parts(problem: Problem, lam: Array) -> list[np.ndarray] | None:
+    """Split lam into summands of the dtype of G and g, smallest first, so that tiles need no conversion.
 
     In float32, lam = high + low to 48 bits: what remains is the rounding of the sum, not of lam.
     None where that does not work: other dtypes, a metric, or multipliers beyond the range.
     """
-    xp, dtype = problem.xp, problem.vector[0].dtype
-    if not problem.native:
+    if not problem.chunked or any(a.dtype != problem.narrow for a in [*problem.rows, *problem.vector]):
         return None
-    if dtype == problem.wide:
+    if problem.narrow == problem.wide:
         return [lam]
-    sizes = np.abs(to_numpy(lam))
+    sizes = np.abs(lam)
     if not np.all((sizes == 0) | ((sizes > 1e-25) & (sizes < 1e30))):
         return None
-    high = xp.astype(lam, dtype)
-    return [xp.astype(lam - xp.astype(high, problem.wide), dtype), high]
+    high = lam.astype(np.float32)
+    return [(lam - high).astype(np.float32), high]
 
 
 def _copy(problem: Problem, out: Any, target: list[Array] | None) -> Any:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import array_api_compat
 import numpy as np
 
-from gemproj._array import Array, Problem, from_numpy, to_numpy
+from gemproj._array import Array, Problem, namespace
 from gemproj._certificate import near_span, settled
 from gemproj._gram import Gram, factor_rows, stacked_tiles
 from gemproj._rank import depends, remainders
@@ -31,17 +30,16 @@ def return_to_rows(problem: Problem, sol: DualSolution, options: Any) -> DualSol
     One more read of G and g, for these problems only. Multipliers of methods that are approximate by
     design stay as they are; the factor then serves the certificates.
     """
-    lost = np.argwhere(_lost(problem, sol))
-    if not len(lost):
+    lost = _lost(problem, sol)
+    if not lost.any():
         return sol
     t = problem.t
     factor = np.zeros((*problem.batch, t + 1, t + 1))
-    lam, status = to_numpy(sol.multipliers).copy(), to_numpy(sol.status).copy()
+    lam, status, units = np.array(sol.multipliers), np.array(sol.status), sol.units
     iterations = np.broadcast_to(np.asarray(sol.iterations), status.shape).copy()
-    units = None if sol.units is None else to_numpy(sol.units)
     upper = sol.standard().upper
     residues = {}
-    for i in map(tuple, lost):
+    for i in map(tuple, np.argwhere(lost)):
         unit = None if units is None else units[i]
         gram = Gram(sol.gram[(*i, ...)], sol.linear[(*i, ...)], sol.squared_norm[(*i, ...)])
         factor[i] = factor_rows(problem.at(i), gram, sol.rounding, unit)
@@ -50,7 +48,7 @@ def return_to_rows(problem: Problem, sol: DualSolution, options: Any) -> DualSol
             continue
         A, a = factor[i][:, :t], factor[i][:, t]
         a = a + A @ in_units(np.full(t, sol.margin), unit)
-        top = np.full(t, np.inf) if upper is None else to_numpy(upper)[i]
+        top = np.full(t, np.inf) if upper is None else upper[i]
         found, pivots, ended = _solve(A, a, top, in_units(lam[i] - sol.margin, unit))
         # Rows of norm zero, or left out, keep what they have.
         raw = from_units(found, unit, check=options.check is not False)
@@ -64,23 +62,17 @@ def return_to_rows(problem: Problem, sol: DualSolution, options: Any) -> DualSol
         if not all(depends(residues[i], int(j), free) for j in np.flatnonzero(hidden)):
             status[i] |= Status.UNRESOLVED
         iterations[i] += pivots
-    xp, device = problem.xp, problem.device
     return replace(
-        sol,
-        multipliers=from_numpy(lam, xp, device),
-        status=from_numpy(status, xp, device),
-        iterations=from_numpy(iterations, xp, device),
-        factor=factor,
-        residues=residues,
+        sol, multipliers=lam, status=status, iterations=iterations, factor=factor, residues=residues
     )
 
 
 def _lost(problem: Problem, sol: DualSolution) -> np.ndarray:
     if sol.resolution is not None and sol.rounding < 1e-12:
         below = _SMALL if problem.small else RESOLVED
-        return (to_numpy(sol.resolution) < below) | ((to_numpy(sol.status) & Status.STALLED) != 0)
+        return (sol.resolution < below) | ((sol.status & int(Status.STALLED)) != 0)
     # Any row may decide, where the method does not say, or K is too coarse to tell.
-    unit = normalise(to_numpy(sol.gram), to_numpy(sol.linear), None, None)
+    unit = normalise(sol.gram, sol.linear, None, None)
     return resolution(unit.K, np.ones(unit.b.shape, dtype=bool)) < (
         RESOLVED if sol.rounding < 1e-12 else _NATIVE
     )
@@ -121,7 +113,7 @@ def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolu
     K has: with rows at an angle of 1e-5 about six, with rows at an angle of 1e-8 none.
     """
     K, _, _, upper = sol.standard()
-    xp = array_api_compat.array_namespace(K)
+    xp = namespace(K)
     lam = in_units(sol.multipliers - sol.margin, sol.units)
     margin = in_units(0.0 * sol.multipliers + sol.margin, sol.units)
     free = sol.free()
@@ -136,9 +128,7 @@ def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolu
 
 def direct_slope(problem: Problem, lam: Array, units: Array | None) -> Array:
     """Return ``s = G x`` for ``x = g + G'lam``, from one read of G and g, in `units`."""
-    if problem.host:
-        lam, units = to_numpy(lam), None if units is None else to_numpy(units)
-    xp, t = array_api_compat.array_namespace(lam), problem.t
+    xp, t = namespace(lam), problem.t
     one = xp.sum(0.0 * lam, axis=-1, keepdims=True) + 1.0
     weights, s = xp.concat([lam, one], axis=-1)[..., None, :], xp.zeros_like(lam)
     with problem.in_full_precision():
@@ -147,4 +137,4 @@ def direct_slope(problem: Problem, lam: Array, units: Array | None) -> Array:
             # Zero times what is not finite is not zero, and a row that was left out may hold that.
             used = xp.where(xp.matrix_transpose(part) != 0, tile, xp.zeros_like(tile))
             s[(*lead, ...)] += xp.sum(tile[..., :t, :] * xp.matmul(part, used), axis=-1)
-    return from_numpy(s, problem.xp, problem.device) if problem.host else s
+    return s

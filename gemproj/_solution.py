@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import array_api_compat
 import numpy as np
 
 from gemproj import _certificate
-from gemproj._array import Array, from_numpy, to_numpy
+from gemproj._array import Array, device_of, from_numpy, namespace, to_numpy
 from gemproj._gram import Gram
 from gemproj.methods._active_set import solve_triangle
 from gemproj.methods._enumeration import solve_on
@@ -92,10 +91,27 @@ class DualSolution:
     @property
     def refined(self) -> Array:
         """Boolean (...): whether the multipliers come from G itself, because `gram` had lost the digits."""
-        xp, device = array_api_compat.array_namespace(self.status), array_api_compat.device(self.status)
+        xp, device = namespace(self.status), device_of(self.status)
         if self.factor is None:
             return xp.zeros_like(self.status, dtype=xp.bool)
         return from_numpy(np.any(self.factor != 0, axis=(-2, -1)), xp, device)
+
+    def to(self, xp: Any, device: Any) -> DualSolution:
+        """Return the same with arrays of another library, for a solution whose arrays are NumPy's."""
+        if not isinstance(self.multipliers, np.ndarray) or xp is namespace(self.multipliers):
+            return self
+        names = (
+            "multipliers",
+            "gram",
+            "linear",
+            "squared_norm",
+            "iterations",
+            "status",
+            "units",
+            "resolution",
+        )
+        arrays = {n: a for n in names if isinstance(a := getattr(self, n), np.ndarray | np.generic)}
+        return replace(self, **{n: from_numpy(a, xp, device) for n, a in arrays.items()})
 
     def kkt_residual(self) -> Array:
         """Largest violation of the optimality conditions, shape (...), scale-free; 0 at the solution.
@@ -105,7 +121,7 @@ class DualSolution:
         """
         K, _, gg, upper = self.standard()
         s, left = self._slope()
-        xp = array_api_compat.array_namespace(K)
+        xp = namespace(K)
         return xp.maximum(_certificate.kkt_residual(K, s, gg, self._measure(), upper), left)
 
     def duality_gap(self) -> Array:
@@ -122,7 +138,7 @@ class DualSolution:
         standard = self.standard()
         K, b, gg = (to_numpy(a) for a in standard[:3])
         upper = None if standard.upper is None else to_numpy(standard.upper)
-        lam, xp = to_numpy(self._measure()), array_api_compat.array_namespace(self.status)
+        lam, xp = to_numpy(self._measure()), namespace(self.status)
         # Adding margin * (sum of rows) to g may cancel digits: rounding then counts against the sum.
         sizes = np.sqrt(np.diagonal(K, axis1=-2, axis2=-1)) * to_numpy(self._lower())
         whole = np.sqrt(to_numpy(self.squared_norm)) + sizes.sum(axis=-1)
@@ -135,7 +151,7 @@ class DualSolution:
             bound[i] = _certificate.error_bound(
                 K[i], b[i], float(gg[i]), lam[i], top, rounding, R, self.residues.get(i)
             )
-        return from_numpy(bound, xp, array_api_compat.device(self.status))
+        return from_numpy(bound, xp, device_of(self.status))
 
     def cosine(self) -> Array:
         """Cosine between g and x, shape (...)."""
@@ -164,7 +180,7 @@ class DualSolution:
             n = np.linalg.norm(A, axis=0)
             R: Any = np.linalg.qr(A / n, mode="r")
             z[i][free[i]] = solve_triangle(R, solve_triangle(R.T, u[i][free[i]] / n)) / n
-        return from_numpy(z, array_api_compat.array_namespace(unit.K), array_api_compat.device(unit.K))
+        return from_numpy(z, namespace(unit.K), device_of(unit.K))
 
     def _factored(self) -> list[tuple[int, ...]]:
         assert self.factor is not None
@@ -190,7 +206,7 @@ class DualSolution:
             A, a = self._shifted_factor(i)
             x, distance = _certificate.settled(A, a, lam[i], free[i])
             s[i], left[i] = A.T @ x, distance and distance / np.linalg.norm(a)
-        xp, device = array_api_compat.array_namespace(gg), array_api_compat.device(gg)
+        xp, device = namespace(gg), device_of(gg)
         return from_numpy(s, xp, device), from_numpy(left, xp, device)
 
     def _shifted_factor(self, i: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -208,7 +224,7 @@ def from_units(lam: Array, units: Array | None, *, check: bool) -> Array:
     """Return the multipliers of G and g themselves; with `check`, raise where float64 cannot hold them."""
     if units is None:
         return lam
-    xp = array_api_compat.array_namespace(lam)
+    xp = namespace(lam)
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         result = lam * units[..., :-1] / units[..., -1:]
     for size, lost in (("small", ~xp.isfinite(result)), ("large", (lam != 0) & (xp.abs(result) < 1e-307))):
@@ -221,7 +237,7 @@ def from_units(lam: Array, units: Array | None, *, check: bool) -> Array:
 def shift(gram: Gram, margin: float, penalty: float, units: Array | None) -> Standard:
     """Return the t-space problem of g + margin * (sum of rows), to which a lower bound is equivalent."""
     K, b, gg = gram
-    xp = array_api_compat.array_namespace(K)
+    xp = namespace(K)
     upper = None if math.isinf(penalty) else in_units(xp.full_like(b, penalty - margin), units)
     if margin == 0.0:
         return Standard(K, b, gg, upper)

@@ -233,6 +233,7 @@ def test_stalled_is_reported(monkeypatch, rng):
         return np.zeros(20), 0, 1.0
 
     monkeypatch.setattr(exact, "solve_active_set", give_up)
+    monkeypatch.setattr(exact, "installed", lambda: False)
     sol = solve_dual(rng.standard_normal((20, 50)), np.ones(50), refine=0)
     assert int(sol.status) == Status.STALLED
     assert float(sol.kkt_residual()) > 1e-3

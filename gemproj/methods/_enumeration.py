@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 from itertools import product
 
-import array_api_compat
 import numpy as np
 
-from gemproj._array import Array
+from gemproj._array import Array, device_of, namespace
 from gemproj.methods._method import clip, identity_like, matvec, natural_residual
 
 # A pivot is 1 - cos^2 of the angle between a row and the span of the rows before it. Below this, in
@@ -32,9 +31,9 @@ def enumerate_active_sets(K: Array, b: Array, upper: Array | None) -> Array:
     array, shape (..., t)
         The multipliers of the set with the smallest natural residual, computed anew from K and b.
     """
-    xp = array_api_compat.array_namespace(K, b)
+    xp = namespace(K)
     t = b.shape[-1]
-    device = array_api_compat.device(b)
+    device = device_of(b)
     tableau = xp.concat([K, b[..., None]], axis=-1)[..., None, :, :]
     dependent = xp.zeros(tableau.shape[:-2], dtype=xp.bool, device=device)
     for k in range(t):
@@ -70,7 +69,7 @@ def sweep(tableau: Array, k: int) -> Array:
     Swept on a set P the tableau holds ``K_PP^-1`` and ``K_PP^-1 b_P = -lam_P`` in the rows of P, and
     the Schur complement and s = K lam + b in the others.
     """
-    xp = array_api_compat.array_namespace(tableau)
+    xp = namespace(tableau)
     pivot = tableau[..., k, k]
     pivot = xp.where(pivot > dependent_below(tableau), pivot, xp.ones_like(pivot))[..., None]
     row = tableau[..., k, :] / pivot
@@ -85,7 +84,7 @@ def sweep(tableau: Array, k: int) -> Array:
 
 def smallest_pivot(K: Array, rows: Array) -> Array:
     """Return the smallest pivot of K (..., t, t) restricted to a set of `rows`, boolean (..., t)."""
-    xp = array_api_compat.array_namespace(K)
+    xp = namespace(K)
     rest, smallest = only(K, rows), xp.ones_like(K[..., 0, 0])
     for k in range(K.shape[-1]):
         pivot = rest[..., k, k]
@@ -98,7 +97,7 @@ def smallest_pivot(K: Array, rows: Array) -> Array:
 
 def solve_on(K: Array, b: Array, rows: Array) -> Array:
     """Return ``K_PP^-1 b_P`` for the chosen rows P, boolean (..., t), and zero for the others."""
-    xp = array_api_compat.array_namespace(K, b)
+    xp = namespace(K)
     b = xp.where(rows, b, xp.zeros_like(b))
     tableau = xp.concat([only(K, rows), b[..., None]], axis=-1)
     for k in range(b.shape[-1]):
@@ -108,14 +107,14 @@ def solve_on(K: Array, b: Array, rows: Array) -> Array:
 
 def only(K: Array, rows: Array) -> Array:
     """Return K for the chosen rows, boolean (..., t), and the identity for the others."""
-    xp = array_api_compat.array_namespace(K)
+    xp = namespace(K)
     chosen = rows[..., :, None] & rows[..., None, :]
     return xp.where(chosen, K, identity_like(K) * xp.ones_like(K))
 
 
 def dependent_below(tableau: Array) -> float:
     """Return the pivot below which a row counts as dependent, for the dtype of the tableau."""
-    xp = array_api_compat.array_namespace(tableau)
+    xp = namespace(tableau)
     return _DEPENDENT * float(xp.finfo(tableau.dtype).eps)
 
 

@@ -6,10 +6,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-import array_api_compat
 import numpy as np
 
-from gemproj._array import Array, from_numpy, to_numpy
+from gemproj._array import Array, device_of, from_numpy, namespace, to_numpy
 from gemproj.methods._method import Outcome, clip, normalise
 
 
@@ -28,7 +27,7 @@ def solve_each(
         raise ImportError(
             f"This method needs the package {package}: pip install 'gemproj[qp]'. method='exact' needs none."
         ) from error
-    xp, device = array_api_compat.array_namespace(K, b), array_api_compat.device(b)
+    xp, device = namespace(K), device_of(b)
     unit = normalise(K, b, warm_start, upper)
     unit_K, unit_b = (np.asarray(to_numpy(a), dtype=np.float64) for a in (unit.K, unit.b))
     start, bound = (None if a is None else to_numpy(a) for a in (unit.start, unit.upper))

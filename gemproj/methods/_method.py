@@ -7,9 +7,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-import array_api_compat
-
-from gemproj._array import Array
+from gemproj._array import Array, device_of, namespace
 
 
 class Status(enum.IntFlag):
@@ -30,6 +28,10 @@ class Status(enum.IntFlag):
     is right for *some* rows that equal those of G to rounding. On the CPU the exact method goes back
     from K to G before it says so, and repeated, opposite or otherwise dependent rows are not meant;
     elsewhere it speaks of K, and ``refine`` helps."""
+
+
+# The residual of the normalised problem that counts as optimal, in units of rounding: about 1e-9.
+OPTIMAL_WITHIN = 4e6
 
 
 class Outcome(NamedTuple):
@@ -92,7 +94,7 @@ def normalise(K: Array, b: Array, start: Array | None, upper: Any) -> Unit:
 
     A row of norm zero constrains nothing: its multiplier is decoupled and ends at zero.
     """
-    xp = array_api_compat.array_namespace(K, b)
+    xp = namespace(K)
     norm = xp.sqrt(xp.linalg.diagonal(K))
     one, per_norm = xp.ones_like(norm), inverse(norm)
     unit_K = (K * per_norm[..., :, None]) * per_norm[..., None, :]
@@ -114,49 +116,49 @@ def normalise(K: Array, b: Array, start: Array | None, upper: Any) -> Unit:
 
 def inverse(a: Array) -> Array:
     """Return 1/a, and 0 where a is 0: what has no size has no scale and takes no steps."""
-    xp = array_api_compat.array_namespace(a)
+    xp = namespace(a)
     used = a > 0
     return xp.where(used, 1.0 / xp.where(used, a, xp.ones_like(a)), xp.zeros_like(a))
 
 
 def identity_like(K: Array) -> Array:
     """Return the identity matrix (t, t) of the library, dtype and device of K."""
-    xp = array_api_compat.array_namespace(K)
-    return xp.eye(K.shape[-1], dtype=K.dtype, device=array_api_compat.device(K))
+    xp = namespace(K)
+    return xp.eye(K.shape[-1], dtype=K.dtype, device=device_of(K))
 
 
 def matvec(K: Array, v: Array) -> Array:
     """Return K v for every problem of a batch, summed the same way wherever a problem stands."""
-    xp = array_api_compat.array_namespace(K, v)
+    xp = namespace(K)
     return xp.sum(K * v[..., None, :], axis=-1)
 
 
 def natural_residual(lam: Array, s: Array, upper: Array | None) -> Array:
     """Return max |lam - clip(lam - s, 0, upper)| for s = K lam + b: zero exactly at the solution."""
-    xp = array_api_compat.array_namespace(lam, s)
+    xp = namespace(lam)
     return xp.max(xp.abs(lam - clip(lam - s, upper)), axis=-1)
 
 
 def exact_status(lam: Array, s: Array, upper: Array | None) -> Array:
     """Return OPTIMAL where lam meets the conditions of the normalised problem to about 1e-9, else STALLED."""
-    xp = array_api_compat.array_namespace(lam, s)
+    xp = namespace(lam)
     at_upper = lam * 0.0 > 0 if upper is None else lam >= upper
     slack = lam * xp.where(at_upper, xp.maximum(s, s * 0.0), xp.abs(s))
     residual = xp.maximum(natural_residual(lam, s, upper), xp.max(slack, axis=-1))
-    met = residual <= 4e6 * xp.finfo(lam.dtype).eps
+    met = residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps
     return xp.astype(~met, xp.int64) * int(Status.STALLED)
 
 
 def clip(lam: Array, upper: Array | None) -> Array:
     """Return lam moved into 0 <= lam <= upper."""
-    xp = array_api_compat.array_namespace(lam)
+    xp = namespace(lam)
     lam = xp.maximum(lam, xp.zeros_like(lam))
     return lam if upper is None else xp.minimum(lam, upper)
 
 
 def snap(lam: Array, upper: Array) -> Array:
     """Return lam with the multipliers that miss their upper bound by the rounding of scales moved onto it."""
-    xp = array_api_compat.array_namespace(lam)
+    xp = namespace(lam)
     return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import array_api_compat
-
+from gemproj._array import namespace
 from gemproj.methods._method import Method, Outcome, Status, clip, inverse
 
 
@@ -28,7 +27,7 @@ class AGEM(Method):
     """
 
     def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
-        xp = array_api_compat.array_namespace(K, b)
+        xp = namespace(K)
         t = b.shape[-1]
         step = xp.sum(b, axis=-1, keepdims=True) * inverse(xp.sum(K, axis=(-2, -1))[..., None])
         lam = clip(xp.broadcast_to(-step, b.shape), upper)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import array_api_compat
-
+from gemproj._array import namespace
 from gemproj.methods._method import Method, Outcome, Status, check_count, clip, inverse, matvec, normalise
 from gemproj.methods.pgd import largest_eigenvalue_bound
 
@@ -46,7 +45,7 @@ class FISTA(Method):
     def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
         if self.normalize:
             K, b, warm_start, upper, scale = normalise(K, b, warm_start, upper)
-        xp = array_api_compat.array_namespace(K, b)
+        xp = namespace(K)
         eta = inverse(largest_eigenvalue_bound(K))
         start = lam = y = b * 0.0 if warm_start is None else warm_start
         momentum = eta * 0.0 + 1.0

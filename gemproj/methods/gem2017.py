@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import array_api_compat
-
+from gemproj._array import namespace
 from gemproj.methods._method import Method, Outcome, Status, check_number, identity_like, matvec
 from gemproj.methods.exact import Exact
 
@@ -47,7 +46,7 @@ class GEM2017(Method):
         check_number(self.eps, "eps", 0.0)
 
     def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
-        xp = array_api_compat.array_namespace(K, b)
+        xp = namespace(K)
         violated = xp.any(b < 0, axis=-1, keepdims=True)
         ridged = K + self.eps * identity_like(K)
         floor = xp.full_like(b, self.memory_strength)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import array_api_compat
-
-from gemproj._array import Array
+from gemproj._array import Array, namespace
 from gemproj.methods._method import (
     Method,
     Outcome,
@@ -81,7 +79,7 @@ class PGD(Method):
 
 def largest_eigenvalue_bound(K: Array) -> Array:
     """Return min(trace, largest absolute row sum, Frobenius norm) of K, above its eigenvalues: (..., 1)."""
-    xp = array_api_compat.array_namespace(K)
+    xp = namespace(K)
     if not K.shape[-1]:
         return xp.sum(K, axis=(-2, -1))[..., None]
     trace = xp.sum(xp.linalg.diagonal(K), axis=-1)
@@ -92,7 +90,7 @@ def largest_eigenvalue_bound(K: Array) -> Array:
 
 def power_iteration(K: Array, iterations: int) -> Array:
     """Return the Rayleigh quotient of K after power iterations from a vector of ones, (..., 1)."""
-    xp = array_api_compat.array_namespace(K)
+    xp = namespace(K)
     v = xp.ones_like(K[..., 0, :])
     for _ in range(iterations):
         v = matvec(K, v)

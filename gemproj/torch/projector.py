@@ -122,6 +122,7 @@ class GradientProjector:
         """
         self._rows.fill(losses)
 
+    @torch.compiler.disable
     def project_(self) -> Projection:
         """Project the gradients of the parameters in place; does nothing without constraints.
 
@@ -144,6 +145,7 @@ class GradientProjector:
         # Only where looking is free: a gradient that does not change need not be written.
         if not problem.host or bool(sol.multipliers.any()):
             self._rows.scatter(combine_problem(problem, sol.multipliers, g, [g]))
+        sol = sol.to(problem.xp, problem.device)
         self._multipliers = sol.multipliers
         self.last = Projection(t, sol)
         return self.last

@@ -1,0 +1,64 @@
+"""How numbers are read and rounded: float32 and float64 as they are, bfloat16 by its bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic, overload
+
+
+@intrinsic
+def _float_of(typing_context, bits):
+    def generate(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.uint32), generate
+
+
+@intrinsic
+def _bits_of(typing_context, number):
+    def generate(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.uint32(types.float32), generate
+
+
+def number(stored: Any) -> Any:
+    """Return what an entry of an array stands for: bfloat16, which numba does not know, comes as uint16."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(number)
+def _number(stored):
+    if stored == types.uint16:
+        return lambda stored: _float_of(np.uint32(stored) << np.uint32(16))
+    return lambda stored: stored
+
+
+def entry(value: Any, like: Any) -> Any:
+    """Return a float64 as an array like `like` stores it, rounded once to the nearest, ties to even."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(entry)
+def _entry(value, like):
+    if like.dtype != types.uint16:
+        return lambda value, like: value
+
+    def round_to_bfloat16(value, like):
+        near = np.float32(value)
+        bits = _bits_of(near)
+        if near != near:
+            return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
+        if np.float64(near) != value:
+            # To odd first: then the second rounding is as if it were the only one.
+            if abs(np.float64(near)) > abs(value):
+                bits -= np.uint32(1)
+            bits |= np.uint32(1)
+        even = (bits >> np.uint32(16)) & np.uint32(1)
+        return np.uint16((bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
+
+    return round_to_bfloat16

@@ -1,0 +1,298 @@
+"""The active-set search of `gemproj.methods._active_set` on a tableau, for a batch, without Python in it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gemproj.compiled.jit import strict
+from gemproj.methods._method import OPTIMAL_WITHIN, Status
+
+_EPS = 2.0**-52
+_STALLED = int(Status.STALLED)
+_DEPENDENT = 45.0 * _EPS
+_ROUNDING = 4e-15
+
+
+@strict
+def _sweep(T, k):
+    """Pivot the tableau (t, t + 1) on its k-th diagonal entry, which moves row k in or out of the set."""
+    t = T.shape[0]
+    pivot = T[k, k] if T[k, k] > _DEPENDENT else 1.0
+    for j in range(t + 1):
+        T[k, j] /= pivot
+    for i in range(t):
+        if i == k:
+            continue
+        factor = T[i, k]
+        if factor != 0.0:
+            for j in range(t + 1):
+                T[i, j] -= factor * T[k, j]
+        T[i, k] = -factor / pivot
+    T[k, k] = 1.0 / pivot
+
+
+# Loops, because whole arrays at once take numba seconds to compile.
+@strict
+def _fill(T, K, b):
+    for i in range(b.size):
+        for j in range(b.size):
+            T[i, j] = K[i, j]
+        T[i, b.size] = b[i]
+
+
+@strict
+def _clear(flags):
+    for i in range(flags.size):
+        flags[i] = False
+
+
+@strict
+def _total(v):
+    total = 0.0
+    for i in range(v.size):
+        total += v[i]
+    return total
+
+
+@strict
+def _start(T, K, b, free):
+    """Sweep a fresh tableau on a set; False, and the empty set, if its rows are dependent."""
+    _fill(T, K, b)
+    for k in range(b.size):
+        if free[k]:
+            if T[k, k] <= _DEPENDENT:
+                _fill(T, K, b)
+                _clear(free)
+                return False
+            _sweep(T, k)
+    return True
+
+
+@strict
+def _trial(T, lam, free, s):
+    """Write -lam of the free rows and s of the others to s, at the minimum over the free multipliers."""
+    t = lam.size
+    for i in range(t):
+        s[i] = T[i, t]
+    for j in range(t):
+        if not free[j] and lam[j] != 0.0:
+            for i in range(t):
+                s[i] += T[i, j] * lam[j]
+
+
+@strict
+def _move(T, lam, upper, free, s):
+    """Go to the minimum over the free multipliers; return how many met a bound and were dropped."""
+    dropped = 0
+    for _ in range(lam.size + 1):  # each time at least one is dropped
+        _trial(T, lam, free, s)
+        step, outside = 1.0, False
+        for i in range(lam.size):
+            if free[i] and (-s[i] <= 0.0 or -s[i] >= upper[i]):
+                outside = True
+                gap = -s[i] - lam[i]
+                target = 0.0 if -s[i] <= 0.0 else upper[i]
+                reach = (target - lam[i]) / gap if gap != 0.0 else 0.0
+                step = min(step, max(reach, 0.0))
+        if not outside:
+            for i in range(lam.size):
+                if free[i]:
+                    lam[i] = -s[i]
+            break
+        # The bounds that are met first are met exactly, all others are not overstepped by rounding.
+        for i in range(lam.size):
+            if not free[i]:
+                continue
+            gap = -s[i] - lam[i]
+            target = 0.0 if -s[i] <= 0.0 else upper[i]
+            reach = (target - lam[i]) / gap if gap != 0.0 else 0.0
+            if (-s[i] <= 0.0 or -s[i] >= upper[i]) and reach <= step:
+                lam[i] = target
+                free[i] = False
+                _sweep(T, i)
+                dropped += 1
+            else:
+                lam[i] = min(max(lam[i] + step * gap, 0.0), upper[i])
+    return dropped
+
+
+@strict
+def _run(T, lam, upper, free, barred, s):
+    """Pivot until no constraint is violated, with the least-index rule past the budget; return the pivots."""
+    t = lam.size
+    pivots, budget, entered = 0, 6 * t, -1
+    _clear(barred)
+    while True:
+        dropped = _move(T, lam, upper, free, s)
+        pivots += dropped
+        if dropped:
+            _clear(barred)
+            # A row that leaves in the move it entered for did so by rounding: not again at once.
+            if entered >= 0 and not free[entered]:
+                barred[entered] = True
+        worst, entered = _ROUNDING * (1.0 + _total(lam)), -1
+        for i in range(t):
+            if free[i] or barred[i] or upper[i] <= 0.0:
+                continue
+            violation = s[i] if lam[i] >= upper[i] else -s[i]
+            if violation > worst:
+                entered = i
+                if pivots > budget:
+                    break
+                worst = violation
+        if entered < 0 or pivots > 2 * budget:
+            return pivots
+        if T[entered, entered] <= _DEPENDENT:
+            barred[entered] = True
+        else:
+            _sweep(T, entered)
+            free[entered] = True
+            pivots += 1
+
+
+@strict
+def _slope(K, b, lam, s):
+    for i in range(b.size):
+        total = 0.0
+        for j in range(b.size):
+            total += K[i, j] * lam[j]
+        s[i] = total + b[i]
+
+
+@strict
+def _residual(lam, s, upper):
+    """Return the natural residual; infinite, if anything is NaN, which min and max would lose."""
+    worst = 0.0
+    for i in range(lam.size):
+        if lam[i] != lam[i] or s[i] != s[i]:
+            return np.inf
+        off = abs(lam[i] - min(max(lam[i] - s[i], 0.0), upper[i]))
+        if not off <= worst:
+            worst = off
+    return worst
+
+
+@strict
+def _slackness(lam, s, upper):
+    """Return the largest product of a multiplier and the s that should be zero."""
+    worst = 0.0
+    for i in range(lam.size):
+        off = lam[i] * (max(s[i], 0.0) if lam[i] >= upper[i] else abs(s[i]))
+        if not off <= worst:
+            worst = off
+    return worst
+
+
+@strict
+def _normalise(total, unit_K, unit_b, per_norm):
+    """Scale rows to norm one and b to maximum one; return that maximum. Rows of norm zero are decoupled."""
+    t, size = unit_b.size, 0.0
+    for i in range(t):
+        per_norm[i] = 1.0 / np.sqrt(total[i, i]) if total[i, i] > 0.0 else 0.0
+        unit_b[i] = total[i, t] * per_norm[i]
+        size = max(size, abs(unit_b[i]))
+    size = size if size > 0.0 else 1.0
+    for i in range(t):
+        unit_b[i] /= size
+        for j in range(t):
+            unit_K[i, j] = total[i, j] * per_norm[i] * per_norm[j]
+        if per_norm[i] == 0.0:
+            unit_K[i, i] = 1.0
+    return size
+
+
+@strict
+def _find_deciding(lam, s, indices):
+    """List the rows that decide what x is, as `gemproj.methods.exact` has it; return their number."""
+    near, count = 1e-9 * (1.0 + _total(lam)), 0
+    for i in range(lam.size):
+        if lam[i] > 0.0 or s[i] <= near:
+            indices[count] = i
+            count += 1
+    return count
+
+
+@strict
+def _apart(K, rows, L, close):
+    """Return a lower bound of the smallest eigenvalue of K on some rows, good unless below `close`.
+
+    Gershgorin's, or `close`, if K less that on its diagonal has a Cholesky factor.
+    """
+    result = 1.0
+    for i in rows:
+        across = 0.0
+        for j in rows:
+            across += abs(K[i, j])
+        result = min(result, 1.0 - (across - abs(K[i, i])))
+    if result >= close:
+        return result
+    for a in range(rows.size):
+        for b in range(a + 1):
+            left = K[rows[a], rows[b]]
+            for k in range(b):
+                left -= L[a, k] * L[b, k]
+            if a > b:
+                L[a, b] = left / L[b, b]
+            elif left <= close + 1e-12:
+                return result
+            else:
+                L[a, a] = np.sqrt(left - close)
+    return close
+
+
+@strict
+def search(totals, starts, uppers, first, last, low, high, close, lams, pivots, status, apart):
+    """Solve problems ``first .. last - 1`` of a batch, of rows of any norm, as `solve_active_set` does.
+
+    Problems come as Gram matrices of the stacked rows [G; g], (problems, t + 1, t + 1), of which the
+    last row is not read but for |g|^2; `starts` and `uppers` may be empty. Writes the multipliers, the
+    number of pivots, the status, and how far from dependent the rows are that decide: a lower bound,
+    which is good where it is not small. Returns how many problems want a closer look: rows less than
+    `close` apart, no optimum, or a squared norm that is not between `low` and `high`.
+    """
+    t, unusual = totals.shape[2] - 1, 0
+    T, K, b, s = np.empty((t, t + 1)), np.empty((t, t)), np.empty(t), np.empty(t)
+    now, best, upper, per_norm = np.empty(t), np.empty(t), np.empty(t), np.empty(t)
+    free, wanted, barred = np.empty(t, np.bool_), np.empty(t, np.bool_), np.empty(t, np.bool_)
+    deciding = np.empty(t, np.int64)
+    for p in range(first, last):
+        size = _normalise(totals[p], K, b, per_norm)
+        for i in range(t):
+            stretch = 1.0 / per_norm[i] / size if per_norm[i] > 0.0 else 0.0
+            upper[i] = np.inf
+            if len(uppers) and uppers[p, i] < np.inf:
+                upper[i] = uppers[p, i] * stretch
+            now[i] = min(max(starts[p, i] * stretch, 0.0), upper[i]) if len(starts) else 0.0
+            now[i] = now[i] if now[i] < np.inf else 0.0
+            best[i] = 0.0
+        _slope(K, b, best, s)
+        smallest, pivots[p] = _residual(best, s, upper), 0
+        # Updates add rounding, so a search that ends with a violated constraint is resumed afresh.
+        for _ in range(3):
+            for i in range(t):
+                free[i] = wanted[i] = now[i] > 0.0 and now[i] < upper[i]
+            if not _start(T, K, b, free):
+                for i in range(t):
+                    now[i] = 0.0 if wanted[i] else now[i]
+            pivots[p] += _run(T, now, upper, free, barred, s)
+            _slope(K, b, now, s)
+            found = _residual(now, s, upper)
+            if found < smallest:
+                smallest = found
+                for i in range(t):
+                    best[i] = now[i]
+            if smallest <= _ROUNDING * (1.0 + _total(best)):
+                break
+        _slope(K, b, best, s)
+        met = smallest <= OPTIMAL_WITHIN * _EPS and _slackness(best, s, upper) <= OPTIMAL_WITHIN * _EPS
+        for i in range(t):
+            met = met and totals[p, i, i] < np.inf
+        status[p] = 0 if met else _STALLED
+        apart[p] = _apart(K, deciding[: _find_deciding(best, s, deciding)], T, close)
+        usual = met and apart[p] >= close
+        for i in range(t + 1):
+            usual = usual and totals[p, i, i] > low and totals[p, i, i] < high
+        unusual += 0 if usual else 1
+        for i in range(t):
+            lams[p, i] = best[i] * (size * per_norm[i])
+    return unusual

@@ -1,0 +1,183 @@
+"""Where the arrays of a problem are: what lets one call of a compiled loop read hundreds of parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from gemproj._array import Array, Problem
+from gemproj._threads import cores, share
+from gemproj.compiled import installed
+
+# Columns that a thread takes at a time, at most and at least: a sixteenth of them in between. Sums depend on
+# this, but not on the number of threads.
+PIECE, _LEAST = 1 << 17, 1 << 13
+# Columns whose products are summed in one go, in float64 and in float32: few enough for eight rows to stay
+# in the first-level cache, and for float32 not to lose digits.
+WIDE_CHUNK, CHUNK = 1024, 512
+# Up to 8 rows products hide behind memory, whatever their precision; for more, float32 is twice as fast.
+_FEW_ROWS = 8
+_JOBS = 4
+# Below as many numbers, problems of one piece; and work that takes no longer than to wake threads for it.
+_SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
+# Squared norms beyond which products may have left the range of float64.
+WIDE_RANGE = (1e-280, 1e280)
+# By bytes, of what is known to be real floating point. NumPy has no bfloat16, only its bits.
+_DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
+
+
+class Table:
+    """The places of G, g and x, of one problem or a batch, and the compiled stages 1 and 3 on them.
+
+    One of `lines` per problem and block: address of the first row, bytes from row to row, address of g,
+    address of x, first column and number of columns.
+    """
+
+    def __init__(self, problem: Problem, lines: np.ndarray, dtype: Any) -> None:
+        # Not the problem itself, which keeps this table: a cycle would keep G in memory for a while.
+        self.t, self.batch, self.columns = problem.t, problem.batch, problem.columns
+        self.lines, self.like, self.blocks = lines, np.empty(0, dtype), len(problem.rows)
+        self.problems = len(lines) // self.blocks
+        alone = self.columns * (self.t + 1) < _SMALL
+        self.piece = PIECE if alone else min(PIECE, max(_LEAST, -(-self.columns // (16 * 1024)) * 1024))
+        self.pieces = max(1, -(-self.columns // self.piece))
+        self.threads = problem.threads
+        self.small = self.problems * self.columns * (self.t + 1) < _SMALL
+        """Whether Python takes longer than the work."""
+        self.wide = dtype is np.float64 or self.t <= _FEW_ROWS or not problem.large
+        """Whether all sums run in float64."""
+
+    def gram(self) -> np.ndarray:
+        """Return the Gram matrices of the stacked rows [G; g], (*batch, t + 1, t + 1), in float64."""
+        from gemproj.compiled.loops import add_products
+
+        n, chunk = self.t + 1, WIDE_CHUNK if self.wide else CHUNK
+        sums = np.empty(0, np.float64 if self.wide else np.float32)
+        totals = np.zeros((self.problems, self.pieces, n, n))
+        blocks = self.blocks
+
+        def work(first: int, last: int) -> None:
+            add_products(
+                self.lines, blocks, first, last, self.pieces, self.piece, chunk, self.like, sums, totals
+            )
+
+        # One unit is a number read; eight products take as long.
+        self._share(work, self.columns * n * (8 + n) // 8)
+        while (half := totals.shape[1] // 2) > 0:  # pairs, so that rounding does not add up over pieces
+            pairs = totals[:, :half] + totals[:, half : 2 * half]
+            totals = np.concatenate([pairs, totals[:, 2 * half :]], axis=1)
+        return totals.reshape((*self.batch, n, n))
+
+    def combine(self, lam: np.ndarray, x: list[Array]) -> bool:
+        """Write ``g + G'lam`` to x, rounded once, without reading rows whose multiplier is 0.
+
+        False, and nothing written, if loops cannot write x where it is.
+        """
+        from gemproj.compiled.loops import add_rows
+
+        if not self.write_to(x):
+            return False
+        lam = np.array(lam, dtype=np.float64).reshape(self.problems, self.t)
+        blocks = self.blocks
+
+        def work(first: int, last: int) -> None:
+            add_rows(self.lines, blocks, first, last, self.pieces, self.piece, self.like, lam)
+
+        self._share(work, self.columns * (self.t + 2))
+        return True
+
+    def write_to(self, x: list[Array]) -> bool:
+        """Note where x is; False if it has columns that do not follow each other."""
+        places = [place for a in x if (place := _place(a, len(self.batch)))]
+        # Nor where all problems would be written to one place.
+        if len(places) < len(x) or (self.problems > 1 and 0 in places[0][1]):
+            return False
+        first = [place[0] for place in places]
+        self.lines[:, 3] = _addresses(self.batch, *places[0]) if self.batch else first
+        return True
+
+    def _share(self, work: Any, numbers: int) -> None:
+        """Call ``work(first, last)`` for all pieces of all problems, in parallel if that pays."""
+        count = self.problems * self.pieces
+        threads = cores() if self.threads is None else self.threads
+        if threads == 1 or self.problems * numbers < _WORTH_THREADS:
+            work(0, count)
+            return
+        # A few jobs per thread: to hand one over takes as long as to read 100 kB.
+        step = -(-count // (_JOBS * threads))
+        share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads)
+
+
+def table_of(problem: Problem) -> Table | None:
+    """Return `locate` of a problem, made once."""
+    if "table" not in problem.found:
+        problem.found["table"] = locate(problem)
+    return problem.found["table"]
+
+
+def locate(problem: Problem) -> Table | None:
+    """Return the table of a problem; None where the loops cannot read its arrays.
+
+    They can where all arrays are of NumPy or torch, on the CPU, of one dtype, bfloat16, float32 or
+    float64, and where the columns of a row follow each other in memory. Rows may be padded, strided
+    or repeated.
+    """
+    if problem.weight is not None or not (problem.host and installed()):
+        return None
+    kind, lead = problem.vector[0].dtype, len(problem.batch)
+    lines, first = [], 0
+    for rows, vector in zip(problem.rows, problem.vector, strict=True):
+        at_rows, at_vector = _place(rows, lead + 1), _place(vector, lead)
+        if at_rows is None or at_vector is None or rows.dtype != kind or vector.dtype != kind:
+            return None
+        size = math.prod(vector.shape[lead:])
+        lines.append((at_rows[0], at_rows[1][-1], at_vector[0], 0, first, size))
+        first += size
+    dtype = _DTYPES.get(kind.itemsize)
+    if dtype is None or (dtype is np.uint16 and str(kind) != "torch.bfloat16"):
+        return None
+    table = np.array(lines, dtype=np.int64)
+    if lead and at_rows and at_vector:  # a batch has one block
+        table = np.repeat(table, math.prod(problem.batch), axis=0)
+        table[:, 0] = _addresses(problem.batch, at_rows[0], at_rows[1][:-1])
+        table[:, 2] = _addresses(problem.batch, *at_vector)
+    return Table(problem, table, dtype)
+
+
+def _addresses(batch: tuple[int, ...], address: int, strides: tuple[int, ...]) -> np.ndarray:
+    """Return the addresses of the problems of a batch."""
+    found = np.full(batch, address, dtype=np.int64)
+    for axis, (n, stride) in enumerate(zip(batch, strides, strict=True)):
+        found += (stride * np.arange(n, dtype=np.int64)).reshape(-1, *(1,) * (len(batch) - axis - 1))
+    return found.reshape(-1)
+
+
+def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...]] | None:
+    """Return the address and the strides in bytes of `lead` axes; None where a loop cannot go by them."""
+    kind = type(a)
+    if kind is np.ndarray:
+        return _numpy_place(a, lead)
+    # No subclasses but parameters: their memory may be elsewhere, or nowhere.
+    if kind.__module__.startswith("torch") and kind.__name__ in ("Tensor", "Parameter"):
+        return _torch_place(a, lead)
+    return None
+
+
+def _numpy_place(a: np.ndarray, lead: int) -> tuple[int, tuple[int, ...]] | None:
+    if not a.flags.c_contiguous and a.size and not a[(0,) * lead].flags.c_contiguous:
+        return None
+    if not (a.flags.aligned and a.dtype.isnative):
+        return None
+    return a.ctypes.data, a.strides[:lead]
+
+
+def _torch_place(a: Any, lead: int) -> tuple[int, tuple[int, ...]] | None:
+    if not a.is_contiguous() and a.numel() and not a[(0,) * lead].is_contiguous():
+        return None
+    # Tensors may be negated by a flag, or have no memory, as those have that stand for others.
+    if a.is_neg() or (not a.data_ptr() and a.numel()):
+        return None
+    size = a.element_size()
+    return a.data_ptr(), tuple(step * size for step in a.stride()[:lead])

@@ -1,0 +1,377 @@
+"""Compiled loops against the portable form, bit for bit between thread counts, and the threads themselves."""
+
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import assert_close
+
+import gemproj
+from gemproj import Exact, combine, gram, project
+from gemproj._array import read_problem
+from gemproj._threads import share
+from gemproj.compiled import installed
+from gemproj.compiled import table as places
+from gemproj.methods._active_set import Tableau, solve_active_set
+
+if not installed():
+    pytest.skip("numba is missing or switched off", allow_module_level=True)
+
+
+@pytest.fixture
+def portable(monkeypatch):
+    """Return a function that calls another one without compiled loops."""
+
+    def call(function, *args, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(places, "installed", lambda: False)
+            patch.setattr("gemproj.methods.exact.installed", lambda: False)
+            return function(*args, **options)
+
+    return call
+
+
+def located(G, g):
+    return places.table_of(read_problem(G, g)) is not None
+
+
+def layouts(rng, t, d, dtype):
+    """Yield ways in which t rows of d columns, and g, can lie in memory."""
+    G, g = rng.standard_normal((t, d)).astype(dtype), rng.standard_normal(d).astype(dtype)
+    yield "contiguous", G, g
+    wide = np.zeros((2 * t, d + 5), dtype)
+    wide[::2, 3 : d + 3] = G
+    yield "padded and strided", wide[::2, 3 : d + 3], g
+    yield "reversed", G[::-1], g
+    yield "repeated", np.broadcast_to(G[:1], (t, d)), g
+    cuts = sorted({0, d // 3, d // 2, d})
+    parts = list(itertools.pairwise(cuts))
+    yield "blocks", [G[:, a:b, None] for a, b in parts], [g[a:b, None] for a, b in parts]
+    batch = np.stack([G, 2 * G, -G])[::2]
+    yield "batch", batch, np.stack([g, g, g, g])[::3]
+    yield "one g for all", batch, np.broadcast_to(g, (2, d))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("t", "d"), [(1, 1), (2, 7), (3, 1025), (4, 3000), (5, 70_001), (10, 2049), (13, 150_000)]
+)
+def test_gram_and_combine_are_the_portable_ones(t, d, dtype, rng, portable):
+    # Large float32 problems of many rows are summed in float32 by both.
+    tolerance = 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
+    for name, G, g in layouts(rng, t, d, dtype):
+        assert located(G, g), name
+        K, b, gg = gram(G, g)
+        K0, b0, gg0 = portable(gram, G, g) if dtype == "float64" else portable(gram, *widened(G, g))
+        n = np.sqrt(np.diagonal(K0, axis1=-2, axis2=-1))
+        assert np.abs((K - K0) / n[..., None, :] / n[..., :, None]).max() < tolerance, name
+        assert np.abs((b - b0) / n / np.sqrt(gg0)[..., None]).max() < tolerance, name
+        assert_close(gg, gg0, rtol=tolerance, err_msg=name)
+        np.testing.assert_array_equal(K, np.swapaxes(K, -1, -2))
+        lam = rng.random(b.shape) * (rng.random(b.shape) < 0.6)
+        x, x0 = combine(G, g, lam), portable(combine, *widened(G, g), lam)
+        eps = np.finfo(dtype).eps
+        for a, a0 in zip(*((x, x0) if isinstance(x, list) else ([x], [x0])), strict=True):
+            assert a.dtype == dtype
+            # Rounded once; where float64 is the dtype itself, once per row.
+            assert np.abs(a - a0).max() <= eps * (0.51 if dtype == "float32" else t + 2) * np.abs(a0).max(), (
+                name
+            )
+
+
+def widened(G, g):
+    if isinstance(G, list):
+        return [a.astype(float) for a in G], [a.astype(float) for a in g]
+    return G.astype(float), g.astype(float)
+
+
+def test_rows_of_multiplier_zero_are_not_read(rng):
+    G, g = rng.standard_normal((5, 3000)), rng.standard_normal(3000)
+    expected = combine(G, g, np.array([0.0, 1.0, 0.0, 2.0, 0.0]))
+    G[::2] = np.nan
+    np.testing.assert_array_equal(combine(G, g, np.array([0.0, 1.0, 0.0, 2.0, 0.0])), expected)
+
+
+def test_not_a_number_stays_in_its_row(rng):
+    G, g = rng.standard_normal((7, 3000)), rng.standard_normal(3000)
+    clean = gram(G, g)
+    G[3, 1234] = np.nan
+    K, b, gg = gram(G, g)
+    bad = np.arange(7) == 3
+    np.testing.assert_array_equal(np.isnan(K), bad[:, None] | bad)
+    np.testing.assert_array_equal(np.isnan(b), bad)
+    np.testing.assert_array_equal(K[~bad][:, ~bad], clean.K[~bad][:, ~bad])
+    assert gg == clean.gg
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e30, 1e-39, 2e37])
+def test_bfloat16_is_read_and_rounded_once(scale, rng):
+    torch = pytest.importorskip("torch")
+    G, g = torch.from_numpy(rng.standard_normal((3, 5000))), torch.from_numpy(rng.standard_normal(5000))
+    G, g = (scale * G).bfloat16(), (scale * g).bfloat16()
+    assert located(G, g)
+    lam = torch.from_numpy(rng.random(3))
+    x, exact = combine(G, g, lam), g.double() + lam @ G.double()
+    nearest = exact.bfloat16()
+    other = x != nearest  # torch rounds by way of float32, which may be one way too often
+    assert ((x.double() - exact).abs() <= (nearest.double() - exact).abs())[other].all()
+    assert other.double().mean() < 1e-3
+    assert_close(gram(G, g).K, G.double() @ G.double().T, rtol=1e-13, atol=1e-12 * scale**2 * 5000)
+    g[:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    np.testing.assert_array_equal(combine(G, g, lam)[:3].float(), g[:3].float())
+
+
+@pytest.mark.parametrize("odd", ["metric", "columns", "mixed", "half", "byte order", "unaligned"])
+def test_what_the_loops_cannot_read_is_read_portably(odd, rng):
+    G, g, metric = rng.standard_normal((3, 60)) - 0.3, rng.standard_normal(60) + 0.3, None
+    expected, tolerance = project(G, g), 1e-13
+    if odd == "metric":
+        metric = np.ones(60)
+    elif odd == "columns":
+        G = np.asfortranarray(G)
+    elif odd == "mixed":
+        G, tolerance = G.astype(np.float32), 1e-6
+    elif odd == "half":
+        G, g, tolerance = G.astype(np.float16), g.astype(np.float16), 1e-2
+    elif odd == "byte order":
+        G, g = G.astype(">f8"), g.astype(">f8")
+    else:
+        memory = np.zeros(G.nbytes + 1, np.uint8)
+        memory[1:] = np.frombuffer(G.tobytes(), np.uint8)
+        G = memory[1:].view(np.float64).reshape(3, 60)
+    assert places.table_of(read_problem(G, g, metric)) is None
+    assert_close(project(G, g, metric=metric), expected, atol=tolerance)
+
+
+def test_an_output_with_gaps_is_written(rng):
+    G, g = rng.standard_normal((3, 60)) - 0.3, rng.standard_normal(60) + 0.3
+    out = np.zeros((60, 2))
+    project(G, g, out=out[:, 1])
+    assert_close(out[:, 1], project(G, g), atol=1e-15)
+    assert not out[:, 0].any()
+
+
+@pytest.mark.parametrize("t", [2, 12])
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_same_bits_for_any_number_of_threads(t, library, rng, monkeypatch):
+    d = 500_000
+    G, g = rng.standard_normal((t, d), dtype=np.float32), rng.standard_normal(d, dtype=np.float32)
+    torch = pytest.importorskip("torch")
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3, 7):
+            monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+            torch.set_num_threads(threads)
+            arrays = (G, g) if library == "numpy" else (torch.from_numpy(G), torch.from_numpy(g))
+            results.append(np.asarray(project(*arrays)))
+    finally:
+        torch.set_num_threads(before)
+    for x in results[1:]:
+        np.testing.assert_array_equal(x, results[0])
+
+
+@given(st.integers(1, 7), st.integers(1, 4), st.integers(0, 2**32), st.booleans())
+def test_search_is_the_portable_one_on_degenerate_problems(t, d, seed, bounded):
+    rng = np.random.default_rng(seed)
+    G, g = rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
+    G[:, 0] += G.any(axis=1) == 0  # rows of norm zero are another test's
+    n, size = np.linalg.norm(G, axis=1), max(1.0, float(np.abs(g).max()))
+    A, a = G / n[:, None], g / size
+    upper = rng.random(t) if bounded else None
+    start = rng.random(t) * (rng.random(t) < 0.5)
+    outcome = Exact().solve(A @ A.T, A @ a, start if upper is None else np.minimum(start, upper), upper)
+    expected = solve_active_set(Tableau(A @ A.T, A @ a), upper, None)[0]
+    assert_close(a + outcome.multipliers @ A, a + expected @ A, atol=1e-12)
+    assert int(outcome.status) & gemproj.Status.STALLED == 0
+
+
+def test_share_calls_each_once_and_passes_errors_on():
+    seen = []
+    share(seen.append, 100, 4)
+    assert sorted(seen) == list(range(100))
+
+    def fail(i):
+        if i == 37:
+            raise KeyError(i)
+
+    with pytest.raises(KeyError):
+        share(fail, 100, 4)
+
+
+def test_several_threads_may_project_at_once(rng):
+    G, g = rng.standard_normal((4, 300_000), dtype=np.float32), rng.standard_normal(300_000, dtype=np.float32)
+    expected, found = project(G, g), []
+    threads = [threading.Thread(target=lambda: found.append(project(G, g))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 6
+    for x in found:
+        np.testing.assert_array_equal(x, expected)
+
+
+def test_a_projection_at_the_end_of_the_process():
+    """Python starts no threads then."""
+    script = """
+import atexit, os
+os.environ["OMP_NUM_THREADS"] = "3"
+import numpy as np
+from gemproj import project
+G, g = np.ones((2, 400_000)), -np.ones(400_000)
+project(G, g)
+atexit.register(lambda: print(abs(project(G, g)).max()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, timeout=120, capture_output=True, text=True
+    )
+    assert float(done.stdout) < 1e-12
+
+
+def test_a_forked_child_projects():
+    """A child has none of its parent's threads: it must not wait for them."""
+    script = """
+import os, sys
+os.environ["OMP_NUM_THREADS"] = "3"
+import numpy as np
+from gemproj import project
+G, g = np.ones((2, 400_000)), -np.ones(400_000)
+x = project(G, g)
+child = os.fork()
+if child == 0:
+    os._exit(0 if np.array_equal(project(G, g), x) else 3)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    if not hasattr(__import__("os"), "fork"):
+        pytest.skip("no fork here")
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("t", [1, 2, 5, 9])
+def test_the_short_way_ends_where_the_long_one_does(t, dtype, rng):
+    """Small problems take one call for all stages: the same bits, the same identity of x and g."""
+    for name, G, g in layouts(rng, t, 50, dtype):
+        if name == "repeated":  # takes the long way, which looks at G again
+            continue
+        x, lam = project(G, g), gemproj.solve_dual(G, g).multipliers
+        y = combine(G, g, lam)
+        if isinstance(g, list):
+            x, y = np.concatenate([a.ravel() for a in x]), np.concatenate([a.ravel() for a in y])
+        np.testing.assert_array_equal(x, y)
+    g = G.sum(-2) * 10.0  # nothing is violated
+    assert project(np.abs(G), np.abs(g)) is not g
+    G, g = np.abs(G), np.abs(g)
+    assert project(G, g) is g
+    out = np.zeros_like(g)
+    assert project(G, g, out=out) is out
+    np.testing.assert_array_equal(out, g)
+    started = project(G, -g, warm_start=np.ones(G.shape[:-1], dtype))
+    assert_close(started, project(G, -g), atol=100 * np.finfo(dtype).eps * np.abs(g).max())
+
+
+def test_the_short_way_leaves_what_is_unusual_to_the_long_one(rng):
+    from gemproj.compiled import express
+
+    def taken(G, g):
+        return express.project_small(places.table_of(read_problem(G, g)), None, [np.full_like(g, 7.0)])
+
+    G, g = rng.standard_normal((3, 40)) - 0.3, rng.standard_normal(40) + 0.3
+    assert taken(G, g) > 0
+    assert taken(G, G.sum(0)) == 0
+    for row in (0.0, np.nan, 1e200, 1e-200, G[1], -G[1] + 1e-9):
+        odd = G.copy()
+        odd[0] = row
+        assert taken(odd, -odd[0] - odd[1]) is None
+
+
+def test_tensors_without_memory_of_their_own_are_not_read_by_address():
+    torch = pytest.importorskip("torch")
+    eye, ones = torch.eye(4).double(), torch.ones(4).double()
+    assert torch.equal(project(eye, torch._efficientzerotensor((4,), dtype=torch.float64)), 0.0 * ones)
+    assert torch.equal(project(eye, torch._neg_view(ones)), 0.0 * ones)  # minus one, by a flag
+    out = torch._neg_view(0.0 * ones)
+    assert project(eye, ones, out=out).tolist() == [1.0] * 4
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(), pytest.raises(RuntimeError):
+        project(torch.eye(4), -torch.ones(4))
+
+
+def test_autograd_learns_of_what_was_written():
+    torch = pytest.importorskip("torch")
+    w, g = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor([-1.0, -1.0])
+    y = (w * g).sum()
+    project(torch.eye(2), g, out=g)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+    with torch.inference_mode():
+        g = -torch.ones(2)
+        assert project(torch.eye(2), g, out=g).tolist() == [0.0, 0.0]
+
+
+def test_outputs_that_are_not_plain_arrays(tmp_path):
+    mapped = np.memmap(tmp_path / "x", "f8", "w+", shape=(2,))
+    assert project(np.eye(2), -np.ones(2), out=mapped) is mapped
+    assert not mapped.any()
+    x = project([np.ones((1, 2)), np.ones((1,))], [-np.ones(2), np.float64(-1.0)])
+    assert_close(x[1], 0.0, atol=1e-15)
+    torch = pytest.importorskip("torch")
+    one = torch.zeros(2).expand(3, 2)  # all problems would be written to the same place
+    with pytest.raises(RuntimeError, match="single memory location"):
+        project(torch.eye(2).expand(3, 2, 2), torch.tensor([[-1.0, 1.0]]).repeat(3, 1), out=one)
+
+
+def test_methods_that_derive_from_exact_are_called():
+    called = []
+
+    class Mine(Exact):
+        def solve(self, K, b, warm_start=None, upper=None):
+            called.append(b)
+            return super().solve(K, b, warm_start, upper)
+
+    project(np.eye(2), -np.ones(2), method=Mine())
+    assert len(called) == 1
+
+
+def test_search_tells_what_it_cannot_solve():
+    assert Exact()(np.array([[2]]), np.array([-1])).tolist() == [0.5]
+    stalled = int(gemproj.Status.STALLED)
+    assert Exact().solve(np.eye(2), np.array([np.inf, -1.0])).status & stalled
+    assert Exact().solve(np.diag([np.inf, 1.0]), np.array([-1.0, -1.0])).status & stalled
+    far = Exact().solve(1e20 * np.eye(2), -1e-10 * np.ones(2), np.full(2, 1e300))  # overflows when scaled
+    assert far.status == 0
+    assert_close(far.multipliers, [1e-30, 1e-30], atol=0.0, rtol=1e-12)
+
+
+def test_threads_stop_before_an_error_is_raised():
+    """The caller may give up the arrays that threads still write to."""
+    running = threading.Semaphore(0)
+    states = []
+
+    def work(i):
+        if i == 0:
+            running.acquire()  # until another thread is at work
+            raise KeyboardInterrupt
+        states.append("began")
+        running.release()
+        time.sleep(0.05)
+        states.append("ended")
+
+    for _ in range(5):
+        with pytest.raises(KeyboardInterrupt):
+            share(work, 50, 3)
+        assert states.count("began") == states.count("ended") < 40
+
+
+def test_switched_off_with_the_compiler_itself():
+    script = "import numpy as np, gemproj; assert not gemproj.project(np.eye(2), -np.ones(2)).any()"
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1"}
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120, env=environment)
