@@ -1,103 +1,132 @@
 """``make bench``: one projection of GPT-2 medium's LoRA gradient, every method and every published recipe.
 
-All of a row of the table is timed in one process, round robin, and the least disturbed run counts; what
-carries over to another machine are the ratios, not the times.
+What carries over to another machine are the ratios, not the times.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import sys
 from pathlib import Path
+from statistics import median
 from typing import Annotated
 
 import torch
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
-from rich.progress import track
 
-import gemproj
-from benchmarks.recipes import agem_published, gem_published, igem_published
-from gemproj import PGD, gram
+from benchmarks import figure as drawing
+from benchmarks.candidates import FLOOR, GIVEN, MAIN, MEAN, candidates, problem
+from benchmarks.figure import Curves
+from benchmarks.machine import describe
+from benchmarks.memory import peak_memory
+from benchmarks.quality import grade
+from benchmarks.small import batches, overhead
+from benchmarks.tables import Table, digits
+from benchmarks.timing import FEWEST, MOST, Call, in_turn
 
 # GPT-2 medium, LoRA r = 8 on c_attn, c_proj and mlp.c_proj, and a head of four classes.
 LORA_GPT2_MEDIUM = 2_166_784
+# Constraints of the problems in the figure's second panel.
+SWEPT_T = 9
+HEAD = [
+    "", "ms", "ms after\ntorch", "/ A-GEM\ngiven", "/ A-GEM\nmean", "/ floor", "violation", "error",
+    "memory\n% of G",
+]  # fmt: skip
+NOTE = (
+    f"ms: the least time of {FEWEST} to {MOST} rounds, in which all take turns on a machine at rest. "
+    "After torch: right after a product of two matrices in torch, as in a training step. "
+    "Violation: of G x >= 0, the worst one over |g_i| |g|. Error: |x - x*| / |g|. "
+    "Memory: the peak beyond G and g, x included unless in place; good to about 1 MB. "
+    "gemproj runs on torch tensors unless NumPy is named."
+)
 
 
-def problem(t: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return constraints of related tasks and a gradient that violates about half of them."""
-    generator = torch.Generator().manual_seed(t)
-    G = torch.randn(t, d, generator=generator) + 0.3 * torch.randn(d, generator=generator)
-    return G, -0.3 * G.mean(0) + torch.randn(d, generator=generator)
-
-
-def candidates(G: torch.Tensor, g: torch.Tensor) -> dict[str, Callable[[], torch.Tensor]]:
-    """Return what is timed, by name."""
-    out = torch.empty_like(g)
-    rows, vector = G.numpy(), g.numpy()
-    return {
-        "memory floor": lambda: floor(G, g, out),
-        "A-GEM, published": lambda: agem_published(G, g),
-        "GEM, reference recipe": lambda: gem_published(G, g),
-        "I-GEM, published": lambda: igem_published(G, g),
-        "gemproj exact (torch)": lambda: gemproj.project(G, g, out=out),
-        "gemproj exact (NumPy)": lambda: torch.from_numpy(gemproj.project(rows, vector)),
-        "gemproj pgd": lambda: gemproj.project(G, g, method=PGD(steps=3), out=out),
-        "gemproj agem": lambda: gemproj.project(G, g, method="agem", out=out),
+def compare(t: int, d: int, seconds: float, curves: Curves) -> Table:
+    """Measure all candidates on one problem, and add the main ones to the curves over t."""
+    G, g = problem(t, d)
+    found = candidates(G, g)
+    work = torch.ones(512, 512)
+    calls = {(c.name, "at rest"): Call(c.run, c.prepare) for c in found}
+    calls |= {
+        (c.name, "after torch"): Call(c.run, c.prepare, lambda: work @ work)
+        for c in found
+        if c.role != "floor"
     }
+    times = in_turn(calls, seconds)
+    least = {key: 1e3 * min(taken) for key, taken in times.items()}
+    answers = {}
+    for c in found:
+        if c.role != "floor":
+            c.prepare()
+            answers[c.name] = torch.as_tensor(c.run()).clone()
+    qualities = dict(zip(answers, grade(G, g, list(answers.values())), strict=True))
+
+    table = Table(f"t = {t}: G has {digits(G.nbytes / 1e6, 2)} MB", HEAD)
+    for c in found:
+        ms, after = least[c.name, "at rest"], least.get((c.name, "after torch"))
+        ratios = [digits(ms / least[other, "at rest"], 2) for other in (GIVEN, MEAN, FLOOR)]
+        row = [c.name, digits(ms), digits(after) if after else "", *ratios]
+        if c.name in qualities:
+            bytes_ = peak_memory(c.run, c.prepare)
+            row += [power(q) for q in qualities[c.name]]
+            row += ["-" if bytes_ is None else f"{100 * bytes_ / G.nbytes:.0f}"]
+        table.rows.append(row + [""] * (len(HEAD) - len(row)))
+        if c.name in MAIN:
+            curves.setdefault(c.name, {})[t] = spread(times[c.name, "at rest"])
+    return table
 
 
-def floor(G: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Read G and g twice and write x once, without doing anything with them."""
-    for _ in range(2):
-        G.sum(), g.sum()
-    return out.fill_(0.0)
+def sweep(d: int, seconds: float) -> Curves:
+    """Return the curves of the main candidates over the number of parameters, up to d."""
+    curves: Curves = {name: {} for name in MAIN}
+    below = [size for power in range(3, 9) for size in (10**power, 3 * 10**power) if size < 0.8 * d]
+    for size in [*below, d]:
+        calls = {
+            c.name: Call(c.run, c.prepare) for c in candidates(*problem(SWEPT_T, size)) if c.name in MAIN
+        }
+        for name, taken in in_turn(calls, seconds).items():
+            curves[name][size] = spread(taken)
+    return curves
 
 
-def residual(G: torch.Tensor, g: torch.Tensor, x: torch.Tensor) -> float:
-    """Return the largest violation of a constraint, in units of |g_i| |g|."""
-    K, s, _ = gram(G, x)
-    scale = K.diagonal().sqrt() * g.double().norm()
-    return float((-s / scale).clamp(min=0.0).max())
+def spread(times: list[float]) -> tuple[float, float]:
+    """Return the least and the median time in milliseconds."""
+    return 1e3 * min(times), 1e3 * median(times)
 
 
-def best_times(calls: dict[str, Callable[[], torch.Tensor]], rounds: int) -> dict[str, float]:
-    """Return the shortest of `rounds` times of each call, taken in turn so that all see the same machine."""
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
+def power(value: float) -> str:
+    """Write an error with one digit."""
+    return "0" if value == 0 else f"{value:.0e}"
 
 
 def main(
     t: Annotated[str, typer.Option(help="Numbers of constraints, separated by commas.")] = "1,2,9,19,49",
     d: Annotated[int, typer.Option(help="Number of parameters.")] = LORA_GPT2_MEDIUM,
-    rounds: Annotated[int, typer.Option(help="Runs of each candidate; the shortest counts.")] = 15,
-    out: Annotated[Path | None, typer.Option(help="Also write the table to this Markdown file.")] = None,
+    seconds: Annotated[
+        float, typer.Option(help=f"A call is repeated for so long: {FEWEST} to {MOST} rounds.")
+    ] = 0.5,
+    out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Also draw times over t and d into this PNG.")] = None,
 ) -> None:
     """Time one projection with every method and every published recipe."""
-    lines = [
-        f"d = {d:,} float32, {torch.get_num_threads()} threads, torch {torch.__version__}, "
-        f"best of {rounds} runs.",
-        "",
-        "| t | candidate | ms | / A-GEM | / floor | worst violation |",
-        "|--:|:--|--:|--:|--:|--:|",
-    ]
-    for count in track([int(part) for part in t.split(",")], "constraints", transient=True):
-        G, g = problem(count, d)
-        calls = candidates(G, g)
-        times = best_times(calls, rounds)
-        for name, call in calls.items():
-            ms, agem, least = (1e3 * times[key] for key in (name, "A-GEM, published", "memory floor"))
-            error = "" if name == "memory floor" else f"{residual(G, g, call()):.0e}"
-            lines.append(f"| {count} | {name} | {ms:.2f} | {ms / agem:.1f} | {ms / least:.1f} | {error} |")
-    Console().print(Markdown("\n".join(lines)))
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    intro = f"d = {d:,}, float32. {describe()}\n\n{NOTE}\n"
+    console.print(intro)
+    tables: list[Table] = []
+    curves: Curves = {}
+
+    def show(table: Table) -> None:
+        tables.append(table)
+        console.print(table.rich())
+
+    for count in map(int, t.split(",")):
+        show(compare(count, d, seconds, curves))
+    show(overhead(seconds))
+    show(batches(seconds))
     if out is not None:
-        out.write_text("\n".join(lines) + "\n")
+        out.write_text("\n".join([intro, *(table.markdown() for table in tables)]))
+    if figure is not None:
+        drawing.draw(curves, sweep(d, seconds), d, SWEPT_T, figure)
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ import quadprog
 import torch
 
 
-def agem_published(G: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """A-GEM on one reference gradient r: here the first row, as r is made before the projection."""
-    r = G[0]
+def agem_published(r: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+    """A-GEM on one reference gradient r."""
     dot = torch.dot(g, r)
     return g - dot / torch.dot(r, r) * r if dot < 0 else g
 

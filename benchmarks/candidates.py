@@ -1,0 +1,83 @@
+"""What is timed: the published recipes, every method of this library, and the least that memory allows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.recipes import agem_published, gem_published, igem_published
+from benchmarks.timing import nothing
+from gemproj import GEM2017, PGD, project
+from gemproj.methods import NAMES
+
+FLOOR, GIVEN, MEAN = "memory floor", "A-GEM, reference given", "A-GEM, mean of the rows"
+# The lines of the figure.
+MAIN = [
+    FLOOR,
+    GIVEN,
+    MEAN,
+    "GEM, reference recipe",
+    "I-GEM, published",
+    "gemproj exact",
+    "gemproj exact, NumPy",
+]
+
+
+class Candidate(NamedTuple):
+    """A projection by name; `prepare` undoes what running it has done to g."""
+
+    name: str
+    role: Literal["floor", "peer", "ours"]
+    run: Callable[[], Any]
+    prepare: Callable[[], object] = nothing
+
+
+def problem(t: int, d: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return constraints of related tasks and a gradient that violates them all: nobody is spared work."""
+    generator = torch.Generator().manual_seed(t)
+    G = torch.randn(t, d, generator=generator)
+    G += 0.3 * torch.randn(d, generator=generator)
+    return G, -0.3 * G.mean(0) + torch.randn(d, generator=generator)
+
+
+def candidates(G: torch.Tensor, g: torch.Tensor) -> list[Candidate]:
+    """Return all candidates for float32 tensors on the CPU; NumPy works on the same memory."""
+    rows, vector = G.numpy(), g.numpy()
+    # Three steps, as in I-GEM; no memory strength, which asks for another point than the projection.
+    methods = {**NAMES, "pgd": PGD(steps=3), "gem2017": GEM2017(memory_strength=0.0)}
+    ours = {f"gemproj {name}": partial(project, G, g, method=method) for name, method in methods.items()}
+    out, x, y = torch.empty_like(g), torch.empty_like(g), np.empty_like(vector)
+    return [
+        Candidate(FLOOR, "floor", partial(read_twice, G, g, out)),
+        Candidate("one read of G and g", "floor", lambda: (G.sum(), g.sum())),
+        Candidate(GIVEN, "peer", lambda: agem_published(G[0], g)),
+        Candidate(MEAN, "peer", lambda: agem_published(G.mean(0), g)),
+        Candidate("GEM, reference recipe", "peer", partial(gem_published, G, g)),
+        Candidate("I-GEM, published", "peer", partial(igem_published, G, g)),
+        *(Candidate(name, "ours", run) for name, run in ours.items()),
+        # NumPy copies, on one thread: torch's would be awake for the call that is timed.
+        Candidate(
+            "gemproj exact, in place",
+            "ours",
+            lambda: project(G, x, out=x),
+            lambda: np.copyto(x.numpy(), vector),
+        ),
+        Candidate("gemproj exact, NumPy", "ours", partial(project, rows, vector)),
+        Candidate(
+            "gemproj exact, NumPy, in place",
+            "ours",
+            lambda: project(rows, y, out=y),
+            lambda: np.copyto(y, vector),
+        ),
+    ]
+
+
+def read_twice(G: torch.Tensor, g: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Read G and g twice and write x once, without doing anything with them."""
+    for _ in range(2):
+        G.sum(), g.sum()
+    return out.fill_(0.0)

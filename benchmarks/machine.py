@@ -1,0 +1,57 @@
+"""What the numbers depend on besides the code."""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import threadpoolctl
+import torch
+
+PACKAGES = ["gemproj", "numpy", "torch", "quadprog", "osqp", "array-api-compat", "numba"]
+
+
+def describe() -> str:
+    """Return a sentence about the processor, one about threads and one about versions."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    pools = threadpoolctl.threadpool_info()
+    blas = max((pool["num_threads"] for pool in pools if pool["user_api"] == "blas"), default=1)
+    return (
+        f"{processor()}, {cores} cores{cache()}, {platform.system()}{load()}. "
+        f"Threads: {torch.get_num_threads()} of torch, {blas} of NumPy. "
+        f"Python {platform.python_version()}, {', '.join(map(installed, PACKAGES))}."
+    )
+
+
+def processor() -> str:
+    """Return the name of the processor."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def cache() -> str:
+    """Return the size of the last cache, which decides what of G is read from memory."""
+    with suppress(OSError, ValueError):
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        return f", {int(size.removesuffix('K')) // 1024} MB of L3 cache"
+    return ""
+
+
+def load() -> str:
+    """Return how busy the machine was before: with one core taken, threads that wait for all are no use."""
+    with suppress(OSError, AttributeError):
+        return f", load {os.getloadavg()[0]:.1f} before"
+    return ""
+
+
+def installed(package: str) -> str:
+    """Return a package and its version, or that it is missing."""
+    with suppress(PackageNotFoundError):
+        return f"{package} {version(package)}"
+    return f"no {package}"

@@ -1,0 +1,40 @@
+"""A table for the terminal and for a Markdown file."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Group
+from rich.table import Table as RichTable
+from rich.text import Text
+
+
+@dataclass
+class Table:
+    """Rows of text below a title; all columns but the first hold numbers."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]] = field(default_factory=list)
+
+    def markdown(self) -> str:
+        """Return the lines of a Markdown table."""
+        head = [name.replace("\n", " ") for name in self.head]
+        lines = [head, [":--", *["--:"] * (len(head) - 1)], *self.rows]
+        return "\n".join([f"**{self.title}**", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+
+    def rich(self) -> Group:
+        """Return what a rich console prints; where it is narrow, the first column folds."""
+        table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        for i, name in enumerate(self.head):
+            table.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
+        for row in self.rows:
+            table.add_row(*row)
+        return Group(Text(self.title, style="bold"), table)
+
+
+def digits(value: float, count: int = 3) -> str:
+    """Write a positive number with so many significant digits and without an exponent."""
+    return f"{value:,.{max(0, count - 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
