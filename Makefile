@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench accuracy fuzz docs lint clean
+.PHONY: help demo test bench bench-gpu bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 8
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
 # The environment is rebuilt when what it is made from changes.
 $(STAMP): pyproject.toml constraints.txt
@@ -21,9 +21,24 @@ demo: $(STAMP)  ## Train on AG News with and without projection; table and figur
 
 test: $(STAMP)  ## Run all tests and the examples of the documentation.
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+	GEMPROJ_COMPILED=0 $(BIN)/python -m pytest -q -n auto --dist loadfile $(PORTABLE) $(ARGS)
+
+# What runs once more without compiled loops.
+PORTABLE := $(addprefix tests/test_,stages.py exact.py methods.py refine.py certificate.py derivative.py bad_input.py)
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m benchmarks.projection $(ARGS)
+
+bench-gpu: $(STAMP)  ## Check and time the kernels on an NVIDIA device.
+	$(BIN)/python -m benchmarks.gpu --out docs/results/bench-gpu.md $(ARGS)
+
+ASV := $(BIN)/python -m asv --config asv_benchmarks/asv.conf.json
+
+bench-asv: $(STAMP)  ## Record the benchmarks of this commit; pages of all recorded commits in asv_benchmarks/html.
+	@test -f ~/.asv-machine.json || $(ASV) machine --yes
+	@git diff --quiet HEAD -- gemproj || echo "gemproj has uncommitted changes: they are measured, as HEAD."
+	$(ASV) run --python=same --set-commit-hash $$(git rev-parse HEAD) $(ARGS)
+	$(ASV) publish
 
 accuracy: $(STAMP)  ## Find out which solver fails where; tables and figure of docs/accuracy.md.
 	$(BIN)/python -m benchmarks.accuracy $(ARGS)
@@ -40,4 +55,4 @@ lint: $(STAMP)  ## Check style and types.
 	$(BIN)/mypy
 
 clean:  ## Remove the environment and everything built.
-	rm -rf $(VENV) docs/_build docs/api build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Benchmarks of gemproj for airspeed velocity."""

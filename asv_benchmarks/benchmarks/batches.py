@@ -1,0 +1,29 @@
+"""Many small problems in one call."""
+
+from gemproj import project
+
+from .common import BACKENDS, Benchmark, batch, best_times, find, labelled, rounded
+
+
+class Batches(Benchmark):
+    """A batch of random problems in float32, d = 64: 1,000 of them, or 100 for t = 64."""
+
+    params = (["exact", "pgd", "fista", "agem", "quadprog"], BACKENDS, [2, 8, 64])
+    param_names = ("method", "backend", "constraints t")
+    repeat = (3, 20, 0.3)
+
+    def setup(self, method, backend, t):
+        self.method = find(method)
+        self.n = 1_000 if t < 64 else 100
+        self.G, self.g, self.wait = batch(backend, "float32", self.n, t, 64)
+        self.wait()
+
+    @labelled("project(batch), d = 64, float32")
+    def time_project(self, method, backend, t):
+        project(self.G, self.g, method=self.method)
+        self.wait()
+
+    @labelled("problems per second (more is better)", "problems per second")
+    def track_problems_per_second(self, method, backend, t):
+        calls = {"batch": lambda: project(self.G, self.g, method=self.method)}
+        return rounded(self.n / best_times(calls, self.wait)["batch"])

@@ -1,0 +1,30 @@
+"""Memory of the exact method on GPT-2 medium's LoRA gradient."""
+
+from gemproj import project
+
+from .common import BACKENDS, DTYPES, LORA, Benchmark, labelled, peak_extra, problem, rest
+
+
+class Memory(Benchmark):
+    """Peaks start from a process that has projected before and holds G and g."""
+
+    params = (BACKENDS, DTYPES, [2, 19])
+    param_names = ("backend", "dtype", "constraints t")
+
+    def setup(self, backend, dtype, t):
+        self.G, self.g, _ = problem(backend, dtype, t, LORA)
+        rest()
+
+    @labelled("peak of the whole process")
+    def peakmem_project(self, backend, dtype, t):
+        if backend in ("torch-cuda", "cupy"):
+            raise NotImplementedError("the peak of the process says nothing about a device")
+        project(self.G, self.g)
+
+    @labelled("project: memory beside G and g", "bytes")
+    def track_extra(self, backend, dtype, t):
+        return peak_extra(lambda: project(self.G, self.g), backend)
+
+    @labelled("project(out=g): memory beside G and g", "bytes")
+    def track_extra_in_place(self, backend, dtype, t):
+        return peak_extra(lambda: project(self.G, self.g, out=self.g), backend)

@@ -1,0 +1,43 @@
+"""Time beside the least possible and beside A-GEM, taken in turn in one process: numbers that travel."""
+
+from gemproj import project
+
+from .common import (
+    COLUMNS,
+    LORA,
+    Benchmark,
+    agem_published,
+    best_times,
+    floor,
+    labelled,
+    problem,
+    rounded,
+)
+
+
+class Ratios(Benchmark):
+    """Best of several runs of a method over best of several runs of what it is compared with; float32."""
+
+    params = (["exact", "pgd", "fista", "agem"], [1, 2, 9, 49], [COLUMNS[0], LORA])
+    param_names = ("method", "constraints t", "columns d")
+
+    def setup(self, method, t, d):
+        self.G, self.g, self.wait = problem("torch", "float32", t, d)
+        self.out = 1.0 * self.g
+
+    def ratio(self, method, other):
+        calls = {"this": lambda: project(self.G, self.g, method=method, out=self.out), "other": other}
+        best = best_times(calls, self.wait)
+        return rounded(best["this"] / best["other"])
+
+    @labelled("project / memory floor (torch)", "times as long as the memory floor")
+    def track_to_memory_floor(self, method, t, d):
+        return self.ratio(method, lambda: floor(self.G, self.g, self.out))
+
+    @labelled("project / A-GEM as published (torch)", "times as long as A-GEM on a given gradient")
+    def track_to_agem_published(self, method, t, d):
+        return self.ratio(method, lambda: agem_published(self.G, self.g))
+
+    @labelled('project / method="agem" (torch)', "times as long as gemproj's A-GEM")
+    def track_to_agem(self, method, t, d):
+        return self.ratio(method, lambda: project(self.G, self.g, method="agem", out=self.out))

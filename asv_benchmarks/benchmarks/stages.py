@@ -1,0 +1,69 @@
+"""The three stages of a projection, each on its own."""
+
+from gemproj import Exact, combine, gram, solve_dual
+
+from .common import BACKENDS, COLUMNS, CONSTRAINTS, LORA, Benchmark, labelled, problem
+
+
+class Stages(Benchmark):
+    """The exact method in float32; multipliers and what combines them are made in setup."""
+
+    params = (BACKENDS, CONSTRAINTS, [COLUMNS[0], LORA])
+    param_names = ("backend", "constraints t", "columns d")
+
+    def setup(self, backend, t, d):
+        # Runs before every call.
+        if not hasattr(self, "G"):
+            self.G, self.g, self.wait = problem(backend, "float32", t, d)
+            self.K, self.b, _ = gram(self.G, self.g)
+            self.method = Exact()
+            self.multipliers = self.method(self.K, self.b)
+        self.wait()
+
+    @labelled("stage 1: gram(G, g) (float32)")
+    def time_gram(self, backend, t, d):
+        gram(self.G, self.g)
+        self.wait()
+
+    @labelled("stage 2: multipliers of (K, b) (float64)")
+    def time_multipliers(self, backend, t, d):
+        self.method(self.K, self.b)
+        self.wait()
+
+    @labelled("stage 3: combine(G, g, lam) (float32)")
+    def time_combine(self, backend, t, d):
+        combine(self.G, self.g, self.multipliers)
+        self.wait()
+
+    @labelled("stages 1, 2: solve_dual(G, g) (float32)")
+    def time_solve_dual(self, backend, t, d):
+        solve_dual(self.G, self.g)
+        self.wait()
+
+
+class Certificates(Benchmark):
+    """What a certificate costs once there is a solution."""
+
+    params = (BACKENDS, CONSTRAINTS)
+    param_names = ("backend", "constraints t")
+
+    def setup(self, backend, t):
+        if not hasattr(self, "sol"):
+            G, g, self.wait = problem(backend, "float32", t, COLUMNS[0])
+            self.sol = solve_dual(G, g)
+        self.wait()
+
+    @labelled("kkt_residual() of a solution")
+    def time_kkt_residual(self, backend, t):
+        self.sol.kkt_residual()
+        self.wait()
+
+    @labelled("duality_gap() of a solution")
+    def time_duality_gap(self, backend, t):
+        self.sol.duality_gap()
+        self.wait()
+
+    @labelled("error_bound() of a solution")
+    def time_error_bound(self, backend, t):
+        self.sol.error_bound()
+        self.wait()
