@@ -22,7 +22,9 @@ class Table:
     def markdown(self) -> str:
         """Return the lines of a Markdown table."""
         head = [name.replace("\n", " ") for name in self.head]
-        lines = [head, [":--", *["--:"] * (len(head) - 1)], *self.rows]
+        # Hyphens at which no browser breaks a number.
+        rows = [[row[0], *(cell.replace("-", "\u2011") for cell in row[1:])] for row in self.rows]
+        lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
         return "\n".join([f"**{self.title}**", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
 
     def rich(self) -> Group:

@@ -369,10 +369,13 @@ def note_written(a: Array) -> None:
         sys.modules["torch"].autograd.graph.increment_version(a)
 
 
-def is_compiling() -> bool:
-    """Tell whether `torch.compile`, `torch.export` or `torch.jit.trace` is tracing the caller."""
+def is_recorded(g: Blocks) -> bool:
+    """Tell whether `torch.compile`, `torch.export` or `torch.jit.trace` records what is done with `g`."""
     torch = sys.modules.get("torch")
-    return torch is not None and (torch.compiler.is_compiling() or torch.jit.is_tracing())
+    if torch is None or not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
+        return False
+    blocks = list(g.values()) if isinstance(g, Mapping) else g if isinstance(g, (list, tuple)) else [g]
+    return all(isinstance(block, torch.Tensor) for block in blocks)
 
 
 def wide_dtype(xp: Any, device: Any) -> Any:

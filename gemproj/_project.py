@@ -14,8 +14,8 @@ from gemproj._array import (
     Problem,
     detach,
     from_numpy,
-    is_compiling,
     is_real_floating,
+    is_recorded,
     note_written,
     read_out,
     read_problem,
@@ -89,7 +89,7 @@ def project(
     >>> x[0].tolist(), x[1].tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
     """
-    if is_compiling():
+    if is_recorded(g):
         from gemproj.torch.op import record_projection
 
         return record_projection(G, g, method, warm_start, margin, penalty, metric, out, check, refine)

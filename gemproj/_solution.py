@@ -43,7 +43,7 @@ class DualSolution:
         A `gemproj.Status` per problem.
     rounding : float
         Relative rounding of the entries of `gram` and `linear`, which certificates cannot see beyond:
-        below 3e-14, or 2e-6 where a large float32 problem was summed in float32.
+        below 3e-14, or 8e-6 where products of a large problem were summed in float32.
     units : array, shape (..., t + 1), or None
         Rare: float64 rows or gradients with norms beyond 1e-140 .. 1e140 are measured in units of
         powers of two. `gram`, `linear` and `squared_norm` are then those of ``units[i] * G[i]`` and

@@ -237,3 +237,18 @@ def test_stalled_is_reported(monkeypatch, rng):
     sol = solve_dual(rng.standard_normal((20, 50)), np.ones(50), refine=0)
     assert int(sol.status) == Status.STALLED
     assert float(sol.kkt_residual()) > 1e-3
+
+
+@pytest.mark.parametrize("value", [np.inf, 1e200])
+def test_what_is_too_large_far_apart_is_told_without_warnings(value):
+    """Warnings are errors here: of sums over parts of the columns, in whichever thread."""
+    G, g = np.ones((2, 400_000)), np.ones(400_000)
+    G[:, 10], G[0, 300_000], G[1, 300_000] = value, value, -value
+    if value == np.inf:
+        with pytest.raises(ValueError, match="row 0, 1"):
+            project(G, g)
+    else:
+        assert project(G, g) is g
+    K = gram(G, g).K
+    assert not np.isfinite(np.diagonal(K)).any()
+    assert int(solve_dual(G, g, check=False).status) == (Status.ROW_DROPPED if value == np.inf else 0)

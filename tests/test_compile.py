@@ -148,3 +148,14 @@ def test_functions_of_one_name_are_told_apart(problem):
     first, second, again = steps[0](*problem), steps[1](*problem), steps[0](*problem)
     assert torch.equal(first, again)
     assert not torch.equal(first, second)
+
+
+def test_other_arrays_are_projected_while_torch_is_tracing():
+    seen = []
+
+    def step(x):
+        seen.append(project(np.eye(2), np.array([-1.0, 1.0])))
+        return x + 1.0
+
+    torch.jit.trace(step, torch.zeros(2), check_trace=False)
+    assert seen[0].tolist() == [0.0, 1.0]

@@ -56,17 +56,17 @@ class Table:
         n, chunk = self.t + 1, WIDE_CHUNK if self.wide else CHUNK
         sums = np.empty(0, np.float64 if self.wide else np.float32)
         totals = np.zeros((self.problems, self.pieces, n, n))
-        blocks = self.blocks
 
         def work(first: int, last: int) -> None:
             add_products(
-                self.lines, blocks, first, last, self.pieces, self.piece, chunk, self.like, sums, totals
+                self.lines, self.blocks, first, last, self.pieces, self.piece, chunk, self.like, sums, totals
             )
 
         # One unit is a number read; eight products take as long.
         self._share(work, self.columns * n * (8 + n) // 8)
         while (half := totals.shape[1] // 2) > 0:  # pairs, so that rounding does not add up over pieces
-            pairs = totals[:, :half] + totals[:, half : 2 * half]
+            with np.errstate(over="ignore", invalid="ignore"):  # stage 2 reports what is not finite
+                pairs = totals[:, :half] + totals[:, half : 2 * half]
             totals = np.concatenate([pairs, totals[:, 2 * half :]], axis=1)
         return totals.reshape((*self.batch, n, n))
 
@@ -80,10 +80,9 @@ class Table:
         if not self.write_to(x):
             return False
         lam = np.array(lam, dtype=np.float64).reshape(self.problems, self.t)
-        blocks = self.blocks
 
         def work(first: int, last: int) -> None:
-            add_rows(self.lines, blocks, first, last, self.pieces, self.piece, self.like, lam)
+            add_rows(self.lines, self.blocks, first, last, self.pieces, self.piece, self.like, lam)
 
         self._share(work, self.columns * (self.t + 2))
         return True

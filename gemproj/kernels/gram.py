@@ -144,6 +144,18 @@ def _total(at: Layout, t: int, problems: int, device: torch.device) -> Tensor:
 
 
 @triton.jit
+def _add_few(
+    KK, bb, gg, G, g, stride, at_G, at_g, i, j, inside, t, code,
+    ROW_TYPES: tl.constexpr, VECTOR_TYPES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Add the products of rows i and of g in columns j, elementwise."""
+    where = at_G + i[:, None] * stride + j[None, :]
+    tile = load(G, where, (i < t)[:, None] & inside[None, :], code & 3, ROW_TYPES, ALIGN)
+    v = load(g, at_g + j, inside, code // 4 & 3, VECTOR_TYPES, ALIGN)
+    return KK + tile[:, None, :] * tile[None, :, :], bb + tile * v[None, :], gg + v * v
+
+
+@triton.jit
 def _few_rows(
     table,
     total,
@@ -187,20 +199,14 @@ def _few_rows(
         whole = size // COLUMNS * COLUMNS
         for start in range(0, whole, COLUMNS):
             j = start + tl.arange(0, COLUMNS)
-            where = at_G + i[:, None] * stride + j[None, :]
-            tile = load(G, where, (i < t)[:, None] & (j >= 0)[None, :], code & 3, ROW_TYPES, ALIGN)
-            v = load(g, at_g + j, j >= 0, code // 4 & 3, VECTOR_TYPES, ALIGN)
-            KK += tile[:, None, :] * tile[None, :, :]
-            bb += tile * v[None, :]
-            gg += v * v
+            KK, bb, gg = _add_few(
+                KK, bb, gg, G, g, stride, at_G, at_g, i, j, j >= 0, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN
+            )  # fmt: skip
         if whole < size:
             j = whole + tl.arange(0, COLUMNS)
-            where = at_G + i[:, None] * stride + j[None, :]
-            tile = load(G, where, (i < t)[:, None] & (j < size)[None, :], code & 3, ROW_TYPES, ALIGN)
-            v = load(g, at_g + j, j < size, code // 4 & 3, VECTOR_TYPES, ALIGN)
-            KK += tile[:, None, :] * tile[None, :, :]
-            bb += tile * v[None, :]
-            gg += v * v
+            KK, bb, gg = _add_few(
+                KK, bb, gg, G, g, stride, at_G, at_g, i, j, j < size, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN
+            )  # fmt: skip
     n = t + 1
     here = partial + (problem * parts + part) * n * n
     tl.store(here + i[:, None] * n + i[None, :], tl.sum(KK, axis=2), mask=(i < t)[:, None] & (i < t)[None, :])
@@ -234,6 +240,19 @@ def _tile(
     # What is masked off is zero, so the sum of the two is either.
     is_vector = (i == t)[:, None] & inside[None, :]
     return tile + load(g, at_g + i[:, None] * 0 + j[None, :], is_vector, code // 4 & 3, VECTOR_TYPES, ALIGN)
+
+
+@triton.jit
+def _add_many(
+    products, G, g, stride, at_G, at_g, i, k, j, inside, t, code,
+    ONE: tl.constexpr, ROW_TYPES: tl.constexpr, VECTOR_TYPES: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Add the products of rows i with rows k of [G; g] in columns j; with ONE, i and k are the same."""
+    x = _tile(G, g, stride, at_G, at_g, i, j, inside, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN)
+    y = x
+    if not ONE:
+        y = _tile(G, g, stride, at_G, at_g, k, j, inside, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN)
+    return tl.dot(x, tl.trans(y), products, out_dtype=tl.float64)
 
 
 @triton.jit
@@ -286,18 +305,16 @@ def _many_rows(
         whole = size // COLUMNS * COLUMNS
         for start in range(0, whole, COLUMNS):
             j = start + tl.arange(0, COLUMNS)
-            x = _tile(G, g, stride, at_G, at_g, i, j, j >= 0, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN)
-            y = x
-            if not ONE:
-                y = _tile(G, g, stride, at_G, at_g, k, j, j >= 0, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN)
-            products = tl.dot(x, tl.trans(y), products, out_dtype=tl.float64)
+            products = _add_many(
+                products, G, g, stride, at_G, at_g, i, k, j, j >= 0, t, code,
+                ONE, ROW_TYPES, VECTOR_TYPES, ALIGN,
+            )  # fmt: skip
         if whole < size:
             j = whole + tl.arange(0, COLUMNS)
-            x = _tile(G, g, stride, at_G, at_g, i, j, j < size, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN)
-            y = x
-            if not ONE:
-                y = _tile(G, g, stride, at_G, at_g, k, j, j < size, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN)
-            products = tl.dot(x, tl.trans(y), products, out_dtype=tl.float64)
+            products = _add_many(
+                products, G, g, stride, at_G, at_g, i, k, j, j < size, t, code,
+                ONE, ROW_TYPES, VECTOR_TYPES, ALIGN,
+            )  # fmt: skip
     n = t + 1
     here = partial + (problem * parts + part) * n * n
     # The lower triangle goes to both, so that the result is symmetric to the last bit.
