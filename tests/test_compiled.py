@@ -351,6 +351,19 @@ def test_search_tells_what_it_cannot_solve():
     assert_close(far.multipliers, [1e-30, 1e-30], atol=0.0, rtol=1e-12)
 
 
+def test_threads_warn_as_their_caller_does():
+    seen = []
+
+    def work(i):
+        seen.append((threading.get_ident(), np.geterr()["over"]))
+        time.sleep(0.01)
+
+    with np.errstate(over="ignore"):
+        share(work, 12, 3)
+    assert len({thread for thread, _ in seen}) > 1
+    assert {wish for _, wish in seen} == {"ignore"}
+
+
 def test_threads_stop_before_an_error_is_raised():
     """The caller may give up the arrays that threads still write to."""
     running = threading.Semaphore(0)
