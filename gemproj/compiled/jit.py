@@ -1,4 +1,8 @@
-"""How loops are compiled."""
+"""How loops are compiled.
+
+What is kept on disk belongs to one file and is made again when that changes, not when a function changes
+that it calls in another file: after such an edit, `make clean-compiled`.
+"""
 
 from __future__ import annotations
 
