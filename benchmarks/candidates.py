@@ -49,6 +49,8 @@ def candidates(G: torch.Tensor, g: torch.Tensor) -> list[Candidate]:
     rows, vector = G.numpy(), g.numpy()
     # Three steps, as in I-GEM; no memory strength, which asks for another point than the projection.
     methods = {**NAMES, "pgd": PGD(steps=3), "gem2017": GEM2017(memory_strength=0.0)}
+    for other in ("sgem", "mega1", "mega2", "equality"):  # they do not aim at the projection onto the cone
+        del methods[other]
     ours = {f"gemproj {name}": partial(project, G, g, method=method) for name, method in methods.items()}
     out, x, y = torch.empty_like(g), torch.empty_like(g), np.empty_like(vector)
     return [

@@ -6,7 +6,21 @@ Three stages, data flowing one way: ``(G, g) -> gram -> (K, b) -> method -> mult
 from gemproj._dual import DualSolution, solve_dual
 from gemproj._gram import Gram, gram
 from gemproj._project import combine, project
-from gemproj.methods import AGEM, FISTA, GEM2017, OSQP, PGD, Exact, Method, Quadprog, Status
+from gemproj.methods import (
+    AGEM,
+    FISTA,
+    GEM2017,
+    MEGA1,
+    MEGA2,
+    OSQP,
+    PGD,
+    SGEM,
+    Equality,
+    Exact,
+    Method,
+    Quadprog,
+    Status,
+)
 
 __version__ = "0.1.0"
 
@@ -14,9 +28,13 @@ __all__ = [
     "AGEM",
     "FISTA",
     "GEM2017",
+    "MEGA1",
+    "MEGA2",
     "OSQP",
     "PGD",
+    "SGEM",
     "DualSolution",
+    "Equality",
     "Exact",
     "Gram",
     "Method",

@@ -10,7 +10,7 @@ import time
 import numpy as np
 
 import gemproj
-from gemproj import GEM2017, solve_dual
+from gemproj import GEM2017, MEGA1, MEGA2, solve_dual
 from gemproj.methods import NAMES
 
 OPTIONAL = {
@@ -18,25 +18,32 @@ OPTIONAL = {
     "torch": ["torch"],
     "cupy": ["cupy"],
     "qp": ["quadprog", "osqp", "scipy"],
-    "examples": ["transformers", "peft", "datasets", "matplotlib"],
+    "transformers": ["transformers", "accelerate"],
+    "lightning": ["lightning"],
+    "avalanche": ["avalanche-lib"],
+    "examples": ["peft", "datasets", "matplotlib"],
 }
 
 
 def main() -> None:
     """Print versions, extras and devices, then time, KKT residual and gap of every method."""
     print(f"gemproj {gemproj.__version__} on Python {platform.python_version()}, {platform.platform()}\n")
-    print(f"{'core':10s}{_version('numpy')}, {_version('array-api-compat')}")
+    print(f"{'core':14s}{_version('numpy')}, {_version('array-api-compat')}")
     for extra, packages in OPTIONAL.items():
         found = ", ".join(map(_version, packages))
         hint = f"   <- pip install 'gemproj[{extra}]'" if "missing" in found else ""
-        print(f"{extra:10s}{found}{hint}")
-    print(f"{'devices':10s}{', '.join(_devices())}\n")
+        print(f"{extra:14s}{found}{hint}")
+    print(f"{'devices':14s}{', '.join(_devices())}\n")
 
     rng = np.random.default_rng(0)
     t, d = 6, 10_000
     G, g = rng.standard_normal((t, d)) + 0.3, rng.standard_normal(d) - 0.3
     # The reference recipe with its memory strength would solve another problem than the others.
-    methods = NAMES | {"gem2017": GEM2017(memory_strength=0.0)}
+    methods = NAMES | {
+        "gem2017": GEM2017(memory_strength=0.0),
+        "mega1": MEGA1(loss=1.0, reference_loss=1.0),
+        "mega2": MEGA2(loss=1.0, reference_loss=1.0),
+    }
     print(f"One projection, t = {t} constraints, d = {d:,} parameters, NumPy float64")
     print(f"{'method':12s}{'time (us)':>10s}{'KKT residual':>15s}{'duality gap':>14s}{'error bound':>14s}")
     for name, method in methods.items():
@@ -46,8 +53,11 @@ def main() -> None:
             print(f"{name:12s}{str(error).split(':')[0]}")
             continue
         seconds = min(_time(lambda m=method: solve_dual(G, g, method=m)) for _ in range(5))
-        print(f"{name:12s}{seconds * 1e6:10.0f}{sol.kkt_residual():15.1e}", end="")
-        print(f"{sol.duality_gap():14.1e}{sol.error_bound():14.1e}")
+        print(f"{name:12s}{seconds * 1e6:10.0f}", end="")
+        if sol.keep is not None:
+            print(f"{'no projection':>15s}")
+            continue
+        print(f"{sol.kkt_residual():15.1e}{sol.duality_gap():14.1e}{sol.error_bound():14.1e}")
 
 
 def _time(call) -> float:

@@ -404,7 +404,10 @@ def from_numpy(a: Any, xp: Any, device: Any) -> Array:
     if xp is _NUMPY:
         return a
     if xp.__name__.endswith("torch"):
-        return (
-            xp.from_numpy(np.ascontiguousarray(a)).to(device) if np.ndim(a) else xp.tensor(a, device=device)
-        )
+        if not np.ndim(a):
+            return xp.tensor(a, device=device)
+        # From memory that is not pinned, CUDA has read the array when this returns, but the device need not
+        # have come so far.
+        ahead = getattr(device, "type", None) == "cuda"
+        return xp.from_numpy(np.ascontiguousarray(a)).to(device, non_blocking=ahead)
     return xp.asarray(a, device=device)

@@ -14,9 +14,10 @@ from itertools import combinations
 import numpy as np
 
 from gemproj._array import Array, namespace
-from gemproj._rank import depends, independent
+from gemproj._rank import depends, independent, rank
 from gemproj.methods._active_set import Factorisation, solve_active_set, solve_triangle
 from gemproj.methods._method import inverse, matvec, snap
+from gemproj.methods.equality import span
 from gemproj.methods.exact import Exact
 
 _EPS = float(np.finfo(np.float64).eps)
@@ -49,6 +50,15 @@ def kkt_residual(K: Array, s: Array, gg: Array, lam: Array, upper: Array | None)
     return xp.max(xp.stack([xp.max(part, axis=-1) for part in parts]), axis=0)
 
 
+def equality_residual(K: Array, s: Array, gg: Array) -> Array:
+    """Return the largest ``|s_i| / (|g_i||g|)``, shape (...): all that ``G x = 0`` asks for."""
+    xp = namespace(K)
+    if not s.shape[-1]:
+        return gg * 0.0
+    unit = _inverse_root(xp.linalg.diagonal(K)) * _inverse_root(gg)[..., None]
+    return xp.max(xp.abs(s * unit), axis=-1)
+
+
 def duality_gap(s: Array, gg: Array, lam: Array, upper: Array | None) -> Array:
     """Return (primal - dual objective) / |g|^2, shape (...).
 
@@ -63,11 +73,12 @@ def duality_gap(s: Array, gg: Array, lam: Array, upper: Array | None) -> Array:
     return xp.sum(gap * scale * scale, axis=-1)
 
 
-def cosine(K: Array, b: Array, gg: Array, lam: Array) -> Array:
-    """Return the cosine between g and x = g + G'lam, shape (...); 1 where either is zero."""
+def cosine(K: Array, b: Array, gg: Array, lam: Array, keep: Array | None = None) -> Array:
+    """Return the cosine between g and x = keep g + G'lam, shape (...); 1 where either is zero."""
     xp = namespace(K)
-    inner = gg + xp.sum(b * lam, axis=-1)
-    xx = inner + xp.sum(lam * (matvec(K, lam) + b), axis=-1)
+    keep = xp.ones_like(gg) if keep is None else keep
+    inner = keep * gg + xp.sum(b * lam, axis=-1)
+    xx = keep * inner + xp.sum(lam * (matvec(K, lam) + keep[..., None] * b), axis=-1)
     used, one = (gg > 0) & (xx > 0), xp.ones_like(gg)
     gg, xx, inner = (xp.where(used, v, one) for v in (gg, xx, inner))
     return inner / gg / xp.sqrt(xx / gg)
@@ -82,6 +93,7 @@ def error_bound(
     rounding: float,
     factor: tuple[np.ndarray, np.ndarray] | None,
     residues: np.ndarray | None,
+    equality: bool = False,
 ) -> float:
     """Return an upper bound of ``|x - x*| / |g|`` for one problem, on the CPU.
 
@@ -98,6 +110,9 @@ def error_bound(
     which stay active all the way may be left out; `residues` tell, see `gemproj._rank`. Otherwise
     ``|x|`` bounds the distance of any x = g + G'lam, lam >= 0, to x* (weak duality at the feasible
     point 0), and with an upper bound the root of the duality gap does.
+
+    For equalities ``x - x* = G^+ s`` whatever lam is, so ``|s| / sigma`` with the smallest singular value of
+    all rows that is not zero does; or ``|x|``, where it is not known which ones are.
     """
     n, size = np.sqrt(np.diagonal(K)), math.sqrt(max(gg, 0.0))
     rows = n > 0
@@ -112,6 +127,8 @@ def error_bound(
     else:
         exact = None if residues is None else residues[:, rows]
         geometry = _ByRows(factor[0][:, rows] / n, factor[1] / size, rounding, exact)
+    if equality:
+        return min(geometry.length(lam), geometry.outside(lam))
     inside = np.maximum(lam, 0.0) if upper is None else np.clip(lam, 0.0, upper)
     mu = geometry.solve(upper, inside)
     fallback = geometry.length(inside) if upper is None else geometry.root_gap(inside, upper)
@@ -154,6 +171,10 @@ class _Geometry(ABC):
     @abstractmethod
     def inside(self, free: np.ndarray, rows: np.ndarray) -> np.ndarray:
         """Tell which `rows` lie in the span of the free ones; none, where that cannot be told."""
+
+    @abstractmethod
+    def outside(self, lam: np.ndarray) -> float:
+        """Bound the distance of ``x(lam)`` from what is orthogonal to all rows."""
 
     def sigma_of_subsets(self, rows: np.ndarray) -> float:
         """Return the smallest singular value of all independent subsets; 0 where they cannot be told."""
@@ -228,6 +249,11 @@ class _ByGram(_Geometry):
     def inside(self, free: np.ndarray, rows: np.ndarray) -> np.ndarray:
         return np.zeros(int(rows.sum()), dtype=bool)
 
+    def outside(self, lam: np.ndarray) -> float:
+        s, fuzz, extra = self.slope(lam, np.zeros(len(lam), dtype=bool))
+        sigma = self.sigma(np.ones(len(lam), dtype=bool))
+        return math.inf if sigma == 0.0 else float(np.linalg.norm(np.abs(s) + fuzz)) / sigma + extra
+
 
 class _ByRows(_Geometry):
     """Rows in the coordinates of a factor; exact remainders tell what rounding cannot."""
@@ -240,7 +266,10 @@ class _ByRows(_Geometry):
         return solve_active_set(Factorisation(self.A, self.a), upper, start)[0]
 
     def slope(self, mu: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float, float]:
-        x, left = settled(self.A, self.a, mu, free)
+        return self._settled_slope(mu, np.linalg.qr(self.A[:, free])[0])
+
+    def _settled_slope(self, mu: np.ndarray, basis: np.ndarray) -> tuple[np.ndarray, float, float]:
+        x, left = settled(self.A, self.a, mu, basis)
         off = left + self.rounding * (1.0 + float(np.abs(mu).sum()))
         return self.A.T @ x, self.rounding * (float(np.linalg.norm(x)) + _EPS), 2.0 * off
 
@@ -276,6 +305,16 @@ class _ByRows(_Geometry):
             return np.zeros(int(rows.sum()), dtype=bool)
         return np.array([depends(self.residues, int(j), free) for j in np.flatnonzero(rows)], dtype=bool)
 
+    def outside(self, lam: np.ndarray) -> float:
+        basis, singular, _ = span(self.A)
+        # Rows are known to rounding, and as many of them are independent as the remainders tell.
+        sigma = float(singular[-1]) - math.sqrt(len(lam)) * self.rounding
+        hidden = len(singular) < len(lam) and (self.residues is None or rank(self.residues) > len(singular))
+        if hidden or sigma <= 0.0:
+            return math.inf
+        s, fuzz, extra = self._settled_slope(lam, basis)
+        return float(np.linalg.norm(np.abs(s) + fuzz)) / sigma + extra
+
 
 def near_span(A: np.ndarray, free: np.ndarray, rounding: float) -> np.ndarray:
     """Tell which unit columns of A are in the span of the free ones, to rounding."""
@@ -286,17 +325,16 @@ def near_span(A: np.ndarray, free: np.ndarray, rounding: float) -> np.ndarray:
     return np.linalg.norm(others, axis=0) <= rounding * (1.0 + np.abs(weights).sum(axis=0))
 
 
-def settled(A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return ``x = a + A lam`` without what is left of it along the free rows, and the length of that.
+def settled(A: np.ndarray, a: np.ndarray, lam: np.ndarray, basis: np.ndarray) -> tuple[np.ndarray, float]:
+    """Return ``x = a + A lam`` without what is left of it along a basis of the free rows, and its length.
 
     What is left is rounding, large where rows nearly cancel and multipliers are large. Without it x is
     the projection of a gradient that is as much off, and projections do not expand that.
     """
     x = a + A @ lam
-    Q = np.linalg.qr(A[:, free])[0]
-    left = Q @ (Q.T @ x)
+    left = basis @ (basis.T @ x)
     x = x - left
-    return x - Q @ (Q.T @ x), float(np.linalg.norm(left))
+    return x - basis @ (basis.T @ x), float(np.linalg.norm(left))
 
 
 def _inverse_root(squared: Array) -> Array:

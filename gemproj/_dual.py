@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from gemproj._gram import Gram, Measured, measure
 from gemproj._refine import refine_directly, return_to_rows
 from gemproj._solution import DualSolution, from_units, in_units, shift
 from gemproj.kernels import available
-from gemproj.methods import AnyMethod, Exact, Method, Status, find
+from gemproj.methods import AnyMethod, Equality, Exact, Method, Status, find
 from gemproj.methods._method import check_count, check_number, clip, snap
 
 
@@ -68,8 +69,9 @@ def solve_dual(
     g : array, shape (..., d), or blocks
         The proposed gradient.
     method : str, Method or callable, default "exact"
-        "exact", "pgd", "fista", "agem", "quadprog", "osqp" or "gem2017"; an object such as
-        ``PGD(steps=5)``; or any callable ``(K, b, warm_start) -> multipliers``.
+        "exact", "pgd", "fista", "agem", "sgem", "quadprog", "osqp", "gem2017" or "equality"; an object
+        such as ``PGD(steps=5)`` or ``MEGA1(loss=0.3, reference_loss=1.2)``; or any callable
+        ``(K, b, warm_start) -> multipliers``.
     warm_start : array, shape (..., t), optional
         Multipliers of an earlier, similar problem. Values outside the bounds are moved into them.
     margin : float, default 0
@@ -149,19 +151,29 @@ def read_options(
 
 
 def solve_problem(
-    problem: Problem, options: Options, warm_start: Array | None = None, *, certify: bool = False
+    problem: Problem,
+    options: Options,
+    warm_start: Array | None = None,
+    *,
+    certify: bool = False,
+    total: Callable[[Measured], Measured] | None = None,
 ) -> DualSolution:
     """Stages 1 and 2, and the way back to G where its Gram matrix does not suffice.
 
     On the CPU all t-space arrays are NumPy's until `Problem.give` hands them out: a call costs a fifth
     of torch's. With `certify`, methods that are approximate by design also keep a factorisation of G
-    where their certificates would need it.
+    where their certificates would need it. `total` adds what other processes have measured, whose
+    columns of G cannot be returned to.
     """
     start = None if warm_start is None else read_start(warm_start, problem)
-    sol = solve_gram(measure(problem), _for_library(options, problem), start)
+    measured = measure(problem) if total is None else total(measure(problem))
+    sol = solve_gram(measured, _for_library(options, problem), start)
+    if total is not None:
+        return sol
     if options.refine:
         return refine_directly(problem, sol, options.refine)
-    wanted = options.refine is None and (certify or isinstance(options.method, Exact))
+    solved = sol.equality or isinstance(options.method, Exact)
+    wanted = options.refine is None and sol.keep is None and (certify or solved)
     return return_to_rows(problem, sol, options) if wanted and problem.host and problem.t else sol
 
 
@@ -182,18 +194,23 @@ def solve_gram(measured: Measured, options: Options, warm_start: Array | None = 
         raise ValueError(f"margin, {margin}, times the rows of G is too large beside g: scale G and g alike.")
     start = None if warm_start is None else clip(in_units(warm_start - margin, units), upper)
     resolution: Array | None = None
+    keep: Array | None = None
     if isinstance(method, Method):
-        solve = method.solve
+        solve: Any = method.solve
+        if "gg" in method.accepts:
+            solve = partial(solve, gg=gg)
         if not host and available(device):
             from gemproj.kernels import stages
 
             if stages.solves(method, b.shape[-1]):
                 solve = partial(stages.solve, method)
-        lam, iterations, status, resolution = solve(K, b, start, upper)
+        lam, iterations, status, resolution, keep = solve(K, b, start, upper)
     else:
         lam, iterations, status = method(K, b, start), 0, int(Status.APPROXIMATE)
     if isinstance(status, int):
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
+    if keep is not None and units is not None:
+        raise ValueError(f"Norms of G or g are beyond the range of method {method!r}: scale G and g alike.")
     lam = from_units(lam, units, check=host and check is not False)
     lam = lam + margin if margin else lam
     if upper is not None:  # the bound holds to the last bit, not to the rounding of its scale
@@ -201,7 +218,19 @@ def solve_gram(measured: Measured, options: Options, warm_start: Array | None = 
     if dropped is not None:
         lam = xp.where(dropped, xp.zeros_like(lam), lam)
         status = status + xp.astype(xp.any(dropped, axis=-1), status.dtype) * int(Status.ROW_DROPPED)
-    return DualSolution(lam, *gram, margin, penalty, iterations, status, measured.rounding, units, resolution)
+    return DualSolution(
+        lam,
+        *gram,
+        margin,
+        penalty,
+        iterations,
+        status,
+        measured.rounding,
+        units,
+        resolution,
+        keep=keep,
+        equality=isinstance(method, Equality),
+    )
 
 
 def _for_library(options: Options, problem: Problem) -> Options:

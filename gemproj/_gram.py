@@ -18,8 +18,8 @@ from gemproj.methods._method import inverse
 # keep 4 partial sums or more, so rounding adds up over a quarter of a chunk.
 _PARTIAL_SUMS, _EPS, _EPS_32 = 4, 2.0**-52, 2.0**-23
 # Rounding of sums in float64: columns that are all alike make 50 units of its precision of it.
-_WIDE_ROUNDING = 128 * _EPS
-_NARROW_ROUNDING = _WIDE_ROUNDING + CHUNK / _PARTIAL_SUMS * _EPS_32 / 2
+WIDE_ROUNDING = 128 * _EPS
+NARROW_ROUNDING = WIDE_ROUNDING + CHUNK / _PARTIAL_SUMS * _EPS_32 / 2
 # Squared norms beyond which products may have left the range of float32.
 _NARROW_RANGE = (1e-24, 1e30)
 
@@ -115,18 +115,18 @@ def measure(problem: Problem) -> Measured:
     """Stage 1 on checked arguments."""
     kernels, table = stages_of(problem), table_of(problem)
     if kernels is not None:
-        return Measured(Gram(*kernels.gram(problem)), _WIDE_ROUNDING)
+        return Measured(Gram(*kernels.gram(problem)), WIDE_ROUNDING)
     if table is None:
         return _measure_portably(problem)
     total = table.gram()
     if table.wide:
         if _all_within(total, *WIDE_RANGE):
-            return _measured(problem, total, _WIDE_ROUNDING, finite=True)
+            return _measured(problem, total, WIDE_ROUNDING, finite=True)
         units = _units(problem, total)
         if units is None:
-            return _measured(problem, total, _WIDE_ROUNDING)
+            return _measured(problem, total, WIDE_ROUNDING)
     elif _all_within(total, *_NARROW_RANGE):
-        return _measured(problem, total, _NARROW_ROUNDING, finite=True)
+        return _measured(problem, total, NARROW_ROUNDING, finite=True)
     # One by one, so that no bit of the other problems changes.
     return _one_by_one(problem) if problem.batch else _measure_portably(problem)
 
@@ -141,9 +141,9 @@ def _measure_portably(problem: Problem) -> Measured:
             total = _chunked_total(problem)
             wide = problem.narrow == problem.wide
             if _all_within(total, *(WIDE_RANGE if wide else _NARROW_RANGE)):
-                return _measured(problem, total, _WIDE_ROUNDING if wide else _NARROW_ROUNDING, finite=True)
+                return _measured(problem, total, WIDE_ROUNDING if wide else NARROW_ROUNDING, finite=True)
         total, units, finite = _wide_total(problem), None, False
-        rounding = _WIDE_ROUNDING * float(problem.xp.finfo(problem.wide).eps) / _EPS
+        rounding = WIDE_ROUNDING * float(problem.xp.finfo(problem.wide).eps) / _EPS
         if problem.host:
             finite = _all_within(total, *WIDE_RANGE)
             # Squares may have left the range of float64: once more, in units in which they do not.

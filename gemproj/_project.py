@@ -188,10 +188,23 @@ def _project_small(problem: Problem, warm_start: Array | None, out: Any, target:
 
 def project_problem(problem: Problem, sol: DualSolution, out: Any, target: list[Array] | None) -> Any:
     """Stage 3 for a solution of this problem."""
+    if sol.keep is not None:
+        return _mix(problem, sol.keep, sol.multipliers, out, target)
     x = combine_problem(problem, sol.multipliers, out, target)
     if sol.factor is not None and all(v.dtype == problem.wide for v in problem.vector):
         _settle(problem, sol, problem.unpack(x))
     return x
+
+
+def _mix(problem: Problem, keep: Array, lam: Array, out: Any, target: list[Array] | None) -> Any:
+    """Return ``keep g + G'lam``."""
+    x = [_empty(problem, v) for v in problem.vector] if target is None else target
+    keep = problem.give(np.asarray(keep) if problem.host else keep)
+    for a, v in zip(x, problem.vector, strict=True):
+        a[...] = v
+        a *= problem.xp.astype(keep[..., None] if problem.batch else keep, a.dtype)
+    _add_rows(x, replace(problem, vector=x), lam)
+    return _packed(problem, x, out)
 
 
 def combine_problem(problem: Problem, lam: Array, out: Any, target: list[Array] | None) -> Any:

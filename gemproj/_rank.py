@@ -57,7 +57,12 @@ def depends(residues: np.ndarray, row: int, rows: np.ndarray) -> bool:
 
 def independent(residues: np.ndarray) -> bool:
     """Tell whether the rows of these residues are independent."""
-    return any(_rank(values, bits) == values.shape[0] for values, bits in zip(residues, _BITS, strict=True))
+    return rank(residues) == residues.shape[1]
+
+
+def rank(residues: np.ndarray) -> int:
+    """Return how many of the rows of these residues are independent."""
+    return max(_rank(values, bits) for values, bits in zip(residues, _BITS, strict=True))
 
 
 def _rank(values: np.ndarray, bits: int) -> int:

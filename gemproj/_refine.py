@@ -10,17 +10,19 @@ import numpy as np
 from gemproj._array import Array, Problem, namespace
 from gemproj._certificate import near_span, settled
 from gemproj._gram import Gram, factor_rows, stacked_tiles
-from gemproj._rank import depends, remainders
+from gemproj._rank import depends, rank, remainders
 from gemproj._solution import DualSolution, from_units, in_units
 from gemproj.methods._active_set import Factorisation, solve_active_set
 from gemproj.methods._enumeration import solve_on
 from gemproj.methods._method import Status, clip, normalise, snap
+from gemproj.methods.equality import solve_rows, span
 from gemproj.methods.exact import RESOLVED, Exact, resolution
 
 # The resolution below which K is not trusted. Small problems lose no time by looking at G once more;
 # where float32 products were summed K is good to 1e-8.
 _SMALL, _NATIVE = 1e-2, 1e-3
 _DEPENDENT = 3e-14  # sine of the angle to the span of active rows, below which rounding hides it
+_COORDINATES = 3e-15  # rounding of a factor, relative to the norms of its columns
 _HOPELESS = 1e-7  # error of x over |g| that even the factorisation cannot avoid
 
 
@@ -43,6 +45,19 @@ def return_to_rows(problem: Problem, sol: DualSolution, options: Any) -> DualSol
         unit = None if units is None else units[i]
         gram = Gram(sol.gram[(*i, ...)], sol.linear[(*i, ...)], sol.squared_norm[(*i, ...)])
         factor[i] = factor_rows(problem.at(i), gram, sol.rounding, unit)
+        if sol.equality:
+            A, a = factor[i][:, :t], factor[i][:, t]
+            lam[i] = from_units(solve_rows(A, a), unit, check=options.check is not False)
+            status[i] &= ~Status.UNRESOLVED
+            singular = span(A)[1]
+            if len(singular) < np.count_nonzero(np.any(A != 0, axis=0)):
+                residues[i] = remainders(problem.at(i))
+                # Rows that depend on others to rounding: exactly, or is it only rounding that hides the rest?
+                if rank(residues[i]) > len(singular):
+                    status[i] |= Status.UNRESOLVED
+            if len(singular) and singular[-1] < _COORDINATES / _HOPELESS:
+                status[i] |= Status.UNRESOLVED
+            continue
         if not isinstance(options.method, Exact):
             residues[i] = remainders(problem.at(i))
             continue
@@ -101,7 +116,7 @@ def _solve(
     lam[rows] = unit * size / n
     status = Status.OPTIMAL if residual <= 1e-9 else Status.STALLED
     # What the rounding of multipliers leaves along their rows tells whether float64 can hold them.
-    if settled(A, a, unit, (unit > 0) & (unit < upper))[1] > _HOPELESS:
+    if settled(A, a, unit, np.linalg.qr(A[:, (unit > 0) & (unit < upper)])[0])[1] > _HOPELESS:
         status |= Status.UNRESOLVED
     return lam, pivots, status
 
@@ -120,6 +135,9 @@ def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolu
     for _ in range(steps):
         s = direct_slope(problem, margin + lam, sol.units)
         s = xp.where(xp.isfinite(s), s, xp.zeros_like(s))
+        if sol.equality:
+            lam = lam - sol.solve_free(s)
+            continue
         unit = normalise(K, s, lam, upper)
         lam = clip(unit.start - solve_on(unit.K, unit.b, free), unit.upper) * unit.scale
     lam = from_units(lam, sol.units, check=False) + sol.margin

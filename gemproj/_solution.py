@@ -14,6 +14,7 @@ from gemproj._gram import Gram
 from gemproj.methods._active_set import solve_triangle
 from gemproj.methods._enumeration import solve_on
 from gemproj.methods._method import matvec, normalise
+from gemproj.methods.equality import span
 
 
 class Standard(NamedTuple):
@@ -32,7 +33,8 @@ class DualSolution:
     Attributes
     ----------
     multipliers : array, shape (..., t)
-        lam >= 0 in float64 (float32 on devices without it); ``x = g + G.T @ lam``.
+        lam >= 0 in float64 (float32 on devices without it); ``x = g + G.T @ lam``. Of any sign with
+        `equality`.
     gram, linear, squared_norm : array, shapes (..., t, t), (..., t), (...)
         ``K = G G'``, ``b = G g`` and ``gg = |g|^2``, see `gemproj.gram`.
     margin, penalty : float
@@ -57,6 +59,11 @@ class DualSolution:
     residues : dict
         Where rows are dependent to rounding, by index in the batch: combinations of the columns of G
         modulo primes, which tell whether they are so exactly.
+    keep : array, shape (...), or None
+        By rules that are no projection (MEGA): the factor of g in ``x = keep * g + G.T @ lam``. Then there
+        is nothing that certificates could certify, and they raise ValueError. None stands for ones.
+    equality : bool
+        Whether the problem is that of method "equality", ``G @ x = 0``.
 
     Notes
     -----
@@ -77,16 +84,21 @@ class DualSolution:
     resolution: Array | None = None
     factor: np.ndarray | None = None
     residues: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
+    keep: Array | None = None
+    equality: bool = False
 
     @property
     def active(self) -> Array:
-        """Boolean (..., t): the constraints whose multiplier is above its lower bound, the margin."""
-        return self.multipliers > self.margin
+        """Boolean (..., t): the constraints whose multiplier is above its lower bound, the margin.
+
+        With `equality`, those whose multiplier is not zero.
+        """
+        return self.multipliers != 0 if self.equality else self.multipliers > self.margin
 
     @property
     def violated(self) -> Array:
         """Boolean (..., t): the constraints that g itself violates."""
-        return self.linear < 0
+        return self.linear != 0 if self.equality else self.linear < 0
 
     @property
     def refined(self) -> Array:
@@ -109,6 +121,7 @@ class DualSolution:
             "status",
             "units",
             "resolution",
+            "keep",
         )
         arrays = {n: a for n in names if isinstance(a := getattr(self, n), np.ndarray | np.generic)}
         return replace(self, **{n: from_numpy(a, xp, device) for n, a in arrays.items()})
@@ -119,13 +132,17 @@ class DualSolution:
         Where there is a `factor`, of x as `project` returns it in float64, and including the distance
         of that x from ``g + G.T @ lam``, which is the rounding of large multipliers.
         """
+        self._check_projection("kkt_residual")
         K, _, gg, upper = self.standard()
         s, left = self._slope()
         xp = namespace(K)
+        if self.equality:
+            return xp.maximum(_certificate.equality_residual(K, s, gg), left)
         return xp.maximum(_certificate.kkt_residual(K, s, gg, self._measure(), upper), left)
 
     def duality_gap(self) -> Array:
         """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
+        self._check_projection("duality_gap")
         _, _, gg, upper = self.standard()
         return _certificate.duality_gap(self._slope()[0], gg, self._measure(), upper)
 
@@ -135,6 +152,7 @@ class DualSolution:
         For x as `combine` makes it in float64; rounding it to the dtype of g comes on top. Where K
         cannot tell what the solution is (nearly dependent rows, no `factor`), the bound is ``|x|``.
         """
+        self._check_projection("error_bound")
         standard = self.standard()
         K, b, gg = (to_numpy(a) for a in standard[:3])
         upper = None if standard.upper is None else to_numpy(standard.upper)
@@ -149,14 +167,14 @@ class DualSolution:
             top = None if upper is None else upper[i]
             rounding = float(magnified[i]) * (self.rounding if R is None else min(self.rounding, 3e-14))
             bound[i] = _certificate.error_bound(
-                K[i], b[i], float(gg[i]), lam[i], top, rounding, R, self.residues.get(i)
+                K[i], b[i], float(gg[i]), lam[i], top, rounding, R, self.residues.get(i), self.equality
             )
         return from_numpy(bound, xp, device_of(self.status))
 
     def cosine(self) -> Array:
         """Cosine between g and x, shape (...)."""
         lam = self._measure() + self._lower()
-        return _certificate.cosine(self.gram, self.linear, self.squared_norm, lam)
+        return _certificate.cosine(self.gram, self.linear, self.squared_norm, lam, self.keep)
 
     def standard(self) -> Standard:
         """Return the problem with lower bound zero that a margin stands for, in `units`."""
@@ -165,10 +183,15 @@ class DualSolution:
 
     def free(self) -> Array:
         """Boolean (..., t): multipliers between their bounds, whose rows P have ``G_P x = 0``."""
+        if self.equality:
+            return self.multipliers == self.multipliers
         return (self.multipliers > self.margin) & (self.multipliers < self.penalty)
 
     def solve_free(self, u: Array) -> Array:
-        """Return ``K_PP^-1 u_P`` for the free rows P and zero for the others, all in `units`."""
+        """Return ``K_PP^-1 u_P`` for the free rows P and zero for the others, all in `units`.
+
+        With `equality` free rows may be dependent: one of the solutions.
+        """
         free = self.free()
         unit = normalise(self.gram, u, None, None)
         z = solve_on(unit.K, unit.b, free) * unit.scale
@@ -177,6 +200,10 @@ class DualSolution:
         z, u, free = to_numpy(z).copy(), to_numpy(u), to_numpy(free)
         for i in self._factored():
             A = self.factor[i][:, :-1][:, free[i]]
+            if self.equality:
+                _, S, V = span(A)
+                z[i] = V.T @ ((V @ u[i]) / S**2)
+                continue
             n = np.linalg.norm(A, axis=0)
             R: Any = np.linalg.qr(A / n, mode="r")
             z[i][free[i]] = solve_triangle(R, solve_triangle(R.T, u[i][free[i]] / n)) / n
@@ -185,6 +212,13 @@ class DualSolution:
     def _factored(self) -> list[tuple[int, ...]]:
         assert self.factor is not None
         return list(map(tuple, np.argwhere(self.factor.any(axis=(-2, -1)))))
+
+    def _check_projection(self, certificate: str) -> None:
+        if self.keep is not None:
+            raise ValueError(
+                f"There is no {certificate}: x is keep * g + G.T @ multipliers by a rule that is no "
+                "projection. `cosine` and `project` know that; method='exact' gives the projection."
+            )
 
     def _measure(self) -> Array:
         """Return the multipliers of the standard problem."""
@@ -204,7 +238,8 @@ class DualSolution:
         free = to_numpy(self.free())
         for i in self._factored():
             A, a = self._shifted_factor(i)
-            x, distance = _certificate.settled(A, a, lam[i], free[i])
+            basis = span(A)[0] if self.equality else np.linalg.qr(A[:, free[i]])[0]
+            x, distance = _certificate.settled(A, a, lam[i], basis)
             s[i], left[i] = A.T @ x, distance and distance / np.linalg.norm(a)
         xp, device = namespace(gg), device_of(gg)
         return from_numpy(s, xp, device), from_numpy(left, xp, device)

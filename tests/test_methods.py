@@ -218,7 +218,8 @@ def test_pgd_on_a_batch_and_every_library(xp, rng):
 
 
 def test_nicknames_are_default_objects():
-    assert set(NAMES) == {"exact", "pgd", "fista", "agem", "quadprog", "osqp", "gem2017"}
+    rules = {"sgem", "mega1", "mega2", "equality"}
+    assert set(NAMES) == {"exact", "pgd", "fista", "agem", "quadprog", "osqp", "gem2017", *rules}
     for method in NAMES.values():
         assert method == type(method)()
         assert repr(method).startswith(type(method).__name__)

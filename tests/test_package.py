@@ -44,8 +44,16 @@ def test_command_prints_every_method(capsys):
 
 
 def test_command_without_extras(capsys, monkeypatch):
-    for name in ("torch", "quadprog", "osqp"):
-        monkeypatch.setitem(sys.modules, name, None)
+    missing = ("torch", "quadprog", "osqp")
+
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name in missing:
+                raise ModuleNotFoundError(name)
+
+    for name in missing:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     command.main()
     assert "This method needs the package quadprog" in capsys.readouterr().out
 

@@ -7,20 +7,27 @@ from collections.abc import Callable
 from gemproj._array import Array
 from gemproj.methods._method import Method, Outcome, Status
 from gemproj.methods.agem import AGEM
+from gemproj.methods.equality import Equality
 from gemproj.methods.exact import Exact
 from gemproj.methods.fista import FISTA
 from gemproj.methods.gem2017 import GEM2017
+from gemproj.methods.mega import MEGA1, MEGA2
 from gemproj.methods.osqp import OSQP
 from gemproj.methods.pgd import PGD
 from gemproj.methods.quadprog import Quadprog
+from gemproj.methods.sgem import SGEM
 
 __all__ = [
     "AGEM",
     "FISTA",
     "GEM2017",
+    "MEGA1",
+    "MEGA2",
     "NAMES",
     "OSQP",
     "PGD",
+    "SGEM",
+    "Equality",
     "Exact",
     "Method",
     "Outcome",
@@ -36,6 +43,10 @@ NAMES: dict[str, Method] = {
     "quadprog": Quadprog(),
     "osqp": OSQP(),
     "gem2017": GEM2017(),
+    "sgem": SGEM(),
+    "mega1": MEGA1(),
+    "mega2": MEGA2(),
+    "equality": Equality(),
 }
 
 AnyMethod = str | Method | Callable[[Array, Array, Array | None], Array]

@@ -35,7 +35,7 @@ def solve_each(
     lam = np.zeros_like(unit_b)
     iterations, status = np.zeros(batch, dtype=np.int64), np.zeros(batch, dtype=np.int64)
     for i in np.ndindex(batch) if unit_b.shape[-1] else ():
-        lam[i], iterations[i], status[i], _ = solve_one(
+        lam[i], iterations[i], status[i], *_ = solve_one(
             module,
             unit_K[i],
             unit_b[i],

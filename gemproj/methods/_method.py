@@ -38,12 +38,14 @@ class Outcome(NamedTuple):
     """What `Method.solve` returns: multipliers (..., t), and iterations and status as int or (...).
 
     An exact method adds how far from dependent the rows are that decide, see `DualSolution.resolution`.
+    A rule that is no projection adds the factor (...) of g in ``x = keep * g + G.T @ lam``; None is one.
     """
 
     multipliers: Array
     iterations: Any
     status: Any
     resolution: Array | None = None
+    keep: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class Method:
     ``min 1/2 lam' K lam + b' lam`` subject to ``0 <= lam <= upper``.
     """
 
+    # The options of `solve_dual` that it takes; with "gg", `solve` is also given ``gg = |g|^2``.
     accepts: ClassVar[frozenset[str]] = frozenset({"margin", "penalty"})
+    # Whether the answer depends on nothing but K, b and what the repr shows: a compiled graph relies on it.
+    repeatable: ClassVar[bool] = True
 
     def __call__(self, K: Array, b: Array, warm_start: Array | None = None) -> Array:
         """Return the multipliers (..., t) for K (..., t, t) and b (..., t)."""

@@ -70,7 +70,7 @@ class Exact(Method):
         xp, device = namespace(b), device_of(b)
         if on_host(device) and installed():
             found = _compiled(*(a if a is None else to_numpy(a) for a in (K, b, warm_start, upper)))
-            return Outcome(*(from_numpy(a, xp, device) for a in found))
+            return Outcome(*(a if a is None else from_numpy(a, xp, device) for a in found))
         K, b, start, upper, scale = normalise(K, b, warm_start, upper)
         if (2 if upper is None else 3) ** t <= _MOST_SETS:
             lam, iterations = _in_slabs(K, b, upper), 0
