@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-gpu bench-asv accuracy fuzz docs lint clean clean-compiled
+.PHONY: help demo test bench bench-gpu bench-constraints bench-exchange bench-asv accuracy fuzz docs lint clean clean-compiled
 
 help:  ## Show the commands.
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 # The environment is rebuilt when what it is made from changes.
 $(STAMP): pyproject.toml constraints.txt
@@ -31,6 +31,12 @@ bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 
 bench-gpu: $(STAMP)  ## Check and time the kernels on an NVIDIA device.
 	$(BIN)/python -m benchmarks.gpu --out docs/results/bench-gpu.md $(ARGS)
+
+bench-constraints: $(STAMP)  ## Time four ways to the gradients of past tasks.
+	$(BIN)/python -m benchmarks.constraints --out docs/results/constraints-cpu.md $(ARGS)
+
+bench-exchange: $(STAMP)  ## Measure what a projection that is sharded over processes exchanges.
+	$(BIN)/python -m benchmarks.exchange --out docs/results/exchange.md $(ARGS)
 
 ASV := $(BIN)/python -m asv --config asv_benchmarks/asv.conf.json
 

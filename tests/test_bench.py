@@ -148,3 +148,16 @@ def test_script_writes_tables_and_figure(impatient, tmp_path, capsys):
     assert [row[3] for row in given] == ["1.0", "1.0"]
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert figure.stat().st_size > 30_000
+
+
+def test_exchange_counts_what_two_processes_send(tmp_path, capsys):
+    from benchmarks import exchange
+
+    out = tmp_path / "exchange.md"
+    exchange.main(t="3", d=1001, processes="2", rounds=2, out=out)
+    assert "Exchange of one projection" in capsys.readouterr().out
+    row = next(line for line in out.read_text().splitlines() if line.startswith("| 3 |"))
+    cells = [cell.strip() for cell in row.split("|")[1:-1]]
+    # 3 * 3 + 3 + 1 numbers in float64 and 3 in int64
+    assert cells[:5] == ["3", "2", "2", str(8 * (13 + 3)), "0.0120"]
+    assert all(float(cell) > 0 for cell in cells[5:])

@@ -5,7 +5,9 @@ try:
 except ImportError as error:
     raise ImportError("gemproj.torch needs PyTorch: pip install 'gemproj[torch]'.") from error
 
+from gemproj.torch.gpm import SubspaceProjector
 from gemproj.torch.memory import EpisodicMemory
-from gemproj.torch.projector import GradientProjector, Projection
+from gemproj.torch.projection import Projection
+from gemproj.torch.projector import GradientProjector
 
-__all__ = ["EpisodicMemory", "GradientProjector", "Projection"]
+__all__ = ["EpisodicMemory", "GradientProjector", "Projection", "SubspaceProjector"]

@@ -1,28 +1,42 @@
-"""Episodic memory: a few examples of every task, balanced per label."""
+"""Episodic memory: a few examples of every task, chosen as they stream by."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from gemproj.methods._method import check_count
-
-Batch = Any  # any nesting of dicts, lists and tuples of tensors with the same leading dimension
+from gemproj.torch.batches import Batch, flatten
+from gemproj.torch.files import load_state, save_state
+from gemproj.torch.policies import POLICIES, Policy, Slots, draw
 
 
 class EpisodicMemory:
     """Examples of each task, at most `per_task` of them, chosen as they stream by.
 
-    Every example of a task has the same chance to be kept (reservoir sampling); with `label`, the
-    kept examples are spread evenly over the labels instead, however skewed the stream is: a full
-    memory makes room by dropping an example of its most frequent label, and within a label every
-    example has the same chance (class-balancing reservoir sampling, Chrysakis and Moens, 2020).
+    The first `per_task` examples of a task are kept. Which ones make room for later ones is the policy:
+
+    ``"reservoir"``
+        Every example of the task has the same chance to be kept (Vitter, 1985), whatever its label is.
+    ``"balanced"``
+        The kept examples are spread evenly over the labels, however skewed the stream is, and within a
+        label every example has the same chance (class-balancing reservoir sampling, Chrysakis and
+        Moens, 2020).
+    ``"ring"``
+        The last examples: the oldest one makes room, as in GEM (Lopez-Paz and Ranzato, 2017). With
+        `label` the last examples of each label, evenly many, as in the ring buffers of Chaudhry et al.
+        (2019), except that the number of labels need not be known in advance.
+
+    Evenly means: labels differ by one at most, unless the stream had too few examples of one. No choice
+    depends on how the stream is cut into batches.
 
     Examples are copied, stay on the device they came from, and must have the same shape from batch
-    to batch: pad sequences to a fixed length first.
+    to batch: pad sequences to a fixed length first. The memory of a task takes its full size, `per_task`
+    examples, with the first one.
 
     Parameters
     ----------
@@ -33,6 +47,12 @@ class EpisodicMemory:
         returns a tensor of integers, one per example.
     seed : int, default 0
         Seed of the memory's own random numbers; torch's global state is not used.
+    policy : {"reservoir", "balanced", "ring"} or callable, optional
+        Which examples stay. By default "balanced" if `label` is given, which it needs, else "reservoir".
+        Or a function ``(slots, label, random) -> slot``, asked for every example of a task whose memory
+        is full: from what is known of the stored examples (`gemproj.torch.policies.Slots`), the label
+        of the new one and the memory's ``torch.Generator``, it returns the slot that the new one takes,
+        or None to turn it down.
 
     Examples
     --------
@@ -42,6 +62,8 @@ class EpisodicMemory:
     >>> memory.add({"x": torch.randn(20, 3), "y": torch.tensor([0] * 18 + [1] * 2)}, task=0)
     >>> [batch["y"].sort().values.tolist() for batch in memory.batches()]
     [[0, 0, 1, 1]]
+    >>> memory
+    EpisodicMemory(per_task=4, label='y', policy='balanced', examples={0: 4}, size='80 bytes')
     """
 
     def __init__(
@@ -49,10 +71,20 @@ class EpisodicMemory:
         per_task: int = 100,
         label: Hashable | Callable[[Batch], torch.Tensor] | None = None,
         seed: int = 0,
+        *,
+        policy: str | Policy | None = None,
     ) -> None:
         check_count(per_task, "per_task", 1)
+        if policy is None:
+            policy = "reservoir" if label is None else "balanced"
+        if not callable(policy) and policy not in tuple(POLICIES):
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, or a function; found {policy!r}.")
+        if policy == "balanced" and label is None:
+            raise ValueError("policy='balanced' needs label: where the labels of a batch are.")
         self.per_task = per_task
         self.label = label
+        self.policy = policy
+        self._place = policy if callable(policy) else POLICIES[policy]
         self._random = torch.Generator().manual_seed(seed)
         self._stores: dict[Hashable, _Store] = {}
 
@@ -61,8 +93,11 @@ class EpisodicMemory:
         return len(self._stores)
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{task!r}: {len(store)}" for task, store in self._stores.items())
-        return f"EpisodicMemory(per_task={self.per_task}, label={self.label!r}, examples={{{sizes}}})"
+        examples = {task: len(store) for task, store in self._stores.items()}
+        return (
+            f"EpisodicMemory(per_task={self.per_task}, label={self.label!r}, policy={self.policy!r}, "
+            f"examples={examples}, size={_readable(self.nbytes)!r})"
+        )
 
     @property
     def tasks(self) -> list[Hashable]:
@@ -71,28 +106,39 @@ class EpisodicMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the stored tensors hold, at full capacity."""
+        """Bytes that the memory's tensors take: all `per_task` examples of every task, in use or not."""
         return sum(leaf.nbytes for store in self._stores.values() for leaf in store.leaves)
 
     def add(self, batch: Batch, task: Hashable) -> None:
         """Offer the examples of a batch to the memory of `task`.
 
+        Parameters
+        ----------
+        batch : nesting of dicts, lists and tuples of tensors
+            Tensors (n, ...), one row per example.
+        task : str, int or other hashable, not None
+            The name of the task.
+
         Raises
         ------
         TypeError
-            For leaves that are not tensors.
+            For leaves that are not dense tensors, and for a tensor as the name of a task.
         ValueError
             For leaves that differ in their leading dimension, in structure or in shape from what is
             stored, and for labels that are not one integer per example.
         """
+        if task is None:
+            raise ValueError("task must not be None: exclude=None leaves nothing out.")
+        if isinstance(task, torch.Tensor):
+            raise TypeError("task is a tensor, which equals no other as a name; use task.item().")
         labels = self._labels(batch)
-        leaves, spec = _flatten(batch)
+        leaves, spec = flatten(batch)
         rows = leaves[0].shape[0]
         if rows == 0:
             return
-        if labels is None:
-            labels = torch.zeros(rows, dtype=torch.int64)
-        if tuple(labels.shape) != (rows,) or labels.is_floating_point() or labels.is_complex():
+        if labels is not None and (
+            tuple(labels.shape) != (rows,) or labels.is_floating_point() or labels.is_complex()
+        ):
             raise ValueError(
                 f"labels must be integers of shape ({rows},), one per example; "
                 f"found {labels.dtype} of shape {tuple(labels.shape)}."
@@ -100,86 +146,164 @@ class EpisodicMemory:
         store = self._stores.get(task) or _Store(leaves, spec, self.per_task)
         # One kind of example for all tasks: `sample` mixes them.
         next(iter(self._stores.values()), store).check(leaves, spec)
-        store.add(leaves, labels.tolist(), self._random)
+        store.add(leaves, [0] * rows if labels is None else labels.tolist(), self._place, self._random)
         self._stores[task] = store
 
+    def batch(self, task: Hashable) -> Batch:
+        """Return a copy of all examples of one task as one batch, in the order of their slots."""
+        if task not in self._stores:
+            raise ValueError(f"No examples of task {task!r}; the memory holds tasks {self.tasks}.")
+        return self._stores[task].batch()
+
     def batches(self, exclude: Hashable = None) -> Iterator[Batch]:
-        """Yield a copy of all examples of one task after the other, in order of arrival, as one batch each.
+        """Yield the `batch` of one task after the other, in the order in which tasks were first added.
 
         Parameters
         ----------
         exclude : task, optional
             A task to leave out: the current one, when its examples are stored while it is learned.
         """
-        for task, store in self._stores.items():
-            if exclude is None or task != exclude:
-                yield store.batch()
+        for store in self._others(exclude).values():
+            yield store.batch()
 
-    def sample(self, n: int) -> Batch:
-        """Draw a batch of `n` examples without replacement from all tasks together (all, if fewer)."""
+    def draw_task(self, exclude: Hashable = None) -> Hashable:
+        """Draw a task, each with the same chance: S-GEM constrains each step by one of them.
+
+        Parameters
+        ----------
+        exclude : task, optional
+            A task to leave out, as in `batches`.
+
+        Raises
+        ------
+        ValueError
+            If there is no task to draw.
+        """
+        tasks = list(self._others(exclude, needed=True))
+        return tasks[draw(len(tasks), self._random)]
+
+    def sample(self, n: int, exclude: Hashable = None) -> Batch:
+        """Draw a batch of `n` examples without replacement from all tasks together (all, if fewer).
+
+        Parameters
+        ----------
+        n : int
+            Number of examples.
+        exclude : task, optional
+            A task to leave out, as in `batches`.
+
+        Raises
+        ------
+        ValueError
+            If there is no example to draw.
+        """
         check_count(n, "n", 1)
-        if not self._stores:
-            raise ValueError("The memory is empty: nothing to sample from.")
-        stores = list(self._stores.values())
-        owner = torch.cat([torch.full((len(s),), k) for k, s in enumerate(stores)])
-        index = torch.cat([torch.arange(len(s)) for s in stores])
-        drawn = torch.randperm(len(owner), generator=self._random)[:n]
-        leaves = []
-        for parts in zip(*(s.leaves for s in stores), strict=True):
-            picks = [part[index[drawn[owner[drawn] == k]].to(part.device)] for k, part in enumerate(parts)]
-            leaves.append(torch.cat(picks))
-        return tree_unflatten(leaves, stores[0].spec)
+        stores = list(self._others(exclude, needed=True).values())
+        total = sum(len(store) for store in stores)
+        drawn = torch.randperm(total, generator=self._random, device="cpu")[:n]
+        picks, start = [], 0
+        for store in stores:
+            own = drawn[(drawn >= start) & (drawn < start + len(store))] - start
+            picks.append([leaf[own.to(leaf.device)] for leaf in store.leaves])
+            start += len(store)
+        return tree_unflatten([torch.cat(parts) for parts in zip(*picks, strict=True)], stores[0].spec)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the stored examples, and the random state.
+        """Return copies of the stored examples, what the policy knows of them, and the random state.
 
-        Made of dicts, lists, tuples and tensors if batches and names of tasks are: then
+        Made of dicts, lists, tuples, tensors and plain values if batches and names of tasks are: then
         ``torch.load(..., weights_only=True)`` takes it.
         """
-        tasks = [
-            {"task": task, "batch": store.batch(), "labels": list(store.labels), "seen": dict(store.seen)}
-            for task, store in self._stores.items()
-        ]
-        return {"per_task": self.per_task, "random": self._random.get_state(), "tasks": tasks}
+        tasks = [{"task": task, **store.state_dict()} for task, store in self._stores.items()]
+        return {**self._settings(), "random": self._random.get_state(), "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned; what is stored now is dropped."""
-        if state["per_task"] != self.per_task:
-            raise ValueError(f"state has per_task={state['per_task']} but this memory has {self.per_task}.")
-        stores: dict[Hashable, _Store] = {}
-        for entry in state["tasks"]:
-            leaves, spec = _flatten(entry["batch"])
-            store = stores[entry["task"]] = _Store(leaves, spec, self.per_task)
-            for kept, leaf in zip(store.leaves, leaves, strict=True):
-                kept[: leaf.shape[0]] = leaf
-            store.labels, store.seen = list(entry["labels"]), dict(entry["seen"])
-        self._stores = stores
-        self._random.set_state(state["random"])
+        """Bring back what `state_dict` returned; what is stored now is dropped.
+
+        Adding goes on as it would have, choices included.
+
+        Raises
+        ------
+        ValueError
+            For a state of other settings, or that lacks something. The memory stays as it was.
+        """
+        try:
+            for name, value in self._settings().items():
+                if state[name] != value:
+                    raise ValueError(f"state has {name}={state[name]!r} but this memory has {value!r}.")
+            stores: dict[Hashable, _Store] = {}
+            for entry in state["tasks"]:
+                stores[entry["task"]] = _Store.from_state_dict(entry, self.per_task)
+            random = torch.Generator()
+            random.set_state(state["random"].cpu())
+        except KeyError as error:
+            raise ValueError(f"state has no {error}: it is not of an EpisodicMemory.") from None
+        self._stores, self._random = stores, random
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict` to a safetensors file, which holds no code and opens anywhere.
+
+        Batches of dicts, lists and tuples can be saved, and names of tasks that are strings, numbers or
+        tuples of them. Needs the package safetensors.
+
+        Raises
+        ------
+        TypeError
+            For other batches and names.
+        """
+        save_state(self.state_dict(), path)
+
+    def load(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
+        """Bring back what `save` wrote, onto `device`; what is stored now is dropped.
+
+        Raises
+        ------
+        ValueError
+            For a file of something else, a damaged one, or the memory of other settings.
+        """
+        self.load_state_dict(load_state(path, device))
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what a state must agree in. Functions have no value that a file could hold."""
+        policy = self.policy if isinstance(self.policy, str) else "custom"
+        return {"per_task": self.per_task, "policy": policy, "labelled": self.label is not None}
+
+    def _others(self, exclude: Hashable, needed: bool = False) -> dict[Hashable, _Store]:
+        others = {task: store for task, store in self._stores.items() if exclude is None or task != exclude}
+        if needed and not others:
+            raise ValueError(
+                "The memory is empty: nothing to draw from."
+                if exclude is None
+                else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
+            )
+        return others
 
     def _labels(self, batch: Batch) -> torch.Tensor | None:
         if self.label is None:
             return None
         if callable(self.label):
-            return torch.as_tensor(self.label(batch))
-        try:
-            return torch.as_tensor(batch[self.label])
-        except (KeyError, IndexError, TypeError):
-            found = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
-            raise ValueError(f"label {self.label!r} is not in the batch; found {found}.") from None
+            labels = self.label(batch)
+        else:
+            try:
+                labels = batch[self.label]
+            except (KeyError, IndexError, TypeError):
+                found = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+                raise ValueError(f"label {self.label!r} is not in the batch; found {found}.") from None
+        return labels if isinstance(labels, torch.Tensor) else torch.as_tensor(labels, device="cpu")
 
 
 class _Store:
-    """The examples of one task: preallocated leaves, of which the first ``len(labels)`` rows are in use."""
+    """The examples of one task: preallocated leaves, of which the first ``len(slots)`` rows are in use."""
 
     def __init__(self, leaves: list[torch.Tensor], spec: TreeSpec, capacity: int) -> None:
         self.spec = spec
-        self.capacity = capacity
-        self.leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
-        self.labels: list[int] = []
-        self.seen: dict[int, int] = {}
+        # What inference mode allocates could not be written to outside of it.
+        with torch.inference_mode(False):
+            self.leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
+        self.slots = Slots(capacity)
 
     def __len__(self) -> int:
-        return len(self.labels)
+        return len(self.slots)
 
     def batch(self) -> Batch:
         return tree_unflatten([leaf[: len(self)].clone() for leaf in self.leaves], self.spec)
@@ -194,47 +318,41 @@ class _Store:
                     f"{tuple(leaf.shape[1:])} and {leaf.dtype}. Pad sequences to a fixed length."
                 )
 
-    def add(self, leaves: list[torch.Tensor], labels: list[int], random: torch.Generator) -> None:
+    def add(
+        self, leaves: list[torch.Tensor], labels: list[int], policy: Policy, random: torch.Generator
+    ) -> None:
         source: dict[int, int] = {}  # slot -> row of the batch
-        for row, label in enumerate(labels):
-            self.seen[label] = self.seen.get(label, 0) + 1
-            slot = self._slot(label, random)
-            if slot is not None:
-                source[slot] = row
-        if source:
-            slots, rows = torch.tensor(list(source)), torch.tensor(list(source.values()))
-            for kept, leaf in zip(self.leaves, leaves, strict=True):
-                kept[slots.to(kept.device)] = leaf.detach()[rows.to(leaf.device)].to(kept.device)
+        try:
+            for row, label in enumerate(labels):
+                slot = self.slots.place(label, policy, random)
+                if slot is not None:
+                    source[slot] = row
+        finally:  # a policy of the user's that raises leaves no slot without its example
+            self.write(leaves, list(source), list(source.values()))
 
-    def _slot(self, label: int, random: torch.Generator) -> int | None:
-        """Return where an example of `label` goes, or None if it is not kept."""
-        if len(self) < self.capacity:
-            self.labels.append(label)
-            return len(self) - 1
-        counts = {y: self.labels.count(y) for y in set(self.labels)}
-        most = max(counts.values())
-        if counts.get(label, 0) < most:
-            victims = [k for k, y in enumerate(self.labels) if counts[y] == most]
-        else:
-            if int(torch.randint(self.seen[label], (), generator=random)) >= most:
-                return None
-            victims = [k for k, y in enumerate(self.labels) if y == label]
-        slot = victims[int(torch.randint(len(victims), (), generator=random))]
-        self.labels[slot] = label
-        return slot
+    def write(self, leaves: list[torch.Tensor], slots: list[int], rows: list[int]) -> None:
+        to, of = (torch.tensor(index, dtype=torch.int64, device="cpu") for index in (slots, rows))
+        for kept, leaf in zip(self.leaves, leaves, strict=True):
+            kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batch": self.batch(), **self.slots.state_dict()}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any], capacity: int) -> _Store:
+        leaves, spec = flatten(state["batch"])
+        store = cls(leaves, spec, capacity)
+        store.slots.load_state_dict(state)
+        used = list(range(len(store)))
+        if leaves[0].shape[0] != len(used):
+            raise ValueError(f"state has {leaves[0].shape[0]} examples of a task but {len(used)} labels.")
+        store.write(leaves, used, used)
+        return store
 
 
-def _flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
-    if isinstance(batch, Mapping):
-        # Also for a tokenizer's BatchEncoding, and whatever the order of the keys is.
-        batch = {key: batch[key] for key in sorted(batch, key=str)}
-    leaves, spec = tree_flatten(batch)
-    for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"A batch must hold tensors only; found {type(leaf).__name__}.")
-    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
-    if len(sizes) != 1 or None in sizes:
-        raise ValueError(
-            f"All tensors of a batch need the same leading dimension; found {sizes or 'no tensor'}."
-        )
-    return leaves, spec
+def _readable(nbytes: int) -> str:
+    """Return a number of bytes with a unit, in powers of 1024."""
+    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}"

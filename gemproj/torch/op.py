@@ -11,7 +11,7 @@ from torch import Tensor
 from gemproj._array import read_problem
 from gemproj._derivative import pull_back
 from gemproj._dual import read_options, solve_problem
-from gemproj.methods import NAMES, Exact
+from gemproj.methods import NAMES, Exact, Method, find
 
 # The options of an operation are numbers and strings; this is what the strings stand for.
 _methods: dict[str, Any] = {}
@@ -69,6 +69,12 @@ def _project(
 ) -> list[Tensor]:  # fmt: skip
     from gemproj._project import project
 
+    found = find(_methods[method])
+    if isinstance(found, Method) and not found.repeatable:
+        raise ValueError(
+            f"method {found!r} cannot be part of a compiled graph: its answer changes from call to call. "
+            "Call `project` in a function under torch.compiler.disable, as GradientProjector.project_ is."
+        )
     # An operation must not return what it was given, as `project` does where no constraint is active.
     x = [torch.empty_like(v) for v in g]
     rows, vector, weight, out = (_given(a, alone) for a in (G, g, metric, x))

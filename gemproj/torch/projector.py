@@ -1,59 +1,34 @@
-"""The projection inside a training loop: constraints, the gradient, the warm start."""
+"""The projection inside a training loop: constraints, the gradient, the applied step, the warm start."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal, get_args
+from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from gemproj._array import read_problem
-from gemproj._dual import read_options, solve_problem
-from gemproj._project import combine_problem
-from gemproj._solution import DualSolution
-from gemproj.methods import AnyMethod
-from gemproj.torch.constraints import ConstraintRows
-
-
-@dataclass(frozen=True, eq=False)
-class Projection:
-    """What one call of `GradientProjector.project_` did. On a device, reading a number waits for it.
-
-    Attributes
-    ----------
-    constraints : int
-        Number of constraints.
-    solution : DualSolution or None
-        Multipliers and certificates; None where there was nothing to project.
-    """
-
-    constraints: int
-    solution: DualSolution | None
-
-    @property
-    def violated(self) -> int:
-        """Number of constraints that the gradient violated."""
-        return 0 if self.solution is None else int(self.solution.violated.sum())
-
-    @property
-    def active(self) -> int:
-        """Number of constraints whose multiplier is above the margin: those that hold the gradient back."""
-        return 0 if self.solution is None else int(self.solution.active.sum())
-
-    @property
-    def multipliers(self) -> torch.Tensor:
-        """The multipliers, shape (t,), float64."""
-        return torch.empty(0, dtype=torch.float64) if self.solution is None else self.solution.multipliers
-
-    @property
-    def cosine(self) -> float:
-        """Cosine between the gradient before and after; 1 when nothing changed."""
-        return 1.0 if self.solution is None else float(self.solution.cosine())
+from gemproj._dual import Options, read_options
+from gemproj.methods import GEM2017, AnyMethod
+from gemproj.methods._method import check_count
+from gemproj.torch.applied import AppliedStep, Metric, On
+from gemproj.torch.attached import Attached
+from gemproj.torch.batches import Batch, Loss
+from gemproj.torch.cone import Cone
+from gemproj.torch.distributed import sum_over
+from gemproj.torch.layout import Layout
+from gemproj.torch.one_pass import Choice
+from gemproj.torch.projection import Projection
+from gemproj.torch.recall import constrain, model_loss, recall
 
 
 class GradientProjector:
-    """Projects the ``.grad`` of parameters so that a step does not raise the loss of earlier tasks.
+    """Projects gradients, or the steps that an optimizer applies, so that no loss of earlier tasks rises.
 
     Rows of the constraint matrix are written straight into one buffer of t * d numbers that is kept
     from step to step, and the multipliers of a step are the warm start of the next one until the number
@@ -62,14 +37,28 @@ class GradientProjector:
     Parameters
     ----------
     parameters : iterable of torch.nn.Parameter
-        Those that do not require a gradient are left out, duplicates too. All on one device.
+        Those that do not require a gradient are left out, duplicates too. All on one device. Shards
+        (`DTensor`, as FSDP2 makes them) are projected where they are: each process holds its part of G.
     method, margin, penalty
-        As in `gemproj.solve_dual`.
+        As in `gemproj.solve_dual`. They are in units of gradients for a step, too.
+    on : {"gradient", "update", "both"}, default "gradient"
+        What is projected: the gradient before the optimizer sees it, as GEM does, which promises nothing
+        for what momentum, Adam or weight decay make of it; the step that the optimizer applies; or first the
+        gradient and then the step, where the margin counts for the gradient only. Other than the
+        gradient needs `attach`.
+    metric : {"euclidean", "adam"}, default "euclidean"
+        The distance in which the projected step is closest to the optimizer's: Adam's own weighs
+        each entry by ``(sqrt(v_hat) + eps) / lr``, after the step. Not for ``on="gradient"``.
+    interval : int, default 1
+        `recall` computes constraints at every so-manieth call; in between, those that stand are used.
+    group : torch.distributed.ProcessGroup, optional
+        Processes to train with. For replicated parameters (DistributedDataParallel): the rows are averaged
+        over them; `recall` finds the group of a model that is wrapped. For shards: default, all.
 
     Attributes
     ----------
     last : Projection or None
-        Statistics of the last projection.
+        Statistics of the last step.
 
     Examples
     --------
@@ -82,6 +71,16 @@ class GradientProjector:
     >>> model(now).sum().backward()
     >>> projector.project_().violated, model.weight.grad.tolist()
     (1, [[0.0, -1.0, -1.0]])
+
+    AdamW with weight decay, and a promise that is kept:
+
+    >>> projector = GradientProjector(model.parameters(), on="both", metric="adam")
+    >>> optimizer = torch.optim.AdamW(model.parameters())
+    >>> attached = projector.attach(optimizer)
+    >>> projector.constrain([model(past).sum()])
+    >>> optimizer.step()
+    >>> projector.last.worst_cosine > -1e-6
+    True
     """
 
     def __init__(
@@ -91,109 +90,256 @@ class GradientProjector:
         *,
         margin: float = 0.0,
         penalty: float | None = None,
+        on: On = "gradient",
+        metric: Metric = "euclidean",
+        interval: int = 1,
+        group: Any = None,
     ) -> None:
-        self._rows = ConstraintRows(parameters)
+        for name, value, known in (("on", on, get_args(On)), ("metric", metric, get_args(Metric))):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; found {value!r}.")
+        if on == "gradient" and metric != "euclidean":
+            raise ValueError(
+                f"metric={metric!r} is a distance between steps of an optimizer; use it with on='update' or "
+                "on='both'."
+            )
+        check_count(interval, "interval", 1)
+        self._layout = Layout(parameters, group)
+        self._cone = Cone(self._layout)
         self._options = read_options(method, margin, penalty)
-        self._multipliers: torch.Tensor | None = None
+        made_for_gradients = hasattr(self._options.method, "reference_loss")
+        if on != "gradient" and (made_for_gradients or isinstance(self._options.method, GEM2017)):
+            raise ValueError(
+                f"{self._options.method!r} is made for gradients, in their units; use on='gradient', or "
+                "another method for steps."
+            )
+        self.on, self.metric, self.interval = on, metric, interval
         self.last: Projection | None = None
+        self._choice: Choice | None = None
+        self._attached: WeakSet[Attached] = WeakSet()  # each lives as long as its optimizer
+        self.reset()
 
     def __repr__(self) -> str:
         method, margin, penalty, *_ = self._options
-        sizes = f"{len(self._rows.parameters)} parameters, d={self._rows.d}, t={len(self._rows)}"
-        return f"GradientProjector({sizes}, {method!r}, margin={margin}, penalty={penalty})"
+        sizes = f"{len(self._layout.parameters)} parameters, d={self._layout.d}, t={len(self._cone.rows)}"
+        how = f"on={self.on!r}, metric={self.metric!r}, interval={self.interval}"
+        return f"GradientProjector({sizes}, {method!r}, margin={margin}, penalty={penalty}, {how})"
 
     @property
-    def constraints(self) -> torch.Tensor:
-        """The constraint matrix G, shape (t, d): a view, one row per loss given to `constrain`."""
-        return self._rows.matrix
+    def constraints(self) -> Tensor:
+        """The constraint matrix G, shape (t, d): a view, one row per past task, the columns that are here."""
+        return self._cone.rows.matrix
 
-    def constrain(self, losses: Iterable[torch.Tensor]) -> None:
+    def constrain(self, losses: Iterable[Tensor]) -> None:
         """Replace the constraints: one row of G per loss, the gradient of that loss.
 
         Losses are taken one at a time, so a generator holds one graph in memory at once. The
         ``.grad`` of the parameters is not touched. Modes and random state of the model are the
-        caller's: the forward passes that make the losses draw dropout masks as usual. If a loss
-        cannot be computed there are no constraints, rather than some of them.
+        caller's: the forward passes that make the losses draw dropout masks as usual; `recall` sees to
+        that. If a loss cannot be computed there are no constraints, rather than some of them.
+
+        With a `group`, every process brings its own losses of the same tasks; rows are their averages. With
+        shards, `losses` must be a list, so that a disagreement on its length is found before it can hang.
 
         Parameters
         ----------
         losses : iterable of scalar tensors
             The loss of each past task on its memory, each from a forward pass of its own.
         """
-        self._rows.fill(losses)
+        start = time.perf_counter()
+        self._calls = 0
+        constrain(self._cone.rows, losses)
+        self._seconds += time.perf_counter() - start
+
+    def recall(
+        self,
+        model: torch.nn.Module,
+        batches: Iterable[Batch],
+        loss: Loss = model_loss,
+        *,
+        microbatch: int | None = None,
+        training: bool = False,
+        one_pass: bool | Literal["auto"] | None = None,
+    ) -> bool:
+        """Replace the constraints by the gradients of the mean loss on each of `batches`.
+
+        What the model learns from is not disturbed: ``.grad``, the modes of its modules and torch's random
+        state are put back as they were. Without `training`, dropout is off and batch normalisation uses,
+        and does not touch, its running statistics; with it, masks are drawn and these statistics move.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            May be wrapped in DistributedDataParallel, or sharded by ``fully_shard``: each process
+            then brings its own examples of the same tasks, and rows are those of all together.
+        batches : iterable
+            One batch per past task, such as ``memory.batches()``: any nesting of tensors.
+        loss : callable
+            ``loss(model, batch)`` returns the mean over the examples, or one number for each. By default
+            ``model(**batch).loss``, as models of transformers compute it.
+        microbatch : int, optional
+            Most examples in one forward pass; the gradient is that of the mean over all of them.
+        training : bool, default False
+            Whether to compute the losses in the mode in which the model trains.
+        one_pass : bool or "auto", optional
+            False: one forward and backward pass per task. True: one for all, which needs examples that
+            the model treats independently. "auto": the faster of the two, timed on the first calls, once
+            they have been found equal; times decide, so rounding can differ from run to run. By default
+            "auto" on accelerators and False on the CPU, where runs repeat bit for bit. Shards, and more
+            examples than `microbatch`, always take one per task.
+
+        Returns
+        -------
+        bool
+            Whether constraints were computed: at the first call after `reset` and every `interval` calls.
+        """
+        if self._calls and self.on != "gradient" and not self._attached:
+            raise ValueError(
+                f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
+                "attach(optimizer) once, before the loop."
+            )
+        if isinstance(model, DistributedDataParallel):
+            if not self._layout.several:
+                self._layout.join(model.process_group)
+            # Its own forward pass would expect a backward pass that reduces .grad.
+            model = model.module
+        due = self._calls % self.interval == 0
+        if due:
+            start = time.perf_counter()
+            recall(
+                self._cone.rows,
+                model,
+                batches,
+                loss,
+                microbatch=microbatch,
+                training=training,
+                choice=self._chosen(one_pass),
+            )
+            self._seconds += time.perf_counter() - start
+        self._calls += 1  # a call that has failed is still due
+        return due
 
     @torch.compiler.disable
-    def project_(self) -> Projection:
+    def project_(self, loss: Tensor | float | None = None) -> Projection:
         """Project the gradients of the parameters in place; does nothing without constraints.
 
         A parameter without a gradient counts as zero. It gets one if a constraint depends on it.
+
+        Parameters
+        ----------
+        loss : scalar tensor or float, optional
+            The loss that the gradients belong to, for rules that compare it with those of past tasks
+            (`gemproj.MEGA1`, `gemproj.MEGA2`). Others ignore it.
 
         Returns
         -------
         Projection
             Statistics, also kept as `last`.
         """
-        t = len(self._rows)
-        if t == 0 or all(p.grad is None for p in self._rows.parameters):
-            self.last = Projection(t, None)
-            return self.last
-        if self._multipliers is not None and len(self._multipliers) != t:
-            self._multipliers = None
-        g = self._rows.gather()
-        problem = read_problem(self._rows.matrix, g)
-        sol = solve_problem(problem, self._options, self._multipliers)
-        # Only where looking is free: a gradient that does not change need not be written.
-        if not problem.host or bool(sol.multipliers.any()):
-            self._rows.scatter(combine_problem(problem, sol.multipliers, g, [g]))
-        sol = sol.to(problem.xp, problem.device)
-        self._multipliers = sol.multipliers
-        self.last = Projection(t, sol)
+        if self.on == "update":
+            raise ValueError("on='update' leaves the gradient alone; attach(optimizer) projects its steps.")
+        start, sol = time.perf_counter(), None
+        if len(self._cone.rows) and any(p.grad is not None for p in self._layout.parameters):
+            g = self._cone.rows.gather()
+            sol, changed = self._cone.project("gradient", g, self._informed(loss))
+            if changed:
+                self._cone.rows.scatter(g)
+        self.last = Projection(len(self._cone.rows), sol, seconds=self._since(start))
         return self.last
 
-    def attach(self, optimizer: torch.optim.Optimizer) -> Any:
-        """Project before every ``optimizer.step()`` from now on.
+    def attach(self, optimizer: torch.optim.Optimizer) -> Attached:
+        """Project in every ``optimizer.step()`` from now on, and see what it applies.
 
-        A closure, as in ``optimizer.step(closure)``, is followed by a projection every time the
-        optimizer calls it. With a `torch.amp.GradScaler`, call ``scaler.unscale_(optimizer)`` before
-        ``scaler.step``.
+        The gradient is projected before the step (or after each evaluation of a closure, as in
+        ``optimizer.step(closure)``), the step itself right after it. Either way `last` then tells the cosine
+        between each constraint and what was applied. Steps move only what the optimizer
+        moves: a parameter without gradient, or with a learning rate of zero, stays. The
+        optimizer's state is its own: moments are those of the gradients it was given.
+
+        With a `torch.amp.GradScaler`, ``scaler.step`` unscales first; with ``fused=True`` and a margin, a
+        penalty or `GEM2017`, call ``scaler.unscale_(optimizer)`` yourself. A step that the scaler skips is
+        left alone.
 
         Returns
         -------
-        handle
-            Call ``handle.remove()`` to detach.
+        Attached
+            Call its ``remove()`` to detach.
+
+        Raises
+        ------
+        ValueError
+            For an optimizer without any of the parameters, one whose steps cannot be projected, or one to
+            which this projector is attached already: it would project twice.
         """
-
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-            # `args` starts with the optimizer itself in some versions of torch.
-            closure = next((a for a in [*args, *kwargs.values()] if callable(a)), None)
-            if closure is None:
-                self.project_()
-                return None
-
-            def projecting() -> Any:
-                loss = closure()
-                self.project_()
-                return loss
-
-            swap = {id(closure): projecting}
-            return tuple(swap.get(id(a), a) for a in args), {k: swap.get(id(a), a) for k, a in kwargs.items()}
-
-        return optimizer.register_step_pre_hook(before_step)
+        if any(other.holds(optimizer) for other in self._attached):
+            raise ValueError(
+                "This projector is attached to this optimizer already; attach once, before the loop, or call "
+                "remove() on what attach returned."
+            )
+        step = AppliedStep(self._layout, optimizer)
+        attached = Attached(
+            self._cone, step, self._options, self.on, self.metric, self._before_step, self._note
+        )
+        self._attached.add(attached)
+        return attached
 
     def reset(self) -> None:
         """Forget the constraints and the warm start, as at the boundary between two tasks."""
-        self._rows.clear()
-        self._multipliers = None
+        self._cone.reset()
+        self._calls = 0
+        self._seconds = 0.0
         self.last = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the constraints and the warm start."""
-        multipliers = None if self._multipliers is None else self._multipliers.clone()
-        return {"constraints": self._rows.state_dict(), "multipliers": multipliers}
+        """Return the constraints (of shards, the columns that are here), the warm start and the interval."""
+        return self._cone.state_dict() | {"calls": self._calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned, onto the device of the parameters."""
-        self._rows.load_state_dict(state["constraints"])
-        multipliers = state["multipliers"]
-        self._multipliers = None if multipliers is None else multipliers.to(self.constraints.device)
+        """Bring back what `state_dict` returned, onto the device of the parameters.
+
+        Raises
+        ------
+        ValueError
+            For the state of something else, or of the projector of another model.
+        """
+        lacking = {"constraints", "warm", "calls"} - state.keys()
+        if lacking:
+            raise ValueError(f"state has no {min(lacking)!r}: it is not of a GradientProjector.")
+        self._cone.load_state_dict(state)
+        self._calls = state["calls"]
         self.last = None
+
+    def _chosen(self, one_pass: bool | Literal["auto"] | None) -> Choice:
+        if one_pass is None:
+            one_pass = self._layout.device.type != "cpu" and "auto"
+        if one_pass is not False and hasattr(self._options.method, "reference_loss"):
+            one_pass = False  # the losses themselves are needed, task by task
+        if self._choice is None or self._choice.one_pass != one_pass:
+            self._choice = Choice(one_pass)
+        return self._choice
+
+    def _informed(self, loss: Tensor | float | None) -> Options:
+        """Tell the method the losses, if it asks for them."""
+        method, losses = self._options.method, self._cone.rows.losses
+        if not hasattr(method, "reference_loss") or loss is None or not losses:
+            return self._options
+        here = torch.as_tensor(loss, device=self._layout.device).detach().to(losses[0].dtype)
+        if self._layout.several:
+            here = sum_over(here.clone(), self._layout.group) / dist.get_world_size(self._layout.group)
+        told = replace(method, loss=here, reference_loss=torch.stack(losses).mean())
+        return self._options._replace(method=told)
+
+    def _before_step(self, loss: Any = None, *, skipped: bool = False) -> Projection:
+        """Do with the gradient what is done before a step."""
+        if self.on != "update" and not skipped:
+            return self.project_(loss if isinstance(loss, Tensor | float) else None)
+        self.last = Projection(len(self._cone.rows), None, seconds=self._since(time.perf_counter()))
+        return self.last
+
+    def _note(self, done: Projection) -> None:
+        self.last = done
+
+    def _since(self, start: float) -> float:
+        """Return the seconds since `start`, with those that constraints took."""
+        spent, self._seconds = self._seconds + time.perf_counter() - start, 0.0
+        return spent

@@ -1,0 +1,148 @@
+"""Which examples of a task stay: policies of a full memory, as functions of what the memory knows."""
+
+from __future__ import annotations
+
+import numbers
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class Slots:
+    """What the memory of one task knows about its examples. A policy reads it and changes nothing.
+
+    Parameters
+    ----------
+    capacity : int
+        Number of slots.
+
+    Attributes
+    ----------
+    labels : ndarray, shape (capacity,), int64
+        Label of the example in each slot; 0 in a memory without labels.
+    arrivals : ndarray, shape (capacity,), int64
+        Its place in the stream of the task: the first example that was offered is number 0.
+    counts : Counter
+        How many examples of each label are stored.
+    seen : Counter
+        How many examples of each label were offered, the one that asks for a slot included.
+    offered : int
+        How many were offered in all, the one that asks for a slot included.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.labels = np.zeros(capacity, dtype=np.int64)
+        self.arrivals = np.zeros(capacity, dtype=np.int64)
+        self.counts: Counter[int] = Counter()
+        self.seen: Counter[int] = Counter()
+        self.offered = 0
+        self._used = 0
+
+    def __len__(self) -> int:
+        """Return how many slots are in use: the first ones."""
+        return self._used
+
+    @property
+    def most(self) -> int:
+        """The number of examples of the most frequent labels."""
+        return max(self.counts.values())
+
+    def rivals(self, label: int) -> np.ndarray:
+        """Return the slots that an example of `label` may take without making the labels less even.
+
+        Those of its own label if that is among the most frequent ones, else those of the most frequent.
+        """
+        most = self.most
+        if self.counts[label] == most:
+            return np.flatnonzero(self.labels == label)
+        return np.flatnonzero(np.isin(self.labels, [y for y, n in self.counts.items() if n == most]))
+
+    def place(self, label: int, policy: Policy, random: torch.Generator) -> int | None:
+        """Find a slot for the next example of the stream and take it; None if the example is not kept."""
+        self.offered += 1
+        self.seen[label] += 1
+        if self._used < len(self.labels):
+            slot: int | None = self._used
+            self._used += 1
+        else:
+            slot = policy(self, label, random)
+            if slot is None:
+                return None
+            if not isinstance(slot, numbers.Integral) or not 0 <= slot < len(self.labels):
+                raise ValueError(
+                    f"The policy chose slot {slot!r}; it must be an integer from 0 to "
+                    f"{len(self.labels) - 1}, or None to turn the example down."
+                )
+            self.counts[int(self.labels[slot])] -= 1
+        self.labels[slot], self.arrivals[slot] = label, self.offered - 1
+        self.counts[label] += 1
+        return slot
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is known as tensors, which any file can hold."""
+        used = slice(self._used)
+        return {
+            "labels": torch.tensor(self.labels[used], device="cpu"),
+            "arrivals": torch.tensor(self.arrivals[used], device="cpu"),
+            "seen": dict(self.seen),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what `state_dict` returned."""
+        labels, arrivals = (state[name].cpu().numpy() for name in ("labels", "arrivals"))
+        if labels.shape != arrivals.shape or len(labels) > len(self.labels):
+            raise ValueError(
+                f"state has {len(labels)} labels and {len(arrivals)} arrivals for {len(self.labels)} slots."
+            )
+        self._used = len(labels)
+        self.labels[: self._used], self.arrivals[: self._used] = labels, arrivals
+        self.counts, self.seen = Counter(labels.tolist()), Counter(state["seen"])
+        self.offered = self.seen.total()
+
+
+Policy = Callable[[Slots, int, torch.Generator], "int | None"]  # asked only when all slots are in use
+
+
+def reservoir(slots: Slots, label: int, random: torch.Generator) -> int | None:
+    """Keep every example of the stream with the same chance (Vitter, 1985), whatever its label is."""
+    if draw(slots.offered, random) >= len(slots):
+        return None
+    return draw(len(slots), random)  # a second draw: with one label `balanced` makes the same choices
+
+
+def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:
+    """Keep as many examples of each label, at random (Chrysakis and Moens, 2020).
+
+    An example of a label that is rarer than others and has lost none takes the place of one of the most
+    frequent labels. Once a label is among these or has lost an example, what comes of it competes with what
+    is stored of it, as in a reservoir: so within a label every example has the same chance.
+    """
+    own, before = slots.counts[label], slots.seen[label] - 1
+    if own == before and own < slots.most:
+        candidates = slots.rivals(label)
+    elif draw(slots.seen[label], random) < own:
+        candidates = np.flatnonzero(slots.labels == label)
+    else:
+        return None
+    return int(candidates[draw(len(candidates), random)])
+
+
+def ring(slots: Slots, label: int, random: torch.Generator) -> int | None:
+    """Keep the last examples (Lopez-Paz and Ranzato, 2017), as many of each label (Chaudhry et al., 2019).
+
+    The oldest one makes room: of the label's own if that is among the most frequent ones, else of the most
+    frequent. Without labels that is the oldest of all.
+    """
+    rivals = slots.rivals(label)
+    return int(rivals[slots.arrivals[rivals].argmin()])
+
+
+POLICIES: dict[str, Policy] = {"reservoir": reservoir, "balanced": balanced, "ring": ring}
+
+
+def draw(n: int, random: torch.Generator) -> int:
+    """Draw an integer from 0 to n - 1."""
+    return int(torch.randint(n, (), generator=random, device="cpu"))

@@ -1,0 +1,175 @@
+"""What each process checks of `gemproj.torch.distributed.project`."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import all_reduces, check, same_everywhere
+
+import gemproj
+from gemproj import PGD
+from gemproj.torch.distributed import project
+
+T, D = 3, 257
+
+
+def problem(dtype=torch.float64, t=T):
+    """Draw the whole problem, alike on every process; its gradient violates constraints."""
+    generator = torch.Generator().manual_seed(1)
+    G = torch.randn(t, D, generator=generator, dtype=dtype)
+    g = torch.randn(D, generator=generator, dtype=dtype) - 0.8 * G.sum(0)
+    return G, g, torch.rand(D, generator=generator, dtype=dtype) + 0.5
+
+
+def mine(d=D):
+    """Return the columns of this process: an uneven part; process 1 has none."""
+    edges = [0, d // 3, d // 3, d // 3 + 5, d]
+    if dist.get_world_size() == 2:
+        edges = [0, d, d]
+    rank = dist.get_rank()
+    return slice(edges[rank], edges[rank + 1])
+
+
+def close(x, expected, dtype=torch.float64):
+    atol = (
+        float(expected.norm()) * {torch.float64: 1e-12, torch.float32: 1e-6}[dtype] if expected.numel() else 0
+    )
+    torch.testing.assert_close(x, expected, rtol=0, atol=atol)
+
+
+@check(2, 4)
+def any_option():
+    for dtype in (torch.float64, torch.float32):
+        G, g, w = problem(dtype)
+        at = mine()
+        for options in (
+            {},
+            {"method": PGD(steps=3)},
+            {"method": "agem"},
+            {"method": "fista"},
+            {"margin": 0.3},
+            {"penalty": 0.2},
+            {"metric": w},
+            {"metric": w, "margin": 0.1, "penalty": 0.5},
+            {"warm_start": torch.full((T,), 0.5, dtype=dtype)},
+        ):
+            expected = gemproj.project(G, g, **options)
+            assert not torch.equal(expected, g)
+            here = options | ({"metric": w[at]} if "metric" in options else {})
+            x, sol = project(G[:, at], g[at], solution=True, **here)
+            close(x, expected[at], dtype)
+            assert x.dtype == dtype
+            same_everywhere(sol.multipliers)
+            same_everywhere(sol.error_bound())
+            lam = gemproj.solve_dual(G, g, **options).multipliers
+            close(sol.multipliers, lam, dtype)
+
+
+@check(2, 4)
+def large_float32():
+    """More columns than one tile, of which products are summed in float32 first."""
+    generator = torch.Generator().manual_seed(0)
+    G = torch.randn(9, 500_000, generator=generator)
+    g = torch.randn(500_000, generator=generator) - 0.1 * G.sum(0)
+    at = mine(500_000)
+    close(project(G[:, at], g[at]), gemproj.project(G, g)[at], torch.float32)
+
+
+@check(2, 4)
+def blocks_and_out():
+    G, g, w = problem()
+    at, cut = mine(), 11
+    expected = gemproj.project(G, g, metric=w)[at]
+
+    def blocks(a):
+        return [a[..., at][..., :cut], a[..., at][..., cut:]]
+
+    x = project(blocks(G), blocks(g), metric=blocks(w))
+    assert isinstance(x, list)
+    close(torch.cat(x), expected)
+    named = [dict(zip("ab", blocks(a), strict=True)) for a in (G, g, w)]
+    close(torch.cat(list(project(named[0], named[1], metric=named[2]).values())), expected)
+    out = torch.empty_like(g[at])
+    assert project(G[:, at], g[at], metric=w[at], out=out) is out
+    close(out, expected)
+    own = g[at].clone()
+    project(G[:, at], own, metric=w[at], out=own)
+    close(own, expected)
+
+
+@check(2, 4)
+def own_group():
+    """A group of some processes; the others do something else."""
+    G, g, _ = problem()
+    group = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        at = slice(0, 100) if dist.get_rank() else slice(100, D)
+        close(project(G[:, at], g[at], group=group), gemproj.project(G, g)[at])
+
+
+@check(2, 4)
+def no_constraints():
+    G, g, _ = problem()
+    at = mine()
+    close(project(G[:0, at], g[at]), g[at])
+
+
+@check(2)
+def rows_of_any_norm():
+    """Squares outside of the range of float64 are measured in units, as on one process, where they fit."""
+    G, g, _ = problem()
+    for scale in (1e-60, 1e60):
+        at = mine()
+        close(project(scale * G[:, at], g[at]), gemproj.project(G, g)[at])
+
+
+@check(2, 4)
+def exchanges_t_squared_numbers():
+    G, g, _ = problem()
+    at = mine()
+    with all_reduces() as seen:
+        project(G[:, at], g[at])
+    assert [n for dtype, n in seen if dtype == torch.float64] == [T * T + T + 1], seen
+    assert sum(n for dtype, n in seen if dtype != torch.float64) <= 3, seen
+
+
+@check(2, 4)
+def errors_on_every_process():
+    G, g, w = problem()
+    at, odd = mine(), dist.get_rank() == 0  # process 0 has columns, process 1 has none
+    with pytest.raises(ValueError, match="disagree on the number of constraints"):
+        project(G[odd:, at], g[at])
+    bad = G.clone()
+    bad[1, 0] = float("nan")
+    with pytest.raises(ValueError, match="G is not finite: row 1"):
+        project(bad[:, at], g[at])
+    bad[1, 0] = float("inf")
+    with pytest.raises(ValueError, match="G is not finite: row 1"):
+        project(bad[:, at], g[at])
+    with (
+        pytest.raises(ValueError, match="g must have shape")
+        if odd
+        else pytest.raises(RuntimeError, match="Another process failed")
+    ):
+        project(G[:, at], g[at][odd:])
+    zero = w.clone()
+    zero[0] = 0.0
+    with (
+        pytest.raises(ValueError, match="metric must be pos")
+        if odd
+        else pytest.raises(RuntimeError, match="Another process failed")
+    ):
+        project(G[:, at], g[at], metric=zero[at])
+    with (
+        pytest.raises(ValueError, match="out must")
+        if odd
+        else pytest.raises(RuntimeError, match="Another process failed")
+    ):
+        project(G[:, at], g[at], out=torch.empty(len(g[at]) + odd, dtype=g.dtype))
+    with (
+        pytest.raises(TypeError, match="G must be an")
+        if odd
+        else pytest.raises(RuntimeError, match="Another process failed")
+    ):
+        project([1.0] if odd else G[:, at], g[at])
+    with pytest.raises(ValueError, match="one problem; found a batch"):
+        project(G[None, :, at], g[None, at])

@@ -1,0 +1,167 @@
+"""What each process checks of replicated parameters: DistributedDataParallel, and a group."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from checks_sharded import flat, loss, net, rival, task, train
+from processes import all_reduces, check, same_everywhere
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gemproj.torch import GradientProjector
+
+# Examples of each past task that a process remembers: unequal, and none at all.
+REMEMBERED = [[5, 0, 2, 1], [0, 4, 1, 3]]
+
+
+def share(batch, sizes):
+    """Return this process's part of a batch, of which processes have so many examples each."""
+    rank = dist.get_rank()
+    start = sum(sizes[:rank])
+    return tuple(leaf[start : start + sizes[rank]] for leaf in batch)
+
+
+def past():
+    """Draw what all processes together remember, and this one's part of it."""
+    sizes = [one[: dist.get_world_size()] for one in REMEMBERED]
+    together = [task(k, sum(one)) for k, one in enumerate(sizes)]
+    return together, [share(batch, one) for batch, one in zip(together, sizes, strict=True)]
+
+
+@check(2, 4)
+def recall_joins_the_memories():
+    together, mine = past()
+    one, many = net(), DistributedDataParallel(net())
+    alone, projector = GradientProjector(one.parameters()), GradientProjector(many.parameters())
+    for options in ({}, {"microbatch": 2}, {"one_pass": True}):
+        alone.recall(one, together, loss)
+        projector.recall(many, mine, loss, **options)
+        torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
+        same_everywhere(projector.constraints)
+    assert all(p.grad is None for p in many.parameters())
+    # Without the wrapping class, by a group.
+    plain = net()
+    projector = GradientProjector(plain.parameters(), group=dist.group.WORLD)
+    projector.recall(plain, mine, loss)
+    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
+
+
+@check(2)
+def losses_of_any_dtype_are_joined():
+    together = [task(k, 4) for k in range(2)]
+    one, many = net(torch.float32), DistributedDataParallel(net(torch.float32))
+    mine = together if dist.get_rank() == 0 else [tuple(leaf[:0] for leaf in batch) for batch in together]
+    alone, projector = (GradientProjector(m.parameters(), "mega1") for m in (one, many))
+
+    def double(model, batch):
+        return nn.functional.cross_entropy(model(batch[0].float()).double(), batch[1])
+
+    alone.recall(one, together, double)
+    projector.recall(many, mine, double)
+    for p, q in zip(one.parameters(), many.parameters(), strict=True):
+        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    alone.project_(0.5)
+    projector.project_(0.5)
+    for p, q in zip(one.parameters(), many.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+@check(2, 4)
+def trains_as_one_process_does():
+    world = dist.get_world_size()
+    together, mine = past()
+    now = [rival(10 + k, 4 * world) for k in range(4)]
+    parts = [share(batch, [4] * world) for batch in now]
+    for options in (
+        {},
+        {"margin": 0.1},
+        {"on": "update"},
+        {"on": "both", "metric": "adam"},
+        {"on": "update", "metric": "adam", "penalty": 0.5},
+    ):
+        one, many = net(), DistributedDataParallel(net())
+        slopes = train(one, together, now, **options)
+        torch.testing.assert_close(train(many, mine, parts, **options), slopes, rtol=1e-8, atol=1e-10)
+        torch.testing.assert_close(flat(many), flat(one), rtol=1e-9, atol=1e-12)
+        same_everywhere(flat(many))
+
+
+@check(2, 4)
+def constrain_averages():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    one, many = net(), net()
+    alone = GradientProjector(one.parameters())
+    projector = GradientProjector(many.parameters(), group=dist.group.WORLD)
+    batches = [task(k, 3 * world) for k in range(2)]
+    alone.constrain(loss(one, batch) for batch in batches)
+    projector.constrain(loss(many, share(batch, [3] * world)) for batch in batches)
+    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
+    # Only one process's loss depends on the last layer: all know that a row reaches it.
+    projector.constrain([loss(many, task(0, 3)) if rank == 0 else many[0](task(0, 3)[0]).sum()])
+    many[0](task(5, 4)[0]).sum().neg().backward()
+    projector.project_()
+    same_everywhere(torch.stack([torch.tensor(float(p.grad is not None)) for p in many.parameters()]))
+    projector.constrain([])
+    assert len(projector.constraints) == 0
+    with all_reduces() as seen:
+        projector.project_()
+    assert not seen
+
+
+@check(2, 4)
+def errors_on_every_process():
+    odd = dist.get_rank() == 1
+    mine = past()[1]
+    many = DistributedDataParallel(net())
+    projector = GradientProjector(many.parameters())
+
+    def expect(error, text):
+        return (
+            pytest.raises(error, match=text)
+            if odd
+            else pytest.raises(RuntimeError, match="Another process failed")
+        )
+
+    def unlucky(model, batch):
+        if odd:
+            raise ZeroDivisionError("unlucky")
+        return loss(model, batch)
+
+    def empty():
+        yield mine[0]
+        if odd:
+            raise OSError("no such memory")
+        yield mine[1]
+
+    with pytest.raises(ValueError, match="disagree on the number of past tasks"):
+        projector.recall(many, mine[odd:], loss)
+    full = [task(k, 3) for k in range(2)]
+    projector.recall(many, full, loss)
+    with expect(ZeroDivisionError, "unlucky"):
+        projector.recall(many, full, unlucky)
+    assert len(projector.constraints) == 0
+    projector.recall(many, full, loss)
+    with expect(OSError, "no such memory"):
+        projector.recall(many, empty(), loss)
+    assert len(projector.constraints) == 0
+    with expect(ValueError, "leading dimension"):
+        projector.recall(many, [(full[0][0][odd:], full[0][1])], loss)
+    with pytest.raises(ValueError, match="must have examples of every past task"):
+        projector.recall(many, [(full[0][0][:0], full[0][1][:0])], loss)
+
+    inner = list(many.module.parameters())
+    with pytest.raises(ValueError, match="disagree on the number of parameters"):
+        GradientProjector(inner[odd:]).recall(many, full, loss)
+    with pytest.raises(ValueError, match="disagree on the number of entries of all parameters"):
+        GradientProjector(inner[1:] if odd else inner[:-1]).recall(many, full, loss)
+
+    projector = GradientProjector(inner, group=dist.group.WORLD)
+    projector.constrain([loss(many.module, full[0])])
+    with pytest.raises(ValueError, match="disagree on the number of losses"):
+        projector.constrain(loss(many.module, batch) for batch in full[odd:])
+    assert len(projector.constraints) == 0
+    with expect(ZeroDivisionError, "unlucky"):
+        projector.constrain(unlucky(many.module, batch) for batch in full)
+    assert len(projector.constraints) == 0
+    with pytest.raises(ValueError, match="disagree on the number of parameters"):
+        GradientProjector(inner[odd:], group=dist.group.WORLD).constrain([loss(many.module, full[0])])

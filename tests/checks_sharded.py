@@ -1,0 +1,505 @@
+"""What each process checks of sharded parameters: FSDP2, hybrid sharding, tensor parallelism."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import all_reduces, check, same_everywhere
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import gemproj
+from gemproj.torch import GradientProjector
+from gemproj.torch.layout import local
+
+
+def net(dtype=torch.float64):
+    """Make the model, alike everywhere; of the last layer's 3 rows some of 4 processes hold none."""
+    torch.manual_seed(0)
+    first, last = nn.Linear(6, 8), nn.Linear(8, 3)
+    return nn.Sequential(first, nn.Tanh(), last).to(dtype)
+
+
+def task(seed, n, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=generator, dtype=torch.float64)
+    return x.to(dtype), x[:, :3].argmax(1)
+
+
+def rival(seed, n, dtype=torch.float64):
+    """Draw a batch of a task that wants other answers to the same questions."""
+    x, y = task(seed, n, dtype)
+    return x, (y + 1) % 3
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]).to(batch[0].dtype), batch[1])
+
+
+def whole(p):
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def flat(model):
+    return torch.cat([whole(p.detach()).reshape(-1) for p in model.parameters()])
+
+
+def share(batch, rank, world):
+    n = len(batch[1]) // world
+    return tuple(leaf[rank * n : rank * n + n] for leaf in batch)
+
+
+def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
+    """Train for some steps; return cosines of what was applied and the constraints, and the size of g."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    projector = GradientProjector(trainable, **options)
+    optimizer = (optimizer or torch.optim.AdamW)(trainable, lr=0.05)
+    projector.attach(optimizer)
+    slopes, active = [], 0
+    for batch in now:
+        projector.recall(model, past, loss)
+        optimizer.zero_grad()
+        n = len(batch[1]) // accumulate
+        for k in range(accumulate):
+            part = tuple(leaf[k * n : k * n + n] for leaf in batch)
+            (loss(model, part) / accumulate).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(trainable, clip)
+        optimizer.step()
+        # What is counted twice as a whole changes neither multipliers nor cosines, but this.
+        size = projector.last.solution.squared_norm.reshape(1)
+        slopes.append(torch.cat([projector.last.slopes, size]))
+        same_everywhere(projector.last.multipliers)
+        active += projector.last.active
+    assert active
+    return torch.stack(slopes)
+
+
+def fsdp(model, **options):
+    for module in model:
+        if isinstance(module, nn.Linear):
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+def data_parallel(model):
+    """Return the model sharded over all processes, and the part of the data of this one."""
+    return fsdp(model), dist.get_rank(), dist.get_world_size()
+
+
+def hybrid(model):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return fsdp(model, mesh=mesh), dist.get_rank(), 4
+
+
+def tensor_parallel(model):
+    """Shard over one dimension of the mesh what tensor parallelism splits or repeats over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    model = parallelize_module(model, mesh["tensor"], plan)
+    return fsdp(model, mesh=mesh["data"]), mesh["data"].get_local_rank(), 2
+
+
+def tensor_only(model):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}), 0, 1
+
+
+def partly(parameters, lr):
+    """Make an optimizer that moves the last layer only."""
+    groups = [{"params": parameters[:-2], "lr": 0.0}, {"params": parameters[-2:]}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+PAST = [8, 12]
+OPTIONS = [
+    {"optimizer": torch.optim.SGD},
+    {"clip": 0.1, "margin": 0.05},
+    {"on": "update", "optimizer": torch.optim.Adam},
+    {"on": "both", "metric": "adam", "accumulate": 2},
+    {"on": "update", "metric": "adam", "penalty": 0.5},
+    {"on": "update", "optimizer": partly},
+]
+
+
+def compare(spread, options, dtype=torch.float64, prepare=lambda model: model):
+    """Train a model that is spread over processes as one process trains it."""
+    together = [task(k, n, dtype) for k, n in enumerate(PAST)]
+    now = [rival(10 + k, 16, dtype) for k in range(4)]
+    one = prepare(net(dtype))
+    many, rank, world = spread(prepare(net(dtype)))
+    expected = train(one, together, now, **options)
+    own = [[share(batch, rank, world) for batch in batches] for batches in (together, now)]
+    if "accumulate" in options:  # of the same size, so that the mean of the means is the mean
+        assert 16 % (options["accumulate"] * world) == 0
+    close = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-3, 1e-4)}[dtype]
+    found = train(many, *own, **options)
+    torch.testing.assert_close(found, expected, rtol=close[0], atol=close[1])
+    torch.testing.assert_close(flat(many), flat(one), rtol=close[0], atol=close[1])
+    same_everywhere(flat(many))
+    return many
+
+
+@check(2, 4)
+def fsdp_trains_as_one_process():
+    for options in OPTIONS:
+        compare(data_parallel, options)
+    compare(data_parallel, OPTIONS[0], torch.float32)
+
+
+@check(4)
+def hybrid_trains_as_one_process():
+    for options in OPTIONS:
+        many = compare(hybrid, options)
+        replicas_are_alike(many)
+
+
+@check(4)
+def tensor_parallel_trains_as_one_process():
+    for options in OPTIONS:
+        compare(tensor_parallel, options)
+
+
+class Normed(nn.Module):
+    """A layer between others that tensor parallelism repeats, and another one that it splits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm, self.outer = nn.Linear(6, 8), nn.LayerNorm(6), nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
+@check(4)
+def what_tensor_parallelism_repeats():
+    together = [task(k, n) for k, n in enumerate(PAST)]
+    now = [rival(10 + k, 16) for k in range(4)]
+    plan = {"inner": ColwiseParallel(), "outer": RowwiseParallel()}
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    everywhere = init_device_mesh("cpu", (4,), mesh_dim_names=("tensor",))
+    for options in OPTIONS:
+        if "clip" in options:
+            continue  # torch does not clip tensors of different meshes together
+        one = Normed()
+        slopes = train(one, together, now, **options)
+        many = fully_shard(parallelize_module(Normed(), mesh["tensor"], plan), mesh=mesh["data"])
+        for model, rank, world in (
+            (many, mesh["data"].get_local_rank(), 2),
+            (parallelize_module(Normed(), everywhere, plan), 0, 1),
+        ):
+            own = [[share(batch, rank, world) for batch in batches] for batches in (together, now)]
+            torch.testing.assert_close(train(model, *own, **options), slopes, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(flat(model), flat(one), rtol=1e-7, atol=1e-9)
+            same_everywhere(flat(model))
+            shapes = [tuple(p.shape) for p in GradientProjector(model.parameters())._layout.parameters]
+            everyone = [None] * 4
+            dist.all_gather_object(everyone, shapes)
+            assert everyone == [shapes] * 4, everyone
+            same_everywhere(whole(model.norm.weight.detach()))
+            if world == 2:  # neighbours repeat the norm's shards
+                shards = [None] * 4
+                dist.all_gather_object(shards, local(model.norm.weight))
+                assert torch.equal(shards[0], shards[1])
+                assert torch.equal(shards[2], shards[3])
+
+
+@check(2, 4)
+def tensor_parallel_alone_trains_as_one_process():
+    for options in OPTIONS:
+        if "clip" not in options:
+            compare(tensor_only, options)
+
+
+@check(2, 4)
+def frozen_parameters():
+    def prepare(model):
+        for p in model[0].parameters():
+            p.requires_grad_(False)
+        return model
+
+    for spread in (data_parallel, tensor_only):
+        compare(spread, {"on": "both", "metric": "adam"}, prepare=prepare)
+
+
+def gradients(model):
+    """Return the .grad of all parameters as one vector, zero where there is none."""
+    return torch.cat(
+        [(torch.zeros(p.shape) if p.grad is None else whole(p.grad)).reshape(-1) for p in model.parameters()]
+    )
+
+
+@check(2, 4)
+def mixed_precision():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fsdp(net(torch.float32), mp_policy=policy)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = []
+    past = [share(task(k, n, torch.float32), rank, world) for k, n in enumerate(PAST)]
+    for batch in past:
+        loss(model, batch).backward()
+        rows.append(gradients(model))
+        model.zero_grad()
+    projector = GradientProjector(model.parameters(), on="both")
+    projector.recall(model, past, loss)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loss(model, share(rival(5, 16, torch.float32), rank, world)).backward()
+    g, G = gradients(model), torch.stack(rows)
+    projector.project_()
+    assert projector.last.active
+    torch.testing.assert_close(gradients(model), gemproj.project(G, g), rtol=1e-5, atol=1e-6)
+    projector.attach(optimizer)
+    before = flat(model)
+    optimizer.step()
+    step = before - flat(model)
+    cosines = torch.nn.functional.cosine_similarity(G, step[None])
+    torch.testing.assert_close(projector.last.slopes.float(), cosines, rtol=1e-4, atol=1e-6)
+    assert projector.last.worst_cosine > -1e-5
+
+
+@check(2, 4)
+def parameters_without_gradient():
+    """A second head that no loss of now uses, and a third one that nothing uses."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    past, now = share(task(0, 8), rank, world), share(rival(3, 8), rank, world)
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Linear(6, 8)
+            self.heads = nn.ModuleList(nn.Linear(8, 3) for _ in range(3))
+
+        def forward(self, x, k):
+            return self.heads[k](self.body(x))
+
+    def build():
+        torch.manual_seed(0)
+        return Heads().double()
+
+    def run(model, past, now):
+        for p in model.parameters():
+            p.grad = None
+        projector = GradientProjector(model.parameters())
+        by_head = nn.functional.cross_entropy
+        projector.recall(model, [past], lambda m, b: by_head(m(b[0], 1), b[1]) + by_head(m(b[0], 0), b[1]))
+        by_head(model(now[0], 0), now[1]).backward()
+        assert all(p.grad is None for p in model.heads[1].parameters())
+        projector.project_()
+        assert projector.last.active
+        assert all(p.grad is not None for p in model.heads[1].parameters())
+        assert all(p.grad is None for p in model.heads[2].parameters())
+        return projector, gradients(model)
+
+    many = build()
+    for head in many.heads:
+        fully_shard(head)
+    fully_shard(many)
+    _, expected = run(build(), task(0, 8), rival(3, 8))
+    _, found = run(many, past, now)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def replicas_are_alike(model):
+    """Check that processes 0 and 2, and 1 and 3, hold the same bits."""
+    for p in model.parameters():
+        here = local(p).clone()
+        everyone = [None] * 4
+        dist.all_gather_object(everyone, here)
+        rank = dist.get_rank()
+        assert torch.equal(here, everyone[(rank + 2) % 4])
+
+
+@check(2, 4)
+def recall_disturbs_nothing():
+    """Neither gradients that accumulate, nor those of parameters that are not projected, nor modes."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    past = [share(task(k, n), rank, world) for k, n in enumerate(PAST)]
+    model = fsdp(net())
+    model.train()
+    projector = GradientProjector(model[2].parameters())
+    for gradient in (False, True):
+        if gradient:
+            loss(model, past[0]).backward()
+        before = [None if p.grad is None else whole(p.grad).clone() for p in model.parameters()]
+        assert all((one is not None) == gradient for one in before)
+        with torch.no_grad():  # after an evaluation, FSDP leaves the outer module unsharded
+            model(past[0][0])
+        state = torch.get_rng_state()
+        projector.recall(model, past, loss, microbatch=2)
+        for p, one in zip(model.parameters(), before, strict=True):
+            assert (p.grad is None) == (one is None)
+            assert one is None or torch.equal(whole(p.grad), one)
+        assert model.training
+        assert torch.equal(torch.get_rng_state(), state)
+    alone = net()
+    expected = GradientProjector(alone[2].parameters())
+    expected.recall(alone, [task(k, n) for k, n in enumerate(PAST)], loss)
+    rows = [layer_columns(row, model[2]) for row in projector.constraints]
+    torch.testing.assert_close(torch.stack(rows), expected.constraints, rtol=1e-9, atol=1e-12)
+
+
+def layer_columns(row, layer):
+    """Join the columns that processes hold of a sharded layer."""
+    parts = row.split([local(p).numel() for p in layer.parameters()])
+    whole_parts = []
+    for p, part in zip(layer.parameters(), parts, strict=True):
+        spread = DTensor.from_local(
+            part.view(local(p).shape), p.device_mesh, p.placements, shape=p.shape, stride=p.stride()
+        )
+        whole_parts.append(spread.full_tensor().reshape(-1))
+    return torch.cat(whole_parts)
+
+
+@check(2, 4)
+def memories_of_unequal_size():
+    """Processes wait for each other in every pass, so they make the same number of them."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sizes = [5, 1, 2, 7][:world]
+    together = task(0, sum(sizes))
+    start = sum(sizes[:rank])
+    mine = tuple(leaf[start : start + sizes[rank]] for leaf in together)
+    alone, model = net(), fsdp(net())
+    expected, projector = GradientProjector(alone.parameters()), GradientProjector(model.parameters())
+    expected.recall(alone, [together], loss)
+    for microbatch in (None, 2, 1):
+        projector.recall(model, [mine], loss, microbatch=microbatch)
+        row = layer_columns(projector.constraints[0], model)
+        torch.testing.assert_close(row, expected.constraints[0], rtol=1e-9, atol=1e-12)
+
+
+@check(2, 4)
+def constrain_takes_a_list():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    past = [share(task(k, n), rank, world) for k, n in enumerate(PAST)]
+    model = fsdp(net())
+    projector = GradientProjector(model.parameters())
+    projector.recall(model, past, loss)
+    expected = projector.constraints.clone()
+    projector.constrain([loss(model, batch) for batch in past])
+    torch.testing.assert_close(projector.constraints, expected, rtol=1e-9, atol=1e-12)
+    assert all(p.grad is None for p in model.parameters())
+    with pytest.raises(TypeError, match="must be a list"):
+        projector.constrain(loss(model, batch) for batch in past)
+
+
+@check(2, 4)
+def state_comes_back():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    past = [share(task(k, n), rank, world) for k, n in enumerate(PAST)]
+    model = fsdp(net())
+    projector = GradientProjector(model.parameters())
+    projector.recall(model, past, loss)
+    loss(model, share(rival(5, 16), rank, world)).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    projector.project_()
+    stream = io.BytesIO()
+    torch.save(projector.state_dict(), stream)
+    stream.seek(0)
+    other = GradientProjector(model.parameters())
+    other.load_state_dict(torch.load(stream, weights_only=True))
+    assert torch.equal(other.constraints, projector.constraints)
+    expected = gradients(model)
+    for p, one in zip(model.parameters(), before, strict=True):
+        p.grad = one
+    other.project_()
+    torch.testing.assert_close(gradients(model), expected, rtol=1e-12, atol=1e-14)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        GradientProjector(net().parameters()).load_state_dict(projector.state_dict())
+
+
+@check(2, 4)
+def exchanges_t_squared_numbers():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    past = [share(task(k, 4 * world), rank, world) for k in range(3)]
+    model = fsdp(net())
+    projector = GradientProjector(model.parameters(), on="both", metric="adam")
+    optimizer = torch.optim.Adam(model.parameters())
+    attached = projector.attach(optimizer)
+    projector.recall(model, past, loss)
+    loss(model, share(rival(5, 16), rank, world)).backward()
+    with all_reduces() as seen:
+        projector.project_()
+    assert seen == [(torch.float64, 13)]
+    with all_reduces() as seen:
+        optimizer.step()
+    assert seen == [(torch.float64, 13), (torch.float64, 13), (torch.float64, 7)]
+    attached.remove()
+
+
+@check(2, 4)
+def errors_on_every_process():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    odd = rank == 1
+    past = [share(task(k, n), rank, world) for k, n in enumerate(PAST)]
+    model = fsdp(net())
+    projector = GradientProjector(model.parameters())
+
+    def expect(error, text):
+        return (
+            pytest.raises(error, match=text) if odd else pytest.raises(RuntimeError, match="Another process")
+        )
+
+    with pytest.raises(ValueError, match="disagree on the number of past tasks"):
+        projector.recall(model, past[odd:], loss)
+    with pytest.raises(ValueError, match="must have examples of every past task"):
+        projector.recall(model, [tuple(leaf[:0] if odd else leaf for leaf in past[0])], loss)
+    with expect(ValueError, "leading dimension"):
+        projector.recall(model, [(past[0][0][odd:], past[0][1])], loss)
+    with pytest.raises(ValueError, match="disagree on the number of parameters"):
+        GradientProjector(list(model.parameters())[odd:]).recall(model, past, loss)
+    losses = [loss(model, batch) for batch in past]
+    with pytest.raises(ValueError, match="disagree on the number of losses"):
+        projector.constrain(losses[odd:])
+    with expect(ValueError, "losses must be scalars"):
+        projector.constrain([losses[0], losses[1].detach() if odd else losses[1]])
+    with pytest.raises(ValueError, match="disagree on the number of parameters"):
+        GradientProjector(list(model.parameters())[odd:]).constrain(losses)
+
+    model = net()
+    early = GradientProjector(model.parameters())
+    with pytest.raises(ValueError, match="after fully_shard"):
+        early.recall(fsdp(model), past, loss)
+
+    model = fsdp(net())
+    projector = GradientProjector(model.parameters())
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(RuntimeError, match="set_requires_gradient_sync"):
+        projector.recall(model, past, loss)
+    assert len(projector.constraints) == 0
+
+
+@check(2, 4)
+def what_is_not_finite_on_one_process():
+    rank, world = dist.get_rank(), dist.get_world_size()
+    past = [share(task(k, n), rank, world) for k, n in enumerate(PAST)]
+    now = share(rival(5, 16), rank, world)
+    model = fsdp(net())
+    projector = GradientProjector(model.parameters())
+    projector.recall(model, past, loss)
+    loss(model, now).backward()
+    if rank == 1:
+        projector.constraints[1, 0] = float("nan")
+    with pytest.raises(ValueError, match="G is not finite: row 1"):
+        projector.project_()
+    projector.recall(model, past, loss)
+    gradient = local(model[0].weight.grad)
+    gradient[0, 0] = float("inf") if rank == 1 else 0.0
+    with pytest.raises(ValueError, match="g is not finite"):
+        projector.project_()
+    # Adam's metric is zero where a second moment is and eps is: here, of a part that one process holds.
+    gradient[0, 0] = 0.1
+    if rank == 1:
+        gradient[0] = 0.0
+    projector = GradientProjector(model.parameters(), on="update", metric="adam")
+    projector.recall(model, past, loss)
+    optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+    attached = projector.attach(optimizer)
+    with pytest.raises(ValueError, match="metric must be positive" if rank == 1 else "is not finite"):
+        optimizer.step()
+    attached.remove()

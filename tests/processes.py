@@ -1,0 +1,100 @@
+"""Checks that run on several processes at once: one spawn for all of them, a process group for each."""
+
+import importlib
+import time
+import traceback
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+# Where the checks are; they register themselves when these are imported.
+MODULES = ["checks_project", "checks_replicated", "checks_sharded"]
+# A collective that others never join fails after so long, and all checks together end after LIMIT seconds.
+PATIENCE, LIMIT = timedelta(seconds=15), 120.0
+
+CHECKS = {}
+
+
+def check(*worlds):
+    """Register a function that so many processes run together."""
+
+    def register(function):
+        for world in worlds:
+            kind = function.__module__.removeprefix("checks_")
+            CHECKS[f"{kind}: {function.__name__}-{world}"] = function
+        return function
+
+    return register
+
+
+def names(world=None):
+    """Return the names of the checks for so many processes."""
+    for module in MODULES:
+        importlib.import_module(module)
+    return [name for name in CHECKS if world is None or name.endswith(f"-{world}")]
+
+
+def run_all(world, folder):
+    """Run the checks for so many processes; return for each of them what went wrong, by process."""
+    context = mp.spawn(_process, (world, str(folder)), nprocs=world, join=False)
+    end, died = time.monotonic() + LIMIT, ""
+    try:
+        while not context.join(timeout=1.0) and time.monotonic() < end:
+            pass
+    except Exception as error:
+        died = str(error)
+    for process in context.processes:
+        process.kill()
+    found = {}
+    for name in names(world):
+        reports = [Path(folder, f"{name}.{rank}") for rank in range(world)]
+        found[name] = [r.read_text() if r.exists() else f"did not end {died}" for r in reports]
+    return found
+
+
+def _process(rank, world, folder):
+    torch.set_num_threads(1)
+    for name in names(world):
+        start = time.monotonic()
+        store = f"file://{folder}/{name}.store"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=PATIENCE)
+        report = ""
+        try:
+            torch.manual_seed(0)
+            CHECKS[name]()
+        except BaseException:  # as pytest.raises fails with
+            report = traceback.format_exc()
+        Path(folder, f"{name}.{rank}").write_text(report)
+        # Whoever is done first would take the connections of the others away.
+        while not all(Path(folder, f"{name}.{other}").exists() for other in range(world)):
+            time.sleep(0.002)
+        dist.destroy_process_group()
+        if not rank:
+            print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)  # shown where a test fails
+
+
+def same_everywhere(tensor):
+    """Check that a tensor has the same bits on all processes."""
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor.contiguous())
+    assert all(torch.equal(everyone[0], one) for one in everyone), everyone
+
+
+@contextmanager
+def all_reduces():
+    """Yield a list to which every all-reduce adds its dtype and how many numbers it sums."""
+    seen, plain = [], dist.all_reduce
+
+    def counting(tensor, *args, **kwargs):
+        seen.append((tensor.dtype, tensor.numel()))
+        return plain(tensor, *args, **kwargs)
+
+    dist.all_reduce = counting
+    try:
+        yield seen
+    finally:
+        dist.all_reduce = plain

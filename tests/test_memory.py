@@ -1,0 +1,513 @@
+"""The episodic memory: which examples stay, how they come back, and what survives a file."""
+
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from gemproj.torch import EpisodicMemory  # noqa: E402
+from gemproj.torch.policies import POLICIES  # noqa: E402
+
+
+def numbered(labels):
+    """A stream whose examples carry their place in it."""
+    labels = torch.as_tensor(labels, dtype=torch.int64)
+    return {"x": torch.arange(len(labels)), "y": labels}
+
+
+def kept(labels, cuts=None, **options):
+    """Places in the stream of the examples that stay, by slot."""
+    memory, stream = EpisodicMemory(label="y", **options), numbered(labels)
+    for rows in torch.arange(len(labels)).split(cuts or len(labels)):
+        memory.add({name: values[rows] for name, values in stream.items()}, task=0)
+    return memory.batch(0)["x"].tolist()
+
+
+def frequencies(trials, labels, **options):
+    """How often each example of a stream stays, over seeds."""
+    counts = torch.zeros(len(labels))
+    for seed in range(trials):
+        counts[kept(labels, seed=seed, **options)] += 1
+    return counts
+
+
+def close(counts, trials, chance):
+    """Within 4.5 standard deviations of as many draws with this chance."""
+    return bool((counts - trials * chance).abs().max() < 4.5 * (trials * chance * (1 - chance)) ** 0.5)
+
+
+def same(left, right):
+    """The memories hold the same, slot by slot, and draw the same from here on."""
+    assert left.tasks == right.tasks
+    for a, b in zip(left.batches(), right.batches(), strict=True):
+        assert torch.equal(a["x"], b["x"])
+        assert torch.equal(a["y"], b["y"])
+    assert torch.equal(left.sample(5)["x"], right.sample(5)["x"])
+    assert [left.draw_task() for _ in range(8)] == [right.draw_task() for _ in range(8)]
+    return True
+
+
+streams = st.lists(st.integers(0, 4), min_size=1, max_size=80)
+capacities = st.integers(1, 12)
+
+# --- policies -----------------------------------------------------------------------------------
+
+
+@given(streams, capacities, st.sampled_from(sorted(POLICIES)), st.integers(1, 80))
+def test_choices_do_not_depend_on_batches(labels, per_task, policy, cuts):
+    whole = kept(labels, per_task=per_task, policy=policy)
+    assert kept(labels, cuts, per_task=per_task, policy=policy) == whole
+    assert len(set(whole)) == len(whole) == min(per_task, len(labels))
+
+
+@given(streams, capacities, st.sampled_from(["balanced", "ring"]))
+def test_labels_are_even_within_one_as_far_as_there_are_examples(labels, per_task, policy):
+    stays = [labels[k] for k in kept(labels, per_task=per_task, policy=policy)]
+    most = max(stays.count(y) for y in stays)
+    assert all(stays.count(y) >= min(labels.count(y), most - 1) for y in set(labels))
+
+
+@given(streams, capacities)
+def test_ring_keeps_the_last_of_each_label(labels, per_task):
+    places = sorted(kept(labels, per_task=per_task, policy="ring"))
+    for y in set(labels):
+        of_y = [k for k, label in enumerate(labels) if label == y]
+        stays = [k for k in places if labels[k] == y]
+        assert stays == of_y[len(of_y) - len(stays) :]
+
+
+def test_ring_without_labels_overwrites_the_oldest():
+    memory = EpisodicMemory(per_task=5, policy="ring")
+    for part in torch.arange(13).split(3):
+        memory.add(part, task=0)
+    assert memory.batch(0).tolist() == [10, 11, 12, 8, 9]
+
+
+def test_reservoir_keeps_every_example_with_the_same_chance():
+    # With skewed labels, which it must not look at; 600 draws.
+    labels = [0] * 15 + [1] * 5
+    counts = frequencies(600, labels, per_task=5, policy="reservoir")
+    assert counts.sum() == 3000
+    assert close(counts, 600, 1 / 4)
+
+
+@pytest.mark.parametrize("per_task", [7, 8])  # also where labels cannot be equally frequent
+def test_balanced_keeps_examples_of_a_label_with_the_same_chance(per_task):
+    labels = torch.tensor([0, 1, 1, 2] * 8 + [0] * 16)
+    counts = frequencies(600, labels.tolist(), per_task=per_task, policy="balanced")
+    for y in range(3):
+        of_label = counts[labels == y]
+        assert of_label.sum() >= 600 * (per_task // 3)
+        assert close(of_label, 600, float(of_label.mean()) / 600)
+
+
+def test_one_label_makes_balanced_a_reservoir():
+    assert kept([3] * 90, per_task=7, policy="balanced") == kept([3] * 90, per_task=7, policy="reservoir")
+
+
+def test_a_seed_means_the_same_examples_in_every_version():
+    labels = [0, 0, 1, 2] * 12
+    assert kept(labels, per_task=6, policy="reservoir", seed=5) == [27, 21, 47, 28, 39, 45]
+    assert kept(labels, per_task=6, policy="balanced", seed=5) == [11, 13, 2, 35, 41, 26]
+
+
+def test_policy_of_the_label_by_default():
+    assert EpisodicMemory().policy == "reservoir"
+    assert EpisodicMemory(10, "y", 3).policy == "balanced"
+    labels = [0] * 30 + [1] * 3
+    assert kept(labels, per_task=6) == kept(labels, per_task=6, policy="balanced")
+
+
+def test_own_policy():
+    def rare(slots, label, random):
+        """Keep the first examples of a label, two of each."""
+        seen.append((slots.offered, slots.seen[label], len(slots), slots.labels.tolist()))
+        return None if slots.counts[label] >= 2 else int(slots.rivals(label)[-1])
+
+    seen = []
+    assert kept([0, 0, 0, 0, 1, 0, 1, 1], per_task=4, policy=rare) == [0, 1, 6, 4]
+    assert seen[0] == (5, 1, 4, [0, 0, 0, 0])
+    assert seen[-1] == (8, 3, 4, [0, 0, 1, 1])
+
+
+@pytest.mark.parametrize("slot", [4, -1, 1.0])
+def test_own_policy_that_errs_leaves_a_whole_memory(slot):
+    memory = EpisodicMemory(per_task=4, label="y", policy=lambda slots, label, random: slot if label else 2)
+    memory.add(numbered([0] * 4), task=0)
+    with pytest.raises(ValueError, match=f"policy chose slot {slot}; it must be an integer from 0 to 3"):
+        memory.add(numbered([0] * 9 + [1]), task=0)
+    assert memory.batch(0)["x"].tolist() == [0, 1, 8, 3]
+
+
+# --- what comes back ----------------------------------------------------------------------------
+
+
+def test_memory_is_balanced_however_skewed_the_stream():
+    memory = EpisodicMemory(per_task=12, label="y")
+    labels = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)[torch.randperm(1000, generator=torch.Generator())]
+    for part in torch.arange(1000).split(64):
+        memory.add({"x": part.float()[:, None], "y": labels[part]}, task="news")
+    (batch,) = memory.batches()
+    assert torch.bincount(batch["y"]).tolist() == [4, 4, 4]
+    assert torch.equal(labels[batch["x"][:, 0].long()], batch["y"])  # rows stay together
+    assert len(batch["x"].unique()) == 12
+
+
+def test_memory_yields_tasks_in_order_and_samples_their_union():
+    memory = EpisodicMemory(per_task=3)
+    for k in (2, 0, 1):
+        memory.add((torch.full((5,), k), [torch.arange(5)]), task=k)
+    assert len(memory) == 3
+    assert memory.tasks == [2, 0, 1]
+    assert [int(batch[0][0]) for batch in memory.batches()] == [2, 0, 1]
+    assert [int(batch[0][0]) for batch in memory.batches(exclude=0)] == [2, 1]
+    sample = memory.sample(100)
+    assert torch.bincount(sample[0]).tolist() == [3, 3, 3]
+    assert sample[0].shape == sample[1][0].shape == (9,)
+    assert memory.sample(4)[0].shape == (4,)
+    assert memory.nbytes == 3 * 3 * 8 * 2
+
+
+def test_memory_holds_copies():
+    memory, batch = EpisodicMemory(per_task=4), torch.zeros(4, 2)
+    memory.add(batch, task=0)
+    batch += 1
+    assert not next(memory.batches()).any()
+
+
+def test_examples_may_come_and_go_in_inference_mode():
+    memory, plain = EpisodicMemory(per_task=4), EpisodicMemory(per_task=4)
+    for k in range(4):
+        with torch.inference_mode(k % 2 == 0):
+            memory.add(torch.arange(3.0) + 3 * k, task=0)
+        plain.add(torch.arange(3.0) + 3 * k, task=0)
+    weight = torch.ones(4, requires_grad=True)
+    (weight * memory.batch(0)).sum().backward()
+    assert torch.equal(weight.grad, plain.batch(0))
+
+
+def test_memory_mixes_tasks_by_key_and_refuses_other_examples():
+    memory = EpisodicMemory(per_task=3)
+    memory.add({"ids": torch.zeros(2), "labels": torch.ones(2)}, task=0)
+    memory.add({"labels": torch.ones(2), "ids": torch.zeros(2)}, task=1)
+    sample = memory.sample(4)
+    assert not sample["ids"].any()
+    assert sample["labels"].all()
+    with pytest.raises(ValueError, match="nested differently"):
+        memory.add({"other": torch.zeros(2), "labels": torch.ones(2)}, task=2)
+    with pytest.raises(ValueError, match="Pad sequences"):
+        memory.add({"ids": torch.zeros(2, 5), "labels": torch.ones(2)}, task=2)
+    memory.add({"ids": torch.zeros(0), "labels": torch.ones(0)}, task=3)
+    assert memory.tasks == [0, 1]
+
+
+def test_draws_leave_out_the_excluded_task():
+    memory = EpisodicMemory(per_task=3)
+    for task in ("a", "b", "c"):
+        memory.add(torch.full((5,), ord(task)), task=task)
+    assert sorted(memory.sample(100, exclude="b").tolist()) == [ord("a")] * 3 + [ord("c")] * 3
+    assert {memory.draw_task(exclude="b") for _ in range(50)} == {"a", "c"}
+    assert {memory.draw_task() for _ in range(50)} == {"a", "b", "c"}
+    assert memory.batch("b").tolist() == [ord("b")] * 3
+    assert len(list(memory.batches(exclude="of now"))) == 3
+
+
+def test_tasks_are_drawn_with_the_same_chance():
+    memory = EpisodicMemory(per_task=9)
+    for task, n in enumerate((1, 9, 3)):  # however many examples they have
+        memory.add(torch.zeros(n), task=task)
+    drawn = torch.tensor([memory.draw_task() for _ in range(900)])
+    assert close(torch.bincount(drawn), 900, 1 / 3)
+
+
+def test_bytes_are_those_of_the_memory_not_of_what_was_offered():
+    memory = EpisodicMemory(per_task=512)
+    big = torch.zeros(1000, 1000)
+    batch = {"view": big[:2, ::500], "expanded": torch.zeros(1, 1).expand(2, 256), "half": big[:2, 0].half()}
+    batch["again"] = batch["half"]
+    memory.add(batch, task=0)
+    assert memory.nbytes == 512 * (2 * 4 + 256 * 4 + 2 + 2)
+    assert "size='518 KiB'" in repr(memory)
+    storages = {leaf.untyped_storage().data_ptr() for leaf in memory.batch(0).values()}
+    assert len(storages) == 4
+    assert memory.batch(0)["view"].untyped_storage().nbytes() == 2 * 2 * 4
+
+
+def test_memory_tells_its_settings():
+    memory = EpisodicMemory(per_task=3, policy="ring")
+    assert (
+        repr(memory) == "EpisodicMemory(per_task=3, label=None, policy='ring', examples={}, size='0 bytes')"
+    )
+
+
+def test_memory_ignores_the_default_device():
+    memory, plain = (EpisodicMemory(per_task=3, label="y") for _ in range(2))
+    stream = numbered([0, 1] * 9)
+    plain.add(stream, task=0)
+    with torch.device("meta"):
+        memory.add(stream, task=0)
+        memory.load_state_dict(memory.state_dict())
+        assert same(memory, plain)
+
+
+# --- saved and loaded ---------------------------------------------------------------------------
+
+
+def through_torch(memory, other, folder):
+    torch.save(memory.state_dict(), folder / "memory.pt")
+    other.load_state_dict(torch.load(folder / "memory.pt", weights_only=True))
+
+
+def through_safetensors(memory, other, folder):
+    memory.save(folder / "memory.safetensors")
+    other.load(folder / "memory.safetensors")
+
+
+@pytest.fixture(params=[through_torch, through_safetensors])
+def through(request):
+    if request.param is through_safetensors:
+        pytest.importorskip("safetensors")
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "policy", [*sorted(POLICIES), lambda slots, label, random: slots.offered % len(slots)]
+)
+def test_memory_goes_on_as_if_never_interrupted(policy, through, tmp_path):
+    through_it, without = (
+        EpisodicMemory(per_task=4, label=lambda batch: batch["y"], seed=3, policy=policy) for _ in range(2)
+    )
+    for memory in (through_it, without):
+        memory.add(numbered(torch.arange(9) % 3), task="a")
+        memory.add(numbered([0, 0]), task=1)  # its memory is not full
+    loaded = EpisodicMemory(per_task=4, label="y", policy=policy)
+    through(through_it, loaded, tmp_path)
+    for memory in (loaded, without):
+        memory.add(numbered(torch.arange(50) % 4), task="a")
+        memory.add(numbered(torch.arange(50) % 4), task=1)
+        memory.add(numbered([2, 3]), task="c")
+    assert same(loaded, without)
+
+
+def test_any_nesting_survives(through, tmp_path):
+    wide = torch.randn(6, 8)
+    batch = {
+        "ids": [torch.arange(6), (torch.arange(12).reshape(2, 6).T,)],
+        7: {"mask": torch.arange(6) > 2, "half": wide.bfloat16(), "same": wide[:, ::2], "too": wide[:, ::2]},
+        "none": torch.zeros(6, 0),
+    }
+    tasks = ["news", 3, -1, "3", 2.5, True, ("a", 1)]
+    memory, loaded = (EpisodicMemory(per_task=6) for _ in range(2))
+    for task in tasks:
+        memory.add(batch, task=task)
+    through(memory, loaded, tmp_path)
+    assert loaded.tasks == tasks
+    assert [type(task) for task in loaded.tasks] == [type(task) for task in tasks]
+    for back in loaded.batches():
+        left, right = (torch.utils._pytree.tree_flatten(tree) for tree in (back, memory.batch(3)))
+        assert left[1] == right[1]
+        for a, b in zip(left[0], right[0], strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+    loaded.add(batch, task="more")
+
+
+def test_an_empty_memory_survives(through, tmp_path):
+    memory = EpisodicMemory()
+    memory.add(torch.zeros(3), task=0)
+    through(EpisodicMemory(), memory, tmp_path)
+    assert memory.tasks == []
+
+
+def test_saved_state_does_not_follow_the_memory():
+    memory = EpisodicMemory(per_task=50)
+    memory.add(torch.zeros(2), task=0)
+    state, batch = memory.state_dict(), next(memory.batches())
+    batch += 7.0
+    memory.add(torch.ones(40), task=0)
+    assert not state["tasks"][0]["batch"].any()
+    assert state["tasks"][0]["batch"].untyped_storage().nbytes() == 8
+    memory.load_state_dict(state)
+    assert next(memory.batches()).tolist() == [0.0, 0.0]
+
+
+def test_loaded_state_does_not_follow_the_state():
+    memory, other = EpisodicMemory(per_task=3), EpisodicMemory(per_task=3)
+    memory.add(torch.zeros(3), task=0)
+    state = memory.state_dict()
+    other.load_state_dict(state)
+    state["tasks"][0]["batch"] += 1
+    assert not other.batch(0).any()
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"per_task": 5}, "state has per_task=4 but this memory has 5"),
+        ({"policy": "ring"}, "state has policy='balanced' but this memory has 'ring'"),
+        ({"policy": lambda slots, label, random: None}, "policy='balanced' but this memory has 'custom'"),
+    ],
+)
+def test_state_of_other_settings_is_refused(options, text):
+    state = EpisodicMemory(per_task=4, label="y").state_dict()
+    memory = EpisodicMemory(**{"per_task": 4, "label": "y", **options})
+    memory.add(numbered([1, 2]), task=0)
+    with pytest.raises(ValueError, match=text):
+        memory.load_state_dict(state)
+    assert memory.tasks == [0]
+
+
+def test_state_of_other_labels_or_no_memory_is_refused():
+    labelled, plain = EpisodicMemory(label="y", policy="ring"), EpisodicMemory(policy="ring")
+    with pytest.raises(ValueError, match="state has labelled=True but this memory has False"):
+        plain.load_state_dict(labelled.state_dict())
+    with pytest.raises(ValueError, match="state has no 'per_task'"):
+        plain.load_state_dict({"rows": torch.zeros(2)})
+    plain.add(torch.zeros(3), task=0)
+    for change, text in (
+        ({"labels": torch.zeros(2, dtype=torch.int64)}, "state has 2 labels and 3 arrivals for 100 slots"),
+        ({"batch": torch.zeros(4)}, "state has 4 examples of a task but 3 labels"),
+    ):
+        state = plain.state_dict()
+        state["tasks"][0].update(change)
+        with pytest.raises(ValueError, match=text):
+            plain.load_state_dict(state)
+    assert plain.batch(0).shape == (3,)
+
+
+def test_bad_files_are_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    from safetensors.torch import save_file
+
+    memory, path = EpisodicMemory(), tmp_path / "memory"
+    memory.add(torch.arange(3), task=0)
+    with pytest.raises(FileNotFoundError):
+        memory.load(path)
+    memory.save(path)
+    whole = path.read_bytes()
+    for damaged in (b"", b"no tensors here", whole[: len(whole) // 2], whole[:-1]):
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="memory' is not a whole safetensors file"):
+            memory.load(path)
+    for metadata in (None, {"gemproj": "{"}, {"gemproj": '{"set": []}'}, {"gemproj": '{"dict": [[{}, 1]]}'}):
+        save_file({"a": torch.zeros(2)}, path, metadata)
+        with pytest.raises(ValueError, match="no state that gemproj has saved"):
+            memory.load(path)
+    assert memory.batch(0).tolist() == [0, 1, 2]
+
+
+def test_what_a_file_cannot_hold_is_refused(tmp_path):
+    pytest.importorskip("safetensors")
+    memory = EpisodicMemory()
+    memory.add(torch.zeros(3), task=frozenset("ab"))
+    with pytest.raises(TypeError, match=r"state\['tasks'\]\[0\]\['task'\] is frozenset"):
+        memory.save(tmp_path / "memory")
+    memory = EpisodicMemory()
+    memory.add(torch.zeros(3, dtype=torch.complex128), task=0)
+    with pytest.raises(TypeError, match=r"cannot hold tensors of torch\.complex128"):
+        memory.save(tmp_path / "memory")
+    with pytest.raises(OSError, match="cannot write"):
+        EpisodicMemory().save(tmp_path / "no such folder" / "memory")
+
+
+def test_views_and_tensors_that_share_memory_can_be_saved(tmp_path):
+    pytest.importorskip("safetensors")
+    from gemproj.torch.files import load_state, save_state
+
+    a = torch.arange(12.0, requires_grad=True)
+    state = {
+        "whole": a,
+        ("part", 1): [a[::2], a.reshape(3, 4).T, a.detach()],
+        "plain": [None, True, "x", 0.5],
+    }
+    save_state(state, tmp_path / "state")
+    back = load_state(tmp_path / "state")
+    assert torch.equal(back["whole"], a)
+    assert all(torch.equal(x, y) for x, y in zip(back["part", 1], state["part", 1], strict=True))
+    assert back["plain"] == state["plain"]
+
+
+def test_files_name_their_tensors_and_need_nothing_else(tmp_path):
+    files = pytest.importorskip("safetensors.torch")
+    memory = EpisodicMemory()
+    memory.add({"ids": torch.arange(3)}, task="news")
+    memory.save(tmp_path / "memory")
+    tensors = files.load_file(tmp_path / "memory")
+    assert tensors["state['tasks'][0]['batch']['ids']"].tolist() == [0, 1, 2]
+
+
+def test_without_safetensors(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    for act in (EpisodicMemory().save, EpisodicMemory().load):
+        with pytest.raises(ImportError, match=r"pip install 'safetensors>=0\.4'"):
+            act(tmp_path / "memory")
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "error", "text"),
+    [
+        ({"x": torch.zeros(3), "y": torch.zeros(2, dtype=torch.long)}, ValueError, "same leading dimension"),
+        ({"x": [1, 2], "y": torch.zeros(2, dtype=torch.long)}, TypeError, "tensors only; found int"),
+        ({"x": torch.zeros(2)}, ValueError, r"label 'y' is not in the batch; found keys \['x'\]"),
+        (
+            {"x": torch.zeros(2), "y": torch.zeros(2, 2, dtype=torch.long)},
+            ValueError,
+            r"labels must be integers of shape \(2,\)",
+        ),
+        (
+            {"x": torch.zeros(2, 5), "y": torch.zeros(2, dtype=torch.long)},
+            ValueError,
+            "Pad sequences to a fixed length",
+        ),
+        ({"z": torch.zeros(2), "y": torch.zeros(2, dtype=torch.long)}, ValueError, "nested differently"),
+    ],
+)
+def test_errors_of_the_memory(batch, error, text):
+    memory = EpisodicMemory(per_task=4, label="y")
+    memory.add({"x": torch.zeros(2, 3), "y": torch.zeros(2, dtype=torch.long)}, task=0)
+    with pytest.raises(error, match=text):
+        memory.add(batch, task=0)
+    assert len(next(memory.batches())["y"]) == 2
+
+
+def test_errors_of_sparse_examples_and_names():
+    memory = EpisodicMemory()
+    with pytest.raises(TypeError, match=r"found torch\.sparse_coo: call to_dense"):
+        memory.add(torch.eye(3).to_sparse(), task=0)
+    with pytest.raises(ValueError, match="task must not be None"):
+        memory.add(torch.zeros(3), task=None)
+    with pytest.raises(TypeError, match=r"use task\.item\(\)"):
+        memory.add(torch.zeros(3), task=torch.tensor(1))
+    with pytest.raises(ValueError, match=r"No examples of task 1; the memory holds tasks \[\]"):
+        memory.batch(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"per_task": 0}, "per_task must be at least 1"),
+        ({"policy": "fifo"}, "policy must be one of reservoir, balanced, ring, or a function; found 'fifo'"),
+        ({"policy": ["ring"]}, "policy must be one of"),
+        ({"policy": "balanced"}, "policy='balanced' needs label"),
+    ],
+)
+def test_errors_of_settings(options, text):
+    with pytest.raises(ValueError, match=text):
+        EpisodicMemory(**options)
+
+
+def test_nothing_to_draw():
+    empty, now = EpisodicMemory(), EpisodicMemory()
+    now.add(torch.zeros(2), task="now")
+    for draw in (lambda memory, **options: memory.sample(3, **options), EpisodicMemory.draw_task):
+        with pytest.raises(ValueError, match="memory is empty"):
+            draw(empty)
+        with pytest.raises(ValueError, match="nothing to draw from but task 'now'"):
+            draw(now, exclude="now")
+    assert list(now.batches(exclude="now")) == []

@@ -1,0 +1,309 @@
+"""Gradients of past tasks in passing: equal to the plain ones, and the model is left as it was."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from gemproj.torch import EpisodicMemory, GradientProjector  # noqa: E402
+
+
+class Net(torch.nn.Module):
+    def __init__(self, dropout=0.5, reentrant=None):
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6)
+        self.norm = torch.nn.BatchNorm1d(6)
+        self.drop = torch.nn.Dropout(dropout)
+        self.last = torch.nn.Linear(6, 3)
+        self.reentrant = reentrant
+
+    def body(self, x):
+        return self.drop(self.norm(self.first(x)).tanh())
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.last(self.body(x))
+        return self.last(checkpoint(self.body, x, use_reentrant=self.reentrant))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(seed, n=8):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
+    return {"x": x, "y": torch.randint(3, (n,), generator=generator)}
+
+
+def loss(model, data):
+    return torch.nn.functional.cross_entropy(model(data["x"]), data["y"])
+
+
+def each(model, data):
+    return torch.nn.functional.cross_entropy(model(data["x"]), data["y"], reduction="none")
+
+
+def rows(model, tasks):
+    parameters = list(model.parameters())
+    gradients = [torch.autograd.grad(loss(model, task), parameters) for task in tasks]
+    return torch.stack([torch.cat([g.reshape(-1) for g in parts]) for parts in gradients])
+
+
+TASKS = [batch(1), batch(2, n=5), batch(3, n=11)]
+
+
+@pytest.mark.parametrize("microbatch", [None, 1, 3, 5, 100])
+@pytest.mark.parametrize("function", [loss, each])
+def test_rows_are_the_gradients_of_the_means(net, microbatch, function):
+    net.eval()
+    expected = rows(net, TASKS)
+    net.train()
+    projector = GradientProjector(net.parameters())
+    with torch.no_grad():
+        assert projector.recall(net, iter(TASKS), function, microbatch=microbatch)
+    torch.testing.assert_close(projector.constraints, expected, rtol=1e-12, atol=1e-14)
+    assert all(p.grad is None for p in net.parameters())
+
+
+@pytest.mark.parametrize("one_pass", [True, "auto"])
+@pytest.mark.parametrize("function", [loss, each])
+def test_one_pass_makes_the_same_rows(net, one_pass, function):
+    net.eval()
+    expected = rows(net, TASKS)
+    net.train()
+    projector = GradientProjector(net.parameters())
+    for _ in range(7):  # compared, timed in turns, chosen
+        projector.recall(net, TASKS, function, one_pass=one_pass)
+        torch.testing.assert_close(projector.constraints, expected, rtol=1e-10, atol=1e-12)
+    assert projector._choice.reason is None
+    assert all(p.grad is None for p in net.parameters())
+    assert net.drop.training
+
+
+@pytest.mark.parametrize(("microbatch", "expected"), [(11, [8, 5, 11]), (24, [24])])
+def test_a_microbatch_bounds_one_pass_too(net, microbatch, expected):
+    seen = []
+
+    def counting(model, data):
+        seen.append(len(data["x"]))
+        return each(model, data)
+
+    GradientProjector(net.parameters()).recall(net, TASKS, counting, microbatch=microbatch, one_pass=True)
+    assert seen == expected
+
+
+def test_one_pass_gives_way_to_what_it_cannot_do(net):
+    def token_mean(model, data):  # weighs examples unequally
+        weight = data["x"][:, 0].exp()
+        values = torch.nn.functional.cross_entropy(model(data["x"]), data["y"], reduction="none")
+        return (weight * values).sum() / weight.sum()
+
+    net.eval()
+    parameters = list(net.parameters())
+    expected = [torch.autograd.grad(token_mean(net, task), parameters) for task in TASKS]
+    expected = torch.stack([torch.cat([g.reshape(-1) for g in parts]) for parts in expected])
+    projector = GradientProjector(net.parameters())
+    for _ in range(3):
+        projector.recall(net, TASKS, token_mean, one_pass="auto")
+        torch.testing.assert_close(projector.constraints, expected)
+    assert "differ" in projector._choice.reason
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_the_model_is_left_as_it_was(net, training):
+    net.norm.eval()  # frozen by the caller
+    loss(net, batch(7)).backward()
+    gradients = [p.grad for p in net.parameters()]
+    copies = [g.clone() for g in gradients]
+    statistics = {name: b.clone() for name, b in net.named_buffers()}
+    random = torch.get_rng_state()
+    GradientProjector(net.parameters()).recall(net, TASKS, loss, training=training)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [m.training for m in (net, net.first, net.norm, net.drop)] == [True, True, False, True]
+    assert all(torch.equal(b, statistics[name]) for name, b in net.named_buffers())
+    for p, gradient, kept in zip(net.parameters(), gradients, copies, strict=True):
+        assert p.grad is gradient
+        assert torch.equal(gradient, kept)
+
+
+def test_training_mode_draws_masks_and_moves_statistics(net):
+    projector = GradientProjector(net.parameters())
+    mean = net.norm.running_mean.clone()
+    projector.recall(net, TASKS, loss, training=False)
+    still = projector.constraints.clone()
+    assert torch.equal(mean, net.norm.running_mean)
+    projector.recall(net, TASKS, loss, training=True)
+    assert not torch.equal(mean, net.norm.running_mean)
+    assert not torch.allclose(projector.constraints, still)
+
+
+def test_a_failing_loss_leaves_no_constraints_and_no_traces(net):
+    projector = GradientProjector(net.parameters())
+    projector.recall(net, TASKS, loss)
+    random = torch.get_rng_state()
+
+    def failing(model, data):
+        torch.rand(1)
+        if len(data["x"]) == 5:
+            raise RuntimeError("no such task")
+        return loss(model, data)
+
+    projector.interval = 2
+    projector.reset()
+    for _ in range(2):  # what has failed is still due
+        with pytest.raises(RuntimeError, match="no such task"):
+            projector.recall(net, TASKS, failing)
+    assert len(projector.constraints) == 0
+    assert net.training
+    assert net.drop.training
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_batches_that_cannot_be_read_leave_no_constraints(net):
+    def broken():
+        yield TASKS[0]
+        raise OSError("no such memory")
+
+    projector = GradientProjector(net.parameters())
+    projector.recall(net, TASKS, loss)
+    with pytest.raises(OSError, match="no such memory"):
+        projector.recall(net, broken(), loss)
+    assert len(projector.constraints) == 0
+
+
+def test_an_interval_uses_rows_again_until_the_next_task(net):
+    projector = GradientProjector(net.parameters(), interval=3)
+    seen = []
+
+    def counting(model, data):
+        seen.append(len(data["x"]))
+        return loss(model, data)
+
+    computed = [projector.recall(net, TASKS, counting) for _ in range(7)]
+    assert computed == [True, False, False, True, False, False, True]
+    assert len(seen) == 9
+    state = projector.state_dict()
+    resumed = GradientProjector(net.parameters(), interval=3)
+    resumed.load_state_dict(state)
+    assert [resumed.recall(net, TASKS, counting) for _ in range(3)] == [False, False, True]
+    projector.reset()
+    assert projector.recall(net, TASKS, counting)
+
+
+def test_autocast_of_the_caller_holds(net):
+    net = net.float()
+    data = {"x": batch(1)["x"].float(), "y": batch(1)["y"]}
+    seen = []
+
+    def typed(model, data):
+        out = model(data["x"])
+        seen.append(out.dtype)
+        return torch.nn.functional.cross_entropy(out.float(), data["y"])
+
+    projector = GradientProjector(net.parameters())
+    with torch.autocast("cpu", torch.bfloat16):
+        projector.recall(net, [data], typed)
+    assert seen == [torch.bfloat16]
+    assert projector.constraints.dtype == torch.float32
+    expected = GradientProjector(net.parameters())
+    expected.recall(net, [data], loss)
+    a, b = projector.constraints[0], expected.constraints[0]
+    assert float(torch.cosine_similarity(a, b, dim=0)) > 0.99
+
+
+def test_gradient_checkpointing():
+    torch.manual_seed(0)
+    net = Net(dropout=0.5, reentrant=False).double()
+    plain = Net(dropout=0.5).double()
+    plain.load_state_dict(net.state_dict())
+    projectors = [GradientProjector(m.parameters()) for m in (net, plain)]
+    for projector, model in zip(projectors, (net, plain), strict=True):
+        torch.manual_seed(5)
+        projector.recall(model, TASKS, loss, training=True)
+    torch.testing.assert_close(projectors[0].constraints, projectors[1].constraints)
+    net.reentrant = True
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        projectors[0].recall(net, [batch(1) | {"x": batch(1)["x"].requires_grad_()}], loss, training=True)
+
+
+@pytest.mark.parametrize("way", ["recall", "constrain"])
+def test_losses_of_past_tasks_reach_the_rule_that_weighs_them(net, way):
+    net.eval()
+    projector = GradientProjector(net.parameters(), "mega1", interval=2)
+    if way == "recall":
+        projector.recall(net, TASKS, loss, microbatch=4)
+    else:
+        projector.constrain(loss(net, task) for task in TASKS)
+    resumed = GradientProjector(net.parameters(), "mega1", interval=2)
+    resumed.load_state_dict(copy.deepcopy(projector.state_dict()))
+    now, mean = loss(net, batch(9)), sum(loss(net, task).item() for task in TASKS) / 3
+    g = torch.cat([part.reshape(-1) for part in torch.autograd.grad(now, list(net.parameters()))])
+    expected = g + mean / now.item() * projector.constraints.mean(0)
+    for one in (projector, resumed):
+        net.zero_grad()
+        loss(net, batch(9)).backward()
+        one.project_(now)
+        torch.testing.assert_close(torch.cat([p.grad.reshape(-1) for p in net.parameters()]), expected)
+
+
+def test_memory_goes_in_as_it_is():
+    torch.manual_seed(0)
+    net = Net().double()
+    memory = EpisodicMemory(per_task=6)
+    for task in range(2):
+        memory.add(batch(task, n=20), task=task)
+    projector = GradientProjector(net.parameters())
+    projector.recall(net, memory.batches(), loss)
+    net.eval()
+    torch.testing.assert_close(projector.constraints, rows(net, list(memory.batches())))
+    projector.recall(net, memory.batches(exclude=1), loss)
+    assert projector.constraints.shape[0] == 1
+
+
+def test_errors(net):
+    projector = GradientProjector(net.parameters())
+    with pytest.raises(ValueError, match=r"examples of every past task; found \[8, 0\]"):
+        projector.recall(net, [batch(1), batch(2, n=0)], loss)
+    with pytest.raises(ValueError, match=r"batches\[1\]: All tensors"):
+        projector.recall(net, [batch(1), {"x": torch.ones(3, 4), "y": torch.ones(2)}], loss)
+    with pytest.raises(ValueError, match="microbatch must be at least 1"):
+        projector.recall(net, TASKS, loss, microbatch=0)
+    with pytest.raises(ValueError, match="interval must be at least 1"):
+        GradientProjector(net.parameters(), interval=0)
+    with pytest.raises(TypeError, match=r"loss.* must return a tensor.*found float"):
+        projector.recall(net, TASKS, lambda model, data: 1.0)
+    with pytest.raises(ValueError, match="require a gradient"):
+        projector.recall(net, TASKS, lambda model, data: torch.ones(()))
+    with pytest.raises(TypeError, match="loss must be a function of model and batch; found Tensor"):
+        projector.recall(net, TASKS, loss(net, batch(1)).mean())
+    for wrong in (batch(1), EpisodicMemory(), EpisodicMemory().batches):
+        with pytest.raises(TypeError, match=rf"memory.batches\(\).*found {type(wrong).__name__}"):
+            projector.recall(net, wrong, loss)
+    with pytest.raises(TypeError, match=r"batches must be mappings.*found list.*Pass loss"):
+        projector.recall(net, [list(batch(1).values())])
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+def test_parameters_that_were_frozen_since_are_an_error(net, one_pass):
+    projector = GradientProjector(net.parameters())
+    projector.recall(net, TASKS, loss, one_pass=one_pass)
+    next(net.parameters()).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"1 of the \d+ parameters .* no longer require.*new projector"):
+        projector.recall(net, TASKS, loss, one_pass=one_pass)
+    assert not len(projector.constraints)
+
+
+@pytest.mark.parametrize("on", ["update", "both"])
+def test_steps_need_an_optimizer_by_the_second_call(net, on):
+    projector = GradientProjector(net.parameters(), on=on)
+    projector.recall(net, TASKS, loss)
+    with pytest.raises(ValueError, match=r"attach\(optimizer\) once"):
+        projector.recall(net, TASKS, loss)
+    projector.attach(torch.optim.SGD(net.parameters(), lr=0.1))
+    projector.recall(net, TASKS, loss)

@@ -1,0 +1,551 @@
+"""The step that an optimizer applies: what GEM does not promise for it, and what the update modes do."""
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from gemproj import GEM2017, project  # noqa: E402
+from gemproj.torch import GradientProjector  # noqa: E402
+
+functional = torch.nn.functional
+MODES = [("update", "euclidean"), ("update", "adam"), ("both", "euclidean"), ("both", "adam")]
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.1),
+    "AdamW, for each": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, foreach=True),
+    "AdamW, one by one": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, foreach=False),
+    "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, fused=True),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.02, amsgrad=True),
+    "AdamW, capturable rate": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.02), foreach=False),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.02),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=0.02),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=0.02),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.02),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.01),
+}
+SECOND_MOMENTS = [name for name in OPTIMIZERS if "Adam" in name and name != "Adamax"]
+
+
+def make_model(dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(dtype)
+
+
+def batch(seed, dtype=torch.float64, n=12):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=generator, dtype=torch.float64).to(dtype)
+    return x, torch.randint(3, (n,), generator=generator)
+
+
+def loss(model, data):
+    return functional.cross_entropy(model(data[0]), data[1])
+
+
+def past_tasks(dtype=torch.float64):
+    return [batch(1, dtype), batch(2, dtype)]
+
+
+def conflicting(dtype=torch.float64):
+    """The first task's examples with other labels: learning them raises its loss."""
+    x, y = past_tasks(dtype)[0]
+    return x, (y + 1) % 3
+
+
+def flat(tensors):
+    return torch.cat([t.detach().double().reshape(-1) for t in tensors])
+
+
+def rows(model, tasks):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.stack([flat(torch.autograd.grad(loss(model, task), parameters)) for task in tasks])
+
+
+def cosines(G, step):
+    return (G @ step) / (G.norm(dim=1) * step.norm())
+
+
+def learn(model, optimizer, projector, data, steps, after=lambda: None):
+    """Train, and measure every step from outside; return the smallest cosine of all."""
+    worst = []
+    for _ in range(steps):
+        G = rows(model, past_tasks(data[0].dtype))
+        before = flat(model.parameters())
+        projector.recall(model, past_tasks(data[0].dtype), loss)
+        optimizer.zero_grad(set_to_none=True)
+        loss(model, data).backward()
+        optimizer.step()
+        after()
+        seen = cosines(G, before - flat(model.parameters()))
+        torch.testing.assert_close(projector.last.slopes, seen, rtol=1e-3, atol=2e-6)
+        assert projector.last.worst_cosine == pytest.approx(float(seen.min()), abs=2e-6)
+        worst.append(float(seen.min()))
+    return min(worst)
+
+
+def test_adamw_violates_although_its_gradient_does_not():
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    projector = GradientProjector(model.parameters())
+    projector.attach(optimizer)
+    data, violations = conflicting(), 0
+    for _ in range(10):
+        projector.recall(model, past_tasks(), loss)
+        optimizer.zero_grad()
+        loss(model, data).backward()
+        optimizer.step()
+        given = flat(p.grad for p in model.parameters())
+        assert float(cosines(projector.constraints, given).min()) > -1e-12
+        assert projector.last.solution.kkt_residual() < 1e-9
+        violations += projector.last.worst_cosine < -1e-3
+    assert violations >= 5
+
+
+@pytest.mark.parametrize(("on", "metric"), MODES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_no_step_violates(name, on, metric):
+    if metric == "adam" and name not in SECOND_MOMENTS:
+        pytest.skip("keeps no second moments")
+    model = make_model()
+    first, second = [*model[0].parameters()], [*model[2].parameters()]
+    optimizer = OPTIMIZERS[name]([{"params": first}, {"params": second}])
+    if not isinstance(optimizer.param_groups[1]["lr"], torch.Tensor):
+        optimizer.param_groups[1]["lr"] *= 0.5
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4 if step < 4 else 1.0)
+    projector = GradientProjector(model.parameters(), on=on, metric=metric)
+    projector.attach(optimizer)
+    unguarded = make_model()
+    other = GradientProjector(unguarded.parameters())
+    plain = OPTIMIZERS[name](unguarded.parameters())
+    other.attach(plain)
+    assert learn(model, optimizer, projector, conflicting(), 8, schedule.step) > -1e-10
+    assert learn(unguarded, plain, other, conflicting(), 8) < -1e-3  # the test would see a violation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rounding_of_weights_is_part_of_the_report(dtype):
+    model = make_model(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    projector = GradientProjector(model.parameters(), on="both")
+    projector.attach(optimizer)
+    projector.recall(model, past_tasks(dtype), loss)
+    loss(model, conflicting(dtype)).backward()
+    G, before = projector.constraints.double(), flat(model.parameters())
+    optimizer.step()
+    seen = cosines(G, before - flat(model.parameters()))
+    torch.testing.assert_close(
+        projector.last.slopes, seen, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2
+    )
+    assert float(seen.min()) > (-1e-5 if dtype == torch.float32 else -0.1)
+
+
+@pytest.mark.parametrize(("on", "metric"), MODES)
+def test_autocast_of_the_caller_reaches_neither_projection_nor_report(on, metric):
+    results = []
+    for enabled in (False, True):
+        model = make_model(torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        projector = GradientProjector(model.parameters(), on=on, metric=metric)
+        projector.attach(optimizer)
+        projector.recall(model, past_tasks(torch.float32), loss)
+        loss(model, conflicting(torch.float32)).backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            optimizer.step()
+        results.append([flat(model.parameters()), projector.last.slopes])
+    for plain, cast in zip(*results, strict=True):
+        assert torch.equal(plain, cast)
+
+
+def adam_weights(model, optimizer):
+    """Adam's metric from its published formula."""
+    parts = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state[p]
+            v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+            v_hat = v / (1 - group["betas"][1] ** float(state["step"]))
+            parts.append(((v_hat.sqrt() + group["eps"]) / float(group["lr"])).reshape(-1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("margin", [0.0, 0.01])
+@pytest.mark.parametrize(("on", "metric"), MODES)
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, margin):
+    models = [make_model(), make_model()]
+    optimizers = [
+        torch.optim.AdamW(
+            [{"params": m[0].parameters()}, {"params": m[2].parameters(), "lr": 0.005}],
+            lr=0.01,
+            amsgrad=amsgrad,
+        )
+        for m in models
+    ]
+    projectors = [
+        GradientProjector(models[0].parameters(), on=on, metric=metric, margin=margin),
+        GradientProjector(models[1].parameters(), margin=margin),
+    ]
+    projectors[0].attach(optimizers[0])
+    changed = False
+    for _ in range(3):
+        before = flat(models[1].parameters())
+        G = rows(models[1], past_tasks())
+        for model, projector in zip(models, projectors, strict=True):
+            projector.recall(model, past_tasks(), loss)
+            model.zero_grad()
+            loss(model, conflicting()).backward()
+        if on == "both":
+            projectors[1].project_()
+        for optimizer in optimizers:
+            optimizer.step()
+        v = before - flat(models[1].parameters())
+        w = adam_weights(models[1], optimizers[1]) if metric == "adam" else None
+        # A margin is in units of gradients: times the rate it is one of steps; Adam's metric has the rate in it.
+        used = 0.0 if on == "both" else margin if metric == "adam" else margin * 0.01
+        x = project(G, v, metric=w, margin=used)
+        ends = before - x
+        changed = changed or not torch.equal(v, x)
+        torch.testing.assert_close(flat(models[0].parameters()), ends, rtol=1e-11, atol=1e-12)
+        # Moments, counts and schedules are the optimizer's own, as if it had been left alone.
+        for p, q in zip(*(m.parameters() for m in models), strict=True):
+            a, b = optimizers[0].state[p], optimizers[1].state[q]
+            for key in a:
+                torch.testing.assert_close(a[key], b[key], rtol=1e-9, atol=1e-14)
+        models[1].load_state_dict(models[0].state_dict())
+        optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    assert changed or (on == "both" and margin)
+
+
+@pytest.mark.parametrize(("on", "metric"), MODES)
+def test_a_step_that_violates_nothing_is_the_optimizers_to_the_last_bit(on, metric):
+    models = [make_model(torch.float32), make_model(torch.float32)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.0) for m in models]
+    projector = GradientProjector(models[0].parameters(), on=on, metric=metric)
+    projector.attach(optimizers[0])
+    data = batch(1, torch.float32)
+    projector.recall(models[0], [data], loss)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        loss(model, data).backward()
+        optimizer.step()
+    assert projector.last.violated == 0
+    assert projector.last.worst_cosine > 0.1
+    for p, q in zip(*(m.parameters() for m in models), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
+@pytest.mark.parametrize(("on", "metric"), MODES)
+def test_what_the_optimizer_does_not_move_stays(on, metric, rate):
+    model = make_model()
+    model.extra = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))  # only the past depends on it
+    frozen, still = model[0].bias, model[2].bias
+    frozen.requires_grad_(False)
+    groups = [
+        {"params": [model[0].weight, model[2].weight, model.extra]},
+        {"params": [still], "lr": rate, "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.02, foreach=False)
+    projector = GradientProjector(model.parameters(), on=on, metric=metric)
+    projector.attach(optimizer)
+    kept = [p.clone() for p in (frozen, still, model.extra)]
+
+    def past_loss(model, data):
+        return loss(model, data) + (model.extra * data[0].mean()).sum()
+
+    for _ in range(3):
+        projector.recall(model, past_tasks(), past_loss)
+        G = projector.constraints.clone()
+        before = flat(projector._layout.parameters)
+        optimizer.zero_grad()
+        loss(model, conflicting()).backward()
+        optimizer.step()
+        step = before - flat(projector._layout.parameters)
+        if on == "update":
+            assert float(cosines(G, step).min()) > -1e-10
+    assert torch.equal(frozen, kept[0])
+    assert torch.equal(still, kept[1])
+    if on == "update":  # a gradient that is projected reaches what the constraints reach
+        assert torch.equal(model.extra, kept[2])
+
+
+def test_gradient_and_step_each_start_from_their_own_multipliers():
+    starts = []
+
+    def spy(K, b, warm_start):
+        starts.append(None if warm_start is None else warm_start.clone())
+        return torch.full_like(b, float(len(starts)))
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector = GradientProjector(model.parameters(), spy, on="both")
+    projector.attach(optimizer)
+    for _ in range(2):
+        projector.recall(model, past_tasks(), loss)
+        optimizer.zero_grad()
+        loss(model, conflicting()).backward()
+        optimizer.step()
+    assert starts[:2] == [None, None]
+    assert [start.tolist() for start in starts[2:]] == [[1.0, 1.0], [2.0, 2.0]]
+
+
+@pytest.mark.parametrize("on", ["gradient", "update", "both"])
+def test_a_row_of_zeros_has_no_slope(on):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    projector = GradientProjector(model.parameters(), on=on)
+    projector.attach(optimizer)
+    projector.constrain([loss(model, batch(1)), 0.0 * loss(model, batch(2))])
+    loss(model, conflicting()).backward()
+    optimizer.step()
+    assert projector.last.slopes[0] != 0
+    assert projector.last.slopes[1] == 0
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "adam"])
+def test_penalty_bounds_the_multipliers_of_a_step_too(metric):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    projector = GradientProjector(model.parameters(), on="update", metric=metric, penalty=1e-4)
+    projector.attach(optimizer)
+    projector.recall(model, past_tasks(), loss)
+    loss(model, conflicting()).backward()
+    optimizer.step()
+    top = float(projector.last.update.multipliers.max())
+    assert top == pytest.approx(1e-4 * (0.02 if metric == "euclidean" else 1.0))
+    assert projector.last.worst_cosine < 0
+    assert projector.last.solution is projector.last.update  # what `violated` and `active` speak of
+
+
+def test_closures_and_weights_decay_are_part_of_the_step():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    projector = GradientProjector(model.parameters(), on="both")
+    projector.attach(optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        projector.recall(model, past_tasks(), loss)  # as late as here
+        value = loss(model, conflicting())
+        value.backward()
+        return value
+
+    for _ in range(3):
+        G, before = rows(model, past_tasks()), flat(model.parameters())
+        assert optimizer.step(closure).requires_grad
+        assert projector.last.update is not None
+        assert float(cosines(G, before - flat(model.parameters())).min()) > -1e-10
+
+
+@pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.ASGD])
+def test_optimizers_whose_state_follows_the_weights_are_refused(make):
+    model = make_model()
+    optimizer = make(model.parameters())
+    with pytest.raises(ValueError, match=rf"{make.__name__} cannot be projected.*on='gradient'"):
+        GradientProjector(model.parameters(), on="both").attach(optimizer)
+    GradientProjector(model.parameters()).attach(optimizer)
+
+
+def test_errors():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
+    with pytest.raises(ValueError, match="maximize=True"):
+        GradientProjector(model.parameters(), on="update").attach(optimizer)
+    for method in (GEM2017(), "mega2"):
+        with pytest.raises(ValueError, match="made for gradients"):
+            GradientProjector(model.parameters(), method, on="both")
+    with pytest.raises(ValueError, match="on must be one of 'gradient', 'update', 'both'; found 'step'"):
+        GradientProjector(model.parameters(), on="step")
+    with pytest.raises(ValueError, match="metric must be one of"):
+        GradientProjector(model.parameters(), on="both", metric="adamw")
+    with pytest.raises(ValueError, match="distance between steps"):
+        GradientProjector(model.parameters(), metric="adam")
+    with pytest.raises(ValueError, match=r"attach\(optimizer\)"):
+        GradientProjector(model.parameters(), on="update").project_()
+    with pytest.raises(ValueError, match="none of the parameters"):
+        GradientProjector(model[0].parameters()).attach(torch.optim.SGD(model[2].parameters(), lr=1.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector = GradientProjector(model.parameters(), on="both", metric="adam")
+    with pytest.raises(ValueError, match=r"^metric='adam' needs.*second moments.*found SGD"):
+        projector.attach(optimizer)
+    with pytest.raises(TypeError, match=r"optimizer must be a torch.optim.Optimizer; found StepLR"):
+        projector.attach(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    optimizer = torch.optim.Adamax(model.parameters())  # it has betas, but no second moments
+    projector.attach(optimizer)
+    projector.recall(model, past_tasks(), loss)
+    loss(model, conflicting()).backward()
+    with pytest.raises(ValueError, match=r"second moments.*found Adamax"):
+        optimizer.step()
+
+
+def test_a_step_that_cannot_be_projected_is_undone():
+    model = make_model()
+    optimizer = torch.optim.SGD(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1
+    )
+    projector = GradientProjector(model.parameters(), on="both")
+    projector.attach(optimizer)
+    projector.recall(model, past_tasks(), loss)
+    loss(model, conflicting()).backward()
+    before = flat(model.parameters())
+    optimizer.param_groups[1]["lr"] = float("inf")
+    with pytest.raises(ValueError, match=r"step of SGD could not be projected and was undone.*not finite"):
+        optimizer.step()
+    assert torch.equal(before, flat(model.parameters()))
+
+
+@pytest.mark.parametrize(("on", "metric"), MODES)
+def test_hooks_that_drop_gradients_after_a_step(on, metric):
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.zero_grad())
+    projector = GradientProjector(model.parameters(), on=on, metric=metric)
+    projector.attach(optimizer)
+    assert learn(model, optimizer, projector, conflicting(), 5) > -1e-10
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "adam"])
+def test_nearly_dependent_rows_on_a_part_of_the_parameters(metric):
+    model = make_model()
+    optimizer = torch.optim.AdamW(
+        [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], lr=0.02
+    )
+    projector = GradientProjector(model.parameters(), on="update", metric=metric)
+    projector.attach(optimizer)
+    projector.recall(model, [*past_tasks(), batch(3)], loss)
+    loss(model, conflicting()).backward()
+    G = projector.constraints
+    G[0] = -flat(p.grad.sign() for p in model.parameters())  # against the gradient, and Adam's first step
+    G[1] = G[0] * (1 + 1e-9 * torch.arange(G.shape[1]))  # only G itself tells them apart
+    before = flat(model.parameters())
+    optimizer.step()
+    assert projector.last.update.factor is not None
+    assert float(cosines(G, before - flat(model.parameters())).min()) > -1e-6
+
+
+def test_a_method_that_fails_leaves_no_step():
+    def failing(K, b, warm_start):
+        raise RuntimeError("no answer")
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector = GradientProjector(model.parameters(), failing, on="update")
+    projector.attach(optimizer)
+    projector.recall(model, past_tasks(), loss)
+    loss(model, conflicting()).backward()
+    before = flat(model.parameters())
+    with pytest.raises(RuntimeError, match="no answer"):
+        optimizer.step()
+    assert torch.equal(before, flat(model.parameters()))
+
+
+def test_attaching_twice_is_an_error_and_again_is_not():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector = GradientProjector(model.parameters())
+    attached = projector.attach(optimizer)
+    with pytest.raises(ValueError, match="attached to this optimizer already"):
+        projector.attach(optimizer)
+    projector.attach(torch.optim.SGD(model.parameters(), lr=0.1))  # the one of the next task
+    attached.remove()
+    projector.attach(optimizer)
+
+
+def test_detached_and_unconstrained_steps_are_left_alone():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector = GradientProjector(model.parameters(), on="both")
+    attached = projector.attach(optimizer)
+    loss(model, conflicting()).backward()
+    optimizer.step()
+    assert projector.last.constraints == 0
+    assert projector.last.worst_cosine is None
+    projector.recall(model, past_tasks(), loss)
+    attached.remove()
+    before = flat(model.parameters())
+    optimizer.step()
+    step = before - flat(model.parameters())
+    torch.testing.assert_close(step, 0.1 * flat(p.grad for p in model.parameters()))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("on", ["gradient", "both"])
+def test_loss_scaling_changes_nothing_and_skipped_steps_are_left_alone(on, fused):
+    def train(scale, broken=()):
+        model = make_model(torch.float32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale is not None)
+        projector = GradientProjector(model.parameters(), on=on)
+        projector.attach(optimizer)
+        for step in range(4):
+            projector.recall(model, past_tasks(torch.float32), loss)
+            optimizer.zero_grad(set_to_none=True)
+            value = loss(model, conflicting(torch.float32))
+            scaler.scale(value * float("inf") if step in broken else value).backward()
+            before = flat(model.parameters())
+            scaler.step(optimizer)
+            scaler.update()
+            assert torch.equal(before, flat(model.parameters())) == (step in broken)
+        return flat(model.parameters())
+
+    plain = train(2.0**0)
+    torch.testing.assert_close(train(2.0**10), plain, rtol=1e-5, atol=1e-6)
+    train(2.0**10, broken=(1, 2))
+
+
+@pytest.mark.parametrize("options", [{"margin": 0.5}, {"penalty": 0.5}, {"method": "gem2017"}])
+@pytest.mark.parametrize("unscale", [False, True])
+def test_bounds_need_gradients_in_their_own_units(unscale, options):
+    model = make_model(torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    projector = GradientProjector(model.parameters(), **options)
+    projector.attach(optimizer)
+    projector.recall(model, past_tasks(torch.float32), loss)
+    scaler.scale(loss(model, conflicting(torch.float32))).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+    else:
+        with pytest.raises(ValueError, match=r"unscale_\(optimizer\)"):
+            scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("on", ["gradient", "update", "both"])
+def test_accumulation_and_clipping(on):
+    def train(parts, clip_first):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        projector = GradientProjector(model.parameters(), on=on)
+        projector.attach(optimizer)
+        x, y = conflicting()
+        for _ in range(3):
+            optimizer.zero_grad(set_to_none=True)
+            for piece in range(parts):
+                at = slice(piece * 12 // parts, (piece + 1) * 12 // parts)
+                (loss(model, (x[at], y[at])) / parts).backward()
+            if clip_first:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            projector.recall(model, past_tasks(), loss, microbatch=5)
+            optimizer.step()
+            if on != "gradient":
+                assert projector.last.worst_cosine > -1e-10
+        return flat(model.parameters())
+
+    torch.testing.assert_close(train(1, False), train(3, False), rtol=1e-9, atol=1e-11)
+    torch.testing.assert_close(train(1, True), train(3, True), rtol=1e-9, atol=1e-11)
+    assert not torch.allclose(train(1, False), train(1, True), atol=1e-3)
+
+
+def test_a_shared_parameter_counts_once():
+    model = make_model()
+    model[2].bias = torch.nn.Parameter(model[2].bias.detach())
+    twice = [*model.parameters(), *model.parameters()]
+    projector = GradientProjector(twice, on="both")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    projector.attach(optimizer)
+    assert projector.constraints.shape[1] == sum(p.numel() for p in model.parameters())
+    assert learn(model, optimizer, projector, conflicting(), 3) > -1e-10
