@@ -1,0 +1,1 @@
+"""Training loops to run and to copy from; each file says how to run it."""

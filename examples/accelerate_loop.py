@@ -1,0 +1,90 @@
+"""A loop of Accelerate learns three tasks, one after the other, with and without GEM.
+
+Every task has two classes of its own, clouds of points; the model is asked about all six. Gradients are
+accumulated over two batches and clipped; ``accelerate launch`` runs the same file in several processes.
+
+    python examples/accelerate_loop.py
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, TensorDataset
+
+from gemproj.integrations.accelerate import GEM
+from gemproj.torch import EpisodicMemory
+
+TASKS, CLASSES, FEATURES = 3, 6, 20
+CENTRES = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
+
+
+def draw(task: int, count: int, seed: int) -> TensorDataset:
+    """Draw points of a task's two classes."""
+    generator = torch.Generator().manual_seed(100 * task + seed)
+    labels = torch.randint(2 * task, 2 * task + 2, (count,), generator=generator)
+    noise = torch.randn(count, FEATURES, generator=generator)
+    return TensorDataset(CENTRES[labels] + noise, labels)
+
+
+def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+    """Return the loss on a batch, of now or from the memory."""
+    points, labels = batch
+    return torch.nn.functional.cross_entropy(model(points), labels)
+
+
+def learn(on: str | None, epochs: int) -> list[float]:
+    """Learn all tasks in turn; return the accuracy on each of them at the end."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model: torch.nn.Module = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, 64), torch.nn.ReLU(), torch.nn.Linear(64, CLASSES)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loaders = [DataLoader(draw(task, 512, seed=0), batch_size=16, shuffle=True) for task in range(TASKS)]
+    model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
+    memory = EpisodicMemory(per_task=40, label=1)
+    gem = GEM(accelerator, model, optimizer, memory, loss=loss, on=on) if on else None
+    for task, loader in enumerate(loaders):
+        if gem:
+            gem.projector.reset()  # another task: other constraints, no warm start
+        for _ in range(epochs):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(loss(model, batch))
+                    if gem:
+                        gem.recall()
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()  # with the projection in it
+                    optimizer.zero_grad()
+        for batch in loader:
+            memory.add(batch, task)
+    if gem:
+        gem.remove()
+    return [accuracy(model, task) for task in range(TASKS)]
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, task: int) -> float:
+    """Return how many points that were not learned from are told right, among all six classes."""
+    points, labels = draw(task, 500, seed=1).tensors
+    return float((model(points).argmax(1) == labels).float().mean())
+
+
+def main(epochs: int = 4) -> Table:
+    """Compare three ways to learn the tasks."""
+    table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
+    for on in (None, "gradient", "both"):
+        found = learn(on, epochs)
+        name = f'GEM, on="{on}"' if on else "fine-tuning"
+        table.add_row(name, *(f"{a:.0%}" for a in [*found, sum(found) / TASKS]))
+    if Accelerator(cpu=True).is_main_process:
+        Console().print(table)
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Five tasks one after the other with PyTorch Lightning, with and without GEM.
+
+``python examples/lightning_fit.py`` takes a few seconds on a CPU and needs no data: each task has clusters of
+points of its own, to be told apart by one network with one head. ``--quick`` is smaller still.
+"""
+
+import argparse
+import logging
+import warnings
+
+import lightning.pytorch as pl
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.utils.data import DataLoader, TensorDataset
+
+from gemproj.integrations.lightning import GEMCallback
+from gemproj.torch import EpisodicMemory
+
+FEATURES, CLASSES = 16, 4
+
+
+class Classifier(pl.LightningModule):
+    """A small network. `loss` does not log, so that the memory can be put through it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = torch.nn.Linear(FEATURES, 64), torch.nn.ReLU(), torch.nn.Linear(64, CLASSES)
+        self.net = torch.nn.Sequential(*layers)
+
+    def loss(self, batch):
+        """Return the mean loss on a batch of inputs and labels."""
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        """Return the loss to learn from."""
+        return self.loss(batch)
+
+    def configure_optimizers(self):
+        """Return the optimizer; whichever it is, ``on="both"`` keeps its steps from raising past losses."""
+        return torch.optim.Adam(self.parameters(), lr=5e-3)
+
+    @torch.no_grad()
+    def accuracy(self, data: TensorDataset) -> float:
+        """Return the share of right answers."""
+        return float((self.net(data.tensors[0]).argmax(1) == data.tensors[1]).float().mean())
+
+
+def make_task(seed: int, examples: int) -> tuple[TensorDataset, TensorDataset]:
+    """Return the examples of a task, to learn from and to be tested on."""
+    random = torch.Generator().manual_seed(seed)
+    centres = torch.randn(CLASSES, FEATURES, generator=random)
+    y = torch.randint(CLASSES, (2 * examples,), generator=random)
+    x = centres[y] + 0.7 * torch.randn(len(y), FEATURES, generator=random)
+    return TensorDataset(x[:examples], y[:examples]), TensorDataset(x[examples:], y[examples:])
+
+
+def learn(
+    tasks: list[tuple[TensorDataset, TensorDataset]], epochs: int, gem: GEMCallback | None
+) -> list[float]:
+    """Learn the tasks in turn; return the accuracy on each of them after the last."""
+    torch.manual_seed(0)
+    model = Classifier()
+    for number, (train, _) in enumerate(tasks):
+        loader = DataLoader(train, batch_size=32, shuffle=True)
+        trainer = pl.Trainer(
+            max_epochs=epochs,
+            callbacks=[gem] if gem else [],
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(model, loader)
+        if gem:
+            for batch in loader:
+                gem.memory.add(batch, task=number)
+    return [model.accuracy(test) for _, test in tasks]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the accuracy on each task at the end, without and with GEM."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer tasks and examples")
+    quick = parser.parse_args(arguments).quick
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")  # such as its advice on worker processes
+    tasks = [make_task(seed, 256 if quick else 1024) for seed in range(3 if quick else 5)]
+    gem = GEMCallback(EpisodicMemory(40, label=1), Classifier.loss, on="both", metric="adam")
+    table = Table("Method", *(f"Task {k + 1}" for k in range(len(tasks))), "Average", title="Accuracy (%)")
+    for name, callback in (("Fine-tuning", None), ("GEM", gem)):
+        found = learn(tasks, epochs=4, gem=callback)
+        table.add_row(name, *(f"{100 * one:.0f}" for one in (*found, sum(found) / len(found))))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""A plain torch loop on generated tasks, without and with projection: ``python examples/plain_torch.py``."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from gemproj.torch import EpisodicMemory, GradientProjector
+
+TASKS, FEATURES, CLASSES = 4, 32, 4
+Batch = dict[str, Tensor]
+
+
+def draw(task: int, n: int, seed: int) -> Batch:
+    """Draw examples of a task: the same questions in another part of the input, with answers of its own."""
+    rule = torch.Generator().manual_seed(task)
+    centre = torch.randn(FEATURES, generator=rule)
+    weight = torch.randn(FEATURES, CLASSES, generator=rule)
+    noise = torch.randn(n, FEATURES, generator=torch.Generator().manual_seed(1000 * seed + task))
+    return {"x": centre + noise, "y": (noise @ weight).argmax(1)}
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean loss of a batch."""
+    return nn.functional.cross_entropy(model(batch["x"]), batch["y"])
+
+
+@torch.no_grad()
+def accuracies(model: nn.Module) -> list[float]:
+    """Return the share of right answers on unseen examples of each task."""
+    tests = [draw(task, 500, seed=-1) for task in range(TASKS)]
+    return [float((model(test["x"]).argmax(1) == test["y"]).float().mean()) for test in tests]
+
+
+def train(project: bool, steps: int) -> list[float]:
+    """Learn one task after the other; return the accuracy on each of them at the end."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    memory = EpisodicMemory(per_task=100, label="y")
+    projector = GradientProjector(model.parameters(), on="both", metric="adam")
+    if project:
+        projector.attach(optimizer)  # from now on, every step is projected
+    for task in range(TASKS):
+        projector.reset()
+        for step in range(steps):
+            batch = draw(task, 32, seed=1 + step)
+            if project:
+                projector.recall(model, memory.batches(), loss)
+            optimizer.zero_grad()
+            loss(model, batch).backward()
+            optimizer.step()
+        memory.add(draw(task, 100, seed=0), task)
+    return accuracies(model)
+
+
+def main(steps: int = 300) -> None:
+    """Train without and with projection, and print what each has kept."""
+    table = Table("", *(f"task {task}" for task in range(TASKS)), title="Accuracy after the last task (%)")
+    for name, project in (("without projection", False), ("with projection", True)):
+        table.add_row(name, *(f"{100 * share:.0f}" for share in train(project, steps)))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

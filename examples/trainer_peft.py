@@ -1,0 +1,113 @@
+"""A Trainer with LoRA adapters learns three tasks, one after the other, with and without GEM.
+
+Every task has two classes of its own, told apart by their words; the model is asked about all six. It is a
+tiny GPT-2 that is made from a configuration, so nothing is downloaded.
+
+    python examples/trainer_peft.py
+"""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from rich.table import Table
+from transformers import GPT2Config, GPT2ForSequenceClassification, Trainer, TrainingArguments
+
+from gemproj.integrations.transformers import GEMCallback
+from gemproj.torch import EpisodicMemory
+
+TASKS, CLASSES, WORDS, LENGTH = 3, 6, 8, 12
+VOCABULARY = 1 + CLASSES * WORDS  # 0 is padding
+
+
+def write(task: int, count: int, seed: int) -> list[dict[str, Any]]:
+    """Write texts of a task's two classes: one word in two is of the class, the others are anybody's."""
+    generator = torch.Generator().manual_seed(100 * task + seed)
+    texts = []
+    for label in torch.randint(2 * task, 2 * task + 2, (count,), generator=generator).tolist():
+        own = torch.randint(1 + WORDS * label, 1 + WORDS * (label + 1), (LENGTH,), generator=generator)
+        any_word = torch.randint(1, VOCABULARY, (LENGTH,), generator=generator)
+        chosen = torch.rand(LENGTH, generator=generator) < 0.5
+        texts.append({"input_ids": torch.where(chosen, own, any_word), "labels": label})
+    return texts
+
+
+def build() -> torch.nn.Module:
+    """Make a tiny GPT-2 with adapters, a head and embeddings that learn, the same every time."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=LENGTH,
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        num_labels=CLASSES,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    adapters = LoraConfig(
+        task_type="SEQ_CLS",
+        r=8,
+        target_modules=["c_attn", "c_fc"],
+        fan_in_fan_out=True,
+        modules_to_save=["wte"],
+    )
+    return get_peft_model(GPT2ForSequenceClassification(config), adapters)
+
+
+@torch.no_grad()
+def accuracy(model: torch.nn.Module, task: int) -> float:
+    """Return how many texts that were not learned from are told right, among all six classes."""
+    texts = write(task, 200, seed=1)
+    model.eval()
+    told = model(input_ids=torch.stack([text["input_ids"] for text in texts])).logits.argmax(1)
+    return float((told == torch.tensor([text["labels"] for text in texts])).float().mean())
+
+
+def learn(gem: GEMCallback | None, steps: int, folder: str) -> list[float]:
+    """Learn all tasks in turn; return the accuracy on each of them at the end."""
+    model = build()
+    for task in range(TASKS):
+        trainer = Trainer(
+            model,
+            TrainingArguments(
+                folder,
+                max_steps=steps,
+                per_device_train_batch_size=16,
+                learning_rate=5e-3,
+                warmup_steps=steps // 10,
+                report_to="none",
+                save_strategy="no",
+                logging_strategy="no",
+                disable_tqdm=True,
+                use_cpu=True,
+            ),
+            train_dataset=write(task, 400, seed=0),
+            callbacks=[gem] if gem else [],
+        )
+        trainer.train()
+        if gem:
+            gem.remember(trainer.get_train_dataloader(), task)
+    return [accuracy(model, task) for task in range(TASKS)]
+
+
+def main(steps: int = 100) -> Table:
+    """Compare three ways to learn the tasks."""
+    table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
+    with tempfile.TemporaryDirectory() as folder:
+        for on in (None, "gradient", "both"):
+            memory = EpisodicMemory(per_task=40, label="labels")
+            found = learn(GEMCallback(memory, on=on) if on else None, steps, folder)
+            name = f'GEM, on="{on}"' if on else "fine-tuning"
+            table.add_row(name, *(f"{a:.0%}" for a in [*found, sum(found) / TASKS]))
+    Console().print(table)
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""The callback in Lightning's loop takes the same steps as a loop by hand."""
+
+import importlib
+import io
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("lightning", reason="needs the extra lightning")
+
+import lightning.pytorch as pl  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
+
+from gemproj.integrations.lightning import GEMCallback  # noqa: E402
+from gemproj.torch import EpisodicMemory, GradientProjector  # noqa: E402
+
+ACCUMULATE, CLIP = 2, 0.3
+
+
+class Classifier(pl.LightningModule):
+    def __init__(self, manual=False):
+        super().__init__()
+        self.automatic_optimization = not manual
+        torch.manual_seed(0)
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+    def loss(self, batch):
+        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def training_step(self, batch, batch_idx):
+        if self.automatic_optimization:
+            return self.loss(batch)
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(batch) / ACCUMULATE)
+        if batch_idx % ACCUMULATE == ACCUMULATE - 1:
+            self.clip_gradients(optimizer, CLIP, "norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.1)
+
+
+class Batches:
+    """An iterable that is no list: of those, Lightning takes one item from each element at a time."""
+
+    def __init__(self, batches):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return len(self.batches)
+
+
+def task(k, batches=8):
+    """Tasks that contradict each other: the same inputs, other labels."""
+    x = torch.randn(batches, 6, 4, generator=torch.Generator().manual_seed(0))
+    return Batches([(part, ((part[:, 0] > 0) + k) % 3) for part in x])
+
+
+def trainer(gem, epochs=1, accumulate=ACCUMULATE, clip=CLIP, **options):
+    defaults = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "barebones": False}
+    return pl.Trainer(
+        max_epochs=epochs,
+        callbacks=[gem] if gem else [],
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=clip,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **(defaults | options),
+    )
+
+
+def remember(memory, k):
+    for batch in task(k):
+        memory.add(batch, k)
+
+
+def by_lightning(model, options, tasks=2, make=trainer):
+    gem = GEMCallback(EpisodicMemory(10), Classifier.loss, **options)
+    seen = []
+    for k in range(tasks):
+        make(gem).fit(model, task(k))
+        seen.append(gem.projector.last)
+        remember(gem.memory, k)
+    return gem, seen
+
+
+def by_hand(model, options, tasks=2, context=nullcontext, scaler=None):
+    memory, seen = EpisodicMemory(10), []
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+
+    def loss(model, batch):
+        with context():
+            return model.loss(batch)
+
+    for k in range(tasks):
+        optimizer = model.configure_optimizers()
+        projector = GradientProjector(model.parameters(), **options)
+        projector.attach(optimizer)
+        for i, batch in enumerate(task(k)):
+            scaler.scale(loss(model, batch) / ACCUMULATE).backward()
+            if i % ACCUMULATE == ACCUMULATE - 1:
+                scaler.unscale_(optimizer)
+                projector.recall(model, memory.batches(), loss)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        seen.append(projector.last)
+        remember(memory, k)
+    return seen
+
+
+def assert_same(model, other):
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+OPTIONS = [
+    {},
+    {"on": "both", "metric": "adam"},
+    {"on": "update"},
+    {"on": "both", "margin": 0.1, "interval": 3},
+    {"method": "agem"},
+]
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_fits_as_a_loop_by_hand(options, manual):
+    model, other = Classifier(manual), Classifier()
+    # Lightning does not accumulate nor clip what is optimized manually; the module does.
+    gem, seen = by_lightning(
+        model, options, 3, (lambda gem: trainer(gem, accumulate=1, clip=None)) if manual else trainer
+    )
+    expected = by_hand(other, options, 3)
+    assert_same(model, other)
+    assert [one.constraints for one in seen] == [one.constraints for one in expected] == [0, 1, 2]
+    assert seen[2].worst_cosine == expected[2].worst_cosine
+    assert gem.memory.tasks == [0, 1, 2]
+
+
+def test_without_the_callback_it_would_go_elsewhere():
+    model, other = Classifier(), Classifier()
+    by_lightning(model, {})
+    for k in range(2):
+        trainer(None).fit(other, task(k))
+    assert not torch.equal(model.net[0].weight, other.net[0].weight)
+
+
+@pytest.mark.parametrize("on", ["gradient", "both"])
+def test_constraints_have_the_precision_of_training(on):
+    model, other = Classifier(), Classifier()
+    by_lightning(model, {"on": on}, make=lambda gem: trainer(gem, precision="bf16-mixed"))
+    by_hand(other, {"on": on}, context=lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+    assert_same(model, other)
+
+
+def test_batches_are_converted_as_for_training():
+    model = Classifier()
+    gem, _ = by_lightning(model, {}, make=lambda gem: trainer(gem, precision="64-true"))
+    assert next(gem.memory.batches())[0].dtype == torch.float32
+    assert gem.projector.constraints.dtype == torch.float64
+
+
+@pytest.mark.parametrize("on", ["gradient", "both"])
+def test_a_gradient_scaler_runs_the_closure_before_the_step(on):
+    model, other = Classifier(), Classifier()
+
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+    def make(gem):
+        return trainer(gem, plugins=MixedPrecision("16-mixed", "cpu", scaler=shared))
+
+    shared = scaler()
+    by_lightning(model, {"on": on}, make=make)
+    by_hand(
+        other,
+        {"on": on},
+        context=lambda: torch.autocast("cpu", torch.half, cache_enabled=False),
+        scaler=scaler(),
+    )
+    assert_same(model, other)
+    assert shared.get_scale() > 2.0**10
+
+
+def test_logs_what_the_projector_did():
+    gem = GEMCallback(EpisodicMemory(10), Classifier.loss, on="both")
+    model = Classifier()
+    first = trainer(gem)
+    first.fit(model, task(0))
+    assert not any(name.startswith("gem/") for name in first.logged_metrics)
+    remember(gem.memory, 0)
+    second = trainer(gem)
+    second.fit(model, task(1))
+    last = gem.projector.last
+    logged = {name: float(value) for name, value in second.logged_metrics.items()}
+    assert logged == pytest.approx(
+        {
+            "gem/violations": last.violated,
+            "gem/active": last.active,
+            "gem/cosine": last.cosine,
+            "gem/worst_cosine": last.worst_cosine,
+            "gem/seconds": last.seconds,
+        }
+    )
+
+
+@pytest.mark.parametrize("weights_only", [None, True])
+def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path, weights_only):
+    options = {"on": "both", "metric": "adam", "interval": 3}  # rows of the checkpoint serve after it
+    gem, model = GEMCallback(EpisodicMemory(10, seed=5), Classifier.loss, **options), Classifier()
+    trainer(gem).fit(model, task(0))
+    remember(gem.memory, 0)
+    start = io.BytesIO()
+    torch.save((model.state_dict(), gem.memory.state_dict()), start)
+    trainer(gem, epochs=4).fit(model, task(1))
+    remember(gem.memory, 1)
+
+    start.seek(0)
+    weights, remembered = torch.load(start, weights_only=True)
+    other, before = Classifier(), GEMCallback(EpisodicMemory(10), Classifier.loss, **options)
+    other.load_state_dict(weights)
+    before.memory.load_state_dict(remembered)
+    interrupted = trainer(before, epochs=2)
+    interrupted.fit(other, task(1))
+    interrupted.save_checkpoint(tmp_path / "half.ckpt")
+
+    resumed, after = Classifier(), GEMCallback(EpisodicMemory(10), Classifier.loss, **options)
+    trainer(after, epochs=4).fit(
+        resumed, task(1), ckpt_path=tmp_path / "half.ckpt", weights_only=weights_only
+    )
+    remember(after.memory, 1)
+    assert_same(model, resumed)
+    assert torch.equal(after.projector.constraints, gem.projector.constraints)
+    for kept, other_kept in zip(gem.memory.batches(), after.memory.batches(), strict=True):
+        assert torch.equal(kept[0], other_kept[0])
+
+
+def test_leaves_the_optimizer_alone_afterwards():
+    class Failing(Classifier):
+        def training_step(self, batch, batch_idx):
+            raise RuntimeError("on purpose")
+
+    for model, ending in (
+        (Classifier(), nullcontext()),
+        (Failing(), pytest.raises(RuntimeError, match="on purpose")),
+    ):
+        one = trainer(GEMCallback(EpisodicMemory(10), Classifier.loss))
+        with ending:
+            one.fit(model, task(0))
+        (optimizer,) = one.optimizers
+        assert not optimizer._optimizer_step_pre_hooks
+        assert not optimizer._optimizer_step_post_hooks
+
+
+def test_refuses_what_it_cannot_do():
+    with pytest.raises(TypeError, match="loss must be a function of module and batch; found NoneType"):
+        GEMCallback(EpisodicMemory(), None)
+    with pytest.raises(ValueError, match="on must be one of"):
+        GEMCallback(EpisodicMemory(), Classifier.loss, on="all")
+
+    class Two(Classifier):
+        def configure_optimizers(self):
+            return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
+
+    gem = GEMCallback(EpisodicMemory(), Classifier.loss)
+    with pytest.raises(ValueError, match="one optimizer; found 2"):
+        trainer(gem, accumulate=1, clip=None).fit(Two(manual=True), task(0))
+    for strategy in (DeepSpeedStrategy, FSDPStrategy):
+        running = SimpleNamespace(strategy=object.__new__(strategy))
+        with pytest.raises(ValueError, match=f"cannot work with {strategy.__name__}"):
+            gem.on_train_start(running, Classifier())
+
+
+def test_says_how_to_install_lightning(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
+    monkeypatch.delitem(sys.modules, "gemproj.integrations.lightning")
+    with pytest.raises(ImportError, match=r"pip install 'gemproj\[lightning\]'"):
+        importlib.import_module("gemproj.integrations.lightning")

@@ -1,0 +1,408 @@
+"""GEM under a Trainer does what a plain loop does; its numbers are logged, and it resumes to the bit."""
+
+import contextlib
+import importlib
+import shutil
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from accelerate import Accelerator  # noqa: E402
+from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
+from accelerate.state import AcceleratorState, PartialState  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from transformers import (  # noqa: E402
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+    get_linear_schedule_with_warmup,
+)
+
+from gemproj.integrations.transformers import GEMCallback  # noqa: E402
+from gemproj.torch import EpisodicMemory, GradientProjector  # noqa: E402
+
+LENGTH, LABELS = 6, 4
+
+
+@pytest.fixture(autouse=True)
+def fresh_state():
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def network(peft=False, dtype=torch.float64, dropout=0.0):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=20,
+        n_positions=LENGTH,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        num_labels=LABELS,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        pad_token_id=0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = GPT2ForSequenceClassification(config).to(dtype)
+    if peft:
+        from peft import LoraConfig, get_peft_model
+
+        adapter = LoraConfig(r=2, task_type="SEQ_CLS", lora_dropout=dropout, fan_in_fan_out=True)
+        model = get_peft_model(model, adapter).to(dtype)
+    return model
+
+
+def examples(task, n=20):
+    generator = torch.Generator().manual_seed(task)
+    words = torch.randint(1, 20, (n, LENGTH), generator=generator)
+    return [{"input_ids": ids, "labels": (int(ids[-1]) + task) % LABELS} for ids in words]
+
+
+def arguments(folder, **changes):
+    options = {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "learning_rate": 0.05,
+        "max_grad_norm": 0.5,
+        "warmup_steps": 2,
+        "logging_steps": 2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return TrainingArguments(str(folder), **(options | changes))
+
+
+def learn(gem, model, task, folder, **changes):
+    trainer = Trainer(model, arguments(folder, **changes), train_dataset=examples(task), callbacks=[gem])
+    trainer.train()
+    return trainer
+
+
+def remembered(*tasks):
+    memory = EpisodicMemory(per_task=8, label="labels")
+    for task in tasks:
+        memory.add(default_data_collator(examples(task)), task)
+    return memory
+
+
+def trained(model):
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+
+
+class Watching(TrainerCallback):
+    """Keeps what other callbacks could see."""
+
+    def __init__(self, gem=None):
+        self.gem, self.logs, self.projections, self.constraints = gem, [], [], []
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.projections.append(self.gem.projector.last)
+        self.constraints.append(self.gem.projector.constraints.clone())
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs.append(dict(logs))
+
+
+@pytest.mark.parametrize(
+    ("peft", "options"),
+    [
+        (False, {"on": "gradient", "margin": 0.05}),
+        (False, {"on": "both", "metric": "adam", "interval": 2}),
+        (True, {"on": "gradient"}),
+        (True, {"on": "both"}),
+    ],
+)
+def test_a_trainer_takes_the_steps_of_a_plain_loop(peft, options, tmp_path):
+    seen = []  # the batches of each task, in the order of the trainer
+
+    def collate(features):
+        batch = default_data_collator(features)
+        seen[-1].append(batch)
+        return batch
+
+    model, memory = network(peft), EpisodicMemory(per_task=8, label="labels")
+    gem = GEMCallback(memory, microbatch=3, **options)
+    for task in range(3):
+        seen.append([])
+        trainer = Trainer(
+            model,
+            arguments(tmp_path),
+            train_dataset=examples(task),
+            data_collator=collate,
+            callbacks=[gem],
+        )
+        trainer.model_accepts_loss_kwargs = False  # else sums of losses, for models that do not count items
+        trainer.train()
+        memory.add(default_data_collator(examples(task)), task)
+
+    plain, memory, active = network(peft), EpisodicMemory(per_task=8, label="labels"), 0
+    for task in range(3):
+        projector = GradientProjector(plain.parameters(), **options)
+        optimizer = torch.optim.AdamW(
+            [p for p in plain.parameters() if p.requires_grad], lr=0.05, weight_decay=0.0
+        )
+        projector.attach(optimizer)
+        schedule = get_linear_schedule_with_warmup(optimizer, 2, 6)
+        epochs = [seen[task][:5], seen[task][5:]]
+        assert [len(epoch) for epoch in epochs] == [5, 5]
+        for epoch in epochs:
+            for window in (epoch[:2], epoch[2:4], epoch[4:]):
+                optimizer.zero_grad()
+                for batch in window:
+                    (plain(**batch).loss / len(window)).backward()
+                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+                projector.recall(plain, memory.batches(), microbatch=3)
+                optimizer.step()
+                schedule.step()
+                active += projector.last.active
+        memory.add(default_data_collator(examples(task)), task)
+    assert active > 3
+    moved = torch.linalg.norm(trained(plain) - trained(network(peft)))
+    assert torch.linalg.norm(trained(model) - trained(plain)) < 1e-9 * moved
+
+
+def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
+    gem = GEMCallback(remembered(0, 1))
+    watching, early = Watching(gem), Watching(gem)
+    trainer = Trainer(
+        network(),
+        arguments(tmp_path, eval_strategy="steps", eval_steps=4, logging_steps=4),
+        train_dataset=examples(2),
+        eval_dataset=examples(3),
+        callbacks=[early, watching],
+    )
+    gem.attach(trainer)
+    gem.attach(trainer)
+    assert trainer.callback_handler.callbacks.count(gem) == 1
+    trainer.train()
+    steps = watching.projections
+    assert len(steps) == 6
+    assert sum(p.violated for p in steps[:4]) > 0
+    for history in (early.logs, watching.logs, trainer.state.log_history):
+        first, last = (next(log for log in history if key in log) for key in ("loss", "train_loss"))
+        for log, part in ((first, steps[:4]), (last, steps[4:])):
+            assert log["gem/violations"] == pytest.approx(sum(p.violated for p in part) / len(part))
+            assert log["gem/active"] == pytest.approx(sum(p.active for p in part) / len(part))
+            assert log["gem/cosine"] == pytest.approx(sum(p.cosine for p in part) / len(part))
+            assert log["gem/worst_cosine"] == pytest.approx(min(p.worst_cosine for p in part))
+            assert log["gem/seconds"] == pytest.approx(sum(p.seconds for p in part) / len(part))
+        assert not any(key.startswith("gem/") for log in history if "eval_loss" in log for key in log)
+
+
+def test_without_attach_the_history_has_the_numbers(tmp_path):
+    trainer = learn(GEMCallback(remembered(0)), network(), 1, tmp_path)
+    assert ["gem/cosine" in log for log in trainer.state.log_history] == [True, True, True, False]
+
+
+def test_the_first_task_logs_nothing(tmp_path):
+    trainer = learn(GEMCallback(EpisodicMemory()), network(), 0, tmp_path)
+    assert not any(key.startswith("gem/") for log in trainer.state.log_history for key in log)
+
+
+RESUMABLE = {"save_strategy": "steps", "save_steps": 2, "logging_steps": 1}
+
+
+def gem_of(*tasks):
+    """Tasks in another order than the one that was saved would give other weights."""
+    return GEMCallback(remembered(*tasks), on="both", method="pgd", interval=3)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    model = network(peft=True, dropout=0.2)
+    trainer = learn(gem_of(0, 1), model, 2, folder, **RESUMABLE)
+    return folder, trained(model).clone(), trainer.state.log_history
+
+
+def test_a_resumed_training_ends_with_the_same_bits(uninterrupted, tmp_path):
+    folder, expected, history = uninterrupted
+    for step in (2, 4):
+        here = tmp_path / str(step)
+        here.mkdir()
+        shutil.copytree(folder / f"checkpoint-{step}", here / f"checkpoint-{step}")
+        model, gem = network(peft=True, dropout=0.2), gem_of()
+        trainer = Trainer(model, arguments(here, **RESUMABLE), train_dataset=examples(2), callbacks=[gem])
+        trainer.train(resume_from_checkpoint=True)
+        assert gem.memory.tasks == [0, 1]
+        assert torch.equal(trained(model), expected)
+        for old, new in zip(history[:-1], trainer.state.log_history[:-1], strict=True):
+            assert {k: v for k, v in new.items() if "seconds" not in k} == {
+                k: v for k, v in old.items() if "seconds" not in k
+            }
+
+
+@pytest.mark.parametrize("how", ["load", "arguments", "nothing"])
+def test_a_checkpoint_elsewhere_is_named_by_the_caller(how, uninterrupted, tmp_path):
+    folder, expected, _ = uninterrupted
+    checkpoint = folder / "checkpoint-4"
+    model, gem = network(peft=True, dropout=0.2), gem_of()
+    changes = RESUMABLE | {"save_strategy": "no"}
+    if how == "arguments":
+        changes["resume_from_checkpoint"] = str(checkpoint)
+    trainer = Trainer(model, arguments(tmp_path, **changes), train_dataset=examples(2), callbacks=[gem])
+    if how == "nothing":
+        with pytest.raises(ValueError, match=r"resumes at step 4, but .* Call GEMCallback\.load\(folder\)"):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        return
+    if how == "load":
+        gem.load(checkpoint)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert torch.equal(trained(model), expected)
+
+
+def test_a_state_of_another_step_is_not_taken(uninterrupted, tmp_path):
+    folder, _, _ = uninterrupted
+    gem = gem_of()
+    trainer = Trainer(
+        network(peft=True), arguments(tmp_path, **RESUMABLE), train_dataset=examples(2), callbacks=[gem]
+    )
+    gem.load(folder / "checkpoint-2")
+    with pytest.raises(ValueError, match="resumes at step 4"):
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+
+
+def test_constraints_have_the_precision_of_training(tmp_path):
+    model, kinds = network(dtype=torch.float32), set()
+    model.transformer.h[0].mlp.c_fc.register_forward_hook(
+        lambda module, args, out: kinds.add((module.training, out.dtype))
+    )
+    learn(GEMCallback(remembered(0)), model, 1, tmp_path, bf16=True)
+    assert kinds == {(True, torch.bfloat16), (False, torch.bfloat16)}
+
+
+def test_checkpointed_layers_are_refused_where_gradients_would_miss_them(tmp_path):
+    def run(reentrant, training):
+        model, gem = network(), GEMCallback(remembered(0), training=training)
+        watching = Watching(gem)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        trainer = Trainer(
+            model, arguments(tmp_path, max_steps=1), train_dataset=examples(1), callbacks=[gem, watching]
+        )
+        trainer.train()
+        return watching.constraints[0]
+
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        run(reentrant=True, training=True)
+    rows = run(reentrant=False, training=True)
+    torch.testing.assert_close(run(reentrant=True, training=False), rows)
+    torch.testing.assert_close(run(reentrant=False, training=False), rows)
+
+
+class ByHand:
+    """The events of a trainer, one at a time."""
+
+    def __init__(self, gem, model, optimizer):
+        self.gem, self.optimizer = gem, optimizer
+        self.args = SimpleNamespace(optim="odd", resume_from_checkpoint=None, output_dir="nowhere")
+        self.state = SimpleNamespace(global_step=0, log_history=[])
+        gem.on_train_begin(self.args, self.state, None, model=model, optimizer=optimizer)
+
+    def step(self, step):
+        self.gem.on_pre_optimizer_step(self.args, self.state, None)
+        step()
+        self.gem.on_optimizer_step(self.args, self.state, None, optimizer=self.optimizer)
+        self.state.log_history.append({})
+        self.gem.on_log(self.args, self.state, None, logs={"loss": 1.0})
+        return self.state.log_history[-1]
+
+
+def test_a_step_that_the_scaler_skips_is_not_counted():
+    Accelerator(cpu=True)
+    model, gem = network(dtype=torch.float32), GEMCallback(remembered(0))
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), scaler=scaler)
+    trainer = ByHand(gem, model, optimizer)
+    for finite in (True, False, True):
+        optimizer.zero_grad()
+        scaler.scale(model(**default_data_collator(examples(1))).loss).backward()
+        if not finite:
+            model.score.weight.grad[0] = float("inf")
+        log = trainer.step(optimizer.step)
+        assert optimizer.step_was_skipped is not finite
+        assert ("gem/cosine" in log) is finite
+
+
+def test_steps_out_of_sight_are_reported():
+    Accelerator(cpu=True)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="optim='odd' are not taken by optimizer"):
+        ByHand(GEMCallback(remembered(0)), model, optimizer).step(lambda: None)
+
+
+def test_deepspeed_is_refused(monkeypatch):
+    Accelerator(cpu=True)
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.DEEPSPEED)
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="DEEPSPEED takes its steps itself"):
+        ByHand(GEMCallback(remembered(0)), model, optimizer)
+
+
+def test_a_training_that_broke_off_leaves_no_second_hook(tmp_path):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            raise KeyboardInterrupt
+
+    model, gem, failing = network(), GEMCallback(remembered(0)), Failing()
+    trainer = Trainer(model, arguments(tmp_path), train_dataset=examples(1), callbacks=[gem, failing])
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    assert gem.projector is not None
+    trainer.remove_callback(failing)
+    counts, plain = [], torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    GradientProjector(plain.param_groups[0]["params"]).attach(plain)
+    expected = len(plain._optimizer_step_pre_hooks)
+
+    class Counting(TrainerCallback):
+        def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
+            counts.append(len(optimizer.optimizer._optimizer_step_pre_hooks))
+
+        on_train_end = on_train_begin
+
+    gem.attach(trainer)
+    trainer.add_callback(Counting())
+    trainer.train()
+    assert counts[0] > counts[1] == 0
+    assert counts[0] == expected
+    assert gem.projector is None
+
+
+def test_remember_takes_a_loader_and_wants_fixed_shapes(tmp_path):
+    gem = GEMCallback(EpisodicMemory(per_task=8, label="labels"))
+    trainer = learn(gem, network(), 0, tmp_path)
+    gem.remember(trainer.get_train_dataloader(), task=0)
+    assert gem.memory.tasks == [0]
+    assert sorted(next(gem.memory.batches())) == ["input_ids", "labels"]
+    short = default_data_collator([{**one, "input_ids": one["input_ids"][:3]} for one in examples(1)])
+    with pytest.raises(ValueError, match="Pad sequences to a fixed length"):
+        gem.remember([short], task=1)
+
+
+def test_bad_options_are_reported_at_once():
+    with pytest.raises(ValueError, match="on must be one of"):
+        GEMCallback(EpisodicMemory(), on="step")
+
+
+def test_the_install_line_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "gemproj.integrations.transformers")
+    with pytest.raises(ImportError, match=r"pip install 'gemproj\[transformers\]'"):
+        importlib.import_module("gemproj.integrations.transformers")
