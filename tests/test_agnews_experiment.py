@@ -200,17 +200,6 @@ def test_every_method_can_be_summarized(stage):
     assert "One seed." in table
 
 
-def test_constraint_gradients_are_taken_without_dropout(stage):
-    model, _ = train.backbone.load(stage[1], 0)
-    examples = train.encode(stage[0][0].train, _, MINI.max_length, torch.device("cpu"))
-    model.train()
-    state = torch.get_rng_state()
-    one, two = (float(loss.detach()) for loss in train.memory_losses(model, [examples, examples]))
-    assert one == two
-    assert torch.equal(state, torch.get_rng_state())
-    assert model.training
-
-
 def test_a_failing_run_is_named_and_costs_no_other(tmp_path):
     screen = io.StringIO()
     run = compare.Run("agem", 7, tmp_path / "agem-seed7.json")

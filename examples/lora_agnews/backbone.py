@@ -76,7 +76,7 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
 
 
-def load(folder: Path, seed: int) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreTrainedTokenizerBase]:
     """Load a backbone and give it adapters and a head.
 
     Parameters
@@ -85,6 +85,8 @@ def load(folder: Path, seed: int) -> tuple[PeftModel, PreTrainedTokenizerBase]:
         What `locate` or `pretrain.prepare` returned.
     seed : int
         Seeds torch for good: the head and the adapters, and after them every dropout mask of the run.
+    dropout : bool
+        Whether there are such masks.
 
     Returns
     -------
@@ -102,4 +104,9 @@ def load(folder: Path, seed: int) -> tuple[PeftModel, PreTrainedTokenizerBase]:
         folder, num_labels=len(CLASSES), dtype=torch.float32
     )
     model.config.pad_token_id = tokenizer.pad_token_id
-    return get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **LORA)), tokenizer
+    model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **LORA))
+    if not dropout:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.0
+    return model, tokenizer

@@ -11,9 +11,10 @@ import queue
 import signal
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import gemproj
 
-from . import backbone, stream, train
+from . import backbone, ranks, stream, train
 from .config import Config
 from .methods import METHODS
 from .stream import Experience
@@ -72,7 +73,7 @@ def compare(
         Names of the runs that raised; their tracebacks are beside the results.
     """
     (out / "runs").mkdir(parents=True, exist_ok=True)
-    identity = {
+    identity: Record = {
         "settings": {k: v for k, v in asdict(config).items() if k not in ELSEWHERE and k[:6] != "small_"},
         "data": stream.fingerprint(experiences),
         "backbone": backbone.fingerprint(folder),
@@ -83,13 +84,20 @@ def compare(
         for method in config.methods
         for seed in config.seeds
     ]
+    if ranks.count() > 1:
+        identity["processes"] = ranks.count()
     waiting = []
     for run in runs:
         if finished(run, identity):
             console.print(f"[dim]kept      {run.title} (finished earlier with the same settings)")
         else:
             waiting.append(run)
-    failed = _run_all(waiting, identity, (config, experiences, folder), jobs, console) if waiting else []
+    work = config, experiences, folder
+    if ranks.count() > 1:
+        failed = _run_together(ranks.as_the_first(waiting), identity, work, console)
+        runs = runs if ranks.rank() == 0 else []
+    else:
+        failed = _run_all(waiting, identity, work, jobs, console) if waiting else []
     done = [run for run in runs if run.title not in failed]
     return [json.loads(run.path.read_text(encoding="utf-8"))["result"] for run in done], failed
 
@@ -156,7 +164,7 @@ def _run_all(
         ]
         # Ctrl-C reaches every process of the terminal; the workers inherit that they ignore it.
         ctrl_c = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        futures = {pool.submit(_work, work, run, k, messages): k for k, run in enumerate(runs)}
+        futures = {pool.submit(_work_apart, work, run, k, messages): k for k, run in enumerate(runs)}
         signal.signal(signal.SIGINT, ctrl_c)
         try:
             pending: set[Future[Record]] = set(futures)
@@ -176,16 +184,47 @@ def _run_all(
     return failed
 
 
-def _work(work: tuple[Config, Sequence[Experience], Path], run: Run, index: int, messages: Any) -> Record:
-    """Do one run, in a worker process."""
+def _run_together(
+    runs: Sequence[Run], identity: Record, work: tuple[Any, ...], console: Console
+) -> list[str]:
+    """Do one run after the other, each with all processes; the first one keeps the results."""
+    failed = []
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(BAR), MofNCompleteColumn(), console=console
+    ) as progress:
+        for run in runs:
+            bar = progress.add_task(f"{run.title:<20}")
+            future: Future[Record] = Future()
+            try:
+                future.set_result(_work(work, run, partial(_advance, progress, bar)))
+            except Exception as error:
+                future.set_exception(error)
+            if ranks.rank() == 0 and not _settle(future, run, identity, progress, bar):
+                failed.append(run.title)
+    return failed
+
+
+def _advance(progress: Progress, bar: Any, done: int, total: int, note: str) -> None:
+    progress.update(bar, completed=done, total=total)
+
+
+def _work(
+    work: tuple[Config, Sequence[Experience], Path], run: Run, on_step: Callable[[int, int, str], None]
+) -> Record:
+    """Do one run."""
     config, experiences, folder = work
     if config.device == "cpu":
         torch.set_num_threads(1)
     start = time.perf_counter()
-    result = train.run(
-        config, run.method, run.seed, experiences, folder, lambda *news: messages.put((index, *news))
-    )
+    result = train.run(config, run.method, run.seed, experiences, folder, on_step)
     return result | {"wall_seconds": time.perf_counter() - start}
+
+
+def _work_apart(
+    work: tuple[Config, Sequence[Experience], Path], run: Run, index: int, messages: Any
+) -> Record:
+    """Do one run in a worker process, which tells of it in messages."""
+    return _work(work, run, lambda *news: messages.put((index, *news)))
 
 
 def _show(messages: Any, progress: Progress, bars: Sequence[Any]) -> None:

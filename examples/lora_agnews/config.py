@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-METHODS = ("plain", "agem", "gem", "igem", "replay")
+METHODS = ("plain", "agem", "sgem", "gem", "igem", "gem-step", "softgem", "mega1", "mega2", "replay")
 CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 
 
@@ -34,6 +34,13 @@ class Config:
         gradient and for replay.
     margin, pgd_steps, projection_interval
         Memory strength of GEM and I-GEM, I-GEM's budget, and how many steps lie between two projections.
+    on, metric
+        What ``gem-step`` projects, the step that AdamW applies (``update``) or first the gradient
+        (``both``), and in which distance: see `gemproj.torch.GradientProjector`.
+    penalty
+        What SOFT-GEM's hinges weigh.
+    dropout
+        Whether the model drops out while it learns. Without it, the number of processes does not matter.
     backbone, max_length
         A model name on the hub, a local folder, or ``small`` (pretrained here on the stream's training text).
     small_layers, small_width, small_vocabulary, small_steps
@@ -47,7 +54,7 @@ class Config:
 
     preset: str = "paper"
     seeds: tuple[int, ...] = (0, 2, 5, 7, 11)
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = ("plain", "agem", "gem", "igem", "gem-step", "replay")
     experiences: int = 3
     rows: int = 6_000
     dominant_share: float = 0.9
@@ -60,6 +67,10 @@ class Config:
     margin: float = 0.3
     pgd_steps: int = 3
     projection_interval: int = 1
+    on: str = "both"
+    metric: str = "adam"
+    penalty: float = 1.0
+    dropout: bool = True
     backbone: str = "gpt2-medium"
     max_length: int = 512
     small_layers: int = 2
@@ -73,7 +84,7 @@ class Config:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if isinstance(value, int) and value < 1:
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise SetupError(f"{name} must be at least 1, got {value}")
         if unknown := set(self.methods) - set(METHODS):
             raise SetupError(f"unknown methods {sorted(unknown)}; choose from {', '.join(METHODS)}")
@@ -87,6 +98,13 @@ class Config:
             raise SetupError("experiences must be at least 2: nothing can be forgotten in one")
         if not 0 < self.dominant_share < 1:
             raise SetupError(f"dominant_share must lie between 0 and 1, got {self.dominant_share}")
+        if self.on not in ("gradient", "update", "both") or self.metric not in ("euclidean", "adam"):
+            raise SetupError(
+                "on must be gradient, update or both and metric euclidean or adam, "
+                f"got {self.on} and {self.metric}"
+            )
+        if self.penalty <= 0:
+            raise SetupError(f"penalty must be positive, got {self.penalty}")
         if self.lr <= 0 or self.margin < 0:
             raise SetupError(f"lr must be positive and margin not negative, got {self.lr} and {self.margin}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -13,7 +14,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import backbone, compare, data, figures, pretrain, report, stream
+from . import backbone, compare, data, figures, pretrain, ranks, report, stream
 from .config import Config, SetupError
 from .stream import Experience, Split
 
@@ -61,16 +62,18 @@ def run(
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
 
     if config.backbone == "small":
-        model = _small_backbone(config, experiences, cache, console)
+        with ranks.first_goes_ahead():
+            model = _small_backbone(config, experiences, cache, console)
     else:
         model = backbone.locate(config.backbone)
         console.print(f"[bold]backbone[/]  {config.backbone}")
 
     workers = jobs or (compare.usable_cores() if config.device == "cpu" else 1)
     count = len(config.methods) * len(config.seeds)
-    console.print(
-        f"[bold]runs[/]      {count} on {config.device}, {min(workers, count)} at a time, into {out}"
-    )
+    at_once = f"{min(workers, count)} at a time"
+    if ranks.count() > 1:
+        at_once = f"each by {ranks.count()} processes together"
+    console.print(f"[bold]runs[/]      {count} on {config.device}, {at_once}, into {out}")
     records, failed = compare.compare(config, experiences, model, out, workers, console)
     if records:
         about = {
@@ -122,6 +125,8 @@ def _merge(splits: Sequence[Split]) -> Split:
 
 
 def _device(name: str) -> str:
+    if name in ("auto", "cuda") and ranks.count() > 1 and torch.cuda.is_available():
+        return f"cuda:{os.environ['LOCAL_RANK']}"
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

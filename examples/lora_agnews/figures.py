@@ -99,7 +99,7 @@ def accuracy_over_steps(records: Sequence[Record]) -> Figure:
     for axes in grid.flat[tasks:]:
         axes.set_visible(False)
     figure.supylabel("Test accuracy (%)", fontsize=10)
-    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
     _footnote(figure, "Grey: the task is being learned. Bands: standard deviation across seeds.")
     return figure
 
@@ -124,7 +124,7 @@ def transfer(summary: Summary) -> Figure:
     axes.set_xticks(range(len(metrics)), list(metrics))
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("Difference in accuracy")
-    figure.legend(loc="outside upper center", ncols=5)
+    figure.legend(loc="outside upper center", ncols=6)
     _footnote(figure, "Error bars: standard deviation across seeds.")
     return figure
 

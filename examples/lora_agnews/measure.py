@@ -33,6 +33,11 @@ class Clock:
         yield
         self.seconds[phase].append(self._now() - start)
 
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Count a part of the last measurement of one phase as another's."""
+        self.seconds[source][-1] -= seconds
+        self.seconds[target].append(seconds)
+
     def reset(self) -> None:
         """Forget all that was measured."""
         self.seconds.clear()
@@ -69,15 +74,15 @@ class Gauge:
         self.probes: list[dict[str, float]] = []
 
     def before_step(self) -> None:
-        """Remember the gradients, and where the parameters are."""
-        self._gradient = _flat(p.grad for p in self._parameters)
+        """Remember where the parameters are."""
         self._before = _flat(self._parameters)
 
     def after_step(self, step: int) -> None:
         """Write down how the step lies to the tasks' gradients."""
         update = self._before - _flat(self._parameters)
         G = self._projector.constraints.cpu().double()
-        worst = {"gradient": worst_cosine(G, self._gradient), "update": worst_cosine(G, update)}
+        gradient = _flat(p.grad for p in self._parameters)  # as the optimizer was given it
+        worst = {"gradient": worst_cosine(G, gradient), "update": worst_cosine(G, update)}
         self.probes.append({"step": step} | worst)
 
 

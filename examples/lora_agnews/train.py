@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
-from . import backbone, metrics
+from . import backbone, metrics, ranks
 from .config import Config
 from .measure import Clock, Gauge
 from .methods import METHODS
@@ -50,8 +51,9 @@ def run(
     """
     method = METHODS[method_name]
     device = torch.device(config.device)
-    model, tokenizer = backbone.load(folder, seed)
+    model, tokenizer = backbone.load(folder, seed, config.dropout)
     model.to(device)
+    learner = ranks.learner(model)
     tasks = [stream[k] for k in order(config.experiences, seed)]
     train = [encode(task.train, tokenizer, config.max_length, device) for task in tasks]
     test = [encode(task.test, tokenizer, config.max_length, device) for task in tasks]
@@ -61,8 +63,13 @@ def run(
     optimizer = torch.optim.AdamW(trainable, lr=config.lr)
     memory = EpisodicMemory(per_task=config.per_task, label="labels", seed=seed)
     projector = GradientProjector(trainable, **method.projector(config))
+    attached = projector.on != "gradient"
+    if attached:
+        projector.attach(optimizer)
     witness = projector if method.constraints == "tasks" else GradientProjector(trainable)
     gauge = Gauge(trainable, witness)
+    d = sum(p.numel() for p in trainable)
+    project(torch.ones(2, d, device=device), -torch.ones(d, device=device))  # what it compiles is not timed
     shuffler = torch.Generator().manual_seed(seed)
     clock = Clock(device)
 
@@ -84,27 +91,33 @@ def run(
             probing = remembered and (step % config.probe_interval == 0 or task_ends)
 
             with clock("batch"):
-                loss = batch_loss(model, batch)
+                loss = shared_loss(learner, batch)
                 if method.replay and remembered:
-                    loss = loss + batch_loss(model, memory.sample(config.sample_size))
+                    loss = loss + shared_loss(learner, memory.sample(config.sample_size))
                 optimizer.zero_grad()
                 loss.backward()
 
             if projecting:
                 with clock("constraints"):
-                    sampled = method.constraints == "sample"
-                    stored = [memory.sample(config.sample_size)] if sampled else memory.batches()
-                    projector.constrain(memory_losses(model, stored))
-                with clock("projection"):
-                    projector.project_()
+                    projector.recall(
+                        learner, stored(memory, method.constraints, config.sample_size), batch_loss
+                    )
+                if not attached:
+                    with clock("projection"):
+                        projector.project_(loss)
+            elif attached:
+                projector.reset()
 
             if probing:  # outside every timer: fine-tuning, A-GEM and replay do not need these gradients
                 if not (projecting and witness is projector):
-                    witness.constrain(memory_losses(model, memory.batches()))
+                    witness.recall(learner, stored(memory, "tasks", 0), batch_loss)
                 gauge.before_step()
 
             with clock("optimizer"):
                 optimizer.step()
+            if attached and projecting and projector.last is not None:
+                seconds = projector.last.seconds - clock.seconds["constraints"][-1]
+                clock.move(seconds, "optimizer", "projection")
 
             if probing:
                 gauge.after_step(step)
@@ -124,7 +137,7 @@ def run(
         "method": method_name,
         "seed": seed,
         "order": [task.name for task in tasks],
-        "parameters": sum(p.numel() for p in trainable),
+        "parameters": d,
         "accuracies": R,
         "metrics": {
             "average_accuracy": metrics.average_accuracy(R),
@@ -189,16 +202,22 @@ def batch_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     return model(**trim(batch)).loss
 
 
-def memory_losses(model: torch.nn.Module, stored: Iterable[Batch]) -> Iterator[Tensor]:
-    """Yield the loss on each stored batch, without dropout.
+def shared_loss(learner: torch.nn.Module, batch: Batch) -> Tensor:
+    """Return the loss on this process's part of a batch, weighed so that processes average to the whole."""
+    part, weight = ranks.share(batch)
+    return weight * batch_loss(learner, part)
 
-    A constraint is about the loss on the memory itself, not about a random thinning of it. Besides, no random
-    number is drawn, so every method sees the same dropout masks in training.
-    """
-    model.eval()
-    for batch in stored:
-        yield batch_loss(model, batch)
-    model.train()
+
+def stored(memory: EpisodicMemory, which: str, size: int) -> Iterator[Batch]:
+    """Yield this process's part of what constrains a step; the same rows are stored on all."""
+    if which == "sample":
+        chosen = [memory.sample(size)]
+    elif which == "task":
+        chosen = [memory.batch(memory.draw_task())]
+    else:
+        chosen = list(memory.batches())
+    for batch in chosen:
+        yield rows(batch, slice(ranks.rank(), None, ranks.count()))
 
 
 @torch.no_grad()
