@@ -1,6 +1,7 @@
 """The step that an optimizer applies: what GEM does not promise for it, and what the update modes do."""
 
 import copy
+import pickle
 
 import pytest
 
@@ -452,6 +453,21 @@ def test_attaching_twice_is_an_error_and_again_is_not():
     projector.attach(torch.optim.SGD(model.parameters(), lr=0.1))  # the one of the next task
     attached.remove()
     projector.attach(optimizer)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
+def test_a_copy_is_attached_to_nothing(duplicate):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector = GradientProjector(model.parameters(), on="both")
+    projector.attach(optimizer)
+    projector.recall(model, past_tasks(), loss)
+    other = duplicate(projector)
+    assert torch.equal(other.constraints, projector.constraints)
+    assert other.constraints.data_ptr() != projector.constraints.data_ptr()
+    parameters = other._layout.parameters
+    assert all(p is not q for p, q in zip(parameters, model.parameters(), strict=True))
+    other.attach(torch.optim.SGD(parameters, lr=0.1))
 
 
 def test_detached_and_unconstrained_steps_are_left_alone():

@@ -125,6 +125,13 @@ class GradientProjector:
         how = f"on={self.on!r}, metric={self.metric!r}, interval={self.interval}"
         return f"GradientProjector({sizes}, {method!r}, margin={margin}, penalty={penalty}, {how})"
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, too: it is attached to nothing."""
+        return {name: value for name, value in self.__dict__.items() if name != "_attached"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _attached=WeakSet())
+
     @property
     def constraints(self) -> Tensor:
         """The constraint matrix G, shape (t, d): a view, one row per past task, the columns that are here."""
