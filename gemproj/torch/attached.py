@@ -88,8 +88,9 @@ class Attached:
     @torch.compiler.disable
     def _change(self, loss: Any) -> None:
         self._last = self._before(loss, skipped=self._skipped)
-        # Gradients may be gone after the step: optimizers and other hooks drop them.
-        self._moving = self._step.moving()
+        if self._on != "gradient":
+            # Gradients may be gone after the step: optimizers and other hooks drop them.
+            self._moving = self._step.moving()
 
     @torch.compiler.disable
     @torch.no_grad()

@@ -107,8 +107,8 @@ class GradientProjector:
         self._layout = Layout(parameters, group)
         self._cone = Cone(self._layout)
         self._options = read_options(method, margin, penalty)
-        made_for_gradients = hasattr(self._options.method, "reference_loss")
-        if on != "gradient" and (made_for_gradients or isinstance(self._options.method, GEM2017)):
+        self._compares_losses = hasattr(self._options.method, "reference_loss")  # as MEGA does
+        if on != "gradient" and (self._compares_losses or isinstance(self._options.method, GEM2017)):
             raise ValueError(
                 f"{self._options.method!r} is made for gradients, in their units; use on='gradient', or "
                 "another method for steps."
@@ -319,7 +319,7 @@ class GradientProjector:
     def _chosen(self, one_pass: bool | Literal["auto"] | None) -> Choice:
         if one_pass is None:
             one_pass = self._layout.device.type != "cpu" and "auto"
-        if one_pass is not False and hasattr(self._options.method, "reference_loss"):
+        if self._compares_losses:
             one_pass = False  # the losses themselves are needed, task by task
         if self._choice is None or self._choice.one_pass != one_pass:
             self._choice = Choice(one_pass)
@@ -328,7 +328,7 @@ class GradientProjector:
     def _informed(self, loss: Tensor | float | None) -> Options:
         """Tell the method the losses, if it asks for them."""
         method, losses = self._options.method, self._cone.rows.losses
-        if not hasattr(method, "reference_loss") or loss is None or not losses:
+        if not self._compares_losses or loss is None or not losses:
             return self._options
         here = torch.as_tensor(loss, device=self._layout.device).detach().to(losses[0].dtype)
         if self._layout.several:

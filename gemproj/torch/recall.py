@@ -96,7 +96,8 @@ def recall(
                 row.mul_(count / whole)
         return found
 
-    alone = layout.sharded or 0 in counts or (microbatch is not None and sum(counts) > microbatch)
+    large = microbatch is not None and sum(counts) > microbatch
+    alone = not choice.one_pass or layout.sharded or 0 in counts or large
     reached: list[bool] = []
     try:
         if layout.sharded:
