@@ -3,38 +3,23 @@
 Three stages, data flowing one way: ``(G, g) -> gram -> (K, b) -> method -> multipliers -> combine -> x``.
 """
 
-from gemproj._dual import DualSolution, solve_dual
-from gemproj._gram import Gram, gram
-from gemproj._project import combine, project
-from gemproj.methods import (
-    AGEM,
-    FISTA,
-    GEM2017,
-    MEGA1,
-    MEGA2,
-    OSQP,
-    PGD,
-    SGEM,
-    Equality,
-    Exact,
-    Method,
-    Quadprog,
-    Status,
-)
+from gemproj._combine import combine
+from gemproj._dual import solve_dual, solve_gram
+from gemproj._gram import gram
+from gemproj._project import project
+from gemproj._solution import DualSolution
+from gemproj._tspace import Gram
+from gemproj.methods import AGEM, FISTA, GEM2017, OSQP, PGD, Exact, Method, Quadprog, Status
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AGEM",
     "FISTA",
     "GEM2017",
-    "MEGA1",
-    "MEGA2",
     "OSQP",
     "PGD",
-    "SGEM",
     "DualSolution",
-    "Equality",
     "Exact",
     "Gram",
     "Method",
@@ -44,4 +29,5 @@ __all__ = [
     "gram",
     "project",
     "solve_dual",
+    "solve_gram",
 ]

@@ -3,91 +3,86 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
-from gemproj._array import Array, Problem
+from gemproj._arrays import Array
+from gemproj._problem import Problem
+from gemproj._refine import solve_free
 from gemproj._solution import DualSolution
-from gemproj.methods import Exact
 
 
-def pull_back(
-    problem: Problem, sol: DualSolution, x: list[Array], upstream: list[Array]
-) -> tuple[list[Array], list[Array], list[Array]]:
-    """Return the gradients of a scalar with respect to G, g and the metric, from that with respect to x.
+class Gradients(NamedTuple):
+    """Gradients of a scalar with respect to the arguments of a projection; those of bounds (..., t)."""
 
-    With P the rows whose multiplier is between its bounds, ``G_P x = 0`` holds around the solution.
-    For an upstream gradient v, and W the metric,
+    G: list[Array]
+    g: list[Array]
+    metric: list[Array]
+    h: Array
+    margin: Array
+    penalty: Array
+
+
+def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: list[Array]) -> Gradients:
+    """Return the gradients of a scalar with respect to all arguments, from that with respect to x.
+
+    With P the free rows, whose multiplier is between its bounds, ``G_P x = h_P`` holds around the
+    solution. For an upstream gradient v, and W the metric,
 
         z_P = K_PP^-1 G_P W^-1 v,    p = v - G_P' z_P,
-        dg = p,    dG_i = lam_i W^-1 p - z_i x,    dW = -(x - g) W^-1 p.
+        dg = p,    dG_i = lam_i W^-1 p - z_i x,    dW = -(x - g) W^-1 p,    dh = z,
 
-    Where the active set changes (a multiplier and its s are both zero) this is one of several
-    one-sided derivatives.
+    and a bound that a multiplier is held at has the gradient ``G_i W^-1 p``. Where the active set changes
+    (a multiplier is at a bound and its slack is zero) this is one of several one-sided derivatives.
     """
-    xp, batch = problem.xp, problem.batch
-    weight = problem.weight or [xp.ones_like(v) for v in problem.vector]
+    xp, batch, t = problem.xp, problem.batch, problem.t
+    lead = () if problem.shared else batch
+    weight = problem.weight
+    if weight is None:
+        skip = len(batch) - len(lead)
+        weight = [xp.ones(v.shape[skip:], dtype=v.dtype, device=problem.device) for v in problem.vector]
 
     def flat(a: Array, *lead: int) -> Array:
-        size = math.prod(a.shape[len(batch) + len(lead) :])
-        return xp.astype(xp.reshape(a, (*batch, *lead, size)), problem.wide)
+        return xp.astype(xp.reshape(a, (*lead, math.prod(a.shape[len(lead) :]))), problem.wide)
 
-    # Only free rows count, and one that was left out may hold what is not finite.
-    used = sol.free()[..., None]
-    rows = [xp.where(used, flat(a, problem.t), xp.zeros_like(used * 1.0)) for a in problem.rows]
-    weights = [flat(w) for w in weight]
-    units = 1.0 if sol.units is None else sol.units[..., :-1]
-    p, z = [flat(v) for v in upstream], 0.0 * sol.multipliers
-    # Where rows nearly cancel, what rounding leaves of z along them is taken out once more.
-    for _ in range(1 if sol.factor is None else 2):
-        u = sum(xp.matmul(a, (v / w)[..., None])[..., 0] for a, v, w in zip(rows, p, weights, strict=True))
-        step = sol.solve_free(u * units) * units
+    # Rows that are not finite were left out, and have norm zero in K.
+    finite = xp.linalg.diagonal(sol.gram.K) > 0
+    if problem.shared and finite.ndim > 1:
+        finite = xp.any(xp.reshape(finite, (-1, t)), axis=0)
+    rows = [xp.where(finite[..., None], flat(a, *lead, t), 0.0) for a in problem.rows]
+    weights = [flat(w, *lead) for w in weight]
+    free = sol.free
+    p, z = [flat(v, *batch) for v in upstream], xp.zeros_like(sol.multipliers)
+
+    def along(vectors: list[Array]) -> Array:
+        """Return G W^-1 v, (..., t)."""
+        products = [
+            xp.matmul(a, (v / w)[..., None])[..., 0] for a, v, w in zip(rows, vectors, weights, strict=True)
+        ]
+        return sum(products[1:], products[0])
+
+    # Where rows nearly cancel, the rounding of z along them is taken out once more.
+    for _ in range(1 if sol._factor is None else 2):
+        step = solve_free(sol, xp.where(free, along(p), xp.zeros_like(z)))
         z = z + step
         p = [v - xp.matmul(step[..., None, :], a)[..., 0, :] for a, v in zip(rows, p, strict=True)]
 
+    to_bound, zero = along(p), xp.zeros_like(z)
+    held = xp.where(free, zero, to_bound)
+    at_upper = sol.multipliers >= sol.upper
+    lam = sol.multipliers
     grads: tuple[list[Array], list[Array], list[Array]] = ([], [], [])
-    lam = sol.multipliers[..., None]
-    for k, (v, w, y) in enumerate(zip(p, weights, map(flat, x), strict=True)):
-        scaled = v / w
-        by_row = lam * scaled[..., None, :] - z[..., None] * y[..., None, :]
-        by_weight = -(y - flat(problem.vector[k])) * scaled
+    for k, (v, w, y) in enumerate(zip(p, weights, x, strict=True)):
+        y, scaled = flat(y, *batch), v / w
+        if problem.shared:
+            lam_t, z_t = (xp.matrix_transpose(xp.reshape(a, (-1, t))) for a in (lam, z))
+            n = y.shape[-1]
+            by_row = xp.matmul(lam_t, xp.reshape(scaled, (-1, n))) - xp.matmul(z_t, xp.reshape(y, (-1, n)))
+        else:
+            by_row = lam[..., None] * scaled[..., None, :] - z[..., None] * y[..., None, :]
+        by_weight = -(y - flat(problem.vector[k], *batch)) * scaled
         likes = (problem.rows[k], problem.vector[k], weight[k])
         for to, value, like in zip(grads, (by_row, v, by_weight), likes, strict=True):
+            if math.prod(value.shape) != math.prod(like.shape):  # a metric that all gradients share
+                value = xp.sum(xp.reshape(value, (-1, math.prod(like.shape))), axis=0)
             to.append(xp.astype(xp.reshape(value, like.shape), like.dtype))
-    return grads
-
-
-def record(problem: Problem, sol: DualSolution, x: Any, method: Any) -> Any:
-    """Return x as autograd sees it: with the derivative of the projection."""
-    if not isinstance(method, Exact):
-        raise ValueError(
-            f"Gradients flow through method 'exact' only; method is {method!r}, but G, g or metric "
-            "requires a gradient. Detach them, or use method='exact'."
-        )
-    blocks = problem.unpack(x)
-    return problem.pack(list(_function().apply(problem, sol, blocks, *(problem.traced or []))))
-
-
-@lru_cache(maxsize=1)
-def _function() -> Any:
-    import torch
-
-    class Projection(torch.autograd.Function):
-        """x, already computed, as a function of the arrays that it was computed from."""
-
-        @staticmethod
-        def forward(ctx, problem, sol, x, *traced):
-            x = [a.clone() if any(a is v for v in problem.vector) else a for a in x]
-            ctx.problem, ctx.sol = problem, sol
-            ctx.save_for_backward(*traced, *x)
-            return tuple(x)
-
-        @staticmethod
-        @torch.autograd.function.once_differentiable
-        def backward(ctx, *upstream):
-            n = len(upstream)
-            saved = ctx.saved_tensors  # raises if G or g was changed in the meantime
-            grads = pull_back(ctx.problem, ctx.sol, list(saved[-n:]), list(upstream))
-            return None, None, None, *grads[0], *grads[1], *(grads[2] if ctx.problem.weight else [])
-
-    return Projection
+    return Gradients(*grads, z, xp.where(at_upper, zero, held), xp.where(at_upper, held, zero))

@@ -2,49 +2,46 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
-import array_api_compat
 import numpy as np
 
-from gemproj._array import (
+from gemproj._arrays import (
     Array,
     Blocks,
-    Problem,
     detach,
     device_of,
-    is_real_floating,
+    from_numpy,
+    is_array,
     namespace,
     on_host,
-    read_problem,
     to_numpy,
 )
-from gemproj._gram import Gram, Measured, measure
+from gemproj._bounds import check_scalar, make_bounds, standard_form
+from gemproj._checks import check_feasible, check_finite, check_gram, check_range, drop_not_finite
+from gemproj._constants import WIDE_ROUNDING
+from gemproj._problem import Problem, check_multipliers, check_problem, shape
 from gemproj._refine import refine_directly, return_to_rows
-from gemproj._solution import DualSolution, from_units, in_units, shift
-from gemproj.kernels import available
-from gemproj.methods import AnyMethod, Equality, Exact, Method, Status, find
-from gemproj.methods._method import check_count, check_number, clip, snap
+from gemproj._solution import DualSolution
+from gemproj._tspace import Measured, clip, snap
+from gemproj.backends import select, solver_for
+from gemproj.methods import AnyMethod, Exact, Method, Status, as_method
+from gemproj.methods._method import check_count
 
 
-class Options(NamedTuple):
-    """The checked options of a projection, none of which depends on its data."""
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The checked options of a projection; those that are arrays are checked against b later."""
 
     method: Any
-    margin: float = 0.0
-    penalty: float = math.inf
-    check: bool | None = None
-    refine: int | None = None
-
-    @property
-    def plain(self) -> bool:
-        """Whether this is the exact projection onto the cone, without anything else."""
-        return type(self.method) is Exact and not (
-            self.margin or self.penalty < math.inf or self.refine is not None
-        )
+    h: Any = None
+    margin: Any = 0.0
+    penalty: Any = None
+    equality: Any = False
+    refine: int = 0
 
 
 def solve_dual(
@@ -52,14 +49,18 @@ def solve_dual(
     g: Blocks,
     *,
     method: AnyMethod = "exact",
-    warm_start: Array | None = None,
-    margin: float = 0.0,
-    penalty: float | None = None,
+    h: Array | None = None,
+    margin: float | Array = 0.0,
+    penalty: float | Array | None = None,
+    equality: bool | Array = False,
     metric: Blocks | None = None,
-    check: bool | None = None,
-    refine: int | None = None,
+    warm_start: Array | None = None,
+    refine: int = 0,
 ) -> DualSolution:
-    """Solve the dual of the projection: ``min 1/2 lam'K lam + b'lam`` over ``margin <= lam <= penalty``.
+    """Solve the dual of the projection of g onto ``{x : G @ x >= h}``.
+
+    ``min 1/2 lam'K lam + (b - h)'lam`` over ``lower <= lam <= upper``, with ``K = G G'`` and ``b = G g``.
+    It starts from the constraint matrix G and the gradient g; `solve_gram` starts from K and b.
 
     Parameters
     ----------
@@ -67,29 +68,29 @@ def solve_dual(
         Constraint gradients as rows; leading dimensions are independent problems. Or a sequence or
         mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, with `g` alike: one problem.
     g : array, shape (..., d), or blocks
-        The proposed gradient.
+        The proposed gradient. Leading dimensions of G and g are broadcast; many gradients (m, d) for
+        one G (t, d) measure K once.
     method : str, Method or callable, default "exact"
-        "exact", "pgd", "fista", "agem", "sgem", "quadprog", "osqp", "gem2017" or "equality"; an object
-        such as ``PGD(steps=5)`` or ``MEGA1(loss=0.3, reference_loss=1.2)``; or any callable
-        ``(K, b, warm_start) -> multipliers``.
-    warm_start : array, shape (..., t), optional
-        Multipliers of an earlier, similar problem. Values outside the bounds are moved into them.
-    margin : float, default 0
-        GEM's memory strength: a lower bound of every multiplier, which is the projection of
-        ``g + margin * G.sum(0)``. (Not a slack on ``G @ x``.)
-    penalty : float, optional
-        Hinge penalties ``penalty * sum(max(0, -G @ x))`` instead of hard constraints, as in
-        SOFT-GEM: an upper bound of every multiplier.
+        "exact", "pgd", "fista", "agem", "quadprog", "osqp" or "gem2017"; an object such as
+        ``PGD(steps=5)``; or any callable ``(K, b, warm_start) -> multipliers``.
+    h : array, shape (..., t), optional
+        Right-hand side: slack where negative, repair where positive. A positive h can be infeasible.
+    margin : float or array, shape (..., t), default 0
+        GEM's memory strength: a lower bound of the multipliers, which is the projection of
+        ``g + G.T @ margin``. Equality constraints have none.
+    penalty : float or array, shape (..., t), optional
+        Hinge penalties ``penalty * max(0, h - G @ x)`` instead of hard constraints, as in SOFT-GEM: an
+        upper bound of the multipliers. Equality constraints get ``penalty * |G @ x - h|``.
+    equality : bool or array of bool, shape (..., t), default False
+        Rows with ``G @ x = h`` instead, whose multipliers have any sign.
     metric : array or blocks, shaped like `g`, optional
         Positive weights w of the distance ``sum(w * (x - g)**2)``.
-    check : bool, optional
-        Whether to look for rows that are not finite and raise. By default that is done on the CPU
-        only, since looking stops a device. Otherwise such a row is left out and `status` says so.
-    refine : int, optional
-        How often to recompute ``s = G x`` from G and correct the multipliers by it, for rows so
-        nearly dependent that K has lost digits; one more read of G each. By default none, except
-        that on the CPU method "exact" goes back to a factorisation of G where, and only where, it
-        finds that digits were lost. 0 forbids that.
+    warm_start : array, shape (..., t), optional
+        Multipliers of an earlier, similar problem. Values outside the bounds are moved into them.
+    refine : int, default 0
+        How often to recompute ``s = G x - h`` from G and correct the multipliers by it, for numerically
+        dependent rows on a device; one more read of G each. On the CPU method "exact" returns to G
+        by itself where K has lost digits.
 
     Returns
     -------
@@ -98,8 +99,9 @@ def solve_dual(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit together, naming the argument and what was found, and for
-        rows that are not finite, naming the row.
+        For arguments that do not fit together, naming the argument and what was found. On the CPU also
+        for rows that are not finite and for an infeasible h, naming the rows; on a device the status
+        tells of them.
 
     Examples
     --------
@@ -110,44 +112,108 @@ def solve_dual(
     (array([3., 0.]), array([ True, False]))
     >>> float(sol.kkt_residual()), float(sol.duality_gap())
     (0.0, 0.0)
+
+    An equality, and a constraint that asks for a positive slope:
+
+    >>> G, g = np.eye(2), np.array([2.0, 0.5])
+    >>> solve_dual(G, g, equality=np.array([True, False]), h=np.array([0.0, 1.0])).multipliers
+    array([-2. ,  0.5])
     """
-    problem = read_problem(G, g, metric)
-    options = read_options(method, margin, penalty, check, refine)
+    problem = check_problem(G, g, metric)
+    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     return solve_problem(problem, options, warm_start, certify=True).to(problem.xp, problem.device)
 
 
-# The options of `project(G, g)` and of the other names.
-_named: dict[str, Options] = {}
+def solve_gram(
+    K: Array,
+    b: Array,
+    gg: Array | None = None,
+    *,
+    method: AnyMethod = "exact",
+    h: Array | None = None,
+    margin: float | Array = 0.0,
+    penalty: float | Array | None = None,
+    equality: bool | Array = False,
+    warm_start: Array | None = None,
+) -> DualSolution:
+    """Solve the dual problem from its t-space numbers ``K = G G'`` and ``b = G g``; see `solve_dual`.
+
+    Parameters
+    ----------
+    K : array, shape (..., t, t)
+        Gram matrix, symmetric positive semidefinite. (Not the constraint matrix: that is for `solve_dual`.)
+    b : array, shape (..., t)
+        Linear term; leading dimensions of K and b are broadcast. Many right-hand sides (m, t) on one K
+        (t, t) store K once.
+    gg : array, shape (...), optional
+        Squared norm of g, which certificates are relative to. By default the smallest that b allows,
+        ``max(b_i^2 / K_ii)``: certificates are then larger than those of `solve_dual`, never smaller.
+    method, h, margin, penalty, equality, warm_start
+        As in `solve_dual`.
+
+    Returns
+    -------
+    DualSolution
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gemproj import solve_gram
+    >>> solve_gram(np.array([[2.0, 1.0], [1.0, 2.0]]), np.array([[-1.0, 1.0], [1.0, -1.0]])).multipliers
+    array([[0.5, 0. ],
+           [0. , 0.5]])
+    """
+    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
+    gram = check_gram(K, b, gg)
+    xp, device = namespace(b), device_of(b)
+    start = None
+    if warm_start is not None:
+        like = Problem(xp, device, tuple(gram.b.shape[:-1]), b.shape[-1], [], [], None, None)
+        start = check_multipliers(warm_start, "warm_start", like)
+
+    def to_caller(a: Array) -> Array:
+        return from_numpy(a, xp, device) if on_host(device) and a is not None else a
+
+    sol, _ = _solve(Measured(gram, WIDE_ROUNDING), options, start, to_caller)
+    return (check_feasible(sol) if isinstance(options.method, Exact) else sol).to(xp, device)
 
 
-def read_options(
+def check_options(
     method: AnyMethod,
-    margin: float = 0.0,
-    penalty: float | None = None,
-    check: bool | None = None,
-    refine: int | None = None,
+    *,
+    h: Any = None,
+    margin: Any = 0.0,
+    penalty: Any = None,
+    equality: Any = False,
+    refine: int = 0,
 ) -> Options:
     """Check the options that do not depend on the data."""
-    usual = type(margin) is float and margin == 0.0 and penalty is None and check is None and refine is None
-    if usual and type(method) is str and method in _named:
-        return _named[method]
-    found = find(method)
-    check_number(margin, "margin", 0.0)
-    if penalty is not None and penalty != math.inf:
-        check_number(penalty, "penalty", 0.0)
-        if penalty < margin:
-            raise ValueError(f"penalty must be at least margin, {margin}; found {penalty}.")
-    upper = math.inf if penalty is None else float(penalty)
-    accepts = found.accepts if isinstance(found, Method) else {"margin"}
-    for name, given in (("margin", margin > 0), ("penalty", upper < math.inf), ("refine", bool(refine))):
-        if given and name not in accepts:
+    plain = h is None and penalty is None and type(margin) is float and margin == 0.0
+    if plain and equality is False and type(refine) is int and refine == 0:
+        return _named(method) if type(method) is str else Options(as_method(method))
+    found = as_method(method)
+    check_scalar(margin, "margin")
+    if penalty is not None:
+        check_scalar(penalty, "penalty")
+    check_count(refine, "refine", 0)
+    accepts = found.accepts if isinstance(found, Method) else {"h", "margin"}
+    given = {
+        "h": h is not None,
+        "margin": is_array(margin) or bool(margin),
+        "penalty": penalty is not None,
+        "equality": equality is not False,
+    }
+    for name in given:
+        if given[name] and name not in accepts:
             raise ValueError(f"{name} cannot be combined with method {found!r}, which does not take it.")
-    if refine is not None:
-        check_count(refine, "refine", 0)
-    options = Options(found, float(margin), upper, check, refine)
-    if usual and type(method) is str:
-        _named[method] = options
-    return options
+    if refine and not isinstance(found, Exact):
+        raise ValueError(f"refine needs method 'exact', which finds the active set; found {found!r}.")
+    return Options(found, h, margin, penalty, equality, refine)
+
+
+@lru_cache(maxsize=64)
+def _named(method: str) -> Options:
+    return Options(as_method(method))
 
 
 def solve_problem(
@@ -156,154 +222,80 @@ def solve_problem(
     warm_start: Array | None = None,
     *,
     certify: bool = False,
-    total: Callable[[Measured], Measured] | None = None,
+    all_reduce: Callable[[Measured], Measured] | None = None,
 ) -> DualSolution:
     """Stages 1 and 2, and the way back to G where its Gram matrix does not suffice.
 
-    On the CPU all t-space arrays are NumPy's until `Problem.give` hands them out: a call costs a fifth
-    of torch's. With `certify`, methods that are approximate by design also keep a factorisation of G
-    where their certificates would need it. `total` adds what other processes have measured, whose
-    columns of G cannot be returned to.
+    On the CPU all arrays of the result are NumPy's, whatever the library of G: a call costs a fifth of
+    torch's. With `certify`, methods that are approximate by design also keep coordinates of G where
+    their certificates would need them. `all_reduce` sums the Gram matrix over the processes that hold
+    shards of G; then there is no way back to G.
     """
-    start = None if warm_start is None else read_start(warm_start, problem)
-    measured = measure(problem) if total is None else total(measure(problem))
-    sol = solve_gram(measured, _for_library(options, problem), start)
-    if total is not None:
-        return sol
-    if options.refine:
-        return refine_directly(problem, sol, options.refine)
-    solved = sol.equality or isinstance(options.method, Exact)
-    wanted = options.refine is None and sol.keep is None and (certify or solved)
-    return return_to_rows(problem, sol, options) if wanted and problem.host and problem.t else sol
+    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", problem)
+    measured = select(problem).gram(problem)
+    if all_reduce is not None:
+        measured = all_reduce(measured)
+    elif problem.host:
+        check_range(problem, measured.gram)
+    sol, resolved = _solve(measured, options, start, problem.to_caller)
+    if all_reduce is None:
+        if options.refine:
+            sol = refine_directly(problem, sol, options.refine)
+        elif problem.host and problem.t and (certify or isinstance(options.method, Exact)):
+            sol = return_to_rows(problem, sol, options.method, resolved)
+    return check_feasible(sol) if isinstance(options.method, Exact) else sol
 
 
-def solve_gram(measured: Measured, options: Options, warm_start: Array | None = None) -> DualSolution:
-    """Stage 2 on its own: solve for a Gram matrix that was computed, or summed over ranks, before."""
-    gram, units = measured.gram, measured.units
-    method, margin, penalty, check, _ = options
-    xp, device = namespace(gram.K), device_of(gram.K)
-    host, dropped = on_host(device), None
-    if measured.finite:
-        pass
-    elif check or (check is None and host):
-        _raise_if_not_finite(gram)
+def _solve(
+    measured: Measured, options: Options, start: Array | None, to_caller: Callable[[Array], Array]
+) -> tuple[DualSolution, Any]:
+    """Run the method on the standard form; return the solution and how well K resolves it."""
+    gram, dropped = measured.gram, None
+    xp, device = namespace(gram.b), device_of(gram.b)
+    if on_host(device):
+        check_finite(gram)
     else:
-        gram, dropped = _drop_not_finite(gram)
-    K, b, gg, upper = shift(gram, margin, penalty, units)
-    if margin and host and check is not False and not bool(xp.all(xp.isfinite(gg))):
-        raise ValueError(f"margin, {margin}, times the rows of G is too large beside g: scale G and g alike.")
-    start = None if warm_start is None else clip(in_units(warm_start - margin, units), upper)
-    resolution: Array | None = None
-    keep: Array | None = None
+        gram, dropped = drop_not_finite(gram)
+    bounds = make_bounds(options.h, options.margin, options.penalty, options.equality, gram.b)
+    K, b, lower, upper = standard_form(gram.K, gram.b, bounds)
+    base = bounds.base
+    if start is not None:
+        start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
+        start = clip(start if base is None else start - base, lower, upper)
+    method, resolved = options.method, None
     if isinstance(method, Method):
-        solve: Any = method.solve
-        if "gg" in method.accepts:
-            solve = partial(solve, gg=gg)
-        if not host and available(device):
-            from gemproj.kernels import stages
-
-            if stages.solves(method, b.shape[-1]):
-                solve = partial(stages.solve, method)
-        lam, iterations, status, resolution, keep = solve(K, b, start, upper)
+        lam, iterations, status, resolved = solver_for(gram.b)(method, K, b, lower, upper, start)
     else:
-        lam, iterations, status = method(K, b, start), 0, int(Status.APPROXIMATE)
+        lam, iterations, status = _call(method, K, b, start, to_caller), 0, int(Status.APPROXIMATE)
     if isinstance(status, int):
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
-    if keep is not None and units is not None:
-        raise ValueError(f"Norms of G or g are beyond the range of method {method!r}: scale G and g alike.")
-    lam = from_units(lam, units, check=host and check is not False)
-    lam = lam + margin if margin else lam
-    if upper is not None:  # the bound holds to the last bit, not to the rounding of its scale
-        lam = snap(lam, xp.full_like(lam, penalty))
+    if base is not None:
+        lam = lam + base
+    if bounds.upper is not None:  # the bound holds to the last bit, not to the rounding of its scale
+        lam = snap(lam, bounds.upper)
     if dropped is not None:
         lam = xp.where(dropped, xp.zeros_like(lam), lam)
         status = status + xp.astype(xp.any(dropped, axis=-1), status.dtype) * int(Status.ROW_DROPPED)
-    return DualSolution(
-        lam,
-        *gram,
-        margin,
-        penalty,
-        iterations,
-        status,
-        measured.rounding,
-        units,
-        resolution,
-        keep=keep,
-        equality=isinstance(method, Equality),
-    )
+    return DualSolution(lam, gram, bounds, iterations, status, measured.rounding), resolved
 
 
-def _for_library(options: Options, problem: Problem) -> Options:
-    """Let a function of the user see arrays of the library it was called with."""
-    if isinstance(options.method, Method):
-        return options
-
-    def method(K: Array, b: Array, start: Array | None) -> Array:
-        # Copies, because a function may work in place, and the solution keeps K and b.
-        K, b, start = problem.give(K + 0.0), problem.give(b + 0.0), problem.give(start)
-        return problem.take(_read_multipliers(options.method(K, b, start), b, options.method))
-
-    return options._replace(method=method)
-
-
-def read_start(warm_start: Array, problem: Problem) -> Array:
-    if not array_api_compat.is_array_api_obj(warm_start):
-        raise TypeError(f"warm_start must be an array of multipliers; found {type(warm_start).__name__}.")
-    expected = (*problem.batch, problem.t)
-    if tuple(warm_start.shape) != expected:
-        raise ValueError(
-            f"warm_start must have shape {expected}, one multiplier per constraint; "
-            f"found {tuple(warm_start.shape)}. Start afresh when the constraints change in number."
-        )
-    if namespace(warm_start) is not problem.xp:
-        raise TypeError(
-            f"warm_start must be of the library of G, {type(problem.vector[0]).__name__}; "
-            f"found {type(warm_start).__name__}."
-        )
-    if not is_real_floating(warm_start):
-        raise TypeError(f"warm_start must have a real floating-point dtype; found {warm_start.dtype}.")
-    start = problem.take(problem.xp.astype(detach(warm_start), problem.wide, copy=False))
-    xp = namespace(start)
-    return xp.where(xp.isfinite(start), start, xp.zeros_like(start))
-
-
-def _raise_if_not_finite(gram: Gram) -> None:
-    K, b, gg = (to_numpy(a) for a in gram)
-    if np.isfinite(K).all() and np.isfinite(b).all() and np.isfinite(gg).all():
-        return
-    cause = "which holds NaN or infinity, or numbers whose squares overflow"
-    for i in np.ndindex(gg.shape):
-        where = f" of problem {i if len(i) > 1 else i[0]}" if i else ""
-        rows = np.flatnonzero(~np.isfinite(np.diagonal(K[i])))
-        if len(rows):
-            raise ValueError(f"G is not finite: row {', '.join(map(str, rows))}{where}, {cause}.")
-        if not np.isfinite(gg[i]):
-            raise ValueError(f"g is not finite{': problem' + where[11:] if where else ''}, {cause}.")
-        if not (np.isfinite(K[i]).all() and np.isfinite(b[i]).all()):
-            raise ValueError(
-                f"G and g are too large{where}: products of their entries overflow. Scale them down."
-            )
-
-
-def _drop_not_finite(gram: Gram) -> tuple[Gram, Array]:
-    """Take rows that are not finite out of the problem without looking at them."""
-    K, b, gg = gram
-    xp = namespace(K)
-    # If g is not finite no row can be judged: all are left out and x is g.
-    bad = ~xp.isfinite(xp.linalg.diagonal(K)) | ~xp.isfinite(gg)[..., None] | ~xp.isfinite(b)
-    K = xp.where(bad[..., :, None] | bad[..., None, :], xp.zeros_like(K), K)
-    return Gram(K, xp.where(bad, xp.zeros_like(b), b), gg), bad
-
-
-def _read_multipliers(lam: Any, b: Array, method: Any) -> Array:
+def _call(
+    method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
+) -> Array:
+    """Call a function of the user with copies, as it may work in place, of the library it expects."""
     xp = namespace(b)
-    if not isinstance(lam, type(b)) or tuple(lam.shape) != tuple(b.shape):
-        found = f"{type(lam).__name__} of shape {tuple(lam.shape)}" if hasattr(lam, "shape") else repr(lam)
+    K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
+    given = [None if a is None else to_caller(a + 0.0) for a in (K, b, start)]
+    lam, like = method(*given), given[1]
+    if not isinstance(lam, type(like)) or tuple(lam.shape) != tuple(like.shape):
+        found = f"{type(lam).__name__} of shape {shape(lam)}" if hasattr(lam, "shape") else repr(lam)
         raise ValueError(
             f"method {method!r} must return multipliers of the type and shape of b, "
-            f"{type(b).__name__} {tuple(b.shape)}; found {found}."
+            f"{type(like).__name__} {shape(like)}; found {found}."
         )
-    lam = xp.astype(detach(lam), b.dtype, copy=False)
-    if on_host(device_of(b)) and not bool(xp.all(xp.isfinite(lam))):
-        raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
+    lam = namespace(like).astype(detach(lam), like.dtype, copy=False)
+    if on_host(device_of(like)):
+        lam = to_numpy(lam)
+        if not np.isfinite(lam).all():
+            raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
     return lam

@@ -3,156 +3,163 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
-from gemproj._array import Array, Problem, namespace
-from gemproj._certificate import near_span, settled
-from gemproj._gram import Gram, factor_rows, stacked_tiles
-from gemproj._rank import depends, rank, remainders
-from gemproj._solution import DualSolution, from_units, in_units
+from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
+from gemproj._bounds import standard_form
+from gemproj._constants import OPTIMAL_WITHIN, RESOLVED
+from gemproj._coordinates import SMALL, from_rows, settle, solve_on_rows
+from gemproj._problem import Problem
+from gemproj._solution import DualSolution
+from gemproj._tiles import stacked
+from gemproj._tspace import Gram, clip, inverse, normalise, snap, solve_on
 from gemproj.methods._active_set import Factorisation, solve_active_set
-from gemproj.methods._enumeration import solve_on
-from gemproj.methods._method import Status, clip, normalise, snap
-from gemproj.methods.equality import solve_rows, span
-from gemproj.methods.exact import RESOLVED, Exact, resolution
+from gemproj.methods._method import Status
+from gemproj.methods.exact import Exact, resolution
 
-# The resolution below which K is not trusted. Small problems lose no time by looking at G once more;
-# where float32 products were summed K is good to 1e-8.
-_SMALL, _NATIVE = 1e-2, 1e-3
-_DEPENDENT = 3e-14  # sine of the angle to the span of active rows, below which rounding hides it
-_COORDINATES = 3e-15  # rounding of a factor, relative to the norms of its columns
-_HOPELESS = 1e-7  # error of x over |g| that even the factorisation cannot avoid
+# The resolution below which K is not trusted: small problems lose no time by reading G again, and where
+# float32 products were summed K is good to 1e-8.
+_TRUST_SMALL, _TRUST_NARROW = 1e-2, 1e-3
+_HOPELESS = 1e-7  # error of x over |g| that even coordinates cannot avoid
 
 
-def return_to_rows(problem: Problem, sol: DualSolution, options: Any) -> DualSolution:
-    """Solve anew, from a factorisation of G, the problems whose K has lost the digits that decide.
+def return_to_rows(
+    problem: Problem, sol: DualSolution, method: object, resolved: np.ndarray | None
+) -> DualSolution:
+    """Solve anew, in coordinates of the rows, the problems whose K has lost the digits they need.
 
     One more read of G and g, for these problems only. Multipliers of methods that are approximate by
-    design stay as they are; the factor then serves the certificates.
+    design stay as they are; the coordinates then serve the certificates.
     """
-    lost = _lost(problem, sol)
+    lost = _lost(problem, sol, resolved)
     if not lost.any():
         return sol
-    t = problem.t
-    factor = np.zeros((*problem.batch, t + 1, t + 1))
-    lam, status, units = np.array(sol.multipliers), np.array(sol.status), sol.units
+    t, batch = problem.t, problem.batch
+    K = np.broadcast_to(sol.gram.K, (*batch, t, t))
+    factor = np.zeros((*batch, t + 1, t + 1))
+    lam, status = np.array(sol.multipliers), np.array(sol.status)
     iterations = np.broadcast_to(np.asarray(sol.iterations), status.shape).copy()
-    upper = sol.standard().upper
-    residues = {}
+    lower, upper = sol.lower, sol.upper
     for i in map(tuple, np.argwhere(lost)):
-        unit = None if units is None else units[i]
-        gram = Gram(sol.gram[(*i, ...)], sol.linear[(*i, ...)], sol.squared_norm[(*i, ...)])
-        factor[i] = factor_rows(problem.at(i), gram, sol.rounding, unit)
-        if sol.equality:
-            A, a = factor[i][:, :t], factor[i][:, t]
-            lam[i] = from_units(solve_rows(A, a), unit, check=options.check is not False)
-            status[i] &= ~Status.UNRESOLVED
-            singular = span(A)[1]
-            if len(singular) < np.count_nonzero(np.any(A != 0, axis=0)):
-                residues[i] = remainders(problem.at(i))
-                # Rows that depend on others to rounding: exactly, or is it only rounding that hides the rest?
-                if rank(residues[i]) > len(singular):
-                    status[i] |= Status.UNRESOLVED
-            if len(singular) and singular[-1] < _COORDINATES / _HOPELESS:
-                status[i] |= Status.UNRESOLVED
-            continue
-        if not isinstance(options.method, Exact):
-            residues[i] = remainders(problem.at(i))
-            continue
-        A, a = factor[i][:, :t], factor[i][:, t]
-        a = a + A @ in_units(np.full(t, sol.margin), unit)
-        top = np.full(t, np.inf) if upper is None else upper[i]
-        found, pivots, ended = _solve(A, a, top, in_units(lam[i] - sol.margin, unit))
-        # Rows of norm zero, or left out, keep what they have.
-        raw = from_units(found, unit, check=options.check is not False)
-        lam[i] = snap(np.where(np.any(A != 0, axis=0), sol.margin + raw, lam[i]), np.full(t, sol.penalty))
-        status[i] = status[i] & ~(Status.UNRESOLVED | Status.STALLED) | ended
-        # Rows that depend on active ones to rounding: exactly, or is it only rounding that hides the rest?
-        free = (found > 0) & (found < top)
-        hidden = _in_span(A, free)
-        if problem.small or hidden.any():
-            residues[i] = remainders(problem.at(i))
-        if not all(depends(residues[i], int(j), free) for j in np.flatnonzero(hidden)):
-            status[i] |= Status.UNRESOLVED
-        iterations[i] += pivots
-    return replace(
-        sol, multipliers=lam, status=status, iterations=iterations, factor=factor, residues=residues
-    )
+        gram = Gram(K[i], sol.gram.b[i], sol.gram.gg[i])
+        factor[i] = from_rows(problem.at(i) if batch else problem, gram, sol._rounding)
+        if isinstance(method, Exact):
+            h = None if sol.bounds.h is None else sol.bounds.h[i]
+            found, pivots, ended = _solve(factor[i], h, lower[i], upper[i], lam[i])
+            # Rows of norm zero, or left out, keep their multipliers.
+            lam[i] = np.where(factor[i][:, :t].any(axis=0), found, lam[i])
+            status[i] = status[i] & ~(Status.UNRESOLVED | Status.STALLED) | ended
+            iterations[i] += pivots
+    return replace(sol, multipliers=lam, status=status, iterations=iterations, _factor=factor)
 
 
-def _lost(problem: Problem, sol: DualSolution) -> np.ndarray:
-    if sol.resolution is not None and sol.rounding < 1e-12:
-        below = _SMALL if problem.small else RESOLVED
-        return (sol.resolution < below) | ((sol.status & int(Status.STALLED)) != 0)
-    # Any row may decide, where the method does not say, or K is too coarse to tell.
-    unit = normalise(sol.gram, sol.linear, None, None)
-    return resolution(unit.K, np.ones(unit.b.shape, dtype=bool)) < (
-        RESOLVED if sol.rounding < 1e-12 else _NATIVE
-    )
-
-
-def _in_span(A: np.ndarray, free: np.ndarray) -> np.ndarray:
-    n = np.linalg.norm(A, axis=0)
-    others = ~free & (n > 0)
-    result = np.zeros(len(n), dtype=bool)
-    if free.any() and others.any():
-        result[others] = near_span(A / np.where(n > 0, n, 1.0), free, _DEPENDENT)[others]
-    return result
+def _lost(problem: Problem, sol: DualSolution, resolved: np.ndarray | None) -> np.ndarray:
+    wide = sol._rounding < 1e-12
+    if resolved is not None and wide:
+        small = problem.columns * (problem.t + 1) <= SMALL
+        return (resolved < (_TRUST_SMALL if small else RESOLVED)) | ((sol.status & int(Status.STALLED)) != 0)
+    # Where the method does not say which rows are active, or K is too coarse to tell, any row may be.
+    unit = normalise(sol.gram.K, sol.gram.b, None, None, None)
+    return resolution(unit.K, np.ones(unit.b.shape, dtype=bool)) < (RESOLVED if wide else _TRUST_NARROW)
 
 
 def _solve(
-    A: np.ndarray, a: np.ndarray, upper: np.ndarray, start: np.ndarray
+    F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, start: np.ndarray
 ) -> tuple[np.ndarray, int, Status]:
-    """Solve for rows in the coordinates of the factor, of any norms; return lam, pivots and status."""
-    n, size = np.linalg.norm(A, axis=0), float(np.linalg.norm(a))
-    rows, lam = n > 0, np.zeros(A.shape[1])
+    """Solve one problem in coordinates, of rows of any norm; return lam, pivots and status."""
+    base = np.where(np.isfinite(lower), lower, 0.0)
+    A, a = F[:, :-1], F[:, -1] + F[:, :-1] @ base
+    right = np.zeros(len(base)) if h is None else h
+    n = np.linalg.norm(A, axis=0)
+    rows, per_norm = n > 0, inverse(n)
+    size = max(float(np.linalg.norm(a)), float(np.abs(right * per_norm).max(initial=0.0)))
+    lam = base.copy()
     if size == 0.0 or not rows.any():
         return lam, 0, Status.OPTIMAL
-    n = n[rows]
-    A, a, upper = A[:, rows] / n, a / size, upper[rows] * n / size
-    unit, pivots, residual = solve_active_set(Factorisation(A, a), upper, start[rows] * n / size)
-    lam[rows] = unit * size / n
-    status = Status.OPTIMAL if residual <= 1e-9 else Status.STALLED
+    scale = n[rows] / size
+    A, a, right = A[:, rows] / n[rows], a / size, (right * per_norm)[rows] / size
+    least, most = np.where(np.isinf(lower[rows]), -np.inf, 0.0), (upper - base)[rows] * scale
+    first = np.clip((start - base)[rows] * scale, least, most)
+    unit, pivots, residual = solve_active_set(Factorisation(A, a, right), least, most, first)
+    lam[rows] += unit / scale
+    status = Status.OPTIMAL if residual <= OPTIMAL_WITHIN * 2.0**-52 else Status.STALLED
     # What the rounding of multipliers leaves along their rows tells whether float64 can hold them.
-    if settled(A, a, unit, np.linalg.qr(A[:, (unit > 0) & (unit < upper)])[0])[1] > _HOPELESS:
+    if settle(A, a, unit, (unit > least) & (unit < most), right)[1] > _HOPELESS:
         status |= Status.UNRESOLVED
-    return lam, pivots, status
+    return snap(lam, upper), pivots, status
 
 
 def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolution:
-    """Correct the free multipliers by the residual ``s = G x`` itself, ``lam_P -= K_PP^-1 s_P``.
+    """Correct the free multipliers by slacks that are computed from G, ``lam_P -= K_PP^-1 s_P``.
 
     Each step reads G and g once, on any device and without waiting for it. It gains the digits that
     K has: with rows at an angle of 1e-5 about six, with rows at an angle of 1e-8 none.
     """
-    K, _, _, upper = sol.standard()
-    xp = namespace(K)
-    lam = in_units(sol.multipliers - sol.margin, sol.units)
-    margin = in_units(0.0 * sol.multipliers + sol.margin, sol.units)
-    free = sol.free()
+    xp, free = namespace(sol.multipliers), sol.free
+    K, _, lower, upper = standard_form(sol.gram.K, sol.gram.b, sol.bounds)
+    base = 0.0 if sol.bounds.base is None else sol.bounds.base
+    mu = sol.multipliers - base
     for _ in range(steps):
-        s = direct_slope(problem, margin + lam, sol.units)
+        s = direct_slack(problem, base + mu, sol.bounds.h)
         s = xp.where(xp.isfinite(s), s, xp.zeros_like(s))
-        if sol.equality:
-            lam = lam - sol.solve_free(s)
-            continue
-        unit = normalise(K, s, lam, upper)
-        lam = clip(unit.start - solve_on(unit.K, unit.b, free), unit.upper) * unit.scale
-    lam = from_units(lam, sol.units, check=False) + sol.margin
-    return replace(sol, multipliers=xp.where(free, lam, sol.multipliers))
+        unit = normalise(K, s, lower, upper, mu)
+        step = solve_on(unit.K, unit.b, free)
+        mu = clip(unit.start - step, unit.lower, unit.upper) * unit.scale
+    return replace(sol, multipliers=xp.where(free, base + mu, sol.multipliers))
 
 
-def direct_slope(problem: Problem, lam: Array, units: Array | None) -> Array:
-    """Return ``s = G x`` for ``x = g + G'lam``, from one read of G and g, in `units`."""
-    xp, t = namespace(lam), problem.t
-    one = xp.sum(0.0 * lam, axis=-1, keepdims=True) + 1.0
-    weights, s = xp.concat([lam, one], axis=-1)[..., None, :], xp.zeros_like(lam)
-    with problem.in_full_precision():
-        for lead, tile in stacked_tiles(problem, units):
-            part = weights[(*lead, ...)]
+def direct_slack(problem: Problem, lam: Array, h: Array | None) -> Array:
+    """Return ``G x - h`` for ``x = g + G'lam``, from one read of G and g."""
+    xp = namespace(lam)
+    s = xp.zeros_like(lam) if h is None else -h
+    flat = (-1, problem.t) if problem.shared else (*lam.shape[:-1], 1, problem.t)
+    weights = xp.reshape(lam, flat)
+    total = xp.zeros_like(weights)
+    with problem.without_autocast():
+        for lead, tile in stacked(problem, problem.wide):
+            part, G, g = weights[(*lead, ...)], tile[..., : problem.t, :], tile[..., problem.t :, :]
             # Zero times what is not finite is not zero, and a row that was left out may hold that.
-            used = xp.where(xp.matrix_transpose(part) != 0, tile, xp.zeros_like(tile))
-            s[(*lead, ...)] += xp.sum(tile[..., :t, :] * xp.matmul(part, used), axis=-1)
-    return s
+            used = xp.any(part != 0, axis=-2)[..., None]
+            x = g + xp.matmul(part, xp.where(used, G, xp.zeros_like(G)))
+            total[(*lead, ...)] += xp.matmul(x, xp.matrix_transpose(G))
+    return s + xp.reshape(total, lam.shape)
+
+
+def polish(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
+    """Take the rounding of large multipliers out of x: ``G_P x = h_P`` for the free rows P, in place.
+
+    Where rows nearly cancel, multipliers are large, and so is the rounding of ``g + G'lam``. One more
+    read and one more combination, for float64 problems that `return_to_rows` has solved.
+    """
+    step = np.zeros(sol.multipliers.shape)
+    for i in map(tuple, np.argwhere(sol.refined)):
+        one = problem.at(i) if problem.batch else problem
+        one = replace(one, vector=[a[(*i, ...)] for a in x], weight=None, backend=None)
+        s = direct_slack(one, np.zeros(problem.t), None if sol.bounds.h is None else sol.bounds.h[i])
+        step[i] = -solve_free(sol, np.where(np.isfinite(s), s, 0.0), i)
+    from gemproj.backends import select
+
+    moved = replace(problem, vector=x, backend=None)
+    select(moved).combine(moved, step, x)
+
+
+def solve_free(sol: DualSolution, u: Array, i: tuple[int, ...] = ()) -> Array:
+    """Return ``K_PP^-1 u_P`` for the free rows P and zero for the others, of problem i of the batch.
+
+    Numerically dependent free rows get one of the solutions.
+    """
+    K, b, _ = sol.gram
+    free = sol.free[i] if i else sol.free
+    if i and K.ndim == b.ndim + 1:
+        K = K[i]
+    unit = normalise(K, u, None, None, None)
+    z = solve_on(unit.K, unit.b, free) * unit.scale
+    if sol._factor is None:
+        return z
+    xp, device = namespace(z), device_of(z)
+    z, u, free = np.array(to_numpy(z)), to_numpy(u), to_numpy(free)
+    F = sol._factor[i] if i else sol._factor
+    for j in map(tuple, np.argwhere(F.any(axis=(-2, -1)))):
+        z[j] = solve_on_rows(F[j][:, :-1], u[j], free[j])
+    return from_numpy(z, xp, device)

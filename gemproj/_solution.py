@@ -2,281 +2,222 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 
 from gemproj import _certificate
-from gemproj._array import Array, device_of, from_numpy, namespace, to_numpy
-from gemproj._gram import Gram
-from gemproj.methods._active_set import solve_triangle
-from gemproj.methods._enumeration import solve_on
-from gemproj.methods._method import matvec, normalise
-from gemproj.methods.equality import span
+from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
+from gemproj._bounds import PLAIN, Bounds
+from gemproj._constants import WIDE_ROUNDING
+from gemproj._coordinates import from_gram, settle
+from gemproj._tspace import Gram, inverse, matvec
+from gemproj.methods._method import Status
+
+# Angles between rows that coordinates resolve: from the rows themselves, and from K, which has their squares.
+_ROWS_RESOLVE, _GRAM_RESOLVES = 3e-14, 1e-7
 
 
-class Standard(NamedTuple):
-    """The t-space problem ``min 1/2 lam'K lam + b'lam, 0 <= lam <= upper`` that a solution belongs to."""
-
-    K: Array
-    b: Array
-    gg: Array
-    upper: Array | None
-
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class DualSolution:
     """Multipliers with all that is needed to judge them; no certificate costs anything until asked for.
 
     Attributes
     ----------
     multipliers : array, shape (..., t)
-        lam >= 0 in float64 (float32 on devices without it); ``x = g + G.T @ lam``. Of any sign with
-        `equality`.
-    gram, linear, squared_norm : array, shapes (..., t, t), (..., t), (...)
+        lam in float64 (float32 on devices without it); ``x = g + G.T @ lam``.
+    gram : Gram
         ``K = G G'``, ``b = G g`` and ``gg = |g|^2``, see `gemproj.gram`.
-    margin, penalty : float
-        Bounds of every multiplier, 0 and infinity for the plain projection.
+    bounds : Bounds
+        Of the multipliers, and the right-hand side h. `lower` and `upper` are arrays made from it.
     iterations : int or array, shape (...)
         Steps or pivots that the method took; 0 where it takes none.
     status : array of int, shape (...)
         A `gemproj.Status` per problem.
-    rounding : float
-        Relative rounding of the entries of `gram` and `linear`, which certificates cannot see beyond:
-        below 3e-14, or 8e-6 where products of a large problem were summed in float32.
-    units : array, shape (..., t + 1), or None
-        Rare: float64 rows or gradients with norms beyond 1e-140 .. 1e140 are measured in units of
-        powers of two. `gram`, `linear` and `squared_norm` are then those of ``units[i] * G[i]`` and
-        ``units[t] * g``. None stands for ones.
-    resolution : array, shape (...), or None
-        By method "exact": how far from dependent the rows are that decide what x is (active, or with
-        ``G @ x`` near zero). The smallest eigenvalue of their cosines, 1 at best; K knows it to 1e-16.
-    factor : ndarray, shape (..., t + 1, t + 1), or None
-        Where `gram` had lost the digits, a factor F of ``[G; g] = F' Q'`` with orthonormal Q, from
-        which the multipliers come; zero for the other problems of a batch.
-    residues : dict
-        Where rows are dependent to rounding, by index in the batch: combinations of the columns of G
-        modulo primes, which tell whether they are so exactly.
-    keep : array, shape (...), or None
-        By rules that are no projection (MEGA): the factor of g in ``x = keep * g + G.T @ lam``. Then there
-        is nothing that certificates could certify, and they raise ValueError. None stands for ones.
-    equality : bool
-        Whether the problem is that of method "equality", ``G @ x = 0``.
 
     Notes
     -----
     Certificates are relative to the norm of the gradient that is projected: g, or with a margin
-    ``g + margin * G.sum(0)``.
+    ``g + G.T @ margin``; with h at least the distance of the farthest half-space from zero. They see
+    no farther than the rounding of K: 3e-14, or 8e-6 where products of a large problem were summed in
+    float32.
     """
 
     multipliers: Array
-    gram: Array
-    linear: Array
-    squared_norm: Array
-    margin: float
-    penalty: float
+    gram: Gram
+    bounds: Bounds
     iterations: Any
     status: Array
-    rounding: float = 1e-15
-    units: Array | None = None
-    resolution: Array | None = None
-    factor: np.ndarray | None = None
-    residues: dict[tuple[int, ...], np.ndarray] = field(default_factory=dict)
-    keep: Array | None = None
-    equality: bool = False
+    _rounding: float = WIDE_ROUNDING
+    # Where K had lost the digits, coordinates of [G; g], (..., t + 1, t + 1), else zeros.
+    _factor: np.ndarray | None = field(default=None)
+
+    def __repr__(self) -> str:
+        t, batch = self.multipliers.shape[-1], tuple(self.status.shape)
+        size = f"t={t}, batch={batch}" if batch else f"t={t}"
+        return f"DualSolution({size}, iterations={self.iterations}, status={self.status})"
+
+    @property
+    def lower(self) -> Array:
+        """Lower bounds of the multipliers, shape (..., t): 0, the margin, or -inf for an equality."""
+        return self.bounds.lower_like(self.multipliers)
+
+    @property
+    def upper(self) -> Array:
+        """Upper bounds of the multipliers, shape (..., t): infinity, or the penalty."""
+        return self.bounds.upper_like(self.multipliers)
 
     @property
     def active(self) -> Array:
-        """Boolean (..., t): the constraints whose multiplier is above its lower bound, the margin.
+        """Boolean (..., t): the constraints whose multiplier is above its lower bound.
 
-        With `equality`, those whose multiplier is not zero.
+        Of equality constraints, those whose multiplier is not zero.
         """
-        return self.multipliers != 0 if self.equality else self.multipliers > self.margin
+        if self.bounds.base is None:
+            return self.multipliers != 0 if self.bounds.free is not None else self.multipliers > 0
+        active = self.multipliers > self.bounds.base
+        return active if self.bounds.free is None else active | (self.bounds.free & (self.multipliers != 0))
 
     @property
     def violated(self) -> Array:
         """Boolean (..., t): the constraints that g itself violates."""
-        return self.linear != 0 if self.equality else self.linear < 0
+        slack = self.gram.b if self.bounds.h is None else self.gram.b - self.bounds.h
+        violated = slack < 0
+        return violated if self.bounds.free is None else violated | (self.bounds.free & (slack > 0))
+
+    @property
+    def free(self) -> Array:
+        """Boolean (..., t): multipliers strictly between their bounds, whose rows P have ``G_P x = h_P``."""
+        return (self.multipliers > self.lower) & (self.multipliers < self.upper)
+
+    @property
+    def optimal(self) -> Array:
+        """Boolean (...): whether the status is ``Status.OPTIMAL``."""
+        return self.status == 0
 
     @property
     def refined(self) -> Array:
-        """Boolean (...): whether the multipliers come from G itself, because `gram` had lost the digits."""
+        """Boolean (...): whether the multipliers come from G itself, because K had lost the digits."""
         xp, device = namespace(self.status), device_of(self.status)
-        if self.factor is None:
+        if self._factor is None:
             return xp.zeros_like(self.status, dtype=xp.bool)
-        return from_numpy(np.any(self.factor != 0, axis=(-2, -1)), xp, device)
+        return from_numpy(self._factor.any(axis=(-2, -1)), xp, device)
+
+    def slack(self) -> Array:
+        """Return ``G @ x - h``, shape (..., t); negative where x violates a constraint."""
+        return self._slack()[0]
+
+    def kkt_residual(self) -> Array:
+        """Largest violation of the optimality conditions, shape (...), scale-free; 0 at the solution.
+
+        Where the multipliers come from G itself, of x as `project` returns it in float64, and including
+        its distance from ``g + G.T @ lam``, which is the rounding of large multipliers.
+        """
+        s, moved = self._slack()
+        size, xp = self._size(), namespace(s)
+        norms = xp.sqrt(xp.linalg.diagonal(self.gram.K))
+        found = _certificate.kkt_residual(norms, s, size, self.multipliers, self.lower, self.upper)
+        return xp.maximum(found, moved * inverse(size))
+
+    def duality_gap(self) -> Array:
+        """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
+        s = self.slack()
+        return _certificate.duality_gap(s, self._size(), self.multipliers, self.lower, self.upper)
+
+    def error_bound(self) -> Array:
+        """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device.
+
+        x* is the projection for rows perturbed by rounding. The bound is for x as `combine` makes it in
+        float64; rounding it to the dtype of g comes on top. Where K cannot tell what the solution is
+        (nearly dependent rows, on a device), the bound is ``|x|``.
+        """
+        batch, t = tuple(self.status.shape), self.multipliers.shape[-1]
+        gram = [to_numpy(a) for a in self.gram]
+        K = np.broadcast_to(gram[0], (*batch, t, t))
+        lam, lower, upper = (to_numpy(a) for a in (self.multipliers, self.lower, self.upper))
+        h = np.zeros(lam.shape) if self.bounds.h is None else to_numpy(self.bounds.h)
+        size, bound = to_numpy(self._size()), np.zeros(batch)
+        for i in np.ndindex(batch):
+            F = None if self._factor is None or not self._factor[i].any() else self._factor[i]
+            rounding, resolves = (self._rounding, _GRAM_RESOLVES) if F is None else (3e-14, _ROWS_RESOLVE)
+            F = from_gram(Gram(K[i], gram[1][i], gram[2][i])) if F is None else F
+            base = np.where(np.isfinite(lower[i]), lower[i], 0.0)
+            n = np.linalg.norm(F[:, :t], axis=0)
+            rows = n > 0
+            if size[i] == 0.0 or not rows.any():
+                bound[i] = np.inf if size[i] == 0.0 and (lam[i] * n).any() else 0.0
+                continue
+            # Adding rows with a margin may cancel digits of g: rounding then counts against the sum.
+            whole = np.linalg.norm(F[:, t]) + float(np.abs(base) @ n)
+            n, scale = n[rows], n[rows] / size[i]
+            bound[i] = _certificate.error_bound(
+                F[:, :t][:, rows] / n,
+                (F[:, t] + F[:, :t] @ base) / size[i],
+                h[i][rows] / n / size[i],
+                (lam[i] - base)[rows] * scale,
+                np.where(np.isinf(lower[i][rows]), -np.inf, 0.0),
+                (upper[i] - base)[rows] * scale,
+                rounding=rounding * max(1.0, whole / size[i]),
+                resolves=resolves,
+            )
+        return from_numpy(bound, namespace(self.status), device_of(self.status))
+
+    def cosine(self) -> Array:
+        """Cosine between g and x, shape (...)."""
+        return _certificate.cosine(self.gram, self.multipliers)
 
     def to(self, xp: Any, device: Any) -> DualSolution:
         """Return the same with arrays of another library, for a solution whose arrays are NumPy's."""
         if not isinstance(self.multipliers, np.ndarray) or xp is namespace(self.multipliers):
             return self
-        names = (
-            "multipliers",
-            "gram",
-            "linear",
-            "squared_norm",
-            "iterations",
-            "status",
-            "units",
-            "resolution",
-            "keep",
+
+        def move(a: Any) -> Any:
+            return from_numpy(a, xp, device) if isinstance(a, np.ndarray | np.generic) else a
+
+        bounds = self.bounds
+        if bounds is not PLAIN:
+            bounds = Bounds(*(move(getattr(bounds, f.name)) for f in fields(bounds)))
+        return replace(
+            self,
+            multipliers=move(self.multipliers),
+            gram=Gram(*map(move, self.gram)),
+            bounds=bounds,
+            iterations=move(self.iterations),
+            status=move(self.status),
         )
-        arrays = {n: a for n in names if isinstance(a := getattr(self, n), np.ndarray | np.generic)}
-        return replace(self, **{n: from_numpy(a, xp, device) for n, a in arrays.items()})
 
-    def kkt_residual(self) -> Array:
-        """Largest violation of the optimality conditions, shape (...), scale-free; 0 at the solution.
+    def _size(self) -> Array:
+        """Return the norm that certificates are relative to, shape (...)."""
+        K, b, gg = self.gram
+        xp, base, h = namespace(gg), self.bounds.base, self.bounds.h
+        if base is not None:
+            margin = xp.maximum(base, xp.zeros_like(base))
+            gg = gg + xp.sum(margin * (2.0 * b + matvec(K, margin)), axis=-1)
+        size = xp.sqrt(xp.maximum(gg, xp.zeros_like(gg)))
+        if h is not None and h.shape[-1]:
+            demand = xp.maximum(h, xp.zeros_like(h))
+            if self.bounds.free is not None:
+                demand = xp.where(self.bounds.free, xp.abs(h), demand)
+            size = xp.maximum(size, xp.max(demand * inverse(xp.sqrt(xp.linalg.diagonal(K))), axis=-1))
+        return size
 
-        Where there is a `factor`, of x as `project` returns it in float64, and including the distance
-        of that x from ``g + G.T @ lam``, which is the rounding of large multipliers.
-        """
-        self._check_projection("kkt_residual")
-        K, _, gg, upper = self.standard()
-        s, left = self._slope()
-        xp = namespace(K)
-        if self.equality:
-            return xp.maximum(_certificate.equality_residual(K, s, gg), left)
-        return xp.maximum(_certificate.kkt_residual(K, s, gg, self._measure(), upper), left)
-
-    def duality_gap(self) -> Array:
-        """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
-        self._check_projection("duality_gap")
-        _, _, gg, upper = self.standard()
-        return _certificate.duality_gap(self._slope()[0], gg, self._measure(), upper)
-
-    def error_bound(self) -> Array:
-        """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device.
-
-        For x as `combine` makes it in float64; rounding it to the dtype of g comes on top. Where K
-        cannot tell what the solution is (nearly dependent rows, no `factor`), the bound is ``|x|``.
-        """
-        self._check_projection("error_bound")
-        standard = self.standard()
-        K, b, gg = (to_numpy(a) for a in standard[:3])
-        upper = None if standard.upper is None else to_numpy(standard.upper)
-        lam, xp = to_numpy(self._measure()), namespace(self.status)
-        # Adding margin * (sum of rows) to g may cancel digits: rounding then counts against the sum.
-        sizes = np.sqrt(np.diagonal(K, axis1=-2, axis2=-1)) * to_numpy(self._lower())
-        whole = np.sqrt(to_numpy(self.squared_norm)) + sizes.sum(axis=-1)
-        magnified = whole / np.sqrt(np.where(gg > 0, gg, 1.0))
-        bound = np.zeros(gg.shape)
-        for i in np.ndindex(gg.shape):
-            R = None if self.factor is None or not self.factor[i].any() else self._shifted_factor(i)
-            top = None if upper is None else upper[i]
-            rounding = float(magnified[i]) * (self.rounding if R is None else min(self.rounding, 3e-14))
-            bound[i] = _certificate.error_bound(
-                K[i], b[i], float(gg[i]), lam[i], top, rounding, R, self.residues.get(i), self.equality
-            )
-        return from_numpy(bound, xp, device_of(self.status))
-
-    def cosine(self) -> Array:
-        """Cosine between g and x, shape (...)."""
-        lam = self._measure() + self._lower()
-        return _certificate.cosine(self.gram, self.linear, self.squared_norm, lam, self.keep)
-
-    def standard(self) -> Standard:
-        """Return the problem with lower bound zero that a margin stands for, in `units`."""
-        gram = Gram(self.gram, self.linear, self.squared_norm)
-        return shift(gram, self.margin, self.penalty, self.units)
-
-    def free(self) -> Array:
-        """Boolean (..., t): multipliers between their bounds, whose rows P have ``G_P x = 0``."""
-        if self.equality:
-            return self.multipliers == self.multipliers
-        return (self.multipliers > self.margin) & (self.multipliers < self.penalty)
-
-    def solve_free(self, u: Array) -> Array:
-        """Return ``K_PP^-1 u_P`` for the free rows P and zero for the others, all in `units`.
-
-        With `equality` free rows may be dependent: one of the solutions.
-        """
-        free = self.free()
-        unit = normalise(self.gram, u, None, None)
-        z = solve_on(unit.K, unit.b, free) * unit.scale
-        if self.factor is None:
-            return z
-        z, u, free = to_numpy(z).copy(), to_numpy(u), to_numpy(free)
-        for i in self._factored():
-            A = self.factor[i][:, :-1][:, free[i]]
-            if self.equality:
-                _, S, V = span(A)
-                z[i] = V.T @ ((V @ u[i]) / S**2)
-                continue
-            n = np.linalg.norm(A, axis=0)
-            R: Any = np.linalg.qr(A / n, mode="r")
-            z[i][free[i]] = solve_triangle(R, solve_triangle(R.T, u[i][free[i]] / n)) / n
-        return from_numpy(z, namespace(unit.K), device_of(unit.K))
-
-    def _factored(self) -> list[tuple[int, ...]]:
-        assert self.factor is not None
-        return list(map(tuple, np.argwhere(self.factor.any(axis=(-2, -1)))))
-
-    def _check_projection(self, certificate: str) -> None:
-        if self.keep is not None:
-            raise ValueError(
-                f"There is no {certificate}: x is keep * g + G.T @ multipliers by a rule that is no "
-                "projection. `cosine` and `project` know that; method='exact' gives the projection."
-            )
-
-    def _measure(self) -> Array:
-        """Return the multipliers of the standard problem."""
-        return in_units(self.multipliers - self.margin, self.units)
-
-    def _lower(self) -> Any:
-        return in_units(0.0 * self.multipliers + self.margin, self.units)
-
-    def _slope(self) -> tuple[Array, Array]:
-        """Return s = G x in `units`, and the distance of x from g + G'lam over |g|."""
-        K, b, gg, _ = self.standard()
-        lam = self._measure()
-        s, left = matvec(K, lam) + b, 0.0 * gg
-        if self.factor is None:
-            return s, left
-        s, left, lam = to_numpy(s).copy(), np.zeros(gg.shape), to_numpy(lam)
-        free = to_numpy(self.free())
-        for i in self._factored():
-            A, a = self._shifted_factor(i)
-            basis = span(A)[0] if self.equality else np.linalg.qr(A[:, free[i]])[0]
-            x, distance = _certificate.settled(A, a, lam[i], basis)
-            s[i], left[i] = A.T @ x, distance and distance / np.linalg.norm(a)
+    def _slack(self) -> tuple[Array, Array]:
+        """Return G x - h, and the distance of x from g + G'lam."""
+        K, b, gg = self.gram
+        h = self.bounds.h
+        s = matvec(K, self.multipliers) + (b if h is None else b - h)
+        moved = namespace(gg).zeros_like(gg)
+        if self._factor is None:
+            return s, moved
+        s, moved, lam, free = (np.array(to_numpy(a)) for a in (s, moved, self.multipliers, self.free))
+        right = None if h is None else to_numpy(h)
+        for i in map(tuple, np.argwhere(self._factor.any(axis=(-2, -1)))):
+            A, a = self._factor[i][:, :-1], self._factor[i][:, -1]
+            here = None if right is None else right[i]
+            # The free rows of an approximate method are not meant to have zero slack.
+            tight = free[i] & ((int(self.status[i]) & Status.APPROXIMATE) == 0)
+            x, moved[i] = settle(A, a, lam[i], tight, here)
+            s[i] = A.T @ x - (0.0 if here is None else here)
         xp, device = namespace(gg), device_of(gg)
-        return from_numpy(s, xp, device), from_numpy(left, xp, device)
-
-    def _shifted_factor(self, i: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        assert self.factor is not None
-        A, a = self.factor[i][:, :-1], self.factor[i][:, -1]
-        return A, a + A @ to_numpy(self._lower())[i] if self.margin else a
-
-
-def in_units(lam: Array, units: Array | None) -> Array:
-    """Return multipliers of the rows ``units[i] * G[i]`` and the gradient ``units[t] * g``."""
-    return lam if units is None else lam * units[..., -1:] / units[..., :-1]
-
-
-def from_units(lam: Array, units: Array | None, *, check: bool) -> Array:
-    """Return the multipliers of G and g themselves; with `check`, raise where float64 cannot hold them."""
-    if units is None:
-        return lam
-    xp = namespace(lam)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        result = lam * units[..., :-1] / units[..., -1:]
-    for size, lost in (("small", ~xp.isfinite(result)), ("large", (lam != 0) & (xp.abs(result) < 1e-307))):
-        if check and bool(xp.any(lost)):
-            flow = "overflow" if size == "small" else "underflow"
-            raise ValueError(f"Rows of G are too {size} beside g: their multipliers {flow}. Scale G or g.")
-    return result
-
-
-def shift(gram: Gram, margin: float, penalty: float, units: Array | None) -> Standard:
-    """Return the t-space problem of g + margin * (sum of rows), to which a lower bound is equivalent."""
-    K, b, gg = gram
-    xp = namespace(K)
-    upper = None if math.isinf(penalty) else in_units(xp.full_like(b, penalty - margin), units)
-    if margin == 0.0:
-        return Standard(K, b, gg, upper)
-    lower = in_units(xp.full_like(b, margin), units)
-    with np.errstate(over="ignore", invalid="ignore"):  # reported as an error of its own
-        pull = matvec(K, lower)
-        return Standard(K, b + pull, gg + xp.sum(lower * (2.0 * b + pull), axis=-1), upper)
+        return from_numpy(s, xp, device), from_numpy(moved, xp, device)

@@ -5,9 +5,8 @@ import pytest
 import torch
 from problems import assert_close
 
-from gemproj import PGD, Exact, Status, combine, gram, project, solve_dual
-from gemproj._dual import _drop_not_finite
-from gemproj._gram import Gram
+from gemproj import PGD, Exact, Gram, Status, combine, gram, project, solve_dual, solve_gram
+from gemproj._checks import drop_not_finite
 
 G, g = np.eye(3, 5), -np.ones(5)
 READ_ONLY = np.empty(5)
@@ -17,9 +16,13 @@ READ_ONLY.setflags(write=False)
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: project(G, g[:4]), ValueError, r"g must have shape \(5,\).*found \(4,\)"),
+        (lambda: project(G, g[:4]), ValueError, r"g must have shape \(5,\) or .*found \(4,\)"),
         (lambda: project(G[0], g), ValueError, r"G must have shape \(..., t, d\).*found \(5,\)"),
-        (lambda: project(G[None], g), ValueError, r"g must have shape \(1, 5\)"),
+        (
+            lambda: project(np.stack([G, G]), np.stack([g] * 3)),
+            ValueError,
+            "leading dimensions of G .* do not broadcast",
+        ),
         (
             lambda: project(G.astype(int), g),
             TypeError,
@@ -52,17 +55,65 @@ READ_ONLY.setflags(write=False)
         (lambda: project(G, g, method=7), TypeError, "method must be a name, a Method or a callable"),
         (lambda: solve_dual(G, g, steps=3), TypeError, "steps"),
         (lambda: project(G, g, margin=-0.5), ValueError, "margin must be finite and at least 0; found -0.5"),
-        (lambda: project(G, g, margin="0.5"), TypeError, "margin must be a number; found '0.5'"),
+        (
+            lambda: project(G, g, margin=np.array([0.0, -1.0, 0.0])),
+            ValueError,
+            "margin must be at least 0; found",
+        ),
+        (
+            lambda: project(G, g, margin=np.ones(2)),
+            ValueError,
+            r"margin must be a number or have shape \(3,\)",
+        ),
+        (
+            lambda: project(G, g, h=np.ones(2)),
+            ValueError,
+            r"h must be a number or have shape \(3,\), .*found \(2,\)",
+        ),
+        (lambda: project(G, g, h=np.full(3, np.nan)), ValueError, "h must be finite"),
+        (lambda: project(G, g, h=["a", "b", "c"]), TypeError, "h must hold real numbers"),
+        (
+            lambda: project(G, g, equality=np.ones(3)),
+            TypeError,
+            "equality must be True, False or a boolean array",
+        ),
+        (
+            lambda: project(G, g, equality=True, method="agem"),
+            ValueError,
+            "equality cannot be combined with method AGEM",
+        ),
+        (
+            lambda: project(G, g, h=np.ones(3), method="gem2017"),
+            ValueError,
+            "h cannot be combined with method GEM2017",
+        ),
+        (
+            lambda: solve_gram(G, g),
+            ValueError,
+            r"K must be a Gram matrix of shape \(..., t, t\); found \(3, 5\)",
+        ),
+        (lambda: solve_gram(np.eye(3), g), ValueError, r"b must have shape \(..., 3\) .*found \(5,\)"),
+        (
+            lambda: solve_gram(np.eye(2), np.ones((2, 2)), np.ones(3)),
+            ValueError,
+            r"gg must have shape \(2,\)",
+        ),
+        (lambda: solve_gram([[1.0]], np.ones(1)), TypeError, "K must be an array"),
+        (
+            lambda: project(G, g, margin="0.5"),
+            TypeError,
+            "margin must be a number, or an array .*; found '0.5'",
+        ),
         (
             lambda: project(G, g, margin=float("nan")),
             ValueError,
             "margin must be finite and at least 0; found nan",
         ),
-        (lambda: project(G, g, penalty=-1.0), ValueError, "penalty must be finite and at least 0"),
+        (lambda: project(G, g, penalty=-1.0), ValueError, "penalty must be at least 0; found -1"),
         (
             lambda: project(G, g, margin=2.0, penalty=1.0),
             ValueError,
-            "penalty must be at least margin, 2.0; found 1",
+            "penalty must be at least margin",
         ),
         (
             lambda: project(G, g, margin=0.5, method="gem2017"),
@@ -128,9 +179,9 @@ READ_ONLY.setflags(write=False)
         (
             lambda: combine(G, g, np.ones(2)),
             ValueError,
-            r"multipliers must be an array of shape \(3,\).*found \(2,\)",
+            r"multipliers must have shape \(3,\).*found \(2,\)",
         ),
-        (lambda: combine(G, g, 1.0), ValueError, "multipliers must be an array.*found float"),
+        (lambda: combine(G, g, 1.0), TypeError, "multipliers must be an array.*found float"),
         (
             lambda: project(G, g, method=lambda K, b, w: b[:1]),
             ValueError,
@@ -164,37 +215,19 @@ def test_rows_that_are_not_finite_are_named(xp, value):
         project(xp.array(G), xp.array(vector))
 
 
-def test_check_decides_who_looks():
-    bad = np.array(G)
-    bad[1, 2] = np.nan
-    sol = solve_dual(bad, g, check=False)
-    assert int(sol.status) == Status.ROW_DROPPED
-    np.testing.assert_array_equal(sol.multipliers, [1.0, 0.0, 1.0])
-    with pytest.raises(ValueError, match="row 1"):
-        solve_dual(bad, g, check=True)
-
-
 @pytest.mark.parametrize(("t", "d"), [(3, 50), (12, 50), (3, 140_000)])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e200, 0.0])
-def test_one_bad_problem_of_a_batch_changes_no_other_bit(xp, t, d, dtype, bad, rng):
+@pytest.mark.parametrize("odd", [1e100, 0.0])
+def test_one_odd_problem_of_a_batch_changes_no_other_bit(xp, t, d, dtype, odd, rng):
+    if odd > 1e38 and dtype == "float32":
+        odd = 1e18  # its square leaves the range of float32 sums
     rows, vectors = rng.standard_normal((3, t, d)) - 0.2, rng.standard_normal((3, d)) + 0.2
     expected = xp.numpy(project(xp.array(rows, dtype), xp.array(vectors, dtype)))
     for spoil in (rows, vectors):
         changed = [rows.copy(), vectors.copy()]
-        target = changed[0 if spoil is rows else 1]
-        target[1][..., :3] = bad
-        with np.errstate(over="ignore"):
-            arrays = [xp.array(a, dtype) for a in changed]
-            left_out = not np.all(np.isfinite(target[1].astype(dtype)))
-        with np.errstate(invalid="ignore"):
-            project(*arrays, check=False, margin=0.1)
-            x = xp.numpy(project(*arrays, check=False))
-            status = xp.numpy(solve_dual(*arrays, check=False).status).astype(int)
+        changed[0 if spoil is rows else 1][1][..., :3] = odd
+        x = xp.numpy(project(*(xp.array(a, dtype) for a in changed)))
         np.testing.assert_array_equal(x[[0, 2]], expected[[0, 2]])
-        # Rows that hold 1e200 and little else are one row to rounding.
-        status[1] &= ~int(Status.UNRESOLVED)
-        assert status.tolist() == [0, int(Status.ROW_DROPPED) * left_out, 0]
 
 
 def test_numpy_scalars_are_numbers():
@@ -202,41 +235,26 @@ def test_numpy_scalars_are_numbers():
     assert PGD(steps=np.int64(5)).steps == 5
 
 
-def test_overflow_is_told_apart_from_a_result():
-    assert_close(project(1e200 * G[:1], g), project(G[:1], g), atol=1e-14)
-    with pytest.raises(ValueError, match=r"Rows of G are too small beside g: their multipliers overflow"):
-        project(1e-200 * G[:1], -1e200 * G[0])
-    with pytest.raises(ValueError, match=r"Rows of G are too large beside g: their multipliers underflow"):
-        project(np.array([[1e200, 0.0]]), np.array([-1e-150, 1e-150]))
-    with pytest.raises(ValueError, match=r"margin, 0.1, times the rows of G is too large beside g"):
-        project(1e200 * G, g, margin=0.1)
-
-
 def test_rows_are_left_out_where_looking_is_not_free(rng):
     """What a device does, on the CPU: the stage itself looks at no value."""
     rows, vector = rng.standard_normal((2, 4, 9)) - 0.4, rng.standard_normal((2, 9)) + 0.4
     K, b, gg = (np.array(a) for a in gram(rows, vector))
     K[0, 2, :] = K[0, :, 2] = b[0, 2] = np.nan
-    clean, dropped = _drop_not_finite(Gram(K, b, gg))
+    clean, dropped = drop_not_finite(Gram(K, b, gg))
     np.testing.assert_array_equal(dropped, [[False, False, True, False], [False] * 4])
     lam = solve_dual(np.delete(rows[0], 2, axis=0), vector[0]).multipliers
     assert_close(np.delete(Exact()(clean.K, clean.b)[0], 2), lam, atol=1e-12)
     np.testing.assert_array_equal(clean.K[1], K[1])
     gg[0] = np.inf
-    assert _drop_not_finite(Gram(K, b, gg))[1][0].all()
+    assert drop_not_finite(Gram(K, b, gg))[1][0].all()
 
 
 def test_stalled_is_reported(monkeypatch, rng):
     from gemproj.methods import exact
 
-    def give_up(faces, upper, start):
-        return np.zeros(20), 0, 1.0
-
-    monkeypatch.setattr(exact, "solve_active_set", give_up)
-    monkeypatch.setattr(exact, "installed", lambda: False)
-    sol = solve_dual(rng.standard_normal((20, 50)), np.ones(50), refine=0)
-    assert int(sol.status) == Status.STALLED
-    assert float(sol.kkt_residual()) > 1e-3
+    monkeypatch.setattr(exact, "solve_active_set", lambda faces, *_: (np.zeros(20), 0, 1.0))
+    K, b, _ = gram(rng.standard_normal((20, 50)), np.ones(50))
+    assert int(Exact().solve(K, b).status) == Status.STALLED
 
 
 @pytest.mark.parametrize("value", [np.inf, 1e200])
@@ -244,11 +262,6 @@ def test_what_is_too_large_far_apart_is_told_without_warnings(value):
     """Warnings are errors here: of sums over parts of the columns, in whichever thread."""
     G, g = np.ones((2, 400_000)), np.ones(400_000)
     G[:, 10], G[0, 300_000], G[1, 300_000] = value, value, -value
-    if value == np.inf:
-        with pytest.raises(ValueError, match="row 0, 1"):
-            project(G, g)
-    else:
-        assert project(G, g) is g
-    K = gram(G, g).K
-    assert not np.isfinite(np.diagonal(K)).any()
-    assert int(solve_dual(G, g, check=False).status) == (Status.ROW_DROPPED if value == np.inf else 0)
+    with pytest.raises(ValueError, match="row 0, 1"):
+        project(G, g)
+    assert not np.isfinite(np.diagonal(gram(G, g).K)).any()

@@ -15,13 +15,15 @@ def problem(t, d, *batch):
     return G.requires_grad_(), g.requires_grad_()
 
 
-@pytest.mark.parametrize("options", [{}, {"margin": 0.1}, {"penalty": 0.2}, {"margin": 0.05, "penalty": 0.2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"margin": 0.1}, {"penalty": 0.2}, {"margin": 0.05, "penalty": 0.2}, {"equality": True}]
+)
 @pytest.mark.parametrize("shape", [(1, 4), (3, 7), (12, 20), (2, 5, 3)])
 def test_gradcheck(shape, options):
     G, g = problem(*shape)
     w = torch.rand(g.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.5
     w.requires_grad_()
-    assert torch.any(solve_dual(G, g, **options).multipliers > 0)
+    assert torch.any(solve_dual(G, g, **options).multipliers != 0)
     assert torch.autograd.gradcheck(lambda G, g: project(G, g, **options), (G, g))
     assert torch.autograd.gradcheck(lambda G, g, w: project(G, g, metric=w, **options), (G, g, w))
 
@@ -41,7 +43,7 @@ def test_blocks_and_mappings():
     assert torch.autograd.gradcheck(mapping, (G, g))
 
 
-@pytest.mark.parametrize("scale", [1e-160, 1e160])
+@pytest.mark.parametrize("scale", [1e-120, 1e120])
 def test_gradients_at_any_magnitude(scale):
     G, g = problem(3, 7)
     v = torch.ones(7, dtype=torch.float64)
@@ -92,14 +94,44 @@ def test_nearly_dependent_rows_have_the_derivative_of_their_span(tilt):
     assert torch.all(torch.abs(jacobian @ G.T) <= 1e-14 * G.norm(dim=1))
 
 
-def test_rows_left_out_do_not_spoil_the_others():
-    G, g = problem(3, 7)
-    v = torch.arange(7, dtype=torch.float64)
-    expected = torch.autograd.grad(project(G, g, margin=0.1) @ v, (G, g))
-    bad = torch.cat([G.detach(), torch.full((1, 7), torch.nan, dtype=torch.float64)]).requires_grad_()
-    found = torch.autograd.grad(project(bad, g, margin=0.1, check=False) @ v, (bad, g))
-    torch.testing.assert_close(found[0][:3], expected[0], rtol=0, atol=1e-13)
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=1e-13)
+def test_bounds_and_right_hand_side_have_derivatives():
+    G, g = problem(4, 9)
+    h = torch.tensor([0.5, 0.2, -0.1, 0.0], dtype=torch.float64, requires_grad=True)
+    margin, penalty = (torch.full((4,), v, dtype=torch.float64, requires_grad=True) for v in (0.1, 0.3))
+    sol = solve_dual(G, g, h=h, margin=margin, penalty=penalty)
+    assert set(map(bool, sol.free)) == {True, False}  # multipliers at bounds, and between them
+    assert torch.autograd.gradcheck(
+        lambda G, g, h, m, c: project(G, g, h=h, margin=m, penalty=c), (G, g, h, margin, penalty)
+    )
+
+
+def test_many_gradients_on_one_G_add_up():
+    G, _ = problem(4, 9)
+    gs = torch.randn(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    w = torch.linspace(0.5, 1.5, 9, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(lambda G, g, w: project(G, g, metric=w), (G, gs, w))
+
+
+def test_transforms_of_torch_func():
+    G, g = (a.detach() for a in problem(3, 7))
+    Gs, gs = (a.detach() for a in problem(3, 7, 4))
+    jacobian = torch.autograd.functional.jacobian(lambda v: project(G, v), g)
+    found = torch.func.grad(lambda v: project(G, v).sum())(g)
+    torch.testing.assert_close(found, jacobian.sum(0), rtol=0, atol=1e-14)
+    torch.testing.assert_close(torch.func.jacrev(lambda v: project(G, v))(g), jacobian, rtol=0, atol=1e-15)
+    for dims, arrays in (((None, 0), (G, gs)), ((0, None), (Gs, g)), ((0, 0), (Gs, gs))):
+        found = torch.func.vmap(project, dims)(*arrays)
+        torch.testing.assert_close(found, project(*arrays), rtol=0, atol=1e-14)
+    h = torch.rand(4, 3, dtype=torch.float64)
+    found = torch.func.vmap(lambda h: project(G, g, h=h))(h)
+    torch.testing.assert_close(found, torch.stack([project(G, g, h=one) for one in h]), rtol=0, atol=1e-14)
+    of_each = torch.func.vmap(torch.func.grad(lambda v, G: project(G, v).square().sum()), (0, None))(gs, Gs)
+    single = torch.func.grad(lambda v: project(Gs, v).square().sum())(gs[1])
+    torch.testing.assert_close(of_each[1], single, rtol=0, atol=1e-13)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda v: project(G, v), (g,), (g,))
+    with pytest.raises(ValueError, match="vmap over a projection of blocks is not supported"):
+        torch.func.vmap(lambda v: project([G], [v])[0])(gs)
 
 
 def test_learning_a_memory_by_gradient_descent():
@@ -127,7 +159,7 @@ def test_what_has_no_derivative_says_so():
     G, g = problem(3, 7)
     with pytest.raises(ValueError, match=r"method 'exact' only; method is PGD"):
         project(G, g, method=PGD())
-    with pytest.raises(ValueError, match="out cannot be written while G, g or metric requires a gradient"):
+    with pytest.raises(ValueError, match="out cannot be written while an argument requires a gradient"):
         project(G, g, out=g.detach().clone())
     with pytest.raises(ValueError, match="out requires a gradient and cannot be written"):
         project(G.detach(), g.detach(), out=torch.zeros(7, dtype=torch.float64, requires_grad=True))
@@ -135,7 +167,7 @@ def test_what_has_no_derivative_says_so():
         project(G, g, method=PGD(), out=g.detach().clone())
     x = project(G, g)
     gradient = torch.autograd.grad(x.sum(), g, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="does not require grad"):
+    with pytest.raises(NotImplementedError, match="one derivative, not a second one"):
         torch.autograd.grad(gradient.sum(), g)
 
 

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from problems import KINDS, arbitrary, assert_close, draw, known, rational_projection
 
 from gemproj import Exact, Status, combine, gram, project, solve_dual
+from gemproj._tspace import normalise
 from gemproj.methods import _active_set
 from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
 from gemproj.methods._enumeration import enumerate_active_sets
-from gemproj.methods._method import normalise
 
 
 def relative(error, g):
@@ -110,8 +110,8 @@ def test_degenerate_integer_problems_against_exact_arithmetic(rng):
         assert_close(project(G, g), expected, atol=1e-11)
         # The method for large t on the same small problems.
         K, b, _ = gram(G, g)
-        unit = normalise(K, b, None, None)
-        lam = solve_active_set(Tableau(unit.K, unit.b), None, None)[0]
+        unit = normalise(K, b, None, None, None)
+        lam = solve_active_set(Tableau(unit.K, unit.b), None, None, None)[0]
         assert_close(combine(G, g, lam * unit.scale), expected, atol=1e-11)
 
 
@@ -121,9 +121,10 @@ def test_enumeration_and_tableau_agree(bounded, rng):
         t = int(rng.integers(1, 6))
         G, g = rng.standard_normal((t, 8)), rng.standard_normal(8)
         K, b, _ = gram(G, g)
-        unit = normalise(K, b, None, np.full(t, 0.3) if bounded else None)
-        small = enumerate_active_sets(unit.K, unit.b, unit.upper)
-        large = solve_active_set(Tableau(unit.K, unit.b), unit.upper, rng.random(t))[0]
+        lower = np.where(rng.random(t) < 0.3, -np.inf, 0.0)
+        unit = normalise(K, b, lower, np.full(t, 0.3) if bounded else None, None)
+        small = enumerate_active_sets(unit.K, unit.b, unit.lower, unit.upper)
+        large = solve_active_set(Tableau(unit.K, unit.b), unit.lower, unit.upper, rng.random(t))[0]
         assert_close(small, large, atol=1e-11)
 
 
@@ -161,7 +162,7 @@ def test_past_its_budget_the_search_takes_the_first_violated_row(make, rng):
         faces, entered = make(*((G @ G.T, b) if make is Tableau else (G.T, g))), []
         pivot = faces.pivot
         faces.pivot = lambda j: (entered.append(int(j)), pivot(j))
-        search = _active_set._Search(faces, np.full(30, np.inf), np.zeros(30))
+        search = _active_set._Search(faces, np.zeros(30), np.full(30, np.inf), np.zeros(30))
         search.pivots = spent
         search.run(budget=99)
         return entered[0]

@@ -76,9 +76,9 @@ def test_float32_and_bfloat16_are_as_good_as_their_rounding(t, rng):
             assert np.all(np.abs(x - expected) <= 1.01 * eps * np.abs(expected) + 1e-11 * np.linalg.norm(g))
 
 
-@pytest.mark.parametrize("scale", [1e-300, 1e-200, 1e-150, 1e-30, 1e30, 1e150, 1e200, 1e300])
+@pytest.mark.parametrize("scale", [1e-130, 1e-30, 1e30, 1e130])
 @pytest.mark.parametrize("t", [1, 5, 12])
-def test_any_magnitude_that_float64_holds(xp, scale, t, rng):
+def test_any_magnitude_whose_squares_float64_holds(xp, scale, t, rng):
     G, g = rng.standard_normal((t, 40)) - 0.2, rng.standard_normal(40) + 0.2
     x, size = project(G, g), np.linalg.norm(g)
     assert not np.array_equal(x, g)
@@ -98,28 +98,15 @@ def test_any_magnitude_that_float64_holds(xp, scale, t, rng):
         assert float(sol.error_bound()) < 1e-12
 
 
-def test_margin_and_penalty_at_any_magnitude(rng):
-    G, g = rng.standard_normal((4, 20)) - 0.2, rng.standard_normal(20) + 0.2
-    for scale in (1e-170, 1e170):
-        # lam_i g_i stays the same, so bounds of lam scale against the rows.
-        for name in ("margin", "penalty"):
-            expected = project(G, g, **{name: 0.1})
-            assert_close(project(scale * G, scale * g, **{name: 0.1}) / scale, expected, atol=1e-12)
-            assert_close(project(G * scale, g, **{name: 0.1 / scale}), expected, atol=1e-12)
-            sol = solve_dual(G * scale, g, **{name: 0.1 / scale})
-            bound = sol.multipliers == 0.1 / scale
-            assert bound.any()
-            assert float(sol.kkt_residual()) < 1e-14
-
-
-def test_gram_is_that_of_the_rows_as_given(rng):
-    G, g = rng.standard_normal((2, 5)), rng.standard_normal(5)
-    G[0] *= 1e-150
-    K, b, gg = gram(G, g)
-    assert K[1, 1] == pytest.approx(G[1] @ G[1])
-    assert K[0, 0] == pytest.approx(1e-300 * ((G[0] * 1e150) @ (G[0] * 1e150)))
-    assert b[0] == pytest.approx(G[0] @ g)
-    assert gg == pytest.approx(g @ g)
+def test_beyond_the_range_of_squares_is_an_error(xp, rng):
+    G, g = rng.standard_normal((3, 20)), rng.standard_normal(20)
+    tiny = G * np.array([[1.0], [1e-160], [1.0]])
+    with pytest.raises(ValueError, match="row 1 of G is too small.*Scale G up"):
+        project(xp.array(tiny), xp.array(g))
+    with pytest.raises(ValueError, match="g is too small.*Scale g up"):
+        project(xp.array(G), xp.array(1e-160 * g))
+    with pytest.raises(ValueError, match="row 0, 1, 2, which holds.*squares overflow; scale it down"):
+        project(xp.array(1e160 * G), xp.array(g))
 
 
 @pytest.mark.parametrize("t", [2, 6, 12])
@@ -130,9 +117,11 @@ def test_refining_by_the_residual_itself(xp, t, rng):
         G, g = opposite(rng, t, tilt=1e-5)
         expected = judge.project_precisely(G, g)
         arrays = xp.array(G), xp.array(g)
-        plain, refined = (xp.numpy(project(*arrays, refine=n)) for n in (0, 2))
+        K, b, _ = gram(G, g)
+        plain = combine(G, g, Exact()(K, b))
+        refined = xp.numpy(project(*arrays, refine=2))
         assert error(refined, expected, g) < 1e-9
-        improved.append(error(plain, expected, g) / error(refined, expected, g))
+        improved.append(error(plain, expected, g) / (error(refined, expected, g) + 1e-16))
         assert error(xp.numpy(project(*arrays)), expected, g) < 1e-10
     assert max(improved) > 1e3
 
@@ -157,24 +146,20 @@ def test_refining_without_looking(rng):
 
 def test_only_lost_digits_send_the_exact_method_back_to_the_rows(monkeypatch, rng):
     calls = []
-    whole = _refine.factor_rows
-    monkeypatch.setattr(_refine, "factor_rows", lambda *a: calls.append(1) or whole(*a))
+    whole = _refine.from_rows
+    monkeypatch.setattr(_refine, "from_rows", lambda *a: calls.append(1) or whole(*a))
     G, g = rng.standard_normal((5, 40)), rng.standard_normal(40)
     sol = solve_dual(G, g)
-    assert sol.factor is None
     assert not np.any(sol.refined)
     tilted, h = against_the_tilt(rng, 1e-6)
     assert solve_dual(tilted, h).refined
     assert len(calls) == 1
     # What other methods find stays as it is; only their certificates use the factor.
     sol = solve_dual(tilted, h, method=PGD(steps=5))
-    np.testing.assert_array_equal(
-        sol.multipliers, solve_dual(tilted, h, method=PGD(steps=5), refine=0).multipliers
-    )
+    np.testing.assert_array_equal(sol.multipliers, PGD(steps=5)(*gram(tilted, h)[:2]))
     assert sol.refined
     calls.clear()
     project(tilted, h, method=PGD(steps=5))
-    project(tilted, h, refine=0)
     project(tilted, h, refine=1)
     assert not calls
 
@@ -202,7 +187,7 @@ def test_refinement_with_a_metric_and_blocks(xp, rng):
     w = 10.0 ** rng.uniform(-2, 2, len(g))
     root = np.sqrt(w)
     expected = judge.project_precisely(G / root, g * root) / root
-    for refine in (None, 2):
+    for refine in (0, 2):
         x = xp.numpy(project(xp.array(G), xp.array(g), metric=xp.array(w), refine=refine))
         assert error(x, expected, g) < 1e-8
         parts = project(
@@ -213,44 +198,30 @@ def test_refinement_with_a_metric_and_blocks(xp, rng):
 
 
 def test_large_float32_problems_are_solved_to_float64_where_it_matters(rng, monkeypatch):
-    monkeypatch.setattr("gemproj.compiled.table._FEW_ROWS", 0)
+    monkeypatch.setenv("GEMPROJ_BACKEND", "portable")  # which sums in float32 for any number of rows
     base, d = rng.standard_normal(140_000), 140_000
     G = (base + 1e-3 * rng.standard_normal((3, d))).astype(np.float32)
     g = (-base - 300 * (G[0] - G[1]) + rng.standard_normal(d)).astype(np.float32)
     sol = solve_dual(G, g)
-    assert sol.rounding > 1e-7
     assert sol.refined
     wide = G.astype(float), g.astype(float)
     assert error(project(G, g), project(*wide), g) < 1e-7
     assert error(combine(*wide, sol.multipliers), project(*wide), g) < 1e-11
 
 
-@pytest.mark.parametrize("t", [4, 20])
-def test_rows_left_out_do_not_disturb_refinement(t, rng):
-    G, g = opposite(rng, t, tilt=1e-6)
-    bad = np.insert(G, 1, np.nan, axis=0)
-    sol = solve_dual(bad, g, check=False)
-    assert int(sol.status) == Status.ROW_DROPPED
-    for options in ({}, {"margin": 0.1}, {"refine": 2}):
-        x = project(bad, g, check=False, **options)
-        assert_close(x, project(G, g, **{"margin": 0.0} | options), atol=1e-9 * (1 + np.linalg.norm(g)))
-
-
-@pytest.mark.parametrize("noise", [0.0, 1e-16])
-def test_rows_that_only_seem_dependent_are_told_from_those_that_are(noise, rng):
-    """What rounding hides decides about x: the bound covers that, and the status says so."""
+def test_rows_that_are_dependent_to_rounding_are_taken_as_dependent(rng):
+    """The projection is that of exactly dependent rows, and the bound is relative to it."""
     for _ in range(10):
         G = rng.integers(-3, 4, (3, 6)).astype(float)
         G = np.concatenate([G, -G[:1] - 2 * G[1:2], -0.25 * G[:1]])
-        G[3:] *= 1 + noise * rng.standard_normal((2, 6)).round() * 2
         g = rng.standard_normal(6) - G[:3].sum(0)
-        sol, expected = solve_dual(G, g), judge.project_precisely(G, g)
-        assert error(combine(G, g, sol.multipliers), expected, g) <= float(sol.error_bound())
-        if noise == 0.0:
+        expected = judge.project_precisely(G, g)
+        noisy = G * (1 + 1e-16 * rng.standard_normal(G.shape).round())
+        for rows in (G, noisy):
+            sol = solve_dual(rows, g)
             assert int(sol.status) == Status.OPTIMAL
             assert float(sol.error_bound()) < 1e-9
-        elif error(project(G, g), expected, g) > 1e-6:
-            assert int(sol.status) & Status.UNRESOLVED
+            assert error(combine(rows, g, sol.multipliers), expected, g) < 1e-9
 
 
 def test_spans_of_nearly_parallel_rows_are_known_less_well():
@@ -267,7 +238,6 @@ def test_status_tells_what_a_gram_matrix_cannot(rng):
     G, g = against_the_tilt(rng, 1e-9)
     K, b, _ = gram(G, g)
     assert int(Exact().solve(K, b).status) & Status.UNRESOLVED
-    assert int(solve_dual(G, g, refine=0).status) & Status.UNRESOLVED
     assert int(solve_dual(G, g).status) == Status.OPTIMAL
 
 
@@ -277,5 +247,5 @@ def test_refine_is_checked(rng):
         project(G, g, refine=-1)
     with pytest.raises(TypeError, match=r"refine must be an integer; found 1.5"):
         project(G, g, refine=1.5)
-    with pytest.raises(ValueError, match="refine cannot be combined with method PGD"):
+    with pytest.raises(ValueError, match="refine needs method 'exact'"):
         project(G, g, refine=1, method="pgd")

@@ -136,7 +136,10 @@ def test_strided_and_transposed_inputs(xp, rng):
 
 def test_without_violation_x_is_g(xp):
     g = xp.array([1.0, -0.0, 3.0])
-    assert project(xp.array([[1.0, 0.0, 0.0]]), g) is g
+    x = project(xp.array([[1.0, 0.0, 0.0]]), g)
+    np.testing.assert_array_equal(xp.numpy(x), xp.numpy(g))
+    x[...] = 5.0  # a copy
+    assert float(g[0]) == 1.0
     out = xp.array([7.0, 7.0, 7.0])
     assert project(xp.array([[1.0, 0.0, 0.0]]), g, out=out) is out
     np.testing.assert_array_equal(xp.numpy(out), xp.numpy(g))

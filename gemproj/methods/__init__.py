@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gemproj._array import Array
+from gemproj._arrays import Array
 from gemproj.methods._method import Method, Outcome, Status
 from gemproj.methods.agem import AGEM
-from gemproj.methods.equality import Equality
 from gemproj.methods.exact import Exact
 from gemproj.methods.fista import FISTA
 from gemproj.methods.gem2017 import GEM2017
-from gemproj.methods.mega import MEGA1, MEGA2
 from gemproj.methods.osqp import OSQP
 from gemproj.methods.pgd import PGD
 from gemproj.methods.quadprog import Quadprog
-from gemproj.methods.sgem import SGEM
 
 __all__ = [
     "AGEM",
     "FISTA",
     "GEM2017",
-    "MEGA1",
-    "MEGA2",
-    "NAMES",
+    "METHODS",
     "OSQP",
     "PGD",
-    "SGEM",
-    "Equality",
     "Exact",
     "Method",
     "Outcome",
@@ -35,7 +28,7 @@ __all__ = [
     "Status",
 ]
 
-NAMES: dict[str, Method] = {
+METHODS: dict[str, Method] = {
     "exact": Exact(),
     "pgd": PGD(),
     "fista": FISTA(),
@@ -43,30 +36,27 @@ NAMES: dict[str, Method] = {
     "quadprog": Quadprog(),
     "osqp": OSQP(),
     "gem2017": GEM2017(),
-    "sgem": SGEM(),
-    "mega1": MEGA1(),
-    "mega2": MEGA2(),
-    "equality": Equality(),
 }
 
-AnyMethod = str | Method | Callable[[Array, Array, Array | None], Array]
+Multipliers = Callable[[Array, Array, Array | None], Array]
+AnyMethod = str | Method | Multipliers
 
 
-def find(method: AnyMethod) -> Method | Callable[[Array, Array, Array | None], Array]:
-    """Turn a nickname into its method; pass a method or any callable through.
+def as_method(method: AnyMethod) -> Method | Multipliers:
+    """Return the method that a name stands for; an object or a callable passes through.
 
     Raises
     ------
     ValueError
-        For an unknown nickname.
+        For an unknown name.
     TypeError
         For a method class instead of an object, or something that cannot be called.
     """
     if isinstance(method, str):
         try:
-            return NAMES[method.lower()]
+            return METHODS[method.lower()]
         except KeyError:
-            names = ", ".join(map(repr, NAMES))
+            names = ", ".join(map(repr, METHODS))
             raise ValueError(f"method {method!r} is unknown; the names are {names}.") from None
     if isinstance(method, type):
         raise TypeError(

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._array import Array, device_of, from_numpy, namespace, to_numpy
-from gemproj.methods._method import Outcome, clip, normalise
+from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
+from gemproj._tspace import clip, normalise
+from gemproj.methods._method import Outcome
 
 
 def solve_each(
@@ -17,30 +18,33 @@ def solve_each(
     package: str,
     K: Array,
     b: Array,
-    warm_start: Array | None,
+    lower: Array | None,
     upper: Array | None,
+    warm_start: Array | None,
 ) -> Outcome:
-    """Call ``solve_one(module, K, b, start, upper)`` on every normalised problem of a batch."""
+    """Call ``solve_one(module, K, b, lower, upper, start)`` on every normalised problem of a batch."""
     try:
         module: Any = importlib.import_module(package)
     except ImportError as error:
         raise ImportError(
             f"This method needs the package {package}: pip install 'gemproj[qp]'. method='exact' needs none."
         ) from error
-    xp, device = namespace(K), device_of(b)
-    unit = normalise(K, b, warm_start, upper)
+    xp, device = namespace(b), device_of(b)
+    unit = normalise(K, b, lower, upper, warm_start)
     unit_K, unit_b = (np.asarray(to_numpy(a), dtype=np.float64) for a in (unit.K, unit.b))
-    start, bound = (None if a is None else to_numpy(a) for a in (unit.start, unit.upper))
-    batch = unit_b.shape[:-1]
+    batch, t = unit_b.shape[:-1], unit_b.shape[-1]
+    unit_K = np.broadcast_to(unit_K, (*batch, t, t))
+    least = np.zeros_like(unit_b) if lower is None else np.broadcast_to(to_numpy(lower), unit_b.shape)
+    most = np.full_like(unit_b, np.inf) if upper is None else to_numpy(unit.upper)
+    start = None if warm_start is None else to_numpy(unit.start)
     lam = np.zeros_like(unit_b)
     iterations, status = np.zeros(batch, dtype=np.int64), np.zeros(batch, dtype=np.int64)
-    for i in np.ndindex(batch) if unit_b.shape[-1] else ():
+    for i in np.ndindex(batch) if t else ():
+        first = None if start is None else start[i]
         lam[i], iterations[i], status[i], *_ = solve_one(
-            module,
-            unit_K[i],
-            unit_b[i],
-            None if start is None else start[i],
-            None if bound is None else bound[i],
+            module, unit_K[i], unit_b[i], least[i], most[i], first
         )
-    lam, iterations, status = (from_numpy(a, xp, device) for a in (clip(lam, bound), iterations, status))
+    lam, iterations, status = (
+        from_numpy(a, xp, device) for a in (clip(lam, least, most), iterations, status)
+    )
     return Outcome(lam * unit.scale, iterations, status)

@@ -7,7 +7,9 @@ import numbers
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from gemproj._array import Array, device_of, namespace
+from gemproj._arrays import Array, namespace
+from gemproj._constants import OPTIMAL_WITHIN
+from gemproj._tspace import clip, complementarity, natural_residual
 
 
 class Status(enum.IntFlag):
@@ -18,57 +20,56 @@ class Status(enum.IntFlag):
     APPROXIMATE = 1
     """A fixed budget or a shortcut: the certificates tell how far it is from the projection."""
     STALLED = 2
-    """An exact method could not meet the conditions before its budget of pivots ran out, or to the
-    accuracy of OPTIMAL; this is its best iterate."""
+    """An exact method could not meet the conditions to the accuracy of OPTIMAL before its budget of
+    pivots ran out; this is its best iterate."""
     ROW_DROPPED = 4
-    """A row of G was not finite and was left out: on a device, where looking would stop it, or where
-    ``check=False`` asks for that."""
+    """A row of G was not finite and was left out, on a device, where looking would wait for it. On the
+    CPU such a row is an error."""
     UNRESOLVED = 8
-    """Rows that matter are so nearly dependent that the digits which tell them apart are lost: the answer
-    is right for *some* rows that equal those of G to rounding. On the CPU the exact method goes back
-    from K to G before it says so, and repeated, opposite or otherwise dependent rows are not meant;
-    elsewhere it speaks of K, and ``refine`` helps."""
-
-
-# The residual of the normalised problem that counts as optimal, in units of rounding: about 1e-9.
-OPTIMAL_WITHIN = 4e6
+    """Active rows are numerically dependent: the backward error is small, but x may be far from the exact
+    projection. On the CPU the exact method first goes back from K to G; repeated, opposite or otherwise
+    exactly dependent rows are not meant. On a device it speaks of K, and ``refine`` helps."""
+    INFEASIBLE = 16
+    """No x satisfies ``G x >= h``, to rounding; on a device, where it cannot be raised as an error."""
 
 
 class Outcome(NamedTuple):
     """What `Method.solve` returns: multipliers (..., t), and iterations and status as int or (...).
 
-    An exact method adds how far from dependent the rows are that decide, see `DualSolution.resolution`.
-    A rule that is no projection adds the factor (...) of g in ``x = keep * g + G.T @ lam``; None is one.
+    `resolution`, of exact methods only, is the smallest eigenvalue of the normalised Gram matrix of the
+    active and nearly active rows, shape (...), or a lower bound of it that is not small.
     """
 
     multipliers: Array
     iterations: Any
     status: Any
     resolution: Array | None = None
-    keep: Array | None = None
 
 
 @dataclass(frozen=True)
 class Method:
     """Base of the methods: ``method(K, b, warm_start) -> multipliers`` on the t-space problem.
 
-    A subclass is a frozen dataclass of options that implements `solve` for
-    ``min 1/2 lam' K lam + b' lam`` subject to ``0 <= lam <= upper``.
+    A subclass is a frozen dataclass of options that implements `solve`.
     """
 
-    # The options of `solve_dual` that it takes; with "gg", `solve` is also given ``gg = |g|^2``.
-    accepts: ClassVar[frozenset[str]] = frozenset({"margin", "penalty"})
-    # Whether the answer depends on nothing but K, b and what the repr shows: a compiled graph relies on it.
-    repeatable: ClassVar[bool] = True
+    # The options of `solve_dual` that it takes; `h` and `margin` change nothing but b.
+    accepts: ClassVar[frozenset[str]] = frozenset({"h", "margin", "penalty", "equality"})
 
     def __call__(self, K: Array, b: Array, warm_start: Array | None = None) -> Array:
         """Return the multipliers (..., t) for K (..., t, t) and b (..., t)."""
-        return self.solve(K, b, None if warm_start is None else clip(warm_start, None)).multipliers
+        start = None if warm_start is None else clip(warm_start, None, None)
+        return self.solve(K, b, warm_start=start).multipliers
 
     def solve(
-        self, K: Array, b: Array, warm_start: Array | None = None, upper: float | Array | None = None
+        self,
+        K: Array,
+        b: Array,
+        lower: Array | None = None,
+        upper: Array | None = None,
+        warm_start: Array | None = None,
     ) -> Outcome:
-        """Return multipliers with the number of iterations and a `Status`.
+        """Solve ``min 1/2 lam'K lam + b'lam`` subject to ``lower <= lam <= upper``.
 
         Parameters
         ----------
@@ -76,95 +77,22 @@ class Method:
             Gram matrix, symmetric positive semidefinite.
         b : array, shape (..., t)
             Linear term.
+        lower : array, shape (..., t), optional
+            0, or -inf for an equality constraint; None stands for zeros.
+        upper : array, shape (..., t), optional
+            At least 0; None stands for infinity.
         warm_start : array, shape (..., t), optional
             Multipliers to start from, within the bounds.
-        upper : float or array, shape (..., t), optional
-            Upper bound of the multipliers.
         """
         raise NotImplementedError
 
 
-class Unit(NamedTuple):
-    """The t-space problem with constraints of norm one and a linear term of size one."""
-
-    K: Array
-    b: Array
-    start: Array | None
-    upper: Array | None
-    scale: Array  # multipliers of the raw problem = scale * multipliers of this one
-
-
-def normalise(K: Array, b: Array, start: Array | None, upper: Any) -> Unit:
-    """Scale the rows of G to norm one and b to maximum one, which moves neither the cone nor x.
-
-    A row of norm zero constrains nothing: its multiplier is decoupled and ends at zero.
-    """
-    xp = namespace(K)
-    norm = xp.sqrt(xp.linalg.diagonal(K))
-    one, per_norm = xp.ones_like(norm), inverse(norm)
-    unit_K = (K * per_norm[..., :, None]) * per_norm[..., None, :]
-    unit_K = unit_K + xp.where(norm > 0, xp.zeros_like(norm), one)[..., None] * identity_like(K)
-    unit_b = b * per_norm
-    # A method of zero rows has nothing to take the maximum of.
-    size = xp.max(xp.abs(unit_b), axis=-1, keepdims=True) if b.shape[-1] else one
-    size = xp.where(size > 0, size, xp.ones_like(size))
-    scale = size * per_norm
-    stretch = norm / size
-    return Unit(
-        unit_K,
-        unit_b / size,
-        None if start is None else start * stretch,
-        None if upper is None else upper * stretch,
-        scale,
-    )
-
-
-def inverse(a: Array) -> Array:
-    """Return 1/a, and 0 where a is 0: what has no size has no scale and takes no steps."""
-    xp = namespace(a)
-    used = a > 0
-    return xp.where(used, 1.0 / xp.where(used, a, xp.ones_like(a)), xp.zeros_like(a))
-
-
-def identity_like(K: Array) -> Array:
-    """Return the identity matrix (t, t) of the library, dtype and device of K."""
-    xp = namespace(K)
-    return xp.eye(K.shape[-1], dtype=K.dtype, device=device_of(K))
-
-
-def matvec(K: Array, v: Array) -> Array:
-    """Return K v for every problem of a batch, summed the same way wherever a problem stands."""
-    xp = namespace(K)
-    return xp.sum(K * v[..., None, :], axis=-1)
-
-
-def natural_residual(lam: Array, s: Array, upper: Array | None) -> Array:
-    """Return max |lam - clip(lam - s, 0, upper)| for s = K lam + b: zero exactly at the solution."""
-    xp = namespace(lam)
-    return xp.max(xp.abs(lam - clip(lam - s, upper)), axis=-1)
-
-
-def exact_status(lam: Array, s: Array, upper: Array | None) -> Array:
+def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None) -> Array:
     """Return OPTIMAL where lam meets the conditions of the normalised problem to about 1e-9, else STALLED."""
     xp = namespace(lam)
-    at_upper = lam * 0.0 > 0 if upper is None else lam >= upper
-    slack = lam * xp.where(at_upper, xp.maximum(s, s * 0.0), xp.abs(s))
-    residual = xp.maximum(natural_residual(lam, s, upper), xp.max(slack, axis=-1))
+    residual = xp.maximum(natural_residual(lam, s, lower, upper), complementarity(lam, s, upper))
     met = residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps
     return xp.astype(~met, xp.int64) * int(Status.STALLED)
-
-
-def clip(lam: Array, upper: Array | None) -> Array:
-    """Return lam moved into 0 <= lam <= upper."""
-    xp = namespace(lam)
-    lam = xp.maximum(lam, xp.zeros_like(lam))
-    return lam if upper is None else xp.minimum(lam, upper)
-
-
-def snap(lam: Array, upper: Array) -> Array:
-    """Return lam with the multipliers that miss their upper bound by the rounding of scales moved onto it."""
-    xp = namespace(lam)
-    return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
 
 
 def check_count(value: Any, name: str, smallest: int) -> None:

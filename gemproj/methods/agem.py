@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from gemproj._array import namespace
-from gemproj.methods._method import Method, Outcome, Status, clip, inverse
+from gemproj._arrays import namespace
+from gemproj._tspace import clip, inverse
+from gemproj.methods._method import Method, Outcome, Status
 
 
 @dataclass(frozen=True)
@@ -26,9 +28,11 @@ class AGEM(Method):
     array([-2.,  2.])
     """
 
-    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
+    accepts: ClassVar[frozenset[str]] = frozenset({"h", "margin", "penalty"})
+
+    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
         xp = namespace(K)
         t = b.shape[-1]
         step = xp.sum(b, axis=-1, keepdims=True) * inverse(xp.sum(K, axis=(-2, -1))[..., None])
-        lam = clip(xp.broadcast_to(-step, b.shape), upper)
+        lam = clip(xp.broadcast_to(-step, b.shape), None, upper)
         return Outcome(lam, 1 if t else 0, int(Status.APPROXIMATE))

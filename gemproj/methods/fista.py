@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemproj._array import namespace
-from gemproj.methods._method import Method, Outcome, Status, check_count, clip, inverse, matvec, normalise
+from gemproj._arrays import namespace
+from gemproj._tspace import clip, inverse, matvec, normalise
+from gemproj.methods._method import Method, Outcome, Status, check_count
 from gemproj.methods.pgd import largest_eigenvalue_bound
 
 
@@ -42,15 +43,15 @@ class FISTA(Method):
     def __post_init__(self) -> None:
         check_count(self.steps, "steps", 1)
 
-    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
+    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
         if self.normalize:
-            K, b, warm_start, upper, scale = normalise(K, b, warm_start, upper)
+            K, b, lower, upper, warm_start, scale = normalise(K, b, lower, upper, warm_start)
         xp = namespace(K)
         eta = inverse(largest_eigenvalue_bound(K))
         start = lam = y = b * 0.0 if warm_start is None else warm_start
         momentum = eta * 0.0 + 1.0
         for _ in range(self.steps):
-            new = clip(y - eta * (matvec(K, y) + b), upper)
+            new = clip(y - eta * (matvec(K, y) + b), lower, upper)
             faster = (1.0 + xp.sqrt(1.0 + 4.0 * momentum * momentum)) / 2.0
             if self.restart:
                 uphill = xp.sum((y - new) * (new - lam), axis=-1, keepdims=True) > 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gemproj._array import namespace
-from gemproj.methods._method import Method, Outcome, Status, check_number, identity_like, matvec
+from gemproj._arrays import namespace
+from gemproj._tspace import identity_like, matvec
+from gemproj.methods._method import Method, Outcome, Status, check_number
 from gemproj.methods.exact import Exact
 
 
@@ -45,7 +46,7 @@ class GEM2017(Method):
         check_number(self.memory_strength, "memory_strength", 0.0)
         check_number(self.eps, "eps", 0.0)
 
-    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
+    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
         xp = namespace(K)
         violated = xp.any(b < 0, axis=-1, keepdims=True)
         ridged = K + self.eps * identity_like(K)

@@ -31,10 +31,10 @@ class OSQP(Method):
         check_number(self.eps, "eps", 0.0, strict=True)
         check_count(self.max_iter, "max_iter", 1)
 
-    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
-        return solve_each(self._solve_one, "osqp", K, b, warm_start, upper)
+    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
+        return solve_each(self._solve_one, "osqp", K, b, lower, upper, warm_start)
 
-    def _solve_one(self, osqp, K, b, start, upper):
+    def _solve_one(self, osqp, K, b, lower, upper, start):
         from scipy import sparse
 
         t = len(b)
@@ -43,8 +43,8 @@ class OSQP(Method):
             sparse.csc_matrix(np.triu(K)),
             b,
             sparse.identity(t, format="csc"),
-            np.zeros(t),
-            np.full(t, np.inf) if upper is None else upper,
+            lower,
+            upper,
             eps_abs=self.eps,
             eps_rel=self.eps,
             max_iter=self.max_iter,
@@ -58,7 +58,7 @@ class OSQP(Method):
         status = osqp.SolverStatus
         solved = result.info.status_val == status.OSQP_SOLVED
         if solved or result.info.status_val in (status.OSQP_SOLVED_INACCURATE, status.OSQP_MAX_ITER_REACHED):
-            lam = np.nan_to_num(np.maximum(result.x, 0.0), nan=0.0)
+            lam = np.nan_to_num(np.clip(result.x, lower, upper), nan=0.0)
         else:  # it takes the problem for unbounded, and x for a proof of that
             lam = np.zeros(t) if start is None else start
         return Outcome(lam, int(result.info.iter), int(Status.APPROXIMATE if solved else Status.STALLED))

@@ -5,18 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from gemproj._array import Array, namespace
-from gemproj.methods._method import (
-    Method,
-    Outcome,
-    Status,
-    check_count,
-    check_number,
-    clip,
-    inverse,
-    matvec,
-    normalise,
-)
+from gemproj._arrays import Array, namespace
+from gemproj._tspace import clip, inverse, matvec, normalise
+from gemproj.methods._method import Method, Outcome, Status, check_count, check_number
 
 
 @dataclass(frozen=True)
@@ -64,16 +55,16 @@ class PGD(Method):
         check_number(self.c, "c", 0.0, strict=True)
         check_count(self.power_iterations, "power_iterations", 1)
 
-    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
+    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
         if self.normalize:
-            K, b, warm_start, upper, scale = normalise(K, b, warm_start, upper)
+            K, b, lower, upper, warm_start, scale = normalise(K, b, lower, upper, warm_start)
         if self.step_size == "safe":
             eta = inverse(largest_eigenvalue_bound(K))
         else:
             eta = self.c * inverse(power_iteration(K, self.power_iterations))
         lam = b * 0.0 if warm_start is None else warm_start
         for _ in range(self.steps):
-            lam = clip(lam - eta * (matvec(K, lam) + b), upper)
+            lam = clip(lam - eta * (matvec(K, lam) + b), lower, upper)
         return Outcome(lam * scale if self.normalize else lam, self.steps, int(Status.APPROXIMATE))
 
 

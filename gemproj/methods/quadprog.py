@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import numpy as np
 
+from gemproj._tspace import snap
 from gemproj.methods._external import solve_each
 from gemproj.methods._method import Method, Outcome, check_number, exact_status
 
@@ -25,26 +25,25 @@ class Quadprog(Method):
     """
 
     ridge: float = 1e-12
-    accepts: ClassVar[frozenset[str]] = Method.accepts | {"refine"}
 
     def __post_init__(self) -> None:
         check_number(self.ridge, "ridge", 0.0)
 
-    def solve(self, K, b, warm_start=None, upper=None):  # noqa: D102
-        return solve_each(self._solve_one, "quadprog", K, b, warm_start, upper)
+    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
+        return solve_each(self._solve_one, "quadprog", K, b, lower, upper, warm_start)
 
-    def _solve_one(self, quadprog, K, b, start, upper):
+    def _solve_one(self, quadprog, K, b, lower, upper, start):
         t = len(b)
-        sides, limits = np.eye(t), np.zeros(t)
-        if upper is not None:
-            finite = np.isfinite(upper)
-            sides = np.concatenate([sides, -np.eye(t)[:, finite]], axis=1)
-            limits = np.concatenate([limits, -upper[finite]])
+        below, above = np.isfinite(lower), np.isfinite(upper)
+        sides = np.concatenate([np.eye(t)[:, below], -np.eye(t)[:, above]], axis=1)
+        limits = np.concatenate([lower[below], -upper[above]])
+        bounds = (sides, limits) if len(limits) else ()
         try:
-            lam, _, _, iterations, _, _ = quadprog.solve_qp(K + self.ridge * np.eye(t), -b, sides, limits)
+            lam, _, _, iterations, _, _ = quadprog.solve_qp(K + self.ridge * np.eye(t), -b, *bounds)
         except ValueError as error:
             raise ValueError(
                 f"quadprog rejects this problem ({error}). Dependent rows need a larger ridge, "
                 f"{self!r} has {self.ridge}; method='exact' needs none."
             ) from error
-        return Outcome(lam, int(iterations[0]), exact_status(lam, K @ lam + b, upper))
+        lam = snap(np.clip(lam, lower, upper), upper)
+        return Outcome(lam, int(iterations[0]), exact_status(lam, K @ lam + b, lower, upper))

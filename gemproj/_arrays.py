@@ -1,0 +1,115 @@
+"""Array libraries, devices and dtypes: the rest of the package asks here and never a library by name."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import array_api_compat
+import numpy as np
+
+Array = Any  # an array of NumPy, PyTorch, CuPy or any library of the array API standard
+Blocks = Array | Sequence[Array] | Mapping[Any, Array]
+
+# Looking these up takes longer than projecting a small gradient.
+_NAMESPACES: dict[type, Any] = {}
+_REAL_FLOATING: dict[Any, bool] = {}
+
+
+def namespace(a: Array) -> Any:
+    """Return the array API namespace of the library of an array."""
+    xp = _NAMESPACES.get(type(a))
+    if xp is None:
+        xp = _NAMESPACES[type(a)] = array_api_compat.array_namespace(a)
+    return xp
+
+
+_NUMPY = namespace(np.empty(0))
+
+
+def common_namespace(arrays: Sequence[Array]) -> Any:
+    """Return the namespace that all arrays share.
+
+    Raises
+    ------
+    TypeError
+        For arrays of different libraries.
+    """
+    if len({type(a) for a in arrays}) == 1:
+        return namespace(arrays[0])
+    try:
+        return array_api_compat.array_namespace(*arrays)
+    except TypeError:
+        found = sorted({type(a).__module__.split(".")[0] + "." + type(a).__name__ for a in arrays})
+        raise TypeError(f"All arrays must come from one library; found {', '.join(found)}.") from None
+
+
+def device_of(a: Array) -> Any:
+    """Return the device of an array: "cpu" for NumPy's."""
+    return "cpu" if type(a) is np.ndarray else array_api_compat.device(a)
+
+
+def on_host(device: Any) -> bool:
+    """Return whether `device` is the CPU, where reading a value waits for nothing."""
+    if isinstance(device, str):
+        return device == "cpu"
+    return getattr(device, "type", None) == "cpu" or "CPU_DEVICE" in str(device)
+
+
+def wide_dtype(xp: Any, device: Any) -> Any:
+    """Return float64, or float32 where a device has no float64 (Apple's MPS)."""
+    return xp.float32 if getattr(device, "type", None) == "mps" else xp.float64
+
+
+def is_array(a: Any) -> bool:
+    """Return whether `a` is an array of a library that the array API standard covers."""
+    return array_api_compat.is_array_api_obj(a)
+
+
+def is_real_floating(a: Array) -> bool:
+    """Return whether an array has a real floating-point dtype."""
+    key = (type(a), a.dtype)
+    if key not in _REAL_FLOATING:
+        _REAL_FLOATING[key] = bool(namespace(a).isdtype(a.dtype, "real floating"))
+    return _REAL_FLOATING[key]
+
+
+def is_torch(a: Any) -> bool:
+    """Return whether `a` is a torch tensor."""
+    return array_api_compat.is_torch_array(a)
+
+
+def detach(a: Array) -> Array:
+    """Return the array outside of autograd; the array itself, where nothing is recorded."""
+    return a.detach() if is_torch(a) and a.requires_grad else a
+
+
+def note_written(a: Array) -> None:
+    """Tell autograd of a write that bypassed it, so that it refuses to use the old value."""
+    if is_torch(a) and not a.is_inference():
+        sys.modules["torch"].autograd.graph.increment_version(a)
+
+
+def to_numpy(a: Array) -> np.ndarray:
+    """Return an array as one of NumPy: a view on the CPU; from a device it waits and copies."""
+    if isinstance(a, np.ndarray):
+        return a
+    if is_torch(a):
+        return a.detach().cpu().numpy()
+    return a.get() if array_api_compat.is_cupy_array(a) else np.asarray(a)
+
+
+def from_numpy(a: Any, xp: Any, device: Any) -> Array:
+    """Return a NumPy array in another library and on another device, as a view where that is possible."""
+    if xp is _NUMPY:
+        return a
+    if xp.__name__.endswith("torch"):
+        if not np.ndim(a):
+            return xp.tensor(a, device=device)
+        # From pageable memory CUDA has read the array when this returns, although the device has not got
+        # there yet.
+        ahead = getattr(device, "type", None) == "cuda"
+        a = np.ascontiguousarray(a) if a.flags.writeable else np.array(a)  # torch has no read-only tensors
+        return xp.from_numpy(a).to(device, non_blocking=ahead)
+    return xp.asarray(a, device=device)

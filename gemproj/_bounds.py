@@ -1,0 +1,177 @@
+"""Every variant of the problem as bounds of the multipliers and a right-hand side.
+
+    minimise 1/2 lam'K lam + (b - h)'lam  subject to  lower <= lam <= upper
+
+========================  ===================================================
+GEM                       ``0 <= lam``
+``margin=m``              ``lower = m``
+``penalty=c``             ``upper = c``
+``equality``              ``lower = -inf`` (``-c`` with a penalty) on its rows
+``h``                     ``b - h``
+========================  ===================================================
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gemproj._arrays import Array, device_of, from_numpy, is_array, namespace, on_host, to_numpy
+from gemproj._tspace import matvec
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """Bounds of the multipliers, arrays (..., t) or None.
+
+    Attributes
+    ----------
+    base : array or None
+        Finite lower bounds; None stands for 0. Not read where `free`.
+    free : array of bool or None
+        Rows without a lower bound.
+    upper : array or None
+        None stands for infinity.
+    h : array or None
+        Right-hand side; None stands for 0.
+    """
+
+    base: Array | None = None
+    free: Array | None = None
+    upper: Array | None = None
+    h: Array | None = None
+
+    def lower_like(self, lam: Array) -> Array:
+        """Return all lower bounds, with -inf where there is none."""
+        xp = namespace(lam)
+        lower = xp.zeros_like(lam) if self.base is None else self.base
+        return lower if self.free is None else xp.where(self.free, xp.full_like(lam, -math.inf), lower)
+
+    def upper_like(self, lam: Array) -> Array:
+        """Return all upper bounds, with inf where there is none."""
+        return namespace(lam).full_like(lam, math.inf) if self.upper is None else self.upper
+
+
+PLAIN = Bounds()
+
+
+class Standard(NamedTuple):
+    """The problem in the standard form of `gemproj._tspace`, for ``lam = base + mu``."""
+
+    K: Array
+    b: Array
+    lower: Array | None
+    upper: Array | None
+
+
+def standard_form(K: Array, b: Array, bounds: Bounds) -> Standard:
+    """Subtract h, and move finite lower bounds to zero: the projection of ``g + G'base``."""
+    xp, base, upper = namespace(b), bounds.base, bounds.upper
+    if bounds.h is not None:
+        b = b - bounds.h
+    if base is not None:
+        with np.errstate(over="ignore", invalid="ignore"):  # reported as an error of its own
+            b = b + matvec(K, base)
+        upper = None if upper is None else upper - base
+    lower = None
+    if bounds.free is not None:
+        lower = xp.where(bounds.free, xp.full_like(b, -math.inf), xp.zeros_like(b))
+    return Standard(K, b, lower, upper)
+
+
+def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -> Bounds:
+    """Return the bounds that the options of `project` stand for, for multipliers shaped `like` b.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For options of another shape, and on the CPU for values out of range.
+    """
+    none = penalty is None or (is_number(penalty) and penalty == math.inf)
+    if h is None and none and is_number(margin) and not margin and equality is False:
+        return PLAIN
+    xp = namespace(like)
+    right = None if h is None else _per_row(h, "h", like)
+    base = None if is_number(margin) and not margin else _per_row(margin, "margin", like)
+    upper = None if none else _per_row(penalty, "penalty", like)
+    if on_host(device_of(like)):
+        _check_values(right, base, upper)
+    free = None if equality is False else _mask(equality, like)
+    if free is not None:
+        if upper is not None:  # |G x - h| is penalised from both sides
+            base = xp.where(free, -upper, xp.zeros_like(like) if base is None else base)
+            free = free & xp.isinf(upper)
+        if base is not None:
+            base = xp.where(free, xp.zeros_like(like), base)
+    return Bounds(base, free, upper, right)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `value` is a plain real number."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def check_scalar(value: Any, name: str) -> None:
+    """Check an option that is one number, or leave arrays to `make_bounds`."""
+    if is_array(value) or isinstance(value, (list, tuple)):
+        return
+    if not is_number(value):
+        raise TypeError(f"{name} must be a number, or an array of one per constraint; found {value!r}.")
+    if not value >= 0.0 or (value == math.inf and name == "margin"):
+        finite = "finite and " if name == "margin" else ""
+        raise ValueError(f"{name} must be {finite}at least 0; found {value}.")
+
+
+def _per_row(value: Any, name: str, like: Array) -> Array:
+    """Return an option as an array shaped like b."""
+    xp = namespace(like)
+    if is_number(value):
+        return xp.full_like(like, float(value))
+    return xp.astype(_shaped(value, name, like), like.dtype, copy=False)
+
+
+def _mask(equality: Any, like: Array) -> Array:
+    xp = namespace(like)
+    if equality is True:
+        return xp.ones_like(like, dtype=xp.bool)
+    mask = _shaped(equality, "equality", like)
+    if not xp.isdtype(mask.dtype, "bool"):
+        raise TypeError(
+            f"equality must be True, False or a boolean array of one per constraint; found {mask.dtype}."
+        )
+    return mask
+
+
+def _shaped(value: Any, name: str, like: Array) -> Array:
+    """Return an array of the library and device of b, broadcast to its shape."""
+    xp, device = namespace(like), device_of(like)
+    if not (is_array(value) and namespace(value) is xp and device_of(value) == device):
+        host = to_numpy(value) if is_array(value) else np.asarray(value)
+        if host.dtype.kind not in "bfiu":
+            raise TypeError(f"{name} must hold real numbers; found dtype {host.dtype}.")
+        value = from_numpy(host, xp, device)
+    elif getattr(value, "requires_grad", False):
+        value = value.detach()
+    try:
+        return xp.broadcast_to(value, like.shape)
+    except (ValueError, RuntimeError):
+        raise ValueError(
+            f"{name} must be a number or have shape {tuple(like.shape)}, one entry per constraint; "
+            f"found {tuple(value.shape)}."
+        ) from None
+
+
+def _check_values(h: Array | None, margin: Array | None, penalty: Array | None) -> None:
+    """Raise for values out of range, where looking at them is free."""
+    for name, value in (("h", h), ("margin", margin)):
+        if value is not None and not np.isfinite(to_numpy(value)).all():
+            raise ValueError(f"{name} must be finite; found {to_numpy(value)}.")
+    for name, value in (("margin", margin), ("penalty", penalty)):
+        if value is not None and not (to_numpy(value) >= 0.0).all():
+            raise ValueError(f"{name} must be at least 0; found {to_numpy(value)}.")
+    if margin is not None and penalty is not None and bool((to_numpy(penalty) < to_numpy(margin)).any()):
+        raise ValueError(f"penalty must be at least margin, {to_numpy(margin)}; found {to_numpy(penalty)}.")

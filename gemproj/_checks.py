@@ -1,0 +1,145 @@
+"""Checks of t-space numbers: finite, in range, feasible."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from gemproj._arrays import (
+    Array,
+    common_namespace,
+    detach,
+    device_of,
+    is_array,
+    is_real_floating,
+    namespace,
+    on_host,
+    to_numpy,
+    wide_dtype,
+)
+from gemproj._certificate import infeasible_rows
+from gemproj._constants import WIDE_RANGE
+from gemproj._problem import Problem, shape
+from gemproj._solution import DualSolution
+from gemproj._tiles import stacked
+from gemproj._tspace import Gram, inverse
+from gemproj.methods import Status
+
+
+def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
+    """Check the t-space numbers against each other, and return them as t-space has them."""
+    given = {"K": K, "b": b} | ({} if gg is None else {"gg": gg})
+    for name, a in given.items():
+        if not is_array(a):
+            raise TypeError(f"{name} must be an array (NumPy, torch, CuPy, ...); found {type(a).__name__}.")
+        if not is_real_floating(a):
+            raise TypeError(f"{name} must have a real floating-point dtype; found {a.dtype}.")
+    xp, device = common_namespace(list(given.values())), device_of(b)
+    if K.ndim < 2 or K.shape[-1] != K.shape[-2]:
+        raise ValueError(f"K must be a Gram matrix of shape (..., t, t); found {shape(K)}.")
+    if b.ndim < 1 or b.shape[-1] != K.shape[-1]:
+        raise ValueError(
+            f"b must have shape (..., {K.shape[-1]}) to go with K of shape {shape(K)}; found {shape(b)}."
+        )
+    try:
+        batch = np.broadcast_shapes(tuple(K.shape[:-2]), tuple(b.shape[:-1]))
+    except ValueError:
+        raise ValueError(
+            f"The leading dimensions of K {shape(K)} and b {shape(b)} do not broadcast."
+        ) from None
+    wide, t = wide_dtype(xp, device), b.shape[-1]
+    K, b = (xp.astype(detach(a), wide, copy=False) for a in (K, b))
+    b = xp.broadcast_to(b, (*batch, t))
+    if tuple(K.shape[:-2]) and tuple(K.shape[:-2]) != batch:
+        K = xp.broadcast_to(K, (*batch, t, t))
+    if on_host(device):
+        K, b = to_numpy(K), to_numpy(b)
+    if gg is None:
+        own = namespace(b)
+        squares = b * b * inverse(own.linalg.diagonal(K))
+        gg = own.max(squares, axis=-1) if t else own.sum(b, axis=-1)
+    elif tuple(gg.shape) != batch:
+        raise ValueError(f"gg must have shape {batch}, one squared norm per problem; found {shape(gg)}.")
+    else:
+        gg = xp.astype(detach(gg), wide, copy=False)
+        gg = to_numpy(gg) if on_host(device) else gg
+    return Gram(K, b, gg)
+
+
+def check_range(problem: Problem, gram: Gram) -> None:
+    """Raise for rows whose squares are lost below the range of float64."""
+    if not problem.has_float64():
+        return  # squares of what narrower dtypes hold are in range
+    low = WIDE_RANGE[0]
+    squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
+    if squares.min(initial=1.0) >= low and gram.gg.min(initial=1.0) >= low:
+        return
+    shared = problem.shared
+    largest = np.zeros((*(() if shared else problem.batch), problem.t + (gram.gg.size if shared else 1)))
+    for lead, tile in stacked(problem, problem.wide):
+        part = largest[(*lead, ...)]
+        np.maximum(part, np.max(np.abs(tile), axis=-1, initial=0.0), out=part)
+    tiny = (largest > 0) & (largest < 1e-140)
+    for i in map(tuple, np.argwhere(tiny)):
+        name, row = ("g", "") if i[-1] >= problem.t else ("G", f"row {i[-1]} of ")
+        raise ValueError(
+            f"{row}{name} is too small: entries of at most {largest[i]:.1e}, whose squares leave the range of "
+            f"float64. Scale {name} up; rows of G may be scaled freely."
+        )
+
+
+def check_finite(gram: Gram) -> None:
+    K, b, gg = gram
+    if np.isfinite(K).all() and np.isfinite(b).all() and np.isfinite(gg).all():
+        return
+    cause = "which holds NaN or infinity, or numbers whose squares overflow; scale it down if it is finite"
+    K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
+    for i in np.ndindex(gg.shape):
+        where = f"problem {i if len(i) > 1 else i[0]}" if i else ""
+        rows = np.flatnonzero(~np.isfinite(np.diagonal(K[i])))
+        if len(rows):
+            place = f" of {where}" if where else ""
+            raise ValueError(f"G is not finite: row {', '.join(map(str, rows))}{place}, {cause}.")
+        if not np.isfinite(gg[i]):
+            raise ValueError(f"g is not finite{': ' + where if where else ''}, {cause}.")
+        if not (np.isfinite(K[i]).all() and np.isfinite(b[i]).all()):
+            place = f" in {where}" if where else ""
+            raise ValueError(
+                f"G and g are too large{place}: products of their entries overflow. Scale them down."
+            )
+
+
+def drop_not_finite(gram: Gram) -> tuple[Gram, Array]:
+    """Take rows that are not finite out of the problem without looking at them."""
+    K, b, gg = gram
+    xp = namespace(b)
+    # If g is not finite no row can be judged: all are left out and x is g.
+    bad = ~xp.isfinite(xp.linalg.diagonal(K)) | ~xp.isfinite(gg)[..., None] | ~xp.isfinite(b)
+    K = xp.where(bad[..., :, None] | bad[..., None, :], xp.zeros_like(K), K)
+    return Gram(K, xp.where(bad, xp.zeros_like(b), b), gg), bad
+
+
+def check_feasible(sol: DualSolution) -> DualSolution:
+    """Report an infeasible h of an exact method: by an error on the CPU, by a status on a device."""
+    h = sol.bounds.h
+    if h is None:
+        return sol
+    stalled = (sol.status & int(Status.STALLED)) != 0
+    xp = namespace(stalled)
+    if not on_host(device_of(stalled)):
+        return replace(sol, status=sol.status + xp.astype(stalled, xp.int64) * int(Status.INFEASIBLE))
+    t = h.shape[-1]
+    K = np.broadcast_to(sol.gram.K, (*h.shape, t))
+    free, hard = np.isinf(sol.lower), np.isinf(sol.upper)
+    zero = np.diagonal(K, axis1=-2, axis2=-1) == 0
+    suspect = stalled | np.any(zero & hard & np.where(free, h != 0, h > 0), axis=-1)
+    for i in map(tuple, np.argwhere(suspect)):
+        rows = infeasible_rows(K[i], h[i], hard[i], free[i])
+        if len(rows):
+            where = f" of problem {i if len(i) > 1 else i[0]}" if i else ""
+            raise ValueError(
+                f"h is infeasible: no x satisfies G @ x >= h in rows {', '.join(map(str, rows))}{where} at "
+                "once. Lower h there, or give a penalty, which allows violations."
+            )
+    return sol

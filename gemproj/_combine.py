@@ -1,0 +1,74 @@
+"""Stage 3: the projected gradient from the multipliers, in one read of G and g."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gemproj._arrays import Array, Blocks, note_written
+from gemproj._problem import Problem, check_multipliers, check_out, check_problem
+from gemproj._refine import polish
+from gemproj._solution import DualSolution
+from gemproj.backends import select
+
+
+def combine(
+    G: Blocks, g: Blocks, multipliers: Array, *, metric: Blocks | None = None, out: Blocks | None = None
+) -> Any:
+    """Return ``x = g + G.T @ multipliers`` (``g + diag(1/w) @ G.T @ multipliers`` with a metric w).
+
+    Multipliers stay in float64 to the end, whatever the dtype of `g`, and x is rounded once. Rows whose
+    multiplier is zero are not read on the CPU.
+
+    Parameters
+    ----------
+    G, g, metric, out
+        As in `project`.
+    multipliers : array, shape (..., t)
+
+    Returns
+    -------
+    array or blocks
+        x, like `g`: `out`, or new arrays.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from gemproj import combine
+    >>> combine(np.array([[1.0, 2.0]]), np.array([-1.0, 0.0]), np.array([0.5]))
+    array([-0.5,  1. ])
+    """
+    problem = check_problem(G, g, metric)
+    lam = check_multipliers(multipliers, "multipliers", problem)
+    x = output(problem, out)
+    _write(problem, lam, x)
+    return returned(problem, x, out)
+
+
+def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
+    """Write the x of a solution of this problem; x may be g itself."""
+    _write(problem, sol.multipliers, x)
+    if sol._factor is not None and all(v.dtype == problem.wide for v in problem.vector):
+        polish(problem, sol, x)
+
+
+def output(problem: Problem, out: Blocks | None) -> list[Array]:
+    """Return the blocks that x is written to; checked before any work is done."""
+    return problem.empty() if out is None else check_out(out, problem)
+
+
+def returned(problem: Problem, x: list[Array], out: Any) -> Any:
+    """Return x as the caller wants it."""
+    if out is None:
+        return problem.pack(x)
+    for a in x:
+        note_written(a)
+    return out
+
+
+def _write(problem: Problem, lam: Array, x: list[Array]) -> None:
+    if problem.host and not lam.any():
+        for to, v in zip(x, problem.vector, strict=True):
+            if to is not v:
+                to[...] = v
+        return
+    select(problem).combine(problem, lam, x)

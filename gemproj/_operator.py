@@ -1,0 +1,290 @@
+"""`gemproj.project` as one torch operator: for autograd, `torch.compile` and `torch.func`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemproj._arrays import Blocks
+from gemproj._combine import combine_into
+from gemproj._derivative import pull_back
+from gemproj._dual import Options, check_options, solve_problem
+from gemproj._problem import blocks_of, check_problem
+from gemproj.methods import METHODS, Exact, as_method
+
+# The arguments of an operator are tensors, numbers and strings; this is what the strings stand for.
+_methods: dict[str, Any] = {}
+_NAMED = {str, *(type(method) for method in METHODS.values())}
+
+
+class _Form(NamedTuple):
+    """Which arguments the flat list of tensors holds, and the options that are not tensors."""
+
+    blocks: tuple[int, int, int]  # of G, g and the metric
+    given: tuple[bool, ...]  # h, margin, penalty, equality, warm_start
+    alone: bool  # whether G and g are arrays, not blocks
+    method: str
+    refine: int
+
+    def arguments(self, tensors: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor | None]]:
+        """Return the blocks of G, g and the metric, and the five tensors that may be None."""
+        left = iter(tensors)
+        return [list(islice(left, n)) for n in self.blocks], [next(left) if g else None for g in self.given]
+
+
+def project_operator(
+    G: Blocks, g: Blocks, method: Any, h: Any, margin: Any, penalty: Any, equality: Any, metric: Blocks | None,
+    warm_start: Tensor | None, out: Any, refine: int,
+) -> Any:  # fmt: skip
+    """Call the operator with the arguments of `project`."""
+    arrays = [_blocks(G, g, "G"), _blocks(g, g, "g"), [] if metric is None else _blocks(metric, g, "metric")]
+    like = arrays[1][0]
+    options = [_tensor(v, like) for v in (h, margin, penalty, equality)] + [warm_start]
+    form = _Form(
+        (len(arrays[0]), len(arrays[1]), len(arrays[2])), tuple(a is not None for a in options),
+        isinstance(g, Tensor), _name(method), refine,
+    )  # fmt: skip
+    tensors = [a for blocks in arrays for a in blocks] + [a for a in options if a is not None]
+    if torch.compiler.is_compiling():
+        x = _project(*arrays, *options, *form[2:])
+    else:
+        recorded = torch.is_grad_enabled() and any(a.requires_grad for a in tensors)
+        if recorded and not isinstance(as_method(method), Exact):
+            raise ValueError(
+                f"Gradients flow through method 'exact' only; method is {method!r}, but an argument "
+                "requires a gradient. Detach it, or use method='exact'."
+            )
+        if recorded and out is not None:
+            raise ValueError("out cannot be written while an argument requires a gradient; detach it.")
+        x = list(_Projection.apply(form, *tensors))
+    if out is not None:
+        for to, value in zip(_blocks(out, g, "out"), x, strict=True):
+            if to.shape != value.shape or to.dtype != value.dtype:
+                raise ValueError("out must have the shape and dtype of g.")
+            to.copy_(value)
+        return out
+    if isinstance(g, Mapping):
+        return dict(zip(g, x, strict=True))
+    return (tuple(x) if isinstance(g, tuple) else x) if isinstance(g, (list, tuple)) else x[0]
+
+
+class _Projection(torch.autograd.Function):
+    """The operator as autograd and `torch.func` see it."""
+
+    @staticmethod
+    def forward(form: _Form, *tensors: Tensor) -> tuple[Tensor, ...]:
+        arrays, options = form.arguments(tensors)
+        return tuple(_project(*arrays, *options, *form[2:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        form, *tensors = inputs
+        ctx.form, ctx.count = form, len(tensors)
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
+        tensors, x = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])
+        arrays, options = ctx.form.arguments(tensors)
+        into = [torch.zeros_like(v) if u is None else u for u, v in zip(upstream, x, strict=True)]
+        if torch.compiler.is_compiling():
+            found = _project_backward(*arrays, *options[:4], x, into, *ctx.form[2:])
+        else:
+            found = _Derivative.apply(ctx.form, *tensors, *x, *into)
+        return None, *found, *(None for given in ctx.form.given[3:] if given)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "The projection has no forward-mode derivative. Use reverse mode: torch.func.vjp or jacrev."
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, form: _Form, *tensors: Tensor) -> Any:
+        _refuse_blocks(form.alone)
+        front, _ = _mapped(info.batch_size, in_dims[1:], tensors, form)
+        x = _Projection.apply(form, *front)
+        return x, (0,) * len(x)
+
+
+class _Derivative(torch.autograd.Function):
+    """The backward pass, which has no derivative of its own."""
+
+    @staticmethod
+    def forward(form: _Form, *tensors: Tensor) -> tuple[Tensor, ...]:
+        count = form.blocks[1]
+        arrays, options = form.arguments(tensors)
+        x, upstream = list(tensors[-2 * count : -count]), list(tensors[-count:])
+        return tuple(_project_backward(*arrays, *options[:4], x, upstream, *form[2:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> Any:
+        raise NotImplementedError("The projection has one derivative, not a second one.")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, form: _Form, *tensors: Tensor) -> Any:
+        _refuse_blocks(form.alone)
+        front, shapes = _mapped(info.batch_size, in_dims[1:], tensors, form, all_of_them=True)
+        found = _Derivative.apply(form, *front)
+        return tuple(v.reshape(n) for v, n in zip(found, shapes, strict=False)), (0,) * len(found)
+
+
+@torch.compiler.assume_constant_result
+def _name(method: Any) -> str:
+    # The repr of the methods of this package says all that they are; that of others may not.
+    name = repr(method) if type(method) in _NAMED else f"{type(method).__name__} at {id(method)}"
+    _methods[name] = method
+    return name
+
+
+def _tensor(value: Any, like: Tensor) -> Tensor | None:
+    """Return an option as a tensor, None where it has its default."""
+    if (
+        value is None
+        or value is False
+        or (isinstance(value, float | int) and not value and value is not True)
+    ):
+        return None
+    if isinstance(value, Tensor):
+        return value
+    dtype = None if value is True else torch.float64
+    return torch.as_tensor(value, dtype=dtype, device=like.device)
+
+
+def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
+    if isinstance(like, Mapping):
+        if not isinstance(a, Mapping) or set(a) != set(like):
+            raise ValueError(f"{name} and g must have the same keys.")
+        return [a[k] for k in like]
+    return list(blocks_of(a))
+
+
+def _problem(G: list[Tensor], g: list[Tensor], metric: list[Tensor], alone: bool) -> Any:
+    given = [(a[0] if alone else a) if a else None for a in (G, g, metric)]
+    return check_problem(*given)
+
+
+def _options(method: str, h: Any, margin: Any, penalty: Any, equality: Any, refine: int) -> Options:
+    return check_options(
+        _methods[method], h=h, margin=0.0 if margin is None else margin, penalty=penalty,
+        equality=False if equality is None else equality, refine=refine,
+    )  # fmt: skip
+
+
+@torch.library.custom_op("gemproj::project", mutates_args=())
+def _project(
+    G: list[Tensor], g: list[Tensor], metric: list[Tensor], h: Tensor | None, margin: Tensor | None,
+    penalty: Tensor | None, equality: Tensor | None, warm_start: Tensor | None, alone: bool, method: str,
+    refine: int,
+) -> list[Tensor]:  # fmt: skip
+    problem = _problem(G, g, metric, alone)
+    sol = solve_problem(problem, _options(method, h, margin, penalty, equality, refine), warm_start)
+    x = problem.empty()
+    combine_into(problem, sol, x)
+    return x
+
+
+@_project.register_fake
+def _(G, g, metric, h, margin, penalty, equality, warm_start, alone, method, refine):
+    if alone:
+        batch = torch.broadcast_shapes(G[0].shape[:-2], g[0].shape[:-1])
+        return [g[0].new_empty((*batch, g[0].shape[-1]))]
+    return [torch.empty_like(v) for v in g]
+
+
+@torch.library.custom_op("gemproj::project_backward", mutates_args=())
+def _project_backward(
+    G: list[Tensor], g: list[Tensor], metric: list[Tensor], h: Tensor | None, margin: Tensor | None,
+    penalty: Tensor | None, equality: Tensor | None, x: list[Tensor], upstream: list[Tensor], alone: bool,
+    method: str, refine: int,
+) -> list[Tensor]:  # fmt: skip
+    problem = _problem(G, g, metric, alone)
+    sol = solve_problem(problem, _options(method, h, margin, penalty, equality, refine))
+    grads = pull_back(problem, sol.to(problem.xp, problem.device), x, upstream)
+    arrays = [grads.G, grads.g, grads.metric if metric else []]
+    likes = [G, g, metric]
+    result = [
+        _sum_to(v, a)
+        for values, given in zip(arrays, likes, strict=True)
+        for v, a in zip(values, given, strict=True)
+    ]
+    bounds = zip((grads.h, grads.margin, grads.penalty), (h, margin, penalty), strict=True)
+    return result + [_sum_to(v, a) for v, a in bounds if a is not None]
+
+
+def _sum_to(value: Tensor, like: Tensor) -> Tensor:
+    """Sum a gradient over the dimensions that its argument was broadcast along."""
+    return value.sum_to_size(like.shape).to(like.dtype)
+
+
+@_project_backward.register_fake
+def _(G, g, metric, h, margin, penalty, equality, x, upstream, alone, method, refine):
+    bounds = [a for a in (h, margin, penalty) if a is not None]
+    return [torch.empty_like(a) for a in (*G, *g, *metric, *bounds)]
+
+
+def _keep(ctx, inputs, output):
+    *arrays, h, margin, penalty, equality, start, alone, method, refine = inputs
+    given = [h, margin, penalty, equality]
+    ctx.form = _Form(tuple(map(len, arrays)), (*(a is not None for a in given), False), alone, method, refine)
+    tensors = [a for blocks in arrays for a in blocks] + [a for a in given if a is not None]
+    ctx.count = len(tensors)
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx, upstream):
+    _, *found = _Projection.backward(ctx, *upstream)
+    grads, options = ctx.form._replace(given=(*ctx.form.given[:3], False, False)).arguments(found)
+    return *grads, *options[:3], None, None, None, None, None
+
+
+# For torch.compile and torch.export, which see the operator itself.
+_project.register_autograd(_backward, setup_context=_keep)
+
+
+def _refuse_blocks(alone: bool) -> None:
+    if not alone:
+        raise ValueError(
+            "torch.func.vmap over a projection of blocks is not supported: blocks have no batch dimension. "
+            "Concatenate them to G (t, d) and g (d,)."
+        )
+
+
+def _mapped(
+    size: int,
+    dims: Sequence[int | None],
+    tensors: Sequence[Tensor],
+    form: _Form,
+    *,
+    all_of_them: bool = False,
+) -> tuple[list[Tensor], list[tuple[int, ...]]]:
+    """Return tensors with the mapped dimension first, so that they broadcast as a batch; and their shapes.
+
+    g always gets that dimension, others that are not mapped only if asked for. Where the problem has
+    leading dimensions already, missing ones are inserted after the mapped one.
+    """
+    own = [
+        a.ndim - (d is not None) - (2 if i == 0 else 1)
+        for i, (a, d) in enumerate(zip(tensors, dims, strict=True))
+    ]
+    rank = max(own)
+    front, shapes = [], []
+    for i, (a, d) in enumerate(zip(tensors, dims, strict=True)):
+        if d is not None:
+            a = a.movedim(d, 0)
+        elif i == form.blocks[0] or all_of_them:
+            a = a.expand(size, *a.shape)
+        else:
+            front.append(a)
+            continue
+        shapes.append(tuple(a.shape))
+        front.append(a.reshape(size, *(1,) * (rank - max(0, own[i])), *a.shape[1:]) if own[i] >= 0 else a)
+    return front, shapes

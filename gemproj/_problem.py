@@ -1,0 +1,313 @@
+"""The checked arguments of one call: blocks of G and g, and what they have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from gemproj._arrays import (
+    Array,
+    Blocks,
+    common_namespace,
+    detach,
+    device_of,
+    from_numpy,
+    is_array,
+    is_real_floating,
+    on_host,
+    to_numpy,
+    wide_dtype,
+)
+
+
+@dataclass(eq=False)
+class Problem:
+    """One projection problem, or a batch of independent ones.
+
+    Attributes
+    ----------
+    xp : module
+        Array API namespace of all arrays.
+    device : device
+    batch : tuple of int
+        Leading dimensions; blocks have none.
+    t : int
+        Number of constraints.
+    rows : list of array
+        Blocks of G, shapes ``(*batch, t, *shape_k)``; without `batch` where `shared`.
+    vector : list of array
+        Blocks of g, shapes ``(*batch, *shape_k)``.
+    weight : list of array or None
+        Blocks of the metric, shaped like those of g; without `batch` where `shared`.
+    keys : None, type or list
+        None where g is one array, the type of a sequence, or the keys of a mapping.
+    shared : bool
+        Whether all problems of the batch have the same G, which is stored once.
+    backend : object
+        What runs stages 1 and 3, see `gemproj.backends.select`.
+    """
+
+    xp: Any
+    device: Any
+    batch: tuple[int, ...]
+    t: int
+    rows: list[Array]
+    vector: list[Array]
+    weight: list[Array] | None
+    keys: Any
+    shared: bool = False
+    backend: Any = None
+    host: bool = field(init=False)
+    columns: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        lead = len(self.batch)
+        self.host = on_host(self.device)
+        self.columns = sum([math.prod(v.shape[lead:]) for v in self.vector])
+
+    @property
+    def wide(self) -> Any:
+        """The dtype of t-space: float64, or float32 on a device that has no float64."""
+        return wide_dtype(self.xp, self.device)
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the arrays are torch tensors."""
+        return self.xp.__name__.endswith("torch")
+
+    def has_float64(self) -> bool:
+        """Return whether any entry of G or g is stored as float64."""
+        return any(a.dtype == self.xp.float64 for a in [*self.rows, *self.vector])
+
+    def without_autocast(self) -> AbstractContextManager[Any]:
+        """Keep `torch.autocast` of the caller away from products and sums."""
+        return self.xp.autocast(self.device.type, enabled=False) if self.is_torch else nullcontext()
+
+    def at(self, i: tuple[int, ...]) -> Problem:
+        """Return problem i of the batch, as views."""
+        vector = [a[(*i, ...)] for a in self.vector]
+        if self.shared:
+            return replace(self, batch=(), vector=vector, shared=False, backend=None)
+        rows = [a[(*i, ...)] for a in self.rows]
+        weight = None if self.weight is None else [a[(*i, ...)] for a in self.weight]
+        return replace(self, batch=(), rows=rows, vector=vector, weight=weight, backend=None)
+
+    def to_caller(self, a: Array) -> Array:
+        """Return an array of t-space, which is NumPy's on the CPU, in the library of G and g."""
+        return from_numpy(a, self.xp, self.device) if self.host and a is not None else a
+
+    def to_host(self, a: Array) -> Array:
+        """Return an array of the library of G and g as t-space has it: NumPy's on the CPU."""
+        return to_numpy(a) if self.host and a is not None else a
+
+    def empty(self) -> list[Array]:
+        """Return uninitialised blocks for x."""
+        # Not empty_like: a g that is broadcast has strides that x must not have.
+        return [self.xp.empty(tuple(v.shape), dtype=v.dtype, device=self.device) for v in self.vector]
+
+    def unpack(self, x: Any) -> list[Array]:
+        """Return the blocks of a container like the one of g."""
+        if self.keys is None:
+            return [x]
+        return list(x) if self.keys in (list, tuple) else [x[k] for k in self.keys]
+
+    def pack(self, arrays: list[Array]) -> Any:
+        """Return blocks in a container like the one of g."""
+        if self.keys is None:
+            return arrays[0]
+        if self.keys in (list, tuple):
+            return self.keys(arrays)
+        return dict(zip(self.keys, arrays, strict=True))
+
+
+def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
+    """Check `G`, `g` and `metric` against each other and return them as one problem.
+
+    Raises
+    ------
+    TypeError
+        For something that is not an array, has no real floating-point dtype, or mixes libraries.
+    ValueError
+        For shapes, keys, lengths or devices that do not fit together.
+    """
+    rows, keys = as_blocks(G, "G")
+    vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
+    weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
+    xp = common_namespace([*rows, *vector, *(weight or [])])
+    device = device_of(vector[0])
+    for name, arrays in (("G", rows), ("g", vector), ("metric", weight or [])):
+        for a in arrays:
+            if device_of(a) != device:
+                raise ValueError(
+                    f"{name} is on device {device_of(a)} but g is on {device}; move all arrays to one device."
+                )
+    rows, vector = [detach(a) for a in rows], [detach(a) for a in vector]
+    weight = None if weight is None else [detach(a) for a in weight]
+    if weight is not None and on_host(device):
+        for w in weight:
+            if not bool(xp.all((w > 0) & xp.isfinite(w))):
+                raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
+    if keys is None:
+        return _arrays_problem(xp, device, rows[0], vector[0], None if weight is None else weight[0])
+    return _blocks_problem(xp, device, rows, vector, weight, keys)
+
+
+def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -> Problem:
+    """Broadcast the leading dimensions of G (..., t, d), g (..., d) and the metric (..., d)."""
+    if G.ndim < 2:
+        raise ValueError(f"G must have shape (..., t, d), one row per constraint; found {shape(G)}.")
+    t, d = G.shape[-2:]
+    lead, batch = tuple(G.shape[:-2]), tuple(g.shape[:-1])
+    if g.ndim < 1 or g.shape[-1] != d:
+        raise ValueError(
+            f"g must have shape {(*lead, d)} or (..., {d}) to go with G of shape {shape(G)}; found {shape(g)}."
+        )
+    if w is not None and (w.ndim < 1 or w.shape[-1] != d):
+        raise ValueError(f"metric must have the shape of g, {shape(g)}, or ({d},); found {shape(w)}.")
+    if not lead and batch and (w is None or w.ndim == 1):
+        weight = None if w is None else [w]
+        return Problem(xp, device, batch, t, [G], [g], weight, None, shared=True)
+    if lead != batch or (w is not None and tuple(w.shape[:-1]) != batch):
+        try:
+            found = [lead, batch] if w is None else [lead, batch, tuple(w.shape[:-1])]
+            batch = np.broadcast_shapes(*found)
+        except ValueError:
+            raise ValueError(
+                f"The leading dimensions of G {shape(G)}, g {shape(g)}"
+                f"{'' if w is None else f' and metric {shape(w)}'} do not broadcast. G needs shape (..., t, d), "
+                "g and metric (..., d)."
+            ) from None
+        G, g = xp.broadcast_to(G, (*batch, t, d)), xp.broadcast_to(g, (*batch, d))
+        w = None if w is None else xp.broadcast_to(w, (*batch, d))
+    return Problem(xp, device, batch, t, [G], [g], None if w is None else [w], None)
+
+
+def _blocks_problem(
+    xp: Any, device: Any, rows: list[Array], vector: list[Array], weight: list[Array] | None, keys: Any
+) -> Problem:
+    """Check blocks G[k] (t, *shape_k) and g[k] (*shape_k): one problem."""
+    if rows[0].ndim < 1:
+        raise ValueError("Blocks of G must have shape (t, *shape_k), one entry per constraint; found ().")
+    t = rows[0].shape[0]
+    for k, (G_k, g_k) in enumerate(zip(rows, vector, strict=True)):
+        where = f"[{k if keys in (list, tuple) else keys[k]!r}]"
+        if G_k.ndim < 1 or G_k.shape[0] != t:
+            raise ValueError(
+                f"Every block of G needs one leading entry per constraint: G{where} has shape {shape(G_k)}, "
+                f"but the first block has {t} constraints."
+            )
+        expected = tuple(G_k.shape[1:])
+        if tuple(g_k.shape) != expected:
+            raise ValueError(
+                f"g{where} must have shape {expected} to go with G{where} of shape {shape(G_k)}; "
+                f"found {shape(g_k)}."
+            )
+        if weight is not None and tuple(weight[k].shape) != expected:
+            raise ValueError(
+                f"metric{where} must have the shape of g{where}, {expected}; found {shape(weight[k])}."
+            )
+    return Problem(xp, device, (), t, rows, vector, weight, keys)
+
+
+def check_out(out: Blocks, problem: Problem) -> list[Array]:
+    """Check that `out` can take x, and return its blocks."""
+    blocks, _ = as_blocks(out, "out", like=(problem.keys, len(problem.vector)))
+    if common_namespace(blocks) is not problem.xp:
+        raise TypeError(
+            f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
+            f"found {type(blocks[0]).__name__}."
+        )
+    for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
+        where = "" if len(blocks) == 1 else f"[{k}]"
+        if tuple(o.shape) != tuple(g.shape) or o.dtype != g.dtype:
+            raise ValueError(
+                f"out{where} must have the shape and dtype of g{where}, {shape(g)} {g.dtype}; "
+                f"found {shape(o)} {o.dtype}."
+            )
+        if device_of(o) != problem.device:
+            raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
+        if problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
+            raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
+        if isinstance(o, np.ndarray) and not o.flags.writeable:
+            raise ValueError(f"out{where} is read-only; pass an array that can be written.")
+    return [detach(o) for o in blocks]
+
+
+def check_multipliers(lam: Any, name: str, problem: Problem) -> Array:
+    """Check one number per constraint, shape (..., t), and return it as t-space has it."""
+    expected = (*problem.batch, problem.t)
+    if not is_array(lam):
+        raise TypeError(f"{name} must be an array of shape {expected}; found {type(lam).__name__}.")
+    if tuple(lam.shape) != expected:
+        raise ValueError(
+            f"{name} must have shape {expected}, one multiplier per constraint; found {shape(lam)}."
+        )
+    if common_namespace([lam]) is not problem.xp:
+        raise TypeError(
+            f"{name} must be of the library of G, {type(problem.vector[0]).__name__}; "
+            f"found {type(lam).__name__}."
+        )
+    if not is_real_floating(lam):
+        raise TypeError(f"{name} must have a real floating-point dtype; found {lam.dtype}.")
+    return problem.to_host(problem.xp.asarray(detach(lam), dtype=problem.wide, device=problem.device))
+
+
+def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
+    """Split an argument into blocks; `like` has the keys and the number of blocks of G."""
+    if isinstance(a, Mapping):
+        keys: Any = list(a.keys())
+        if like is not None and isinstance(like[0], list):
+            if set(keys) != set(like[0]):
+                odd = sorted(map(repr, set(keys) ^ set(like[0])))
+                raise ValueError(
+                    f"{name} and G must have the same keys; only in one of them: {', '.join(odd)}."
+                )
+            keys = like[0]
+        blocks = [a[k] for k in keys]
+    elif isinstance(a, (list, tuple)):
+        keys, blocks = (tuple if isinstance(a, tuple) else list), list(a)
+    else:
+        keys, blocks = None, [a]
+    if not blocks:
+        raise ValueError(f"{name} has no blocks; pass at least one array.")
+    if like is not None and _kind(keys) != _kind(like[0]):
+        raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.")
+    if like is not None and len(blocks) != like[1]:
+        raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
+    for block in blocks:
+        if not is_array(block):
+            hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
+            raise TypeError(
+                f"{name} must be an array (NumPy, torch, CuPy, ...), or a sequence or mapping of arrays; "
+                f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
+            )
+        if isinstance(block, np.ma.MaskedArray):
+            raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
+        if not is_real_floating(block):
+            raise TypeError(
+                f"{name} must have a real floating-point dtype; found {block.dtype}. Convert it first."
+            )
+    return blocks, keys
+
+
+def _kind(keys: Any) -> str:
+    if keys is None:
+        return "one array"
+    return "a sequence of arrays" if keys in (list, tuple) else "a mapping of arrays"
+
+
+def shape(a: Array) -> tuple[int, ...]:
+    """Return the shape of an array as a tuple of plain integers, for messages."""
+    return tuple(a.shape)
+
+
+def blocks_of(a: Blocks) -> Sequence[Any]:
+    """Return the leaves of an argument that has not been checked yet."""
+    if isinstance(a, Mapping):
+        return list(a.values())
+    return a if isinstance(a, (list, tuple)) else [a]

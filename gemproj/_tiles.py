@@ -1,0 +1,90 @@
+"""The one reader of G and g: tiles of columns, small enough for a converted copy to stay in cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import product
+from typing import Any, NamedTuple
+
+from gemproj._arrays import Array, to_numpy
+from gemproj._problem import Problem
+
+# Elements of G and g in a tile. On the CPU a float64 copy stays in cache; a device wants few launches.
+_HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
+
+
+class Tile(NamedTuple):
+    """A piece of one block: ``vector[block][index]`` has `size` columns; `lead` selects from the batch."""
+
+    block: int
+    lead: tuple[Any, ...]
+    index: tuple[Any, ...]
+    size: int
+
+
+def tiles(problem: Problem) -> Iterator[Tile]:
+    """Yield tiles that cover all columns, in order.
+
+    The number of columns in a tile does not depend on the batch, nor do, therefore, the bits of sums
+    over tiles. With a shared G a tile holds the columns of all gradients.
+    """
+    elements = _HOST_TILE if problem.host else _DEVICE_TILE
+    vectors = math.prod(problem.batch) if problem.shared else 1
+    columns = max(64, elements // (problem.t + max(1, vectors)))
+    lead_dims = len(problem.batch)
+    for k, vector in enumerate(problem.vector):
+        for index, size in _cover(tuple(vector.shape[lead_dims:]), columns):
+            if not problem.batch or problem.shared:
+                yield Tile(k, (), (..., *index), size)
+                continue
+            # A large batch is cut along its first axis, so that memory stays bounded.
+            inner = math.prod(problem.batch[1:]) * (problem.t + 1) * max(1, size)
+            step = max(1, 8 * elements // max(1, inner))
+            for start in range(0, problem.batch[0], step):
+                lead = slice(start, min(start + step, problem.batch[0]))
+                yield Tile(k, (lead,), (lead, ..., *index), size)
+
+
+def stacked(problem: Problem, dtype: Any) -> Iterator[tuple[tuple[Any, ...], Array]]:
+    """Yield (lead, tile): the rows [G; g], (..., t + m, n), of each tile in `dtype`.
+
+    m is 1, or with a shared G the number of gradients. With a metric w, G is divided and g multiplied
+    by sqrt(w). On the CPU tiles are NumPy's, whose products have the same bits whatever the size of
+    the batch. A tile is overwritten by the next one.
+    """
+    xp, t, buffer = problem.xp, problem.t, None
+    m = math.prod(problem.batch) if problem.shared else 1
+    for k, lead, index, size in tiles(problem):
+        vector = problem.vector[k][index]
+        batch = () if problem.shared else tuple(vector.shape[: len(problem.batch)])
+        if buffer is None or size > buffer.shape[-1] or buffer.shape[:-2] != batch:
+            buffer = xp.empty((*batch, t + m, size), dtype=dtype, device=problem.device)
+        tile = buffer[..., :size]
+        tile[..., :t, :] = xp.reshape(problem.rows[k][index], (*batch, t, size))
+        tile[..., t:, :] = xp.reshape(vector, (*batch, m, size))
+        if problem.weight is not None:
+            weight = xp.reshape(problem.weight[k][index], (*batch, size))
+            root = xp.sqrt(xp.astype(weight, dtype))[..., None, :]
+            tile[..., :t, :] /= root
+            tile[..., t:, :] *= root
+        if problem.host:
+            tile = to_numpy(tile)
+        yield lead, tile
+
+
+def _cover(shape: tuple[int, ...], columns: int) -> Iterator[tuple[tuple[Any, ...], int]]:
+    """Cover an array of `shape` with index tuples of about `columns` elements each."""
+    if not shape:
+        yield (), 1
+        return
+    axis, inner = len(shape) - 1, 1
+    while axis > 0 and inner * shape[axis] <= columns:
+        inner *= shape[axis]
+        axis -= 1
+    step = max(1, columns // max(1, inner))
+    tail = (slice(None),) * (len(shape) - axis - 1)
+    for lead in product(*(range(n) for n in shape[:axis])):
+        for start in range(0, shape[axis], step):
+            stop = min(start + step, shape[axis])
+            yield (*lead, slice(start, stop), *tail), (stop - start) * inner

@@ -1,0 +1,284 @@
+"""Every variant of the problem: right-hand sides, equalities, penalties and margins, one by one and mixed."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import KINDS, arbitrary, assert_close, draw
+
+from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual, solve_gram
+
+
+def soft_gem(G, g, c):
+    """min 1/2 |x - g|^2 + c sum max(0, -g_i.x): the best point of all ways to bend at the hinges."""
+
+    def objective(x):
+        return 0.5 * np.sum((x - g) ** 2) + c * np.sum(np.maximum(0.0, -(G @ x)))
+
+    best = g
+    for states in product((0, 1, 2), repeat=len(G)):  # a row is satisfied, at its hinge, or violated
+        at, over = (np.array(states) == k for k in (1, 2))
+        x = g + c * G[over].sum(0)
+        A = G[at]
+        x = x - np.linalg.pinv(A) @ (A @ x) if at.any() else x
+        best = min(best, x, key=objective)
+    return best, objective
+
+
+@given(arbitrary(max_t=5, max_d=7), st.floats(1e-3, 10.0))
+def test_penalty_is_soft_gem(problem, c):
+    G, g = problem
+    best, objective = soft_gem(G, g, c)
+    x = project(G, g, penalty=c)
+    scale = 1.0 + np.linalg.norm(g)
+    assert objective(x) <= objective(best) + 1e-10 * scale**2
+    assert_close(x, best, atol=1e-5 * scale)  # what 1e-10 of the objective leaves open
+
+
+@st.composite
+def mixed(draw_from):
+    """Rows of all kinds with a right-hand side that some x satisfies, equalities, margins and penalties."""
+    rng = np.random.default_rng(draw_from(st.integers(0, 2**32 - 1)))
+    t, d = draw_from(st.integers(1, 12)), draw_from(st.integers(2, 16))
+    G = draw(rng, draw_from(st.sampled_from(KINDS)), t, d).G
+    d = G.shape[1]
+    inside, n = rng.standard_normal(d), np.linalg.norm(G, axis=1)
+    equality = rng.random(t) < draw_from(st.sampled_from([0.0, 0.3]))
+    h = G @ inside - np.where(equality | (rng.random(t) < 0.3), 0.0, n * rng.random(t))
+    per_norm = np.where(n > 0, 1.0 / np.where(n > 0, n, 1.0), 1.0)
+    options = {"h": h, "equality": equality}
+    if draw_from(st.booleans()):
+        options["margin"] = 0.3 * rng.random(t) * per_norm
+    if draw_from(st.booleans()):
+        options["penalty"] = np.where(rng.random(t) < 0.5, np.inf, (0.3 + rng.random(t)) * per_norm)
+    return G, rng.standard_normal(d), options
+
+
+@given(mixed())
+def test_optimality_of_mixed_problems(xp, problem):
+    G, g, options = problem
+    sol = solve_dual(xp.array(G), xp.array(g), **options)
+    lam, lower, upper = (xp.numpy(a) for a in (sol.multipliers, sol.lower, sol.upper))
+    assert np.all((lam >= lower) & (lam <= upper))
+    assert int(sol.status) & Status.STALLED == 0
+    if int(sol.status) == Status.OPTIMAL:
+        assert float(sol.kkt_residual()) < 1e-9
+        # Stationarity by definition, from x itself: the sign of a slack fits the place of its multiplier.
+        x = xp.numpy(combine(xp.array(G), xp.array(g), sol.multipliers))
+        n = np.linalg.norm(G, axis=1)
+        size = np.linalg.norm(g) + np.linalg.norm(x) + np.sum(np.abs(lam) * n)
+        s = (G @ x - options["h"]) / np.where(n > 0, n, 1.0) / size
+        assert np.all(s[(lam < upper) & (n > 0)] > -1e-9)
+        assert np.all(s[(lam > lower) & (n > 0)] < 1e-9)
+
+
+@given(mixed(), st.sampled_from([PGD(steps=3), FISTA(steps=30)]))
+def test_certificates_of_mixed_problems(problem, method):
+    G, g, options = problem
+    exact = solve_dual(G, g, **options)
+    if int(exact.status) != Status.OPTIMAL:
+        return
+    x, rough = project(G, g, **options), solve_dual(G, g, method=method, **options)
+    n = np.linalg.norm(G, axis=1)
+    base = g + G.T @ np.where(options["equality"], 0.0, options.get("margin", np.zeros(len(G))))
+    demand = np.where(options["equality"], np.abs(options["h"]), np.maximum(options["h"], 0.0))
+    size = max(np.linalg.norm(base), np.max(demand / np.where(n > 0, n, 1.0)))
+    error = np.linalg.norm(combine(G, g, rough.multipliers) - x) / size
+    rounding = 1e-13 * (1.0 + np.sum(np.abs(rough.multipliers) * n) / size) + 1e-9 * bool(exact.refined)
+    assert error <= float(rough.error_bound()) + float(exact.error_bound()) + rounding
+    if not np.any(options["equality"]) and np.all(rough.slack() >= 0):
+        assert error**2 <= float(rough.duality_gap()) + 1e-12
+
+
+@pytest.mark.parametrize("options", [{"equality": True}, {}])
+@pytest.mark.parametrize("t", [3, 12])
+def test_right_hand_side_is_a_shift(xp, t, options, rng):
+    """G x >= h with h = G x0 is the cone moved to x0."""
+    G, g, x0 = rng.standard_normal((t, 30)), rng.standard_normal(30), rng.standard_normal(30)
+    x = xp.project(G, g, h=xp.array(G @ x0), **options)
+    assert_close(x, x0 + project(G, g - x0, **options), atol=1e-12)
+
+
+def test_positive_right_hand_sides_on_dependent_rows(rng):
+    """The entering row may depend on free rows and still have to be satisfied: an exchange."""
+    for t in (4, 30):
+        for _ in range(20):
+            G, x0, g = rng.standard_normal((t, 2 * t)), rng.standard_normal(2 * t), rng.standard_normal(2 * t)
+            G = np.concatenate([G, G[:2] + G[2:4], 2.0 * G[:3], -G[:1]])
+            h = G @ x0
+            h[t:] -= rng.random(len(h) - t) * 0.1 * np.linalg.norm(G[t:], axis=1)
+            h[0] -= 1.0  # its double demands more
+            start = np.where(rng.random(len(h)) < 0.5, 1.0, 0.0)
+            for warm in (None, start):
+                sol = solve_dual(G, g, h=h, warm_start=warm)
+                assert int(sol.status) == Status.OPTIMAL
+                assert float(sol.kkt_residual()) < 1e-12
+                assert np.all(G @ project(G, g, h=h, warm_start=warm) >= h - 1e-11)
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1.0, 1e8])
+def test_infeasible_right_hand_sides_name_their_rows(xp, scale, rng):
+    for t in (2, 12):
+        G, g = rng.standard_normal((t, 40)), rng.standard_normal(40)
+        G = np.concatenate([G, -2.0 * G[1:2]])
+        h = np.concatenate([np.full(t, 1.0), [-1.0]])
+        with pytest.raises(ValueError, match=f"h is infeasible: .* in rows 1, {t} at once.*penalty"):
+            project(xp.array(G), xp.array(g), h=xp.array(scale * h))
+        h[1] = 0.4
+        assert int(solve_dual(xp.array(G), xp.array(g), h=xp.array(scale * h)).status) == Status.OPTIMAL
+        h[1] = 1.0
+        sol = solve_dual(xp.array(G), xp.array(g), h=xp.array(scale * h), penalty=2.0)
+        assert int(sol.status) == Status.OPTIMAL
+    with pytest.raises(ValueError, match=r"rows 1 of problem 2"):
+        G = rng.standard_normal((3, 2, 5))
+        G[2, 1] = 0.0
+        project(xp.array(G), xp.array(rng.standard_normal((3, 5))), h=xp.array(np.full(2, 0.1)))
+
+
+def null_space(G, g):
+    """Take the span of the rows out of g."""
+    n = np.linalg.norm(G, axis=-1, keepdims=True)
+    _, sizes, V = np.linalg.svd(G / np.where(n > 0, n, 1.0), full_matrices=False)
+    V = V[sizes > 1e-10]
+    for _ in range(2):
+        g = g - V.T @ (V @ g)
+    return g
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equality_is_the_null_space(xp, kind, dtype):
+    for seed, t, d in [(0, 1, 9), (1, 3, 20), (2, 8, 30), (3, 12, 40), (4, 60, 200)]:
+        problem = draw(np.random.default_rng(seed), kind, t, d)
+        arrays = xp.array(problem.G, dtype), xp.array(problem.g, dtype)
+        G, g = map(xp.numpy, arrays)
+        expected, size = null_space(G, g), np.linalg.norm(g)
+        sol = solve_dual(*arrays, equality=True)
+        assert_close(
+            xp.numpy(project(*arrays, equality=True)),
+            expected,
+            atol=size * (1e-11 if dtype == "float64" else 2e-6),
+        )
+        assert float(sol.kkt_residual()) < 1e-10
+        assert abs(float(sol.duality_gap())) < 1e-10
+        if int(sol.status) == Status.OPTIMAL:
+            exact = g + G.T @ xp.numpy(sol.multipliers)
+            assert np.linalg.norm(exact - expected) <= (float(sol.error_bound()) + 1e-12) * size
+            assert float(sol.error_bound()) < 1e-7
+
+
+@pytest.mark.parametrize("d", [40, 140_000])
+@pytest.mark.parametrize("tilt", [1e-2, 1e-4, 1e-6])
+def test_equality_of_nearly_dependent_rows(tilt, d, rng):
+    u, w, g = rng.standard_normal((3, d))
+    G = np.stack([u, tilt * w - u])
+    Q = np.linalg.qr(np.stack([u, w]).T)[0]
+    expected, size = g - Q @ (Q.T @ g), np.linalg.norm(g)
+    sol, x = solve_dual(G, g, equality=True), project(G, g, equality=True)
+    assert int(sol.status) == Status.OPTIMAL
+    assert np.linalg.norm(x - expected) / size <= 1e-14 / tilt
+    assert np.max(np.abs(G @ x) / np.linalg.norm(G, axis=1)) <= 1e-14 * size
+
+
+def test_equalities_among_inequalities_are_rows_of_both_signs(xp, rng):
+    for t in (3, 12):
+        G, g, mask = rng.standard_normal((t, 30)), rng.standard_normal(30), np.arange(t) % 2 == 0
+        both = np.concatenate([G, -G[mask]])
+        assert_close(xp.project(G, g, equality=mask), project(both, g), atol=1e-11)
+        sol = solve_dual(xp.array(G), xp.array(g), equality=mask)
+        assert np.all(xp.numpy(sol.violated)[mask])
+        # A penalised equality is |G x| on both sides.
+        weights = np.concatenate([np.full(t, 0.2), np.full(mask.sum(), 0.2)])
+        assert_close(
+            xp.project(G, g, equality=mask, penalty=0.2), project(both, g, penalty=weights), atol=1e-11
+        )
+
+
+def test_margin_and_penalty_per_row(xp, rng):
+    for t in (4, 12):
+        G, g = rng.standard_normal((t, 30)) - 0.2, rng.standard_normal(30) + 0.2
+        margin = rng.random(t)
+        assert_close(xp.project(G, g, margin=xp.array(margin)), project(G, g + margin @ G), atol=1e-11)
+        hard = np.where(np.arange(t) < 2, np.inf, 0.0)
+        assert_close(xp.project(G, g, penalty=xp.array(hard)), project(G[:2], g), atol=1e-12)
+
+
+def test_bounds_and_right_hand_sides_in_batches_blocks_and_a_metric(xp, rng):
+    G, g, h = rng.standard_normal((3, 4, 20)), rng.standard_normal((3, 20)), rng.standard_normal((3, 4))
+    margin, equality = rng.random(4), np.array([True, False, False, False])
+    options = {"margin": margin, "equality": equality}
+    x = xp.project(G, g, h=xp.array(h), **options)
+    for i in range(3):
+        assert_close(x[i], project(G[i], g[i], h=h[i], **options), atol=1e-13)
+    parts = project(
+        [xp.array(G[0, :, :7]), xp.array(G[0, :, 7:])],
+        [xp.array(g[0, :7]), xp.array(g[0, 7:])],
+        h=h[0],
+        **options,
+    )
+    assert_close(np.concatenate([xp.numpy(p) for p in parts]), x[0], atol=1e-13)
+    w = rng.random(20) + 0.5
+    root = np.sqrt(w)
+    expected = project(G[0] / root, g[0] * root, h=h[0], **options) / root
+    assert_close(xp.project(G[0], g[0], h=h[0], metric=xp.array(w), **options), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize(("t", "d"), [(2, 7), (4, 300), (12, 140_000)])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_many_gradients_on_one_G(xp, t, d, dtype, rng):
+    G, gs = (
+        xp.array(rng.standard_normal((t, d)) - 0.1, dtype),
+        xp.array(rng.standard_normal((2, 3, d)) + 0.1, dtype),
+    )
+    K, b, gg = gram(G, gs)
+    assert tuple(K.shape) == (t, t)
+    assert tuple(b.shape) == (2, 3, t)
+    assert tuple(gg.shape) == (2, 3)
+    h = rng.standard_normal((2, 3, t))
+    tolerance = 1e-11 if dtype == "float64" else 3e-6
+    for options in ({}, {"h": h}, {"penalty": 0.1}, {"metric": xp.array(rng.random(d) + 0.5, dtype)}):
+        X = xp.numpy(project(G, gs, **options))
+        sol = solve_dual(G, gs, **options)
+        again = combine(G, gs, sol.multipliers, metric=options.get("metric"))
+        assert_close(xp.numpy(again), X, atol=tolerance)
+        assert np.all(xp.numpy(sol.kkt_residual()) < 1e-6)
+        for i in np.ndindex(2, 3):
+            one = options | ({"h": h[i]} if "h" in options else {})
+            assert_close(X[i], xp.numpy(project(G, gs[(*i, ...)], **one)), atol=tolerance)
+
+
+def test_leading_dimensions_broadcast(xp, rng):
+    G, g = rng.standard_normal((3, 2, 4, 9)), rng.standard_normal(9)
+    x = xp.project(G, g)
+    assert x.shape == (3, 2, 9)
+    assert_close(x[1, 1], project(G[1, 1], g), atol=1e-14)
+    assert_close(xp.project(G[0], rng.standard_normal((3, 1, 9))[:, :1]).shape, (3, 2, 9))
+    with pytest.raises(ValueError, match="leading dimensions of G .* do not broadcast"):
+        project(xp.array(G), xp.array(np.zeros((5, 9))))
+
+
+def test_solve_gram_starts_from_t_space_numbers(xp, rng):
+    G, g = rng.standard_normal((2, 5, 30)) - 0.1, rng.standard_normal((2, 30)) + 0.1
+    K, b, gg = gram(G, g)
+    sol, expected = solve_gram(xp.array(K), xp.array(b), xp.array(gg)), solve_dual(G, g)
+    assert_close(xp.numpy(sol.multipliers), expected.multipliers, atol=1e-14)
+    assert_close(xp.numpy(sol.error_bound()), expected.error_bound(), atol=1e-10)
+    # Without |g| certificates are relative to a number that is not above it.
+    loose = solve_gram(xp.array(K), xp.array(b), method="agem")
+    exact = solve_gram(xp.array(K), xp.array(b), xp.array(gg), method="agem")
+    assert np.all(xp.numpy(loose.kkt_residual()) >= xp.numpy(exact.kkt_residual()))
+    many = solve_gram(
+        xp.array(K[0]), xp.array(b), h=xp.array(np.full(5, 0.1)), penalty=1.0, warm_start=xp.array(b * 0)
+    )
+    for i in range(2):
+        one = solve_gram(K[0], b[i], h=np.full(5, 0.1), penalty=1.0)
+        assert_close(xp.numpy(many.multipliers)[i], one.multipliers, atol=1e-14)
+
+
+def test_x_of_project_is_that_of_its_stages(xp, rng):
+    for shape in ((3, 20), (12, 60), (4, 3, 20)):
+        G, g = xp.array(rng.standard_normal(shape)), xp.array(rng.standard_normal((*shape[:-2], shape[-1])))
+        sol = solve_gram(*gram(G, g))
+        np.testing.assert_array_equal(xp.numpy(combine(G, g, sol.multipliers)), xp.numpy(project(G, g)))
