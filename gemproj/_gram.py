@@ -10,7 +10,7 @@ import numpy as np
 
 from gemproj._array import Array, Blocks, Problem, namespace, read_problem, to_numpy
 from gemproj._threads import cores, share
-from gemproj.compiled.table import CHUNK, WIDE_RANGE, table_of
+from gemproj.compiled.addresses import CHUNK, WIDE_RANGE, table_of
 from gemproj.kernels import stages_of
 from gemproj.methods._method import inverse
 

@@ -25,7 +25,7 @@ from gemproj._derivative import record
 from gemproj._dual import Options, read_options, read_start, solve_problem
 from gemproj._gram import stacked_tiles
 from gemproj._solution import DualSolution, from_units
-from gemproj.compiled.table import table_of
+from gemproj.compiled.addresses import table_of
 from gemproj.kernels import stages_of
 from gemproj.methods import AnyMethod
 from gemproj.methods._method import clip

@@ -113,7 +113,7 @@ def test_error_bound_holds_whatever_the_rank(problem, method, refine, margin):
 
 def test_error_bound_knows_the_rounding_of_float32_sums(rng, monkeypatch):
     """Nearly parallel float32 rows: the Gram matrix is off by more than float64 rounding."""
-    monkeypatch.setattr("gemproj.compiled.table._FEW_ROWS", 0)
+    monkeypatch.setattr("gemproj.compiled.addresses._FEW_ROWS", 0)
     d = 150_000
     base = rng.standard_normal(d)
     for tilt in (1.0, 0.1):

@@ -18,7 +18,7 @@ from gemproj import Exact, combine, gram, project
 from gemproj._array import read_problem
 from gemproj._threads import share
 from gemproj.compiled import installed
-from gemproj.compiled import table as places
+from gemproj.compiled import addresses as places
 from gemproj.methods._active_set import Tableau, solve_active_set
 
 if not installed():

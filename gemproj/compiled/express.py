@@ -7,19 +7,19 @@ import numpy as np
 from gemproj._array import Array
 from gemproj.compiled.loops import add_products, add_rows
 from gemproj.compiled.search import search
-from gemproj.compiled.table import PIECE, WIDE_CHUNK, WIDE_RANGE, Table
+from gemproj.compiled.addresses import PIECE, WIDE_CHUNK, WIDE_RANGE, AddressTable
 from gemproj.methods.exact import CLOSE
 
 _SUMS = np.empty(0)
 _NONE = np.empty((0, 0))
 
 
-def applies(table: Table) -> bool:
+def applies(table: AddressTable) -> bool:
     """Tell whether each problem is one piece, and all of them are little work."""
     return table.pieces == 1 and table.wide and table.small and table.t > 0
 
 
-def project_small(table: Table, start: np.ndarray | None, x: list[Array]) -> int | None:
+def project_small(table: AddressTable, start: np.ndarray | None, x: list[Array]) -> int | None:
     """Project exactly if everything is as usual: write x, and return the number of active constraints.
 
     None, and nothing written, where the stages have to look closer: rows of norm zero or near the ends

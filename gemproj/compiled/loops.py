@@ -1,4 +1,4 @@
-"""Stages 1 and 3 as loops: products of rows, and sums of rows. Arrays come as addresses, see `Table`."""
+"""Stages 1 and 3 as loops: products of rows, and sums of rows. Arrays come as addresses, see `addresses`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,24 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from gemproj.compiled.addresses import (
+    COLUMN_STEP,
+    COLUMNS,
+    FIRST_COLUMN,
+    OUT,
+    OUT_STEP,
+    ROW_STEP,
+    ROWS,
+    VECTOR,
+    VECTOR_STEP,
+)
+from gemproj.compiled.bfloat16 import entry, number, readable
 from gemproj.compiled.jit import fast
-from gemproj.compiled.numbers import entry, number
+from gemproj.compiled.vectors import HEIGHT, LANES, MULTIPLE, TURNED, add_block, prefer_full_width, transpose
+
+# Bytes of a tile that stay in the first-level cache, and the least number of its columns.
+_TILE, _LEAST = 24 << 10, 256
+_BLOCK = HEIGHT * HEIGHT * LANES
 
 
 @intrinsic
@@ -20,199 +36,209 @@ def _pointer(typing_context, address):
 
 
 @fast
-def _view(address, start, n, like):
-    return numba.carray(_pointer(address + start * like.itemsize), (n,), like.dtype)
+def _view(address, n, like):
+    return numba.carray(_pointer(address), (n,), like.dtype)
 
 
 @fast
-def _dot(a, b, sums):
-    wide = sums.dtype.type
-    s = wide(0)
-    for i in range(a.size):
-        s += wide(number(a[i])) * wide(number(b[i]))
-    return s
+def _aligned(rows, columns, like):
+    """Return an array (rows, columns) that begins at a cache line."""
+    spare = np.empty(rows * columns + 64 // like.itemsize, like.dtype)
+    start = -spare.ctypes.data % 64 // like.itemsize
+    return spare[start : start + rows * columns].reshape(rows, columns)
 
 
 @fast
-def _dots_2(a0, a1, b0, b1, sums):
-    wide = sums.dtype.type
-    s00, s01, s10, s11 = wide(0), wide(0), wide(0), wide(0)
-    for i in range(a0.size):
-        p0, p1, q0, q1 = wide(number(a0[i])), wide(number(a1[i])), wide(number(b0[i])), wide(number(b1[i]))
-        s00 += p0 * q0
-        s01 += p0 * q1
-        s10 += p1 * q0
-        s11 += p1 * q1
-    return s00, s01, s10, s11
+def _tile_columns(rows, most, like):
+    """Return how many columns of so many rows are worked on at a time."""
+    fitting = _TILE // (rows * like.itemsize) // MULTIPLE * MULTIPLE
+    return min(most, max(_LEAST, fitting))
 
 
 @fast
-def _square_3(a0, a1, a2, sums):
-    """Return the products of three rows among themselves: all that two constraints need."""
-    wide = sums.dtype.type
-    s00, s10, s11, s20, s21, s22 = wide(0), wide(0), wide(0), wide(0), wide(0), wide(0)
-    for i in range(a0.size):
-        p0, p1, p2 = wide(number(a0[i])), wide(number(a1[i])), wide(number(a2[i]))
-        s00 += p0 * p0
-        s10 += p1 * p0
-        s11 += p1 * p1
-        s20 += p2 * p0
-        s21 += p2 * p1
-        s22 += p2 * p2
-    return s00, s10, s11, s20, s21, s22
+def _read(address, step, n, like, to):
+    """Copy n entries, `step` bytes apart, to an array of float32 or float64."""
+    wide = to.dtype.type
+    if step == like.itemsize:
+        a = _view(address, n, like)
+        for c in range(n):
+            to[c] = wide(number(a[c]))
+    else:
+        for c in range(n):
+            to[c] = wide(number(_view(address + c * step, 1, like)[0]))
 
 
 @fast
-def _dots_4(a0, a1, a2, a3, b0, b1, b2, b3, sums):
-    # Sixteen sums from eight loads: what keeps arithmetic, not loading, the limit. Arrays of sums would
-    # not stay in registers.
-    wide = sums.dtype.type
-    s00, s01, s02, s03 = wide(0), wide(0), wide(0), wide(0)
-    s10, s11, s12, s13 = wide(0), wide(0), wide(0), wide(0)
-    s20, s21, s22, s23 = wide(0), wide(0), wide(0), wide(0)
-    s30, s31, s32, s33 = wide(0), wide(0), wide(0), wide(0)
-    for i in range(a0.size):
-        p0, p1, p2, p3 = wide(number(a0[i])), wide(number(a1[i])), wide(number(a2[i])), wide(number(a3[i]))
-        q0, q1, q2, q3 = wide(number(b0[i])), wide(number(b1[i])), wide(number(b2[i])), wide(number(b3[i]))
-        s00 += p0 * q0
-        s01 += p0 * q1
-        s02 += p0 * q2
-        s03 += p0 * q3
-        s10 += p1 * q0
-        s11 += p1 * q1
-        s12 += p1 * q2
-        s13 += p1 * q3
-        s20 += p2 * q0
-        s21 += p2 * q1
-        s22 += p2 * q2
-        s23 += p2 * q3
-        s30 += p3 * q0
-        s31 += p3 * q1
-        s32 += p3 * q2
-        s33 += p3 * q3
-    return (s00, s01, s02, s03), (s10, s11, s12, s13), (s20, s21, s22, s23), (s30, s31, s32, s33)
+def _turn(line, start, n, t, like, turned):
+    """Copy n columns of a G that is stored by columns, or in any other way, into rows."""
+    source, step, done = line[ROWS] + start * line[COLUMN_STEP], line[COLUMN_STEP], 0
+    height = 16 // turned.itemsize
+    # Fewer rows are read with what follows them, which has to be columns of G.
+    if line[ROW_STEP] == like.itemsize and (t >= height or step == t * like.itemsize):
+        end = n if t >= height else n - height
+        while done + TURNED <= end:
+            for r in range(0, t, height):
+                first = min(r, max(t - height, 0))
+                target = turned.ctypes.data + first * turned.strides[0] + done * turned.itemsize
+                transpose(source + first * like.itemsize, step, target, turned.strides[0], like)
+            source += TURNED * step
+            done += TURNED
+    for r in range(t):
+        _read(source + r * line[ROW_STEP], step, n - done, like, turned[r, done:])
 
 
 @fast
-def _row(line, i, t, start, n, like):
-    """Return n columns of row i of [G; g]; past its end, g once more."""
-    return _view(line[0] + i * line[1] if i < t else line[2], start, n, like)
+def _scratch(lines, first, last, t, columns, like):
+    """Return room for columns that are turned into rows, if there are any."""
+    for k in range(first, last):
+        if lines[k, COLUMN_STEP] != like.itemsize:
+            return _aligned(max(t, 4), columns, readable(like))
+    return _aligned(0, 0, readable(like))
 
 
 @fast
-def _add_chunk(line, start, n, t, like, sums, total):
-    """Add the products of n columns to the lower triangle of total, four by four rows, or what is left."""
-    i = 0
-    while i <= t:
-        left = t + 1 - i
-        a0 = _row(line, i, t, start, n, like)
-        if left == 1:
-            for j in range(0, i, 2):
-                b0, b1 = _row(line, j, t, start, n, like), _row(line, j + 1, t, start, n, like)
-                s = _dots_2(a0, a0, b0, b1, sums)
-                total[i, j] += s[0]
-                total[i, j + 1] += s[1]
-            total[i, i] += _dot(a0, a0, sums)
-            return
-        a1 = _row(line, i + 1, t, start, n, like)
-        if left == 2:
-            for j in range(0, i + 1, 2):
-                b0, b1 = _row(line, j, t, start, n, like), _row(line, j + 1, t, start, n, like)
-                s = _dots_2(a0, a1, b0, b1, sums)
-                total[i, j] += s[0]
-                total[i, j + 1] += s[1]
-                total[i + 1, j] += s[2]
-                total[i + 1, j + 1] += s[3]
-            return
-        a2 = _row(line, i + 2, t, start, n, like)
-        if t == 2:
-            s = _square_3(a0, a1, a2, sums)
-            total[0, 0] += s[0]
-            total[1, 0] += s[1]
-            total[1, 1] += s[2]
-            total[2, 0] += s[3]
-            total[2, 1] += s[4]
-            total[2, 2] += s[5]
-            return
-        a3 = _row(line, i + 3, t, start, n, like)
-        for j in range(0, i + 1, 4):
-            b0, b1 = _row(line, j, t, start, n, like), _row(line, j + 1, t, start, n, like)
-            b2, b3 = _row(line, j + 2, t, start, n, like), _row(line, j + 3, t, start, n, like)
-            block = _dots_4(a0, a1, a2, a3, b0, b1, b2, b3, sums)
-            for p in range(min(4, left)):
-                for q in range(min(4, t + 1 - j)):
-                    total[i + p, j + q] += block[p][q]
-        i += 4
+def _read_rows(line, start, n, t, like, turned, tile):
+    """Copy n columns of G to a tile, row by row."""
+    if line[COLUMN_STEP] == like.itemsize:
+        for r in range(t):
+            _read(line[ROWS] + r * line[ROW_STEP] + start * like.itemsize, like.itemsize, n, like, tile[r])
+        return
+    _turn(line, start, n, t, like, turned)
+    for r in range(t):
+        for c in range(n):
+            tile[r, c] = turned[r, c]
 
 
 @fast
-def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sums, totals):
+def _fill_up(tile, n):
+    """Fill rows with zeros up to a multiple of what is worked on at once; return that number of columns."""
+    end = -(-n // MULTIPLE) * MULTIPLE
+    for r in range(tile.shape[0]):
+        for c in range(n, end):
+            tile[r, c] = 0
+    return end
+
+
+@fast
+def _add_tile(tile, n, sums):
+    """Add the products of all rows of a tile to partial sums, block by block of the lower triangle."""
+    rows, step, k = tile.shape[0], tile.strides[0], 0
+    for i in range(0, rows, HEIGHT):
+        for j in range(0, i + 1, HEIGHT):
+            a, b = tile.ctypes.data + i * step, tile.ctypes.data + j * step
+            add_block(a, b, step, n, min(HEIGHT, rows - i), sums.ctypes.data + k * _BLOCK * 8, tile)
+            k += 1
+
+
+@fast
+def _total(sums, k, p, q):
+    start, total = k * _BLOCK + (p * HEIGHT + q) * LANES, 0.0
+    for lane in range(LANES):
+        total += sums[start + lane]
+    return total
+
+
+@fast
+def _collect(sums, total):
+    """Write partial sums to a symmetric matrix."""
+    rows, k = total.shape[0], 0
+    for i in range(0, rows, HEIGHT):
+        for j in range(0, i + 1, HEIGHT):
+            for p in range(min(HEIGHT, rows - i)):
+                for q in range(min(HEIGHT, i + p - j + 1)):
+                    total[i + p, j + q] = total[j + q, i + p] = _total(sums, k, p, q)
+            k += 1
+
+
+@fast
+def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_like, totals):
     """Write the products of the rows [G; g] over pieces ``first .. last - 1`` of the problems to totals.
 
-    Each piece has a matrix (t + 1, t + 1) of its own in totals (problems, pieces, ...). Products of
-    `chunk` columns are summed in the dtype of `sums`, the rest in float64.
+    Each piece has a matrix (t + 1, t + 1) of its own in totals (problems, pieces, ...). Products of at
+    most `chunk` columns are summed in the dtype of `sum_like`, the rest in float64.
     """
+    prefer_full_width()
     t = totals.shape[2] - 1
+    groups = (t + HEIGHT) // HEIGHT
+    n = _tile_columns(t + 1, chunk, sum_like)
+    tile = _aligned(t + 1, n, sum_like)
+    turned = _scratch(lines, first // pieces * blocks, -(-last // pieces) * blocks, t, n, like)
+    sums = _aligned(groups * (groups + 1) // 2, _BLOCK, totals).reshape(-1)
     for p in range(first, last):
         problem, piece = p // pieces, p % pieces
-        total = totals[problem, piece]
+        sums[:] = 0.0
         for k in range(problem * blocks, (problem + 1) * blocks):
             line = lines[k]
-            start = max(piece * columns - line[4], 0)
-            stop = min((piece + 1) * columns - line[4], line[5])
+            start = max(piece * columns - line[FIRST_COLUMN], 0)
+            stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
-                n = min(chunk, stop - start)
-                _add_chunk(line, start, n, t, like, sums, total)
-                start += n
-        for i in range(t + 1):
-            for j in range(i):
-                total[j, i] = total[i, j]
+                here = min(n, stop - start)
+                _read_rows(line, start, here, t, like, turned, tile)
+                _read(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], here, like, tile[t])
+                _add_tile(tile, _fill_up(tile, here), sums)
+                start += here
+        _collect(sums, totals[problem, piece])
 
 
 @fast
-def _combine_chunk(line, start, n, like, lam, x):
-    """Write n columns of ``g + G'lam`` to x, by way of sums in float64 that stay in cache."""
-    g, out = _view(line[2], start, n, like), _view(line[3], start, n, like)
-    waiting, begun = -1, False  # rows go in pairs: half as often through x
-    for i in range(lam.size):
-        if lam[i] == 0.0:
-            continue
-        if waiting < 0:
-            waiting = i
-            continue
-        u, a = lam[waiting], _view(line[0] + waiting * line[1], start, n, like)
-        v, b = lam[i], _view(line[0] + i * line[1], start, n, like)
-        if begun:
-            for c in range(n):
-                x[c] += u * np.float64(number(a[c])) + v * np.float64(number(b[c]))
-        else:
-            for c in range(n):
-                step = u * np.float64(number(a[c])) + v * np.float64(number(b[c]))
-                x[c] = np.float64(number(g[c])) + step
-        waiting, begun = -1, True
-    if not begun:
+def _add_scaled(address, step, n, like, lam, active, x):
+    """Add the active rows times lam to x, four at a time: a quarter as often through x."""
+    k, count = 0, active.size
+    while k + 4 <= count:
+        a, b = _view(address + active[k] * step, n, like), _view(address + active[k + 1] * step, n, like)
+        c, d = _view(address + active[k + 2] * step, n, like), _view(address + active[k + 3] * step, n, like)
+        p, q, r, s = lam[active[k]], lam[active[k + 1]], lam[active[k + 2]], lam[active[k + 3]]
+        for i in range(n):
+            left = p * np.float64(number(a[i])) + q * np.float64(number(b[i]))
+            x[i] += left + (r * np.float64(number(c[i])) + s * np.float64(number(d[i])))
+        k += 4
+    if k + 2 <= count:
+        a, b = _view(address + active[k] * step, n, like), _view(address + active[k + 1] * step, n, like)
+        p, q = lam[active[k]], lam[active[k + 1]]
+        for i in range(n):
+            x[i] += p * np.float64(number(a[i])) + q * np.float64(number(b[i]))
+        k += 2
+    if k < count:
+        a, p = _view(address + active[k] * step, n, like), lam[active[k]]
+        for i in range(n):
+            x[i] += p * np.float64(number(a[i]))
+
+
+@fast
+def _combine_chunk(line, start, n, t, like, lam, active, turned, x):
+    """Write n columns of ``g + G'lam`` to the output, by way of sums in float64 that stay in cache."""
+    _read(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], n, like, x)
+    if line[COLUMN_STEP] == like.itemsize:
+        _add_scaled(line[ROWS] + start * like.itemsize, line[ROW_STEP], n, like, lam, active, x)
+    elif active.size:
+        _turn(line, start, n, t, like, turned)
+        _add_scaled(turned.ctypes.data, turned.strides[0], n, turned, lam, active, x)
+    # Only now, because the output may be g.
+    address, step = line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
+    if step == like.itemsize:
+        out = _view(address, n, like)
         for c in range(n):
-            x[c] = np.float64(number(g[c]))
-    if waiting >= 0:
-        u, a = lam[waiting], _view(line[0] + waiting * line[1], start, n, like)
+            out[c] = entry(x[c], like)
+    else:
         for c in range(n):
-            x[c] += u * np.float64(number(a[c]))
-    # Only now, because `out` may be g, and what may overlap is not vectorised.
-    for c in range(n):
-        out[c] = entry(x[c], like)
+            _view(address + c * step, 1, like)[0] = entry(x[c], like)
 
 
 @fast
 def add_rows(lines, blocks, first, last, pieces, columns, like, lam):
     """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself."""
-    x = np.empty(1024)
+    prefer_full_width()
+    t, x = lam.shape[1], np.empty(1024)
+    turned = _scratch(lines, first // pieces * blocks, -(-last // pieces) * blocks, t, _LEAST, like)
+    n = _LEAST if turned.size else x.size
     for p in range(first, last):
         problem, piece = p // pieces, p % pieces
+        active = np.flatnonzero(lam[problem])
         for k in range(problem * blocks, (problem + 1) * blocks):
             line = lines[k]
-            start = max(piece * columns - line[4], 0)
-            stop = min((piece + 1) * columns - line[4], line[5])
+            start = max(piece * columns - line[FIRST_COLUMN], 0)
+            stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
-                n = min(x.size, stop - start)
-                _combine_chunk(line, start, n, like, lam[problem], x)
-                start += n
+                here = min(n, stop - start)
+                _combine_chunk(line, start, here, t, like, lam[problem], active, turned, x)
+                start += here
