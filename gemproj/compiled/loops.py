@@ -1,4 +1,8 @@
-"""Stages 1 and 3 as loops: products of rows, and sums of rows. Arrays come as addresses, see `addresses`."""
+"""Stages 1 and 3 as loops: products of rows, and sums of rows.
+
+Arrays come as addresses, see `addresses`, and go on as addresses: views of arrays are counted, which costs
+more than the work on a few hundred columns.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +22,14 @@ from gemproj.compiled.addresses import (
     VECTOR,
     VECTOR_STEP,
 )
-from gemproj.compiled.bfloat16 import entry, number, readable
+from gemproj.compiled.bfloat16 import entry, readable
 from gemproj.compiled.jit import fast
-from gemproj.compiled.vectors import HEIGHT, LANES, MULTIPLE, TURNED, add_block, prefer_full_width, transpose
+from gemproj.compiled.vectors import HEIGHT, LANES, MULTIPLE, TURNED, add_block, add_scaled, transpose, widen
 
 # Bytes of a tile that stay in the first-level cache, and the least number of its columns.
 _TILE, _LEAST = 24 << 10, 256
+# Rows that are added at a time.
+_AHEAD = 10
 _BLOCK = HEIGHT * HEIGHT * LANES
 
 
@@ -41,11 +47,11 @@ def _view(address, n, like):
 
 
 @fast
-def _aligned(rows, columns, like):
-    """Return an array (rows, columns) that begins at a cache line."""
-    spare = np.empty(rows * columns + 64 // like.itemsize, like.dtype)
+def _aligned(n, like):
+    """Return an array of n entries that begins at a cache line."""
+    spare = np.empty(n + 64 // like.itemsize, like.dtype)
     start = -spare.ctypes.data % 64 // like.itemsize
-    return spare[start : start + rows * columns].reshape(rows, columns)
+    return spare[start : start + n]
 
 
 @fast
@@ -56,86 +62,74 @@ def _tile_columns(rows, most, like):
 
 
 @fast
-def _read(address, step, n, like, to):
-    """Copy n entries, `step` bytes apart, to an array of float32 or float64."""
-    wide = to.dtype.type
+def _read(address, step, n, like, target, to):
+    """Copy n entries, `step` bytes apart, of the dtype of `like`, to an array of the dtype of `to`."""
     if step == like.itemsize:
-        a = _view(address, n, like)
-        for c in range(n):
-            to[c] = wide(number(a[c]))
+        widen(address, n, target, like, to)
     else:
         for c in range(n):
-            to[c] = wide(number(_view(address + c * step, 1, like)[0]))
+            widen(address + c * step, 1, target + c * to.itemsize, like, to)
 
 
 @fast
-def _turn(line, start, n, t, like, turned):
-    """Copy n columns of a G that is stored by columns, or in any other way, into rows."""
-    source, step, done = line[ROWS] + start * line[COLUMN_STEP], line[COLUMN_STEP], 0
-    height = 16 // turned.itemsize
+def _turn(line, start, n, t, like, rows, step, to):
+    """Copy n columns of a G that is stored by columns, or in any other way, to rows, `step` bytes apart."""
+    source, column, done, height = line[ROWS] + start * line[COLUMN_STEP], line[COLUMN_STEP], 0, 16 // to.itemsize
     # Fewer rows are read with what follows them, which has to be columns of G.
-    if line[ROW_STEP] == like.itemsize and (t >= height or step == t * like.itemsize):
+    if line[ROW_STEP] == like.itemsize and (t >= height or column == t * like.itemsize):
         end = n if t >= height else n - height
         while done + TURNED <= end:
             for r in range(0, t, height):
                 first = min(r, max(t - height, 0))
-                target = turned.ctypes.data + first * turned.strides[0] + done * turned.itemsize
-                transpose(source + first * like.itemsize, step, target, turned.strides[0], like)
-            source += TURNED * step
+                target = rows + first * step + done * to.itemsize
+                transpose(source + done * column + first * like.itemsize, column, target, step, like)
             done += TURNED
     for r in range(t):
-        _read(source + r * line[ROW_STEP], step, n - done, like, turned[r, done:])
+        place, target = source + r * line[ROW_STEP] + done * column, rows + r * step + done * to.itemsize
+        _read(place, column, n - done, like, target, to)
 
 
 @fast
-def _scratch(lines, first, last, t, columns, like):
-    """Return room for columns that are turned into rows, if there are any."""
+def _by_columns(lines, first, last, like):
+    """Tell whether columns of any G do not follow each other."""
     for k in range(first, last):
         if lines[k, COLUMN_STEP] != like.itemsize:
-            return _aligned(max(t, 4), columns, readable(like))
-    return _aligned(0, 0, readable(like))
+            return True
+    return False
 
 
 @fast
-def _read_rows(line, start, n, t, like, turned, tile):
+def _read_rows(line, start, n, t, like, turned, turned_like, tile, step, sum_like):
     """Copy n columns of G to a tile, row by row."""
     if line[COLUMN_STEP] == like.itemsize:
+        source = line[ROWS] + start * like.itemsize
         for r in range(t):
-            _read(line[ROWS] + r * line[ROW_STEP] + start * like.itemsize, like.itemsize, n, like, tile[r])
+            widen(source + r * line[ROW_STEP], n, tile + r * step, like, sum_like)
         return
-    _turn(line, start, n, t, like, turned)
+    row = _LEAST * turned_like.itemsize
+    _turn(line, start, n, t, like, turned, row, turned_like)
     for r in range(t):
-        for c in range(n):
-            tile[r, c] = turned[r, c]
+        widen(turned + r * row, n, tile + r * step, turned_like, sum_like)
 
 
 @fast
-def _fill_up(tile, n):
+def _fill_up(tile, step, rows, n, like):
     """Fill rows with zeros up to a multiple of what is worked on at once; return that number of columns."""
     end = -(-n // MULTIPLE) * MULTIPLE
-    for r in range(tile.shape[0]):
+    for r in range(rows if end > n else 0):
+        row = _view(tile + r * step, end, like)
         for c in range(n, end):
-            tile[r, c] = 0
+            row[c] = 0
     return end
 
 
 @fast
-def _add_tile(tile, n, sums):
+def _add_tile(tile, step, rows, n, sums, like):
     """Add the products of all rows of a tile to partial sums, block by block of the lower triangle."""
-    rows, step, k = tile.shape[0], tile.strides[0], 0
     for i in range(0, rows, HEIGHT):
         for j in range(0, i + 1, HEIGHT):
-            a, b = tile.ctypes.data + i * step, tile.ctypes.data + j * step
-            add_block(a, b, step, n, min(HEIGHT, rows - i), sums.ctypes.data + k * _BLOCK * 8, tile)
-            k += 1
-
-
-@fast
-def _total(sums, k, p, q):
-    start, total = k * _BLOCK + (p * HEIGHT + q) * LANES, 0.0
-    for lane in range(LANES):
-        total += sums[start + lane]
-    return total
+            add_block(tile + i * step, tile + j * step, step, n, min(HEIGHT, rows - i), sums, like)
+            sums += _BLOCK * 8
 
 
 @fast
@@ -146,8 +140,11 @@ def _collect(sums, total):
         for j in range(0, i + 1, HEIGHT):
             for p in range(min(HEIGHT, rows - i)):
                 for q in range(min(HEIGHT, i + p - j + 1)):
-                    total[i + p, j + q] = total[j + q, i + p] = _total(sums, k, p, q)
-            k += 1
+                    s = 0.0
+                    for lane in range(LANES):
+                        s += sums[k + (p * HEIGHT + q) * LANES + lane]
+                    total[i + p, j + q] = total[j + q, i + p] = s
+            k += _BLOCK
 
 
 @fast
@@ -157,88 +154,84 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
     Each piece has a matrix (t + 1, t + 1) of its own in totals (problems, pieces, ...). Products of at
     most `chunk` columns are summed in the dtype of `sum_like`, the rest in float64.
     """
-    prefer_full_width()
-    t = totals.shape[2] - 1
-    groups = (t + HEIGHT) // HEIGHT
-    n = _tile_columns(t + 1, chunk, sum_like)
-    tile = _aligned(t + 1, n, sum_like)
-    turned = _scratch(lines, first // pieces * blocks, -(-last // pieces) * blocks, t, n, like)
-    sums = _aligned(groups * (groups + 1) // 2, _BLOCK, totals).reshape(-1)
+    rows = totals.shape[2]
+    t, groups = rows - 1, (rows + HEIGHT - 1) // HEIGHT
+    turned_like = readable(like)
+    by_columns = _by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
+    n = min(chunk, _LEAST) if by_columns else _tile_columns(rows, chunk, sum_like)
+    all_turned = _aligned(max(t, 4) * n if by_columns else 0, turned_like)
+    all_sums = _aligned(groups * (groups + 1) // 2 * _BLOCK, totals)
+    whole_tile = _aligned(rows * n, sum_like)
+    turned, sums, tile = all_turned.ctypes.data, all_sums.ctypes.data, whole_tile.ctypes.data
+    step = n * sum_like.itemsize
     for p in range(first, last):
         problem, piece = p // pieces, p % pieces
-        sums[:] = 0.0
+        all_sums[:] = 0.0
         for k in range(problem * blocks, (problem + 1) * blocks):
             line = lines[k]
             start = max(piece * columns - line[FIRST_COLUMN], 0)
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
                 here = min(n, stop - start)
-                _read_rows(line, start, here, t, like, turned, tile)
-                _read(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], here, like, tile[t])
-                _add_tile(tile, _fill_up(tile, here), sums)
+                _read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
+                vector = line[VECTOR] + start * line[VECTOR_STEP]
+                _read(vector, line[VECTOR_STEP], here, like, tile + t * step, sum_like)
+                _add_tile(tile, step, rows, _fill_up(tile, step, rows, here, sum_like), sums, sum_like)
                 start += here
-        _collect(sums, totals[problem, piece])
+        _collect(all_sums, totals[problem, piece])
 
 
 @fast
-def _add_scaled(address, step, n, like, lam, active, x):
-    """Add the active rows times lam to x, four at a time: a quarter as often through x."""
-    k, count = 0, active.size
-    while k + 4 <= count:
-        a, b = _view(address + active[k] * step, n, like), _view(address + active[k + 1] * step, n, like)
-        c, d = _view(address + active[k + 2] * step, n, like), _view(address + active[k + 3] * step, n, like)
-        p, q, r, s = lam[active[k]], lam[active[k + 1]], lam[active[k + 2]], lam[active[k + 3]]
-        for i in range(n):
-            left = p * np.float64(number(a[i])) + q * np.float64(number(b[i]))
-            x[i] += left + (r * np.float64(number(c[i])) + s * np.float64(number(d[i])))
-        k += 4
-    if k + 2 <= count:
-        a, b = _view(address + active[k] * step, n, like), _view(address + active[k + 1] * step, n, like)
-        p, q = lam[active[k]], lam[active[k + 1]]
-        for i in range(n):
-            x[i] += p * np.float64(number(a[i])) + q * np.float64(number(b[i]))
-        k += 2
-    if k < count:
-        a, p = _view(address + active[k] * step, n, like), lam[active[k]]
-        for i in range(n):
-            x[i] += p * np.float64(number(a[i]))
+def _add_active(rows, step, n, like, active, scale, count, x):
+    """Add active rows times their scale to x; some at a time, because few can be fetched ahead."""
+    for k in range(0, count, _AHEAD):
+        add_scaled(rows, step, active + 8 * k, scale + 8 * k, min(_AHEAD, count - k), n, x, like)
 
 
 @fast
-def _combine_chunk(line, start, n, t, like, lam, active, turned, x):
+def _combine_chunk(line, start, n, t, like, active, scale, count, turned, turned_like, x, x_like):
     """Write n columns of ``g + G'lam`` to the output, by way of sums in float64 that stay in cache."""
-    _read(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], n, like, x)
+    _read(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], n, like, x, x_like)
     if line[COLUMN_STEP] == like.itemsize:
-        _add_scaled(line[ROWS] + start * like.itemsize, line[ROW_STEP], n, like, lam, active, x)
-    elif active.size:
-        _turn(line, start, n, t, like, turned)
-        _add_scaled(turned.ctypes.data, turned.strides[0], n, turned, lam, active, x)
+        rows = line[ROWS] + start * like.itemsize
+        _add_active(rows, line[ROW_STEP], n, like, active, scale, count, x)
+    elif count:
+        step = _LEAST * turned_like.itemsize
+        _turn(line, start, n, t, like, turned, step, turned_like)
+        _add_active(turned, step, n, turned_like, active, scale, count, x)
     # Only now, because the output may be g.
-    address, step = line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
+    values, address, step = _view(x, n, x_like), line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
     if step == like.itemsize:
         out = _view(address, n, like)
         for c in range(n):
-            out[c] = entry(x[c], like)
+            out[c] = entry(values[c], like)
     else:
         for c in range(n):
-            _view(address + c * step, 1, like)[0] = entry(x[c], like)
+            _view(address + c * step, 1, like)[0] = entry(values[c], like)
 
 
 @fast
 def add_rows(lines, blocks, first, last, pieces, columns, like, lam):
     """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself."""
-    prefer_full_width()
-    t, x = lam.shape[1], np.empty(1024)
-    turned = _scratch(lines, first // pieces * blocks, -(-last // pieces) * blocks, t, _LEAST, like)
-    n = _LEAST if turned.size else x.size
+    t, turned_like = lam.shape[1], readable(like)
+    by_columns = _by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
+    n = _LEAST if by_columns else 1024
+    all_turned, x = _aligned(max(t, 4) * n if by_columns else 0, turned_like), _aligned(n, lam)
+    active, scale = np.empty(t, np.int64), np.empty(t)
     for p in range(first, last):
-        problem, piece = p // pieces, p % pieces
-        active = np.flatnonzero(lam[problem])
+        problem, piece, count = p // pieces, p % pieces, 0
+        for i in range(t):
+            if lam[problem, i] != 0.0:
+                active[count], scale[count] = i, lam[problem, i]
+                count += 1
         for k in range(problem * blocks, (problem + 1) * blocks):
             line = lines[k]
             start = max(piece * columns - line[FIRST_COLUMN], 0)
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
                 here = min(n, stop - start)
-                _combine_chunk(line, start, here, t, like, lam[problem], active, turned, x)
+                _combine_chunk(
+                    line, start, here, t, like, active.ctypes.data, scale.ctypes.data, count,
+                    all_turned.ctypes.data, turned_like, x.ctypes.data, x,
+                )  # fmt: skip
                 start += here

@@ -1,4 +1,4 @@
-"""Two loops in vector instructions: products of blocks of rows, and the transposition of columns into rows.
+"""The inner loops in vector instructions: products and sums of rows, and columns turned into rows.
 
 They are written in LLVM's intermediate form: compilers do not keep 25 sums in registers, nor move lanes
 about, where plain loops ask for it. LLVM lowers them for any processor.
@@ -23,18 +23,72 @@ LANES, MULTIPLE = _BYTES // 8, _BYTES
 TURNED = 16
 # Additions under way at a time, which hide how long one takes.
 _BUSY = 8
-_I32, _I64, _F32, _F64 = ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
+_I16, _I32, _I64, _F32, _F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 
 
 @intrinsic
-def prefer_full_width(typing_context):
-    """Let loops of the calling function use the widest registers; LLVM would take half of them."""
+def widen(typing_context, source, n, target, like, to):
+    """Copy n entries of the dtype of `like` to an array of the dtype of `to`, float32 or float64."""
 
     def generate(context, builder, signature, args):
-        set.add(builder.function.attributes, f'"prefer-vector-width"="{8 * _BYTES}"')
+        source, n, target = args[:3]
+        stored, real = _types(context, signature.args[-2:])
+
+        def copy(at, vector):
+            value = _read(builder, source, at, stored, vector.count, real)
+            _store(builder, value, builder.add(target, builder.mul(at, _size(real))))
+
+        _along(builder, n, ir.VectorType(real, _BYTES // _bytes(real)), 1, copy)
         return context.get_dummy_value()
 
-    return types.none(), generate
+    return types.none(*(types.int64,) * 3, like, to), generate
+
+
+@intrinsic
+def add_scaled(typing_context, source, step, chosen, scale, count, n, target, like):
+    """Add the rows ``chosen[:count]``, of n entries of the dtype of `like`, times `scale` to n float64 numbers.
+
+    Rows are `step` bytes apart; `chosen` and `scale` are addresses of int64 and float64 numbers.
+    """
+
+    def generate(context, builder, signature, args):
+        source, step, chosen, scale, count, n, target, _ = args
+        (stored,) = _types(context, signature.args[-1:])
+
+        def add(at, vector):
+            unroll = 4 if vector.count > 1 else 1
+            totals, places = [], []
+            for u in range(unroll):
+                places.append(builder.add(at, _I64(u * vector.count)))
+                value = _load(builder, builder.add(target, builder.mul(places[u], _I64(8))), vector)
+                totals.append(cgutils.alloca_once_value(builder, value))
+            with cgutils.for_range(builder, count) as loop:
+                offset = builder.mul(loop.index, _I64(8))
+                index = _load(builder, builder.add(chosen, offset), _I64)
+                row = builder.add(source, builder.mul(index, step))
+                factor = _spread(builder, _load(builder, builder.add(scale, offset), _F64), vector)
+                for place, total in zip(places, totals, strict=True):
+                    value = _read(builder, row, place, stored, vector.count, _F64)
+                    product = builder.fmul(factor, value, flags=("contract",))
+                    builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
+            for place, total in zip(places, totals, strict=True):
+                _store(builder, builder.load(total), builder.add(target, builder.mul(place, _I64(8))))
+
+        _along(builder, n, ir.VectorType(_F64, LANES), 4, add)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 7, like), generate
+
+
+def _along(builder, n, vector, unroll, work) -> None:
+    """Emit ``work(at, vector)`` for all of n entries, `unroll` vectors at a time and the rest one by one."""
+    columns = _I64(vector.count * unroll)
+    steps = builder.sdiv(n, columns)
+    with cgutils.for_range(builder, steps) as loop:
+        work(builder.mul(loop.index, columns), vector)
+    done = builder.mul(steps, columns)
+    with cgutils.for_range(builder, builder.sub(n, done)) as loop:
+        work(builder.add(done, loop.index), ir.VectorType(vector.element, 1))
 
 
 @intrinsic
@@ -48,7 +102,7 @@ def add_block(typing_context, a, b, step, columns, height, sums, like):
 
     def generate(context, builder, signature, args):
         a, b, step, columns, height, sums, _ = args
-        real = context.get_data_type(signature.args[-1].dtype)
+        (real,) = _types(context, signature.args[-1:])
         same = builder.icmp_signed("==", a, b)
         for rows in range(1, HEIGHT + 1):
             with builder.if_then(builder.icmp_signed("==", height, _I64(rows))):
@@ -64,43 +118,33 @@ def add_block(typing_context, a, b, step, columns, height, sums, like):
     return types.none(*(types.int64,) * 6, like), generate
 
 
-def _emit_block(builder, a, b, step, columns, sums, real, pairs) -> None:
-    itemsize = 4 if real == _F32 else 8
-    vector = ir.VectorType(real, _BYTES // itemsize)
+def _emit_block(builder, a, b, step, columns, sums, real, pairs):
+    vector, wide = ir.VectorType(real, _BYTES // _bytes(real)), ir.VectorType(_F64, LANES)
     unroll = 1 if len(pairs) >= _BUSY else 2 if len(pairs) >= _BUSY // 2 else 4
-    places = {
+    rows = {
         (side, row): builder.add(base, builder.mul(step, _I64(row)))
         for side, base in ((0, a), (1, b))
         for row in sorted({pair[side] for pair in pairs})
     }
     zero = ir.Constant(vector, [0.0] * vector.count)
     totals = {(*pair, u): cgutils.alloca_once_value(builder, zero) for pair in pairs for u in range(unroll)}
-    steps = builder.sdiv(columns, _I64(unroll * vector.count))
-    with cgutils.for_range(builder, steps) as loop:
+    with cgutils.for_range(builder, builder.sdiv(columns, _I64(unroll * vector.count))) as loop:
         for u in range(unroll):
             offset = builder.add(builder.mul(loop.index, _I64(unroll * _BYTES)), _I64(u * _BYTES))
-            entries = {key: _load(builder, builder.add(place, offset), vector) for key, place in places.items()}
+            entries = {key: _load(builder, builder.add(place, offset), vector) for key, place in rows.items()}
             for p, q in pairs:
-                product = builder.fmul(entries[0, p], entries[1 if a is not b else 0, q], flags=("contract",))
+                product = builder.fmul(entries[0, p], entries[0 if a is b else 1, q], flags=("contract",))
                 total = totals[p, q, u]
                 builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
     for p, q in pairs:
         place = builder.add(sums, _I64((p * HEIGHT + q) * LANES * 8))
-        wide = ir.VectorType(_F64, LANES)
         total = _load(builder, place, wide)
         for u in range(unroll):
-            for part in _in_float64(builder, builder.load(totals[p, q, u])):
-                total = builder.fadd(total, part)
-        builder.store(total, builder.inttoptr(place, wide.as_pointer()), align=8)
-
-
-def _in_float64(builder, value) -> list[Any]:
-    """Return a vector of float64, or the halves of one of float32, widened."""
-    if value.type.element == _F64:
-        return [value]
-    wide = ir.VectorType(_F64, LANES)
-    halves = [_shuffle(builder, value, value, range(k, k + LANES)) for k in (0, LANES)]
-    return [builder.fpext(half, wide) for half in halves]
+            part = builder.load(totals[p, q, u])
+            for k in range(0, vector.count, LANES):
+                half = _shuffle(builder, part, part, range(k, k + LANES))
+                total = builder.fadd(total, _converted(builder, half, _F64))
+        _store(builder, total, place)
 
 
 @intrinsic
@@ -112,41 +156,30 @@ def transpose(typing_context, source, column, target, row, like):
 
     def generate(context, builder, signature, args):
         source, column, target, row, _ = args
-        stored = context.get_data_type(signature.args[-1].dtype)
+        (stored,) = _types(context, signature.args[-1:])
         real = _F64 if stored == _F64 else _F32
-        lanes = 2 if real == _F64 else 4  # of 128 bits, within which it costs least to move entries
+        lanes = 16 // _bytes(real)  # of 128 bits, within which it costs least to move entries
         for first in range(0, TURNED, 4 * lanes):
-
-            def entries(c):
-                place = builder.add(source, builder.mul(column, _I64(c)))
-                part = _load(builder, place, ir.VectorType(stored, lanes))
-                if stored != real:  # bfloat16 is the upper half of float32
-                    bits = builder.zext(part, ir.VectorType(_I32, lanes))
-                    bits = builder.shl(bits, ir.Constant(bits.type, [16] * lanes))
-                    part = builder.bitcast(bits, ir.VectorType(real, lanes))
-                return part
-
-            # Vector j holds in its lane k all rows of column 4 k + j (2 k + j).
+            # Lane k of vector j holds all rows of column lanes * k + j.
             vectors = []
             for j in range(lanes):
-                parts = [entries(first + k * lanes + j) for k in range(4)]
-                while len(parts) > 1:
-                    parts = [
-                        _shuffle(builder, x, y, range(2 * x.type.count))
-                        for x, y in zip(parts[::2], parts[1::2], strict=True)
-                    ]
-                vectors += parts
-            for r, value in enumerate(_turned(builder, vectors, lanes)):
-                place = builder.add(target, builder.add(builder.mul(row, _I64(r)), _I64(first * (8 if lanes == 2 else 4))))
-                builder.store(value, builder.inttoptr(place, value.type.as_pointer()), align=4)
+                parts = []
+                for k in range(4):
+                    place = builder.add(source, builder.mul(column, _I64(first + k * lanes + j)))
+                    parts.append(_read(builder, place, _I64(0), stored, lanes, real))
+                left, right = (_shuffle(builder, *pair, range(2 * lanes)) for pair in (parts[:2], parts[2:]))
+                vectors.append(_shuffle(builder, left, right, range(4 * lanes)))
+            for r, value in enumerate(_turned(builder, vectors)):
+                offset = builder.add(builder.mul(row, _I64(r)), _I64(first * _bytes(real)))
+                _store(builder, value, builder.add(target, offset))
         return context.get_dummy_value()
 
     return types.none(*(types.int64,) * 4, like), generate
 
 
-def _turned(builder, vectors, lanes) -> list[Any]:
+def _turned(builder, vectors):
     """Transpose the square of entries that the vectors have in each lane."""
-    n = 4 * lanes
+    lanes, n = len(vectors), vectors[0].type.count
 
     def merged(x, y, size, half):
         """Take runs of `size` entries from x and y in turn, of one half of each lane."""
@@ -162,8 +195,47 @@ def _turned(builder, vectors, lanes) -> list[Any]:
     return [merged(merged(v0, v1, 1, a), merged(v2, v3, 1, a), 2, b) for a in (0, 1) for b in (0, 1)]
 
 
-def _load(builder, address, vector):
-    return builder.load(builder.inttoptr(address, vector.as_pointer()), align=2 if vector.element == ir.IntType(16) else 4)
+def _types(context, arrays):
+    return [context.get_data_type(array.dtype) for array in arrays]
+
+
+def _bytes(stored):
+    return {_F64: 8, _F32: 4, _I16: 2}[stored]
+
+
+def _size(stored):
+    return _I64(_bytes(stored))
+
+
+def _read(builder, address, at, stored, count, real):
+    """Return entries from `at` on as float32 or float64; bfloat16, which comes as uint16, is half a float32."""
+    place = builder.add(address, builder.mul(at, _size(stored)))
+    value = _load(builder, place, ir.VectorType(stored, count), _bytes(stored))
+    if stored == _I16:
+        bits = builder.zext(value, ir.VectorType(_I32, count))
+        bits = builder.shl(bits, ir.Constant(bits.type, [16] * count))
+        value = builder.bitcast(bits, ir.VectorType(_F32, count))
+    return _converted(builder, value, real)
+
+
+def _converted(builder, value, real):
+    wanted = ir.VectorType(real, value.type.count)
+    if value.type.element == real:
+        return value
+    return builder.fpext(value, wanted) if real == _F64 else builder.fptrunc(value, wanted)
+
+
+def _spread(builder, number, vector):
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, _I32(0))
+    return _shuffle(builder, one, one, [0] * vector.count)
+
+
+def _load(builder, address, kind, align=4):
+    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=align)
+
+
+def _store(builder, value, address):
+    builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
 
 
 def _shuffle(builder, x, y, mask):
