@@ -74,7 +74,7 @@ def _read(address, step, n, like, target, to):
 @fast
 def _turn(line, start, n, t, like, rows, step, to):
     """Copy n columns of a G that is stored by columns, or in any other way, to rows, `step` bytes apart."""
-    source, column, done, height = line[ROWS] + start * line[COLUMN_STEP], line[COLUMN_STEP], 0, 16 // to.itemsize
+    source, column, done, height = line[ROWS] + start * line[COLUMN_STEP], line[COLUMN_STEP], 0, 32 // to.itemsize
     # Fewer rows are read with what follows them, which has to be columns of G.
     if line[ROW_STEP] == like.itemsize and (t >= height or column == t * like.itemsize):
         end = n if t >= height else n - height
@@ -159,7 +159,7 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
     turned_like = readable(like)
     by_columns = _by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
     n = min(chunk, _LEAST) if by_columns else _tile_columns(rows, chunk, sum_like)
-    all_turned = _aligned(max(t, 4) * n if by_columns else 0, turned_like)
+    all_turned = _aligned(max(t, 8) * n if by_columns else 0, turned_like)
     all_sums = _aligned(groups * (groups + 1) // 2 * _BLOCK, totals)
     whole_tile = _aligned(rows * n, sum_like)
     turned, sums, tile = all_turned.ctypes.data, all_sums.ctypes.data, whole_tile.ctypes.data
@@ -216,7 +216,7 @@ def add_rows(lines, blocks, first, last, pieces, columns, like, lam):
     t, turned_like = lam.shape[1], readable(like)
     by_columns = _by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
     n = _LEAST if by_columns else 1024
-    all_turned, x = _aligned(max(t, 4) * n if by_columns else 0, turned_like), _aligned(n, lam)
+    all_turned, x = _aligned(max(t, 8) * n if by_columns else 0, turned_like), _aligned(n, lam)
     active, scale = np.empty(t, np.int64), np.empty(t)
     for p in range(first, last):
         problem, piece, count = p // pieces, p % pieces, 0

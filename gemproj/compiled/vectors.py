@@ -149,7 +149,7 @@ def _emit_block(builder, a, b, step, columns, sums, real, pairs):
 
 @intrinsic
 def transpose(typing_context, source, column, target, row, like):
-    """Copy TURNED columns, `column` bytes apart, into rows, `row` bytes apart: 4 rows, in float64 two.
+    """Copy TURNED columns, `column` bytes apart, of 8 rows, in float64 of 4, into rows `row` bytes apart.
 
     The target has the dtype of `like`; bfloat16, which comes as uint16, is written in float32.
     """
@@ -158,18 +158,24 @@ def transpose(typing_context, source, column, target, row, like):
         source, column, target, row, _ = args
         (stored,) = _types(context, signature.args[-1:])
         real = _F64 if stored == _F64 else _F32
-        lanes = 16 // _bytes(real)  # of 128 bits, within which it costs least to move entries
-        for first in range(0, TURNED, 4 * lanes):
-            # Lane k of vector j holds all rows of column lanes * k + j.
+        n = 16 // _bytes(real)  # entries in a lane of 128 bits, within which it costs least to move them
+
+        def columns(first):
+            """Return vectors of column ``first + j`` in the first half and ``first + n + j`` in the second."""
             vectors = []
-            for j in range(lanes):
-                parts = []
-                for k in range(4):
-                    place = builder.add(source, builder.mul(column, _I64(first + k * lanes + j)))
-                    parts.append(_read(builder, place, _I64(0), stored, lanes, real))
-                left, right = (_shuffle(builder, *pair, range(2 * lanes)) for pair in (parts[:2], parts[2:]))
-                vectors.append(_shuffle(builder, left, right, range(4 * lanes)))
-            for r, value in enumerate(_turned(builder, vectors)):
+            for j in range(first, first + n):
+                places = (builder.add(source, builder.mul(column, _I64(c))) for c in (j, j + n))
+                halves = [_read(builder, place, _I64(0), stored, 2 * n, real) for place in places]
+                vectors.append(_shuffle(builder, *halves, range(4 * n)))
+            return vectors
+
+        for first in range(0, TURNED, 4 * n):
+            left = _turned(builder, columns(first))
+            right = _turned(builder, columns(first + 2 * n))
+            for r in range(2 * n):
+                # Lanes 0 and 2 hold the first n rows, lanes 1 and 3 the others.
+                lanes = [range(k * n, (k + 1) * n) for k in range(r // n, 8, 2)]
+                value = _shuffle(builder, left[r % n], right[r % n], [i for lane in lanes for i in lane])
                 offset = builder.add(builder.mul(row, _I64(r)), _I64(first * _bytes(real)))
                 _store(builder, value, builder.add(target, offset))
         return context.get_dummy_value()
