@@ -263,7 +263,7 @@ class _ByRows(_Geometry):
         self.residues = residues
 
     def solve(self, upper: np.ndarray | None, start: np.ndarray) -> np.ndarray:
-        return solve_active_set(Factorisation(self.A, self.a), upper, start)[0]
+        return solve_active_set(Factorisation(self.A, self.a), None, upper, start)[0]
 
     def slope(self, mu: np.ndarray, free: np.ndarray) -> tuple[np.ndarray, float, float]:
         return self._settled_slope(mu, np.linalg.qr(self.A[:, free])[0])

@@ -112,7 +112,7 @@ def _solve(
         return lam, 0, Status.OPTIMAL
     n = n[rows]
     A, a, upper = A[:, rows] / n, a / size, upper[rows] * n / size
-    unit, pivots, residual = solve_active_set(Factorisation(A, a), upper, start[rows] * n / size)
+    unit, pivots, residual = solve_active_set(Factorisation(A, a), None, upper, start[rows] * n / size)
     lam[rows] = unit * size / n
     status = Status.OPTIMAL if residual <= 1e-9 else Status.STALLED
     # What the rounding of multipliers leaves along their rows tells whether float64 can hold them.

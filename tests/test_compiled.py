@@ -187,7 +187,7 @@ def test_search_is_the_portable_one_on_degenerate_problems(t, d, seed, bounded):
     upper = rng.random(t) if bounded else None
     start = rng.random(t) * (rng.random(t) < 0.5)
     outcome = Exact().solve(A @ A.T, A @ a, start if upper is None else np.minimum(start, upper), upper)
-    expected = solve_active_set(Tableau(A @ A.T, A @ a), upper, None)[0]
+    expected = solve_active_set(Tableau(A @ A.T, A @ a), None, upper, None)[0]
     assert_close(a + outcome.multipliers @ A, a + expected @ A, atol=1e-12)
     assert int(outcome.status) & gemproj.Status.STALLED == 0
 

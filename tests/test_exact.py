@@ -111,7 +111,7 @@ def test_degenerate_integer_problems_against_exact_arithmetic(rng):
         # The method for large t on the same small problems.
         K, b, _ = gram(G, g)
         unit = normalise(K, b, None, None)
-        lam = solve_active_set(Tableau(unit.K, unit.b), None, None)[0]
+        lam = solve_active_set(Tableau(unit.K, unit.b), None, None, None)[0]
         assert_close(combine(G, g, lam * unit.scale), expected, atol=1e-11)
 
 
@@ -123,7 +123,7 @@ def test_enumeration_and_tableau_agree(bounded, rng):
         K, b, _ = gram(G, g)
         unit = normalise(K, b, None, np.full(t, 0.3) if bounded else None)
         small = enumerate_active_sets(unit.K, unit.b, unit.upper)
-        large = solve_active_set(Tableau(unit.K, unit.b), unit.upper, rng.random(t))[0]
+        large = solve_active_set(Tableau(unit.K, unit.b), None, unit.upper, rng.random(t))[0]
         assert_close(small, large, atol=1e-11)
 
 
@@ -161,7 +161,7 @@ def test_past_its_budget_the_search_takes_the_first_violated_row(make, rng):
         faces, entered = make(*((G @ G.T, b) if make is Tableau else (G.T, g))), []
         pivot = faces.pivot
         faces.pivot = lambda j: (entered.append(int(j)), pivot(j))
-        search = _active_set._Search(faces, np.full(30, np.inf), np.zeros(30))
+        search = _active_set._Search(faces, np.zeros(30), np.full(30, np.inf), np.zeros(30))
         search.pivots = spent
         search.run(budget=99)
         return entered[0]

@@ -33,7 +33,7 @@ def project_small(table: AddressTable, start: np.ndarray | None, x: list[Array])
     lam, pivots = np.empty((count, t)), np.empty(count, dtype=np.int64)
     status, apart = np.empty(count, dtype=np.int64), np.empty(count)
     totals = sums.reshape(count, t + 1, t + 1)
-    if search(totals, starts, _NONE, 0, count, *WIDE_RANGE, CLOSE, lam, pivots, status, apart):
+    if search(totals, starts, _NONE, _NONE, 0, count, *WIDE_RANGE, CLOSE, lam, pivots, status, apart):
         return None
     active = int(np.count_nonzero(lam))
     if active:

@@ -8,12 +8,8 @@ from itertools import product
 import numpy as np
 
 from gemproj._array import Array, device_of, namespace
+from gemproj.methods._constants import DEPENDENT
 from gemproj.methods._method import clip, identity_like, matvec, natural_residual
-
-# A pivot is 1 - cos^2 of the angle between a row and the span of the rows before it. Below this, in
-# units of rounding (1e-14 in float64), a row is a combination of the others, and some optimal active
-# set does without it (Caratheodory).
-_DEPENDENT = 45.0
 
 AT_ZERO, FREE, AT_UPPER = 0, 1, 2
 
@@ -115,7 +111,7 @@ def only(K: Array, rows: Array) -> Array:
 def dependent_below(tableau: Array) -> float:
     """Return the pivot below which a row counts as dependent, for the dtype of the tableau."""
     xp = namespace(tableau)
-    return _DEPENDENT * float(xp.finfo(tableau.dtype).eps)
+    return DEPENDENT * float(xp.finfo(tableau.dtype).eps)
 
 
 def _at_upper(tableau: Array, upper: Array, k: int) -> Array:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from gemproj._array import Array, device_of, namespace
+from gemproj.methods._constants import OPTIMAL_WITHIN
 
 
 class Status(enum.IntFlag):
@@ -28,10 +29,6 @@ class Status(enum.IntFlag):
     is right for *some* rows that equal those of G to rounding. On the CPU the exact method goes back
     from K to G before it says so, and repeated, opposite or otherwise dependent rows are not meant;
     elsewhere it speaks of K, and ``refine`` helps."""
-
-
-# The residual of the normalised problem that counts as optimal, in units of rounding: about 1e-9.
-OPTIMAL_WITHIN = 4e6
 
 
 class Outcome(NamedTuple):

@@ -12,6 +12,7 @@ from gemproj._array import device_of, from_numpy, namespace, on_host, to_numpy
 from gemproj._threads import share
 from gemproj.compiled import installed
 from gemproj.methods._active_set import Tableau, solve_active_set
+from gemproj.methods._constants import NEAR_ZERO
 from gemproj.methods._enumeration import enumerate_active_sets, smallest_pivot
 from gemproj.methods._method import (
     Array,
@@ -105,7 +106,7 @@ def _compiled(K, b, start, upper):
     def work(i):
         first, last = i * step, min(count, (i + 1) * step)
         unusual.append(
-            search(totals, start, upper, first, last, -1.0, math.inf, CLOSE, lam, pivots, status, apart)
+            search(totals, start, _NONE, upper, first, last, -1.0, math.inf, CLOSE, lam, pivots, status, apart)
         )
 
     share(work, -(-count // step))
@@ -123,7 +124,7 @@ def _compiled(K, b, start, upper):
 def _deciding(lam: Array, s: Array) -> Array:
     """Tell which rows, (..., t), decide what x is: others are inactive, whatever the rounding of K."""
     xp = namespace(lam)
-    return (lam > 0) | (s <= 1e-9 * (1.0 + xp.sum(lam, axis=-1, keepdims=True)))
+    return (lam > 0) | (s <= NEAR_ZERO * (1.0 + xp.sum(lam, axis=-1, keepdims=True)))
 
 
 def resolution(K: Array, rows: Array) -> Array:
@@ -173,5 +174,5 @@ def _one_by_one(K, b, upper, start):
     lam, pivots = np.empty_like(b), np.empty(b.shape[:-1], dtype=np.int64)
     for i in np.ndindex(b.shape[:-1]):
         bound, first = (a if a is None else a[i] for a in (upper, start))
-        lam[i], pivots[i], _ = solve_active_set(Tableau(K[i], b[i]), bound, first)
+        lam[i], pivots[i], _ = solve_active_set(Tableau(K[i], b[i]), None, bound, first)
     return xp.astype(from_numpy(lam, xp, device), dtype, copy=False), from_numpy(pivots, xp, device)
