@@ -43,13 +43,13 @@ def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     K, b, _ = gram(G, g)
     yield "Exact on K and b", combine(G, g, Exact()(K, b))
     unit = normalise(K, b, None, None)
-    lam, _, _ = solve_active_set(Tableau(unit.K, unit.b), None, None)
+    lam, _, _ = solve_active_set(Tableau(unit.K, unit.b), None, None, None)
     yield "active set, tableau", combine(G, g, lam * unit.scale)
     n = np.linalg.norm(G, axis=1)
     rows = n > 0
     lam = np.zeros(len(G))
     if rows.any():
-        lam[rows], _, _ = solve_active_set(Factorisation(G[rows].T / n[rows], g), None, None)
+        lam[rows], _, _ = solve_active_set(Factorisation(G[rows].T / n[rows], g), None, None, None)
         lam[rows] /= n[rows]
     yield "active set, factorisation", combine(G, g, lam)
 

@@ -26,6 +26,8 @@ def namespace(a: Array) -> Any:
 
 
 _NUMPY = namespace(np.empty(0))
+# Types known to be arrays and not containers of them.
+PLAIN_ARRAYS = {np.ndarray}
 
 
 def common_namespace(arrays: Sequence[Array]) -> Any:

@@ -10,25 +10,26 @@ DEPENDENT = 45.0
 ROUNDING = 4e-15
 # A dependent row violated by more than this is exchanged for a free one; below, it is left out.
 EXCHANGE = 1e-7
-# Entries of the null direction of an exchange below this, relative to the largest one, are rounding.
-NEGLIGIBLE = 1e-10
 # The natural residual of the normalised problem that counts as optimal, in units of rounding: 1e-9.
 OPTIMAL_WITHIN = 4e6
-# A slack below this, in units of 1 + |lam|_1, may be zero: the row takes part in what x is.
+# A slack below this, in units of 1 + |lam|_1, may be zero: the row takes part in what x is. And weights of
+# rows in a null direction below this are rounding.
 NEAR_ZERO = 1e-9
 # Smallest eigenvalue of the normalised Gram matrix of active rows below which K has lost too many
 # digits: x is then off by 1e-16 / 1e-4 or more.
 RESOLVED = 1e-4
-# Pivots per row before the least-index rule; the search ends at twice as many.
-BUDGET = 6
+# Pivots per row before the least-index rule, which cannot cycle; the search ends at twice as many.
+BUDGET, PATIENCE = 6, 2
+# Searches in a row, each from a fresh tableau, because updates add rounding.
+SEARCHES = 3
 # Active sets that enumeration tries: 2^8, or 3^5 with upper bounds.
 MOST_SETS = 256
 # Rows from which a first-order method guesses the active set.
 MOST_ROWS = 168
 # Columns whose products may be summed in float32, which is twice as fast, before sums go on in float64.
 CHUNK = 512
-# Columns of a problem from which that pays.
-LARGE = 1 << 17
+# Columns of a problem from which that pays, and rows up to which products hide behind memory in float64, too.
+LARGE, FEW_ROWS = 1 << 17, 8
 # Relative rounding of Gram matrix entries: sums in float64, where columns that are all alike make 50 units
 # of it; and sums of chunks in float32, of which vectorised loops keep at least 4 partial sums.
 WIDE_ROUNDING = 128 * EPS

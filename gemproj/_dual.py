@@ -28,7 +28,7 @@ from gemproj._refine import refine_directly, return_to_rows
 from gemproj._solution import DualSolution
 from gemproj._tspace import Measured, clip, snap
 from gemproj.backends import select, solver_for
-from gemproj.methods import AnyMethod, Exact, Method, Status, as_method
+from gemproj.methods import AnyMethod, Exact, Method, Outcome, Status, as_method
 from gemproj.methods._method import check_count
 
 
@@ -174,7 +174,9 @@ def solve_gram(
     def to_caller(a: Array) -> Array:
         return from_numpy(a, xp, device) if on_host(device) and a is not None else a
 
-    sol, _ = _solve(Measured(gram, WIDE_ROUNDING), options, start, to_caller)
+    if on_host(device):
+        check_finite(gram)
+    sol, _ = _solve(Measured(gram, WIDE_ROUNDING), options, start, solver_for(gram.b), to_caller)
     return (check_feasible(sol) if isinstance(options.method, Exact) else sol).to(xp, device)
 
 
@@ -235,9 +237,9 @@ def solve_problem(
     measured = select(problem).gram(problem)
     if all_reduce is not None:
         measured = all_reduce(measured)
-    elif problem.host:
-        check_range(problem, measured.gram)
-    sol, resolved = _solve(measured, options, start, problem.to_caller)
+    if problem.host:
+        check_finite(measured.gram) if all_reduce else check_range(problem, measured.gram)
+    sol, resolved = _solve(measured, options, start, problem.backend.solve, problem.to_caller)
     if all_reduce is None:
         if options.refine:
             sol = refine_directly(problem, sol, options.refine)
@@ -247,14 +249,16 @@ def solve_problem(
 
 
 def _solve(
-    measured: Measured, options: Options, start: Array | None, to_caller: Callable[[Array], Array]
+    measured: Measured,
+    options: Options,
+    start: Array | None,
+    solver: Callable[..., Outcome],
+    to_caller: Callable[[Array], Array],
 ) -> tuple[DualSolution, Any]:
     """Run the method on the standard form; return the solution and how well K resolves it."""
     gram, dropped = measured.gram, None
     xp, device = namespace(gram.b), device_of(gram.b)
-    if on_host(device):
-        check_finite(gram)
-    else:
+    if not on_host(device):
         gram, dropped = drop_not_finite(gram)
     bounds = make_bounds(options.h, options.margin, options.penalty, options.equality, gram.b)
     K, b, lower, upper = standard_form(gram.K, gram.b, bounds)
@@ -264,7 +268,7 @@ def _solve(
         start = clip(start if base is None else start - base, lower, upper)
     method, resolved = options.method, None
     if isinstance(method, Method):
-        lam, iterations, status, resolved = solver_for(gram.b)(method, K, b, lower, upper, start)
+        lam, iterations, status, resolved = solver(method, K, b, lower, upper, start)
     else:
         lam, iterations, status = _call(method, K, b, start, to_caller), 0, int(Status.APPROXIMATE)
     if isinstance(status, int):

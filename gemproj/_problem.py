@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import (
+    PLAIN_ARRAYS,
     Array,
     Blocks,
     common_namespace,
@@ -259,6 +260,8 @@ def check_multipliers(lam: Any, name: str, problem: Problem) -> Array:
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
     """Split an argument into blocks; `like` has the keys and the number of blocks of G."""
+    if type(a) in PLAIN_ARRAYS and is_real_floating(a) and (like is None or like[0] is None):
+        return [a], None
     if isinstance(a, Mapping):
         keys: Any = list(a.keys())
         if like is not None and isinstance(like[0], list):

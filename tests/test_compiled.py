@@ -17,8 +17,8 @@ import gemproj
 from gemproj import Exact, combine, gram, project
 from gemproj._array import read_problem
 from gemproj._threads import share
-from gemproj.compiled import installed
-from gemproj.compiled import table as places
+from gemproj.backends.numba import installed
+from gemproj.backends.numba import addresses as places
 from gemproj.methods._active_set import Tableau, solve_active_set
 
 if not installed():
@@ -187,7 +187,7 @@ def test_search_is_the_portable_one_on_degenerate_problems(t, d, seed, bounded):
     upper = rng.random(t) if bounded else None
     start = rng.random(t) * (rng.random(t) < 0.5)
     outcome = Exact().solve(A @ A.T, A @ a, start if upper is None else np.minimum(start, upper), upper)
-    expected = solve_active_set(Tableau(A @ A.T, A @ a), upper, None)[0]
+    expected = solve_active_set(Tableau(A @ A.T, A @ a), None, upper, None)[0]
     assert_close(a + outcome.multipliers @ A, a + expected @ A, atol=1e-12)
     assert int(outcome.status) & gemproj.Status.STALLED == 0
 
@@ -278,7 +278,7 @@ def test_the_short_way_ends_where_the_long_one_does(t, dtype, rng):
 
 
 def test_the_short_way_leaves_what_is_unusual_to_the_long_one(rng):
-    from gemproj.compiled import express
+    from gemproj.backends.numba import express
 
     def taken(G, g):
         return express.project_small(places.table_of(read_problem(G, g)), None, [np.full_like(g, 7.0)])

@@ -1,4 +1,4 @@
-"""Exact solution of one problem of any size: Lawson and Hanson's active-set method, with upper bounds.
+"""Exact solution of one problem of any size: Lawson and Hanson's active-set method, with bounds.
 
 The search is one; the linear algebra under it is either a tableau of K, which costs one rank-one
 update per pivot, or an orthogonal factorisation of the rows, for which they may be nearly dependent.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from gemproj._constants import BUDGET, EXCHANGE, NEGLIGIBLE, ROUNDING
-from gemproj._tspace import dependent_below, natural_residual, sweep
+from gemproj._constants import BUDGET, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
+from gemproj._tspace import dependent_below, sweep
 
 
 class Tableau:
@@ -24,11 +24,17 @@ class Tableau:
         self.free = np.zeros(len(self.b), dtype=bool)
         self.swept = np.concatenate([self.K, self.b[:, None]], axis=1)
 
-    def set_free(self, free: np.ndarray) -> bool:
-        """Sweep on a whole set at once; False, and no set, if its rows are dependent."""
+    def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
+        """Sweep on a whole set at once, without rows that depend on others of it; rows `first` come first."""
         self.clear()
-        if not free.any():
-            return True
+        if not free.any() or self._set_independent(free):
+            return
+        for j in [*np.flatnonzero(free & first), *np.flatnonzero(free & ~first)]:
+            if not self.dependent(j):
+                self.pivot(j)
+
+    def _set_independent(self, free: np.ndarray) -> bool:
+        """Sweep on a set of independent rows; False, and nothing done, if they are dependent."""
         inside, outside = np.flatnonzero(free), np.flatnonzero(~free)
         try:
             factor = np.linalg.cholesky(self.K[np.ix_(inside, inside)])
@@ -55,17 +61,17 @@ class Tableau:
         """Tell whether row j is a combination of the free rows, to rounding."""
         return bool(self.swept[j, j] <= dependent_below(self.swept))
 
+    def weights(self, j: int) -> np.ndarray:
+        """Return w with ``G[j] = w @ G[free]`` for a row that depends on the free rows."""
+        return self.swept[self.free, j]
+
     def trial(self, held: np.ndarray) -> np.ndarray:
         """Return -lam of the free rows and s of the others, at the minimum over the free multipliers."""
         return self.swept[:, -1] + self.swept[:, :-1] @ held
 
-    def weights(self, j: int) -> np.ndarray:
-        """Return the combination of the free rows that is nearest to row j; zero for other rows."""
-        return np.where(self.free, self.swept[:, j], 0.0)
-
-    def residual(self, lam: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> float:
-        """Return the natural residual of what a search found, from K and b themselves."""
-        return float(natural_residual(lam, self.K @ lam + self.b, lower, upper))
+    def slack(self, lam: np.ndarray) -> np.ndarray:
+        """Return s of what a search found, from K and b themselves."""
+        return self.K @ lam + self.b
 
     def rounding(self, lam: np.ndarray) -> float:
         """Return the rounding of s of `trial`: a constraint is violated only beyond it."""
@@ -81,19 +87,30 @@ class Factorisation:
         self.clear()
 
     def clear(self) -> None:
-        self.set_free(np.zeros(self.A.shape[1], dtype=bool))
+        self._factor(np.zeros(self.A.shape[1], dtype=bool))
 
-    def set_free(self, free: np.ndarray) -> bool:
+    def _factor(self, free: np.ndarray) -> None:
+        """Factor the free rows; ``Q'x = right`` where their slack is zero."""
+        self.free = free
+        self.Q, self.R = np.linalg.qr(self.A[:, free])
+        self.right = solve_triangle(self.R.T, self.h[free])
+
+    def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
         self._factor(free.copy())
-        if not free.any():
-            return True
+        if not free.any() or self._independent():
+            return
+        self.clear()
+        for j in [*np.flatnonzero(free & first), *np.flatnonzero(free & ~first)]:
+            if not self.dependent(j):
+                self.pivot(j)
+
+    def _independent(self) -> bool:
         # Columns of R^-1 are (1 + |w|) / pivot, see `dependent`; a singular R has no inverse.
         pivots = np.abs(np.diagonal(self.R))
         below = dependent_below(self.A)
-        if pivots.min() <= below or np.abs(np.linalg.inv(self.R)).sum(axis=0).max() * below >= 1.0:
-            self.clear()
+        if len(pivots) < self.R.shape[1] or pivots.min() <= below:
             return False
-        return True
+        return bool(np.abs(np.linalg.inv(self.R)).sum(axis=0).max() * below < 1.0)
 
     def pivot(self, j: int) -> None:
         free = self.free.copy()
@@ -102,14 +119,11 @@ class Factorisation:
 
     def dependent(self, j: int) -> bool:
         # Where free rows nearly cancel, their span is only known to rounding times the weights of row j.
-        w = solve_triangle(self.R, self.Q.T @ self.A[:, j])
-        noise = dependent_below(self.A) * (1.0 + np.abs(w).sum())
+        noise = dependent_below(self.A) * (1.0 + np.abs(self.weights(j)).sum())
         return bool(np.linalg.norm(self._outside(self.A[:, j])) <= noise)
 
     def weights(self, j: int) -> np.ndarray:
-        result = np.zeros(len(self.free))
-        result[self.free] = solve_triangle(self.R, self.Q.T @ self.A[:, j])
-        return result
+        return solve_triangle(self.R, self.Q.T @ self.A[:, j])
 
     def trial(self, held: np.ndarray) -> np.ndarray:
         target = self.a + self.A @ held
@@ -118,20 +132,13 @@ class Factorisation:
         result[self.free] = solve_triangle(self.R, self.Q.T @ target - self.right)
         return result
 
-    def residual(self, lam: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> float:
-        # The s of free rows are zero by construction; from lam itself they come with its rounding.
-        s = np.where(self.free, 0.0, self.trial(np.where(self.free, 0.0, lam)))
-        return float(natural_residual(lam, s, lower, upper))
+    def slack(self, lam: np.ndarray) -> np.ndarray:
+        # Of free rows it is zero by construction; from lam itself it comes with its rounding.
+        return np.where(self.free, 0.0, self.trial(np.where(self.free, 0.0, lam)))
 
     def rounding(self, lam: np.ndarray) -> float:
         # Free multipliers, however large, do not enter x.
         return ROUNDING * (1.0 + float(np.abs(lam[~self.free]).sum()))
-
-    def _factor(self, free: np.ndarray) -> None:
-        """Factor the free rows; ``Q'x = right`` where their slack is zero."""
-        self.free = free
-        self.Q, self.R = np.linalg.qr(self.A[:, free])
-        self.right = solve_triangle(self.R.T, self.h[free])
 
     def _outside(self, v: np.ndarray) -> np.ndarray:
         """Return the part of v that is orthogonal to the free rows; twice is enough."""
@@ -156,35 +163,48 @@ def solve_active_set(
 ) -> tuple[np.ndarray, int, float]:
     """Solve ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper`` for rows of norm one.
 
-    Entries of `lower` are 0 or -inf. Updates add rounding, so a search that ends with a violated
-    constraint is resumed from faces made afresh.
+    Updates add rounding, so a search that ends with a violated constraint is resumed from faces made
+    afresh.
+
+    Parameters
+    ----------
+    faces : Tableau or Factorisation
+    lower : ndarray, shape (t,), or None
+        0, or -inf for an equality; None stands for zeros.
+    upper : ndarray, shape (t,), or None
+        None stands for infinity.
+    start : ndarray, shape (t,), or None
+        Multipliers to start from.
 
     Returns
     -------
     lam : ndarray, shape (t,)
-        The best iterate: the solution, unless the budget of pivots ran out or the constraints of which
-        b holds the right-hand sides contradict each other.
+        The best iterate: the solution, unless the budget of pivots ran out or there is none.
     pivots : int
     residual : float
         The natural residual, max |lam - clip(lam - s, lower, upper)|.
     """
     t = len(faces.free)
-    low = np.zeros(t) if lower is None else lower
-    high = np.full(t, np.inf) if upper is None else upper
-    lam = np.zeros(t) if start is None else np.clip(start, low, high)
+    lower = np.zeros(t) if lower is None else lower
+    upper = np.full(t, np.inf) if upper is None else upper
+    lam = np.zeros(t) if start is None else np.clip(start, lower, upper)
     best, pivots = np.zeros(t), 0
-    smallest = faces.residual(best, low, high)
-    for _ in range(3):
-        search = _Search(faces, low, high, lam)
+    smallest = _residual(best, faces.slack(best), lower, upper)
+    for _ in range(SEARCHES):
+        search = _Search(faces, lower, upper, lam)
         search.run(budget=BUDGET * t)
         pivots += search.pivots
         lam = search.lam
-        residual = faces.residual(lam, low, high)
+        residual = _residual(lam, faces.slack(lam), lower, upper)
         if residual < smallest:
             best, smallest = lam, residual
         if smallest <= ROUNDING * (1.0 + np.abs(best).sum()):
             break
     return best, pivots, smallest
+
+
+def _residual(lam: np.ndarray, s: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> float:
+    return float(np.max(np.abs(lam - np.clip(lam - s, lower, upper)), initial=0.0))
 
 
 class _Search:
@@ -196,8 +216,8 @@ class _Search:
         self.faces, self.lower, self.upper, self.lam = faces, lower, upper, lam.copy()
         self.pivots = 0
         free = (lam > lower) & (lam < upper)
-        if not faces.set_free(free):
-            self.lam[free] = 0.0
+        faces.set_free(free, np.isinf(lower))
+        self.lam[free & ~faces.free] = 0.0
 
     def run(self, budget: int) -> None:
         """Pivot until no constraint is violated, with the least-index rule past the budget."""
@@ -208,77 +228,76 @@ class _Search:
                 tabu[:] = False
                 # A row that leaves in the move it entered for did so by rounding: not again at once.
                 tabu[entered] = entered >= 0 and not self.faces.free[entered]
-            violation = np.where(self.faces.free | tabu | (self.upper <= 0), 0.0, self._violation())
+            s = self._trial()
+            shut = self.faces.free | tabu | (self.upper <= self.lower)
+            violation = np.where(self.lam >= self.upper, s, np.where(np.isinf(self.lower), np.abs(s), -s))
+            violation = np.where(shut, 0.0, violation)
             violated = violation > self.faces.rounding(self.lam)
-            if not violated.any() or self.pivots > 2 * budget:
+            if not violated.any() or self.pivots > PATIENCE * budget:
                 return
             # The most violated row is the fast choice; the first one cannot cycle.
             entered = int(np.argmax(violation if self.pivots <= budget else violated))
             if not self.faces.dependent(entered):
                 self._pivot(entered)
-            elif violation[entered] > EXCHANGE * (1.0 + np.abs(self.lam).sum()) and self._exchange(entered):
+            elif violation[entered] <= EXCHANGE * (1.0 + np.abs(self.lam).sum()):
+                tabu[entered] = True
+            elif self._exchange(entered, -1.0 if s[entered] > 0 else 1.0):
                 tabu[:] = False
             else:
                 tabu[entered] = True
-
-    def _violation(self) -> np.ndarray:
-        """Return by how much each constraint that is not free is violated."""
-        s = self._trial()
-        at_upper = self.lam >= self.upper
-        violation = np.where(at_upper, s, -s)
-        return np.where(np.isinf(self.lower), np.abs(s), violation)
 
     def _trial(self) -> np.ndarray:
         return self.faces.trial(np.where(self.faces.free, 0.0, self.lam))
 
     def _move_to_trial(self) -> bool:
-        """Go to the minimum over the free multipliers; return whether any met a bound and was dropped."""
+        """Go to the minimum over the free multipliers; tell whether any met a bound and was dropped."""
         dropped = False
         while self.faces.free.any():
             free = np.flatnonzero(self.faces.free)
-            now, trial = self.lam[free], -self._trial()[free]
-            low, high = self.lower[free], self.upper[free]
-            outside = (trial <= low) | (trial >= high)
+            here, trial = self.lam[free], -self._trial()[free]
+            lower, upper = self.lower[free], self.upper[free]
+            outside = (trial <= lower) | (trial >= upper)
             if not outside.any():
                 self.lam[free] = trial
                 break
-            target = np.where(trial <= low, low, high)
-            gap = trial - now
-            way = np.where(outside, target - now, 0.0)
-            reach = np.where(outside, np.divide(way, gap, out=np.zeros_like(gap), where=gap != 0), np.inf)
+            target = np.where(trial <= lower, lower, upper)
+            gap = trial - here
+            apart = np.where(outside, target - here, 0.0)
+            reach = np.where(outside, np.divide(apart, gap, out=np.zeros_like(gap), where=gap != 0), np.inf)
             step = min(max(reach.min(), 0.0), 1.0)
             blocking = reach <= step
-            self.lam[free] = np.where(blocking, target, np.clip(now + step * gap, low, high))
+            self.lam[free] = np.where(blocking, target, np.clip(here + step * gap, lower, upper))
             for j in free[blocking]:
                 self._pivot(j)
             dropped = True
         return dropped
 
-    def _exchange(self, j: int) -> bool:
-        """Raise the multiplier of a dependent row along the null direction until a bound is met.
+    def _exchange(self, j: int, sign: float) -> bool:
+        """Move the multiplier of a dependent row until one of the free ones meets a bound and makes room.
 
-        The slack of row j does not change on the way, but the objective falls. Without a bound to meet
-        the dual problem is unbounded: the constraints contradict each other, and False is returned.
+        x stays where it is on the way, so this is the step of the dual active-set method. False if nothing
+        is in the way: then the dual is unbounded, and no x meets all constraints.
         """
-        down = self.lam[j] >= self.upper[j] or (np.isinf(self.lower[j]) and self._trial()[j] > 0)
-        direction = -self.faces.weights(j)
-        direction[j] = 1.0
-        # Weights that are rounding must not block: the multipliers would become as large as its inverse.
-        direction[np.abs(direction) < NEGLIGIBLE * np.abs(direction).max()] = 0.0
-        direction = -direction if down else direction
-        limit = np.where(direction > 0, self.upper, self.lower) - self.lam
-        moving = direction != 0
-        steps = np.full(len(direction), np.inf)
-        steps[moving] = np.maximum(limit[moving] / direction[moving], 0.0)
-        step = steps.min()
-        if not np.isfinite(step):
-            return False
-        self.lam = np.clip(self.lam + step * direction, self.lower, self.upper)
-        for i in np.flatnonzero(steps <= step):
-            self.lam[i] = self.upper[i] if direction[i] > 0 else self.lower[i]
-            if self.faces.free[i]:
-                self._pivot(i)
-        self.pivots += 1
+        while self.faces.dependent(j):
+            free, along = np.flatnonzero(self.faces.free), -sign * self.faces.weights(j)
+            end = self.upper[j] if sign > 0 else self.lower[j]
+            target = np.where(along < 0, self.lower[free], self.upper[free])
+            reach = np.full(len(free), np.inf)
+            moving = np.abs(along) > NEAR_ZERO
+            reach[moving] = (target[moving] - self.lam[free][moving]) / along[moving]
+            step = min(sign * (end - self.lam[j]), reach.min(initial=np.inf))
+            if step == np.inf:
+                return False
+            self.lam[free] = np.clip(self.lam[free] + step * along, self.lower[free], self.upper[free])
+            if step == sign * (end - self.lam[j]):
+                self.lam[j] = end
+                self.pivots += 1
+                return True
+            self.lam[j] += sign * step
+            blocking = int(np.argmin(reach))
+            self.lam[free[blocking]] = target[blocking]
+            self._pivot(int(free[blocking]))
+        self._pivot(j)
         return True
 
     def _pivot(self, j: int) -> None:

@@ -1,4 +1,8 @@
-"""Stages 1 and 3 as loops: products of rows, and sums of rows. Arrays come as addresses, see `Table`."""
+"""Stages 1 and 3 as loops: products of rows, and sums of rows.
+
+Arrays come as addresses, see `addresses`, and go on as addresses: views of arrays are counted, which costs
+more than the work on a few hundred columns.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,26 @@ import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from gemproj.compiled.jit import fast
-from gemproj.compiled.numbers import entry, number
+from gemproj.backends.numba.addresses import (
+    COLUMN_STEP,
+    COLUMNS,
+    FIRST_COLUMN,
+    OUT,
+    OUT_STEP,
+    ROW_STEP,
+    ROWS,
+    VECTOR,
+    VECTOR_STEP,
+)
+from gemproj.backends.numba.bfloat16 import entry, readable
+from gemproj.backends.numba.jit import fast
+from gemproj.backends.numba.vectors import HEIGHT, LANES, MULTIPLE, TURNED, add_block, add_scaled, transpose, widen
+
+# Bytes of a tile that stay in the first-level cache, and the least number of its columns.
+_TILE, _LEAST = 24 << 10, 256
+# Rows that are added at a time.
+_AHEAD = 10
+_BLOCK = HEIGHT * HEIGHT * LANES
 
 
 @intrinsic
@@ -20,199 +42,196 @@ def _pointer(typing_context, address):
 
 
 @fast
-def _view(address, start, n, like):
-    return numba.carray(_pointer(address + start * like.itemsize), (n,), like.dtype)
+def _view(address, n, like):
+    return numba.carray(_pointer(address), (n,), like.dtype)
 
 
 @fast
-def _dot(a, b, sums):
-    wide = sums.dtype.type
-    s = wide(0)
-    for i in range(a.size):
-        s += wide(number(a[i])) * wide(number(b[i]))
-    return s
+def _aligned(n, like):
+    """Return an array of n entries that begins at a cache line."""
+    spare = np.empty(n + 64 // like.itemsize, like.dtype)
+    start = -spare.ctypes.data % 64 // like.itemsize
+    return spare[start : start + n]
 
 
 @fast
-def _dots_2(a0, a1, b0, b1, sums):
-    wide = sums.dtype.type
-    s00, s01, s10, s11 = wide(0), wide(0), wide(0), wide(0)
-    for i in range(a0.size):
-        p0, p1, q0, q1 = wide(number(a0[i])), wide(number(a1[i])), wide(number(b0[i])), wide(number(b1[i]))
-        s00 += p0 * q0
-        s01 += p0 * q1
-        s10 += p1 * q0
-        s11 += p1 * q1
-    return s00, s01, s10, s11
+def _tile_columns(rows, most, like):
+    """Return how many columns of so many rows are worked on at a time."""
+    fitting = _TILE // (rows * like.itemsize) // MULTIPLE * MULTIPLE
+    return min(most, max(_LEAST, fitting))
 
 
 @fast
-def _square_3(a0, a1, a2, sums):
-    """Return the products of three rows among themselves: all that two constraints need."""
-    wide = sums.dtype.type
-    s00, s10, s11, s20, s21, s22 = wide(0), wide(0), wide(0), wide(0), wide(0), wide(0)
-    for i in range(a0.size):
-        p0, p1, p2 = wide(number(a0[i])), wide(number(a1[i])), wide(number(a2[i]))
-        s00 += p0 * p0
-        s10 += p1 * p0
-        s11 += p1 * p1
-        s20 += p2 * p0
-        s21 += p2 * p1
-        s22 += p2 * p2
-    return s00, s10, s11, s20, s21, s22
+def _read(address, step, n, like, target, to):
+    """Copy n entries, `step` bytes apart, of the dtype of `like`, to an array of the dtype of `to`."""
+    if step == like.itemsize:
+        widen(address, n, target, like, to)
+    else:
+        for c in range(n):
+            widen(address + c * step, 1, target + c * to.itemsize, like, to)
 
 
 @fast
-def _dots_4(a0, a1, a2, a3, b0, b1, b2, b3, sums):
-    # Sixteen sums from eight loads: what keeps arithmetic, not loading, the limit. Arrays of sums would
-    # not stay in registers.
-    wide = sums.dtype.type
-    s00, s01, s02, s03 = wide(0), wide(0), wide(0), wide(0)
-    s10, s11, s12, s13 = wide(0), wide(0), wide(0), wide(0)
-    s20, s21, s22, s23 = wide(0), wide(0), wide(0), wide(0)
-    s30, s31, s32, s33 = wide(0), wide(0), wide(0), wide(0)
-    for i in range(a0.size):
-        p0, p1, p2, p3 = wide(number(a0[i])), wide(number(a1[i])), wide(number(a2[i])), wide(number(a3[i]))
-        q0, q1, q2, q3 = wide(number(b0[i])), wide(number(b1[i])), wide(number(b2[i])), wide(number(b3[i]))
-        s00 += p0 * q0
-        s01 += p0 * q1
-        s02 += p0 * q2
-        s03 += p0 * q3
-        s10 += p1 * q0
-        s11 += p1 * q1
-        s12 += p1 * q2
-        s13 += p1 * q3
-        s20 += p2 * q0
-        s21 += p2 * q1
-        s22 += p2 * q2
-        s23 += p2 * q3
-        s30 += p3 * q0
-        s31 += p3 * q1
-        s32 += p3 * q2
-        s33 += p3 * q3
-    return (s00, s01, s02, s03), (s10, s11, s12, s13), (s20, s21, s22, s23), (s30, s31, s32, s33)
+def _turn(line, start, n, t, like, rows, step, to):
+    """Copy n columns of a G that is stored by columns, or in any other way, to rows, `step` bytes apart."""
+    source, column, done, height = line[ROWS] + start * line[COLUMN_STEP], line[COLUMN_STEP], 0, 32 // to.itemsize
+    # Fewer rows are read with what follows them, which has to be columns of G.
+    if line[ROW_STEP] == like.itemsize and (t >= height or column == t * like.itemsize):
+        end = n if t >= height else n - height
+        while done + TURNED <= end:
+            for r in range(0, t, height):
+                first = min(r, max(t - height, 0))
+                target = rows + first * step + done * to.itemsize
+                transpose(source + done * column + first * like.itemsize, column, target, step, like)
+            done += TURNED
+    for r in range(t):
+        place, target = source + r * line[ROW_STEP] + done * column, rows + r * step + done * to.itemsize
+        _read(place, column, n - done, like, target, to)
 
 
 @fast
-def _row(line, i, t, start, n, like):
-    """Return n columns of row i of [G; g]; past its end, g once more."""
-    return _view(line[0] + i * line[1] if i < t else line[2], start, n, like)
+def _by_columns(lines, first, last, like):
+    """Tell whether columns of any G do not follow each other."""
+    for k in range(first, last):
+        if lines[k, COLUMN_STEP] != like.itemsize:
+            return True
+    return False
 
 
 @fast
-def _add_chunk(line, start, n, t, like, sums, total):
-    """Add the products of n columns to the lower triangle of total, four by four rows, or what is left."""
-    i = 0
-    while i <= t:
-        left = t + 1 - i
-        a0 = _row(line, i, t, start, n, like)
-        if left == 1:
-            for j in range(0, i, 2):
-                b0, b1 = _row(line, j, t, start, n, like), _row(line, j + 1, t, start, n, like)
-                s = _dots_2(a0, a0, b0, b1, sums)
-                total[i, j] += s[0]
-                total[i, j + 1] += s[1]
-            total[i, i] += _dot(a0, a0, sums)
-            return
-        a1 = _row(line, i + 1, t, start, n, like)
-        if left == 2:
-            for j in range(0, i + 1, 2):
-                b0, b1 = _row(line, j, t, start, n, like), _row(line, j + 1, t, start, n, like)
-                s = _dots_2(a0, a1, b0, b1, sums)
-                total[i, j] += s[0]
-                total[i, j + 1] += s[1]
-                total[i + 1, j] += s[2]
-                total[i + 1, j + 1] += s[3]
-            return
-        a2 = _row(line, i + 2, t, start, n, like)
-        if t == 2:
-            s = _square_3(a0, a1, a2, sums)
-            total[0, 0] += s[0]
-            total[1, 0] += s[1]
-            total[1, 1] += s[2]
-            total[2, 0] += s[3]
-            total[2, 1] += s[4]
-            total[2, 2] += s[5]
-            return
-        a3 = _row(line, i + 3, t, start, n, like)
-        for j in range(0, i + 1, 4):
-            b0, b1 = _row(line, j, t, start, n, like), _row(line, j + 1, t, start, n, like)
-            b2, b3 = _row(line, j + 2, t, start, n, like), _row(line, j + 3, t, start, n, like)
-            block = _dots_4(a0, a1, a2, a3, b0, b1, b2, b3, sums)
-            for p in range(min(4, left)):
-                for q in range(min(4, t + 1 - j)):
-                    total[i + p, j + q] += block[p][q]
-        i += 4
+def _read_rows(line, start, n, t, like, turned, turned_like, tile, step, sum_like):
+    """Copy n columns of G to a tile, row by row."""
+    if line[COLUMN_STEP] == like.itemsize:
+        source = line[ROWS] + start * like.itemsize
+        for r in range(t):
+            widen(source + r * line[ROW_STEP], n, tile + r * step, like, sum_like)
+        return
+    row = _LEAST * turned_like.itemsize
+    _turn(line, start, n, t, like, turned, row, turned_like)
+    for r in range(t):
+        widen(turned + r * row, n, tile + r * step, turned_like, sum_like)
 
 
 @fast
-def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sums, totals):
+def _fill_up(tile, step, rows, n, like):
+    """Fill rows with zeros up to a multiple of what is worked on at once; return that number of columns."""
+    end = -(-n // MULTIPLE) * MULTIPLE
+    for r in range(rows if end > n else 0):
+        row = _view(tile + r * step, end, like)
+        for c in range(n, end):
+            row[c] = 0
+    return end
+
+
+@fast
+def _add_tile(tile, step, rows, n, sums, like):
+    """Add the products of all rows of a tile to partial sums, block by block of the lower triangle."""
+    for i in range(0, rows, HEIGHT):
+        for j in range(0, i + 1, HEIGHT):
+            add_block(tile + i * step, tile + j * step, step, n, min(HEIGHT, rows - i), sums, like)
+            sums += _BLOCK * 8
+
+
+@fast
+def _collect(sums, total):
+    """Write partial sums to a symmetric matrix."""
+    rows, k = total.shape[0], 0
+    for i in range(0, rows, HEIGHT):
+        for j in range(0, i + 1, HEIGHT):
+            for p in range(min(HEIGHT, rows - i)):
+                for q in range(min(HEIGHT, i + p - j + 1)):
+                    s = 0.0
+                    for lane in range(LANES):
+                        s += sums[k + (p * HEIGHT + q) * LANES + lane]
+                    total[i + p, j + q] = total[j + q, i + p] = s
+            k += _BLOCK
+
+
+@fast
+def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_like, totals):
     """Write the products of the rows [G; g] over pieces ``first .. last - 1`` of the problems to totals.
 
-    Each piece has a matrix (t + 1, t + 1) of its own in totals (problems, pieces, ...). Products of
-    `chunk` columns are summed in the dtype of `sums`, the rest in float64.
+    Each piece has a matrix (t + 1, t + 1) of its own in totals (problems, pieces, ...). Products of at
+    most `chunk` columns are summed in the dtype of `sum_like`, the rest in float64.
     """
-    t = totals.shape[2] - 1
+    rows = totals.shape[2]
+    t, groups = rows - 1, (rows + HEIGHT - 1) // HEIGHT
+    turned_like = readable(like)
+    by_columns = _by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
+    n = min(chunk, _LEAST) if by_columns else _tile_columns(rows, chunk, sum_like)
+    all_turned = _aligned(max(t, 8) * n if by_columns else 0, turned_like)
+    all_sums = _aligned(groups * (groups + 1) // 2 * _BLOCK, totals)
+    whole_tile = _aligned(rows * n, sum_like)
+    turned, sums, tile = all_turned.ctypes.data, all_sums.ctypes.data, whole_tile.ctypes.data
+    step = n * sum_like.itemsize
     for p in range(first, last):
         problem, piece = p // pieces, p % pieces
-        total = totals[problem, piece]
+        all_sums[:] = 0.0
         for k in range(problem * blocks, (problem + 1) * blocks):
             line = lines[k]
-            start = max(piece * columns - line[4], 0)
-            stop = min((piece + 1) * columns - line[4], line[5])
+            start = max(piece * columns - line[FIRST_COLUMN], 0)
+            stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
-                n = min(chunk, stop - start)
-                _add_chunk(line, start, n, t, like, sums, total)
-                start += n
-        for i in range(t + 1):
-            for j in range(i):
-                total[j, i] = total[i, j]
+                here = min(n, stop - start)
+                _read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
+                vector = line[VECTOR] + start * line[VECTOR_STEP]
+                _read(vector, line[VECTOR_STEP], here, like, tile + t * step, sum_like)
+                _add_tile(tile, step, rows, _fill_up(tile, step, rows, here, sum_like), sums, sum_like)
+                start += here
+        _collect(all_sums, totals[problem, piece])
 
 
 @fast
-def _combine_chunk(line, start, n, like, lam, x):
-    """Write n columns of ``g + G'lam`` to x, by way of sums in float64 that stay in cache."""
-    g, out = _view(line[2], start, n, like), _view(line[3], start, n, like)
-    waiting, begun = -1, False  # rows go in pairs: half as often through x
-    for i in range(lam.size):
-        if lam[i] == 0.0:
-            continue
-        if waiting < 0:
-            waiting = i
-            continue
-        u, a = lam[waiting], _view(line[0] + waiting * line[1], start, n, like)
-        v, b = lam[i], _view(line[0] + i * line[1], start, n, like)
-        if begun:
-            for c in range(n):
-                x[c] += u * np.float64(number(a[c])) + v * np.float64(number(b[c]))
-        else:
-            for c in range(n):
-                step = u * np.float64(number(a[c])) + v * np.float64(number(b[c]))
-                x[c] = np.float64(number(g[c])) + step
-        waiting, begun = -1, True
-    if not begun:
+def _add_active(rows, step, n, like, active, scale, count, x):
+    """Add active rows times their scale to x; some at a time, because few can be fetched ahead."""
+    for k in range(0, count, _AHEAD):
+        add_scaled(rows, step, active + 8 * k, scale + 8 * k, min(_AHEAD, count - k), n, x, like)
+
+
+@fast
+def _combine_chunk(line, start, n, t, like, active, scale, count, turned, turned_like, x, x_like):
+    """Write n columns of ``g + G'lam`` to the output, by way of sums in float64 that stay in cache."""
+    _read(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], n, like, x, x_like)
+    if line[COLUMN_STEP] == like.itemsize:
+        rows = line[ROWS] + start * like.itemsize
+        _add_active(rows, line[ROW_STEP], n, like, active, scale, count, x)
+    elif count:
+        step = _LEAST * turned_like.itemsize
+        _turn(line, start, n, t, like, turned, step, turned_like)
+        _add_active(turned, step, n, turned_like, active, scale, count, x)
+    # Only now, because the output may be g.
+    values, address, step = _view(x, n, x_like), line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
+    if step == like.itemsize:
+        out = _view(address, n, like)
         for c in range(n):
-            x[c] = np.float64(number(g[c]))
-    if waiting >= 0:
-        u, a = lam[waiting], _view(line[0] + waiting * line[1], start, n, like)
+            out[c] = entry(values[c], like)
+    else:
         for c in range(n):
-            x[c] += u * np.float64(number(a[c]))
-    # Only now, because `out` may be g, and what may overlap is not vectorised.
-    for c in range(n):
-        out[c] = entry(x[c], like)
+            _view(address + c * step, 1, like)[0] = entry(values[c], like)
 
 
 @fast
 def add_rows(lines, blocks, first, last, pieces, columns, like, lam):
     """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself."""
-    x = np.empty(1024)
+    t, turned_like = lam.shape[1], readable(like)
+    by_columns = _by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
+    n = _LEAST if by_columns else 1024
+    all_turned, x = _aligned(max(t, 8) * n if by_columns else 0, turned_like), _aligned(n, lam)
+    active, scale = np.empty(t, np.int64), np.empty(t)
     for p in range(first, last):
-        problem, piece = p // pieces, p % pieces
+        problem, piece, count = p // pieces, p % pieces, 0
+        for i in range(t):
+            if lam[problem, i] != 0.0:
+                active[count], scale[count] = i, lam[problem, i]
+                count += 1
         for k in range(problem * blocks, (problem + 1) * blocks):
             line = lines[k]
-            start = max(piece * columns - line[4], 0)
-            stop = min((piece + 1) * columns - line[4], line[5])
+            start = max(piece * columns - line[FIRST_COLUMN], 0)
+            stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
-                n = min(x.size, stop - start)
-                _combine_chunk(line, start, n, like, lam[problem], x)
-                start += n
+                here = min(n, stop - start)
+                _combine_chunk(
+                    line, start, here, t, like, active.ctypes.data, scale.ctypes.data, count,
+                    all_turned.ctypes.data, turned_like, x.ctypes.data, x,
+                )  # fmt: skip
+                start += here

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from gemproj.compiled.jit import strict
-from gemproj.methods._method import OPTIMAL_WITHIN, Status
+from gemproj import _constants
+from gemproj._constants import BUDGET, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
+from gemproj.backends.numba.jit import strict
+from gemproj.methods._method import Status
 
-_EPS = 2.0**-52
+_DEPENDENT = _constants.DEPENDENT * _constants.EPS
+_OPTIMAL_WITHIN = _constants.OPTIMAL_WITHIN * _constants.EPS
 _STALLED = int(Status.STALLED)
-_DEPENDENT = 45.0 * _EPS
-_ROUNDING = 4e-15
 
 
 @strict
@@ -47,25 +48,26 @@ def _clear(flags):
 
 
 @strict
-def _total(v):
+def _size(lam):
     total = 0.0
-    for i in range(v.size):
-        total += v[i]
+    for i in range(lam.size):
+        total += abs(lam[i])
     return total
 
 
 @strict
-def _start(T, K, b, free):
-    """Sweep a fresh tableau on a set; False, and the empty set, if its rows are dependent."""
+def _start(T, K, b, lower, free, lam):
+    """Sweep a fresh tableau on a set, equalities first; rows that depend on others leave it, with lam = 0."""
     _fill(T, K, b)
-    for k in range(b.size):
-        if free[k]:
+    for equality in (True, False):
+        for k in range(b.size):
+            if not free[k] or (lower[k] == -np.inf) != equality:
+                continue
             if T[k, k] <= _DEPENDENT:
-                _fill(T, K, b)
-                _clear(free)
-                return False
-            _sweep(T, k)
-    return True
+                free[k] = False
+                lam[k] = 0.0
+            else:
+                _sweep(T, k)
 
 
 @strict
@@ -81,17 +83,17 @@ def _trial(T, lam, free, s):
 
 
 @strict
-def _move(T, lam, upper, free, s):
+def _move(T, lam, lower, upper, free, s):
     """Go to the minimum over the free multipliers; return how many met a bound and were dropped."""
     dropped = 0
     for _ in range(lam.size + 1):  # each time at least one is dropped
         _trial(T, lam, free, s)
         step, outside = 1.0, False
         for i in range(lam.size):
-            if free[i] and (-s[i] <= 0.0 or -s[i] >= upper[i]):
+            if free[i] and (-s[i] <= lower[i] or -s[i] >= upper[i]):
                 outside = True
                 gap = -s[i] - lam[i]
-                target = 0.0 if -s[i] <= 0.0 else upper[i]
+                target = lower[i] if -s[i] <= lower[i] else upper[i]
                 reach = (target - lam[i]) / gap if gap != 0.0 else 0.0
                 step = min(step, max(reach, 0.0))
         if not outside:
@@ -104,50 +106,93 @@ def _move(T, lam, upper, free, s):
             if not free[i]:
                 continue
             gap = -s[i] - lam[i]
-            target = 0.0 if -s[i] <= 0.0 else upper[i]
-            reach = (target - lam[i]) / gap if gap != 0.0 else 0.0
-            if (-s[i] <= 0.0 or -s[i] >= upper[i]) and reach <= step:
-                lam[i] = target
-                free[i] = False
-                _sweep(T, i)
-                dropped += 1
-            else:
-                lam[i] = min(max(lam[i] + step * gap, 0.0), upper[i])
+            if -s[i] <= lower[i] or -s[i] >= upper[i]:
+                target = lower[i] if -s[i] <= lower[i] else upper[i]
+                reach = (target - lam[i]) / gap if gap != 0.0 else 0.0
+                if reach <= step:
+                    lam[i] = target
+                    free[i] = False
+                    _sweep(T, i)
+                    dropped += 1
+                    continue
+            lam[i] = min(max(lam[i] + step * gap, lower[i]), upper[i])
     return dropped
 
 
 @strict
-def _run(T, lam, upper, free, barred, s):
+def _exchange(T, lam, lower, upper, free, j, sign):
+    """Move multiplier j of a dependent row until a free one meets a bound and makes room.
+
+    Returns the number of pivots, negative if in the end nothing was in the way: the dual is unbounded.
+    """
+    pivots = 0
+    while T[j, j] <= _DEPENDENT:
+        end = upper[j] if sign > 0.0 else lower[j]
+        step, blocking = sign * (end - lam[j]), j
+        for i in range(lam.size):
+            along = -sign * T[i, j]
+            if free[i] and abs(along) > NEAR_ZERO:
+                reach = ((lower[i] if along < 0.0 else upper[i]) - lam[i]) / along
+                if reach < step:
+                    step, blocking = reach, i
+        if step == np.inf:
+            return -1 - pivots
+        for i in range(lam.size):
+            if free[i]:
+                lam[i] = min(max(lam[i] - sign * step * T[i, j], lower[i]), upper[i])
+        pivots += 1
+        if blocking == j:
+            lam[j] = end
+            return pivots
+        lam[j] += sign * step
+        lam[blocking] = lower[blocking] if -sign * T[blocking, j] < 0.0 else upper[blocking]
+        free[blocking] = False
+        _sweep(T, blocking)
+    _sweep(T, j)
+    free[j] = True
+    return pivots + 1
+
+
+@strict
+def _run(T, lam, lower, upper, free, tabu, s):
     """Pivot until no constraint is violated, with the least-index rule past the budget; return the pivots."""
     t = lam.size
-    pivots, budget, entered = 0, 6 * t, -1
-    _clear(barred)
+    pivots, budget, entered = 0, BUDGET * t, -1
+    _clear(tabu)
     while True:
-        dropped = _move(T, lam, upper, free, s)
+        dropped = _move(T, lam, lower, upper, free, s)
         pivots += dropped
         if dropped:
-            _clear(barred)
+            _clear(tabu)
             # A row that leaves in the move it entered for did so by rounding: not again at once.
             if entered >= 0 and not free[entered]:
-                barred[entered] = True
-        worst, entered = _ROUNDING * (1.0 + _total(lam)), -1
+                tabu[entered] = True
+        worst, entered = ROUNDING * (1.0 + _size(lam)), -1
         for i in range(t):
-            if free[i] or barred[i] or upper[i] <= 0.0:
+            if free[i] or tabu[i] or upper[i] <= lower[i]:
                 continue
-            violation = s[i] if lam[i] >= upper[i] else -s[i]
+            violation = s[i] if lam[i] >= upper[i] else abs(s[i]) if lower[i] == -np.inf else -s[i]
             if violation > worst:
                 entered = i
                 if pivots > budget:
                     break
                 worst = violation
-        if entered < 0 or pivots > 2 * budget:
+        if entered < 0 or pivots > PATIENCE * budget:
             return pivots
-        if T[entered, entered] <= _DEPENDENT:
-            barred[entered] = True
-        else:
+        if T[entered, entered] > _DEPENDENT:
             _sweep(T, entered)
             free[entered] = True
             pivots += 1
+            continue
+        made = -1
+        if abs(s[entered]) > EXCHANGE * (1.0 + _size(lam)):
+            made = _exchange(T, lam, lower, upper, free, entered, -1.0 if s[entered] > 0.0 else 1.0)
+        if made > 0:
+            _clear(tabu)
+            pivots += made
+        else:
+            pivots += -1 - made
+            tabu[entered] = True
 
 
 @strict
@@ -160,13 +205,13 @@ def _slope(K, b, lam, s):
 
 
 @strict
-def _residual(lam, s, upper):
+def _residual(lam, s, lower, upper):
     """Return the natural residual; infinite, if anything is NaN, which min and max would lose."""
     worst = 0.0
     for i in range(lam.size):
         if lam[i] != lam[i] or s[i] != s[i]:
             return np.inf
-        off = abs(lam[i] - min(max(lam[i] - s[i], 0.0), upper[i]))
+        off = abs(lam[i] - min(max(lam[i] - s[i], lower[i]), upper[i]))
         if not off <= worst:
             worst = off
     return worst
@@ -177,36 +222,36 @@ def _slackness(lam, s, upper):
     """Return the largest product of a multiplier and the s that should be zero."""
     worst = 0.0
     for i in range(lam.size):
-        off = lam[i] * (max(s[i], 0.0) if lam[i] >= upper[i] else abs(s[i]))
+        off = abs(lam[i]) * (max(s[i], 0.0) if lam[i] >= upper[i] else abs(s[i]))
         if not off <= worst:
             worst = off
     return worst
 
 
 @strict
-def _normalise(total, unit_K, unit_b, per_norm):
+def _normalise(given_K, given_b, unit_K, unit_b, per_norm):
     """Scale rows to norm one and b to maximum one; return that maximum. Rows of norm zero are decoupled."""
     t, size = unit_b.size, 0.0
     for i in range(t):
-        per_norm[i] = 1.0 / np.sqrt(total[i, i]) if total[i, i] > 0.0 else 0.0
-        unit_b[i] = total[i, t] * per_norm[i]
+        per_norm[i] = 1.0 / np.sqrt(given_K[i, i]) if given_K[i, i] > 0.0 else 0.0
+        unit_b[i] = given_b[i] * per_norm[i]
         size = max(size, abs(unit_b[i]))
     size = size if size > 0.0 else 1.0
     for i in range(t):
         unit_b[i] /= size
         for j in range(t):
-            unit_K[i, j] = total[i, j] * per_norm[i] * per_norm[j]
+            unit_K[i, j] = given_K[i, j] * per_norm[i] * per_norm[j]
         if per_norm[i] == 0.0:
             unit_K[i, i] = 1.0
     return size
 
 
 @strict
-def _find_deciding(lam, s, indices):
-    """List the rows that decide what x is, as `gemproj.methods.exact` has it; return their number."""
-    near, count = 1e-9 * (1.0 + _total(lam)), 0
+def _find_near(lam, s, lower, indices):
+    """List the active and nearly active rows, as `gemproj.methods.exact` has it; return their number."""
+    near, count = NEAR_ZERO * (1.0 + _size(lam)), 0
     for i in range(lam.size):
-        if lam[i] > 0.0 or s[i] <= near:
+        if lam[i] > lower[i] or s[i] <= near:
             indices[count] = i
             count += 1
     return count
@@ -241,58 +286,55 @@ def _apart(K, rows, L, close):
 
 
 @strict
-def search(totals, starts, uppers, first, last, low, high, close, lams, pivots, status, apart):
+def search(Ks, bs, lowers, uppers, starts, first, last, close, lams, pivots, status, apart):
     """Solve problems ``first .. last - 1`` of a batch, of rows of any norm, as `solve_active_set` does.
 
-    Problems come as Gram matrices of the stacked rows [G; g], (problems, t + 1, t + 1), of which the
-    last row is not read but for |g|^2; `starts` and `uppers` may be empty. Writes the multipliers, the
-    number of pivots, the status, and how far from dependent the rows are that decide: a lower bound,
-    which is good where it is not small. Returns how many problems want a closer look: rows less than
-    `close` apart, no optimum, or a squared norm that is not between `low` and `high`.
+    Problems are K (problems, t, t), or one K for all, and b (problems, t); `lowers`, `uppers` and `starts`
+    may be empty. Writes the multipliers, the number of pivots, the status, and a lower bound of the
+    smallest eigenvalue of K on the active and nearly active rows, which is good where it is not small.
+    Returns for how many problems that is below `close`, so that a closer look is wanted.
     """
-    t, unusual = totals.shape[2] - 1, 0
+    t, unclear = bs.shape[1], 0
     T, K, b, s = np.empty((t, t + 1)), np.empty((t, t)), np.empty(t), np.empty(t)
-    now, best, upper, per_norm = np.empty(t), np.empty(t), np.empty(t), np.empty(t)
-    free, wanted, barred = np.empty(t, np.bool_), np.empty(t, np.bool_), np.empty(t, np.bool_)
-    deciding = np.empty(t, np.int64)
+    now, best, per_norm = np.empty(t), np.empty(t), np.empty(t)
+    lower, upper = np.empty(t), np.empty(t)
+    free, tabu = np.empty(t, np.bool_), np.empty(t, np.bool_)
+    near_rows = np.empty(t, np.int64)
     for p in range(first, last):
-        size = _normalise(totals[p], K, b, per_norm)
+        given = Ks[p if len(Ks) > 1 else 0]
+        size = _normalise(given, bs[p], K, b, per_norm)
         for i in range(t):
             stretch = 1.0 / per_norm[i] / size if per_norm[i] > 0.0 else 0.0
+            lower[i] = lowers[p, i] if len(lowers) else 0.0
             upper[i] = np.inf
             if len(uppers) and uppers[p, i] < np.inf:
                 upper[i] = uppers[p, i] * stretch
-            now[i] = min(max(starts[p, i] * stretch, 0.0), upper[i]) if len(starts) else 0.0
-            now[i] = now[i] if now[i] < np.inf else 0.0
+            now[i] = min(max(starts[p, i] * stretch, lower[i]), upper[i]) if len(starts) else 0.0
+            now[i] = now[i] if abs(now[i]) < np.inf else 0.0
             best[i] = 0.0
         _slope(K, b, best, s)
-        smallest, pivots[p] = _residual(best, s, upper), 0
+        smallest, pivots[p] = _residual(best, s, lower, upper), 0
         # Updates add rounding, so a search that ends with a violated constraint is resumed afresh.
-        for _ in range(3):
+        for _ in range(SEARCHES):
             for i in range(t):
-                free[i] = wanted[i] = now[i] > 0.0 and now[i] < upper[i]
-            if not _start(T, K, b, free):
-                for i in range(t):
-                    now[i] = 0.0 if wanted[i] else now[i]
-            pivots[p] += _run(T, now, upper, free, barred, s)
+                free[i] = now[i] > lower[i] and now[i] < upper[i]
+            _start(T, K, b, lower, free, now)
+            pivots[p] += _run(T, now, lower, upper, free, tabu, s)
             _slope(K, b, now, s)
-            found = _residual(now, s, upper)
+            found = _residual(now, s, lower, upper)
             if found < smallest:
                 smallest = found
                 for i in range(t):
                     best[i] = now[i]
-            if smallest <= _ROUNDING * (1.0 + _total(best)):
+            if smallest <= ROUNDING * (1.0 + _size(best)):
                 break
         _slope(K, b, best, s)
-        met = smallest <= OPTIMAL_WITHIN * _EPS and _slackness(best, s, upper) <= OPTIMAL_WITHIN * _EPS
+        met = smallest <= _OPTIMAL_WITHIN and _slackness(best, s, upper) <= _OPTIMAL_WITHIN
         for i in range(t):
-            met = met and totals[p, i, i] < np.inf
+            met = met and given[i, i] < np.inf
         status[p] = 0 if met else _STALLED
-        apart[p] = _apart(K, deciding[: _find_deciding(best, s, deciding)], T, close)
-        usual = met and apart[p] >= close
-        for i in range(t + 1):
-            usual = usual and totals[p, i, i] > low and totals[p, i, i] < high
-        unusual += 0 if usual else 1
+        apart[p] = _apart(K, near_rows[: _find_near(best, s, lower, near_rows)], T, close)
+        unclear += 1 if apart[p] < close else 0
         for i in range(t):
             lams[p, i] = best[i] * (size * per_norm[i])
-    return unusual
+    return unclear

@@ -22,9 +22,9 @@ from gemproj.kernels._unit import (
     unresolved,
     verdict,
 )
-from gemproj.methods._active_set import _ROUNDING
+from gemproj.methods._constants import ROUNDING
 
-_NOISE: tl.constexpr = tl.constexpr(_ROUNDING)
+_NOISE: tl.constexpr = tl.constexpr(ROUNDING)
 
 
 @triton.jit

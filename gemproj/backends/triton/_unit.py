@@ -8,14 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gemproj.methods._enumeration import _DEPENDENT
+from gemproj.methods import _constants
 from gemproj.methods._method import Status
 from gemproj.methods.exact import RESOLVED
 
-_EPS = 2.0**-52
 # Pivots below this belong to dependent rows.
-DEPENDENT: tl.constexpr = tl.constexpr(_DEPENDENT * _EPS)
-_TOLERANCE: tl.constexpr = tl.constexpr(4e6 * _EPS)
+DEPENDENT: tl.constexpr = tl.constexpr(_constants.DEPENDENT * _constants.EPS)
+_TOLERANCE: tl.constexpr = tl.constexpr(_constants.OPTIMAL_WITHIN * _constants.EPS)
+_NEAR_ZERO: tl.constexpr = tl.constexpr(_constants.NEAR_ZERO)
 _RESOLVED: tl.constexpr = tl.constexpr(RESOLVED)
 _STALLED: tl.constexpr = tl.constexpr(int(Status.STALLED))
 _UNRESOLVED: tl.constexpr = tl.constexpr(int(Status.UNRESOLVED))
@@ -137,7 +137,7 @@ def verdict(lam, s, upper, BOUNDED: tl.constexpr):
         slack = lam * tl.where(lam >= upper, tl.maximum(s, 0.0), tl.abs(s))
     met = (residual(lam, s, upper, BOUNDED) <= _TOLERANCE) & (slack <= _TOLERANCE)
     status = tl.max(tl.where(met, 0, _STALLED), axis=0)
-    deciding = (lam > 0) | (s <= 1e-9 * (1.0 + tl.sum(lam, axis=0)))
+    deciding = (lam > 0) | (s <= _NEAR_ZERO * (1.0 + tl.sum(lam, axis=0)))
     return status, deciding
 
 

@@ -7,32 +7,37 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._array import Array, Problem
-from gemproj._threads import cores, share
-from gemproj.compiled import installed
+from gemproj._arrays import Array
+from gemproj._constants import CHUNK, FEW_ROWS, LARGE
+from gemproj._problem import Problem
+from gemproj.backends.numba.threads import cores, share
 
+# What the address table holds of each block of each problem, steps in bytes: address of the first row, steps
+# to the next row and column; address of g, and of x, and steps to their next entry; first column, and how
+# many there are.
+ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(9)
 # Columns that a thread takes at a time, at most and at least: a sixteenth of them in between. Sums depend on
 # this, but not on the number of threads.
 PIECE, _LEAST = 1 << 17, 1 << 13
-# Columns whose products are summed in one go, in float64 and in float32: few enough for eight rows to stay
-# in the first-level cache, and for float32 not to lose digits.
-WIDE_CHUNK, CHUNK = 1024, 512
-# Up to 8 rows products hide behind memory, whatever their precision; for more, float32 is twice as fast.
-_FEW_ROWS = 8
+# Columns whose products are summed in one go, at most, in float64.
+WIDE_CHUNK = 1024
 _JOBS = 4
 # Below as many numbers, problems of one piece; and work that takes no longer than to wake threads for it.
 _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
-# Squared norms beyond which products may have left the range of float64.
-WIDE_RANGE = (1e-280, 1e280)
 # By bytes, of what is known to be real floating point. NumPy has no bfloat16, only its bits.
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 
 
-class Table:
-    """The places of G, g and x, of one problem or a batch, and the compiled stages 1 and 3 on them.
+class AddressTable:
+    """The addresses of G, g and x, of one problem or a batch, and the compiled stages 1 and 3 on them.
 
-    One of `lines` per problem and block: address of the first row, bytes from row to row, address of g,
-    address of x, first column and number of columns.
+    Parameters
+    ----------
+    problem : Problem
+    lines : ndarray, shape (problems * blocks, 9)
+        One line per problem and block, see `ROWS` and what follows.
+    dtype : type
+        Of all arrays: float32, float64, or uint16 for the bits of bfloat16.
     """
 
     def __init__(self, problem: Problem, lines: np.ndarray, dtype: Any) -> None:
@@ -43,19 +48,17 @@ class Table:
         alone = self.columns * (self.t + 1) < _SMALL
         self.piece = PIECE if alone else min(PIECE, max(_LEAST, -(-self.columns // (16 * 1024)) * 1024))
         self.pieces = max(1, -(-self.columns // self.piece))
-        self.threads = problem.threads
-        self.small = self.problems * self.columns * (self.t + 1) < _SMALL
-        """Whether Python takes longer than the work."""
-        self.wide = dtype is np.float64 or self.t <= _FEW_ROWS or not problem.large
+        self.threads = int(problem.xp.get_num_threads()) if problem.is_torch else None
+        self.wide = dtype is np.float64 or self.t <= FEW_ROWS or self.columns < LARGE
         """Whether all sums run in float64."""
 
     def gram(self) -> np.ndarray:
         """Return the Gram matrices of the stacked rows [G; g], (*batch, t + 1, t + 1), in float64."""
-        from gemproj.compiled.loops import add_products
+        from gemproj.backends.numba.loops import add_products
 
         n, chunk = self.t + 1, WIDE_CHUNK if self.wide else CHUNK
         sums = np.empty(0, np.float64 if self.wide else np.float32)
-        totals = np.zeros((self.problems, self.pieces, n, n))
+        totals = np.empty((self.problems, self.pieces, n, n))
 
         def work(first: int, last: int) -> None:
             add_products(
@@ -75,7 +78,7 @@ class Table:
 
         False, and nothing written, if loops cannot write x where it is.
         """
-        from gemproj.compiled.loops import add_rows
+        from gemproj.backends.numba.loops import add_rows
 
         if not self.write_to(x):
             return False
@@ -88,20 +91,23 @@ class Table:
         return True
 
     def write_to(self, x: list[Array]) -> bool:
-        """Note where x is; False if it has columns that do not follow each other."""
+        """Note where x is; False if its entries are not equally far apart in memory."""
         places = [place for a in x if (place := _place(a, len(self.batch)))]
         # Nor where all problems would be written to one place.
         if len(places) < len(x) or (self.problems > 1 and 0 in places[0][1]):
             return False
+        self.lines[:, OUT_STEP] = [place[2] for place in places] * self.problems
         first = [place[0] for place in places]
-        self.lines[:, 3] = _addresses(self.batch, *places[0]) if self.batch else first
+        self.lines[:, OUT] = _addresses(self.batch, *places[0][:2]) if self.batch else first
         return True
 
     def _share(self, work: Any, numbers: int) -> None:
         """Call ``work(first, last)`` for all pieces of all problems, in parallel if that pays."""
         count = self.problems * self.pieces
-        threads = cores() if self.threads is None else self.threads
-        if threads == 1 or self.problems * numbers < _WORTH_THREADS:
+        threads = 1
+        if self.problems * numbers >= _WORTH_THREADS:
+            threads = cores() if self.threads is None else self.threads
+        if threads == 1:
             work(0, count)
             return
         # A few jobs per thread: to hand one over takes as long as to read 100 kB.
@@ -109,21 +115,14 @@ class Table:
         share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads)
 
 
-def table_of(problem: Problem) -> Table | None:
-    """Return `locate` of a problem, made once."""
-    if "table" not in problem.found:
-        problem.found["table"] = locate(problem)
-    return problem.found["table"]
+def locate(problem: Problem) -> AddressTable | None:
+    """Return the address table of a problem; None where the loops cannot read its arrays.
 
-
-def locate(problem: Problem) -> Table | None:
-    """Return the table of a problem; None where the loops cannot read its arrays.
-
-    They can where all arrays are of NumPy or torch, on the CPU, of one dtype, bfloat16, float32 or
-    float64, and where the columns of a row follow each other in memory. Rows may be padded, strided
-    or repeated.
+    They can where all arrays are of NumPy or torch, on the CPU, of one dtype, bfloat16, float32 or float64,
+    and where the columns of a row are equally far apart in memory. So G may be stored by rows or by columns,
+    and rows may be padded, strided or repeated.
     """
-    if problem.weight is not None or not (problem.host and installed()):
+    if problem.weight is not None or problem.shared:
         return None
     kind, lead = problem.vector[0].dtype, len(problem.batch)
     lines, first = [], 0
@@ -132,7 +131,7 @@ def locate(problem: Problem) -> Table | None:
         if at_rows is None or at_vector is None or rows.dtype != kind or vector.dtype != kind:
             return None
         size = math.prod(vector.shape[lead:])
-        lines.append((at_rows[0], at_rows[1][-1], at_vector[0], 0, first, size))
+        lines.append((at_rows[0], at_rows[1][-1], at_rows[2], at_vector[0], at_vector[2], 0, 0, first, size))
         first += size
     dtype = _DTYPES.get(kind.itemsize)
     if dtype is None or (dtype is np.uint16 and str(kind) != "torch.bfloat16"):
@@ -140,9 +139,9 @@ def locate(problem: Problem) -> Table | None:
     table = np.array(lines, dtype=np.int64)
     if lead and at_rows and at_vector:  # a batch has one block
         table = np.repeat(table, math.prod(problem.batch), axis=0)
-        table[:, 0] = _addresses(problem.batch, at_rows[0], at_rows[1][:-1])
-        table[:, 2] = _addresses(problem.batch, *at_vector)
-    return Table(problem, table, dtype)
+        table[:, ROWS] = _addresses(problem.batch, at_rows[0], at_rows[1][:-1])
+        table[:, VECTOR] = _addresses(problem.batch, *at_vector[:2])
+    return AddressTable(problem, table, dtype)
 
 
 def _addresses(batch: tuple[int, ...], address: int, strides: tuple[int, ...]) -> np.ndarray:
@@ -153,30 +152,35 @@ def _addresses(batch: tuple[int, ...], address: int, strides: tuple[int, ...]) -
     return found.reshape(-1)
 
 
-def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...]] | None:
-    """Return the address and the strides in bytes of `lead` axes; None where a loop cannot go by them."""
+def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
+    """Return the address, the steps in bytes of `lead` axes and of all others, seen as one; None if it has none."""
     kind = type(a)
     if kind is np.ndarray:
-        return _numpy_place(a, lead)
+        if not (a.flags.aligned and a.dtype.isnative):
+            return None
+        step = a.itemsize if a.flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], a.itemsize)
+        return None if step is None else (a.__array_interface__["data"][0], a.strides[:lead], step)
     # No subclasses but parameters: their memory may be elsewhere, or nowhere.
     if kind.__module__.startswith("torch") and kind.__name__ in ("Tensor", "Parameter"):
-        return _torch_place(a, lead)
+        # Lazily negated tensors, and tensors without storage, have no memory to read.
+        if a.is_neg() or (not a.data_ptr() and a.numel()):
+            return None
+        size = a.element_size()
+        strides = tuple([step * size for step in a.stride()])
+        step = size if a.is_contiguous() else _step(tuple(a.shape[lead:]), strides[lead:], size)
+        return None if step is None else (a.data_ptr(), strides[:lead], step)
     return None
 
 
-def _numpy_place(a: np.ndarray, lead: int) -> tuple[int, tuple[int, ...]] | None:
-    if not a.flags.c_contiguous and a.size and not a[(0,) * lead].flags.c_contiguous:
-        return None
-    if not (a.flags.aligned and a.dtype.isnative):
-        return None
-    return a.ctypes.data, a.strides[:lead]
-
-
-def _torch_place(a: Any, lead: int) -> tuple[int, tuple[int, ...]] | None:
-    if not a.is_contiguous() and a.numel() and not a[(0,) * lead].is_contiguous():
-        return None
-    # Tensors may be negated by a flag, or have no memory, as those have that stand for others.
-    if a.is_neg() or (not a.data_ptr() and a.numel()):
-        return None
-    size = a.element_size()
-    return a.data_ptr(), tuple(step * size for step in a.stride()[:lead])
+def _step(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int | None:
+    """Return the bytes from entry to entry, where they are the same all along the axes."""
+    step, after = None, None
+    for n, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if n == 1:
+            continue
+        if step is None:
+            step = stride
+        elif stride != after:
+            return None
+        after = stride * n
+    return itemsize if step is None or 0 in shape else step

@@ -1,0 +1,145 @@
+"""The active-set search with right-hand sides, equalities and dependent rows, portable and compiled."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemproj.backends.numba import installed
+from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
+
+_NONE = np.empty((0, 0))
+
+
+def portable(K, b, lower, upper, start):
+    return solve_active_set(Tableau(K, b), lower, upper, start)
+
+
+def compiled(K, b, lower, upper, start):
+    if not installed():
+        pytest.skip("numba is missing or switched off")
+    from gemproj.backends.numba.search import search
+
+    t = len(b)
+    totals = np.zeros((1, t + 1, t + 1))
+    totals[0, :t, :t], totals[0, :t, t], totals[0, t, t] = K, b, 1.0
+
+    def rows(a):
+        return _NONE if a is None else a[None].copy()
+
+    lam, pivots, status, apart = np.empty((1, t)), np.empty(1, int), np.empty(1, int), np.empty(1)
+    search(totals, rows(start), rows(lower), rows(upper), 0, 1, -1.0, np.inf, 0.05, lam, pivots, status, apart)
+    return lam[0], int(pivots[0]), int(status[0])
+
+
+FORMS = pytest.mark.parametrize("solve", [portable, compiled], ids=["portable", "compiled"])
+KINDS = ["generic", "integers", "repeated", "opposite", "dependent"]
+
+
+def draw(rng, kind, t, d, equalities):
+    """Draw rows of norm one, a gradient, and right-hand sides that a point x meets; b is at most one."""
+    G = rng.standard_normal((t, d))
+    if kind == "integers":
+        G = rng.integers(-2, 3, (t, d)).astype(float)
+        G[:, 0] += ~G.any(axis=1)
+    if kind == "repeated":
+        G[t // 2 :] = G[: t - t // 2]
+    if kind == "opposite":
+        G[t // 2 :] = -G[: t - t // 2]
+    if kind == "dependent":
+        G = rng.standard_normal((t, max(1, t // 2))) @ rng.standard_normal((max(1, t // 2), d))
+    G /= np.linalg.norm(G, axis=1, keepdims=True)
+    x, g = rng.standard_normal(d), rng.standard_normal(d)
+    equal = rng.random(t) < (0.3 if equalities else 0.0)
+    h = G @ x - np.where(equal, 0.0, rng.random(t) * (rng.random(t) < 0.5))
+    size = max(1e-3, float(np.abs(G @ g - h).max()))
+    return G, g / size, h / size, np.where(equal, -np.inf, 0.0)
+
+
+def kkt(G, g, h, lower, upper, lam):
+    """Return the largest violation of the optimality conditions of the projection, by rows of norm one."""
+    s = G @ (g + G.T @ lam) - h
+    return np.max(np.abs(lam - np.clip(lam - s, lower, upper)))
+
+
+@FORMS
+@given(st.sampled_from(KINDS), st.integers(1, 9), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
+def test_feasible_right_hand_sides_are_met(solve, kind, t, d, equalities, seed):
+    G, g, h, lower = draw(np.random.default_rng(seed), kind, t, d, equalities)
+    lam = solve(G @ G.T, G @ g - h, lower, None, None)[0]
+    assert kkt(G, g, h, lower, np.inf, lam) <= 1e-9 * (1 + np.abs(lam).sum())
+
+
+@FORMS
+@given(st.sampled_from(KINDS), st.integers(1, 8), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
+def test_bounds_on_both_sides_and_a_start(solve, kind, t, d, equalities, seed):
+    rng = np.random.default_rng(seed)
+    G, g, h, lower = draw(rng, kind, t, d, equalities)
+    upper = np.where(rng.random(t) < 0.5, rng.random(t), np.inf)
+    start = rng.standard_normal(t) * (rng.random(t) < 0.7)
+    lam = solve(G @ G.T, G @ g - h, lower, upper, np.clip(start, lower, upper))[0]
+    assert kkt(G, g, h, lower, upper, lam) <= 1e-9 * (1 + np.abs(lam).sum())
+
+
+@given(st.integers(1, 10), st.booleans(), st.booleans(), st.integers(0, 2**32))
+def test_both_forms_take_the_same_pivots(t, equalities, bounded, seed):
+    rng = np.random.default_rng(seed)
+    G, g, h, lower = draw(rng, "generic", t, t + 5, equalities)
+    upper = rng.random(t) if bounded else np.full(t, np.inf)
+    ours, pivots, _ = compiled(G @ G.T, G @ g - h, lower, upper, None)
+    theirs, expected, _ = portable(G @ G.T, G @ g - h, lower, upper, None)
+    assert pivots == expected
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-9 * (1 + np.abs(theirs).sum()))
+
+
+@FORMS
+def test_the_stricter_one_of_repeated_rows_decides(solve):
+    """Which of them comes first does not matter: the other one takes its place."""
+    for h in ([1.0, 2.0, 1.5], [2.0, 1.0, 1.5]):
+        lam = solve(np.ones((3, 3)), -np.array(h), None, None, None)[0]
+        np.testing.assert_allclose(lam.sum(), 2.0, rtol=1e-14)
+        assert lam[int(np.argmax(h))] == lam.sum()
+
+
+@FORMS
+def test_a_slab_of_no_width_and_an_equality_say_the_same(solve):
+    K = np.array([[1.0, -1.0], [-1.0, 1.0]])  # x >= 0.5 and -x >= -0.5
+    for g in (-1.0, 2.0):
+        slab = solve(K, np.array([g - 0.5, 0.5 - g]), None, None, None)[0]
+        equal = solve(np.ones((1, 1)), np.array([g - 0.5]), np.array([-np.inf]), None, None)[0]
+        np.testing.assert_allclose(slab[0] - slab[1], equal[0], rtol=1e-14)
+        np.testing.assert_allclose(g + equal[0], 0.5, rtol=1e-14)
+
+
+@FORMS
+def test_what_no_point_meets_ends(solve):
+    K = np.array([[1.0, -1.0], [-1.0, 1.0]])  # x >= 1 and -x >= 1
+    lam, pivots, verdict = solve(K, np.array([-1.0, -1.0]), None, None, None)
+    assert np.isfinite(lam).all()
+    assert pivots < 50
+    assert verdict > 0.5  # the status STALLED, or the residual
+    bounded = solve(K, np.array([-1.0, -1.0]), None, np.full(2, 3.0), None)[0]
+    np.testing.assert_allclose(bounded, 3.0)  # with a penalty there is always a solution
+
+
+@FORMS
+def test_dependent_equalities_are_skipped(solve, rng):
+    G = rng.standard_normal((3, 8))
+    G = np.concatenate([G, G[:2], G[1:2] + G[2:3]])
+    G /= np.linalg.norm(G, axis=1, keepdims=True)
+    g, x = rng.standard_normal(8), rng.standard_normal(8)
+    h = G @ x
+    lam = solve(G @ G.T, G @ g - h, np.full(6, -np.inf), None, rng.standard_normal(6))[0]
+    assert np.count_nonzero(lam) == 3
+    np.testing.assert_allclose(G @ (g + G.T @ lam), h, rtol=0, atol=1e-12)
+
+
+@given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 2**32))
+def test_rows_themselves_find_what_their_products_find(t, d, seed):
+    """Without right-hand sides; equalities among inequalities."""
+    rng = np.random.default_rng(seed)
+    G, g, _, lower = draw(rng, "integers", t, d, True)
+    lam = solve_active_set(Factorisation(G.T, g), lower, None, None)[0]
+    same = solve_active_set(Tableau(G @ G.T, G @ g), lower, None, None)[0]
+    np.testing.assert_allclose(g + G.T @ lam, g + G.T @ same, rtol=0, atol=1e-10 * (1 + np.abs(g).max()))
+    assert kkt(G, g, 0.0, lower, np.inf, lam) <= 1e-9 * (1 + np.abs(lam).sum())
