@@ -47,7 +47,7 @@ class AddressTable:
         # Not the problem itself, which keeps this table: a cycle would keep G in memory for a while.
         self.t, self.batch, self.columns = problem.t, problem.batch, problem.columns
         self.lines, self.like, self.blocks = lines, np.empty(0, dtype), len(problem.rows)
-        self.problems = len(lines) // self.blocks
+        self.problems, self.shared = len(lines) // self.blocks, getattr(problem, "shared", False)
         alone = self.columns * (self.t + 1) < _SMALL
         self.piece = PIECE if alone else min(PIECE, max(_LEAST, -(-self.columns // (16 * 1024)) * 1024))
         self.pieces = max(1, -(-self.columns // self.piece))
@@ -59,7 +59,8 @@ class AddressTable:
 
     def gram(self) -> np.ndarray:
         """Return the Gram matrices of the stacked rows [G; g], (*batch, t + 1, t + 1), in float64."""
-        from gemproj.compiled.loops import add_products
+        from gemproj.compiled.loops import add_pieces, add_products, add_shared_products
+        from gemproj.compiled.vectors import HEIGHT
 
         n, chunk = self.t + 1, WIDE_CHUNK if self.wide else CHUNK
         sums = np.empty(0, np.float64 if self.wide else np.float32)
@@ -70,13 +71,23 @@ class AddressTable:
                 self.lines, self.blocks, first, last, self.pieces, self.piece, chunk, self.like, sums, totals
             )
 
+        def shared_work(first: int, last: int) -> None:
+            add_shared_products(
+                self.lines, self.blocks, first, last, self.piece, chunk, self.like, sums, totals
+            )
+
         # One unit is a number read; eight products take as long.
-        self._share(work, self.columns * n * (8 + n) // 8)
-        while (half := totals.shape[1] // 2) > 0:  # pairs, so that rounding does not add up over pieces
-            with np.errstate(over="ignore", invalid="ignore"):  # stage 2 reports what is not finite
-                pairs = totals[:, :half] + totals[:, half : 2 * half]
-            totals = np.concatenate([pairs, totals[:, 2 * half :]], axis=1)
-        return totals.reshape((*self.batch, n, n))
+        if self.shared:
+            groups = -(-self.problems // HEIGHT)
+            self._share(shared_work, groups * self.pieces, groups * self.columns * n)
+        else:
+            numbers = self.problems * self.columns * n * (8 + n) // 8
+            self._share(work, self.problems * self.pieces, numbers)
+        if self.pieces > 1:
+            add_pieces(totals)
+        if self.shared:
+            totals[1:, 0, : self.t, : self.t] = totals[0, 0, : self.t, : self.t]
+        return totals[:, 0].reshape((*self.batch, n, n))
 
     def combine(self, lam: np.ndarray, x: list[Array]) -> bool:
         """Write ``g + G'lam`` to x, rounded once, without reading rows whose multiplier is 0.
@@ -90,9 +101,9 @@ class AddressTable:
         lam = np.array(lam, dtype=np.float64).reshape(self.problems, self.t)
 
         def work(first: int, last: int) -> None:
-            add_rows(self.lines, self.blocks, first, last, self.pieces, self.piece, self.like, lam)
+            add_rows(self.lines, self.blocks, first, last, self.pieces, self.piece, self.shared, self.like, lam)
 
-        self._share(work, self.columns * (self.t + 2))
+        self._share(work, self.problems * self.pieces, self.problems * self.columns * (self.t + 2))
         return True
 
     def write_to(self, x: list[Array]) -> bool:
@@ -106,11 +117,10 @@ class AddressTable:
         self.lines[:, OUT] = _addresses(self.batch, *places[0][:2]) if self.batch else first
         return True
 
-    def _share(self, work: Any, numbers: int) -> None:
-        """Call ``work(first, last)`` for all pieces of all problems, in parallel if that pays."""
-        count = self.problems * self.pieces
+    def _share(self, work: Any, count: int, numbers: int) -> None:
+        """Call ``work(first, last)`` for `count` pieces, in parallel if so many numbers are worth it."""
         threads = cores() if self.threads is None else self.threads
-        if threads == 1 or self.problems * numbers < _WORTH_THREADS:
+        if threads == 1 or numbers < _WORTH_THREADS:
             work(0, count)
             return
         # A few jobs per thread: to hand one over takes as long as to read 100 kB.
@@ -135,9 +145,10 @@ def locate(problem: Problem) -> AddressTable | None:
     if problem.weight is not None or not (problem.host and installed()):
         return None
     kind, lead = problem.vector[0].dtype, len(problem.batch)
+    shared = getattr(problem, "shared", False)
     lines, first = [], 0
     for rows, vector in zip(problem.rows, problem.vector, strict=True):
-        at_rows, at_vector = _place(rows, lead + 1), _place(vector, lead)
+        at_rows, at_vector = _place(rows, 1 if shared else lead + 1), _place(vector, lead)
         if at_rows is None or at_vector is None or rows.dtype != kind or vector.dtype != kind:
             return None
         size = math.prod(vector.shape[lead:])
@@ -147,9 +158,10 @@ def locate(problem: Problem) -> AddressTable | None:
     if dtype is None or (dtype is np.uint16 and str(kind) != "torch.bfloat16"):
         return None
     table = np.array(lines, dtype=np.int64)
-    if lead and at_rows and at_vector:  # a batch has one block
+    if lead and at_rows and at_vector:
         table = np.repeat(table, math.prod(problem.batch), axis=0)
-        table[:, ROWS] = _addresses(problem.batch, at_rows[0], at_rows[1][:-1])
+        if not shared:
+            table[:, ROWS] = _addresses(problem.batch, at_rows[0], at_rows[1][:-1])
         table[:, VECTOR] = _addresses(problem.batch, *at_vector[:2])
     return AddressTable(problem, table, dtype)
 

@@ -39,5 +39,5 @@ def project_small(table: AddressTable, start: np.ndarray | None, x: list[Array])
     if active:
         if not table.write_to(x):
             return None
-        add_rows(lines, blocks, 0, count, 1, PIECE, like, lam)
+        add_rows(lines, blocks, 0, count, 1, PIECE, False, like, lam)
     return active
