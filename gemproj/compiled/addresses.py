@@ -14,7 +14,8 @@ from gemproj.compiled import installed
 # What the address table holds of each block of each problem, steps in bytes: address of the first row, steps
 # to the next row and column; address of g, and of x, and steps to their next entry; first column, and how
 # many there are.
-ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(9)
+ADDRESSES = 9
+ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(ADDRESSES)
 # Columns that a thread takes at a time, at most and at least: a sixteenth of them in between. Sums depend on
 # this, but not on the number of threads.
 PIECE, _LEAST = 1 << 17, 1 << 13
@@ -37,7 +38,7 @@ class AddressTable:
     Parameters
     ----------
     problem : Problem
-    lines : ndarray, shape (problems * blocks, 9)
+    lines : ndarray, shape (problems * blocks, ADDRESSES)
         One line per problem and block, see `ROWS` and what follows.
     dtype : type
         Of all arrays: float32, float64, or uint16 for the bits of bfloat16.
