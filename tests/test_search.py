@@ -21,14 +21,12 @@ def compiled(K, b, lower, upper, start):
     from gemproj.backends.numba.search import search
 
     t = len(b)
-    totals = np.zeros((1, t + 1, t + 1))
-    totals[0, :t, :t], totals[0, :t, t], totals[0, t, t] = K, b, 1.0
 
     def rows(a):
         return _NONE if a is None else a[None].copy()
 
     lam, pivots, status, apart = np.empty((1, t)), np.empty(1, int), np.empty(1, int), np.empty(1)
-    search(totals, rows(start), rows(lower), rows(upper), 0, 1, -1.0, np.inf, 0.05, lam, pivots, status, apart)
+    search(K[None].copy(), b[None].copy(), rows(lower), rows(upper), rows(start), 0, 1, 0.05, lam, pivots, status, apart)
     return lam[0], int(pivots[0]), int(status[0])
 
 

@@ -27,11 +27,8 @@ class Tableau:
     def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
         """Sweep on a whole set at once, without rows that depend on others of it; rows `first` come first."""
         self.clear()
-        if not free.any() or self._set_independent(free):
-            return
-        for j in [*np.flatnonzero(free & first), *np.flatnonzero(free & ~first)]:
-            if not self.dependent(j):
-                self.pivot(j)
+        if free.any() and not self._set_independent(free):
+            _free_one_by_one(self, free, first)
 
     def _set_independent(self, free: np.ndarray) -> bool:
         """Sweep on a set of independent rows; False, and nothing done, if they are dependent."""
@@ -51,6 +48,10 @@ class Tableau:
         self.swept[np.ix_(outside, inside)] = -solved[:, outside].T
         self.free = free.copy()
         return True
+
+    def distance(self, j: int) -> float:
+        """Return the squared distance of row j from the span of the free rows."""
+        return float(self.swept[j, j])
 
     def pivot(self, j: int) -> None:
         """Move row j into the free set or out of it: the sweep is its own inverse."""
@@ -97,12 +98,9 @@ class Factorisation:
 
     def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
         self._factor(free.copy())
-        if not free.any() or self._independent():
-            return
-        self.clear()
-        for j in [*np.flatnonzero(free & first), *np.flatnonzero(free & ~first)]:
-            if not self.dependent(j):
-                self.pivot(j)
+        if free.any() and not self._independent():
+            self.clear()
+            _free_one_by_one(self, free, first)
 
     def _independent(self) -> bool:
         # Columns of R^-1 are (1 + |w|) / pivot, see `dependent`; a singular R has no inverse.
@@ -111,6 +109,10 @@ class Factorisation:
         if len(pivots) < self.R.shape[1] or pivots.min() <= below:
             return False
         return bool(np.abs(np.linalg.inv(self.R)).sum(axis=0).max() * below < 1.0)
+
+    def distance(self, j: int) -> float:
+        outside = self._outside(self.A[:, j])
+        return float(outside @ outside)
 
     def pivot(self, j: int) -> None:
         free = self.free.copy()
@@ -145,6 +147,21 @@ class Factorisation:
         for _ in range(2):
             v = v - self.Q @ (self.Q.T @ v)
         return v
+
+
+def _free_one_by_one(faces: Tableau | Factorisation, wanted: np.ndarray, first: np.ndarray) -> None:
+    """Free the rows that are independent, rows `first` first, the one farthest from the free rows next.
+
+    Of dependent rows those that are far apart are taken, and multipliers stay small.
+    """
+    for group in (wanted & first, wanted & ~first):
+        left = set(np.flatnonzero(group).tolist())
+        while left:
+            j = max(left, key=faces.distance)
+            if faces.dependent(j):
+                break
+            faces.pivot(j)
+            left.remove(j)
 
 
 def solve_triangle(R: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -15,7 +15,8 @@ from gemproj.backends.numba.threads import cores, share
 # What the address table holds of each block of each problem, steps in bytes: address of the first row, steps
 # to the next row and column; address of g, and of x, and steps to their next entry; first column, and how
 # many there are.
-ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(9)
+ADDRESSES = 9
+ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(ADDRESSES)
 # Columns that a thread takes at a time, at most and at least: a sixteenth of them in between. Sums depend on
 # this, but not on the number of threads.
 PIECE, _LEAST = 1 << 17, 1 << 13
@@ -24,6 +25,8 @@ WIDE_CHUNK = 1024
 _JOBS = 4
 # Below as many numbers, problems of one piece; and work that takes no longer than to wake threads for it.
 _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
+# Entries of the Gram matrices of one piece for a shared G, which take memory for each gradient.
+_MOST_SHARED = 1 << 20
 # By bytes, of what is known to be real floating point. NumPy has no bfloat16, only its bits.
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 
@@ -34,7 +37,7 @@ class AddressTable:
     Parameters
     ----------
     problem : Problem
-    lines : ndarray, shape (problems * blocks, 9)
+    lines : ndarray, shape (problems * blocks, ADDRESSES)
         One line per problem and block, see `ROWS` and what follows.
     dtype : type
         Of all arrays: float32, float64, or uint16 for the bits of bfloat16.
@@ -44,7 +47,7 @@ class AddressTable:
         # Not the problem itself, which keeps this table: a cycle would keep G in memory for a while.
         self.t, self.batch, self.columns = problem.t, problem.batch, problem.columns
         self.lines, self.like, self.blocks = lines, np.empty(0, dtype), len(problem.rows)
-        self.problems = len(lines) // self.blocks
+        self.problems, self.shared = len(lines) // self.blocks, problem.shared
         alone = self.columns * (self.t + 1) < _SMALL
         self.piece = PIECE if alone else min(PIECE, max(_LEAST, -(-self.columns // (16 * 1024)) * 1024))
         self.pieces = max(1, -(-self.columns // self.piece))
@@ -53,8 +56,12 @@ class AddressTable:
         """Whether all sums run in float64."""
 
     def gram(self) -> np.ndarray:
-        """Return the Gram matrices of the stacked rows [G; g], (*batch, t + 1, t + 1), in float64."""
-        from gemproj.backends.numba.loops import add_products
+        """Return the Gram matrices of the stacked rows [G; g], (*batch, t + 1, t + 1), in float64.
+
+        With a shared G only the first one is whole; of the others, the last row is.
+        """
+        from gemproj.backends.numba.loops import add_pieces, add_products, add_shared_products
+        from gemproj.backends.numba.vectors import HEIGHT
 
         n, chunk = self.t + 1, WIDE_CHUNK if self.wide else CHUNK
         sums = np.empty(0, np.float64 if self.wide else np.float32)
@@ -65,13 +72,21 @@ class AddressTable:
                 self.lines, self.blocks, first, last, self.pieces, self.piece, chunk, self.like, sums, totals
             )
 
+        def shared_work(first: int, last: int) -> None:
+            add_shared_products(
+                self.lines, self.blocks, first, last, self.piece, chunk, self.like, sums, totals
+            )
+
         # One unit is a number read; eight products take as long.
-        self._share(work, self.columns * n * (8 + n) // 8)
-        while (half := totals.shape[1] // 2) > 0:  # pairs, so that rounding does not add up over pieces
-            with np.errstate(over="ignore", invalid="ignore"):  # stage 2 reports what is not finite
-                pairs = totals[:, :half] + totals[:, half : 2 * half]
-            totals = np.concatenate([pairs, totals[:, 2 * half :]], axis=1)
-        return totals.reshape((*self.batch, n, n))
+        if self.shared:
+            groups = -(-self.problems // HEIGHT)
+            self._share(shared_work, groups * self.pieces, groups * self.columns * n)
+        else:
+            numbers = self.problems * self.columns * n * (8 + n) // 8
+            self._share(work, self.problems * self.pieces, numbers)
+        if self.pieces > 1:
+            add_pieces(totals)
+        return totals[:, 0].reshape((*self.batch, n, n))
 
     def combine(self, lam: np.ndarray, x: list[Array]) -> bool:
         """Write ``g + G'lam`` to x, rounded once, without reading rows whose multiplier is 0.
@@ -85,9 +100,9 @@ class AddressTable:
         lam = np.array(lam, dtype=np.float64).reshape(self.problems, self.t)
 
         def work(first: int, last: int) -> None:
-            add_rows(self.lines, self.blocks, first, last, self.pieces, self.piece, self.like, lam)
+            add_rows(self.lines, self.blocks, first, last, self.pieces, self.piece, self.shared, self.like, lam)
 
-        self._share(work, self.columns * (self.t + 2))
+        self._share(work, self.problems * self.pieces, self.problems * self.columns * (self.t + 2))
         return True
 
     def write_to(self, x: list[Array]) -> bool:
@@ -101,11 +116,10 @@ class AddressTable:
         self.lines[:, OUT] = _addresses(self.batch, *places[0][:2]) if self.batch else first
         return True
 
-    def _share(self, work: Any, numbers: int) -> None:
-        """Call ``work(first, last)`` for all pieces of all problems, in parallel if that pays."""
-        count = self.problems * self.pieces
+    def _share(self, work: Any, count: int, numbers: int) -> None:
+        """Call ``work(first, last)`` for `count` pieces, in parallel if so many numbers are worth it."""
         threads = 1
-        if self.problems * numbers >= _WORTH_THREADS:
+        if numbers >= _WORTH_THREADS:
             threads = cores() if self.threads is None else self.threads
         if threads == 1:
             work(0, count)
@@ -122,12 +136,14 @@ def locate(problem: Problem) -> AddressTable | None:
     and where the columns of a row are equally far apart in memory. So G may be stored by rows or by columns,
     and rows may be padded, strided or repeated.
     """
-    if problem.weight is not None or problem.shared:
+    if problem.weight is not None:
         return None
-    kind, lead = problem.vector[0].dtype, len(problem.batch)
+    kind, lead, shared = problem.vector[0].dtype, len(problem.batch), problem.shared
+    if shared and not 0 < math.prod(problem.batch) * (problem.t + 1) ** 2 <= _MOST_SHARED:
+        return None
     lines, first = [], 0
     for rows, vector in zip(problem.rows, problem.vector, strict=True):
-        at_rows, at_vector = _place(rows, lead + 1), _place(vector, lead)
+        at_rows, at_vector = _place(rows, 1 if shared else lead + 1), _place(vector, lead)
         if at_rows is None or at_vector is None or rows.dtype != kind or vector.dtype != kind:
             return None
         size = math.prod(vector.shape[lead:])
@@ -137,9 +153,10 @@ def locate(problem: Problem) -> AddressTable | None:
     if dtype is None or (dtype is np.uint16 and str(kind) != "torch.bfloat16"):
         return None
     table = np.array(lines, dtype=np.int64)
-    if lead and at_rows and at_vector:  # a batch has one block
+    if lead and at_rows and at_vector:
         table = np.repeat(table, math.prod(problem.batch), axis=0)
-        table[:, ROWS] = _addresses(problem.batch, at_rows[0], at_rows[1][:-1])
+        if not shared:
+            table[:, ROWS] = _addresses(problem.batch, at_rows[0], at_rows[1][:-1])
         table[:, VECTOR] = _addresses(problem.batch, *at_vector[:2])
     return AddressTable(problem, table, dtype)
 

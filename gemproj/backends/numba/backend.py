@@ -35,15 +35,20 @@ class Numba:
         """Sum the products of chunks of columns in all threads."""
         t = problem.t
         total = self.table.gram()
-        gram = Gram(total[..., :t, :t], total[..., :t, t], total[..., t, t])
+        K = total.reshape(-1, t + 1, t + 1)[0, :t, :t] if problem.shared else total[..., :t, :t]
+        gram = Gram(K, total[..., t, :t], total[..., t, t])
         if self.table.wide:
             return Measured(gram, WIDE_ROUNDING)
-        squares = np.diagonal(total, axis1=-2, axis2=-1)
+        squares = np.diagonal(K, axis1=-2, axis2=-1)
         low, high = NARROW_RANGE
         # Problem by problem, so that none of a batch changes the bits of another.
-        for i in map(tuple, np.argwhere(~np.all((squares > low) & (squares < high), axis=-1))):
+        fits = np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)
+        if problem.shared and not fits.all():
+            return Portable().gram(problem)
+        for i in map(tuple, np.argwhere(~fits)):
             one = Portable().gram(problem.at(i) if problem.batch else problem).gram
-            total[(*i, ...)] = np.block([[one.K, one.b[:, None]], [one.b, one.gg]])
+            for to, value in zip(gram, one, strict=True):
+                to[i] = value
         return Measured(gram, NARROW_ROUNDING)
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:

@@ -1,14 +1,16 @@
-"""How loops are compiled.
-
-What is kept on disk belongs to one file and is made again when that changes, not when a function changes
-that it calls in another file: after such an edit, `make clean-compiled`.
-"""
+"""How loops are compiled, and kept on disk."""
 
 from __future__ import annotations
 
+import logging
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core import event
+
+_SECONDS = 15
 
 
 def fast(function: Any) -> Any:
@@ -24,6 +26,39 @@ def strict(function: Any) -> Any:
 def _compiled(function: Any, **options: Any) -> Any:
     """Compile without the interpreter lock, and keep the result on disk where that is possible."""
     try:
-        return numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
+        compiled = numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
     except RuntimeError:  # no folder for the cache can be written
         return numba.njit(nogil=True, error_model="numpy", **options)(function)
+    # numba would keep what it made until the file of the function itself changes, not one that it calls.
+    with suppress(AttributeError):
+        compiled._cache._cache_file._source_stamp = _STAMP
+    return compiled
+
+
+def _stamp() -> tuple[tuple[str, float, int], ...]:
+    """Return what tells all sources of the compiled loops from those of another time."""
+    here = Path(__file__).parent
+    files = [*sorted(here.glob("*.py")), here.parents[1] / "_constants.py"]
+    return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
+
+
+_STAMP = _stamp()
+
+
+class _Announcement(event.Listener):
+    """Say once that the first call takes longer than all others, and why."""
+
+    def on_start(self, event: Any) -> None:
+        if self.waiting and event.data["dispatcher"].py_func.__module__.startswith(__package__):
+            self.waiting = False
+            logging.getLogger("gemproj").info(
+                "Compiling loops for this machine; this takes about %d seconds, once.", _SECONDS
+            )
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+    waiting = True
+
+
+event.register("numba:compile", _Announcement())

@@ -28,7 +28,8 @@ from gemproj.backends.numba.vectors import HEIGHT, LANES, MULTIPLE, TURNED, add_
 
 # Bytes of a tile that stay in the first-level cache, and the least number of its columns.
 _TILE, _LEAST = 24 << 10, 256
-# Rows that are added at a time.
+# Groups of gradients that pass while a tile of G stays in cache, and rows that are added at a time.
+_CROWDS = 16
 _AHEAD = 10
 _BLOCK = HEIGHT * HEIGHT * LANES
 
@@ -69,6 +70,12 @@ def _read(address, step, n, like, target, to):
     else:
         for c in range(n):
             widen(address + c * step, 1, target + c * to.itemsize, like, to)
+
+
+@fast
+def _read_vector(line, start, n, like, target, to):
+    """Copy n entries of g."""
+    _read(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], n, like, target, to)
 
 
 @fast
@@ -133,17 +140,23 @@ def _add_tile(tile, step, rows, n, sums, like):
 
 
 @fast
-def _collect(sums, total):
-    """Write partial sums to a symmetric matrix."""
-    rows, k = total.shape[0], 0
+def _total(sums, start):
+    total = 0.0
+    for lane in range(LANES):
+        total += sums[start + lane]
+    return total
+
+
+@fast
+def _collect(sums, rows, total):
+    """Write partial sums of the first rows to a symmetric matrix."""
+    k = 0
     for i in range(0, rows, HEIGHT):
         for j in range(0, i + 1, HEIGHT):
             for p in range(min(HEIGHT, rows - i)):
                 for q in range(min(HEIGHT, i + p - j + 1)):
-                    s = 0.0
-                    for lane in range(LANES):
-                        s += sums[k + (p * HEIGHT + q) * LANES + lane]
-                    total[i + p, j + q] = total[j + q, i + p] = s
+                    total[i + p, j + q] = _total(sums, k + (p * HEIGHT + q) * LANES)
+                    total[j + q, i + p] = total[i + p, j + q]
             k += _BLOCK
 
 
@@ -174,11 +187,79 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
             while start < stop:
                 here = min(n, stop - start)
                 _read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
-                vector = line[VECTOR] + start * line[VECTOR_STEP]
-                _read(vector, line[VECTOR_STEP], here, like, tile + t * step, sum_like)
+                _read_vector(line, start, here, like, tile + t * step, sum_like)
                 _add_tile(tile, step, rows, _fill_up(tile, step, rows, here, sum_like), sums, sum_like)
                 start += here
-        _collect(all_sums, totals[problem, piece])
+        _collect(all_sums, rows, totals[problem, piece])
+
+
+@fast
+def add_shared_products(lines, blocks, first, last, columns, chunk, like, sum_like, totals):
+    """Do the same for problems of one G, which is read once for many gradients; K only for problem 0.
+
+    `first` and `last` count groups of HEIGHT gradients, those of piece 0 before those of piece 1.
+    """
+    problems, t = totals.shape[0], totals.shape[2] - 1
+    groups, crowds = (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT
+    turned_like, by_columns = readable(like), _by_columns(lines, 0, blocks, like)
+    n = min(chunk, _LEAST)
+    all_turned = _aligned(max(t, 8) * n if by_columns else 0, turned_like)
+    # First those of K, then for each group of gradients those with the rows and among themselves.
+    size = groups * (groups + 1) // 2 * _BLOCK
+    all_sums = _aligned(size + _CROWDS * (groups + 1) * _BLOCK, totals)
+    whole_tile = _aligned((groups + 1) * HEIGHT * n, sum_like)
+    whole_tile[:] = 0
+    turned, sums, tile = all_turned.ctypes.data, all_sums.ctypes.data, whole_tile.ctypes.data
+    step = n * sum_like.itemsize
+    vectors = tile + groups * HEIGHT * step
+    while first < last:
+        piece, crowd = first // crowds, first % crowds
+        count = min(_CROWDS, last - first, crowds - crowd)
+        all_sums[:] = 0.0
+        for k in range(blocks):
+            line = lines[k]
+            start = max(piece * columns - line[FIRST_COLUMN], 0)
+            stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
+            while start < stop:
+                here = min(n, stop - start)
+                _read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
+                end = _fill_up(tile, step, t, here, sum_like)
+                if crowd == 0:
+                    _add_tile(tile, step, t, end, sums, sum_like)
+                place = sums + 8 * size
+                for c in range(crowd, crowd + count):
+                    height = min(HEIGHT, problems - c * HEIGHT)
+                    for i in range(height):
+                        one = lines[(c * HEIGHT + i) * blocks + k]
+                        _read_vector(one, start, here, like, vectors + i * step, sum_like)
+                    _fill_up(vectors, step, height, here, sum_like)
+                    for j in range(groups + 1):
+                        add_block(vectors, tile + j * HEIGHT * step, step, end, height, place, sum_like)
+                        place += 8 * _BLOCK
+                start += here
+        if crowd == 0:
+            _collect(all_sums, t, totals[0, piece])
+        for p in range(crowd * HEIGHT, min((crowd + count) * HEIGHT, problems)):
+            place, i = size + (p // HEIGHT - crowd) * (groups + 1) * _BLOCK, p % HEIGHT
+            for r in range(t):
+                total = _total(all_sums, place + r // HEIGHT * _BLOCK + (i * HEIGHT + r % HEIGHT) * LANES)
+                totals[p, piece, t, r] = totals[p, piece, r, t] = total
+            totals[p, piece, t, t] = _total(all_sums, place + groups * _BLOCK + (i * HEIGHT + i) * LANES)
+        first += count
+
+
+@fast
+def add_pieces(totals):
+    """Add pieces up into the first one, in pairs, so that rounding does not add up over pieces."""
+    for p in range(totals.shape[0]):
+        left = totals.shape[1]
+        while left > 1:
+            half = left // 2
+            for k in range(half):
+                for i in range(totals.shape[2]):
+                    for j in range(totals.shape[3]):
+                        totals[p, k, i, j] += totals[p, left - half + k, i, j]
+            left -= half
 
 
 @fast
@@ -189,17 +270,8 @@ def _add_active(rows, step, n, like, active, scale, count, x):
 
 
 @fast
-def _combine_chunk(line, start, n, t, like, active, scale, count, turned, turned_like, x, x_like):
-    """Write n columns of ``g + G'lam`` to the output, by way of sums in float64 that stay in cache."""
-    _read(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], n, like, x, x_like)
-    if line[COLUMN_STEP] == like.itemsize:
-        rows = line[ROWS] + start * like.itemsize
-        _add_active(rows, line[ROW_STEP], n, like, active, scale, count, x)
-    elif count:
-        step = _LEAST * turned_like.itemsize
-        _turn(line, start, n, t, like, turned, step, turned_like)
-        _add_active(turned, step, n, turned_like, active, scale, count, x)
-    # Only now, because the output may be g.
+def _write(line, start, n, like, x, x_like):
+    """Round n entries of x to the output."""
     values, address, step = _view(x, n, x_like), line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
     if step == like.itemsize:
         out = _view(address, n, like)
@@ -211,27 +283,49 @@ def _combine_chunk(line, start, n, t, like, active, scale, count, turned, turned
 
 
 @fast
-def add_rows(lines, blocks, first, last, pieces, columns, like, lam):
-    """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself."""
-    t, turned_like = lam.shape[1], readable(like)
-    by_columns = _by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
+def _find_active(lam, active, scale):
+    count = 0
+    for i in range(lam.size):
+        if lam[i] != 0.0:
+            active[count], scale[count] = i, lam[i]
+            count += 1
+    return count
+
+
+@fast
+def add_rows(lines, blocks, first, last, pieces, columns, shared, like, lam):
+    """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself.
+
+    Pieces of a problem follow each other; with one G for all, which is `shared`, problems of a piece do.
+    Sums run in float64 and stay in cache; x is written only then, because it may be g.
+    """
+    problems, t = lam.shape
+    turned_like, by_columns = readable(like), _by_columns(lines, 0, len(lines), like)
     n = _LEAST if by_columns else 1024
-    all_turned, x = _aligned(max(t, 8) * n if by_columns else 0, turned_like), _aligned(n, lam)
-    active, scale = np.empty(t, np.int64), np.empty(t)
-    for p in range(first, last):
-        problem, piece, count = p // pieces, p % pieces, 0
-        for i in range(t):
-            if lam[problem, i] != 0.0:
-                active[count], scale[count] = i, lam[problem, i]
-                count += 1
-        for k in range(problem * blocks, (problem + 1) * blocks):
-            line = lines[k]
+    turned, row = _aligned(max(t, 8) * n if by_columns else 0, turned_like), n * turned_like.itemsize
+    x, active, scale = _aligned(n, lam), np.empty(t, np.int64), np.empty(t)
+    chosen, factors = active.ctypes.data, scale.ctypes.data
+    while first < last:
+        problem, piece = (first % problems, first // problems) if shared else (first // pieces, first % pieces)
+        together = min(last - first, problems - problem) if shared else 1
+        for k in range(blocks):
+            line = lines[problem * blocks + k]
+            columns_follow = line[COLUMN_STEP] == like.itemsize
             start = max(piece * columns - line[FIRST_COLUMN], 0)
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
                 here = min(n, stop - start)
-                _combine_chunk(
-                    line, start, here, t, like, active.ctypes.data, scale.ctypes.data, count,
-                    all_turned.ctypes.data, turned_like, x.ctypes.data, x,
-                )  # fmt: skip
+                if not columns_follow:
+                    _turn(line, start, here, t, like, turned.ctypes.data, row, turned_like)
+                for p in range(problem, problem + together):
+                    count, one = _find_active(lam[p], active, scale), lines[p * blocks + k]
+                    _read_vector(one, start, here, like, x.ctypes.data, x)
+                    if columns_follow:
+                        place = line[ROWS] + start * like.itemsize
+                        _add_active(place, line[ROW_STEP], here, like, chosen, factors, count, x.ctypes.data)
+                    else:
+                        place = turned.ctypes.data
+                        _add_active(place, row, here, turned_like, chosen, factors, count, x.ctypes.data)
+                    _write(one, start, here, like, x.ctypes.data, x)
                 start += here
+        first += together

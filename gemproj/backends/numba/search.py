@@ -57,17 +57,28 @@ def _size(lam):
 
 @strict
 def _start(T, K, b, lower, free, lam):
-    """Sweep a fresh tableau on a set, equalities first; rows that depend on others leave it, with lam = 0."""
+    """Sweep a fresh tableau on a set, equalities first; rows that depend on others leave it, with lam = 0.
+
+    The row that is farthest from the span of the swept ones is next: of dependent rows, those that are
+    far apart are taken, and multipliers stay small.
+    """
+    t = b.size
     _fill(T, K, b)
+    swept = np.zeros(t, np.bool_)
     for equality in (True, False):
-        for k in range(b.size):
-            if not free[k] or (lower[k] == -np.inf) != equality:
-                continue
-            if T[k, k] <= _DEPENDENT:
-                free[k] = False
-                lam[k] = 0.0
-            else:
-                _sweep(T, k)
+        while True:
+            best, k = _DEPENDENT, -1
+            for i in range(t):
+                if free[i] and not swept[i] and (lower[i] == -np.inf) == equality and T[i, i] > best:
+                    best, k = T[i, i], i
+            if k < 0:
+                break
+            _sweep(T, k)
+            swept[k] = True
+    for k in range(t):
+        if free[k] and not swept[k]:
+            free[k] = False
+            lam[k] = 0.0
 
 
 @strict

@@ -1,0 +1,28 @@
+"""Compile all loops before they are needed."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from gemproj.backends.numba.addresses import ADDRESSES
+from gemproj.backends.numba.loops import add_pieces, add_products, add_rows, add_shared_products
+from gemproj.backends.numba.search import search
+
+
+def compile_all() -> float:
+    """Compile the loops for float32, float64 and bfloat16, or load them from disk; return the seconds it took."""
+    start = time.perf_counter()
+    lines, totals = np.empty((0, ADDRESSES), dtype=np.int64), np.empty((1, 1, 2, 2))
+    none, counts = np.empty((0, 0)), np.empty(0, dtype=np.int64)
+    for dtype in (np.float32, np.float64, np.uint16):
+        like = np.empty(0, dtype)
+        for sums in (np.empty(0), np.empty(0, np.float32)):
+            if dtype is not np.float64 or sums.dtype == np.float64:
+                add_products(lines, 1, 0, 0, 1, 1, 512, like, sums, totals)
+                add_shared_products(lines, 0, 0, 0, 1, 512, like, sums, totals)
+        add_rows(lines, 1, 0, 0, 1, 1, False, like, none)
+    add_pieces(totals)
+    search(totals[0], none, none, none, none, 0, 0, 0.05, none, counts, counts, np.empty(0))
+    return time.perf_counter() - start
