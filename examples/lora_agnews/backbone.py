@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from torch import Tensor
 from transformers import AutoTokenizer, GPT2ForSequenceClassification, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from . import hub
 from .config import CLASSES, SetupError
+from .data import hub_is_unreachable
+from .stream import Split
 
 LORA = {
     "r": 8,
@@ -24,16 +25,12 @@ LORA = {
 }
 
 
-class BackboneError(SetupError):
-    """There is no usable model under the given name."""
-
-
 def locate(name: str) -> Path:
     """Return the folder of a backbone, a local one or a snapshot of a model on the hub.
 
     Raises
     ------
-    BackboneError
+    SetupError
         If there is neither; the message says what was tried.
     """
     if Path(name).is_dir():
@@ -41,7 +38,7 @@ def locate(name: str) -> Path:
     else:
         from huggingface_hub import snapshot_download
 
-        unreachable = hub.offline()
+        unreachable = hub_is_unreachable()
         patterns = ["config.json", "model.safetensors", "*token*", "vocab.json", "merges.txt"]
         try:
             folder = Path(
@@ -49,51 +46,26 @@ def locate(name: str) -> Path:
             )
         except Exception as error:
             reason = unreachable or str(error).splitlines()[0]
-            raise BackboneError(
+            raise SetupError(
                 f"backbone {name!r} is no local folder, and no model that could be loaded from the hub: "
                 f"{reason}; --backbone small needs no download"
             ) from error
     if not (folder / "config.json").is_file():
-        raise BackboneError(f"backbone {folder} holds no config.json: it was not written by save_pretrained")
+        raise SetupError(f"backbone {folder} holds no config.json: it was not written by save_pretrained")
     return folder
 
 
-def fingerprint(folder: Path) -> str:
-    """Return a short hash of every file of a model's folder."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()[:16]
-
-
-def quiet() -> None:
-    """Silence reports that are no news: the head is new on purpose, and loading takes no time."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
-
-
 def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """Load a backbone and give it adapters and a head.
+    """Load a backbone and give it adapters and a head; only those require gradients.
 
     Parameters
     ----------
     folder : Path
-        What `locate` or `pretrain.prepare` returned.
+        What `locate` or `small.prepare` returned.
     seed : int
         Seeds torch for good: the head and the adapters, and after them every dropout mask of the run.
     dropout : bool
         Whether there are such masks.
-
-    Returns
-    -------
-    model : PeftModel
-        Only adapters and head require gradients.
-    tokenizer : PreTrainedTokenizerBase
-        Has a padding token, on the right.
     """
     quiet()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
@@ -110,3 +82,24 @@ def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreT
             if isinstance(module, torch.nn.Dropout):
                 module.p = 0.0
     return model, tokenizer
+
+
+def encode(
+    split: Split, tokenizer: PreTrainedTokenizerBase, max_length: int, device: torch.device
+) -> dict[str, Tensor]:
+    """Return a split as one batch of tensors, padded to one length everywhere: memories can mix."""
+    tokens = tokenizer(
+        list(split.texts), truncation=True, max_length=max_length, padding="max_length", return_tensors="pt"
+    )
+    return {
+        "input_ids": tokens["input_ids"].to(device),
+        "attention_mask": tokens["attention_mask"].to(device),
+        "labels": torch.tensor(split.labels, device=device),
+    }
+
+
+def quiet() -> None:
+    """Silence reports that are no news: the head is new on purpose, and loading takes no time."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -15,72 +15,62 @@ class SetupError(ValueError):
     """The experiment cannot start as it was asked for; the message says what to change."""
 
 
+def setting(default: Any, group: str, text: str) -> Any:
+    """Return a field that is an option of the command line, too."""
+    return field(default=default, metadata={"group": group, "help": text})
+
+
 @dataclass(frozen=True)
 class Config:
-    """All settings of an experiment. The defaults are the paper's own, or say so where it gives none.
+    """All settings of an experiment, described where they stand.
 
-    Parameters
-    ----------
-    seeds, methods
-        One run for each pair. A seed decides the order of the experiences, the initial adapters and head, the
-        order of the batches, and what the memory keeps.
-    experiences, rows, dominant_share
-        The stream: how many experiences, articles in each (train and test together), and the share of an
-        experience's dominant class. The paper states neither of the last two.
-    epochs, batch_size, eval_batch_size, lr
-        The training loop; the optimizer is AdamW.
-    per_task, sample_size
-        Memory: rows kept of each finished experience, and rows drawn from all of them for A-GEM's reference
-        gradient and for replay.
-    margin, pgd_steps, projection_interval
-        Memory strength of GEM and I-GEM, I-GEM's budget, and how many steps lie between two projections.
-    on, metric
-        What ``gem-step`` projects, the step that AdamW applies (``update``) or first the gradient
-        (``both``), and in which distance: see `gemproj.torch.GradientProjector`.
-    penalty
-        What SOFT-GEM's hinges weigh.
-    dropout
-        Whether the model drops out while it learns. Without it, the number of processes does not matter.
-    backbone, max_length
-        A model name on the hub, a local folder, or ``small`` (pretrained here on the stream's training text).
-    small_layers, small_width, small_vocabulary, small_steps
-        Shape of the ``small`` backbone, and its language-modelling steps.
-    eval_interval, eval_rows, probe_interval
-        Steps between two points of the accuracy curves, test rows of each task behind such a point (the
-        accuracy matrix always uses all), and steps between two measurements of the guarantee.
-    device
-        ``cpu``, ``cuda``, ``cuda:1``, ``mps``, or ``auto``.
+    The defaults are the paper's own. It gives neither the number of rows nor the dominant share.
     """
 
     preset: str = "paper"
-    seeds: tuple[int, ...] = (0, 2, 5, 7, 11)
-    methods: tuple[str, ...] = ("plain", "agem", "gem", "igem", "gem-step", "replay")
-    experiences: int = 3
-    rows: int = 6_000
-    dominant_share: float = 0.9
-    epochs: int = 1
-    batch_size: int = 32
-    eval_batch_size: int = 50
-    lr: float = 1e-3
-    per_task: int = 100
-    sample_size: int = 150
-    margin: float = 0.3
-    pgd_steps: int = 3
-    projection_interval: int = 1
-    on: str = "both"
-    metric: str = "adam"
-    penalty: float = 1.0
-    dropout: bool = True
-    backbone: str = "gpt2-medium"
-    max_length: int = 512
+    methods: tuple[str, ...] = setting(
+        ("plain", "agem", "gem", "igem", "gem-step", "replay"),
+        "learning",
+        f"methods to compare, with commas between: {', '.join(METHODS)}",
+    )
+    seeds: tuple[int, ...] = setting(
+        (0, 2, 5, 7, 11),
+        "learning",
+        "with commas between; a seed decides the order of the experiences, the initial adapters and head, the "
+        "order of the batches and what the memory keeps",
+    )
+    epochs: int = setting(1, "learning", "passes over each experience")
+    lr: float = setting(1e-3, "learning", "learning rate of AdamW")
+    batch_size: int = setting(32, "learning", "rows in a training batch")
+    eval_batch_size: int = setting(50, "learning", "rows in an evaluation batch")
+    margin: float = setting(0.3, "learning", "memory strength of GEM and I-GEM")
+    pgd_steps: int = setting(3, "learning", "iterations of I-GEM")
+    projection_interval: int = setting(1, "learning", "project every that many steps")
+    on: str = setting(
+        "both", "learning", "what gem-step projects: gradient, update (the applied step) or both"
+    )
+    metric: str = setting("adam", "learning", "distance between steps for gem-step: euclidean or adam")
+    penalty: float = setting(1.0, "learning", "weight of SOFT-GEM's hinges")
+    dropout: bool = setting(True, "learning", "whether the model drops out while it learns")
+    per_task: int = setting(100, "learning", "rows kept of each finished experience")
+    sample_size: int = setting(150, "learning", "rows drawn from all memories for A-GEM, MEGA and replay")
+    experiences: int = setting(3, "stream", "number of experiences")
+    rows: int = setting(6_000, "stream", "rows of an experience, 80 %% of them for training")
+    dominant_share: float = setting(0.9, "stream", "share of the class that dominates an experience")
+    backbone: str = setting(
+        "gpt2-medium",
+        "model",
+        "small (pretrained here on the training text), a GPT-2 on the hub such as gpt2-medium, or a folder",
+    )
+    max_length: int = setting(512, "model", "tokens of an article that the model sees")
     small_layers: int = 2
     small_width: int = 128
     small_vocabulary: int = 4_000
-    small_steps: int = 300
-    eval_interval: int = 25
-    eval_rows: int = 400
-    probe_interval: int = 10
-    device: str = "auto"
+    small_steps: int = setting(300, "model", "pretraining steps of the small GPT-2")
+    device: str = setting("auto", "model", "cpu, cuda, cuda:1, mps or auto")
+    eval_interval: int = setting(25, "running", "steps between two points of the accuracy curves")
+    eval_rows: int = setting(400, "running", "test rows of a task behind such a point")
+    probe_interval: int = setting(10, "running", "steps between two measurements of violated constraints")
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -98,15 +88,15 @@ class Config:
             raise SetupError("experiences must be at least 2: nothing can be forgotten in one")
         if not 0 < self.dominant_share < 1:
             raise SetupError(f"dominant_share must lie between 0 and 1, got {self.dominant_share}")
-        if self.on not in ("gradient", "update", "both") or self.metric not in ("euclidean", "adam"):
+        if self.on not in ("gradient", "update", "both"):
+            raise SetupError(f"on must be gradient, update or both, got {self.on}")
+        if self.metric not in ("euclidean", "adam"):
+            raise SetupError(f"metric must be euclidean or adam, got {self.metric}")
+        if self.penalty <= 0 or self.lr <= 0 or self.margin < 0:
             raise SetupError(
-                "on must be gradient, update or both and metric euclidean or adam, "
-                f"got {self.on} and {self.metric}"
+                "penalty and lr must be positive and margin not negative, "
+                f"got {self.penalty}, {self.lr} and {self.margin}"
             )
-        if self.penalty <= 0:
-            raise SetupError(f"penalty must be positive, got {self.penalty}")
-        if self.lr <= 0 or self.margin < 0:
-            raise SetupError(f"lr must be positive and margin not negative, got {self.lr} and {self.margin}")
 
 
 PAPER = Config()
@@ -140,16 +130,3 @@ MINI = replace(
     device="cpu",
 )
 PRESETS: Mapping[str, Config] = MappingProxyType({"quick": QUICK, "paper": PAPER, "mini": MINI})
-
-
-def configure(preset: str, overrides: Mapping[str, Any]) -> Config:
-    """Return a preset with every override that is not None applied.
-
-    Raises
-    ------
-    SetupError
-        For an unknown preset, or a value that a `Config` refuses.
-    """
-    if preset not in PRESETS:
-        raise SetupError(f"unknown preset {preset!r}; choose from {', '.join(PRESETS)}")
-    return replace(PRESETS[preset], **{key: value for key, value in overrides.items() if value is not None})

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import html
+import os
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import corpus, hub
+from . import corpus
 from .config import CLASSES, SetupError
 
 HUB_NAME = "fancyzhx/ag_news"
@@ -111,9 +114,8 @@ def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:
     DataError
         If neither is there.
     """
-    unreachable = hub.offline()
-    # Imported here because it reads HF_HUB_OFFLINE once, at its import.
-    from datasets import DownloadConfig, disable_progress_bars, load_dataset
+    unreachable = hub_is_unreachable()
+    from datasets import DownloadConfig, disable_progress_bars, load_dataset  # reads HF_HUB_OFFLINE at import
 
     disable_progress_bars()
     try:
@@ -123,6 +125,25 @@ def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:
         reason = unreachable or f"loading it failed: {error}".splitlines()[0]
         raise DataError(f"{HUB_NAME} is not available: {reason}") from error
     return tuple(tidy(text) for text in rows["text"]), tuple(int(label) for label in rows["label"])
+
+
+def hub_is_unreachable(timeout: float = 5.0) -> str:
+    """Return why the Hugging Face hub cannot be used, or an empty string if it answers.
+
+    Libraries that are imported after a negative answer do not ask again: their retries take minutes.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        urllib.request.urlopen(
+            os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=timeout
+        ).close()
+    except urllib.error.HTTPError:  # it is there
+        return ""
+    except OSError as error:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return f"the hub cannot be reached ({getattr(error, 'reason', error)})"
+    return ""
 
 
 def tidy(text: str) -> str:
@@ -138,8 +159,3 @@ def tidy(text: str) -> str:
     text = re.sub(r"<[^<>]*>", " ", text)
     text = text.replace("\\$", "$").replace("\\", " ")
     return " ".join(text.split())
-
-
-def describe(labels: Sequence[int]) -> str:
-    """Return the number of articles of each class in words."""
-    return ", ".join(f"{labels.count(index):,} {name}" for index, name in enumerate(CLASSES))

@@ -15,9 +15,8 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from .compare import Record
 from .methods import METHODS
-from .report import Summary, significant
+from .report import Record, Summary, significant
 
 STYLE = {
     "figure.dpi": 200,

@@ -38,6 +38,14 @@ def forgetting(R: ArrayLike) -> float:
     return float(np.mean(R[1:-1, :-1].max(axis=0) - R[-1, :-1]))
 
 
+def summary(R: ArrayLike) -> dict[str, float]:
+    """Return all metrics by name."""
+    return {
+        metric.__name__: metric(R)
+        for metric in (average_accuracy, backward_transfer, forward_transfer, forgetting)
+    }
+
+
 def guarantee(cosines: Sequence[float]) -> dict[str, float]:
     """Return the share of steps that violate a constraint, and the worst cosine of all.
 

@@ -10,12 +10,12 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .compare import Record
 from .config import Config
 from .methods import METHODS
 from .metrics import mean_std
-from .train import PHASES
+from .record import PHASES
 
+Record = dict[str, Any]  # what train.run returns
 Summary = dict[str, dict[str, Any]]
 CAPTIONS = {
     "accuracy": "Accuracy after the whole stream. {spread}.",
@@ -67,9 +67,7 @@ def tables(summary: Summary) -> dict[str, tuple[list[str], list[list[str]]]]:
                 title,
                 _number(numbers["seconds_per_projection"], 1e3),
                 significant(1e3 * seconds["batch"]["mean"]),
-                significant(1e3 * seconds["constraints"]["mean"])
-                if METHODS[name].constraints != "none"
-                else "-",
+                significant(1e3 * seconds["constraints"]["mean"]) if METHODS[name].batches else "-",
                 significant(1e3 * seconds["optimizer"]["mean"]),
                 significant(1e3 * sum(seconds[phase]["mean"] for phase in PHASES)),
             ]

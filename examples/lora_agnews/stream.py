@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .config import CLASSES
@@ -94,15 +92,10 @@ def order(experiences: int, seed: int) -> list[int]:
     return positions
 
 
-def training_texts(stream: Sequence[Experience]) -> list[str]:
-    """Return every training text of the stream, and no test text."""
-    return [text for experience in stream for text in experience.train.texts]
-
-
-def fingerprint(stream: Sequence[Experience]) -> str:
-    """Return a short hash of every row of the stream and its place in it."""
-    rows = [[e.train.texts, e.train.labels, e.test.texts, e.test.labels] for e in stream]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
+def merge(splits: Iterable[Split]) -> Split:
+    """Return all rows in one split."""
+    rows = [row for split in splits for row in zip(split.texts, split.labels, strict=True)]
+    return _split(rows)
 
 
 def _take(pool: list[tuple[str, int]], count: int) -> list[tuple[str, int]]:

@@ -1,8 +1,8 @@
 """The ``small`` backbone: a GPT-2 of a few layers, pretrained on the stream's training text and then cached.
 
-A frozen network of random weights is no backbone: adapters of rank 8 cannot make up for features that are
-missing. So the small model gets what its big sisters got, in a minute: a tokenizer, word vectors that know
-which words occur together, and language modelling. It sees the training text only.
+Adapters of rank 8 cannot make up for features that a network of random weights does not have. So the small
+model gets in a minute what larger ones have: a tokenizer, word vectors that know which words occur together,
+and language modelling. It sees the training text only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -31,84 +30,29 @@ from .stream import Split
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 LIBRARIES = ("torch", "transformers", "tokenizers", "scikit-learn", "numpy")
+BATCH, LR, SEED = 32, 2e-3, 0
+EMBEDDING_SCALE = 0.1  # root mean square of the word vectors before language modelling
+THREADS = 2  # fixed: sums in another order make another model
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Everything but the texts that shapes the small backbone.
-
-    Parameters
-    ----------
-    layers, width, vocabulary, context
-        Size of the model.
-    steps, batch_size, lr, seed
-        The language modelling.
-    embedding_scale
-        Root mean square of the word vectors before it.
-    threads
-        Fixed, because sums taken in another order would make another model.
-    revision
-        To be raised when this file changes what it makes.
-    """
-
-    layers: int
-    width: int
-    vocabulary: int
-    context: int
-    steps: int
-    batch_size: int = 32
-    lr: float = 2e-3
-    seed: int = 0
-    embedding_scale: float = 0.1
-    threads: int = 2
-    revision: int = 1
-
-    @classmethod
-    def of(cls, config: Config) -> Recipe:
-        """Return the recipe that an experiment asks for."""
-        return cls(
-            layers=config.small_layers,
-            width=config.small_width,
-            vocabulary=config.small_vocabulary,
-            context=config.max_length,
-            steps=config.small_steps,
-        )
-
-    def key(self, texts: Sequence[str]) -> str:
-        """Return the name of this recipe's result on these texts: a hash of all that shapes it."""
-        majors = {name: version(name).split(".")[0] for name in LIBRARIES}
-        parts = json.dumps([asdict(self), majors, list(texts)], sort_keys=True)
-        return hashlib.sha256(parts.encode()).hexdigest()[:20]
+def cached(config: Config, texts: Sequence[str], cache: Path) -> Path:
+    """Return the folder for this model on these texts, whether it is there yet or not."""
+    shape = [config.small_layers, config.small_width, config.small_vocabulary, config.small_steps]
+    majors = [version(name).split(".")[0] for name in LIBRARIES]
+    recipe = [shape, config.max_length, BATCH, LR, SEED, EMBEDDING_SCALE, THREADS, majors, list(texts)]
+    return cache / f"small-gpt2-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:20]}"
 
 
-def cached(recipe: Recipe, texts: Sequence[str], cache: Path) -> Path:
-    """Return the folder in which the result is kept, whether it is there yet or not."""
-    return cache / f"small-gpt2-{recipe.key(texts)}"
-
-
-def prepare(
-    recipe: Recipe, texts: Sequence[str], cache: Path, on_step: Callable[[int], None] = lambda done: None
-) -> Path:
-    """Return the folder of the pretrained model and its tokenizer, making it if the cache has none.
-
-    The folder appears complete or not at all: it is written under another name and then renamed.
-    """
-    folder = cached(recipe, texts, cache)
-    if folder.is_dir():
-        return folder
+def prepare(config: Config, texts: Sequence[str], folder: Path, on_step: Callable[[int], None]) -> None:
+    """Write the pretrained model and its tokenizer into a folder, which appears complete or not at all."""
     quiet()
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="draft-", dir=cache) as parent:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="draft-", dir=folder.parent) as parent:
         draft = Path(parent, "model")
-        tokenizer = train_tokenizer(texts, recipe.vocabulary)
-        train_model(recipe, tokenizer, texts, on_step).save_pretrained(draft)
+        tokenizer = train_tokenizer(texts, config.small_vocabulary)
+        train_model(config, tokenizer, texts, on_step).save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        try:
-            draft.rename(folder)
-        except OSError:
-            if not folder.is_dir():  # else another process was faster
-                raise
-    return folder
+        draft.rename(folder)
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
@@ -127,24 +71,24 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def train_model(
-    recipe: Recipe,
+    config: Config,
     tokenizer: PreTrainedTokenizerFast,
     texts: Sequence[str],
-    on_step: Callable[[int], None] = lambda done: None,
+    on_step: Callable[[int], None],
 ) -> GPT2LMHeadModel:
     """Model the language of the texts for a fixed number of steps, one article a row."""
     rows = tokenizer(
-        list(texts), truncation=True, max_length=recipe.context, padding=True, return_tensors="pt"
+        list(texts), truncation=True, max_length=config.max_length, padding=True, return_tensors="pt"
     )
     threads = torch.get_num_threads()
-    torch.set_num_threads(recipe.threads)
+    torch.set_num_threads(THREADS)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(recipe.seed)
-        model = initial_model(recipe, tokenizer, texts).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.lr, recipe.steps, pct_start=0.1)
-        for step in range(recipe.steps):
-            chosen = torch.randint(len(texts), (recipe.batch_size,))
+        torch.manual_seed(SEED)
+        model = initial_model(config, tokenizer, texts).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, config.small_steps, pct_start=0.1)
+        for step in range(config.small_steps):
+            chosen = torch.randint(len(texts), (BATCH,))
             tokens, mask = rows["input_ids"][chosen], rows["attention_mask"][chosen]
             loss = model(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
             optimizer.zero_grad()
@@ -158,7 +102,7 @@ def train_model(
 
 
 def initial_model(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
+    config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
 ) -> GPT2LMHeadModel:
     """Return a model whose first layer already averages meaningful word vectors.
 
@@ -168,10 +112,10 @@ def initial_model(
     model = GPT2LMHeadModel(
         GPT2Config(
             vocab_size=len(tokenizer),
-            n_positions=recipe.context,
-            n_embd=recipe.width,
-            n_layer=recipe.layers,
-            n_head=max(1, recipe.width // 32),
+            n_positions=config.max_length,
+            n_embd=config.small_width,
+            n_layer=config.small_layers,
+            n_head=max(1, config.small_width // 32),
             activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one operation
             resid_pdrop=0.0,  # dropout took half of a training step here, and the adapters have their own
             embd_pdrop=0.0,
@@ -183,24 +127,24 @@ def initial_model(
     )
     attention = model.transformer.h[0].attn
     with torch.no_grad():
-        model.transformer.wte.weight.copy_(word_vectors(recipe, tokenizer, texts))
-        attention.c_attn.weight[:, -recipe.width :] += torch.eye(recipe.width)
-        attention.c_proj.weight += torch.eye(recipe.width)
+        model.transformer.wte.weight.copy_(word_vectors(config, tokenizer, texts))
+        attention.c_attn.weight[:, -config.small_width :] += torch.eye(config.small_width)
+        attention.c_proj.weight += torch.eye(config.small_width)
     return model
 
 
-def word_vectors(recipe: Recipe, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
+def word_vectors(config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
     """Return (vocabulary, width) vectors: normalised right singular vectors of the articles' tf-idf."""
     tfidf = TfidfVectorizer(
         analyzer=tokenizer.tokenize, vocabulary=tokenizer.get_vocab(), lowercase=False, sublinear_tf=True
     )
-    svd = TruncatedSVD(recipe.width, random_state=recipe.seed).fit(tfidf.fit_transform(texts))
+    svd = TruncatedSVD(config.small_width, random_state=SEED).fit(tfidf.fit_transform(texts))
     vectors = svd.components_.T
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     directions = vectors / np.maximum(
         lengths, 1e-3 * lengths.max()
     )  # a token that is hardly seen stays short
-    return torch.from_numpy(directions * recipe.embedding_scale * recipe.width**0.5).float()
+    return torch.from_numpy(directions * EMBEDDING_SCALE * config.small_width**0.5).float()
 
 
 def probe(folder: Path, context: int, train: Split, test: Split) -> float:
