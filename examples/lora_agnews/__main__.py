@@ -1,12 +1,17 @@
-"""Command line: ``python -m examples.lora_agnews``."""
+"""Learn AG News as a stream of tasks with GPT-2 and LoRA, and compare continual-learning methods.
+
+Each experience is dominated by another class. After the last one every method is judged on all of them: how
+much it still knows, what the projection cost, and whether the steps it took kept GEM's promise.
+Finished runs are kept: the same command after an interruption goes on where it stopped.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
+from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
-from dataclasses import Field, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,75 +21,51 @@ from rich.markup import escape
 from . import data, stream
 from .config import PRESETS, Config, SetupError
 
-TEXT = """
-Learn AG News as a stream of tasks with GPT-2 and LoRA, and compare continual-learning methods.
 
-Each experience is dominated by another class. After the last one every method is judged on all of them: how
-much it still knows, what the projection cost, and whether the steps it took kept GEM's promise.
-Finished runs are kept: the same command after an interruption goes on where it stopped.
-"""
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """Return the parser: an option for every described setting of `Config`, and where things are."""
-    found = argparse.ArgumentParser(
-        "python -m examples.lora_agnews",
-        description=TEXT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    found = ArgumentParser("python -m examples.lora_agnews", description=__doc__)
     found.add_argument(
         "--preset",
         default="quick",
-        help="quick: a small GPT-2, three seeds, minutes on a CPU; paper: the paper's settings, GPT-2 medium, "
-        "for a GPU; mini: seconds, to see that everything works",
+        choices=list(PRESETS),
+        help="quick (default): a small GPT-2, minutes on a CPU. paper: the paper's settings, GPT-2 medium, for a "
+        "GPU. mini: seconds, to see that everything works",
     )
-    groups: dict[str, Any] = {}
-    for setting in fields(Config):
-        if setting.metadata:
-            name = setting.metadata["group"]
-            group = groups.setdefault(name, None) or found.add_argument_group(name)
-            groups[name] = group
-            group.add_argument(
-                f"--{setting.name.replace('_', '-')}", help=setting.metadata["help"], **kind(setting)
-            )
-    folders = found.add_argument_group("folders and processes")
-    folders.add_argument(
+    found.add_argument(
         "--data",
         type=Path,
         help="folder with AG News as train.csv (rows of label, title, description), by default $AGNEWS_DIR; "
-        "without it the Hugging Face hub is asked, and if that is out of reach a built-in corpus is generated",
+        "without it the Hugging Face hub is asked, and if it is out of reach, a corpus is generated",
     )
-    folders.add_argument(
-        "--cache", type=Path, help="where the small GPT-2 is kept, by default the user's cache"
-    )
-    folders.add_argument("--out", type=Path, help="folder for results, by default runs/agnews-PRESET")
-    folders.add_argument("--jobs", type=int, help="runs at once, by default one per core, or one on a GPU")
+    found.add_argument("--cache", type=Path, help="folder for the small GPT-2, by default the user's cache")
+    found.add_argument("--out", type=Path, help="folder for results, by default runs/agnews-PRESET")
+    found.add_argument("--jobs", type=int, help="runs at once, by default one for each core, or one on a GPU")
+    settings = found.add_argument_group("settings", "Left out, the preset decides.")
+    for one in fields(Config):
+        if one.metadata:
+            how = {"action": BooleanOptionalAction} if one.default is True else {"type": _reader(one.default)}
+            settings.add_argument(f"--{one.name.replace('_', '-')}", help=one.metadata["help"], **how)
     return found
 
 
-def kind(setting: Field[Any]) -> dict[str, Any]:
-    """Return how argparse reads a setting; left out, the preset decides."""
-    if isinstance(setting.default, bool):
-        return {"action": argparse.BooleanOptionalAction}
-    if not isinstance(setting.default, tuple):
-        return {"type": type(setting.default), "metavar": type(setting.default).__name__.upper()}
-    one = type(setting.default[0])
+def _reader(default: Any) -> Any:
+    """Return what turns an argument into a value like the default."""
+    if not isinstance(default, tuple):
+        return type(default)
 
-    def several(text: str) -> tuple[Any, ...]:
-        return tuple(one(part.strip()) for part in text.split(",") if part.strip())
+    def values(text: str) -> tuple[Any, ...]:
+        return tuple(type(default[0])(part.strip()) for part in text.split(",") if part.strip())
 
-    several.__name__ = f"list of {one.__name__}"  # as argparse names it in errors
-    return {"type": several, "metavar": "A,B,..."}
+    return values
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the experiment; return 0, 1 if a run failed, 2 if it could not start, 130 if it was stopped."""
+    """Run the experiment; return 0, 2 if it could not start, or 130 if it was stopped."""
     given = vars(parser().parse_args(arguments))
     console = Console(highlight=False)
     try:
-        if given["preset"] not in PRESETS:
-            raise SetupError(f"unknown preset {given['preset']!r}; choose from {', '.join(PRESETS)}")
-        settings = {f.name: given[f.name] for f in fields(Config) if given.get(f.name) is not None}
+        settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
         config = replace(PRESETS[given["preset"]], **settings)
         folder, origin = given["data"], "--data"
         if folder is None and (named := os.environ.get("AGNEWS_DIR")):
@@ -94,15 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         from . import experiment  # torch and transformers take seconds to import; --help should not wait
 
-        cache = given["cache"] or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gemproj"
-        out = given["out"] or Path("runs") / f"agnews-{config.preset}"
-        return 0 if experiment.run(config, articles, cache, out, given["jobs"], console) else 1
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gemproj")
+        out = given["out"] or Path("runs", f"agnews-{config.preset}")
+        experiment.run(config, articles, given["cache"] or cache, out, given["jobs"], console)
     except SetupError as error:
         console.print(f"[red]error[/]     {escape(str(error))}")
         return 2
     except KeyboardInterrupt:
         console.print("[yellow]stopped[/]   finished runs are kept; the same command goes on from here")
         return 130
+    return 0
 
 
 if __name__ == "__main__":

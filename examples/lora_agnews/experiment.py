@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -24,26 +25,10 @@ from .stream import Experience
 
 def run(
     config: Config, articles: Articles, cache: Path, out: Path, jobs: int | None, console: Console
-) -> bool:
+) -> None:
     """Run an experiment and leave tables, figures and ``results.json`` in `out`.
 
-    Parameters
-    ----------
-    config, articles
-        The settings and the data.
-    cache
-        Where the small backbone is kept.
-    out
-        Where results go, and are looked for.
-    jobs
-        Number of worker processes; None takes all cores, or one on a GPU.
-    console
-        Where to tell what happens.
-
-    Returns
-    -------
-    bool
-        Whether every run succeeded.
+    The small backbone is kept in `cache`. Without `jobs`, all cores work, or one process on a GPU.
     """
     config = replace(config, device=_device(config.device))
     console.print(f"[bold]data[/]      {escape(f'{articles.source} ({articles.reason})')}")
@@ -60,63 +45,56 @@ def run(
         console.print(f"[bold]backbone[/]  {config.backbone}")
     _compile_loops(console)
 
-    workers = jobs or (_usable_cores() if config.device == "cpu" else 1)
-    todo = [
-        runs.Run(config, method, seed, experiences, folder)
-        for method in config.methods
-        for seed in config.seeds
-    ]
-    at_once = min(workers, len(todo))
-    console.print(f"[bold]runs[/]      {len(todo)} on {config.device}, {at_once} at a time, into {out}")
-    records, failed = runs.compare(todo, out / "runs", workers, console)
-    if records:
-        about = {"data": articles.source, "backbone": config.backbone, "environment": runs.environment()}
-        summary = report.summarize(records)
-        runs.write(out / "results.json", json.dumps(report.results(config, about, records, failed), indent=1))
-        runs.write(out / "table.md", report.markdown(summary))
-        paths = figures.draw(records, summary, out)
-        console.print()
-        report.show(summary, console)
-        names = ", ".join(path.name for path in [out / "results.json", out / "table.md", *paths])
-        console.print(f"[bold]written[/]   {names} in {out}")
-    if failed:
-        console.print(f"[red]{len(failed)} of {len(todo)} runs failed: {', '.join(failed)}; the rest is kept")
-    return not failed
+    stage = experiences, folder
+    todo = [runs.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(jobs or (cores if config.device == "cpu" else 1), len(todo))
+    console.print(f"[bold]runs[/]      {len(todo)} on {config.device}, {workers} at a time, into {out}")
+    records = runs.compare(todo, out / "runs", workers, console)
+
+    machine = {"python": platform.python_version(), "system": platform.system(), "cpu": platform.machine()}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+    summary = report.summarize(records)
+    about = {"config": asdict(config), "data": articles.source, "environment": runs.VERSIONS | machine}
+    results = json.dumps(about | {"summary": summary, "runs": records}, indent=1)
+    (out / "results.json").write_text(results, encoding="utf-8")
+    (out / "table.md").write_text(report.markdown(summary), encoding="utf-8")
+    paths = figures.draw(records, summary, out)
+    console.print()
+    report.show(summary, console)
+    names = ", ".join(["results.json", "table.md", *(path.name for path in paths)])
+    console.print(f"[bold]written[/]   {names} in {out}")
 
 
 def _small_backbone(config: Config, experiences: Sequence[Experience], cache: Path, console: Console) -> Path:
     train, test = stream.merge(e.train for e in experiences), stream.merge(e.test for e in experiences)
     folder = small.cached(config, train.texts, cache)
+    told = "[bold]backbone[/]  small GPT-2,"
     if folder.is_dir():
-        console.print(f"[bold]backbone[/]  small GPT-2, pretrained earlier ({folder})")
+        console.print(f"{told} pretrained earlier ({folder})")
         return folder
-    console.print(
-        f"[bold]backbone[/]  small GPT-2, to be pretrained once on the {len(train.texts):,} training articles"
-    )
+    console.print(f"{told} to be pretrained once on the {len(train.texts):,} training articles")
     columns = TextColumn("pretraining"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
         bar = progress.add_task("", total=config.small_steps)
         small.prepare(config, train.texts, folder, lambda done: progress.update(bar, completed=done))
-    accuracy = small.probe(folder, config.max_length, train, test)
+    share = small.probe(folder, config.max_length, train, test)
     console.print(f"          kept in {folder}")
     console.print(
-        f"          a linear classifier on its frozen features reaches {accuracy:.1%} on the test rows"
+        f"          a linear classifier on its frozen features reaches {share:.1%} on the test rows"
     )
     return folder
 
 
 def _compile_loops(console: Console) -> None:
-    """Project something small, so that gemproj says it here, once, if it has to compile its loops first."""
+    """Project something small: if gemproj has to compile its loops first, it logs that here, and once."""
     handler, logger = logging.Handler(logging.INFO), logging.getLogger("gemproj")
     handler.emit = lambda record: console.print(f"[bold]gemproj[/]   {escape(record.getMessage())}")  # type: ignore[method-assign]
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     project(torch.ones(2, 1000), -torch.ones(1000))
     logger.removeHandler(handler)
-
-
-def _usable_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _device(name: str) -> str:

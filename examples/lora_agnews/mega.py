@@ -11,21 +11,19 @@ from torch import Tensor, nn
 
 from gemproj import combine, gram
 
-Weights = Callable[[Any, Any, Any, float, float], tuple[float, float]]
+Weights = Callable[[float, float, float, float, float], tuple[float, float]]
 
 
 class MEGA:
     """Weigh the gradient g of a batch against the gradient r on the memory by their losses.
 
-    No projection but a balance, and no part of gemproj: `gram` and `combine` are all that it needs. It has
-    the methods of a `GradientProjector` that the loop calls.
+    A balance rather than a projection. It has the methods of a `GradientProjector` that the loop calls.
 
     Parameters
     ----------
     parameters : sequence of torch.nn.Parameter
-        What is trained.
     weights : callable
-        From the Gram matrix of r and g, the loss and the loss on the memory to u and v: x = u g + v r.
+        ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)``, for x = u g + v r.
     """
 
     on = "gradient"
@@ -33,36 +31,39 @@ class MEGA:
     def __init__(self, parameters: Sequence[Tensor], weights: Weights) -> None:
         self.parameters, self.weights = parameters, weights
 
-    def recall(self, model: nn.Module, batches: Iterable[Any], loss: Callable[..., Any]) -> None:
+    def recall(self, model: nn.Module, batches: Iterable[Any], loss: Callable[..., Tensor]) -> None:
         """Take the gradient on the one batch, without dropout."""
         [batch] = batches
         model.eval()
-        self.reference = loss(model, batch)
-        self.r = [row[None] for row in torch.autograd.grad(self.reference, self.parameters)]
+        reference = loss(model, batch)
+        self.r = [row[None] for row in torch.autograd.grad(reference, self.parameters)]
+        self.reference = float(reference.detach())
         model.train()
 
     def balance_(self, loss: Tensor) -> None:
-        """Replace the gradients by u g + v r."""
+        """Replace the gradients."""
         g = [p.grad for p in self.parameters]
-        u, v = self.weights(*gram(self.r, g), float(loss), float(self.reference))
-        for p, x in zip(self.parameters, combine(self.r, [u * part for part in g], [v]), strict=True):
-            p.grad = x
+        K, b, gg = gram(self.r, g)
+        u, v = self.weights(float(K), float(b), float(gg), float(loss.detach()), self.reference)
+        x = combine(self.r, [u * part for part in g], b.new_tensor([v]))
+        for p, part in zip(self.parameters, x, strict=True):
+            p.grad = part
 
     def reset(self) -> None:
         """Nothing is carried from step to step."""
 
 
-def mega1(K: Any, b: Any, gg: Any, loss: float, reference: float) -> tuple[float, float]:
-    """MEGA-I: add r, weighed by the ratio of the losses; r alone where the batch is learned."""
+def mega1(rr: float, rg: float, gg: float, loss: float, reference: float) -> tuple[float, float]:
+    """Add r, weighed by the ratio of the losses; r alone once the batch is learned."""
     return (1.0, reference / loss) if loss > 1e-3 else (0.0, 1.0)
 
 
-def mega2(K: Any, b: Any, gg: Any, loss: float, reference: float) -> tuple[float, float]:
-    """MEGA-II: rotate g towards r, as far as the losses say, by a right angle at most."""
-    length, size = math.sqrt(K[0, 0]), math.sqrt(gg)
-    angle = math.acos(max(-1.0, min(1.0, float(b[0]) / (length * size)))) if length * size > 0 else 0.0
-    if math.sin(angle) < 1e-7:
+def mega2(rr: float, rg: float, gg: float, loss: float, reference: float) -> tuple[float, float]:
+    """Rotate g towards r, as far as the losses say, and by a right angle at most."""
+    cosine = rg / math.sqrt(rr * gg) if rr * gg > 0 else 1.0
+    angle = math.acos(max(-1.0, min(cosine, 1.0)))
+    if math.sin(angle) < 1e-7:  # no plane to rotate in
         return 1.0, 0.0
     turn = math.atan2(reference * math.sin(angle), loss + reference * math.cos(angle))
     turn = max(0.0, min(turn, math.pi / 2))
-    return math.sin(angle - turn) / math.sin(angle), math.sin(turn) / math.sin(angle) * size / length
+    return math.sin(angle - turn) / math.sin(angle), math.sin(turn) / math.sin(angle) * math.sqrt(gg / rr)

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 from gemproj import PGD
-from gemproj.torch import EpisodicMemory, GradientProjector
+from gemproj.torch import EpisodicMemory
 
 from .config import Config
-from .mega import MEGA, mega1, mega2
+from .mega import Weights, mega1, mega2
 
-
-def all_tasks(memory: EpisodicMemory, size: int) -> Iterable[Any]:
-    """GEM: one constraint for each past task, on its whole memory."""
-    return memory.batches()
-
-
-def one_task(memory: EpisodicMemory, size: int) -> Iterable[Any]:
-    """S-GEM: the constraint of one past task at random."""
-    return [memory.batch(memory.draw_task())]
-
-
-def one_sample(memory: EpisodicMemory, size: int) -> Iterable[Any]:
-    """A-GEM and MEGA: one gradient, on a sample of all memories."""
-    return [memory.sample(size)]
+Memory = Callable[[EpisodicMemory, int], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -51,33 +35,38 @@ class Method:
 
     title: str
     colour: str
-    batches: Callable[[EpisodicMemory, int], Iterable[Any]] | None = None
+    batches: Memory | None = None
     options: Callable[[Config], dict[str, Any]] = lambda c: {}
-    balance: Callable[..., tuple[float, float]] | None = None
+    balance: Weights | None = None
     replay: bool = False
 
-    def projector(self, parameters: Sequence[Tensor], config: Config) -> GradientProjector | MEGA:
-        """Return what changes the gradients of the parameters."""
-        if self.balance is not None:
-            return MEGA(parameters, self.balance)
-        return GradientProjector(parameters, **self.options(config))
+
+def all_tasks(memory: EpisodicMemory, size: int) -> Iterable[Any]:
+    """GEM: one constraint for each past task, on its whole memory."""
+    return memory.batches()
 
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        "plain": Method("Fine-tuning", "#999999"),
-        "agem": Method("A-GEM", "#E69F00", one_sample, lambda c: {"method": "agem"}),
-        "sgem": Method("S-GEM", "#CC79A7", one_task, lambda c: {"method": "agem"}),
-        "gem": Method("GEM", "#0072B2", all_tasks, lambda c: {"margin": c.margin}),
-        "igem": Method(
-            "I-GEM", "#D55E00", all_tasks, lambda c: {"method": PGD(steps=c.pgd_steps), "margin": c.margin}
-        ),
-        "gem-step": Method(
-            "GEM, step", "#56B4E9", all_tasks, lambda c: {"margin": c.margin, "on": c.on, "metric": c.metric}
-        ),
-        "softgem": Method("SOFT-GEM", "#882255", all_tasks, lambda c: {"penalty": c.penalty}),
-        "mega1": Method("MEGA-I", "#44AA99", one_sample, balance=mega1),
-        "mega2": Method("MEGA-II", "#999933", one_sample, balance=mega2),
-        "replay": Method("Replay", "#009E73", replay=True),
-    }
-)
+def one_task(memory: EpisodicMemory, size: int) -> Iterable[Any]:
+    """S-GEM: the constraint of one past task at random."""
+    return [memory.batch(memory.draw_task())]
+
+
+def one_sample(memory: EpisodicMemory, size: int) -> Iterable[Any]:
+    """A-GEM and MEGA: one gradient, on a sample of all memories."""
+    return [memory.sample(size)]
+
+
+METHODS = {
+    "plain": Method("Fine-tuning", "#999999"),
+    "agem": Method("A-GEM", "#E69F00", one_sample, lambda c: {"method": "agem"}),
+    "sgem": Method("S-GEM", "#CC79A7", one_task, lambda c: {"method": "agem"}),
+    "gem": Method("GEM", "#0072B2", all_tasks, lambda c: {"margin": c.margin}),
+    "igem": Method("I-GEM", "#D55E00", all_tasks, lambda c: {"method": PGD(c.pgd_steps), "margin": c.margin}),
+    "gem-step": Method(
+        "GEM, step", "#56B4E9", all_tasks, lambda c: {"margin": c.margin, "on": c.on, "metric": c.metric}
+    ),
+    "softgem": Method("SOFT-GEM", "#882255", all_tasks, lambda c: {"penalty": c.penalty}),
+    "mega1": Method("MEGA-I", "#44AA99", one_sample, balance=mega1),
+    "mega2": Method("MEGA-II", "#999933", one_sample, balance=mega2),
+    "replay": Method("Replay", "#009E73", replay=True),
+}

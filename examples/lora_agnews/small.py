@@ -36,7 +36,7 @@ THREADS = 2  # fixed: sums in another order make another model
 
 
 def cached(config: Config, texts: Sequence[str], cache: Path) -> Path:
-    """Return the folder for this model on these texts, whether it is there yet or not."""
+    """Return the folder of this model, there already or not; its name is a hash of all that shapes it."""
     shape = [config.small_layers, config.small_width, config.small_vocabulary, config.small_steps]
     majors = [version(name).split(".")[0] for name in LIBRARIES]
     recipe = [shape, config.max_length, BATCH, LR, SEED, EMBEDDING_SCALE, THREADS, majors, list(texts)]
@@ -71,10 +71,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def train_model(
-    config: Config,
-    tokenizer: PreTrainedTokenizerFast,
-    texts: Sequence[str],
-    on_step: Callable[[int], None],
+    config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], on_step: Callable[[int], None]
 ) -> GPT2LMHeadModel:
     """Model the language of the texts for a fixed number of steps, one article a row."""
     rows = tokenizer(
@@ -106,45 +103,44 @@ def initial_model(
 ) -> GPT2LMHeadModel:
     """Return a model whose first layer already averages meaningful word vectors.
 
-    Left to a minute of training, such averaging would not be learnt. So the value and output maps of the
-    first attention start near the identity, and attention itself starts out uniform.
+    A minute of training would not teach it that. So the value and output maps of the first attention start
+    near the identity, and attention itself starts out uniform.
     """
-    model = GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_positions=config.max_length,
-            n_embd=config.small_width,
-            n_layer=config.small_layers,
-            n_head=max(1, config.small_width // 32),
-            activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one operation
-            resid_pdrop=0.0,  # dropout took half of a training step here, and the adapters have their own
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
-            bos_token_id=tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
+    width = config.small_width
+    shape = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=config.max_length,
+        n_embd=width,
+        n_layer=config.small_layers,
+        n_head=max(1, width // 32),
+        activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one operation
+        resid_pdrop=0.0,  # dropout took half of a training step here, and the adapters have their own
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=tokenizer.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
     )
+    model = GPT2LMHeadModel(shape)
     attention = model.transformer.h[0].attn
     with torch.no_grad():
-        model.transformer.wte.weight.copy_(word_vectors(config, tokenizer, texts))
-        attention.c_attn.weight[:, -config.small_width :] += torch.eye(config.small_width)
-        attention.c_proj.weight += torch.eye(config.small_width)
+        model.transformer.wte.weight.copy_(word_vectors(width, tokenizer, texts))
+        attention.c_attn.weight[:, -width:] += torch.eye(width)
+        attention.c_proj.weight += torch.eye(width)
     return model
 
 
-def word_vectors(config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
+def word_vectors(width: int, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
     """Return (vocabulary, width) vectors: normalised right singular vectors of the articles' tf-idf."""
     tfidf = TfidfVectorizer(
         analyzer=tokenizer.tokenize, vocabulary=tokenizer.get_vocab(), lowercase=False, sublinear_tf=True
     )
-    svd = TruncatedSVD(config.small_width, random_state=SEED).fit(tfidf.fit_transform(texts))
-    vectors = svd.components_.T
+    vectors = TruncatedSVD(width, random_state=SEED).fit(tfidf.fit_transform(texts)).components_.T
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     directions = vectors / np.maximum(
         lengths, 1e-3 * lengths.max()
     )  # a token that is hardly seen stays short
-    return torch.from_numpy(directions * EMBEDDING_SCALE * config.small_width**0.5).float()
+    return torch.from_numpy(directions * EMBEDDING_SCALE * width**0.5).float()
 
 
 def probe(folder: Path, context: int, train: Split, test: Split) -> float:
@@ -152,18 +148,13 @@ def probe(folder: Path, context: int, train: Split, test: Split) -> float:
     quiet()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = GPT2Model.from_pretrained(folder).eval()
+    how = {"truncation": True, "max_length": context, "padding": True, "return_tensors": "pt"}
 
     @torch.no_grad()
     def features(texts: Sequence[str]) -> np.ndarray:
         parts = []
         for start in range(0, len(texts), 64):
-            rows = tokenizer(
-                list(texts[start : start + 64]),
-                truncation=True,
-                max_length=context,
-                padding=True,
-                return_tensors="pt",
-            )
+            rows = tokenizer(list(texts[start : start + 64]), **how)
             last = rows["attention_mask"].sum(dim=1) - 1
             parts.append(model(**rows).last_hidden_state[torch.arange(len(last)), last])
         return torch.cat(parts).numpy()

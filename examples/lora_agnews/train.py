@@ -1,4 +1,4 @@
-"""One run: one method learns the stream under one seed. `learn` is the loop to copy."""
+"""One run: one method learns the stream under one seed."""
 
 from __future__ import annotations
 
@@ -7,41 +7,40 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from gemproj.torch import EpisodicMemory
+from gemproj.torch import EpisodicMemory, GradientProjector
 
 from . import backbone, stream
+from .backbone import batch_loss
 from .config import Config
+from .mega import MEGA
 from .methods import METHODS, Method
-from .record import Recorder, batch_loss, rows
+from .record import Recorder
 
 Batch = dict[str, Tensor]
 
 
 def learn(
-    config: Config,
-    method: Method,
-    seed: int,
-    model: torch.nn.Module,
-    tasks: Sequence[Batch],
-    record: Recorder,
+    config: Config, method: Method, seed: int, model: nn.Module, tasks: Sequence[Batch], record: Recorder
 ) -> None:
-    """Learn one task after the other; `record` only watches."""
+    """Learn one task after the other: the loop to copy. Whatever `record` does, learning is the same."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=config.lr)
     memory = EpisodicMemory(per_task=config.per_task, label="labels", seed=seed)
-    projector = method.projector(trainable, config)
     shuffler = torch.Generator().manual_seed(seed)
+    projector: Any = GradientProjector(trainable, **method.options(config))
+    if method.balance:
+        projector = MEGA(trainable, method.balance)
     attached = projector.on != "gradient"
     if attached:  # from now on, the steps of the optimizer are projected
         projector.attach(optimizer)
-    record.start(model, trainable, projector, memory)
+    record.start(trainable, memory, projector)
 
     for k, task in enumerate(tasks):
         projector.reset()  # other constraints, no warm start
         for batch in batches(task, config.batch_size, config.epochs, shuffler):
-            record.step += 1
+            record.begin_step()
             with record.time("batch"):
                 loss = batch_loss(model, batch)
                 if method.replay and len(memory):
@@ -61,12 +60,19 @@ def learn(
             elif attached:
                 projector.reset()  # a step without constraints
 
-            record.before_step()
+            record.before_update()
             with record.time("optimizer"):
                 optimizer.step()
-            record.after_step()
+            record.after_update()
         memory.add(task, k)
-        record.after_task()
+        record.end_task()
+
+
+def batches(examples: Batch, size: int, epochs: int, generator: torch.Generator) -> Iterator[Batch]:
+    """Yield shuffled batches, epoch after epoch."""
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(examples["labels"]), generator=generator).split(size):
+            yield backbone.rows(examples, chosen)
 
 
 def run(
@@ -79,31 +85,16 @@ def run(
 ) -> dict[str, Any]:
     """Learn the stream with the method of this name and return what `Recorder.result` says of it.
 
-    Parameters
-    ----------
-    experiences
-        In their own order; the seed shuffles them.
-    folder
-        The backbone.
-    on_step
-        Called with steps done, steps in total, and a word on where the run is.
+    The seed shuffles the experiences, `folder` holds the backbone, and `on_step` is told steps done, steps in
+    total, and a word on where the run is.
     """
-    device = torch.device(config.device)
     model, tokenizer = backbone.load(folder, seed, config.dropout)
-    model.to(device)
+    model.to(config.device)
     tasks = [experiences[k] for k in stream.order(config.experiences, seed)]
     train, test = (
-        [backbone.encode(part, tokenizer, config.max_length, device) for part in parts]
-        for parts in ([task.train for task in tasks], [task.test for task in tasks])
+        [backbone.encode(getattr(task, part), tokenizer, config) for task in tasks]
+        for part in ("train", "test")
     )
-    lengths = [config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train]
-    record = Recorder(config, METHODS[name], test, lengths, on_step)
+    record = Recorder(config, METHODS[name], model, train, test, on_step)
     learn(config, METHODS[name], seed, model, train, record)
     return {"method": name, "seed": seed, "order": [task.name for task in tasks], **record.result()}
-
-
-def batches(examples: Batch, size: int, epochs: int, generator: torch.Generator) -> Iterator[Batch]:
-    """Yield shuffled batches, epoch after epoch."""
-    for _ in range(epochs):
-        for chosen in torch.randperm(len(examples["labels"]), generator=generator).split(size):
-            yield rows(examples, chosen)
