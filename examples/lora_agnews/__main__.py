@@ -24,13 +24,13 @@ from .config import PRESETS, Config, SetupError
 
 def parser() -> ArgumentParser:
     """Return the parser: an option for every described setting of `Config`, and where things are."""
-    found = ArgumentParser("python -m examples.lora_agnews", description=__doc__)
+    found = ArgumentParser("python -m examples.lora_agnews", "%(prog)s [options]", __doc__)
     found.add_argument(
         "--preset",
         default="quick",
         choices=list(PRESETS),
-        help="quick (default): a small GPT-2, minutes on a CPU. paper: the paper's settings, GPT-2 medium, for a "
-        "GPU. mini: seconds, to see that everything works",
+        help="quick (default): a small GPT-2, minutes on a CPU. paper: the paper's settings and GPT-2 medium, "
+        "for a GPU. mini: seconds, to see that everything works",
     )
     found.add_argument(
         "--data",
@@ -57,6 +57,7 @@ def _reader(default: Any) -> Any:
     def values(text: str) -> tuple[Any, ...]:
         return tuple(type(default[0])(part.strip()) for part in text.split(",") if part.strip())
 
+    values.__name__ = f"list of {type(default[0]).__name__}"  # for argparse's error
     return values
 
 
