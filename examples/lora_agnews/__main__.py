@@ -29,7 +29,7 @@ def parser() -> ArgumentParser:
         "--preset",
         default="quick",
         choices=list(PRESETS),
-        help="quick (default): a small GPT-2, minutes on a CPU. paper: the paper's settings and GPT-2 medium, "
+        help="quick (default): a small GPT-2, minutes on CPUs. paper: the paper's settings, GPT-2 medium, "
         "for a GPU. mini: seconds, to see that everything works",
     )
     found.add_argument(

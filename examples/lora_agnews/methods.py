@@ -17,28 +17,14 @@ Memory = Callable[[EpisodicMemory, int], Iterable[Any]]
 
 @dataclass(frozen=True)
 class Method:
-    """A continual-learning method.
-
-    Parameters
-    ----------
-    title, colour : str
-        Name in tables and figures; colour in figures (Okabe and Ito's palette).
-    batches : callable, optional
-        From the memory and a sample's size to the batches whose gradients constrain the step.
-    options : callable
-        From the settings to the options of the `GradientProjector`.
-    balance : callable, optional
-        The weights of `MEGA`, which takes the projector's place.
-    replay : bool
-        Whether a sample of the memory is learned along with each batch.
-    """
+    """A continual-learning method; colours are Okabe and Ito's."""
 
     title: str
     colour: str
-    batches: Memory | None = None
-    options: Callable[[Config], dict[str, Any]] = lambda c: {}
-    balance: Weights | None = None
-    replay: bool = False
+    batches: Memory | None = None  # from memory and sample size: whose gradients constrain the step
+    options: Callable[[Config], dict[str, Any]] = lambda c: {}  # of the GradientProjector
+    balance: Weights | None = None  # of MEGA, which takes the projector's place
+    replay: bool = False  # whether a sample of the memory is learned along with each batch
 
 
 def all_tasks(memory: EpisodicMemory, size: int) -> Iterable[Any]:

@@ -83,10 +83,9 @@ def run(
     folder: Path,
     on_step: Callable[[int, int, str], None] = lambda done, total, note: None,
 ) -> dict[str, Any]:
-    """Learn the stream with the method of this name and return what `Recorder.result` says of it.
+    """Learn the stream in an order of the seed's, from the backbone in the folder; return what was measured.
 
-    The seed shuffles the experiences, `folder` holds the backbone, and `on_step` is told steps done, steps in
-    total, and a word on where the run is.
+    `on_step` is told steps done, steps in total, and a word on where the run is.
     """
     model, tokenizer = backbone.load(folder, seed, config.dropout)
     model.to(config.device)
