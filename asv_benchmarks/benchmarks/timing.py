@@ -32,8 +32,8 @@ class Call(NamedTuple):
 def in_turn(calls: Mapping[Key, Call], seconds: float) -> dict[Key, list[float]]:
     """Return the times of each call, taken in turn so that all see the same machine.
 
-    Every call gets 5 rounds, and up to 15 of them as long as it has not taken `seconds` in all; fewer only where
-    they take more than 5 seconds.
+    Every call gets 5 rounds, and up to 15 of them as long as it has not taken `seconds` in all. One that has
+    taken more than 5 seconds gets no further round.
     """
     times: dict[Key, list[float]] = {key: [] for key in calls}
     for call in calls.values():  # once for nothing: libraries load, make their threads and touch their memory
