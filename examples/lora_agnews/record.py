@@ -46,7 +46,7 @@ class Recorder:
         self.test, self.glimpse = test, [rows(part, slice(config.eval_rows)) for part in test]
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.probes: list[dict[str, float]] = []
-        self.step, self.R = 0, [self._accuracies(test)]
+        self.R = [self._accuracies(test)]
         self.curve: list[dict[str, Any]] = [{"step": 0, "accuracy": self._accuracies(self.glimpse)}]
 
     def start(self, parameters: Sequence[Tensor], memory: EpisodicMemory, projector: Any) -> None:
@@ -63,26 +63,24 @@ class Recorder:
         start = self._now()
         yield
         self.seconds[phase].append(self._now() - start)
+        self.timed.add(phase)
 
-    def begin_step(self) -> None:
-        """Count a step."""
-        self.step += 1
-        remembered = len(self.memory) > 0
-        self.projected = bool(
-            remembered and self.method.batches and not self.step % self.config.projection_interval
-        )
-        self.probed = remembered and self._due(self.config.probe_interval)
+    def begin_step(self, step: int) -> None:
+        """Begin a step, the first one being number 1."""
+        self.step = step
+        self.timed: set[str] = set()  # the phases of this step
+        self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
 
     def before_update(self) -> None:
         """Compute the gradients of all tasks where the method has not, and note the parameters."""
         if self.probed:
-            if not (self.projected and self.witness is self.projector):
+            if not (self.witness is self.projector and "constraints" in self.timed):
                 self.witness.recall(self.model, self.memory.batches(), batch_loss)
             self.before = _flat(self.parameters)
 
     def after_update(self) -> None:
         """Write down what the step has done."""
-        if self.projected and self.projector.on != "gradient":  # projected inside of optimizer.step
+        if "constraints" in self.timed and self.projector.on != "gradient":  # projected in optimizer.step
             spent = self.projector.last.seconds - self.seconds["constraints"][-1]
             self.seconds["optimizer"][-1] -= spent
             self.seconds["projection"].append(spent)

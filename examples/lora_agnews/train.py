@@ -37,10 +37,12 @@ def learn(
         projector.attach(optimizer)
     record.start(trainable, memory, projector)
 
+    step = 0
     for k, task in enumerate(tasks):
         projector.reset()  # other constraints, no warm start
         for batch in batches(task, config.batch_size, config.epochs, shuffler):
-            record.begin_step()
+            step += 1
+            record.begin_step(step)
             with record.time("batch"):
                 loss = batch_loss(model, batch)
                 if method.replay and len(memory):
@@ -48,7 +50,7 @@ def learn(
                 optimizer.zero_grad()
                 loss.backward()
 
-            if method.batches and len(memory) and record.step % config.projection_interval == 0:
+            if method.batches and len(memory) and step % config.projection_interval == 0:
                 with record.time("constraints"):
                     projector.recall(model, method.batches(memory, config.sample_size), batch_loss)
                 if method.balance:
