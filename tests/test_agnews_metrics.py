@@ -52,7 +52,7 @@ def test_spread_and_guarantee():
         (mega.mega1, 0.5, [-2.0, 4.0]),  # g + 2 r
         (mega.mega1, 0.0, [1.0, 1.0]),  # learned: r
         (mega.mega2, 0.0, [2.0, 4.0]),  # at a right angle to g, on the side of r
-        (mega.mega2, 1.0, [-0.7171, 4.4143]),  # along g / |g| + r / |r|
+        (mega.mega2, 1.0, [-0.7164, 4.4144]),  # along g / |g| + r / |r|
         (mega.mega2, 1e9, [-4.0, 2.0]),  # r is all but learned: g
     ],
 )
