@@ -157,16 +157,16 @@ def kkt_residual(G: Any, g: Any, x: Any, multipliers: Any) -> float:
     if that is less); and ``|x - g - G' multipliers|`` over |g|.
     """
     vector, lam, here = to_numpy(g), to_numpy(multipliers), to_numpy(x)
-    size = np.linalg.norm(vector)
+    size = float(np.linalg.norm(vector))
     left, worst = here - vector, 0.0
     for i, value in enumerate(lam):
         row = to_numpy(G[i])
-        norm = np.linalg.norm(row)
-        slack = row @ here / (norm * size)
-        step = value * norm / size
+        norm = float(np.linalg.norm(row))
+        slack = float(row @ here) / (norm * size)
+        step = float(value) * norm / size
         worst = max(worst, -slack, -step, min(abs(step), abs(slack)))
         left -= value * row
-    return rounded(max(worst, np.linalg.norm(left) / size))
+    return rounded(max(worst, float(np.linalg.norm(left)) / size))
 
 
 def rounded(value: float) -> float:

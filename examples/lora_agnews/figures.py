@@ -136,7 +136,7 @@ def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
     axes.yaxis.set_minor_formatter("")
     axes.set_ylabel("Time (ms, log scale)")
     looks = {"color": "#666666"}, {"edgecolor": "#666666", **hatched}
-    keys: Any = [plt.Rectangle((0, 0), 1, 1, **look) for look in looks]  # type: ignore[arg-type]
+    keys: Any = [plt.Rectangle((0, 0), 1, 1, **look) for look in looks]
     names = ["One projection", "Constraint gradients of a step"]
     figure.legend(keys, names, loc="outside upper center", ncols=2)
     note = "Means; error bars: standard deviation across seeds.\nMethods that do not project are left out."

@@ -42,7 +42,7 @@ class MEGA:
 
     def balance_(self, loss: Tensor) -> None:
         """Replace the gradients."""
-        g = [p.grad for p in self.parameters]
+        g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         K, b, gg = gram(self.r, g)
         u, v = self.weights(float(K), float(b), float(gg), float(loss.detach()), self.reference)
         x = combine(self.r, [u * part for part in g], b.new_tensor([v]))

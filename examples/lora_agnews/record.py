@@ -49,7 +49,7 @@ class Recorder:
         self.R = [self._accuracies(test)]
         self.curve: list[dict[str, Any]] = [{"step": 0, "accuracy": self._accuracies(self.glimpse)}]
 
-    def start(self, parameters: Sequence[Tensor], memory: EpisodicMemory, projector: Any) -> None:
+    def start(self, parameters: Sequence[nn.Parameter], memory: EpisodicMemory, projector: Any) -> None:
         """Note what is watched."""
         self.parameters, self.memory, self.projector = parameters, memory, projector
         own = self.method.batches is all_tasks  # then it holds the gradients of all tasks already
