@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-gpu bench-constraints bench-exchange bench-asv accuracy fuzz docs lint clean clean-compiled
+.PHONY: help demo test bench bench-gpu bench-exchange bench-asv accuracy fuzz docs lint clean clean-compiled
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -27,16 +27,13 @@ test: $(STAMP)  ## Run all tests and the examples of the documentation.
 PORTABLE := $(addprefix tests/test_,stages.py exact.py methods.py refine.py certificate.py derivative.py bad_input.py)
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
-	$(BIN)/python -m benchmarks.projection $(ARGS)
+	$(BIN)/python -m asv_benchmarks.reports.projection $(ARGS)
 
 bench-gpu: $(STAMP)  ## Check and time the kernels on an NVIDIA device.
-	$(BIN)/python -m benchmarks.gpu --out docs/results/bench-gpu.md $(ARGS)
-
-bench-constraints: $(STAMP)  ## Time four ways to the gradients of past tasks.
-	$(BIN)/python -m benchmarks.constraints --out docs/results/constraints-cpu.md $(ARGS)
+	$(BIN)/python -m asv_benchmarks.reports.gpu --out docs/results/bench-gpu.md $(ARGS)
 
 bench-exchange: $(STAMP)  ## Measure what a projection that is sharded over processes exchanges.
-	$(BIN)/python -m benchmarks.exchange --out docs/results/exchange.md $(ARGS)
+	$(BIN)/python -m asv_benchmarks.reports.exchange --out docs/results/exchange.md $(ARGS)
 
 ASV := $(BIN)/python -m asv --config asv_benchmarks/asv.conf.json
 
@@ -47,10 +44,10 @@ bench-asv: $(STAMP)  ## Record the benchmarks of this commit; pages of all recor
 	$(ASV) publish
 
 accuracy: $(STAMP)  ## Find out which solver fails where; tables and figure of docs/accuracy.md.
-	$(BIN)/python -m benchmarks.accuracy $(ARGS)
+	$(BIN)/python -m asv_benchmarks.reports.accuracy $(ARGS)
 
 fuzz: $(STAMP)  ## Compare a million degenerate integer problems with exact rational arithmetic.
-	$(BIN)/python -m benchmarks.fuzz $(ARGS)
+	$(BIN)/python -m asv_benchmarks.reports.fuzz $(ARGS)
 
 docs: $(STAMP)  ## Build the documentation into docs/_build.
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build

@@ -191,7 +191,7 @@ def test_outside_solvers_find_the_exact_projection(method, accuracy, options, xp
 
 def test_osqp_gives_up_at_its_start_not_at_infinity():
     pytest.importorskip("osqp")
-    from benchmarks.families import FAMILIES
+    from asv_benchmarks.reports.families import FAMILIES
 
     gave_up = 0
     for family in ("conflicting", "opposite, tilt 1e-5", "Hilbert, random signs"):

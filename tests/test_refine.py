@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from problems import assert_close
 
-from benchmarks.families import FAMILIES, opposite
+from asv_benchmarks.reports.families import FAMILIES, opposite
 from gemproj import PGD, Exact, Status, _refine, combine, gram, project, solve_dual
 
-judge = pytest.importorskip("benchmarks.judge")
+judge = pytest.importorskip("asv_benchmarks.reports.judge")
 
 # Largest residual of x and error of x over |g|; 1e-12 except where rows are dependent or nearly so.
 BOUNDS = {

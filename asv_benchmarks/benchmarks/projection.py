@@ -71,6 +71,23 @@ class Backends(Benchmark):
         return kkt_residual(self.G, self.g, project(self.G, self.g), sol.multipliers)
 
 
+class Layouts(Benchmark):
+    """The exact method in float32, on G stored by rows or by columns."""
+
+    params = (["rows", "columns"], BACKENDS, [2, 9, 49], COLUMNS[1:])
+    param_names = ("layout", "backend", "constraints t", "columns d")
+
+    def setup(self, layout, backend, t, d):
+        self.G, self.g, self.wait = problem(backend, "float32", t, d, layout)
+        self.out = 1.0 * self.g
+        self.wait()
+
+    @labelled("project(out=), by layout of G (exact, float32)")
+    def time_project(self, layout, backend, t, d):
+        project(self.G, self.g, out=self.out)
+        self.wait()
+
+
 class InPlace(Benchmark):
     """The exact method, overwriting g."""
 

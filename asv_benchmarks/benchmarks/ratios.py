@@ -2,17 +2,9 @@
 
 from gemproj import project
 
-from .common import (
-    COLUMNS,
-    LORA,
-    Benchmark,
-    agem_published,
-    best_times,
-    floor,
-    labelled,
-    problem,
-    rounded,
-)
+from .common import COLUMNS, LORA, Benchmark, labelled, problem, rounded
+from .peers import agem_published, floor
+from .timing import Call, in_turn
 
 
 class Ratios(Benchmark):
@@ -22,13 +14,13 @@ class Ratios(Benchmark):
     param_names = ("method", "constraints t", "columns d")
 
     def setup(self, method, t, d):
-        self.G, self.g, self.wait = problem("torch", "float32", t, d)
+        self.G, self.g, _ = problem("torch", "float32", t, d)
         self.out = 1.0 * self.g
 
     def ratio(self, method, other):
-        calls = {"this": lambda: project(self.G, self.g, method=method, out=self.out), "other": other}
-        best = best_times(calls, self.wait)
-        return rounded(best["this"] / best["other"])
+        this = Call(lambda: project(self.G, self.g, method=method, out=self.out))
+        times = in_turn({"this": this, "other": Call(other)}, 0.1)
+        return rounded(min(times["this"]) / min(times["other"]))
 
     @labelled("project / memory floor (torch)", "times as long as the memory floor")
     def track_to_memory_floor(self, method, t, d):
@@ -36,7 +28,7 @@ class Ratios(Benchmark):
 
     @labelled("project / A-GEM as published (torch)", "times as long as A-GEM on a given gradient")
     def track_to_agem_published(self, method, t, d):
-        return self.ratio(method, lambda: agem_published(self.G, self.g))
+        return self.ratio(method, lambda: agem_published(self.G[0], self.g))
 
     @labelled('project / method="agem" (torch)', "times as long as gemproj's A-GEM")
     def track_to_agem(self, method, t, d):

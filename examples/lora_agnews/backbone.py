@@ -1,18 +1,19 @@
-"""The model: a frozen GPT-2, low-rank adapters, and a linear head on the last token."""
+"""The model: a frozen GPT-2, low-rank adapters, and a linear head on the last token; and its batches."""
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from torch import Tensor, nn
 from transformers import AutoTokenizer, GPT2ForSequenceClassification, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from . import hub
-from .config import CLASSES, SetupError
+from .config import CLASSES, Config, SetupError
+from .data import unreachable_hub
+from .stream import Split
 
 LORA = {
     "r": 8,
@@ -24,76 +25,30 @@ LORA = {
 }
 
 
-class BackboneError(SetupError):
-    """There is no usable model under the given name."""
-
-
 def locate(name: str) -> Path:
-    """Return the folder of a backbone, a local one or a snapshot of a model on the hub.
-
-    Raises
-    ------
-    BackboneError
-        If there is neither; the message says what was tried.
-    """
-    if Path(name).is_dir():
-        folder = Path(name)
-    else:
+    """Return the folder of a backbone, a local one or a snapshot of a model on the hub."""
+    folder = Path(name)
+    if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        unreachable = hub.offline()
-        patterns = ["config.json", "model.safetensors", "*token*", "vocab.json", "merges.txt"]
+        reason = unreachable_hub()
+        wanted = ["config.json", "model.safetensors", "*token*", "vocab.json", "merges.txt"]
         try:
-            folder = Path(
-                snapshot_download(name, allow_patterns=patterns, local_files_only=bool(unreachable))
-            )
+            folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=bool(reason)))
         except Exception as error:
-            reason = unreachable or str(error).splitlines()[0]
-            raise BackboneError(
+            raise SetupError(
                 f"backbone {name!r} is no local folder, and no model that could be loaded from the hub: "
-                f"{reason}; --backbone small needs no download"
+                f"{reason or str(error).splitlines()[0]}; --backbone small needs no download"
             ) from error
     if not (folder / "config.json").is_file():
-        raise BackboneError(f"backbone {folder} holds no config.json: it was not written by save_pretrained")
+        raise SetupError(f"backbone {folder} holds no config.json: it was not written by save_pretrained")
     return folder
 
 
-def fingerprint(folder: Path) -> str:
-    """Return a short hash of every file of a model's folder."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.iterdir() if path.is_file()):
-        digest.update(path.name.encode())
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                digest.update(block)
-    return digest.hexdigest()[:16]
-
-
-def quiet() -> None:
-    """Silence reports that are no news: the head is new on purpose, and loading takes no time."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
-
-
 def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """Load a backbone and give it adapters and a head.
+    """Load a backbone and give it adapters and a head; only those require gradients.
 
-    Parameters
-    ----------
-    folder : Path
-        What `locate` or `pretrain.prepare` returned.
-    seed : int
-        Seeds torch for good: the head and the adapters, and after them every dropout mask of the run.
-    dropout : bool
-        Whether there are such masks.
-
-    Returns
-    -------
-    model : PeftModel
-        Only adapters and head require gradients.
-    tokenizer : PreTrainedTokenizerBase
-        Has a padding token, on the right.
+    The seed is torch's from now on: of the head and the adapters, and of every dropout mask of the run.
     """
     quiet()
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
@@ -107,6 +62,56 @@ def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreT
     model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **LORA))
     if not dropout:
         for module in model.modules():
-            if isinstance(module, torch.nn.Dropout):
+            if isinstance(module, nn.Dropout):
                 module.p = 0.0
     return model, tokenizer
+
+
+def encode(split: Split, tokenizer: PreTrainedTokenizerBase, config: Config) -> dict[str, Tensor]:
+    """Return a split as one batch of tensors, padded to one length everywhere: memories can mix."""
+    tokens = tokenizer(
+        list(split.texts),
+        truncation=True,
+        max_length=config.max_length,
+        padding="max_length",
+        return_tensors="pt",
+    )
+    batch = {name: tokens[name] for name in ("input_ids", "attention_mask")}
+    batch["labels"] = torch.tensor(split.labels)
+    return {name: values.to(config.device) for name, values in batch.items()}
+
+
+def rows(batch: dict[str, Tensor], which: slice | Tensor) -> dict[str, Tensor]:
+    """Select rows of a batch."""
+    return {name: values[which] for name, values in batch.items()}
+
+
+def batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the mean cross-entropy on a batch."""
+    return model(**_trim(batch)).loss
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, examples: dict[str, Tensor], size: int) -> float:
+    """Return the share of examples that the model classifies correctly."""
+    model.eval()
+    right = 0
+    for start in range(0, len(examples["labels"]), size):
+        batch = _trim(rows(examples, slice(start, start + size)))
+        labels = batch.pop("labels")
+        right += int((model(**batch).logits.argmax(dim=1) == labels).sum())
+    model.train()
+    return right / len(examples["labels"])
+
+
+def quiet() -> None:
+    """Silence reports that are no news: the head is new on purpose, and loading takes no time."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
+
+
+def _trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Drop the columns in which every row is padding."""
+    width = int(batch["attention_mask"].sum(dim=1).max())
+    return {name: values if name == "labels" else values[:, :width] for name, values in batch.items()}

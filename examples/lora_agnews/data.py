@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import csv
 import html
+import os
 import re
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import corpus, hub
-from .config import CLASSES, SetupError
+from . import corpus
+from .config import SetupError
 
 HUB_NAME = "fancyzhx/ag_news"
 
@@ -21,17 +24,7 @@ class DataError(SetupError):
 
 @dataclass(frozen=True)
 class Articles:
-    """News articles with their classes, and what to tell the reader about them.
-
-    Parameters
-    ----------
-    texts : tuple of str
-        Title and description in one line.
-    labels : tuple of int
-        Class of each text, an index into `CLASSES`.
-    source, reason : str
-        Which source was used, and why that one.
-    """
+    """Texts (title and description in one line) and their classes; which source it was, and why that one."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
@@ -40,44 +33,25 @@ class Articles:
 
 
 def load(folder: Path | None, origin: str, rows_per_class: Sequence[int]) -> Articles:
-    """Return the articles of the first source that has them.
+    """Return the articles of the first source that has them; if a folder is named, no other is tried.
 
-    Parameters
-    ----------
-    folder : Path or None
-        Folder with ``train.csv``. Once named, nothing else is tried.
-    origin : str
-        Who named the folder, for the screen: an option or an environment variable.
-    rows_per_class : sequence of int
-        How many rows of each class to write if the corpus has to be generated.
-
-    Raises
-    ------
-    DataError
-        If `folder` is given and does not hold a well-formed ``train.csv``.
+    `origin` tells who named it. Of a generated corpus, `rows_per_class` tells how much to write.
     """
     if folder is not None:
         if not folder.is_dir():
             raise DataError(f"{folder}: no such folder, named by {origin}")
-        texts, labels = read_csv(folder / "train.csv")
-        return Articles(texts, labels, "AG News, train.csv", f"in {folder}, named by {origin}")
+        rows = read_csv(folder / "train.csv")
+        return Articles(*rows, "AG News, train.csv", f"in {folder}, named by {origin}")
     try:
-        texts, labels = read_hub()
+        rows = read_hub()
     except DataError as error:
-        texts, labels = corpus.generate(rows_per_class)
-        reason = f"no data folder is named, and {error}"
-        return Articles(texts, labels, "built-in generated news corpus", reason)
-    return Articles(texts, labels, f"AG News, {HUB_NAME} through datasets", "no data folder is named")
+        generated = corpus.generate(rows_per_class)
+        return Articles(*generated, "built-in generated news corpus", f"no data folder is named, and {error}")
+    return Articles(*rows, f"AG News, {HUB_NAME} through datasets", "no data folder is named")
 
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Read AG News in its original form: rows ``"label","title","description"``, labels 1 to 4, no header.
-
-    Raises
-    ------
-    DataError
-        For a missing or empty file, or a malformed row; the message names file and line.
-    """
+    """Read AG News in its original form: rows ``"label","title","description"``, labels 1 to 4, no header."""
     if not path.is_file():
         raise DataError(f"{path}: no such file (rows of label, title, description are expected there)")
     texts, labels = [], []
@@ -104,25 +78,34 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Read the train split of AG News from the hub, or from the local cache of an earlier download.
-
-    Raises
-    ------
-    DataError
-        If neither is there.
-    """
-    unreachable = hub.offline()
-    # Imported here because it reads HF_HUB_OFFLINE once, at its import.
-    from datasets import DownloadConfig, disable_progress_bars, load_dataset
-
-    disable_progress_bars()
+    """Read the train split of AG News from the hub, or from the local cache of an earlier download."""
+    reason = unreachable_hub()
     try:
-        local = DownloadConfig(local_files_only=bool(unreachable))
-        rows = load_dataset(HUB_NAME, split="train", download_config=local)
+        import datasets  # not before it is known whether the hub answers, which it reads once
+
+        datasets.disable_progress_bars()
+        rows = datasets.load_dataset(HUB_NAME, split="train")
     except Exception as error:
-        reason = unreachable or f"loading it failed: {error}".splitlines()[0]
+        reason = reason or f"loading it failed: {error}".splitlines()[0]
         raise DataError(f"{HUB_NAME} is not available: {reason}") from error
     return tuple(tidy(text) for text in rows["text"]), tuple(int(label) for label in rows["label"])
+
+
+def unreachable_hub() -> str:
+    """Return why the Hugging Face hub cannot be used, or an empty string if it answers.
+
+    After a negative answer, libraries that are imported later do not ask again: their retries take minutes.
+    """
+    if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
+    except urllib.error.HTTPError:  # it is there
+        return ""
+    except OSError as error:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        return f"the hub cannot be reached ({getattr(error, 'reason', error)})"
+    return ""
 
 
 def tidy(text: str) -> str:
@@ -138,8 +121,3 @@ def tidy(text: str) -> str:
     text = re.sub(r"<[^<>]*>", " ", text)
     text = text.replace("\\$", "$").replace("\\", " ")
     return " ".join(text.split())
-
-
-def describe(labels: Sequence[int]) -> str:
-    """Return the number of articles of each class in words."""
-    return ", ".join(f"{labels.count(index):,} {name}" for index, name in enumerate(CLASSES))

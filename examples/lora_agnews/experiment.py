@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
+import platform
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import chain
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -14,119 +15,89 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from . import backbone, compare, data, figures, pretrain, ranks, report, stream
+from gemproj import project
+
+from . import backbone, figures, report, runs, small, stream
 from .config import Config, SetupError
-from .stream import Experience, Split
+from .data import Articles
+from .stream import Experience
 
 
 def run(
-    config: Config,
-    folder: Path | None,
-    origin: str,
-    cache: Path,
-    out: Path,
-    jobs: int | None,
-    console: Console,
-) -> bool:
+    config: Config, articles: Articles, cache: Path, out: Path, jobs: int | None, console: Console
+) -> None:
     """Run an experiment and leave tables, figures and ``results.json`` in `out`.
 
-    Parameters
-    ----------
-    config
-        The settings.
-    folder, origin
-        Where AG News is, if anywhere, and who said so.
-    cache
-        Where the small backbone is kept.
-    out
-        Where results go, and are looked for.
-    jobs
-        Number of worker processes; None takes all cores, or one on a GPU.
-    console
-        Where to tell what happens.
-
-    Returns
-    -------
-    bool
-        Whether every run succeeded.
+    The small backbone is kept in `cache`. Without `jobs`, all cores work, or one process on a GPU.
     """
     config = replace(config, device=_device(config.device))
-    needed = stream.rows_needed(config.experiences, config.rows, config.dominant_share)
-    articles = data.load(folder, origin, [sum(column) for column in zip(*needed, strict=True)])
     console.print(f"[bold]data[/]      {escape(f'{articles.source} ({articles.reason})')}")
-    experiences = stream.build(
-        articles.texts, articles.labels, config.experiences, config.rows, config.dominant_share
-    )
+    shape = config.experiences, config.rows, config.dominant_share
+    experiences = stream.build(articles.texts, articles.labels, *shape)
     for k, experience in enumerate(experiences):
         sizes = f"{len(experience.train.texts):,} train and {len(experience.test.texts):,} test rows"
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
 
     if config.backbone == "small":
-        with ranks.first_goes_ahead():
-            model = _small_backbone(config, experiences, cache, console)
+        folder = _small_backbone(config, experiences, cache, console)
     else:
-        model = backbone.locate(config.backbone)
+        folder = backbone.locate(config.backbone)
         console.print(f"[bold]backbone[/]  {config.backbone}")
+    _compile_loops(console)
 
-    workers = jobs or (compare.usable_cores() if config.device == "cpu" else 1)
-    count = len(config.methods) * len(config.seeds)
-    at_once = f"{min(workers, count)} at a time"
-    if ranks.count() > 1:
-        at_once = f"each by {ranks.count()} processes together"
-    console.print(f"[bold]runs[/]      {count} on {config.device}, {at_once}, into {out}")
-    records, failed = compare.compare(config, experiences, model, out, workers, console)
-    if records:
-        about = {
-            "data": {"source": articles.source, "fingerprint": stream.fingerprint(experiences)},
-            "backbone": {"name": config.backbone, "fingerprint": backbone.fingerprint(model)},
-            "environment": compare.environment(),
-        }
-        summary = report.summarize(records)
-        everything = report.results(config, about, records, failed)
-        compare.write(out / "results.json", json.dumps(everything, indent=1))
-        compare.write(out / "table.md", report.markdown(summary))
-        paths = figures.draw(records, summary, out)
-        console.print()
-        report.show(summary, console)
-        names = ", ".join(path.name for path in [out / "results.json", out / "table.md", *paths])
-        console.print(f"[bold]written[/]   {names} in {out}")
-    if failed:
-        console.print(f"[red]{len(failed)} of {count} runs failed: {', '.join(failed)}; the rest is kept")
-    return not failed
+    stage = experiences, folder
+    todo = [runs.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(jobs or (cores if config.device == "cpu" else 1), len(todo))
+    console.print(f"[bold]runs[/]      {len(todo)} on {config.device}, {workers} at a time, into {out}")
+    records = runs.compare(todo, out / "runs", workers, console)
+
+    machine = {"python": platform.python_version(), "system": platform.system(), "cpu": platform.machine()}
+    if torch.cuda.is_available():
+        machine["gpu"] = torch.cuda.get_device_name()
+    summary = report.summarize(records)
+    about = {"config": asdict(config), "data": articles.source, "environment": runs.VERSIONS | machine}
+    results = json.dumps(about | {"summary": summary, "runs": records}, indent=1)
+    (out / "results.json").write_text(results, encoding="utf-8")
+    (out / "table.md").write_text(report.markdown(summary), encoding="utf-8")
+    paths = figures.draw(records, summary, out)
+    console.print()
+    report.show(summary, console)
+    names = ", ".join(["results.json", "table.md", *(path.name for path in paths)])
+    console.print(f"[bold]written[/]   {names} in {out}")
 
 
 def _small_backbone(config: Config, experiences: Sequence[Experience], cache: Path, console: Console) -> Path:
-    recipe = pretrain.Recipe.of(config)
-    texts = stream.training_texts(experiences)
-    folder = pretrain.cached(recipe, texts, cache)
+    train, test = stream.merge(e.train for e in experiences), stream.merge(e.test for e in experiences)
+    folder = small.cached(config, train.texts, cache)
+    told = "[bold]backbone[/]  small GPT-2,"
     if folder.is_dir():
-        console.print(f"[bold]backbone[/]  small GPT-2, pretrained earlier ({folder})")
+        console.print(f"{told} pretrained earlier ({folder})")
         return folder
-    console.print(
-        f"[bold]backbone[/]  small GPT-2, to be pretrained once on the {len(texts):,} training articles"
-    )
+    console.print(f"{told} to be pretrained once on the {len(train.texts):,} training articles")
     columns = TextColumn("pretraining"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=recipe.steps)
-        pretrain.prepare(recipe, texts, cache, lambda done: progress.update(bar, completed=done))
-    train, test = (_merge([getattr(e, part) for e in experiences]) for part in ("train", "test"))
-    accuracy = pretrain.probe(folder, config.max_length, train, test)
+        bar = progress.add_task("", total=config.small_steps)
+        small.prepare(config, train.texts, folder, lambda done: progress.update(bar, completed=done))
+    share = small.probe(folder, config.max_length, train, test)
     console.print(f"          kept in {folder}")
     console.print(
-        f"          a linear classifier on its frozen features reaches {accuracy:.1%} on the test rows"
+        f"          a linear classifier on its frozen features reaches {share:.1%} on the test rows"
     )
     return folder
 
 
-def _merge(splits: Sequence[Split]) -> Split:
-    texts = chain.from_iterable(split.texts for split in splits)
-    labels = chain.from_iterable(split.labels for split in splits)
-    return Split(tuple(texts), tuple(labels))
+def _compile_loops(console: Console) -> None:
+    """Project something small: if gemproj has to compile its loops first, it logs that here, and once."""
+    handler, logger = logging.Handler(logging.INFO), logging.getLogger("gemproj")
+    handler.emit = lambda record: console.print(f"[bold]gemproj[/]   {escape(record.getMessage())}")  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    project(torch.ones(2, 1000), -torch.ones(1000))
+    logger.removeHandler(handler)
 
 
 def _device(name: str) -> str:
-    if name in ("auto", "cuda") and ranks.count() > 1 and torch.cuda.is_available():
-        return f"cuda:{os.environ['LOCAL_RANK']}"
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,62 +1,58 @@
-"""The methods: what each asks of the memory, and how its gradient is projected."""
+"""The methods: what each asks of the memory, and how it changes the gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from gemproj import PGD
+from gemproj.torch import EpisodicMemory
 
 from .config import Config
+from .mega import Weights, mega1, mega2
+
+Memory = Callable[[EpisodicMemory, int], Iterable[Any]]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A continual-learning method.
-
-    Parameters
-    ----------
-    title, colour : str
-        Name in tables and figures; colour in figures (Okabe and Ito's palette).
-    constraints : {"none", "tasks", "task", "sample"}
-        Which gradients constrain the step: none, one for each past task on its whole memory, that of one past
-        task at random, or one on a random sample of all memories.
-    projector : callable
-        From the settings to the options of the `GradientProjector`.
-    replay : bool
-        Whether a sample of the memory is learned along with each batch.
-    """
+    """A continual-learning method; colours are Okabe and Ito's."""
 
     title: str
     colour: str
-    constraints: Literal["none", "tasks", "task", "sample"] = "none"
-    projector: Callable[[Config], dict[str, Any]] = lambda config: {}
-    replay: bool = False
+    batches: Memory | None = None  # from memory and sample size: whose gradients constrain the step
+    options: Callable[[Config], dict[str, Any]] = lambda c: {}  # of the GradientProjector
+    balance: Weights | None = None  # of MEGA, which takes the projector's place
+    replay: bool = False  # whether a sample of the memory is learned along with each batch
 
 
-METHODS: Mapping[str, Method] = MappingProxyType(
-    {
-        "plain": Method("Fine-tuning", "#999999"),
-        "agem": Method("A-GEM", "#E69F00", "sample", lambda config: {"method": "agem"}),
-        "gem": Method("GEM", "#0072B2", "tasks", lambda config: {"method": "exact", "margin": config.margin}),
-        "igem": Method(
-            "I-GEM",
-            "#D55E00",
-            "tasks",
-            lambda config: {"method": PGD(steps=config.pgd_steps), "margin": config.margin},
-        ),
-        "gem-step": Method(
-            "GEM, step",
-            "#56B4E9",
-            "tasks",
-            lambda config: {"margin": config.margin, "on": config.on, "metric": config.metric},
-        ),
-        "sgem": Method("S-GEM", "#CC79A7", "task", lambda config: {"method": "agem"}),
-        "softgem": Method("SOFT-GEM", "#882255", "tasks", lambda config: {"penalty": config.penalty}),
-        "mega1": Method("MEGA-I", "#44AA99", "sample", lambda config: {"method": "mega1"}),
-        "mega2": Method("MEGA-II", "#999933", "sample", lambda config: {"method": "mega2"}),
-        "replay": Method("Replay", "#009E73", replay=True),
-    }
-)
+def all_tasks(memory: EpisodicMemory, size: int) -> Iterable[Any]:
+    """GEM: one constraint for each past task, on its whole memory."""
+    return memory.batches()
+
+
+def one_task(memory: EpisodicMemory, size: int) -> Iterable[Any]:
+    """S-GEM: the constraint of one past task at random."""
+    return [memory.batch(memory.draw_task())]
+
+
+def one_sample(memory: EpisodicMemory, size: int) -> Iterable[Any]:
+    """A-GEM and MEGA: one gradient, on a sample of all memories."""
+    return [memory.sample(size)]
+
+
+METHODS = {
+    "plain": Method("Fine-tuning", "#999999"),
+    "agem": Method("A-GEM", "#E69F00", one_sample, lambda c: {"method": "agem"}),
+    "sgem": Method("S-GEM", "#CC79A7", one_task, lambda c: {"method": "agem"}),
+    "gem": Method("GEM", "#0072B2", all_tasks, lambda c: {"margin": c.margin}),
+    "igem": Method("I-GEM", "#D55E00", all_tasks, lambda c: {"method": PGD(c.pgd_steps), "margin": c.margin}),
+    "gem-step": Method(
+        "GEM, step", "#56B4E9", all_tasks, lambda c: {"margin": c.margin, "on": c.on, "metric": c.metric}
+    ),
+    "softgem": Method("SOFT-GEM", "#882255", all_tasks, lambda c: {"penalty": c.penalty}),
+    "mega1": Method("MEGA-I", "#44AA99", one_sample, balance=mega1),
+    "mega2": Method("MEGA-II", "#999933", one_sample, balance=mega2),
+    "replay": Method("Replay", "#009E73", replay=True),
+}

@@ -1,8 +1,7 @@
-"""The paper's metrics, from the matrix of accuracies.
+"""The paper's metrics, from the matrix of accuracies; other codes define some of them differently.
 
 ``R`` has shape (T + 1, T): ``R[j, i]`` is the accuracy on task i + 1 after learning j tasks, so that its
-first row is the accuracy before any training. Other codes define some of these metrics differently; here they
-are as in the paper's appendix.
+first row is the accuracy before any training.
 """
 
 from __future__ import annotations
@@ -38,14 +37,11 @@ def forgetting(R: ArrayLike) -> float:
     return float(np.mean(R[1:-1, :-1].max(axis=0) - R[-1, :-1]))
 
 
-def guarantee(cosines: Sequence[float]) -> dict[str, float]:
-    """Return the share of steps that violate a constraint, and the worst cosine of all.
+METRICS = {f.__name__: f for f in (average_accuracy, backward_transfer, forward_transfer, forgetting)}
 
-    Parameters
-    ----------
-    cosines : sequence of float
-        Of each step the smallest cosine with the gradient of a stored task.
-    """
+
+def guarantee(cosines: Sequence[float]) -> dict[str, float]:
+    """Return the share of steps that violate a constraint, and the worst cosine; one cosine for each step."""
     values = np.asarray(cosines, dtype=float)
     return {"violated": float(np.mean(values < VIOLATED)), "worst_cosine": float(values.min())}
 

@@ -1,21 +1,19 @@
-"""What remains of an experiment: a summary, tables, and one JSON file with everything in it."""
+"""What remains of an experiment: a summary of its runs, and tables of it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from .compare import Record
-from .config import Config
 from .methods import METHODS
-from .metrics import mean_std
-from .train import PHASES
+from .metrics import METRICS, mean_std
+from .record import PHASES
 
+Record = dict[str, Any]  # what train.run returns
 Summary = dict[str, dict[str, Any]]
 CAPTIONS = {
     "accuracy": "Accuracy after the whole stream. {spread}.",
@@ -24,6 +22,11 @@ CAPTIONS = {
     "guarantee": "Share of measured steps that point against a stored task: cos(g_k, v) < -0.001 for some k, "
     "where v is the gradient handed to the optimizer, or the step that the optimizer makes of it. Last "
     "column: the worst cosine of such a step. {spread}.",
+}
+HEADS = {
+    "accuracy": ["Method", "AvgAcc (%)", "BWT", "FWT", "Forgetting"],
+    "cost": ["Method", "Projection", "Batch", "Constraint gradients", "Optimizer", "Whole step"],
+    "guarantee": ["Method", "Violated by gradient (%)", "Violated by step (%)", "Worst cosine"],
 }
 
 
@@ -36,7 +39,7 @@ def summarize(records: Sequence[Record]) -> Summary:
         checks = [run["guarantee"] for run in runs]
         summary[method] = {
             "seeds": [run["seed"] for run in runs],
-            **{name: mean_std(run["metrics"][name] for run in runs) for name in runs[0]["metrics"]},
+            **{name: mean_std(run["metrics"][name] for run in runs) for name in METRICS},
             "seconds_per_step": {phase: mean_std(t["per_step"][phase] for t in times) for phase in PHASES},
             "seconds_per_projection": mean_std(t["mean_projection"] for t in times if t["projections"]),
             "gradient_violated": mean_std(check["gradient"]["violated"] for check in checks),
@@ -46,60 +49,36 @@ def summarize(records: Sequence[Record]) -> Summary:
     return summary
 
 
-def tables(summary: Summary) -> dict[str, tuple[list[str], list[list[str]]]]:
-    """Return header and rows of the three tables as text."""
-    accuracy, cost, guarantee = [], [], []
+def tables(summary: Summary) -> dict[str, list[list[str]]]:
+    """Return the rows of the three tables as text."""
+    found: dict[str, list[list[str]]] = {name: [] for name in HEADS}
     for name, numbers in summary.items():
-        title = METHODS[name].title
-        accuracy.append(
-            [
-                title,
-                _number(numbers["average_accuracy"], 100, 1),
-                *(
-                    _number(numbers[key], 1, 3)
-                    for key in ("backward_transfer", "forward_transfer", "forgetting")
-                ),
-            ]
+        title, (percent, *others) = METHODS[name].title, METRICS
+        ms = {phase: 1e3 * seconds["mean"] for phase, seconds in numbers["seconds_per_step"].items()}
+        constraints = significant(ms["constraints"]) if METHODS[name].batches else "-"
+        violated = (_number(numbers[f"{v}_violated"], 100, 0) for v in ("gradient", "update"))
+        found["accuracy"].append(
+            [title, _number(numbers[percent], 100, 1), *(_number(numbers[key], 1, 3) for key in others)]
         )
-        seconds = numbers["seconds_per_step"]
-        cost.append(
+        found["cost"].append(
             [
                 title,
                 _number(numbers["seconds_per_projection"], 1e3),
-                significant(1e3 * seconds["batch"]["mean"]),
-                significant(1e3 * seconds["constraints"]["mean"])
-                if METHODS[name].constraints != "none"
-                else "-",
-                significant(1e3 * seconds["optimizer"]["mean"]),
-                significant(1e3 * sum(seconds[phase]["mean"] for phase in PHASES)),
+                significant(ms["batch"]),
+                constraints,
+                significant(ms["optimizer"]),
+                significant(sum(ms.values())),
             ]
         )
-        guarantee.append(
-            [
-                title,
-                _number(numbers["gradient_violated"], 100, 0),
-                _number(numbers["update_violated"], 100, 0),
-                f"{numbers['worst_update_cosine']:.2f}",
-            ]
-        )
-    return {
-        "accuracy": (["Method", "AvgAcc (%)", "BWT", "FWT", "Forgetting"], accuracy),
-        "cost": (
-            ["Method", "Projection", "Batch", "Constraint gradients", "Optimizer", "Whole step"],
-            cost,
-        ),
-        "guarantee": (
-            ["Method", "Violated by gradient (%)", "Violated by step (%)", "Worst cosine"],
-            guarantee,
-        ),
-    }
+        found["guarantee"].append([title, *violated, f"{numbers['worst_update_cosine']:.2f}"])
+    return found
 
 
 def show(summary: Summary, console: Console) -> None:
     """Print the tables on the screen."""
-    for name, (header, rows) in tables(summary).items():
+    for name, rows in tables(summary).items():
         table = Table(box=SIMPLE_HEAD, caption=_caption(name, summary), caption_justify="left")
-        for k, column in enumerate(header):
+        for k, column in enumerate(HEADS[name]):
             table.add_column(column, justify="right" if k else "left")
         for row in rows:
             table.add_row(*row)
@@ -110,23 +89,10 @@ def show(summary: Summary, console: Console) -> None:
 def markdown(summary: Summary) -> str:
     """Return the tables in GitHub's Markdown."""
     parts = []
-    for name, (header, rows) in tables(summary).items():
-        lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    for name, rows in tables(summary).items():
+        lines = [HEADS[name], ["---", *["---:"] * (len(HEADS[name]) - 1)], *rows]
         parts += [_caption(name, summary), "\n".join(f"| {' | '.join(line)} |" for line in lines)]
     return "\n\n".join(parts) + "\n"
-
-
-def results(
-    config: Config, about: Mapping[str, Any], records: Sequence[Record], failed: Sequence[str]
-) -> dict[str, Any]:
-    """Return the content of ``results.json``."""
-    return {
-        "config": asdict(config),
-        **about,
-        "failed": list(failed),
-        "summary": summarize(records),
-        "runs": list(records),
-    }
 
 
 def significant(value: float, digits: int = 3) -> str:

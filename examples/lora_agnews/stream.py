@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .config import CLASSES
@@ -25,15 +23,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Experience:
-    """One stretch of the stream.
-
-    Parameters
-    ----------
-    name : str
-        Its dominant class.
-    train, test : Split
-        Disjoint rows under the same class priors.
-    """
+    """One stretch of the stream, by the name of its dominant class; train and test have the same priors."""
 
     name: str
     train: Split
@@ -58,15 +48,7 @@ def rows_needed(experiences: int, rows: int, dominant_share: float) -> list[list
 def build(
     texts: Sequence[str], labels: Sequence[int], experiences: int, rows: int, dominant_share: float
 ) -> tuple[Experience, ...]:
-    """Deal articles out to experiences.
-
-    An article that occurs twice is used once, so that no test row can be a training row as well.
-
-    Raises
-    ------
-    DataError
-        If a class has too few different articles; the message says how many are needed and found of each.
-    """
+    """Deal articles out to experiences; one that occurs twice is used once, so that test rows are unseen."""
     shuffled = list(dict(zip(texts, labels, strict=True)).items())
     random.Random(SPLIT_SEED).shuffle(shuffled)
     pools = [[row for row in shuffled if row[1] == label] for label in range(len(CLASSES))]
@@ -78,9 +60,10 @@ def build(
             for name, total, pool in zip(CLASSES, totals, pools, strict=True)
         )
         raise DataError(f"too few different articles for {experiences} experiences of {rows:,} rows: {found}")
+    decks = [iter(pool) for pool in pools]
     stream = []
     for k, counts in enumerate(needed):
-        dealt = [row for pool, count in zip(pools, counts, strict=True) for row in _take(pool, count)]
+        dealt = [next(deck) for deck, count in zip(decks, counts, strict=True) for _ in range(count)]
         random.Random(SPLIT_SEED + k).shuffle(dealt)
         cut = round(TRAIN_SHARE * rows)
         stream.append(Experience(CLASSES[k % len(CLASSES)], _split(dealt[:cut]), _split(dealt[cut:])))
@@ -94,20 +77,9 @@ def order(experiences: int, seed: int) -> list[int]:
     return positions
 
 
-def training_texts(stream: Sequence[Experience]) -> list[str]:
-    """Return every training text of the stream, and no test text."""
-    return [text for experience in stream for text in experience.train.texts]
-
-
-def fingerprint(stream: Sequence[Experience]) -> str:
-    """Return a short hash of every row of the stream and its place in it."""
-    rows = [[e.train.texts, e.train.labels, e.test.texts, e.test.labels] for e in stream]
-    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16]
-
-
-def _take(pool: list[tuple[str, int]], count: int) -> list[tuple[str, int]]:
-    taken, pool[:] = pool[:count], pool[count:]
-    return taken
+def merge(splits: Iterable[Split]) -> Split:
+    """Return all rows in one split."""
+    return _split([row for split in splits for row in zip(split.texts, split.labels, strict=True)])
 
 
 def _split(rows: Sequence[tuple[str, int]]) -> Split:

@@ -18,9 +18,9 @@ import torch.multiprocessing as mp
 import typer
 from rich.console import Console
 
-from benchmarks.machine import describe
-from benchmarks.projection import LORA_GPT2_MEDIUM
-from benchmarks.tables import Table, digits
+from asv_benchmarks.benchmarks.common import LORA
+from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.tables import Table, digits
 from gemproj.torch.distributed import project
 
 HEAD = [
@@ -38,9 +38,7 @@ NOTE = (
 
 def main(
     t: Annotated[str, typer.Option(help="Numbers of constraints, separated by commas.")] = "2,9,19",
-    d: Annotated[
-        int, typer.Option(help="Number of parameters, of all processes together.")
-    ] = LORA_GPT2_MEDIUM,
+    d: Annotated[int, typer.Option(help="Number of parameters, of all processes together.")] = LORA,
     processes: Annotated[str, typer.Option(help="Numbers of processes, separated by commas.")] = "1,2,4",
     rounds: Annotated[int, typer.Option(help="Runs of each projection.")] = 50,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,

@@ -18,8 +18,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 
 import gemproj
-from benchmarks.candidates import problem
-from benchmarks.projection import LORA_GPT2_MEDIUM
+from asv_benchmarks.benchmarks.common import LORA, problem
 from gemproj import Exact
 
 Call = Callable[[], object]
@@ -96,7 +95,7 @@ class Stages:
 
 def check(t: int, d: int) -> tuple[str, bool]:
     """Return a table row: one problem against the portable form, replayed; and whether it passed."""
-    G, g = (a.cuda() for a in problem(t, d))
+    G, g, _ = problem("torch-cuda", "float32", t, d)
     stages = Stages(G, g)
     K, b, gg = gemproj.gram(G.double().cpu(), g.double().cpu())
     scale = float(torch.maximum(K.diagonal().max(), gg))
@@ -125,7 +124,7 @@ def check(t: int, d: int) -> tuple[str, bool]:
 
 def times(t: int, d: int, rounds: int, bandwidth: float, flush: torch.Tensor) -> list[str]:
     """Return the table rows of one number of constraints."""
-    G, g = (a.cuda() for a in problem(t, d))
+    G, g, _ = problem("torch-cuda", "float32", t, d)
     stages = Stages(G, g)
     reference = G.mean(0)
     floor = {"gram": t + 1, "combine": t + 2, "all three": 2 * t + 3, "A-GEM, reference given": 5}
@@ -181,7 +180,7 @@ def batch(t: int, count: int, d: int, rounds: int) -> str:
 
 def main(
     t: Annotated[str, typer.Option(help="Numbers of constraints, separated by commas.")] = "2,8,32,49,100",
-    d: Annotated[int, typer.Option(help="Number of parameters.")] = LORA_GPT2_MEDIUM,
+    d: Annotated[int, typer.Option(help="Number of parameters.")] = LORA,
     problems: Annotated[int, typer.Option(help="Problems of a batch.")] = 1_000_000,
     rounds: Annotated[int, typer.Option(help="Runs of each candidate; the median counts.")] = 50,
     out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,

@@ -20,12 +20,11 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def markdown(self) -> str:
-        """Return the lines of a Markdown table."""
+        """Return the title and a Markdown table."""
         head = [name.replace("\n", " ") for name in self.head]
         # Hyphens at which no browser breaks a number.
         rows = [[row[0], *(cell.replace("-", "\u2011") for cell in row[1:])] for row in self.rows]
-        lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
-        return "\n".join([f"**{self.title}**", "", *(f"| {' | '.join(line)} |" for line in lines), ""])
+        return "\n".join([f"**{self.title}**", "", *markdown(head, rows)])
 
     def rich(self) -> Group:
         """Return what a rich console prints; where it is narrow, the first column folds."""
@@ -40,3 +39,14 @@ class Table:
 def digits(value: float, count: int = 3) -> str:
     """Write a positive number with so many significant digits and without an exponent."""
     return f"{value:,.{max(0, count - 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
+
+
+def power(value: float) -> str:
+    """Write an error with one digit; zero is short, and what was not measured empty."""
+    return "" if math.isnan(value) else "0" if value == 0 else f"{value:.0e}"
+
+
+def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a Markdown table with numbers to the right."""
+    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
+    return [f"| {' | '.join(line)} |" for line in lines] + [""]

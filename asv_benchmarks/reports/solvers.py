@@ -99,7 +99,7 @@ def gem_reference(G: np.ndarray, g: np.ndarray) -> np.ndarray:
     """Project as in the code of the GEM paper, with its ridge of 1e-3."""
     import torch
 
-    from benchmarks.recipes import gem_published
+    from asv_benchmarks.benchmarks.peers import gem_published
 
     return gem_published(torch.from_numpy(G), torch.from_numpy(g)).numpy()
 

@@ -18,11 +18,12 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 
-from benchmarks import heatmap
-from benchmarks.families import FAMILIES, Problem
-from benchmarks.isolated import PROCESSES, Answer, Isolated
-from benchmarks.judge import project_precisely
-from benchmarks.solvers import SOLVERS, Solver
+from asv_benchmarks.reports import heatmap
+from asv_benchmarks.reports.families import FAMILIES, Problem
+from asv_benchmarks.reports.isolated import PROCESSES, Answer, Isolated
+from asv_benchmarks.reports.judge import project_precisely
+from asv_benchmarks.reports.solvers import SOLVERS, Solver
+from asv_benchmarks.reports.tables import markdown, power
 
 # An answer that is further than this from the projection, in units of |g|, is a failure.
 TOLERANCE = 1e-6
@@ -126,11 +127,6 @@ def measure(solvers: list[Solver], cases: dict[str, list[Case]]) -> Results:
     return results
 
 
-def power(value: float) -> str:
-    """Write a number with one digit; zero and what was not measured are short."""
-    return "" if np.isnan(value) else "0" if value == 0 else f"{value:.0e}"
-
-
 def entry(cell: Cell, aim: str) -> str:
     """Return what stands in the matrix: the worst error, or how many answers failed."""
     if cell.failed and aim == "exact":
@@ -138,17 +134,11 @@ def entry(cell: Cell, aim: str) -> str:
     return power(cell.worst("error"))
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table with numbers to the right."""
-    lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
-    return [f"| {' | '.join(line)} |" for line in lines] + [""]
-
-
 def matrix(results: Results, solvers: list[Solver], aim: str) -> list[str]:
     """Return the table of families by solvers of one aim."""
     chosen = [solver.name for solver in solvers if solver.aim == aim]
     rows = [[family, *(entry(cells[name], aim) for name in chosen)] for family, cells in results.items()]
-    return table(["worst error", *chosen], rows) if chosen else []
+    return markdown(["worst error", *chosen], rows) if chosen else []
 
 
 def details(results: Results, solvers: list[Solver]) -> list[str]:
@@ -157,7 +147,7 @@ def details(results: Results, solvers: list[Solver]) -> list[str]:
     lines = []
     for family, cells in results.items():
         lines += ["<details>", f"<summary>{family}</summary>", ""]
-        lines += table(head, [[s.name, *cells[s.name].details(s.aim)] for s in solvers])
+        lines += markdown(head, [[s.name, *cells[s.name].details(s.aim)] for s in solvers])
         lines += ["</details>", ""]
     return lines
 

@@ -14,18 +14,17 @@ import torch
 import typer
 from rich.console import Console
 
-from benchmarks import figure as drawing
-from benchmarks.candidates import FLOOR, GIVEN, MAIN, MEAN, candidates, problem
-from benchmarks.figure import Curves
-from benchmarks.machine import describe
-from benchmarks.memory import peak_memory
-from benchmarks.quality import grade
-from benchmarks.small import batches, overhead
-from benchmarks.tables import Table, digits
-from benchmarks.timing import FEWEST, MOST, Call, in_turn
+from asv_benchmarks.benchmarks.common import LORA, problem
+from asv_benchmarks.benchmarks.peaks import peak_memory
+from asv_benchmarks.benchmarks.timing import FEWEST, MOST, Call, in_turn
+from asv_benchmarks.reports import figure as drawing
+from asv_benchmarks.reports.candidates import FLOOR, GIVEN, MAIN, MEAN, candidates
+from asv_benchmarks.reports.figure import Curves
+from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.quality import grade
+from asv_benchmarks.reports.small import batches, overhead, sizes
+from asv_benchmarks.reports.tables import Table, digits, power
 
-# GPT-2 medium, LoRA r = 8 on c_attn, c_proj and mlp.c_proj, and a head of four classes.
-LORA_GPT2_MEDIUM = 2_166_784
 # Constraints of the problems in the figure's second panel.
 SWEPT_T = 9
 HEAD = [
@@ -37,13 +36,13 @@ NOTE = (
     "After torch: right after a product of two matrices in torch, as in a training step. "
     "Violation: of G x >= 0, the worst one over |g_i| |g|. Error: |x - x*| / |g|. "
     "Memory: the peak beyond G and g, x included unless in place; good to about 1 MB. "
-    "gemproj runs on torch tensors unless NumPy is named."
+    "gemproj runs on torch tensors unless NumPy is named. By columns: strides (1, t)."
 )
 
 
 def compare(t: int, d: int, seconds: float, curves: Curves) -> Table:
     """Measure all candidates on one problem, and add the main ones to the curves over t."""
-    G, g = problem(t, d)
+    G, g, _ = problem("torch", "float32", t, d)
     found = candidates(G, g)
     work = torch.ones(512, 512)
     calls = {(c.name, "at rest"): Call(c.run, c.prepare) for c in found}
@@ -81,9 +80,8 @@ def sweep(d: int, seconds: float) -> Curves:
     curves: Curves = {name: {} for name in MAIN}
     below = [size for power in range(3, 9) for size in (10**power, 3 * 10**power) if size < 0.8 * d]
     for size in [*below, d]:
-        calls = {
-            c.name: Call(c.run, c.prepare) for c in candidates(*problem(SWEPT_T, size)) if c.name in MAIN
-        }
+        G, g, _ = problem("torch", "float32", SWEPT_T, size)
+        calls = {c.name: Call(c.run, c.prepare) for c in candidates(G, g) if c.name in MAIN}
         for name, taken in in_turn(calls, seconds).items():
             curves[name][size] = spread(taken)
     return curves
@@ -94,14 +92,9 @@ def spread(times: list[float]) -> tuple[float, float]:
     return 1e3 * min(times), 1e3 * median(times)
 
 
-def power(value: float) -> str:
-    """Write an error with one digit."""
-    return "0" if value == 0 else f"{value:.0e}"
-
-
 def main(
     t: Annotated[str, typer.Option(help="Numbers of constraints, separated by commas.")] = "1,2,9,19,49",
-    d: Annotated[int, typer.Option(help="Number of parameters.")] = LORA_GPT2_MEDIUM,
+    d: Annotated[int, typer.Option(help="Number of parameters.")] = LORA,
     seconds: Annotated[
         float, typer.Option(help=f"A call is repeated for so long: {FEWEST} to {MOST} rounds.")
     ] = 0.5,
@@ -121,6 +114,7 @@ def main(
 
     for count in map(int, t.split(",")):
         show(compare(count, d, seconds, curves))
+    show(sizes(seconds, d))
     show(overhead(seconds))
     show(batches(seconds))
     if out is not None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.solvers import SOLVERS, Findings, Solver
+from asv_benchmarks.reports.solvers import SOLVERS, Findings, Solver
 
 # Not forked: libraries that hold threads do not survive that.
 PROCESSES = multiprocessing.get_context("spawn")

@@ -10,6 +10,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 # Rounds of a call: the more, the shorter it is.
 FEWEST, MOST = 5, 15
+# No further rounds of a call that has taken so many seconds.
+LONGEST = 5.0
 # A short call is repeated for so many seconds: the first ones after a pause run on caches and cores that
 # have cooled down, and a training step's do not.
 BURST = 2e-2
@@ -30,7 +32,8 @@ class Call(NamedTuple):
 def in_turn(calls: Mapping[Key, Call], seconds: float) -> dict[Key, list[float]]:
     """Return the times of each call, taken in turn so that all see the same machine.
 
-    Every call gets 5 rounds, and up to 15 of them as long as it has not taken `seconds` in all.
+    Every call gets 5 rounds, and up to 15 of them as long as it has not taken `seconds` in all. One that has
+    taken more than 5 seconds gets no further round.
     """
     times: dict[Key, list[float]] = {key: [] for key in calls}
     for call in calls.values():  # once for nothing: libraries load, make their threads and touch their memory
@@ -38,7 +41,7 @@ def in_turn(calls: Mapping[Key, Call], seconds: float) -> dict[Key, list[float]]
         call.run()
     for turn in range(MOST):
         for key, call in calls.items():
-            if turn < FEWEST or sum(times[key]) < seconds:
+            if sum(times[key]) < (LONGEST if turn < FEWEST else seconds):
                 settle()
                 times[key] += burst(call)
     return times

@@ -12,7 +12,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
-from benchmarks.candidates import FLOOR, GIVEN, MEAN
+from asv_benchmarks.reports.candidates import FLOOR, GIVEN, MEAN
 
 # By name, then by t or d: the least and the median time in ms.
 Curves = dict[str, dict[int, tuple[float, float]]]

@@ -1,0 +1,76 @@
+"""How much memory a call needs at its peak."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+
+from .timing import nothing
+
+PROC = Path("/proc/self")
+
+
+def peak_memory(
+    run: Callable[[], object], prepare: Callable[[], object] = nothing, repeats: int = 3
+) -> float | None:
+    """Return the most memory that a call holds beyond what was there before, its result included, in bytes.
+
+    It is the kernel's count of resident pages, which sees the allocations of every library (tracemalloc
+    does not see torch's): writing 5 to ``/proc/self/clear_refs`` sets the peak, VmHWM, back to the
+    present, VmRSS. Before that, free pages go back to the kernel, or the call would fill them unseen. A
+    first call is not counted, because libraries make buffers then that they keep. The kernel counts
+    pages of each core in lots, so the number is good to about a megabyte; of `repeats` runs the median is
+    taken. None where the kernel offers no such count.
+    """
+    prepare()
+    run()
+    try:
+        return median(_grown(run, prepare) for _ in range(repeats))
+    except (OSError, KeyError):
+        return None
+
+
+def peak_on_device(run: Callable[[], object], xp: ModuleType) -> int:
+    """Return by how many bytes allocated CUDA memory rises during a call of torch or CuPy."""
+    if xp.__name__ == "torch":
+        xp.cuda.synchronize()
+        xp.cuda.reset_peak_memory_stats()
+        before = xp.cuda.memory_allocated()
+        run()
+        xp.cuda.synchronize()
+        return xp.cuda.max_memory_allocated() - before
+    pool = xp.get_default_memory_pool()
+    pool.free_all_blocks()
+    before = pool.total_bytes()
+    run()
+    return pool.total_bytes() - before
+
+
+def rest() -> None:
+    """Give free memory back and, on Linux, make the peak of this process what it holds now."""
+    gc.collect()
+    with suppress(AttributeError, OSError):  # not the C library of GNU
+        ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError):
+        (PROC / "clear_refs").write_text("5")
+
+
+def _grown(run: Callable[[], object], prepare: Callable[[], object]) -> float:
+    prepare()
+    rest()
+    before = _status("VmRSS")
+    if _status("VmHWM") > before + (1 << 20):
+        raise OSError("the peak of this process cannot be reset")
+    run()
+    return max(0.0, _status("VmHWM") - before)
+
+
+def _status(name: str) -> float:
+    """Return an entry of /proc/self/status in bytes."""
+    lines = dict(line.split(":", 1) for line in (PROC / "status").read_text().splitlines())
+    return 1024.0 * int(lines[name].split()[0])

@@ -1,0 +1,111 @@
+"""All runs of an experiment, side by side in worker processes; finished ones are kept and not run again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import gemproj
+
+from . import train
+from .config import Config
+from .methods import METHODS
+from .stream import Experience
+
+BAR = 24
+VERSIONS = {library.__name__: library.__version__ for library in (gemproj, torch, transformers, peft)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method under one seed, with the stream and the backbone's folder."""
+
+    config: Config
+    method: str
+    seed: int
+    experiences: Sequence[Experience]
+    folder: Path
+
+    @property
+    def title(self) -> str:
+        """Name on the screen."""
+        return f"{METHODS[self.method].title}, seed {self.seed}"
+
+    @property
+    def file(self) -> str:
+        """Name of the file for the result: method, seed, and a hash of all that decides it."""
+        others = {"preset": "", "seeds": (), "methods": ()}
+        shaping = [asdict(self.config) | others, self.experiences, str(self.folder), VERSIONS]
+        digest = hashlib.sha256(repr(shaping).encode()).hexdigest()
+        return f"{self.method}-seed{self.seed}-{digest[:12]}.json"
+
+    def __call__(self, states: Any) -> dict[str, Any]:
+        """Learn, and tell in `states` how far it is."""
+        if self.config.device == "cpu":
+            torch.set_num_threads(1)
+        start, stage = time.perf_counter(), (self.experiences, self.folder)
+        tell = lambda *state: states.update({self.title: state})  # noqa: E731
+        result = train.run(self.config, self.method, self.seed, *stage, tell)
+        return result | {"wall_seconds": time.perf_counter() - start}
+
+
+def compare(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> list[dict[str, Any]]:
+    """Do all runs that have no file in the folder yet, and return the results of all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting = [run for run in runs if not (folder / run.file).is_file()]
+    for run in runs:
+        if run not in waiting:
+            console.print(f"[dim]kept      {run.title} (finished earlier with the same settings)")
+    if waiting:
+        _work(waiting, folder, jobs, console)
+    return [json.loads((folder / run.file).read_text(encoding="utf-8")) for run in runs]
+
+
+def _work(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> None:
+    context = multiprocessing.get_context("spawn")
+    name, note = TextColumn("{task.description:<20}"), TextColumn("{task.fields[note]}")
+    columns = name, BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(), note
+    with context.Manager() as manager, Progress(*columns, console=console) as progress:
+        states = manager.dict()
+        bars = {r.title: progress.add_task(r.title, start=False, total=None, note="waiting") for r in runs}
+        # Ctrl-C reaches every process of the terminal; the workers leave it to this one.
+        ignore = signal.signal, (signal.SIGINT, signal.SIG_IGN)
+        others = set(multiprocessing.active_children())
+        pool = ProcessPoolExecutor(min(jobs, len(runs)), context, *ignore)
+        futures = {pool.submit(run, states): run for run in runs}
+        pending = set(futures)
+        try:
+            while pending:
+                done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                for title, (completed, total, word) in states.items():
+                    progress.start_task(bars[title])
+                    progress.update(bars[title], completed=completed, total=total, note=word)
+                for future in done:
+                    run, result = futures[future], future.result()
+                    draft = folder / f"{run.file}.draft"  # the file appears complete or not at all
+                    draft.write_text(json.dumps(result, indent=1), encoding="utf-8")
+                    draft.replace(folder / run.file)
+                    progress.update(bars[run.title], visible=False)
+                    seconds, accuracy = result["wall_seconds"], result["metrics"]["average_accuracy"]
+                    line = f"{run.title:<20} {'━' * BAR} {seconds:5.0f} s, average accuracy {accuracy:.1%}"
+                    progress.console.print(f"[green]finished[/]  {line}")
+            pool.shutdown()
+        except BaseException:  # a failed run, too, ends the others at once; what is finished is kept
+            pool.shutdown(wait=False, cancel_futures=True)
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()
+            raise
