@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-gpu bench-constraints bench-exchange bench-asv accuracy fuzz docs lint clean clean-compiled
+.PHONY: help demo test test-arithmetic bench bench-gpu bench-constraints bench-exchange bench-asv accuracy fuzz docs lint clean clean-compiled
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -25,6 +25,13 @@ test: $(STAMP)  ## Run all tests and the examples of the documentation.
 
 # What runs once more without compiled loops.
 PORTABLE := $(addprefix tests/test_,stages.py exact.py methods.py refine.py certificate.py derivative.py bad_input.py)
+
+# Other kernels of OpenBLAS, MKL, torch and numba than this machine's: other orders of sums, and no FMA.
+OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default NUMBA_CPU_NAME=generic
+ARITHMETIC := $(addprefix tests/test_,stages.py exact.py refine.py certificate.py derivative.py)
+
+test-arithmetic: $(STAMP)  ## Run the numerical tests once more, with the rounding of other machines.
+	$(OTHER_ARITHMETIC) GEMPROJ_COMPILED=0 $(BIN)/python -m pytest -q -n auto --dist loadfile $(ARITHMETIC) $(ARGS)
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m benchmarks.projection $(ARGS)

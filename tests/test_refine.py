@@ -132,9 +132,9 @@ def test_refining_by_the_residual_itself(xp, t, rng):
         arrays = xp.array(G), xp.array(g)
         plain, refined = (xp.numpy(project(*arrays, refine=n)) for n in (0, 2))
         assert error(refined, expected, g) < 1e-9
-        improved.append(error(plain, expected, g) / error(refined, expected, g))
+        improved.append(error(plain, expected, g) > 1e3 * error(refined, expected, g))
         assert error(xp.numpy(project(*arrays)), expected, g) < 1e-10
-    assert max(improved) > 1e3
+    assert any(improved)
 
 
 def test_refining_without_looking(rng):
