@@ -50,4 +50,4 @@ combine_batch(torch.ones(9, 3, 64), torch.ones(9, 64), lam, torch.ones(9, 64))
 for t, method in ((2, PGD()), (2, FISTA()), (8, Exact()), (49, Exact())):
     K, b = torch.eye(t, dtype=torch.float64), torch.ones(t, dtype=torch.float64)
     solve(K, b, method=method)
-    solve(K, b, method=method, upper=1.0, start=b)
+    solve(K, b, method=method, lower=-b, upper=1.0, start=b)

@@ -10,15 +10,13 @@ from gemproj._array import Array, Problem
 from gemproj.kernels import combine as _combine
 from gemproj.kernels import gram as _gram
 from gemproj.kernels import solve as _solve
+from gemproj.methods._constants import MOST_ROWS
 from gemproj.methods._method import Method, Outcome
-
-# Rows up to which the accumulators of the Gram kernel pay.
-_MOST_ROWS = 168
 
 
 def applies(problem: Problem) -> bool:
     """Tell whether the kernels can read the arrays of a problem where they are."""
-    if problem.weight is not None or not 1 <= problem.t <= _MOST_ROWS or 0 in problem.batch:
+    if problem.weight is not None or not 1 <= problem.t <= MOST_ROWS or 0 in problem.batch:
         return False
     rows, vector = _tensors(problem.rows), _tensors(problem.vector)
     if not problem.batch:
@@ -47,12 +45,20 @@ def solves(method: Any, t: int) -> bool:
     return _solve.supports(method, t)
 
 
-def solve(method: Method, K: Array, b: Array, start: Array | None, upper: Array | float | None) -> Outcome:
+def solve(
+    method: Method,
+    K: Array,
+    b: Array,
+    start: Array | None,
+    upper: Array | float | None,
+    lower: Array | None = None,
+) -> Outcome:
     """Stage 2, in one launch; rows that are not finite count as zero."""
     found = _solve.solve(
         _tensor(K),
         _tensor(b),
         method=method,
+        lower=None if lower is None else _tensor(lower),
         start=None if start is None else _tensor(start),
         upper=upper if upper is None or isinstance(upper, float) else _tensor(upper),
     )
