@@ -11,7 +11,7 @@ collect_ignore_glob = [
     "examples/fsdp2.py",
 ]
 if not (find_spec("triton") and find_spec("torch")):
-    collect_ignore_glob.append("gemproj/kernels/*")
+    collect_ignore_glob.append("gemproj/backends/triton/*")
 if not find_spec("lightning"):
     collect_ignore_glob += ["gemproj/integrations/lightning.py", "examples/lightning_fit.py"]
 # Slow to import, and not importable wherever it is installed; its tests look.

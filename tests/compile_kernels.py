@@ -12,9 +12,9 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gemproj import FISTA, PGD, Exact
-from gemproj.kernels.combine import combine, combine_batch
-from gemproj.kernels.gram import gram, gram_batch
-from gemproj.kernels.solve import solve
+from gemproj.backends.triton.combine import combine, combine_batch
+from gemproj.backends.triton.gram import gram, gram_batch
+from gemproj.backends.triton.solve import solve
 
 
 class Driver:
@@ -50,4 +50,4 @@ combine_batch(torch.ones(9, 3, 64), torch.ones(9, 64), lam, torch.ones(9, 64))
 for t, method in ((2, PGD()), (2, FISTA()), (8, Exact()), (49, Exact())):
     K, b = torch.eye(t, dtype=torch.float64), torch.ones(t, dtype=torch.float64)
     solve(K, b, method=method)
-    solve(K, b, method=method, upper=1.0, start=b)
+    solve(K, b, method=method, lower=-b, upper=1.0, start=b)

@@ -81,8 +81,8 @@ def test_large_float32_problems_need_no_conversion(xp, rng):
     """Products in float32, sums in float64: several tiles, a remainder, blocks of any shape."""
     t, d = 3, 700_001
     G, g = rng.standard_normal((t, d), dtype=np.float32) - 0.1, rng.standard_normal(d, dtype=np.float32) + 0.1
-    exact_K, exact_b = G.astype(float) @ G.T.astype(float), G.astype(float) @ g.astype(float)
-    expected = project(G.astype(float), g.astype(float))
+    G64, g64 = G.astype(float), g.astype(float)
+    exact_K, exact_b, expected = G64 @ G64.T, G64 @ g64, project(G64, g64)
     cuts, shapes = [600_000, 600_001], [(200, 3000), (), (100, 1, 1000)]
     Gs = [
         xp.array(p.reshape(t, *s), "float32") for p, s in zip(np.split(G, cuts, axis=1), shapes, strict=True)
@@ -95,8 +95,10 @@ def test_large_float32_problems_need_no_conversion(xp, rng):
         assert np.max(np.abs(xp.numpy(b) - exact_b)) < 1e-7 * d
         x = project(*problem)
         x = flat(xp, x) if isinstance(x, list) else xp.numpy(x)
-        # The rounding of x is random, that of multipliers in float32 would not be.
-        assert np.max(-(G.astype(float) @ x)) < 1e-9 * d
+        # x is g + G'lam, each entry rounded on its own; G x >= 0 holds to the rounding of K and b, above.
+        lam = xp.numpy(solve_dual(*problem).multipliers)
+        assert np.max(np.abs(G64 @ (x - combine(G64, g64, lam)))) < 1e-9 * d
+        assert np.max(-(G64 @ x)) < 2e-7 * d
         assert_close(x, expected, atol=2e-6)
 
 

@@ -1,8 +1,7 @@
-"""Triton kernels for CUDA devices: each stage of a projection in one launch, without waiting for the device.
+"""Triton kernels for CUDA devices: each stage in one launch, without waiting for the device.
 
-The same three stages as everywhere in the package: `gemproj.kernels.gram`, `gemproj.kernels.solve` and
-`gemproj.kernels.combine` on torch tensors, and `gemproj.kernels.stages` on what `project` is called with.
-Importing this package imports neither torch nor Triton; its modules do.
+Chosen by ``GEMPROJ_BACKEND=triton``: they have not been measured on a GPU. Importing this package imports
+neither torch nor Triton; its modules do.
 """
 
 from __future__ import annotations
@@ -11,25 +10,15 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
+from gemproj._problem import Problem
+
+__all__ = ["available", "bind", "solve"]
+
 
 def available(device: Any) -> bool:
-    """Tell whether the kernels run on a device of torch or CuPy: NVIDIA's, with Triton installed."""
-    return _is_cuda(device) and _installed()
-
-
-def stages_of(problem: Any) -> Any:
-    """Return `gemproj.kernels.stages` where they apply to a `Problem`, else None; looked up once."""
-    if "kernels" not in problem.found:
-        problem.found["kernels"] = None
-        if not problem.host and available(problem.device):
-            from gemproj.kernels import stages
-
-            problem.found["kernels"] = stages if stages.applies(problem) else None
-    return problem.found["kernels"]
-
-
-def _is_cuda(device: Any) -> bool:
-    return getattr(device, "type", None) == "cuda" or type(device).__module__.startswith("cupy")
+    """Return whether the kernels run on a device of torch or CuPy: NVIDIA's, with Triton installed."""
+    is_cuda = getattr(device, "type", None) == "cuda" or type(device).__module__.startswith("cupy")
+    return is_cuda and _installed()
 
 
 @lru_cache(maxsize=1)
@@ -38,5 +27,21 @@ def _installed() -> bool:
         return False
     import torch
 
-    # On AMD's devices, which torch calls CUDA too, nobody has tried them.
+    # AMD's devices, which torch calls CUDA too, are untested.
     return torch.cuda.is_available() and torch.version.hip is None
+
+
+def bind(problem: Problem) -> Any:
+    """Return the backend for a problem on a device; None where the kernels cannot read its arrays."""
+    if not available(problem.device):
+        return None
+    from gemproj.backends.triton.stages import Triton, applies
+
+    return Triton() if applies(problem) else None
+
+
+def solve(method: Any, K: Any, b: Any, lower: Any, upper: Any, start: Any) -> Any:
+    """Run stage 2 on a device, see `gemproj.backends.Backend`."""
+    from gemproj.backends.triton.stages import Triton
+
+    return Triton().solve(method, K, b, lower, upper, start)

@@ -9,22 +9,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gemproj.kernels._unit import DEPENDENT, clip, cosines, linear, residual, unresolved, verdict
+from gemproj.backends.triton._unit import DEPENDENT, clip, cosines, linear, residual, unresolved, verdict
 
 
 @triton.jit
 def enumerate_sets(
-    K, K_batch, K_row, b, b_batch, b_step, upper, lam_out, status_out, resolution_out, t,
-    T: tl.constexpr, SETS: tl.constexpr, BOUNDED: tl.constexpr,
+    K, K_batch, K_row, b, b_batch, b_step, lower, upper, lam_out, status_out, resolution_out, t,
+    T: tl.constexpr, SETS: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr,
 ):  # fmt: skip
     """Solve problem `program_id`, of t <= T rows; SETS is a power of two of at least 2^t (3^t) lanes."""
     CHOICES: tl.constexpr = 3 if BOUNDED else 2
     problem = tl.program_id(0).to(tl.int64)
     K += problem * K_batch
     i, n = tl.arange(0, T), tl.arange(0, SETS)
-    unit_b, bound, _, scale = linear(
-        K, K_row, b + problem * b_batch, b_step, upper + problem * t, upper, t, T, BOUNDED, False, True
-    )
+    unit_b, low, high, _, scale = linear(
+        K, K_row, b + problem * b_batch, b_step, lower + problem * t, upper + problem * t, upper, t,
+        T, SIGNED, BOUNDED, False, True,
+    )  # fmt: skip
     unit = cosines(K, K_row, i, i, t, True)
     # Lanes come last, which gives each to one thread, and k is known when this is compiled: rows and columns
     # of a tableau are then registers, and what later steps do not need is not computed.
@@ -53,15 +54,15 @@ def enumerate_sets(
         A = tl.where(free[:, None, :], swept, A)
         stepped = tl.where(here, c_k, c - column * c_k)
         if BOUNDED:
-            u_k = tl.sum(tl.where(i == k, tl.where(i < t, bound, 0.0), 0.0), axis=0)
+            u_k = tl.sum(tl.where(i == k, tl.where(i < t, high, 0.0), 0.0), axis=0)
             c = tl.where((state == 2)[None, :], c + column * u_k, c)
         c = tl.where(free, stepped, c)
     lam = tl.where(states == 1, -c, 0.0)
     if BOUNDED:
-        lam = tl.where(states == 2, bound[:, None], lam)
-    lam = clip(lam, bound[:, None], BOUNDED)
+        lam = tl.where(states == 2, high[:, None], lam)
+    lam = clip(lam, low[:, None], high[:, None])
     s = tl.sum(unit[:, :, None] * lam[None, :, :], axis=1) + unit_b[:, None]
-    miss = tl.max(residual(lam, s, bound[:, None], BOUNDED), axis=0)
+    miss = tl.max(residual(lam, s, low[:, None], high[:, None]), axis=0)
     # A lane past the last set has digits left over, or says something of rows past the last.
     odd = (rest > 0) | (tl.max(tl.where((i >= t)[:, None], states, 0), axis=0) > 0)
     miss = tl.where((dependent > 0) | odd, float("inf"), miss)
@@ -69,10 +70,11 @@ def enumerate_sets(
     best = tl.min(tl.where(miss == tl.min(miss, axis=0), n, SETS), axis=0)
     lam = tl.sum(tl.where((n == best)[None, :], lam, 0.0), axis=1)
     s = tl.sum(unit * lam[None, :], axis=1) + unit_b
-    status, deciding = verdict(lam, s, bound, BOUNDED)
+    status, determining = verdict(lam, s, low, high)
 
     resolution = 1.0 + tl.sum(lam * 0.0, axis=0)
-    left = tl.where(deciding[:, None] & deciding[None, :], unit, tl.where(i[:, None] == i[None, :], 1.0, 0.0))
+    both = determining[:, None] & determining[None, :]
+    left = tl.where(both, unit, tl.where(i[:, None] == i[None, :], 1.0, 0.0))
     for k in range(t):
         # K is symmetric, and so are its Schur complements.
         across = tl.sum(tl.where((i == k)[None, :], left, 0.0), axis=1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gemproj.kernels._unit import clip, copy_cosines, cosines, inverse, linear, product
+from gemproj.backends.triton._unit import clip, copy_cosines, cosines, inverse, linear, product
 
 
 @triton.jit
@@ -39,9 +39,9 @@ def _bound(K, K_row, t, T: tl.constexpr, CHUNK: tl.constexpr, NORMALIZE: tl.cons
 
 @triton.jit
 def descend(
-    K, K_batch, K_row, b, b_batch, b_step, upper, start, lam_out, workspace, count, t, steps,
-    T: tl.constexpr, CHUNK: tl.constexpr, BOUNDED: tl.constexpr, STARTED: tl.constexpr,
-    NORMALIZE: tl.constexpr, ACCELERATED: tl.constexpr, RESTART: tl.constexpr,
+    K, K_batch, K_row, b, b_batch, b_step, lower, upper, start, lam_out, workspace, count, t, steps,
+    T: tl.constexpr, CHUNK: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr,
+    STARTED: tl.constexpr, NORMALIZE: tl.constexpr, ACCELERATED: tl.constexpr, RESTART: tl.constexpr,
     POWER: tl.constexpr, SAFETY: tl.constexpr,
 ):  # fmt: skip
     """Take `steps` steps on every problem; POWER counts power iterations, 0 is the safe step size."""
@@ -50,9 +50,9 @@ def descend(
     for p in range(tl.program_id(0), count, tl.num_programs(0)):
         problem = tl.cast(p, tl.int64)
         here = K + problem * K_batch
-        c, bound, first, scale = linear(
-            here, K_row, b + problem * b_batch, b_step, upper + problem * t, start + problem * t, t,
-            T, BOUNDED, STARTED, NORMALIZE,
+        c, low, high, first, scale = linear(
+            here, K_row, b + problem * b_batch, b_step, lower + problem * t, upper + problem * t,
+            start + problem * t, t, T, SIGNED, BOUNDED, STARTED, NORMALIZE,
         )  # fmt: skip
         tile = tl.zeros((1, 1), dtype=tl.float64)
         if T == CHUNK:
@@ -73,7 +73,7 @@ def descend(
             y = first
             momentum = eta * 0.0 + 1.0
             for _ in range(steps):
-                new = clip(y - eta * (_times(tile, A, y, t, T, CHUNK) + c), bound, BOUNDED)
+                new = clip(y - eta * (_times(tile, A, y, t, T, CHUNK) + c), low, high)
                 faster = (1.0 + tl.sqrt(1.0 + 4.0 * momentum * momentum)) / 2.0
                 if RESTART:
                     uphill = tl.sum((y - new) * (new - lam), axis=0) > 0
@@ -88,5 +88,5 @@ def descend(
             lam = tl.where(better, lam, first)
         else:
             for _ in range(steps):
-                lam = clip(lam - eta * (_times(tile, A, lam, t, T, CHUNK) + c), bound, BOUNDED)
+                lam = clip(lam - eta * (_times(tile, A, lam, t, T, CHUNK) + c), low, high)
         tl.store(lam_out + problem * t + i, lam * scale, mask=i < t)

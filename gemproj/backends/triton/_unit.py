@@ -8,15 +8,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gemproj.methods import _constants
+from gemproj import _constants
 from gemproj.methods._method import Status
-from gemproj.methods.exact import RESOLVED
 
-# Pivots below this belong to dependent rows.
-DEPENDENT: tl.constexpr = tl.constexpr(_constants.DEPENDENT * _constants.EPS)
-_TOLERANCE: tl.constexpr = tl.constexpr(_constants.OPTIMAL_WITHIN * _constants.EPS)
+_EPS = 2.0**-52
+DEPENDENT: tl.constexpr = tl.constexpr(_constants.DEPENDENT * _EPS)
+_OPTIMAL_WITHIN: tl.constexpr = tl.constexpr(_constants.OPTIMAL_WITHIN * _EPS)
 _NEAR_ZERO: tl.constexpr = tl.constexpr(_constants.NEAR_ZERO)
-_RESOLVED: tl.constexpr = tl.constexpr(RESOLVED)
+_RESOLVED: tl.constexpr = tl.constexpr(_constants.RESOLVED)
 _STALLED: tl.constexpr = tl.constexpr(int(Status.STALLED))
 _UNRESOLVED: tl.constexpr = tl.constexpr(int(Status.UNRESOLVED))
 
@@ -41,20 +40,25 @@ def first(chosen, T: tl.constexpr):
 
 
 @triton.jit
-def clip(lam, upper, BOUNDED: tl.constexpr):
-    """Return lam moved into 0 <= lam <= upper; NaN stays."""
-    lam = tl.maximum(lam, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    if BOUNDED:
-        lam = tl.minimum(lam, upper, propagate_nan=tl.PropagateNan.ALL)
-    return lam
+def clip(lam, lower, upper):
+    """Return lam moved into lower <= lam <= upper; NaN stays."""
+    lam = tl.maximum(lam, lower, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(lam, upper, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def magnitude(lam):
+    """Return 1 + sum |lam|, which bounds the summands of a slack."""
+    return 1.0 + tl.sum(tl.abs(lam), axis=0)
 
 
 @triton.jit
 def linear(
-    K, K_row, b, b_step, upper, start, t,
-    T: tl.constexpr, BOUNDED: tl.constexpr, STARTED: tl.constexpr, NORMALIZE: tl.constexpr,
+    K, K_row, b, b_step, lower, upper, start, t,
+    T: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr, STARTED: tl.constexpr,
+    NORMALIZE: tl.constexpr,
 ):  # fmt: skip
-    """Return b, bound, start and scale of the problem with rows of norm one and max |b| = 1."""
+    """Return b, bounds, start and scale of the problem with rows of norm one and max |b| = 1."""
     i = tl.arange(0, T)
     inside = i < t
     unit_b = tl.load(b + i * b_step, mask=inside, other=0.0)
@@ -69,13 +73,17 @@ def linear(
         unit_b = unit_b / size
         scale = size * per_norm
         stretch = norm / size
-    bound = tl.full((T,), float("inf"), dtype=tl.float64)
+    low = tl.zeros((T,), dtype=tl.float64)
+    if SIGNED:  # 0 or -inf, which no scale moves
+        low = tl.load(lower + i, mask=inside, other=0.0)
+    high = tl.full((T,), float("inf"), dtype=tl.float64)
     if BOUNDED:
-        bound = tl.load(upper + i, mask=inside, other=0.0) * stretch
+        high = tl.load(upper + i, mask=inside, other=0.0)
+        high = tl.where(stretch > 0, high * tl.where(stretch > 0, stretch, 1.0), 0.0)
     lam = tl.zeros((T,), dtype=tl.float64)
     if STARTED:
         lam = tl.load(start + i, mask=inside, other=0.0) * stretch
-    return unit_b, bound, lam, scale
+    return unit_b, low, high, clip(lam, low, high), scale
 
 
 @triton.jit
@@ -123,22 +131,20 @@ def product(A, v, t, T: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def residual(lam, s, upper, BOUNDED: tl.constexpr):
-    """Return the natural residual |lam - clip(lam - s, 0, upper)| of every row, infinite for NaN."""
-    r = tl.abs(lam - clip(lam - s, upper, BOUNDED))
+def residual(lam, s, lower, upper):
+    """Return the natural residual |lam - clip(lam - s, lower, upper)| of every row, infinite for NaN."""
+    r = tl.abs(lam - clip(lam - s, lower, upper))
     return tl.where(r < float("inf"), r, float("inf"))
 
 
 @triton.jit
-def verdict(lam, s, upper, BOUNDED: tl.constexpr):
-    """Return the status, without what the resolution adds, and which rows decide what x is."""
-    slack = lam * tl.abs(s)
-    if BOUNDED:
-        slack = lam * tl.where(lam >= upper, tl.maximum(s, 0.0), tl.abs(s))
-    met = (residual(lam, s, upper, BOUNDED) <= _TOLERANCE) & (slack <= _TOLERANCE)
+def verdict(lam, s, lower, upper):
+    """Return the status, without what the resolution adds, and the rows that determine x."""
+    slack = tl.abs(lam) * tl.where(lam >= upper, tl.maximum(s, 0.0), tl.abs(s))
+    met = (residual(lam, s, lower, upper) <= _OPTIMAL_WITHIN) & (slack <= _OPTIMAL_WITHIN)
     status = tl.max(tl.where(met, 0, _STALLED), axis=0)
-    deciding = (lam > 0) | (s <= _NEAR_ZERO * (1.0 + tl.sum(lam, axis=0)))
-    return status, deciding
+    determining = (lam != 0) | (lower < 0) | (s <= _NEAR_ZERO * magnitude(lam))
+    return status, determining
 
 
 @triton.jit

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemproj.kernels._blocks import (
+from gemproj.backends.triton._blocks import (
     Layout,
     lay_out,
     lay_out_batch,

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemproj.kernels._blocks import (
+from gemproj.backends.triton._blocks import (
     Layout,
     counters,
     lay_out,

@@ -11,17 +11,14 @@ import torch
 import triton
 from torch import Tensor
 
-from gemproj.kernels._active_set import search_active_set
-from gemproj.kernels._blocks import processors
-from gemproj.kernels._enumeration import enumerate_sets
-from gemproj.kernels._first_order import descend
+from gemproj.backends.triton._active_set import search_active_set
+from gemproj.backends.triton._blocks import processors
+from gemproj.backends.triton._enumeration import enumerate_sets
+from gemproj.backends.triton._first_order import descend
 from gemproj.methods import FISTA, PGD, Exact, Method
+from gemproj._constants import MOST_ROWS, MOST_SETS
 from gemproj.methods._method import Outcome, Status
 
-# Rows up to which all active sets are tried: 2^8 of them, or 3^5 with an upper bound, as in `Exact`.
-_MOST_SETS = 256
-# One program holds vectors of 256 rows; above 168 `Exact` wants a start that this module does not make.
-_MOST_ROWS = 168
 # Products are rounded before they are added, as in NumPy: the same decisions, to the last bit where sums
 # have the same order.
 _AS_NUMPY = {"enable_fp_fusion": False}
@@ -29,7 +26,7 @@ _AS_NUMPY = {"enable_fp_fusion": False}
 
 def supports(method: Any, t: int) -> bool:
     """Tell whether `solve` has this method, for t rows."""
-    return type(method) in (Exact, PGD, FISTA) and 1 <= t <= _MOST_ROWS
+    return type(method) in (Exact, PGD, FISTA) and 1 <= t <= MOST_ROWS
 
 
 def solve(
@@ -37,16 +34,19 @@ def solve(
     b: Tensor,
     *,
     method: Method,
+    lower: Tensor | None = None,
     upper: float | Tensor | None = None,
     start: Tensor | None = None,
 ) -> Outcome:
-    """Solve ``min 1/2 lam' K lam + b' lam`` over ``0 <= lam <= upper``, as ``method.solve`` does.
+    """Solve ``min 1/2 lam' K lam + b' lam`` over ``lower <= lam <= upper``, as ``method.solve`` does.
 
     Parameters
     ----------
     K, b : tensors, shapes (..., t, t) and (..., t), float64
     method : Exact, PGD or FISTA
         With its options.
+    lower : tensor, shape (..., t), optional
+        0, or -inf for rows that hold with equality; 0 by default.
     upper : float or tensor, shape (..., t), optional
     start : tensor, shape (..., t), optional
         Multipliers to start from, within the bounds. A search of all active sets needs none.
@@ -58,41 +58,48 @@ def solve(
         and resolution are tensors of shape (...).
     """
     with torch.cuda.device_of(b):  # Triton launches on the current device
-        return _solve(K, b, method, upper, start)
+        return _solve(K, b, method, lower, upper, start)
 
 
 def _solve(
-    K: Tensor, b: Tensor, method: Method, upper: float | Tensor | None, start: Tensor | None
+    K: Tensor,
+    b: Tensor,
+    method: Method,
+    lower: Tensor | None,
+    upper: float | Tensor | None,
+    start: Tensor | None,
 ) -> Outcome:
     t, batch = b.shape[-1], b.shape[:-1]
     # The batch as one dimension: views, unless it has gaps.
     K, b = K.reshape(-1, t, t), b.reshape(-1, t)
     K = K if K.stride(-1) == 1 else K.contiguous()
-    bounded, started = upper is not None, start is not None
-    if upper is None:
-        bound = b
-    elif isinstance(upper, Tensor):
-        bound = upper.expand(*batch, t).reshape(-1, t).contiguous()
-    else:
-        bound = torch.full(b.shape, upper, dtype=b.dtype, device=b.device)  # a copy from the host would wait
-    first = b if start is None else start.reshape(-1, t).contiguous()
+    given = {"SIGNED": lower is not None, "BOUNDED": upper is not None}
+
+    def rows_of(a: float | Tensor | None) -> Tensor:
+        if a is None:
+            return b  # not read
+        if not isinstance(a, Tensor):  # a copy from the host would wait
+            return torch.full(b.shape, a, dtype=b.dtype, device=b.device)
+        return a.expand(*batch, t).reshape(-1, t).contiguous()
+
     lam = torch.empty(b.shape, dtype=b.dtype, device=b.device)
-    problem = (K, K.stride(0), K.stride(1), b, b.stride(0), b.stride(1), bound)
+    problem = (K, K.stride(0), K.stride(1), b, b.stride(0), b.stride(1), rows_of(lower), rows_of(upper))
+    first, started = rows_of(start), {"STARTED": start is not None}
     count = len(b)
     if isinstance(method, (PGD, FISTA)):
         if count:
-            _descend(method, problem, first, lam, {"BOUNDED": bounded, "STARTED": started})
+            _descend(method, problem, first, lam, given | started)
         return Outcome(lam.reshape(*batch, t), method.steps, int(Status.APPROXIMATE))
     status = torch.empty(count, dtype=torch.int64, device=b.device)
     resolution = torch.empty(count, dtype=b.dtype, device=b.device)
     iterations: Any = 0
-    sets = (3 if bounded else 2) ** t
-    if sets <= _MOST_SETS:
+    sets = (2 if upper is None else 3) ** t
+    if sets <= MOST_SETS:
         if count:
             rows, lanes = triton.next_power_of_2(t), triton.next_power_of_2(sets)
             warps = max(1, lanes // 32)  # a thread for each lane
             enumerate_sets[(count,)](
-                *problem, lam, status, resolution, t, T=rows, SETS=lanes, BOUNDED=bounded, num_warps=warps,
+                *problem, lam, status, resolution, t, T=rows, SETS=lanes, **given, num_warps=warps,
                 **_AS_NUMPY,
             )  # fmt: skip
     else:
@@ -103,7 +110,7 @@ def _solve(
             workspace = torch.empty(programs * 2 * t * t, dtype=b.dtype, device=b.device)
             search_active_set[(programs,)](
                 *problem, first, lam, pivots, status, resolution, workspace, count, t,
-                T=rows, CHUNK=_chunk(rows), BOUNDED=bounded, STARTED=started, num_warps=_warps(rows),
+                T=rows, CHUNK=_chunk(rows), **given, **started, num_warps=_warps(rows),
                 **_AS_NUMPY,
             )  # fmt: skip
         iterations = pivots.reshape(batch)

@@ -6,19 +6,20 @@ from typing import Any
 
 import torch
 
-from gemproj._array import Array, Problem
-from gemproj.kernels import combine as _combine
-from gemproj.kernels import gram as _gram
-from gemproj.kernels import solve as _solve
-from gemproj.methods._method import Method, Outcome
-
-# Rows up to which the accumulators of the Gram kernel pay.
-_MOST_ROWS = 168
+from gemproj._arrays import Array
+from gemproj._constants import MOST_ROWS, WIDE_ROUNDING
+from gemproj._problem import Problem
+from gemproj._tspace import Gram, Measured
+from gemproj.backends.portable import Portable
+from gemproj.backends.triton import combine as _combine
+from gemproj.backends.triton import gram as _gram
+from gemproj.backends.triton import solve as _solve
+from gemproj.methods import Method, Outcome
 
 
 def applies(problem: Problem) -> bool:
-    """Tell whether the kernels can read the arrays of a problem where they are."""
-    if problem.weight is not None or not 1 <= problem.t <= _MOST_ROWS or 0 in problem.batch:
+    """Return whether the kernels can read the arrays of a problem where they are."""
+    if problem.weight is not None or problem.shared or not 1 <= problem.t <= MOST_ROWS or 0 in problem.batch:
         return False
     rows, vector = _tensors(problem.rows), _tensors(problem.vector)
     if not problem.batch:
@@ -27,52 +28,52 @@ def applies(problem: Problem) -> bool:
     return flat is not None and _gram.supports_batch(*flat)
 
 
-def gram(problem: Problem) -> tuple[Array, Array, Array]:
-    """Stage 1, in one launch: K, b and |g|^2."""
-    rows, vector = _tensors(problem.rows), _tensors(problem.vector)
-    if not problem.batch:
-        K, b, gg = _gram.gram(rows, vector)
-        return _back(K, problem.vector[0]), _back(b, problem.vector[0]), _back(gg, problem.vector[0])
-    K, b, gg = _gram.gram_batch(*_flat(problem, rows[0], vector[0]))
-    t, like = problem.t, problem.vector[0]
-    return (
-        _back(K.reshape(*problem.batch, t, t), like),
-        _back(b.reshape(*problem.batch, t), like),
-        _back(gg.reshape(problem.batch), like),
-    )
+class Triton:
+    """One launch per stage; see `gemproj.backends.Backend`."""
 
+    name = "triton"
 
-def solves(method: Any, t: int) -> bool:
-    """Tell whether stage 2 has a kernel for a method."""
-    return _solve.supports(method, t)
+    def gram(self, problem: Problem) -> Measured:
+        """Sum all products in one launch."""
+        rows, vector, like = _tensors(problem.rows), _tensors(problem.vector), problem.vector[0]
+        if not problem.batch:
+            return Measured(Gram(*(_back(a, like) for a in _gram.gram(rows, vector))), WIDE_ROUNDING)
+        K, b, gg = _gram.gram_batch(*_flat(problem, rows[0], vector[0]))
+        batch, t = problem.batch, problem.t
+        whole = K.reshape(*batch, t, t), b.reshape(*batch, t), gg.reshape(batch)
+        return Measured(Gram(*(_back(a, like) for a in whole)), WIDE_ROUNDING)
 
+    def solve(
+        self,
+        method: Method,
+        K: Array,
+        b: Array,
+        lower: Array | None,
+        upper: Array | None,
+        start: Array | None,
+    ) -> Outcome:
+        """Search, enumerate or descend in one launch; other methods and sizes take the portable form."""
+        if not _solve.supports(method, b.shape[-1]):
+            return method.solve(K, b, lower, upper, start)
+        lower, upper, start = (None if a is None else _tensor(a) for a in (lower, upper, start))
+        K = _tensor(K).expand(*b.shape, b.shape[-1])
+        found = _solve.solve(K, _tensor(b), method=method, lower=lower, upper=upper, start=start)
+        return Outcome(*(a if a is None or isinstance(a, int) else _back(a, b) for a in found))
 
-def solve(method: Method, K: Array, b: Array, start: Array | None, upper: Array | float | None) -> Outcome:
-    """Stage 2, in one launch; rows that are not finite count as zero."""
-    found = _solve.solve(
-        _tensor(K),
-        _tensor(b),
-        method=method,
-        start=None if start is None else _tensor(start),
-        upper=upper if upper is None or isinstance(upper, float) else _tensor(upper),
-    )
-    return Outcome(*(a if a is None or isinstance(a, int) else _back(a, b) for a in found))
-
-
-def combine(problem: Problem, lam: Array, x: list[Array]) -> bool:
-    """Stage 3, in one launch; False, and nothing written, if the kernel cannot write x where it is."""
-    rows, vector, out = _tensors(problem.rows), _tensors(problem.vector), _tensors(x)
-    if not problem.batch:
-        if not _combine.supports(rows, vector, out):
-            return False
-        _combine.combine(rows, vector, _tensor(lam), out)
-        return True
-    G, g = _flat(problem, rows[0], vector[0])
-    to = _viewed(out[0], -1, *g.shape[1:])
-    if to is None or not _combine.supports_batch(G, g, to):
-        return False
-    _combine.combine_batch(G, g, _tensor(lam).reshape(-1, problem.t), to)
-    return True
+    def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
+        """Add the active rows in one launch, where the kernel can write x."""
+        rows, vector, out = _tensors(problem.rows), _tensors(problem.vector), _tensors(x)
+        if not problem.batch:
+            if _combine.supports(rows, vector, out):
+                _combine.combine(rows, vector, _tensor(lam), out)
+                return
+        else:
+            G, g = _flat(problem, rows[0], vector[0])
+            to = _viewed(out[0], -1, *g.shape[1:])
+            if to is not None and _combine.supports_batch(G, g, to):
+                _combine.combine_batch(G, g, _tensor(lam).reshape(-1, problem.t), to)
+                return
+        Portable().combine(problem, lam, x)
 
 
 def _flat(problem: Problem, rows: torch.Tensor, vector: torch.Tensor) -> Any:
