@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ import gemproj
 from gemproj import Exact, combine, gram, project
 from gemproj._array import read_problem
 from gemproj._threads import share
-from gemproj.compiled import installed
 from gemproj.compiled import addresses as places
+from gemproj.compiled import installed
 from gemproj.methods._active_set import Tableau, solve_active_set
 
 if not installed():
@@ -50,11 +51,18 @@ def layouts(rng, t, d, dtype):
     wide[::2, 3 : d + 3] = G
     yield "padded and strided", wide[::2, 3 : d + 3], g
     yield "reversed", G[::-1], g
+    yield "columns", np.asfortranarray(G), g
+    tall = np.zeros((d, t + 3), dtype)
+    tall[:, 2 : t + 2] = G.T
+    yield "padded columns", tall[:, 2 : t + 2].T, g
+    yield "every second entry", np.repeat(G, 2, axis=1)[:, ::2], np.repeat(g, 2)[::2]
+    yield "columns in reverse", np.asfortranarray(G[:, ::-1])[:, ::-1], np.ascontiguousarray(g[::-1])[::-1]
     yield "repeated", np.broadcast_to(G[:1], (t, d)), g
     cuts = sorted({0, d // 3, d // 2, d})
     parts = list(itertools.pairwise(cuts))
     yield "blocks", [G[:, a:b, None] for a, b in parts], [g[a:b, None] for a, b in parts]
     batch = np.stack([G, 2 * G, -G])[::2]
+    yield "batch of columns", np.stack([G.T, -G.T]).swapaxes(-1, -2), np.stack([g, g])
     yield "batch", batch, np.stack([g, g, g, g])[::3]
     yield "one g for all", batch, np.broadcast_to(g, (2, d))
 
@@ -128,14 +136,12 @@ def test_bfloat16_is_read_and_rounded_once(scale, rng):
     np.testing.assert_array_equal(combine(G, g, lam)[:3].float(), g[:3].float())
 
 
-@pytest.mark.parametrize("odd", ["metric", "columns", "mixed", "half", "byte order", "unaligned"])
+@pytest.mark.parametrize("odd", ["metric", "mixed", "half", "byte order", "unaligned"])
 def test_what_the_loops_cannot_read_is_read_portably(odd, rng):
     G, g, metric = rng.standard_normal((3, 60)) - 0.3, rng.standard_normal(60) + 0.3, None
     expected, tolerance = project(G, g), 1e-13
     if odd == "metric":
         metric = np.ones(60)
-    elif odd == "columns":
-        G = np.asfortranarray(G)
     elif odd == "mixed":
         G, tolerance = G.astype(np.float32), 1e-6
     elif odd == "half":
@@ -156,6 +162,95 @@ def test_an_output_with_gaps_is_written(rng):
     project(G, g, out=out[:, 1])
     assert_close(out[:, 1], project(G, g), atol=1e-15)
     assert not out[:, 0].any()
+
+
+def test_blocks_whose_entries_are_not_equally_far_apart_are_read_portably(rng):
+    G, g = rng.standard_normal((3, 6, 20)), rng.standard_normal((6, 20))
+    assert not located([G[:, :, :10]], [g[:, :10]])
+    assert located([G[:, :, ::2]], [g[:, ::2]])
+    x = project([G[:, :, :10]], [g[:, :10]])[0]
+    assert_close(x, project([G[:, :, :10].copy()], [g[:, :10].copy()])[0], atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(("t", "d"), [(1, 40), (2, 5000), (7, 333), (14, 17_610), (9, 140_000)])
+def test_columns_of_tensors_are_read_where_they_lie(t, d, dtype, rng):
+    torch = pytest.importorskip("torch")
+    memories = torch.from_numpy(rng.standard_normal((d, t))).to(getattr(torch, dtype))
+    g = torch.from_numpy(rng.standard_normal(d)).to(memories.dtype)
+    columns, rows = memories.t(), memories.t().contiguous()
+    assert located(columns, g)
+    tolerance = 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
+    for a, b in zip(gram(columns, g), gram(rows, g), strict=True):
+        assert_close(a, b, atol=tolerance * float(gram(rows, g).K.max()))
+    lam = torch.from_numpy(rng.random(t))
+    assert torch.equal(combine(columns, g, lam), combine(rows, g, lam))
+
+
+def shared(G, g):
+    """Return the problem of one G (t, d) and many gradients (..., d)."""
+    problem = read_problem(np.broadcast_to(G, (*g.shape[:-1], *G.shape)), g)
+    problem = replace(problem, rows=[G])
+    object.__setattr__(problem, "shared", True)
+    return problem
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("t", "d", "m"), [(1, 10, (1,)), (3, 1000, (7,)), (9, 3000, (7, 13)), (10, 140_000, (6,))]
+)
+def test_many_gradients_on_one_constraint_matrix(t, d, m, dtype, rng, monkeypatch):
+    G, g = rng.standard_normal((t, d)).astype(dtype), rng.standard_normal((*m, d)).astype(dtype)
+    lam = rng.random((*m, t)) * (rng.random((*m, t)) < 0.6)
+    tolerance = 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
+    for rows in (G, np.asfortranarray(G)):
+        table = places.locate(shared(rows, g))
+        total = table.gram()
+        apart = places.locate(read_problem(np.broadcast_to(G, (*m, t, d)), g)).gram()
+        n = np.sqrt(np.diagonal(apart, axis1=-2, axis2=-1))
+        assert np.abs((total - apart) / n[..., None, :] / n[..., :, None]).max() < tolerance
+        x = np.empty_like(g)
+        assert table.combine(lam, [x])
+        expected = g + np.einsum("...t,td->...d", lam, G.astype(float))
+        assert_close(x, expected, atol=np.finfo(dtype).eps * (t + 2) * np.abs(expected).max())
+        monkeypatch.setattr(places, "_WORTH_THREADS", 0)
+        for threads in ("1", "3"):
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+            np.testing.assert_array_equal(table.gram(), total)
+            again = np.empty_like(g)
+            table.combine(lam, [again])
+            np.testing.assert_array_equal(again, x)
+
+
+def test_loops_compiled_ahead_are_those_that_are_called(rng):
+    from gemproj.compiled import loops, search
+    from gemproj.compiled.ahead import compile_all
+
+    compile_all()
+    functions = [loops.add_products, loops.add_rows, loops.add_shared_products, search.search]
+    before = [len(function.signatures) for function in functions]
+    assert before == [5, 3, 5, 1]
+    for dtype in (np.float32, np.float64):
+        for t, d in ((3, 50), (9, 140_000)):
+            project(rng.standard_normal((t, d)).astype(dtype), rng.standard_normal(d).astype(dtype))
+    assert [len(function.signatures) for function in functions] == before
+
+
+def test_compilation_is_announced_once(tmp_path):
+    script = """
+import logging
+logging.basicConfig(level=logging.INFO)
+import numpy as np, gemproj
+gemproj.project(-np.eye(2), np.ones(2))
+"""
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", script], check=True, env=environment, capture_output=True, text=True
+        ).stderr
+        for _ in range(2)
+    ]
+    assert [text.count("Compiling loops") for text in said] == [1, 0]
 
 
 @pytest.mark.parametrize("t", [2, 12])

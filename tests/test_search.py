@@ -28,7 +28,9 @@ def compiled(K, b, lower, upper, start):
         return _NONE if a is None else a[None].copy()
 
     lam, pivots, status, apart = np.empty((1, t)), np.empty(1, int), np.empty(1, int), np.empty(1)
-    search(totals, rows(start), rows(lower), rows(upper), 0, 1, -1.0, np.inf, 0.05, lam, pivots, status, apart)
+    search(
+        totals, rows(start), rows(lower), rows(upper), 0, 1, -1.0, np.inf, 0.05, lam, pivots, status, apart
+    )
     return lam[0], int(pivots[0]), int(status[0])
 
 

@@ -102,7 +102,9 @@ class AddressTable:
         lam = np.array(lam, dtype=np.float64).reshape(self.problems, self.t)
 
         def work(first: int, last: int) -> None:
-            add_rows(self.lines, self.blocks, first, last, self.pieces, self.piece, self.shared, self.like, lam)
+            add_rows(
+                self.lines, self.blocks, first, last, self.pieces, self.piece, self.shared, self.like, lam
+            )
 
         self._share(work, self.problems * self.pieces, self.problems * self.columns * (self.t + 2))
         return True

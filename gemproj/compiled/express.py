@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from gemproj._array import Array
+from gemproj.compiled.addresses import PIECE, WIDE_CHUNK, WIDE_RANGE, AddressTable
 from gemproj.compiled.loops import add_products, add_rows
 from gemproj.compiled.search import search
-from gemproj.compiled.addresses import PIECE, WIDE_CHUNK, WIDE_RANGE, AddressTable
 from gemproj.methods.exact import CLOSE
 
 _SUMS = np.empty(0)

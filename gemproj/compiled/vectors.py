@@ -6,8 +6,6 @@ about, where plain loops ask for it. LLVM lowers them for any processor.
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -166,7 +164,7 @@ def transpose(typing_context, source, column, target, row, like):
             for j in range(first, first + n):
                 places = (builder.add(source, builder.mul(column, _I64(c))) for c in (j, j + n))
                 halves = [_read(builder, place, _I64(0), stored, 2 * n, real) for place in places]
-                vectors.append(_shuffle(builder, *halves, range(4 * n)))
+                vectors.append(_shuffle(builder, halves[0], halves[1], range(4 * n)))
             return vectors
 
         for first in range(0, TURNED, 4 * n):
@@ -196,7 +194,7 @@ def _turned(builder, vectors):
         return _shuffle(builder, x, y, mask)
 
     if lanes == 2:
-        return [merged(*vectors, 1, half) for half in (0, 1)]
+        return [merged(vectors[0], vectors[1], 1, half) for half in (0, 1)]
     v0, v1, v2, v3 = vectors
     return [merged(merged(v0, v1, 1, a), merged(v2, v3, 1, a), 2, b) for a in (0, 1) for b in (0, 1)]
 

@@ -106,7 +106,9 @@ def _compiled(K, b, start, upper):
     def work(i):
         first, last = i * step, min(count, (i + 1) * step)
         unusual.append(
-            search(totals, start, _NONE, upper, first, last, -1.0, math.inf, CLOSE, lam, pivots, status, apart)
+            search(
+                totals, start, _NONE, upper, first, last, -1.0, math.inf, CLOSE, lam, pivots, status, apart
+            )
         )
 
     share(work, -(-count // step))
