@@ -178,13 +178,13 @@ def _addresses(batch: tuple[int, ...], address: int, strides: tuple[int, ...]) -
 
 
 def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
-    """Return the address, the steps in bytes of `lead` axes and of all others, seen as one; None if it has none."""
+    """Return the address, the steps of `lead` axes in bytes, and that of all others; None without one."""
     kind = type(a)
     if kind is np.ndarray:
         if not (a.flags.aligned and a.dtype.isnative):
             return None
         step = a.itemsize if a.flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], a.itemsize)
-        return None if step is None else (a.ctypes.data, a.strides[:lead], step)
+        return None if step is None else (a.__array_interface__["data"][0], a.strides[:lead], step)
     # No subclasses but parameters: their memory may be elsewhere, or nowhere.
     if kind.__module__.startswith("torch") and kind.__name__ in ("Tensor", "Parameter"):
         # Lazily negated tensors, and tensors without storage, have no memory to read.

@@ -12,7 +12,7 @@ from gemproj.compiled.search import search
 
 
 def compile_all() -> float:
-    """Compile the loops for float32, float64 and bfloat16, or load them from disk; return the seconds it took."""
+    """Compile the loops for all dtypes, or load them from disk; return the seconds it took."""
     start = time.perf_counter()
     lines, totals = np.empty((0, ADDRESSES), dtype=np.int64), np.empty((1, 1, 2, 2))
     none, counts = np.empty((0, 0)), np.empty(0, dtype=np.int64)

@@ -10,6 +10,7 @@ from gemproj.methods._constants import NEAR_ZERO
 
 @strict
 def size_of(lam):
+    """Return the sum of absolute values."""
     total = 0.0
     for i in range(lam.size):
         total += abs(lam[i])
@@ -18,6 +19,7 @@ def size_of(lam):
 
 @strict
 def slope(K, b, lam, s):
+    """Write ``K lam + b`` to s."""
     for i in range(b.size):
         total = 0.0
         for j in range(b.size):

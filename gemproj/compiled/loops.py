@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from gemproj.compiled.addresses import COLUMN_STEP, COLUMNS, FIRST_COLUMN, OUT, OUT_STEP, ROW_STEP, ROWS
+from gemproj.compiled.addresses import (
+    COLUMN_STEP,
+    COLUMNS,
+    FIRST_COLUMN,
+    OUT,
+    OUT_STEP,
+    ROW_STEP,
+    ROWS,
+    VECTOR,
+    VECTOR_STEP,
+)
 from gemproj.compiled.bfloat16 import entry, readable
 from gemproj.compiled.jit import fast
 from gemproj.compiled.reading import LEAST, aligned, by_columns, read_rows, read_vector, turn, view
-from gemproj.compiled.vectors import HEIGHT, LANES, MULTIPLE, add_block, add_scaled
+from gemproj.compiled.vectors import HEIGHT, LANES, MULTIPLE, add_block, add_few, add_scaled
 
 # Bytes of a tile that stay in the first-level cache.
 _TILE = 24 << 10
@@ -78,6 +88,7 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
     turned_like = readable(like)
     turning = by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
     n = min(chunk, LEAST) if turning else _tile_columns(rows, chunk, sum_like)
+    few = 0 < t < HEIGHT and not turning
     all_turned = aligned(max(t, 8) * n if turning else 0, turned_like)
     all_sums = aligned(groups * (groups + 1) // 2 * _BLOCK, totals)
     whole_tile = aligned(rows * n, sum_like)
@@ -92,6 +103,13 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
                 here = min(n, stop - start)
+                if few and here >= MULTIPLE and line[VECTOR_STEP] == like.itemsize:
+                    # So few rows are not worth a tile.
+                    here -= here % MULTIPLE
+                    source, vector = line[ROWS] + start * like.itemsize, line[VECTOR] + start * like.itemsize
+                    add_few(source, line[ROW_STEP], vector, here, t, sums, like, sum_like)
+                    start += here
+                    continue
                 read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
                 read_vector(line, start, here, like, tile + t * step, sum_like)
                 _add_tile(tile, step, rows, _fill_up(tile, step, rows, here, sum_like), sums, sum_like)

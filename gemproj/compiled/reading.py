@@ -29,6 +29,7 @@ def _pointer(typing_context, address):
 
 @fast
 def view(address, n, like):
+    """Return n entries of the dtype of `like` as an array."""
     return numba.carray(_pointer(address), (n,), like.dtype)
 
 
@@ -82,7 +83,7 @@ def turn(line, start, n, t, like, rows, step, to):
 @fast
 def by_columns(lines, first, last, like):
     """Tell whether columns of any G do not follow each other."""
-    for k in range(first, last):
+    for k in range(first, last):  # noqa: SIM110
         if lines[k, COLUMN_STEP] != like.itemsize:
             return True
     return False

@@ -200,10 +200,11 @@ def search(totals, starts, lowers, uppers, first, last, low, high, close, lams, 
     """Solve problems ``first .. last - 1`` of a batch, of rows of any norm, as `solve_active_set` does.
 
     Problems come as Gram matrices of the stacked rows [G; g], (problems, t + 1, t + 1), of which the
-    last row is not read but for |g|^2; `starts`, `lowers` and `uppers` may be empty. Lower bounds are 0 or -inf. Writes the multipliers, the
-    number of pivots, the status, and how far from dependent the rows are that decide: a lower bound,
-    which is good where it is not small. Returns how many problems want a closer look: rows less than
-    `close` apart, no optimum, or a squared norm that is not between `low` and `high`.
+    last row is not read but for |g|^2; `starts`, `lowers` and `uppers` may be empty. Lower bounds are 0
+    or -inf. Writes the multipliers, the number of pivots, the status, and how far from dependent the active
+    and nearly active rows are: a lower bound, which is good where it is not small.
+    Returns how many problems want a closer look: rows less than `close` apart, no optimum, or a squared
+    norm that is not between `low` and `high`.
     """
     t, unusual = totals.shape[2] - 1, 0
     T, K, b, s = np.empty((t, t + 1)), np.empty((t, t)), np.empty(t), np.empty(t)
