@@ -229,7 +229,7 @@ def test_rows_are_left_out_where_looking_is_not_free(rng):
 def test_stalled_is_reported(monkeypatch, rng):
     from gemproj.methods import exact
 
-    def give_up(faces, upper, start):
+    def give_up(faces, lower, upper, start):
         return np.zeros(20), 0, 1.0
 
     monkeypatch.setattr(exact, "solve_active_set", give_up)
