@@ -50,11 +50,18 @@ def layouts(rng, t, d, dtype):
     wide[::2, 3 : d + 3] = G
     yield "padded and strided", wide[::2, 3 : d + 3], g
     yield "reversed", G[::-1], g
+    yield "columns", np.asfortranarray(G), g
+    tall = np.zeros((d, t + 3), dtype)
+    tall[:, 2 : t + 2] = G.T
+    yield "padded columns", tall[:, 2 : t + 2].T, g
+    yield "every second entry", np.repeat(G, 2, axis=1)[:, ::2], np.repeat(g, 2)[::2]
+    yield "columns in reverse", np.asfortranarray(G[:, ::-1])[:, ::-1], np.ascontiguousarray(g[::-1])[::-1]
     yield "repeated", np.broadcast_to(G[:1], (t, d)), g
     cuts = sorted({0, d // 3, d // 2, d})
     parts = list(itertools.pairwise(cuts))
     yield "blocks", [G[:, a:b, None] for a, b in parts], [g[a:b, None] for a, b in parts]
     batch = np.stack([G, 2 * G, -G])[::2]
+    yield "batch of columns", np.stack([G.T, -G.T]).swapaxes(-1, -2), np.stack([g, g])
     yield "batch", batch, np.stack([g, g, g, g])[::3]
     yield "one g for all", batch, np.broadcast_to(g, (2, d))
 
@@ -154,6 +161,79 @@ def test_an_output_with_gaps_is_written(rng):
     project(G, g, out=out[:, 1])
     assert_close(out[:, 1], project(G, g), atol=1e-15)
     assert not out[:, 0].any()
+
+
+def test_blocks_whose_entries_are_not_equally_far_apart_are_read_portably(rng):
+    G, g = rng.standard_normal((3, 6, 20)), rng.standard_normal((6, 20))
+    assert not located([G[:, :, :10]], [g[:, :10]])
+    assert located([G[:, :, ::2]], [g[:, ::2]])
+    x = project([G[:, :, :10]], [g[:, :10]])[0]
+    assert_close(x, project([G[:, :, :10].copy()], [g[:, :10].copy()])[0], atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize(("t", "d"), [(1, 40), (2, 5000), (7, 333), (14, 17_610), (9, 140_000)])
+def test_columns_of_tensors_are_read_where_they_lie(t, d, dtype, rng):
+    torch = pytest.importorskip("torch")
+    memories = torch.from_numpy(rng.standard_normal((d, t))).to(getattr(torch, dtype))
+    g = torch.from_numpy(rng.standard_normal(d)).to(memories.dtype)
+    columns, rows = memories.t(), memories.t().contiguous()
+    assert located(columns, g)
+    tolerance = 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
+    for a, b in zip(gram(columns, g), gram(rows, g), strict=True):
+        assert_close(a, b, atol=tolerance * float(gram(rows, g).K.max()))
+    lam = torch.from_numpy(rng.random(t))
+    assert torch.equal(combine(columns, g, lam), combine(rows, g, lam))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("t", "d", "m"), [(1, 10, (1,)), (3, 1000, (7,)), (9, 3000, (7, 13)), (10, 140_000, (6,))]
+)
+def test_many_gradients_on_one_constraint_matrix(t, d, m, dtype, rng, monkeypatch):
+    G, g = rng.standard_normal((t, d)).astype(dtype), rng.standard_normal((*m, d)).astype(dtype)
+    lam = rng.random((*m, t)) * (rng.random((*m, t)) < 0.6)
+    tolerance = 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
+    for rows in (G, np.asfortranarray(G)):
+        assert located(rows, g)
+        found, apart = gram(rows, g), gram(np.broadcast_to(G, (*m, t, d)), g)
+        n = np.sqrt(np.diagonal(found.K))
+        assert np.abs((found.K - apart.K) / n / n[:, None]).max() < tolerance
+        assert np.abs((found.b - apart.b) / n / np.sqrt(found.gg)[..., None]).max() < tolerance
+        assert_close(found.gg, apart.gg, rtol=tolerance)
+        x = combine(rows, g, lam)
+        expected = g + np.einsum("...t,td->...d", lam, G.astype(float))
+        assert_close(x, expected, atol=np.finfo(dtype).eps * (t + 2) * np.abs(expected).max())
+        monkeypatch.setattr("gemproj.backends.numba.addresses._WORTH_THREADS", 0)
+        for threads in ("1", "3"):
+            monkeypatch.setenv("OMP_NUM_THREADS", threads)
+            np.testing.assert_array_equal(gram(rows, g).b, found.b)
+            np.testing.assert_array_equal(combine(rows, g, lam), x)
+
+
+def test_loops_compiled_ahead_are_those_that_are_called(rng):
+    from gemproj.backends.numba import loops, search
+    from gemproj.backends.numba.ahead import compile_all
+
+    compile_all([np.float32, np.float64])
+    functions = [loops.add_products, loops.add_rows, loops.add_shared_products, search.search]
+    before = [len(function.signatures) for function in functions]
+    for dtype in (np.float32, np.float64):
+        for t, d in ((3, 50), (9, 140_000)):
+            project(rng.standard_normal((t, d)).astype(dtype), rng.standard_normal(d).astype(dtype))
+    assert [len(function.signatures) for function in functions] == before
+
+
+def test_compilation_is_announced_once(caplog, monkeypatch):
+    from gemproj.backends.numba import jit
+
+    monkeypatch.setattr(jit._Announcement, "waiting", True)
+    monkeypatch.setattr(jit._announcement, "waiting", True)
+    with caplog.at_level("INFO", "gemproj"):
+        for add in (lambda a: a + 1, lambda a: a + 2):
+            add.__module__ = "gemproj.backends.numba.loops"
+            jit.strict(add)(1)
+    assert sum("Compiling loops" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("t", [2, 12])

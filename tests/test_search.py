@@ -26,7 +26,20 @@ def compiled(K, b, lower, upper, start):
         return _NONE if a is None else a[None].copy()
 
     lam, pivots, status, apart = np.empty((1, t)), np.empty(1, int), np.empty(1, int), np.empty(1)
-    search(K[None].copy(), b[None].copy(), rows(lower), rows(upper), rows(start), 0, 1, 0.05, lam, pivots, status, apart)
+    search(
+        K[None].copy(),
+        b[None].copy(),
+        rows(lower),
+        rows(upper),
+        rows(start),
+        0,
+        1,
+        0.05,
+        lam,
+        pivots,
+        status,
+        apart,
+    )
     return lam[0], int(pivots[0]), int(status[0])
 
 

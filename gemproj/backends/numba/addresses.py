@@ -100,7 +100,9 @@ class AddressTable:
         lam = np.array(lam, dtype=np.float64).reshape(self.problems, self.t)
 
         def work(first: int, last: int) -> None:
-            add_rows(self.lines, self.blocks, first, last, self.pieces, self.piece, self.shared, self.like, lam)
+            add_rows(
+                self.lines, self.blocks, first, last, self.pieces, self.piece, self.shared, self.like, lam
+            )
 
         self._share(work, self.problems * self.pieces, self.problems * self.columns * (self.t + 2))
         return True
@@ -170,7 +172,7 @@ def _addresses(batch: tuple[int, ...], address: int, strides: tuple[int, ...]) -
 
 
 def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
-    """Return the address, the steps in bytes of `lead` axes and of all others, seen as one; None if it has none."""
+    """Return the address, the steps of `lead` axes in bytes, and that of all others; None without one."""
     kind = type(a)
     if kind is np.ndarray:
         if not (a.flags.aligned and a.dtype.isnative):

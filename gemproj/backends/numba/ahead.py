@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -11,12 +13,18 @@ from gemproj.backends.numba.loops import add_pieces, add_products, add_rows, add
 from gemproj.backends.numba.search import search
 
 
-def compile_all() -> float:
-    """Compile the loops for float32, float64 and bfloat16, or load them from disk; return the seconds it took."""
+def compile_all(dtypes: Sequence[Any] = (np.float32, np.float64, np.uint16)) -> float:
+    """Compile the loops, or load them from disk; return the seconds it took.
+
+    Parameters
+    ----------
+    dtypes : sequence of NumPy dtypes
+        uint16 stands for bfloat16.
+    """
     start = time.perf_counter()
     lines, totals = np.empty((0, ADDRESSES), dtype=np.int64), np.empty((1, 1, 2, 2))
     none, counts = np.empty((0, 0)), np.empty(0, dtype=np.int64)
-    for dtype in (np.float32, np.float64, np.uint16):
+    for dtype in dtypes:
         like = np.empty(0, dtype)
         for sums in (np.empty(0), np.empty(0, np.float32)):
             if dtype is not np.float64 or sums.dtype == np.float64:

@@ -61,4 +61,5 @@ class _Announcement(event.Listener):
     waiting = True
 
 
-event.register("numba:compile", _Announcement())
+_announcement = _Announcement()
+event.register("numba:compile", _announcement)

@@ -1,15 +1,8 @@
-"""Stages 1 and 3 as loops: products of rows, and sums of rows.
-
-Arrays come as addresses, see `addresses`, and go on as addresses: views of arrays are counted, which costs
-more than the work on a few hundred columns.
-"""
+"""Stages 1 and 3 as loops: products of rows, and sums of rows."""
 
 from __future__ import annotations
 
-import numba
 import numpy as np
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from gemproj.backends.numba.addresses import (
     COLUMN_STEP,
@@ -24,99 +17,22 @@ from gemproj.backends.numba.addresses import (
 )
 from gemproj.backends.numba.bfloat16 import entry, readable
 from gemproj.backends.numba.jit import fast
-from gemproj.backends.numba.vectors import HEIGHT, LANES, MULTIPLE, TURNED, add_block, add_scaled, transpose, widen
+from gemproj.backends.numba.reading import LEAST, aligned, by_columns, read_rows, read_vector, turn, view
+from gemproj.backends.numba.vectors import HEIGHT, LANES, MULTIPLE, add_block, add_few, add_scaled
 
-# Bytes of a tile that stay in the first-level cache, and the least number of its columns.
-_TILE, _LEAST = 24 << 10, 256
+# Bytes of a tile that stay in the first-level cache.
+_TILE = 24 << 10
 # Groups of gradients that pass while a tile of G stays in cache, and rows that are added at a time.
 _CROWDS = 16
 _AHEAD = 10
 _BLOCK = HEIGHT * HEIGHT * LANES
 
 
-@intrinsic
-def _pointer(typing_context, address):
-    def generate(context, builder, signature, args):
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@fast
-def _view(address, n, like):
-    return numba.carray(_pointer(address), (n,), like.dtype)
-
-
-@fast
-def _aligned(n, like):
-    """Return an array of n entries that begins at a cache line."""
-    spare = np.empty(n + 64 // like.itemsize, like.dtype)
-    start = -spare.ctypes.data % 64 // like.itemsize
-    return spare[start : start + n]
-
-
 @fast
 def _tile_columns(rows, most, like):
     """Return how many columns of so many rows are worked on at a time."""
     fitting = _TILE // (rows * like.itemsize) // MULTIPLE * MULTIPLE
-    return min(most, max(_LEAST, fitting))
-
-
-@fast
-def _read(address, step, n, like, target, to):
-    """Copy n entries, `step` bytes apart, of the dtype of `like`, to an array of the dtype of `to`."""
-    if step == like.itemsize:
-        widen(address, n, target, like, to)
-    else:
-        for c in range(n):
-            widen(address + c * step, 1, target + c * to.itemsize, like, to)
-
-
-@fast
-def _read_vector(line, start, n, like, target, to):
-    """Copy n entries of g."""
-    _read(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], n, like, target, to)
-
-
-@fast
-def _turn(line, start, n, t, like, rows, step, to):
-    """Copy n columns of a G that is stored by columns, or in any other way, to rows, `step` bytes apart."""
-    source, column, done, height = line[ROWS] + start * line[COLUMN_STEP], line[COLUMN_STEP], 0, 32 // to.itemsize
-    # Fewer rows are read with what follows them, which has to be columns of G.
-    if line[ROW_STEP] == like.itemsize and (t >= height or column == t * like.itemsize):
-        end = n if t >= height else n - height
-        while done + TURNED <= end:
-            for r in range(0, t, height):
-                first = min(r, max(t - height, 0))
-                target = rows + first * step + done * to.itemsize
-                transpose(source + done * column + first * like.itemsize, column, target, step, like)
-            done += TURNED
-    for r in range(t):
-        place, target = source + r * line[ROW_STEP] + done * column, rows + r * step + done * to.itemsize
-        _read(place, column, n - done, like, target, to)
-
-
-@fast
-def _by_columns(lines, first, last, like):
-    """Tell whether columns of any G do not follow each other."""
-    for k in range(first, last):
-        if lines[k, COLUMN_STEP] != like.itemsize:
-            return True
-    return False
-
-
-@fast
-def _read_rows(line, start, n, t, like, turned, turned_like, tile, step, sum_like):
-    """Copy n columns of G to a tile, row by row."""
-    if line[COLUMN_STEP] == like.itemsize:
-        source = line[ROWS] + start * like.itemsize
-        for r in range(t):
-            widen(source + r * line[ROW_STEP], n, tile + r * step, like, sum_like)
-        return
-    row = _LEAST * turned_like.itemsize
-    _turn(line, start, n, t, like, turned, row, turned_like)
-    for r in range(t):
-        widen(turned + r * row, n, tile + r * step, turned_like, sum_like)
+    return min(most, max(LEAST, fitting))
 
 
 @fast
@@ -124,7 +40,7 @@ def _fill_up(tile, step, rows, n, like):
     """Fill rows with zeros up to a multiple of what is worked on at once; return that number of columns."""
     end = -(-n // MULTIPLE) * MULTIPLE
     for r in range(rows if end > n else 0):
-        row = _view(tile + r * step, end, like)
+        row = view(tile + r * step, end, like)
         for c in range(n, end):
             row[c] = 0
     return end
@@ -170,11 +86,12 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
     rows = totals.shape[2]
     t, groups = rows - 1, (rows + HEIGHT - 1) // HEIGHT
     turned_like = readable(like)
-    by_columns = _by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
-    n = min(chunk, _LEAST) if by_columns else _tile_columns(rows, chunk, sum_like)
-    all_turned = _aligned(max(t, 8) * n if by_columns else 0, turned_like)
-    all_sums = _aligned(groups * (groups + 1) // 2 * _BLOCK, totals)
-    whole_tile = _aligned(rows * n, sum_like)
+    turning = by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
+    n = min(chunk, LEAST) if turning else _tile_columns(rows, chunk, sum_like)
+    few = 0 < t < HEIGHT and not turning
+    all_turned = aligned(max(t, 8) * n if turning else 0, turned_like)
+    all_sums = aligned(groups * (groups + 1) // 2 * _BLOCK, totals)
+    whole_tile = aligned(rows * n, sum_like)
     turned, sums, tile = all_turned.ctypes.data, all_sums.ctypes.data, whole_tile.ctypes.data
     step = n * sum_like.itemsize
     for p in range(first, last):
@@ -186,8 +103,15 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
                 here = min(n, stop - start)
-                _read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
-                _read_vector(line, start, here, like, tile + t * step, sum_like)
+                if few and here >= MULTIPLE and line[VECTOR_STEP] == like.itemsize:
+                    # So few rows are not worth a tile.
+                    here -= here % MULTIPLE
+                    source, vector = line[ROWS] + start * like.itemsize, line[VECTOR] + start * like.itemsize
+                    add_few(source, line[ROW_STEP], vector, here, t, sums, like, sum_like)
+                    start += here
+                    continue
+                read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
+                read_vector(line, start, here, like, tile + t * step, sum_like)
                 _add_tile(tile, step, rows, _fill_up(tile, step, rows, here, sum_like), sums, sum_like)
                 start += here
         _collect(all_sums, rows, totals[problem, piece])
@@ -201,13 +125,13 @@ def add_shared_products(lines, blocks, first, last, columns, chunk, like, sum_li
     """
     problems, t = totals.shape[0], totals.shape[2] - 1
     groups, crowds = (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT
-    turned_like, by_columns = readable(like), _by_columns(lines, 0, blocks, like)
-    n = min(chunk, _LEAST)
-    all_turned = _aligned(max(t, 8) * n if by_columns else 0, turned_like)
+    turned_like, turning = readable(like), by_columns(lines, 0, blocks, like)
+    n = min(chunk, LEAST)
+    all_turned = aligned(max(t, 8) * n if turning else 0, turned_like)
     # First those of K, then for each group of gradients those with the rows and among themselves.
     size = groups * (groups + 1) // 2 * _BLOCK
-    all_sums = _aligned(size + _CROWDS * (groups + 1) * _BLOCK, totals)
-    whole_tile = _aligned((groups + 1) * HEIGHT * n, sum_like)
+    all_sums = aligned(size + _CROWDS * (groups + 1) * _BLOCK, totals)
+    whole_tile = aligned((groups + 1) * HEIGHT * n, sum_like)
     whole_tile[:] = 0
     turned, sums, tile = all_turned.ctypes.data, all_sums.ctypes.data, whole_tile.ctypes.data
     step = n * sum_like.itemsize
@@ -222,7 +146,7 @@ def add_shared_products(lines, blocks, first, last, columns, chunk, like, sum_li
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
                 here = min(n, stop - start)
-                _read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
+                read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
                 end = _fill_up(tile, step, t, here, sum_like)
                 if crowd == 0:
                     _add_tile(tile, step, t, end, sums, sum_like)
@@ -231,7 +155,7 @@ def add_shared_products(lines, blocks, first, last, columns, chunk, like, sum_li
                     height = min(HEIGHT, problems - c * HEIGHT)
                     for i in range(height):
                         one = lines[(c * HEIGHT + i) * blocks + k]
-                        _read_vector(one, start, here, like, vectors + i * step, sum_like)
+                        read_vector(one, start, here, like, vectors + i * step, sum_like)
                     _fill_up(vectors, step, height, here, sum_like)
                     for j in range(groups + 1):
                         add_block(vectors, tile + j * HEIGHT * step, step, end, height, place, sum_like)
@@ -272,14 +196,14 @@ def _add_active(rows, step, n, like, active, scale, count, x):
 @fast
 def _write(line, start, n, like, x, x_like):
     """Round n entries of x to the output."""
-    values, address, step = _view(x, n, x_like), line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
+    values, address, step = view(x, n, x_like), line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
     if step == like.itemsize:
-        out = _view(address, n, like)
+        out = view(address, n, like)
         for c in range(n):
             out[c] = entry(values[c], like)
     else:
         for c in range(n):
-            _view(address + c * step, 1, like)[0] = entry(values[c], like)
+            view(address + c * step, 1, like)[0] = entry(values[c], like)
 
 
 @fast
@@ -300,13 +224,15 @@ def add_rows(lines, blocks, first, last, pieces, columns, shared, like, lam):
     Sums run in float64 and stay in cache; x is written only then, because it may be g.
     """
     problems, t = lam.shape
-    turned_like, by_columns = readable(like), _by_columns(lines, 0, len(lines), like)
-    n = _LEAST if by_columns else 1024
-    turned, row = _aligned(max(t, 8) * n if by_columns else 0, turned_like), n * turned_like.itemsize
-    x, active, scale = _aligned(n, lam), np.empty(t, np.int64), np.empty(t)
+    turned_like, turning = readable(like), by_columns(lines, 0, len(lines), like)
+    n = LEAST if turning else 1024
+    turned, row = aligned(max(t, 8) * n if turning else 0, turned_like), n * turned_like.itemsize
+    x, active, scale = aligned(n, lam), np.empty(t, np.int64), np.empty(t)
     chosen, factors = active.ctypes.data, scale.ctypes.data
     while first < last:
-        problem, piece = (first % problems, first // problems) if shared else (first // pieces, first % pieces)
+        problem, piece = (
+            (first % problems, first // problems) if shared else (first // pieces, first % pieces)
+        )
         together = min(last - first, problems - problem) if shared else 1
         for k in range(blocks):
             line = lines[problem * blocks + k]
@@ -316,10 +242,10 @@ def add_rows(lines, blocks, first, last, pieces, columns, shared, like, lam):
             while start < stop:
                 here = min(n, stop - start)
                 if not columns_follow:
-                    _turn(line, start, here, t, like, turned.ctypes.data, row, turned_like)
+                    turn(line, start, here, t, like, turned.ctypes.data, row, turned_like)
                 for p in range(problem, problem + together):
                     count, one = _find_active(lam[p], active, scale), lines[p * blocks + k]
-                    _read_vector(one, start, here, like, x.ctypes.data, x)
+                    read_vector(one, start, here, like, x.ctypes.data, x)
                     if columns_follow:
                         place = line[ROWS] + start * like.itemsize
                         _add_active(place, line[ROW_STEP], here, like, chosen, factors, count, x.ctypes.data)

@@ -6,6 +6,15 @@ import numpy as np
 
 from gemproj import _constants
 from gemproj._constants import BUDGET, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
+from gemproj.backends.numba.conditions import (
+    find_near,
+    normalise,
+    residual,
+    resolution,
+    size_of,
+    slackness,
+    slope,
+)
 from gemproj.backends.numba.jit import strict
 from gemproj.methods._method import Status
 
@@ -45,14 +54,6 @@ def _fill(T, K, b):
 def _clear(flags):
     for i in range(flags.size):
         flags[i] = False
-
-
-@strict
-def _size(lam):
-    total = 0.0
-    for i in range(lam.size):
-        total += abs(lam[i])
-    return total
 
 
 @strict
@@ -178,7 +179,7 @@ def _run(T, lam, lower, upper, free, tabu, s):
             # A row that leaves in the move it entered for did so by rounding: not again at once.
             if entered >= 0 and not free[entered]:
                 tabu[entered] = True
-        worst, entered = ROUNDING * (1.0 + _size(lam)), -1
+        worst, entered = ROUNDING * (1.0 + size_of(lam)), -1
         for i in range(t):
             if free[i] or tabu[i] or upper[i] <= lower[i]:
                 continue
@@ -196,7 +197,7 @@ def _run(T, lam, lower, upper, free, tabu, s):
             pivots += 1
             continue
         made = -1
-        if abs(s[entered]) > EXCHANGE * (1.0 + _size(lam)):
+        if abs(s[entered]) > EXCHANGE * (1.0 + size_of(lam)):
             made = _exchange(T, lam, lower, upper, free, entered, -1.0 if s[entered] > 0.0 else 1.0)
         if made > 0:
             _clear(tabu)
@@ -204,96 +205,6 @@ def _run(T, lam, lower, upper, free, tabu, s):
         else:
             pivots += -1 - made
             tabu[entered] = True
-
-
-@strict
-def _slope(K, b, lam, s):
-    for i in range(b.size):
-        total = 0.0
-        for j in range(b.size):
-            total += K[i, j] * lam[j]
-        s[i] = total + b[i]
-
-
-@strict
-def _residual(lam, s, lower, upper):
-    """Return the natural residual; infinite, if anything is NaN, which min and max would lose."""
-    worst = 0.0
-    for i in range(lam.size):
-        if lam[i] != lam[i] or s[i] != s[i]:
-            return np.inf
-        off = abs(lam[i] - min(max(lam[i] - s[i], lower[i]), upper[i]))
-        if not off <= worst:
-            worst = off
-    return worst
-
-
-@strict
-def _slackness(lam, s, upper):
-    """Return the largest product of a multiplier and the s that should be zero."""
-    worst = 0.0
-    for i in range(lam.size):
-        off = abs(lam[i]) * (max(s[i], 0.0) if lam[i] >= upper[i] else abs(s[i]))
-        if not off <= worst:
-            worst = off
-    return worst
-
-
-@strict
-def _normalise(given_K, given_b, unit_K, unit_b, per_norm):
-    """Scale rows to norm one and b to maximum one; return that maximum. Rows of norm zero are decoupled."""
-    t, size = unit_b.size, 0.0
-    for i in range(t):
-        per_norm[i] = 1.0 / np.sqrt(given_K[i, i]) if given_K[i, i] > 0.0 else 0.0
-        unit_b[i] = given_b[i] * per_norm[i]
-        size = max(size, abs(unit_b[i]))
-    size = size if size > 0.0 else 1.0
-    for i in range(t):
-        unit_b[i] /= size
-        for j in range(t):
-            unit_K[i, j] = given_K[i, j] * per_norm[i] * per_norm[j]
-        if per_norm[i] == 0.0:
-            unit_K[i, i] = 1.0
-    return size
-
-
-@strict
-def _find_near(lam, s, lower, indices):
-    """List the active and nearly active rows, as `gemproj.methods.exact` has it; return their number."""
-    near, count = NEAR_ZERO * (1.0 + _size(lam)), 0
-    for i in range(lam.size):
-        if lam[i] > lower[i] or s[i] <= near:
-            indices[count] = i
-            count += 1
-    return count
-
-
-@strict
-def _apart(K, rows, L, close):
-    """Return a lower bound of the smallest eigenvalue of K on some rows, good unless below `close`.
-
-    Gershgorin's, or `close`, if K less that on its diagonal has a Cholesky factor.
-    """
-    result = 1.0
-    for i in rows:
-        across = 0.0
-        for j in rows:
-            across += abs(K[i, j])
-        result = min(result, 1.0 - (across - abs(K[i, i])))
-    if result >= close:
-        return result
-    for a in range(rows.size):
-        for b in range(a + 1):
-            left = K[rows[a], rows[b]]
-            for k in range(b):
-                left -= L[a, k] * L[b, k]
-            if a > b:
-                L[a, b] = left / L[b, b]
-            elif left <= close + 1e-12:
-                return result
-            else:
-                L[a, a] = np.sqrt(left - close)
-    return close
 
 
 @strict
@@ -310,10 +221,10 @@ def search(Ks, bs, lowers, uppers, starts, first, last, close, lams, pivots, sta
     now, best, per_norm = np.empty(t), np.empty(t), np.empty(t)
     lower, upper = np.empty(t), np.empty(t)
     free, tabu = np.empty(t, np.bool_), np.empty(t, np.bool_)
-    near_rows = np.empty(t, np.int64)
+    near = np.empty(t, np.int64)
     for p in range(first, last):
         given = Ks[p if len(Ks) > 1 else 0]
-        size = _normalise(given, bs[p], K, b, per_norm)
+        size = normalise(given, bs[p], K, b, per_norm)
         for i in range(t):
             stretch = 1.0 / per_norm[i] / size if per_norm[i] > 0.0 else 0.0
             lower[i] = lowers[p, i] if len(lowers) else 0.0
@@ -323,28 +234,28 @@ def search(Ks, bs, lowers, uppers, starts, first, last, close, lams, pivots, sta
             now[i] = min(max(starts[p, i] * stretch, lower[i]), upper[i]) if len(starts) else 0.0
             now[i] = now[i] if abs(now[i]) < np.inf else 0.0
             best[i] = 0.0
-        _slope(K, b, best, s)
-        smallest, pivots[p] = _residual(best, s, lower, upper), 0
+        slope(K, b, best, s)
+        smallest, pivots[p] = residual(best, s, lower, upper), 0
         # Updates add rounding, so a search that ends with a violated constraint is resumed afresh.
         for _ in range(SEARCHES):
             for i in range(t):
                 free[i] = now[i] > lower[i] and now[i] < upper[i]
             _start(T, K, b, lower, free, now)
             pivots[p] += _run(T, now, lower, upper, free, tabu, s)
-            _slope(K, b, now, s)
-            found = _residual(now, s, lower, upper)
+            slope(K, b, now, s)
+            found = residual(now, s, lower, upper)
             if found < smallest:
                 smallest = found
                 for i in range(t):
                     best[i] = now[i]
-            if smallest <= ROUNDING * (1.0 + _size(best)):
+            if smallest <= ROUNDING * (1.0 + size_of(best)):
                 break
-        _slope(K, b, best, s)
-        met = smallest <= _OPTIMAL_WITHIN and _slackness(best, s, upper) <= _OPTIMAL_WITHIN
+        slope(K, b, best, s)
+        met = smallest <= _OPTIMAL_WITHIN and slackness(best, s, upper) <= _OPTIMAL_WITHIN
         for i in range(t):
             met = met and given[i, i] < np.inf
         status[p] = 0 if met else _STALLED
-        apart[p] = _apart(K, near_rows[: _find_near(best, s, lower, near_rows)], T, close)
+        apart[p] = resolution(K, near[: find_near(best, s, lower, near)], T, close)
         unclear += 1 if apart[p] < close else 0
         for i in range(t):
             lams[p, i] = best[i] * (size * per_norm[i])

@@ -6,8 +6,6 @@ about, where plain loops ask for it. LLVM lowers them for any processor.
 
 from __future__ import annotations
 
-from typing import Any
-
 from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
@@ -46,7 +44,7 @@ def widen(typing_context, source, n, target, like, to):
 
 @intrinsic
 def add_scaled(typing_context, source, step, chosen, scale, count, n, target, like):
-    """Add the rows ``chosen[:count]``, of n entries of the dtype of `like`, times `scale` to n float64 numbers.
+    """Add the rows ``chosen[:count]``, n entries of the dtype of `like`, times `scale` to float64 numbers.
 
     Rows are `step` bytes apart; `chosen` and `scale` are addresses of int64 and float64 numbers.
     """
@@ -104,36 +102,57 @@ def add_block(typing_context, a, b, step, columns, height, sums, like):
         a, b, step, columns, height, sums, _ = args
         (real,) = _types(context, signature.args[-1:])
         same = builder.icmp_signed("==", a, b)
+        apart = builder.not_(same)
         for rows in range(1, HEIGHT + 1):
-            with builder.if_then(builder.icmp_signed("==", height, _I64(rows))):
-                with builder.if_else(same) as (triangle, rectangle):
-                    with triangle:
-                        pairs = [(p, q) for p in range(rows) for q in range(p + 1)]
-                        _emit_block(builder, a, a, step, columns, sums, real, pairs)
-                    with rectangle:
-                        pairs = [(p, q) for p in range(rows) for q in range(HEIGHT)]
-                        _emit_block(builder, a, b, step, columns, sums, real, pairs)
+            here = builder.icmp_signed("==", height, _I64(rows))
+            left = [builder.add(a, builder.mul(step, _I64(p))) for p in range(rows)]
+            right = [builder.add(b, builder.mul(step, _I64(q))) for q in range(HEIGHT)]
+            with builder.if_then(builder.and_(here, same)):
+                pairs = [(p, q) for p in range(rows) for q in range(p + 1)]
+                _emit_block(builder, left, left, columns, sums, real, real, pairs)
+            with builder.if_then(builder.and_(here, apart)):
+                pairs = [(p, q) for p in range(rows) for q in range(HEIGHT)]
+                _emit_block(builder, left, right, columns, sums, real, real, pairs)
         return context.get_dummy_value()
 
     return types.none(*(types.int64,) * 6, like), generate
 
 
-def _emit_block(builder, a, b, step, columns, sums, real, pairs):
+@intrinsic
+def add_few(typing_context, source, step, vector, columns, t, sums, like, sum_like):
+    """Do the same for a G of fewer than HEIGHT rows, and g, where they lie, of the dtype of `like`."""
+
+    def generate(context, builder, signature, args):
+        source, step, vector, columns, t, sums = args[:6]
+        stored, real = _types(context, signature.args[-2:])
+        for rows in range(1, HEIGHT):
+            with builder.if_then(builder.icmp_signed("==", t, _I64(rows))):
+                places = [builder.add(source, builder.mul(step, _I64(p))) for p in range(rows)] + [vector]
+                pairs = [(p, q) for p in range(rows + 1) for q in range(p + 1)]
+                _emit_block(builder, places, places, columns, sums, stored, real, pairs)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 6, like, sum_like), generate
+
+
+def _emit_block(builder, left, right, columns, sums, stored, real, pairs):
     vector, wide = ir.VectorType(real, _BYTES // _bytes(real)), ir.VectorType(_F64, LANES)
     unroll = 1 if len(pairs) >= _BUSY else 2 if len(pairs) >= _BUSY // 2 else 4
-    rows = {
-        (side, row): builder.add(base, builder.mul(step, _I64(row)))
-        for side, base in ((0, a), (1, b))
-        for row in sorted({pair[side] for pair in pairs})
-    }
+    places = {(side, pair[side]): (left, right)[side][pair[side]] for pair in pairs for side in (0, 1)}
+    if left is right:
+        places = {key: place for key, place in places.items() if key[0] == 0}
     zero = ir.Constant(vector, [0.0] * vector.count)
     totals = {(*pair, u): cgutils.alloca_once_value(builder, zero) for pair in pairs for u in range(unroll)}
     with cgutils.for_range(builder, builder.sdiv(columns, _I64(unroll * vector.count))) as loop:
         for u in range(unroll):
-            offset = builder.add(builder.mul(loop.index, _I64(unroll * _BYTES)), _I64(u * _BYTES))
-            entries = {key: _load(builder, builder.add(place, offset), vector) for key, place in rows.items()}
+            at = builder.add(builder.mul(loop.index, _I64(unroll * vector.count)), _I64(u * vector.count))
+            entries = {
+                key: _read(builder, place, at, stored, vector.count, real) for key, place in places.items()
+            }
             for p, q in pairs:
-                product = builder.fmul(entries[0, p], entries[0 if a is b else 1, q], flags=("contract",))
+                product = builder.fmul(
+                    entries[0, p], entries[0 if left is right else 1, q], flags=("contract",)
+                )
                 total = totals[p, q, u]
                 builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
     for p, q in pairs:
@@ -161,12 +180,12 @@ def transpose(typing_context, source, column, target, row, like):
         n = 16 // _bytes(real)  # entries in a lane of 128 bits, within which it costs least to move them
 
         def columns(first):
-            """Return vectors of column ``first + j`` in the first half and ``first + n + j`` in the second."""
+            """Return vectors of column ``first + j`` in one half and ``first + n + j`` in the other."""
             vectors = []
             for j in range(first, first + n):
                 places = (builder.add(source, builder.mul(column, _I64(c))) for c in (j, j + n))
                 halves = [_read(builder, place, _I64(0), stored, 2 * n, real) for place in places]
-                vectors.append(_shuffle(builder, *halves, range(4 * n)))
+                vectors.append(_shuffle(builder, halves[0], halves[1], range(4 * n)))
             return vectors
 
         for first in range(0, TURNED, 4 * n):
@@ -196,7 +215,7 @@ def _turned(builder, vectors):
         return _shuffle(builder, x, y, mask)
 
     if lanes == 2:
-        return [merged(*vectors, 1, half) for half in (0, 1)]
+        return [merged(vectors[0], vectors[1], 1, half) for half in (0, 1)]
     v0, v1, v2, v3 = vectors
     return [merged(merged(v0, v1, 1, a), merged(v2, v3, 1, a), 2, b) for a in (0, 1) for b in (0, 1)]
 
@@ -214,7 +233,7 @@ def _size(stored):
 
 
 def _read(builder, address, at, stored, count, real):
-    """Return entries from `at` on as float32 or float64; bfloat16, which comes as uint16, is half a float32."""
+    """Return entries from `at` on in a wider dtype; bfloat16, which comes as uint16, is half a float32."""
     place = builder.add(address, builder.mul(at, _size(stored)))
     value = _load(builder, place, ir.VectorType(stored, count), _bytes(stored))
     if stored == _I16:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from gemproj import _constants
 from gemproj.backends.triton._unit import (
     DEPENDENT,
     at,
@@ -23,7 +24,6 @@ from gemproj.backends.triton._unit import (
     unresolved,
     verdict,
 )
-from gemproj import _constants
 
 _ROUNDING: tl.constexpr = tl.constexpr(_constants.ROUNDING)
 _EXCHANGE: tl.constexpr = tl.constexpr(_constants.EXCHANGE)

@@ -11,12 +11,12 @@ import torch
 import triton
 from torch import Tensor
 
+from gemproj._constants import MOST_ROWS, MOST_SETS
 from gemproj.backends.triton._active_set import search_active_set
 from gemproj.backends.triton._blocks import processors
 from gemproj.backends.triton._enumeration import enumerate_sets
 from gemproj.backends.triton._first_order import descend
 from gemproj.methods import FISTA, PGD, Exact, Method
-from gemproj._constants import MOST_ROWS, MOST_SETS
 from gemproj.methods._method import Outcome, Status
 
 # Products are rounded before they are added, as in NumPy: the same decisions, to the last bit where sums
