@@ -75,9 +75,9 @@ def trains_as_one_process_does():
     for options in (
         {},
         {"margin": 0.1},
-        {"on": "update"},
+        {"on": "step"},
         {"on": "both", "metric": "adam"},
-        {"on": "update", "metric": "adam", "penalty": 0.5},
+        {"on": "step", "metric": "adam", "penalty": 0.5},
     ):
         one, many = net(), DistributedDataParallel(net())
         slopes = train(one, together, now, **options)

@@ -72,9 +72,9 @@ def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
         optimizer.step()
         # What is counted twice as a whole changes neither multipliers nor cosines, but this.
         size = projector.last.solution.squared_norm.reshape(1)
-        slopes.append(torch.cat([projector.last.slopes, size]))
+        slopes.append(torch.cat([projector.last.cosines, size]))
         same_everywhere(projector.last.multipliers)
-        active += projector.last.active
+        active += projector.last.num_active
     assert active
     return torch.stack(slopes)
 
@@ -119,10 +119,10 @@ PAST = [8, 12]
 OPTIONS = [
     {"optimizer": torch.optim.SGD},
     {"clip": 0.1, "margin": 0.05},
-    {"on": "update", "optimizer": torch.optim.Adam},
+    {"on": "step", "optimizer": torch.optim.Adam},
     {"on": "both", "metric": "adam", "accumulate": 2},
-    {"on": "update", "metric": "adam", "penalty": 0.5},
-    {"on": "update", "optimizer": partly},
+    {"on": "step", "metric": "adam", "penalty": 0.5},
+    {"on": "step", "optimizer": partly},
 ]
 
 
@@ -252,14 +252,14 @@ def mixed_precision():
     loss(model, share(rival(5, 16, torch.float32), rank, world)).backward()
     g, G = gradients(model), torch.stack(rows)
     projector.project_()
-    assert projector.last.active
+    assert projector.last.num_active
     torch.testing.assert_close(gradients(model), gemproj.project(G, g), rtol=1e-5, atol=1e-6)
     projector.attach(optimizer)
     before = flat(model)
     optimizer.step()
     step = before - flat(model)
     cosines = torch.nn.functional.cosine_similarity(G, step[None])
-    torch.testing.assert_close(projector.last.slopes.float(), cosines, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(projector.last.cosines.float(), cosines, rtol=1e-4, atol=1e-6)
     assert projector.last.worst_cosine > -1e-5
 
 
@@ -291,7 +291,7 @@ def parameters_without_gradient():
         by_head(model(now[0], 0), now[1]).backward()
         assert all(p.grad is None for p in model.heads[1].parameters())
         projector.project_()
-        assert projector.last.active
+        assert projector.last.num_active
         assert all(p.grad is not None for p in model.heads[1].parameters())
         assert all(p.grad is None for p in model.heads[2].parameters())
         return projector, gradients(model)
@@ -496,7 +496,7 @@ def what_is_not_finite_on_one_process():
     gradient[0, 0] = 0.1
     if rank == 1:
         gradient[0] = 0.0
-    projector = GradientProjector(model.parameters(), on="update", metric="adam")
+    projector = GradientProjector(model.parameters(), on="step", metric="adam")
     projector.recall(model, past, loss)
     optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
     attached = projector.attach(optimizer)

@@ -299,7 +299,7 @@ def test_parameters_that_were_frozen_since_are_an_error(net, one_pass):
     assert not len(projector.constraints)
 
 
-@pytest.mark.parametrize("on", ["update", "both"])
+@pytest.mark.parametrize("on", ["step", "both"])
 def test_steps_need_an_optimizer_by_the_second_call(net, on):
     projector = GradientProjector(net.parameters(), on=on)
     projector.recall(net, TASKS, loss)

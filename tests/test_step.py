@@ -11,7 +11,7 @@ from gemproj import GEM2017, project  # noqa: E402
 from gemproj.torch import GradientProjector  # noqa: E402
 
 functional = torch.nn.functional
-MODES = [("update", "euclidean"), ("update", "adam"), ("both", "euclidean"), ("both", "adam")]
+MODES = [("step", "euclidean"), ("step", "adam"), ("both", "euclidean"), ("both", "adam")]
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.1),
@@ -82,7 +82,7 @@ def learn(model, optimizer, projector, data, steps, after=lambda: None):
         optimizer.step()
         after()
         seen = cosines(G, before - flat(model.parameters()))
-        torch.testing.assert_close(projector.last.slopes, seen, rtol=1e-3, atol=2e-6)
+        torch.testing.assert_close(projector.last.cosines, seen, rtol=1e-3, atol=2e-6)
         assert projector.last.worst_cosine == pytest.approx(float(seen.min()), abs=2e-6)
         worst.append(float(seen.min()))
     return min(worst)
@@ -139,7 +139,7 @@ def test_rounding_of_weights_is_part_of_the_report(dtype):
     optimizer.step()
     seen = cosines(G, before - flat(model.parameters()))
     torch.testing.assert_close(
-        projector.last.slopes, seen, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2
+        projector.last.cosines, seen, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2
     )
     assert float(seen.min()) > (-1e-5 if dtype == torch.float32 else -0.1)
 
@@ -156,7 +156,7 @@ def test_autocast_of_the_caller_reaches_neither_projection_nor_report(on, metric
         loss(model, conflicting(torch.float32)).backward()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             optimizer.step()
-        results.append([flat(model.parameters()), projector.last.slopes])
+        results.append([flat(model.parameters()), projector.last.cosines])
     for plain, cast in zip(*results, strict=True):
         assert torch.equal(plain, cast)
 
@@ -232,7 +232,7 @@ def test_a_step_that_violates_nothing_is_the_optimizers_to_the_last_bit(on, metr
     for model, optimizer in zip(models, optimizers, strict=True):
         loss(model, data).backward()
         optimizer.step()
-    assert projector.last.violated == 0
+    assert projector.last.num_violated == 0
     assert projector.last.worst_cosine > 0.1
     for p, q in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(p, q)
@@ -265,11 +265,11 @@ def test_what_the_optimizer_does_not_move_stays(on, metric, rate):
         loss(model, conflicting()).backward()
         optimizer.step()
         step = before - flat(projector._layout.parameters)
-        if on == "update":
+        if on == "step":
             assert float(cosines(G, step).min()) > -1e-10
     assert torch.equal(frozen, kept[0])
     assert torch.equal(still, kept[1])
-    if on == "update":  # a gradient that is projected reaches what the constraints reach
+    if on == "step":  # a gradient that is projected reaches what the constraints reach
         assert torch.equal(model.extra, kept[2])
 
 
@@ -293,7 +293,7 @@ def test_gradient_and_step_each_start_from_their_own_multipliers():
     assert [start.tolist() for start in starts[2:]] == [[1.0, 1.0], [2.0, 2.0]]
 
 
-@pytest.mark.parametrize("on", ["gradient", "update", "both"])
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
 def test_a_row_of_zeros_has_no_slope(on):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -302,23 +302,23 @@ def test_a_row_of_zeros_has_no_slope(on):
     projector.constrain([loss(model, batch(1)), 0.0 * loss(model, batch(2))])
     loss(model, conflicting()).backward()
     optimizer.step()
-    assert projector.last.slopes[0] != 0
-    assert projector.last.slopes[1] == 0
+    assert projector.last.cosines[0] != 0
+    assert projector.last.cosines[1] == 0
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "adam"])
 def test_penalty_bounds_the_multipliers_of_a_step_too(metric):
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    projector = GradientProjector(model.parameters(), on="update", metric=metric, penalty=1e-4)
+    projector = GradientProjector(model.parameters(), on="step", metric=metric, penalty=1e-4)
     projector.attach(optimizer)
     projector.recall(model, past_tasks(), loss)
     loss(model, conflicting()).backward()
     optimizer.step()
-    top = float(projector.last.update.multipliers.max())
+    top = float(projector.last.step.multipliers.max())
     assert top == pytest.approx(1e-4 * (0.02 if metric == "euclidean" else 1.0))
     assert projector.last.worst_cosine < 0
-    assert projector.last.solution is projector.last.update  # what `violated` and `active` speak of
+    assert projector.last.solution is projector.last.step  # what `violated` and `active` speak of
 
 
 def test_closures_and_weights_decay_are_part_of_the_step():
@@ -337,7 +337,7 @@ def test_closures_and_weights_decay_are_part_of_the_step():
     for _ in range(3):
         G, before = rows(model, past_tasks()), flat(model.parameters())
         assert optimizer.step(closure).requires_grad
-        assert projector.last.update is not None
+        assert projector.last.step is not None
         assert float(cosines(G, before - flat(model.parameters())).min()) > -1e-10
 
 
@@ -354,7 +354,7 @@ def test_errors():
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
     with pytest.raises(ValueError, match="maximize=True"):
-        GradientProjector(model.parameters(), on="update").attach(optimizer)
+        GradientProjector(model.parameters(), on="step").attach(optimizer)
     for method in (GEM2017(), "mega2"):
         with pytest.raises(ValueError, match="made for gradients"):
             GradientProjector(model.parameters(), method, on="both")
@@ -365,7 +365,7 @@ def test_errors():
     with pytest.raises(ValueError, match="distance between steps"):
         GradientProjector(model.parameters(), metric="adam")
     with pytest.raises(ValueError, match=r"attach\(optimizer\)"):
-        GradientProjector(model.parameters(), on="update").project_()
+        GradientProjector(model.parameters(), on="step").project_()
     with pytest.raises(ValueError, match="none of the parameters"):
         GradientProjector(model[0].parameters()).attach(torch.optim.SGD(model[2].parameters(), lr=1.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -414,7 +414,7 @@ def test_nearly_dependent_rows_on_a_part_of_the_parameters(metric):
     optimizer = torch.optim.AdamW(
         [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], lr=0.02
     )
-    projector = GradientProjector(model.parameters(), on="update", metric=metric)
+    projector = GradientProjector(model.parameters(), on="step", metric=metric)
     projector.attach(optimizer)
     projector.recall(model, [*past_tasks(), batch(3)], loss)
     loss(model, conflicting()).backward()
@@ -423,7 +423,7 @@ def test_nearly_dependent_rows_on_a_part_of_the_parameters(metric):
     G[1] = G[0] * (1 + 1e-9 * torch.arange(G.shape[1]))  # only G itself tells them apart
     before = flat(model.parameters())
     optimizer.step()
-    assert projector.last.update.factor is not None
+    assert projector.last.step.factor is not None
     assert float(cosines(G, before - flat(model.parameters())).min()) > -1e-6
 
 
@@ -433,7 +433,7 @@ def test_a_method_that_fails_leaves_no_step():
 
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    projector = GradientProjector(model.parameters(), failing, on="update")
+    projector = GradientProjector(model.parameters(), failing, on="step")
     projector.attach(optimizer)
     projector.recall(model, past_tasks(), loss)
     loss(model, conflicting()).backward()
@@ -530,7 +530,7 @@ def test_bounds_need_gradients_in_their_own_units(unscale, options):
             scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("on", ["gradient", "update", "both"])
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
 def test_accumulation_and_clipping(on):
     def train(parts, clip_first):
         model = make_model()

@@ -61,8 +61,8 @@ def test_projects_the_gradients_of_the_trainable_parameters(model):
     assert model[0].bias.grad is None
     expected = solve_dual(rows, g)
     assert stats.constraints == 2
-    assert stats.violated == int((rows @ g < 0).sum()) >= 1
-    assert stats.active == int((expected.multipliers > 0).sum()) >= 1
+    assert stats.num_violated == int((rows @ g < 0).sum()) >= 1
+    assert stats.num_active == int((expected.multipliers > 0).sum()) >= 1
     torch.testing.assert_close(stats.multipliers, expected.multipliers, rtol=1e-4, atol=1e-6)
     assert stats.cosine == pytest.approx(float(torch.cosine_similarity(x, g, dim=0)), abs=1e-5)
     assert projector.last is stats
@@ -86,7 +86,7 @@ def test_nothing_changes_without_constraints_or_violation(model):
     assert projector.project_().constraints == 0
     projector.constrain([loss(model, now)])  # the gradient itself: never violated
     stats = projector.project_()
-    assert (stats.violated, stats.active, stats.cosine) == (0, 0, 1.0)
+    assert (stats.num_violated, stats.num_active, stats.cosine) == (0, 0, 1.0)
     after = [p.grad for p in model.parameters() if p.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
@@ -104,7 +104,7 @@ def test_attached_optimizer_steps_along_the_projection(model):
     optimizer.step()
     after = flat(p.detach() for p in model.parameters() if p.requires_grad)
     torch.testing.assert_close((before - after) / 0.1, expected, rtol=1e-4, atol=1e-6)
-    assert projector.last.active >= 1
+    assert projector.last.num_active >= 1
     handle.remove()
     projector.last = None
     optimizer.step()
@@ -212,7 +212,7 @@ def test_parameters_without_a_gradient(model):
     projector.constrain([loss(model, past[0]) + (extra**2).sum()])
     loss(model, now).backward()
     stats = projector.project_()
-    assert stats.active == 1
+    assert stats.num_active == 1
     # The constraint depends on `extra`, so the projection moves along it; `unused` stays out.
     torch.testing.assert_close(extra.grad, 2.0 * stats.multipliers.float() * torch.ones(4))
     assert unused.grad is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -71,11 +70,6 @@ class Slots:
             slot = policy(self, label, random)
             if slot is None:
                 return None
-            if not isinstance(slot, numbers.Integral) or not 0 <= slot < len(self.labels):
-                raise ValueError(
-                    f"The policy chose slot {slot!r}; it must be an integer from 0 to "
-                    f"{len(self.labels) - 1}, or None to turn the example down."
-                )
             self.counts[int(self.labels[slot])] -= 1
         self.labels[slot], self.arrivals[slot] = label, self.offered - 1
         self.counts[label] += 1
