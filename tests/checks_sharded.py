@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+from gemproj.torch.layout import local
 from processes import all_reduces, check, same_everywhere
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,7 +15,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import gemproj
 from gemproj.torch import GradientProjector
-from gemproj.torch.layout import local
 
 
 def net(dtype=torch.float64):

@@ -117,9 +117,10 @@ class GradientProjector:
         self._matrix = ConstraintMatrix(self._vector)
         self._gradient: Tensor | None = None  # allocated with the first projection
         self.method, self.margin, self.penalty, self.equality = method, margin, penalty, equality
-        if on != "gradient" and isinstance(self._options().method, GEM2017):
+        found = self._options().method
+        if on != "gradient" and isinstance(found, GEM2017):
             raise ValueError(
-                f"{self._options().method!r} is made for gradients, in their units; use on='gradient', or "
+                f"{found!r} is made for gradients, in their units; use on='gradient', or "
                 "another method for steps."
             )
         self.on, self.metric, self.interval = on, metric, interval

@@ -72,7 +72,7 @@ def log_means(steps: Iterable[Projection]) -> dict[str, Tensor | float]:
     Returns
     -------
     dict
-        ``gem/violated``, ``gem/active``, ``gem/cosine``, ``gem/worst_cosine`` (scalar tensors) and
+        ``gem/violations``, ``gem/active``, ``gem/cosine``, ``gem/worst_cosine`` (scalar tensors) and
         ``gem/seconds``; empty if no step counts.
     """
     rows, seconds = [], 0.0
@@ -88,7 +88,7 @@ def log_means(steps: Iterable[Projection]) -> dict[str, Tensor | float]:
     table = torch.stack(rows)
     means = table.mean(0)
     return {
-        "gem/violated": means[0],
+        "gem/violations": means[0],
         "gem/active": means[1],
         "gem/cosine": means[2],
         "gem/worst_cosine": table[:, 3].min(),
