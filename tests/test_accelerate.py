@@ -2,14 +2,17 @@
 
 import contextlib
 import importlib
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("accelerate")
 
-from accelerate import Accelerator, debug_launcher  # noqa: E402
+from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
@@ -218,7 +221,16 @@ def two_processes(folder):
     assert torch.equal(next(memory.batches())["x"][:4], batches(0)[rank]["x"])
 
 
-def test_processes_bring_and_keep_examples_of_their_own(tmp_path, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # else Accelerate sets it, with a warning
-    debug_launcher(two_processes, (tmp_path,), num_processes=2)
+def test_processes_bring_and_keep_examples_of_their_own(tmp_path):
+    # From a process of its own: what forks must have started no threads.
+    code = (
+        "import sys; from accelerate import debug_launcher; from test_accelerate import two_processes; "
+        "debug_launcher(two_processes, (sys.argv[1],), num_processes=2)"
+    )
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here.parent), str(here)])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
     assert sorted(file.name for file in tmp_path.glob("gem*")) == ["gem_rank0.pt", "gem_rank1.pt"]
