@@ -11,7 +11,7 @@ import torch
 
 
 class Slots:
-    """What the memory of one task knows about its examples. A policy reads it and changes nothing.
+    """What the memory of one task knows about its examples; policies read it.
 
     Parameters
     ----------
@@ -20,16 +20,12 @@ class Slots:
 
     Attributes
     ----------
-    labels : ndarray, shape (capacity,), int64
-        Label of the example in each slot; 0 in a memory without labels.
-    arrivals : ndarray, shape (capacity,), int64
-        Its place in the stream of the task: the first example that was offered is number 0.
-    counts : Counter
-        How many examples of each label are stored.
-    seen : Counter
-        How many examples of each label were offered, the one that asks for a slot included.
+    labels, arrivals : ndarray, shape (capacity,), int64
+        Label of the example in each slot (0 without labels), and its place in the stream of the task.
+    counts, seen : Counter
+        How many examples of each label are stored, and were offered, the present one included.
     offered : int
-        How many were offered in all, the one that asks for a slot included.
+        How many were offered in all.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -50,10 +46,7 @@ class Slots:
         return max(self.counts.values())
 
     def rivals(self, label: int) -> np.ndarray:
-        """Return the slots that an example of `label` may take without making the labels less even.
-
-        Those of its own label if that is among the most frequent ones, else those of the most frequent.
-        """
+        """Return slots of the most frequent labels, or of `label` alone if it is one of these."""
         most = self.most
         if self.counts[label] == most:
             return np.flatnonzero(self.labels == label)
@@ -108,11 +101,11 @@ def reservoir(slots: Slots, label: int, random: torch.Generator) -> int | None:
 
 
 def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:
-    """Keep as many examples of each label, at random (Chrysakis and Moens, 2020).
+    """Class-balancing reservoir sampling (Chrysakis and Moens, 2020).
 
-    An example of a label that is rarer than others and has lost none takes the place of one of the most
-    frequent labels. Once a label is among these or has lost an example, what comes of it competes with what
-    is stored of it, as in a reservoir: so within a label every example has the same chance.
+    A label is full once it was among the most frequent ones or has lost an example. Until then its examples
+    replace random ones of the most frequent labels; then they are kept with probability m / n, of n offered
+    and m stored ones of the label, and replace a random one of it.
     """
     own, before = slots.counts[label], slots.seen[label] - 1
     if own == before and own < slots.most:
@@ -125,11 +118,7 @@ def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:
 
 
 def ring(slots: Slots, label: int, random: torch.Generator) -> int | None:
-    """Keep the last examples (Lopez-Paz and Ranzato, 2017), as many of each label (Chaudhry et al., 2019).
-
-    The oldest one makes room: of the label's own if that is among the most frequent ones, else of the most
-    frequent. Without labels that is the oldest of all.
-    """
+    """Keep the last examples (Lopez-Paz and Ranzato, 2017), as many of each label (Chaudhry et al., 2019)."""
     rivals = slots.rivals(label)
     return int(rivals[slots.arrivals[rivals].argmin()])
 

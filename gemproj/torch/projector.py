@@ -155,18 +155,15 @@ class GradientProjector:
     def constrain(self, losses: Iterable[Tensor]) -> None:
         """Replace the constraints: one row of G per loss, the gradient of that loss.
 
-        Losses are taken one at a time, so a generator holds one graph in memory at once. The ``.grad`` of
-        the parameters is not touched. The forward passes behind the losses draw dropout masks as usual;
-        `recall` restores modes and random state. If a loss cannot be computed there are no constraints,
-        rather than some of them.
-
-        With a `group`, every process brings its own losses of the same tasks; rows are their averages. With
-        shards, `losses` must be a list, so that a disagreement on its length is found before it can hang.
+        ``.grad`` is not touched. If a loss cannot be computed there are no constraints, rather than some of
+        them.
 
         Parameters
         ----------
         losses : iterable of scalar tensors
-            The loss of each past task on its memory, each from a forward pass of its own.
+            The loss of each past task on its memory, each from a forward pass of its own; a generator holds
+            one graph in memory at once. With a `group`, every process brings its own losses of the same
+            tasks, and rows are their averages. With shards it must be a list.
         """
         start = time.perf_counter()
         self._calls = 0
@@ -258,9 +255,8 @@ class GradientProjector:
         """Project in every ``optimizer.step()`` from now on, and see what it applies.
 
         The gradient is projected before the step (or after each evaluation of a closure), the step itself
-        right after it. Either way `last` then has the cosine between each constraint and the applied step.
-        Steps move only what the optimizer moves: a parameter without gradient, or with a learning rate of
-        zero, stays. The optimizer's state is its own: moments are those of the gradients it was given.
+        right after it; `last` then has the cosine between each constraint and the applied step. A parameter
+        without gradient, or with a learning rate of zero, stays. The optimizer's state is not changed.
 
         With a `torch.amp.GradScaler`, ``scaler.step`` unscales first; with ``fused=True`` and a margin, a
         penalty or `GEM2017`, call ``scaler.unscale_(optimizer)`` yourself. A step that the scaler skips is
@@ -270,12 +266,6 @@ class GradientProjector:
         -------
         ProjectedOptimizer
             Call its ``remove()`` to detach.
-
-        Raises
-        ------
-        ValueError
-            For an optimizer without any of the parameters, one whose steps cannot be projected, or one to
-            which this projector is attached already: it would project twice.
         """
         if any(handle.holds(optimizer) for handle in self._attached):
             raise ValueError(
@@ -334,10 +324,7 @@ class GradientProjector:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned, onto the device of the parameters.
 
-        Raises
-        ------
-        ValueError
-            For the state of something else, or of the projector of another model.
+        A ValueError tells of the state of something else, or of the projector of another model.
         """
         lacking = {"constraints", "warm", "calls"} - state.keys()
         if lacking:
