@@ -538,3 +538,26 @@ def test_a_shared_parameter_counts_once():
     projector.attach(optimizer)
     assert projector.constraints.shape[1] == sum(p.numel() for p in model.parameters())
     assert learn(model, optimizer, projector, conflicting(), 3) > -1e-10
+
+
+def test_bounds_of_a_step_need_a_learning_rate_and_a_margin_of_the_gradient_does_not():
+    class Signs(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p -= 0.01 * p.grad.sign()
+
+    for on, allowed in (("both", True), ("step", False)):
+        model = perceptron()
+        optimizer, projector = attach(model, Signs, on=on, margin=0.1)
+        projector.recall(model, past_tasks(), loss)
+        loss(model, conflicting()).backward()
+        if allowed:
+            optimizer.step()
+            assert projector.last.worst_cosine > -1e-10
+        else:
+            with pytest.raises(ValueError, match="Signs has no learning rate"):
+                optimizer.step()

@@ -82,15 +82,9 @@ class SubspaceProjector:
         """Add the subspace of the inputs of each layer on these batches, at the end of a task.
 
         The paper's rule: the fewest singular vectors of what the basis does not cover, so that it then holds
-        a share `threshold` of the energy. Runs in evaluation mode; module modes and random state are
-        restored. After an error nothing is remembered.
-
-        Parameters
-        ----------
-        batches : iterable
-            A few hundred examples of the task are usual.
-        forward : callable, optional
-            Called with each batch to run the model; by default ``model(batch)``.
+        a share `threshold` of the energy. A few hundred examples are usual; `forward` is called with each
+        batch to run the model, by default ``model(batch)``. Runs in evaluation mode; module modes and random
+        state are restored. After an error nothing is remembered.
         """
         self._check_threshold()  # it may have been changed
         moments: dict[str, Tensor] = {}

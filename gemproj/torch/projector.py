@@ -149,8 +149,7 @@ class GradientProjector:
     def scale_dependent(self) -> bool:
         """Whether the projection of a scaled gradient is not the scaled projection."""
         options = self._options()
-        given = isinstance(options.margin, Tensor) or options.margin or options.penalty is not None
-        return bool(given) or isinstance(options.method, GEM2017)
+        return _has_units(options) or isinstance(options.method, GEM2017)
 
     def constrain(self, losses: Iterable[Tensor]) -> None:
         """Replace the constraints: one row of G per loss, the gradient of that loss.
@@ -286,7 +285,7 @@ class GradientProjector:
         if self.on == "both":
             options = replace(options, margin=0.0)
         # In Adam's metric, multipliers are in units of gradients as they are.
-        if self.metric == "euclidean" and self.scale_dependent:
+        if self.metric == "euclidean" and _has_units(options):
             rate = step.learning_rate()
             penalty = None if options.penalty is None else options.penalty * rate
             options = replace(options, margin=options.margin * rate, penalty=penalty)
@@ -359,3 +358,9 @@ class GradientProjector:
         seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
         self.last = Projection(len(self._matrix), sol, seconds=seconds)
         return self.last
+
+
+def _has_units(options: Options) -> bool:
+    """Return whether a margin or a penalty, which are in units of gradients, are given."""
+    margin = isinstance(options.margin, Tensor) or bool(options.margin)
+    return margin or options.penalty is not None
