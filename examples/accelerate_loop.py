@@ -47,21 +47,17 @@ def learn(on: str | None, epochs: int) -> list[float]:
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
     memory = EpisodicMemory(per_task=40, label=1)
     gem = GEM(accelerator, model, optimizer, memory, loss=loss, on=on) if on else None
-    for task, loader in enumerate(loaders):
-        if gem:
-            gem.projector.reset()  # another task: other constraints, no warm start
+    for loader in loaders:
         for _ in range(epochs):
             for batch in loader:
                 with accelerator.accumulate(model):
                     accelerator.backward(loss(model, batch))
-                    if gem:
-                        gem.recall()
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()  # with the projection in it
+                    optimizer.step()  # projected
                     optimizer.zero_grad()
-        for batch in loader:
-            memory.add(batch, task)
+        if gem:
+            gem.end_task(loader)
     if gem:
         gem.remove()
     return [accuracy(model, task) for task in range(TASKS)]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from gemproj.torch import EpisodicMemory, GradientProjector
+from gemproj.torch import GEM
 
 TASKS, TOKENS, LENGTH, CLASSES, WIDTH = 3, 48, 8, 3, 32
 Batch = dict[str, Tensor]
@@ -72,20 +72,14 @@ def train(project: bool, steps: int) -> list[float]:
     fully_shard(model, mesh=mesh)
     # After fully_shard, which makes other parameters of them; as for the optimizer.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    projector = GradientProjector(model.parameters(), on="both", metric="adam")
-    memory = EpisodicMemory(per_task=64, label="y")  # each process remembers what it has seen
-    if project:
-        projector.attach(optimizer)
+    gem = GEM(model, optimizer, loss, 64, "y", on="both", metric="adam") if project else None
     for task in range(TASKS):
-        projector.reset()
         for step in range(steps):
-            batch = draw(task, 16, seed=1 + rank + world * step)
-            if project:
-                projector.recall(model, memory.batches(), loss)
             optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
-        memory.add(draw(task, 64, seed=-1 - rank), task)
+            loss(model, draw(task, 16, seed=1 + rank + world * step)).backward()
+            optimizer.step()  # projected
+        if gem:  # each process remembers examples of its own
+            gem.end_task([draw(task, 64, seed=-1 - rank)])
     return accuracies(model)
 
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from gemproj.torch import EpisodicMemory, GradientProjector
+from gemproj.torch import GEM
 
 TASKS, FEATURES, CLASSES = 4, 32, 4
 Batch = dict[str, Tensor]
@@ -41,20 +41,14 @@ def train(project: bool, steps: int) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    memory = EpisodicMemory(per_task=100, label="y")
-    projector = GradientProjector(model.parameters(), on="both", metric="adam")
-    if project:
-        projector.attach(optimizer)  # from now on, every step is projected
+    gem = GEM(model, optimizer, loss, label="y", on="both", metric="adam") if project else None
     for task in range(TASKS):
-        projector.reset()
         for step in range(steps):
-            batch = draw(task, 32, seed=1 + step)
-            if project:
-                projector.recall(model, memory.batches(), loss)
             optimizer.zero_grad()
-            loss(model, batch).backward()
-            optimizer.step()
-        memory.add(draw(task, 100, seed=0), task)
+            loss(model, draw(task, 32, seed=1 + step)).backward()
+            optimizer.step()  # projected
+        if gem:
+            gem.end_task([draw(task, 100, seed=0)])
     return accuracies(model)
 
 

@@ -92,7 +92,7 @@ def learn(gem: GEMCallback | None, steps: int, folder: str) -> list[float]:
         )
         trainer.train()
         if gem:
-            gem.remember(trainer.get_train_dataloader(), task)
+            gem.end_task(trainer.get_train_dataloader())
     return [accuracy(model, task) for task in range(TASKS)]
 
 

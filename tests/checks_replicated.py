@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 from checks_sharded import flat, loss, net, rival, task, train
 from processes import all_reduces, check, same_everywhere
-from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch import GradientProjector
+from gemproj.torch import GEM, GradientProjector
 
 # Examples of each past task that a process remembers: unequal, and none at all.
 REMEMBERED = [[5, 0, 2, 1], [0, 4, 1, 3]]
@@ -33,7 +33,7 @@ def recall_joins_the_memories():
     together, mine = past()
     one, many = net(), DistributedDataParallel(net())
     alone, projector = GradientProjector(one.parameters()), GradientProjector(many.parameters())
-    for options in ({}, {"microbatch": 2}, {"one_pass": True}):
+    for options in ({}, {"microbatch": 2}, {"scale": 4.0}):
         alone.recall(one, together, loss)
         projector.recall(many, mine, loss, **options)
         torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
@@ -46,26 +46,6 @@ def recall_joins_the_memories():
     torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
 
 
-@check(2)
-def losses_of_any_dtype_are_joined():
-    together = [task(k, 4) for k in range(2)]
-    one, many = net(torch.float32), DistributedDataParallel(net(torch.float32))
-    mine = together if dist.get_rank() == 0 else [tuple(leaf[:0] for leaf in batch) for batch in together]
-    alone, projector = (GradientProjector(m.parameters(), "mega1") for m in (one, many))
-
-    def double(model, batch):
-        return nn.functional.cross_entropy(model(batch[0].float()).double(), batch[1])
-
-    alone.recall(one, together, double)
-    projector.recall(many, mine, double)
-    for p, q in zip(one.parameters(), many.parameters(), strict=True):
-        p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
-    alone.project_(0.5)
-    projector.project_(0.5)
-    for p, q in zip(one.parameters(), many.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
 @check(2, 4)
 def trains_as_one_process_does():
     world = dist.get_world_size()
@@ -75,13 +55,13 @@ def trains_as_one_process_does():
     for options in (
         {},
         {"margin": 0.1},
-        {"on": "update"},
+        {"on": "step"},
         {"on": "both", "metric": "adam"},
-        {"on": "update", "metric": "adam", "penalty": 0.5},
+        {"on": "step", "metric": "adam", "penalty": 0.5},
     ):
         one, many = net(), DistributedDataParallel(net())
-        slopes = train(one, together, now, **options)
-        torch.testing.assert_close(train(many, mine, parts, **options), slopes, rtol=1e-8, atol=1e-10)
+        found = train(one, together, now, **options)
+        torch.testing.assert_close(train(many, mine, parts, **options), found, rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(flat(many), flat(one), rtol=1e-9, atol=1e-12)
         same_everywhere(flat(many))
 
@@ -165,3 +145,28 @@ def errors_on_every_process():
     assert len(projector.constraints) == 0
     with pytest.raises(ValueError, match="disagree on the number of parameters"):
         GradientProjector(inner[odd:], group=dist.group.WORLD).constrain([loss(many.module, full[0])])
+
+
+@check(2, 4)
+def gem_trains_as_one_process_does():
+    """The one object for a loop, on replicas and on shards, whose memories differ in size."""
+    world = dist.get_world_size()
+    learned = [task(k, 4 * world) for k in range(3)]
+    for spread in (DistributedDataParallel, fully_shard):
+        found = []
+        for several in (False, True):
+            model = spread(net()) if several else net()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            gem = GEM(model, optimizer, loss, per_task=100, on="both", metric="adam", interval=2)
+            for k, batch in enumerate(learned):
+                for step in range(3):
+                    optimizer.zero_grad()
+                    now = rival(10 * k + step, 4 * world)
+                    loss(model, share(now, [4] * world) if several else now).backward()
+                    optimizer.step()
+                sizes = [4 * world - 2 * (world - 1)] + [2] * (world - 1)
+                gem.end_task([share(batch, sizes) if several else batch])
+                assert len(gem.memory) == k + 1
+            found.append(flat(model))
+        torch.testing.assert_close(found[1], found[0], rtol=1e-7, atol=1e-9)
+        same_everywhere(found[1])

@@ -2,9 +2,12 @@
 
 import io
 
+import models
 import pytest
 import torch
 import torch.distributed as dist
+from models import perceptron as net
+from models import task
 from processes import all_reduces, check, same_everywhere
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -14,30 +17,16 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import gemproj
 from gemproj.torch import GradientProjector
-from gemproj.torch.layout import local
-
-
-def net(dtype=torch.float64):
-    """Make the model, alike everywhere; of the last layer's 3 rows some of 4 processes hold none."""
-    torch.manual_seed(0)
-    first, last = nn.Linear(6, 8), nn.Linear(8, 3)
-    return nn.Sequential(first, nn.Tanh(), last).to(dtype)
-
-
-def task(seed, n, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 6, generator=generator, dtype=torch.float64)
-    return x.to(dtype), x[:, :3].argmax(1)
-
-
-def rival(seed, n, dtype=torch.float64):
-    """Draw a batch of a task that wants other answers to the same questions."""
-    x, y = task(seed, n, dtype)
-    return x, (y + 1) % 3
+from gemproj.torch.parameters import local
 
 
 def loss(model, batch):
     return nn.functional.cross_entropy(model(batch[0]).to(batch[0].dtype), batch[1])
+
+
+def rival(seed, n, dtype=torch.float64):
+    """Draw a batch of a task that wants other answers to the same questions."""
+    return models.rival(task(seed, n, dtype))
 
 
 def whole(p):
@@ -53,13 +42,17 @@ def share(batch, rank, world):
     return tuple(leaf[rank * n : rank * n + n] for leaf in batch)
 
 
+def squared_norm(sol):
+    return sol.squared_norm if hasattr(sol, "squared_norm") else sol.gram.gg
+
+
 def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
     """Train for some steps; return cosines of what was applied and the constraints, and the size of g."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     projector = GradientProjector(trainable, **options)
     optimizer = (optimizer or torch.optim.AdamW)(trainable, lr=0.05)
     projector.attach(optimizer)
-    slopes, active = [], 0
+    found, active = [], 0
     for batch in now:
         projector.recall(model, past, loss)
         optimizer.zero_grad()
@@ -71,12 +64,12 @@ def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
             nn.utils.clip_grad_norm_(trainable, clip)
         optimizer.step()
         # What is counted twice as a whole changes neither multipliers nor cosines, but this.
-        size = projector.last.solution.squared_norm.reshape(1)
-        slopes.append(torch.cat([projector.last.slopes, size]))
+        size = squared_norm(projector.last.solution).reshape(1)
+        found.append(torch.cat([projector.last.cosines, size]))
         same_everywhere(projector.last.multipliers)
-        active += projector.last.active
+        active += projector.last.num_active
     assert active
-    return torch.stack(slopes)
+    return torch.stack(found)
 
 
 def fsdp(model, **options):
@@ -119,10 +112,10 @@ PAST = [8, 12]
 OPTIONS = [
     {"optimizer": torch.optim.SGD},
     {"clip": 0.1, "margin": 0.05},
-    {"on": "update", "optimizer": torch.optim.Adam},
+    {"on": "step", "optimizer": torch.optim.Adam},
     {"on": "both", "metric": "adam", "accumulate": 2},
-    {"on": "update", "metric": "adam", "penalty": 0.5},
-    {"on": "update", "optimizer": partly},
+    {"on": "step", "metric": "adam", "penalty": 0.5},
+    {"on": "step", "optimizer": partly},
 ]
 
 
@@ -188,17 +181,17 @@ def what_tensor_parallelism_repeats():
         if "clip" in options:
             continue  # torch does not clip tensors of different meshes together
         one = Normed()
-        slopes = train(one, together, now, **options)
+        found = train(one, together, now, **options)
         many = fully_shard(parallelize_module(Normed(), mesh["tensor"], plan), mesh=mesh["data"])
         for model, rank, world in (
             (many, mesh["data"].get_local_rank(), 2),
             (parallelize_module(Normed(), everywhere, plan), 0, 1),
         ):
             own = [[share(batch, rank, world) for batch in batches] for batches in (together, now)]
-            torch.testing.assert_close(train(model, *own, **options), slopes, rtol=1e-7, atol=1e-9)
+            torch.testing.assert_close(train(model, *own, **options), found, rtol=1e-7, atol=1e-9)
             torch.testing.assert_close(flat(model), flat(one), rtol=1e-7, atol=1e-9)
             same_everywhere(flat(model))
-            shapes = [tuple(p.shape) for p in GradientProjector(model.parameters())._layout.parameters]
+            shapes = [tuple(p.shape) for p in GradientProjector(model.parameters())._vector.parameters]
             everyone = [None] * 4
             dist.all_gather_object(everyone, shapes)
             assert everyone == [shapes] * 4, everyone
@@ -252,14 +245,14 @@ def mixed_precision():
     loss(model, share(rival(5, 16, torch.float32), rank, world)).backward()
     g, G = gradients(model), torch.stack(rows)
     projector.project_()
-    assert projector.last.active
+    assert projector.last.num_active
     torch.testing.assert_close(gradients(model), gemproj.project(G, g), rtol=1e-5, atol=1e-6)
     projector.attach(optimizer)
     before = flat(model)
     optimizer.step()
     step = before - flat(model)
     cosines = torch.nn.functional.cosine_similarity(G, step[None])
-    torch.testing.assert_close(projector.last.slopes.float(), cosines, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(projector.last.cosines.float(), cosines, rtol=1e-4, atol=1e-6)
     assert projector.last.worst_cosine > -1e-5
 
 
@@ -291,7 +284,7 @@ def parameters_without_gradient():
         by_head(model(now[0], 0), now[1]).backward()
         assert all(p.grad is None for p in model.heads[1].parameters())
         projector.project_()
-        assert projector.last.active
+        assert projector.last.num_active
         assert all(p.grad is not None for p in model.heads[1].parameters())
         assert all(p.grad is None for p in model.heads[2].parameters())
         return projector, gradients(model)
@@ -496,7 +489,7 @@ def what_is_not_finite_on_one_process():
     gradient[0, 0] = 0.1
     if rank == 1:
         gradient[0] = 0.0
-    projector = GradientProjector(model.parameters(), on="update", metric="adam")
+    projector = GradientProjector(model.parameters(), on="step", metric="adam")
     projector.recall(model, past, loss)
     optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
     attached = projector.attach(optimizer)

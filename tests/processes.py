@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 # Where the checks are; they register themselves when these are imported.
 MODULES = ["checks_project", "checks_replicated", "checks_sharded"]
 # A collective that others never join fails after so long, and all checks together end after LIMIT seconds.
-PATIENCE, LIMIT = timedelta(seconds=15), 120.0
+PATIENCE, LIMIT = timedelta(seconds=30), 300.0
 
 CHECKS = {}
 

@@ -36,6 +36,7 @@ from avalanche.models import MultiHeadClassifier, MultiTaskModule  # noqa: E402
 from avalanche.training import plugins as theirs  # noqa: E402
 from avalanche.training.supervised import Naive  # noqa: E402
 
+from gemproj import GEM2017  # noqa: E402
 from gemproj.integrations.avalanche import AGEMPlugin, GEMPlugin  # noqa: E402
 from gemproj.torch import EpisodicMemory, GradientProjector  # noqa: E402
 
@@ -117,7 +118,7 @@ def flat(model):
     [
         {},
         {"on": "both", "metric": "adam"},
-        {"on": "update"},
+        {"on": "step"},
         {"margin": 0.1, "interval": 3},
         {"method": "fista"},
     ],
@@ -147,17 +148,16 @@ def test_agem_trains_as_a_loop_by_hand():
 
 def test_a_sample_has_the_size_that_was_asked_for():
     plugin = AGEMPlugin(10, 7)
-    assert not list(plugin._batches())
     by_avalanche(single_head(), plugin, tasks=2)
-    (batch,) = plugin._batches()
+    (batch,) = plugin.gem._batches()
     assert [len(leaf) for leaf in batch] == [7, 7, 7]
 
 
 @pytest.mark.parametrize(
     ("ours", "other"),
     [
-        (GEMPlugin(PER_TASK, 0.5, method="gem2017"), theirs.GEMPlugin(PER_TASK, 0.5)),
-        (GEMPlugin(PER_TASK, method="gem2017"), theirs.GEMPlugin(PER_TASK, 0.0)),
+        (GEMPlugin(PER_TASK, method=GEM2017(0.5)), theirs.GEMPlugin(PER_TASK, 0.5)),
+        (GEMPlugin(PER_TASK, method=GEM2017(0.0)), theirs.GEMPlugin(PER_TASK, 0.0)),
         (AGEMPlugin(PER_TASK, 2 * PER_TASK), theirs.AGEMPlugin(PER_TASK, 2 * PER_TASK)),
     ],
     ids=["gem", "gem without strength", "agem"],
@@ -225,8 +225,10 @@ def test_bad_input():
         GEMPlugin(0)
     with pytest.raises(ValueError, match="sample_size must be at least 1"):
         AGEMPlugin(3, 0)
-    with pytest.raises(ValueError, match="memory_strength must be finite and at least 0"):
-        GEMPlugin(3, -1.0, method="gem2017")
+    with pytest.raises(ValueError, match="margin must be finite and at least 0"):
+        GEMPlugin(3, -1.0)
+    with pytest.raises(ValueError, match="margin cannot be combined with method GEM2017"):
+        GEMPlugin(3, 0.5, method="gem2017")
 
 
 def test_says_how_to_install_avalanche(monkeypatch):

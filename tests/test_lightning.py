@@ -78,18 +78,13 @@ def trainer(gem, epochs=1, accumulate=ACCUMULATE, clip=CLIP, **options):
     )
 
 
-def remember(memory, k):
-    for batch in task(k):
-        memory.add(batch, k)
-
-
 def by_lightning(model, options, tasks=2, make=trainer):
     gem = GEMCallback(EpisodicMemory(10), Classifier.loss, **options)
     seen = []
     for k in range(tasks):
         make(gem).fit(model, task(k))
         seen.append(gem.projector.last)
-        remember(gem.memory, k)
+        gem.end_task(task(k))
     return gem, seen
 
 
@@ -109,13 +104,15 @@ def by_hand(model, options, tasks=2, context=nullcontext, scaler=None):
             scaler.scale(loss(model, batch) / ACCUMULATE).backward()
             if i % ACCUMULATE == ACCUMULATE - 1:
                 scaler.unscale_(optimizer)
-                projector.recall(model, memory.batches(), loss)
+                scale = scaler.get_scale() / 1024 if scaler.is_enabled() else 1.0
+                projector.recall(model, memory.batches(), loss, scale=scale)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
         seen.append(projector.last)
-        remember(memory, k)
+        for batch in task(k):
+            memory.add(batch, k)
     return seen
 
 
@@ -127,7 +124,7 @@ def assert_same(model, other):
 OPTIONS = [
     {},
     {"on": "both", "metric": "adam"},
-    {"on": "update"},
+    {"on": "step"},
     {"on": "both", "margin": 0.1, "interval": 3},
     {"method": "agem"},
 ]
@@ -199,15 +196,15 @@ def test_logs_what_the_projector_did():
     first = trainer(gem)
     first.fit(model, task(0))
     assert not any(name.startswith("gem/") for name in first.logged_metrics)
-    remember(gem.memory, 0)
+    gem.end_task(task(0))
     second = trainer(gem)
     second.fit(model, task(1))
     last = gem.projector.last
     logged = {name: float(value) for name, value in second.logged_metrics.items()}
     assert logged == pytest.approx(
         {
-            "gem/violations": last.violated,
-            "gem/active": last.active,
+            "gem/violations": last.num_violated,
+            "gem/active": last.num_active,
             "gem/cosine": last.cosine,
             "gem/worst_cosine": last.worst_cosine,
             "gem/seconds": last.seconds,
@@ -220,11 +217,12 @@ def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path, weights_
     options = {"on": "both", "metric": "adam", "interval": 3}  # rows of the checkpoint serve after it
     gem, model = GEMCallback(EpisodicMemory(10, seed=5), Classifier.loss, **options), Classifier()
     trainer(gem).fit(model, task(0))
-    remember(gem.memory, 0)
+    gem.end_task(task(0))
     start = io.BytesIO()
     torch.save((model.state_dict(), gem.memory.state_dict()), start)
     trainer(gem, epochs=4).fit(model, task(1))
-    remember(gem.memory, 1)
+    constraints = gem.projector.constraints.clone()
+    gem.end_task(task(1))
 
     start.seek(0)
     weights, remembered = torch.load(start, weights_only=True)
@@ -239,9 +237,9 @@ def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path, weights_
     trainer(after, epochs=4).fit(
         resumed, task(1), ckpt_path=tmp_path / "half.ckpt", weights_only=weights_only
     )
-    remember(after.memory, 1)
     assert_same(model, resumed)
-    assert torch.equal(after.projector.constraints, gem.projector.constraints)
+    assert torch.equal(after.projector.constraints, constraints)
+    after.end_task(task(1))
     for kept, other_kept in zip(gem.memory.batches(), after.memory.batches(), strict=True):
         assert torch.equal(kept[0], other_kept[0])
 
@@ -264,7 +262,7 @@ def test_leaves_the_optimizer_alone_afterwards():
 
 
 def test_refuses_what_it_cannot_do():
-    with pytest.raises(TypeError, match="loss must be a function of module and batch; found NoneType"):
+    with pytest.raises(TypeError, match="loss must be a function of model and batch; found NoneType"):
         GEMCallback(EpisodicMemory(), None)
     with pytest.raises(ValueError, match="on must be one of"):
         GEMCallback(EpisodicMemory(), Classifier.loss, on="all")

@@ -7,11 +7,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from models import cosines, flat, loss, perceptron, rival, rows, task  # noqa: E402
+
 from gemproj import GEM2017, project  # noqa: E402
 from gemproj.torch import GradientProjector  # noqa: E402
 
-functional = torch.nn.functional
-MODES = [("update", "euclidean"), ("update", "adam"), ("both", "euclidean"), ("both", "adam")]
+MODES = [("step", "euclidean"), ("step", "adam"), ("both", "euclidean"), ("both", "adam")]
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.02, weight_decay=0.1),
@@ -32,42 +33,28 @@ OPTIMIZERS = {
 SECOND_MOMENTS = [name for name in OPTIMIZERS if "Adam" in name and name != "Adamax"]
 
 
-def make_model(dtype=torch.float64, seed=0):
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).to(dtype)
-
-
-def batch(seed, dtype=torch.float64, n=12):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 6, generator=generator, dtype=torch.float64).to(dtype)
-    return x, torch.randint(3, (n,), generator=generator)
-
-
-def loss(model, data):
-    return functional.cross_entropy(model(data[0]), data[1])
-
-
 def past_tasks(dtype=torch.float64):
-    return [batch(1, dtype), batch(2, dtype)]
+    return [task(1, dtype=dtype), task(2, dtype=dtype)]
 
 
 def conflicting(dtype=torch.float64):
-    """The first task's examples with other labels: learning them raises its loss."""
-    x, y = past_tasks(dtype)[0]
-    return x, (y + 1) % 3
+    return rival(past_tasks(dtype)[0])
 
 
-def flat(tensors):
-    return torch.cat([t.detach().double().reshape(-1) for t in tensors])
+def attach(model, make, **options):
+    """Return an optimizer with a projector in it."""
+    optimizer = make(model.parameters())
+    projector = GradientProjector(model.parameters(), **options)
+    projector.attach(optimizer)
+    return optimizer, projector
 
 
-def rows(model, tasks):
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return torch.stack([flat(torch.autograd.grad(loss(model, task), parameters)) for task in tasks])
+def adamw(parameters, **options):
+    return torch.optim.AdamW(parameters, **({"lr": 0.02} | options))
 
 
-def cosines(G, step):
-    return (G @ step) / (G.norm(dim=1) * step.norm())
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def learn(model, optimizer, projector, data, steps, after=lambda: None):
@@ -75,24 +62,22 @@ def learn(model, optimizer, projector, data, steps, after=lambda: None):
     worst = []
     for _ in range(steps):
         G = rows(model, past_tasks(data[0].dtype))
-        before = flat(model.parameters())
+        before = flat(model)
         projector.recall(model, past_tasks(data[0].dtype), loss)
         optimizer.zero_grad(set_to_none=True)
         loss(model, data).backward()
         optimizer.step()
         after()
-        seen = cosines(G, before - flat(model.parameters()))
-        torch.testing.assert_close(projector.last.slopes, seen, rtol=1e-3, atol=2e-6)
+        seen = cosines(G, before - flat(model))
+        torch.testing.assert_close(projector.last.cosines, seen, rtol=1e-3, atol=2e-6)
         assert projector.last.worst_cosine == pytest.approx(float(seen.min()), abs=2e-6)
         worst.append(float(seen.min()))
     return min(worst)
 
 
 def test_adamw_violates_although_its_gradient_does_not():
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    projector = GradientProjector(model.parameters())
-    projector.attach(optimizer)
+    model = perceptron()
+    optimizer, projector = attach(model, adamw)
     data, violations = conflicting(), 0
     for _ in range(10):
         projector.recall(model, past_tasks(), loss)
@@ -111,7 +96,7 @@ def test_adamw_violates_although_its_gradient_does_not():
 def test_no_step_violates(name, on, metric):
     if metric == "adam" and name not in SECOND_MOMENTS:
         pytest.skip("keeps no second moments")
-    model = make_model()
+    model = perceptron()
     first, second = [*model[0].parameters()], [*model[2].parameters()]
     optimizer = OPTIMIZERS[name]([{"params": first}, {"params": second}])
     if not isinstance(optimizer.param_groups[1]["lr"], torch.Tensor):
@@ -119,7 +104,7 @@ def test_no_step_violates(name, on, metric):
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 4 if step < 4 else 1.0)
     projector = GradientProjector(model.parameters(), on=on, metric=metric)
     projector.attach(optimizer)
-    unguarded = make_model()
+    unguarded = perceptron()
     other = GradientProjector(unguarded.parameters())
     plain = OPTIMIZERS[name](unguarded.parameters())
     other.attach(plain)
@@ -129,17 +114,15 @@ def test_no_step_violates(name, on, metric):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_of_weights_is_part_of_the_report(dtype):
-    model = make_model(dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    projector = GradientProjector(model.parameters(), on="both")
-    projector.attach(optimizer)
+    model = perceptron(dtype)
+    optimizer, projector = attach(model, adamw, on="both")
     projector.recall(model, past_tasks(dtype), loss)
     loss(model, conflicting(dtype)).backward()
-    G, before = projector.constraints.double(), flat(model.parameters())
+    G, before = projector.constraints.double(), flat(model)
     optimizer.step()
-    seen = cosines(G, before - flat(model.parameters()))
+    seen = cosines(G, before - flat(model))
     torch.testing.assert_close(
-        projector.last.slopes, seen, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2
+        projector.last.cosines, seen, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-2
     )
     assert float(seen.min()) > (-1e-5 if dtype == torch.float32 else -0.1)
 
@@ -148,15 +131,13 @@ def test_rounding_of_weights_is_part_of_the_report(dtype):
 def test_autocast_of_the_caller_reaches_neither_projection_nor_report(on, metric):
     results = []
     for enabled in (False, True):
-        model = make_model(torch.float32)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        projector = GradientProjector(model.parameters(), on=on, metric=metric)
-        projector.attach(optimizer)
+        model = perceptron(torch.float32)
+        optimizer, projector = attach(model, adamw, on=on, metric=metric)
         projector.recall(model, past_tasks(torch.float32), loss)
         loss(model, conflicting(torch.float32)).backward()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             optimizer.step()
-        results.append([flat(model.parameters()), projector.last.slopes])
+        results.append([flat(model), projector.last.cosines])
     for plain, cast in zip(*results, strict=True):
         assert torch.equal(plain, cast)
 
@@ -177,7 +158,7 @@ def adam_weights(model, optimizer):
 @pytest.mark.parametrize(("on", "metric"), MODES)
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, margin):
-    models = [make_model(), make_model()]
+    models = [perceptron(), perceptron()]
     optimizers = [
         torch.optim.AdamW(
             [{"params": m[0].parameters()}, {"params": m[2].parameters(), "lr": 0.005}],
@@ -193,7 +174,7 @@ def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, m
     projectors[0].attach(optimizers[0])
     changed = False
     for _ in range(3):
-        before = flat(models[1].parameters())
+        before = flat(models[1])
         G = rows(models[1], past_tasks())
         for model, projector in zip(models, projectors, strict=True):
             projector.recall(model, past_tasks(), loss)
@@ -203,14 +184,14 @@ def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, m
             projectors[1].project_()
         for optimizer in optimizers:
             optimizer.step()
-        v = before - flat(models[1].parameters())
+        v = before - flat(models[1])
         w = adam_weights(models[1], optimizers[1]) if metric == "adam" else None
         # A margin is in units of gradients: times the rate it is one of steps; Adam's metric has the rate in it.
         used = 0.0 if on == "both" else margin if metric == "adam" else margin * 0.01
         x = project(G, v, metric=w, margin=used)
         ends = before - x
         changed = changed or not torch.equal(v, x)
-        torch.testing.assert_close(flat(models[0].parameters()), ends, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(flat(models[0]), ends, rtol=1e-11, atol=1e-12)
         # Moments, counts and schedules are the optimizer's own, as if it had been left alone.
         for p, q in zip(*(m.parameters() for m in models), strict=True):
             a, b = optimizers[0].state[p], optimizers[1].state[q]
@@ -223,16 +204,16 @@ def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, m
 
 @pytest.mark.parametrize(("on", "metric"), MODES)
 def test_a_step_that_violates_nothing_is_the_optimizers_to_the_last_bit(on, metric):
-    models = [make_model(torch.float32), make_model(torch.float32)]
+    models = [perceptron(torch.float32), perceptron(torch.float32)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01, weight_decay=0.0) for m in models]
     projector = GradientProjector(models[0].parameters(), on=on, metric=metric)
     projector.attach(optimizers[0])
-    data = batch(1, torch.float32)
+    data = task(1, dtype=torch.float32)
     projector.recall(models[0], [data], loss)
     for model, optimizer in zip(models, optimizers, strict=True):
         loss(model, data).backward()
         optimizer.step()
-    assert projector.last.violated == 0
+    assert projector.last.num_violated == 0
     assert projector.last.worst_cosine > 0.1
     for p, q in zip(*(m.parameters() for m in models), strict=True):
         assert torch.equal(p, q)
@@ -241,7 +222,7 @@ def test_a_step_that_violates_nothing_is_the_optimizers_to_the_last_bit(on, metr
 @pytest.mark.parametrize("rate", [0.0, torch.tensor(0.0)])
 @pytest.mark.parametrize(("on", "metric"), MODES)
 def test_what_the_optimizer_does_not_move_stays(on, metric, rate):
-    model = make_model()
+    model = perceptron()
     model.extra = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))  # only the past depends on it
     frozen, still = model[0].bias, model[2].bias
     frozen.requires_grad_(False)
@@ -260,16 +241,16 @@ def test_what_the_optimizer_does_not_move_stays(on, metric, rate):
     for _ in range(3):
         projector.recall(model, past_tasks(), past_loss)
         G = projector.constraints.clone()
-        before = flat(projector._layout.parameters)
+        before = flat([p for p in model.parameters() if p.requires_grad])
         optimizer.zero_grad()
         loss(model, conflicting()).backward()
         optimizer.step()
-        step = before - flat(projector._layout.parameters)
-        if on == "update":
+        step = before - flat([p for p in model.parameters() if p.requires_grad])
+        if on == "step":
             assert float(cosines(G, step).min()) > -1e-10
     assert torch.equal(frozen, kept[0])
     assert torch.equal(still, kept[1])
-    if on == "update":  # a gradient that is projected reaches what the constraints reach
+    if on == "step":  # a gradient that is projected reaches what the constraints reach
         assert torch.equal(model.extra, kept[2])
 
 
@@ -280,7 +261,7 @@ def test_gradient_and_step_each_start_from_their_own_multipliers():
         starts.append(None if warm_start is None else warm_start.clone())
         return torch.full_like(b, float(len(starts)))
 
-    model = make_model()
+    model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     projector = GradientProjector(model.parameters(), spy, on="both")
     projector.attach(optimizer)
@@ -293,36 +274,32 @@ def test_gradient_and_step_each_start_from_their_own_multipliers():
     assert [start.tolist() for start in starts[2:]] == [[1.0, 1.0], [2.0, 2.0]]
 
 
-@pytest.mark.parametrize("on", ["gradient", "update", "both"])
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
 def test_a_row_of_zeros_has_no_slope(on):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    projector = GradientProjector(model.parameters(), on=on)
-    projector.attach(optimizer)
-    projector.constrain([loss(model, batch(1)), 0.0 * loss(model, batch(2))])
+    model = perceptron()
+    optimizer, projector = attach(model, adamw, on=on)
+    projector.constrain([loss(model, task(1)), 0.0 * loss(model, task(2))])
     loss(model, conflicting()).backward()
     optimizer.step()
-    assert projector.last.slopes[0] != 0
-    assert projector.last.slopes[1] == 0
+    assert projector.last.cosines[0] != 0
+    assert projector.last.cosines[1] == 0
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "adam"])
 def test_penalty_bounds_the_multipliers_of_a_step_too(metric):
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    projector = GradientProjector(model.parameters(), on="update", metric=metric, penalty=1e-4)
-    projector.attach(optimizer)
+    model = perceptron()
+    optimizer, projector = attach(model, adamw, on="step", metric=metric, penalty=1e-4)
     projector.recall(model, past_tasks(), loss)
     loss(model, conflicting()).backward()
     optimizer.step()
-    top = float(projector.last.update.multipliers.max())
+    top = float(projector.last.step.multipliers.max())
     assert top == pytest.approx(1e-4 * (0.02 if metric == "euclidean" else 1.0))
     assert projector.last.worst_cosine < 0
-    assert projector.last.solution is projector.last.update  # what `violated` and `active` speak of
+    assert projector.last.solution is projector.last.step  # what `num_violated` and `num_active` count
 
 
 def test_closures_and_weights_decay_are_part_of_the_step():
-    model = make_model()
+    model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
     projector = GradientProjector(model.parameters(), on="both")
     projector.attach(optimizer)
@@ -335,15 +312,15 @@ def test_closures_and_weights_decay_are_part_of_the_step():
         return value
 
     for _ in range(3):
-        G, before = rows(model, past_tasks()), flat(model.parameters())
+        G, before = rows(model, past_tasks()), flat(model)
         assert optimizer.step(closure).requires_grad
-        assert projector.last.update is not None
-        assert float(cosines(G, before - flat(model.parameters())).min()) > -1e-10
+        assert projector.last.step is not None
+        assert float(cosines(G, before - flat(model)).min()) > -1e-10
 
 
 @pytest.mark.parametrize("make", [torch.optim.LBFGS, torch.optim.ASGD])
 def test_optimizers_whose_state_follows_the_weights_are_refused(make):
-    model = make_model()
+    model = perceptron()
     optimizer = make(model.parameters())
     with pytest.raises(ValueError, match=rf"{make.__name__} cannot be projected.*on='gradient'"):
         GradientProjector(model.parameters(), on="both").attach(optimizer)
@@ -351,21 +328,20 @@ def test_optimizers_whose_state_follows_the_weights_are_refused(make):
 
 
 def test_errors():
-    model = make_model()
+    model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, maximize=True)
     with pytest.raises(ValueError, match="maximize=True"):
-        GradientProjector(model.parameters(), on="update").attach(optimizer)
-    for method in (GEM2017(), "mega2"):
-        with pytest.raises(ValueError, match="made for gradients"):
-            GradientProjector(model.parameters(), method, on="both")
-    with pytest.raises(ValueError, match="on must be one of 'gradient', 'update', 'both'; found 'step'"):
-        GradientProjector(model.parameters(), on="step")
+        GradientProjector(model.parameters(), on="step").attach(optimizer)
+    with pytest.raises(ValueError, match="made for gradients"):
+        GradientProjector(model.parameters(), GEM2017(), on="both")
+    with pytest.raises(ValueError, match="on must be one of 'gradient', 'step', 'both'; found 'update'"):
+        GradientProjector(model.parameters(), on="update")
     with pytest.raises(ValueError, match="metric must be one of"):
         GradientProjector(model.parameters(), on="both", metric="adamw")
     with pytest.raises(ValueError, match="distance between steps"):
         GradientProjector(model.parameters(), metric="adam")
     with pytest.raises(ValueError, match=r"attach\(optimizer\)"):
-        GradientProjector(model.parameters(), on="update").project_()
+        GradientProjector(model.parameters(), on="step").project_()
     with pytest.raises(ValueError, match="none of the parameters"):
         GradientProjector(model[0].parameters()).attach(torch.optim.SGD(model[2].parameters(), lr=1.0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -383,7 +359,7 @@ def test_errors():
 
 
 def test_a_step_that_cannot_be_projected_is_undone():
-    model = make_model()
+    model = perceptron()
     optimizer = torch.optim.SGD(
         [{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1
     )
@@ -391,16 +367,16 @@ def test_a_step_that_cannot_be_projected_is_undone():
     projector.attach(optimizer)
     projector.recall(model, past_tasks(), loss)
     loss(model, conflicting()).backward()
-    before = flat(model.parameters())
+    before = flat(model)
     optimizer.param_groups[1]["lr"] = float("inf")
     with pytest.raises(ValueError, match=r"step of SGD could not be projected and was undone.*not finite"):
         optimizer.step()
-    assert torch.equal(before, flat(model.parameters()))
+    assert torch.equal(before, flat(model))
 
 
 @pytest.mark.parametrize(("on", "metric"), MODES)
 def test_hooks_that_drop_gradients_after_a_step(on, metric):
-    model = make_model()
+    model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     optimizer.register_step_post_hook(lambda optimizer, args, kwargs: optimizer.zero_grad())
     projector = GradientProjector(model.parameters(), on=on, metric=metric)
@@ -410,41 +386,40 @@ def test_hooks_that_drop_gradients_after_a_step(on, metric):
 
 @pytest.mark.parametrize("metric", ["euclidean", "adam"])
 def test_nearly_dependent_rows_on_a_part_of_the_parameters(metric):
-    model = make_model()
+    model = perceptron()
     optimizer = torch.optim.AdamW(
         [{"params": model[0].parameters(), "lr": 0.0}, {"params": model[2].parameters()}], lr=0.02
     )
-    projector = GradientProjector(model.parameters(), on="update", metric=metric)
+    projector = GradientProjector(model.parameters(), on="step", metric=metric)
     projector.attach(optimizer)
-    projector.recall(model, [*past_tasks(), batch(3)], loss)
+    projector.recall(model, [*past_tasks(), task(3)], loss)
     loss(model, conflicting()).backward()
     G = projector.constraints
     G[0] = -flat(p.grad.sign() for p in model.parameters())  # against the gradient, and Adam's first step
     G[1] = G[0] * (1 + 1e-9 * torch.arange(G.shape[1]))  # only G itself tells them apart
-    before = flat(model.parameters())
+    before = flat(model)
     optimizer.step()
-    assert projector.last.update.factor is not None
-    assert float(cosines(G, before - flat(model.parameters())).min()) > -1e-6
+    assert float(cosines(G, before - flat(model)).min()) > -1e-6
 
 
 def test_a_method_that_fails_leaves_no_step():
     def failing(K, b, warm_start):
         raise RuntimeError("no answer")
 
-    model = make_model()
+    model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    projector = GradientProjector(model.parameters(), failing, on="update")
+    projector = GradientProjector(model.parameters(), failing, on="step")
     projector.attach(optimizer)
     projector.recall(model, past_tasks(), loss)
     loss(model, conflicting()).backward()
-    before = flat(model.parameters())
+    before = flat(model)
     with pytest.raises(RuntimeError, match="no answer"):
         optimizer.step()
-    assert torch.equal(before, flat(model.parameters()))
+    assert torch.equal(before, flat(model))
 
 
 def test_attaching_twice_is_an_error_and_again_is_not():
-    model = make_model()
+    model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     projector = GradientProjector(model.parameters())
     attached = projector.attach(optimizer)
@@ -457,21 +432,19 @@ def test_attaching_twice_is_an_error_and_again_is_not():
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
 def test_a_copy_is_attached_to_nothing(duplicate):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    projector = GradientProjector(model.parameters(), on="both")
-    projector.attach(optimizer)
+    model = perceptron()
+    _, projector = attach(model, sgd, on="both")
     projector.recall(model, past_tasks(), loss)
     other = duplicate(projector)
     assert torch.equal(other.constraints, projector.constraints)
     assert other.constraints.data_ptr() != projector.constraints.data_ptr()
-    parameters = other._layout.parameters
+    parameters = other._vector.parameters
     assert all(p is not q for p, q in zip(parameters, model.parameters(), strict=True))
     other.attach(torch.optim.SGD(parameters, lr=0.1))
 
 
 def test_detached_and_unconstrained_steps_are_left_alone():
-    model = make_model()
+    model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     projector = GradientProjector(model.parameters(), on="both")
     attached = projector.attach(optimizer)
@@ -481,9 +454,9 @@ def test_detached_and_unconstrained_steps_are_left_alone():
     assert projector.last.worst_cosine is None
     projector.recall(model, past_tasks(), loss)
     attached.remove()
-    before = flat(model.parameters())
+    before = flat(model)
     optimizer.step()
-    step = before - flat(model.parameters())
+    step = before - flat(model)
     torch.testing.assert_close(step, 0.1 * flat(p.grad for p in model.parameters()))
 
 
@@ -491,7 +464,7 @@ def test_detached_and_unconstrained_steps_are_left_alone():
 @pytest.mark.parametrize("on", ["gradient", "both"])
 def test_loss_scaling_changes_nothing_and_skipped_steps_are_left_alone(on, fused):
     def train(scale, broken=()):
-        model = make_model(torch.float32)
+        model = perceptron(torch.float32)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled=scale is not None)
         projector = GradientProjector(model.parameters(), on=on)
@@ -501,11 +474,11 @@ def test_loss_scaling_changes_nothing_and_skipped_steps_are_left_alone(on, fused
             optimizer.zero_grad(set_to_none=True)
             value = loss(model, conflicting(torch.float32))
             scaler.scale(value * float("inf") if step in broken else value).backward()
-            before = flat(model.parameters())
+            before = flat(model)
             scaler.step(optimizer)
             scaler.update()
-            assert torch.equal(before, flat(model.parameters())) == (step in broken)
-        return flat(model.parameters())
+            assert torch.equal(before, flat(model)) == (step in broken)
+        return flat(model)
 
     plain = train(2.0**0)
     torch.testing.assert_close(train(2.0**10), plain, rtol=1e-5, atol=1e-6)
@@ -515,7 +488,7 @@ def test_loss_scaling_changes_nothing_and_skipped_steps_are_left_alone(on, fused
 @pytest.mark.parametrize("options", [{"margin": 0.5}, {"penalty": 0.5}, {"method": "gem2017"}])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_bounds_need_gradients_in_their_own_units(unscale, options):
-    model = make_model(torch.float32)
+    model = perceptron(torch.float32)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
     scaler = torch.amp.GradScaler("cpu")
     projector = GradientProjector(model.parameters(), **options)
@@ -530,10 +503,10 @@ def test_bounds_need_gradients_in_their_own_units(unscale, options):
             scaler.step(optimizer)
 
 
-@pytest.mark.parametrize("on", ["gradient", "update", "both"])
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
 def test_accumulation_and_clipping(on):
     def train(parts, clip_first):
-        model = make_model()
+        model = perceptron()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         projector = GradientProjector(model.parameters(), on=on)
         projector.attach(optimizer)
@@ -549,7 +522,7 @@ def test_accumulation_and_clipping(on):
             optimizer.step()
             if on != "gradient":
                 assert projector.last.worst_cosine > -1e-10
-        return flat(model.parameters())
+        return flat(model)
 
     torch.testing.assert_close(train(1, False), train(3, False), rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(train(1, True), train(3, True), rtol=1e-9, atol=1e-11)
@@ -557,7 +530,7 @@ def test_accumulation_and_clipping(on):
 
 
 def test_a_shared_parameter_counts_once():
-    model = make_model()
+    model = perceptron()
     model[2].bias = torch.nn.Parameter(model[2].bias.detach())
     twice = [*model.parameters(), *model.parameters()]
     projector = GradientProjector(twice, on="both")
@@ -565,3 +538,26 @@ def test_a_shared_parameter_counts_once():
     projector.attach(optimizer)
     assert projector.constraints.shape[1] == sum(p.numel() for p in model.parameters())
     assert learn(model, optimizer, projector, conflicting(), 3) > -1e-10
+
+
+def test_bounds_of_a_step_need_a_learning_rate_and_a_margin_of_the_gradient_does_not():
+    class Signs(torch.optim.Optimizer):
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                p -= 0.01 * p.grad.sign()
+
+    for on, allowed in (("both", True), ("step", False)):
+        model = perceptron()
+        optimizer, projector = attach(model, Signs, on=on, margin=0.1)
+        projector.recall(model, past_tasks(), loss)
+        loss(model, conflicting()).backward()
+        if allowed:
+            optimizer.step()
+            assert projector.last.worst_cosine > -1e-10
+        else:
+            with pytest.raises(ValueError, match="Signs has no learning rate"):
+                optimizer.step()

@@ -7,104 +7,95 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import models  # noqa: E402
+from models import flat, loss, perceptron, rival, rows, trainable  # noqa: E402
+
+import gemproj  # noqa: E402
 from gemproj import GEM2017, PGD, project, solve_dual  # noqa: E402
 from gemproj.torch import GradientProjector  # noqa: E402
+
+FLOAT = torch.float32
 
 
 @pytest.fixture
 def model():
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    net = perceptron(FLOAT)
     net[0].bias.requires_grad_(False)
     return net
 
 
-def task(seed, n=8):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 6, generator=generator), torch.randint(3, (n,), generator=generator)
-
-
-def loss(model, batch):
-    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def flat(tensors):
-    return torch.cat([t.reshape(-1) for t in tensors])
-
-
-def gradient(model, batch):
-    return flat(torch.autograd.grad(loss(model, batch), [p for p in model.parameters() if p.requires_grad]))
+def task(seed):
+    return models.task(seed, dtype=FLOAT)
 
 
 def conflicting(model):
     """Past tasks and a gradient that violates at least one of them."""
     past = [task(1), task(2)]
-    now = (past[0][0], (past[0][1] + 1) % 3)
-    return past, now
+    return past, rival(past[0])
 
 
 def test_projects_the_gradients_of_the_trainable_parameters(model):
     past, now = conflicting(model)
-    rows = torch.stack([gradient(model, batch) for batch in past])
-    g = gradient(model, now)
+    G = rows(model, past).float()
+    g = rows(model, [now]).float()[0]
     projector = GradientProjector(model.parameters())
     projector.constrain(loss(model, batch) for batch in past)
     assert all(p.grad is None for p in model.parameters())
-    torch.testing.assert_close(projector.constraints, rows)
+    torch.testing.assert_close(projector.constraints, G)
 
     loss(model, now).backward()
     before = model[0].weight.grad
     stats = projector.project_()
-    x = flat(p.grad for p in model.parameters() if p.requires_grad)
-    torch.testing.assert_close(x, project(rows, g))
+    x = flat(p.grad for p in trainable(model)).float()
+    torch.testing.assert_close(x, project(G, g))
     assert model[0].weight.grad is before
     assert model[0].bias.grad is None
-    expected = solve_dual(rows, g)
+    expected = solve_dual(G, g)
     assert stats.constraints == 2
-    assert stats.violated == int((rows @ g < 0).sum()) >= 1
-    assert stats.active == int((expected.multipliers > 0).sum()) >= 1
+    assert stats.num_violated == int((G @ g < 0).sum()) >= 1
+    assert stats.num_active == int((expected.multipliers > 0).sum()) >= 1
     torch.testing.assert_close(stats.multipliers, expected.multipliers, rtol=1e-4, atol=1e-6)
     assert stats.cosine == pytest.approx(float(torch.cosine_similarity(x, g, dim=0)), abs=1e-5)
     assert projector.last is stats
-    assert repr(projector).startswith("GradientProjector(3 parameters, d=48, t=2, Exact(), margin=0.0, ")
+    assert repr(projector).startswith("GradientProjector(3 parameters, d=75, t=2, Exact(), margin=0.0, ")
 
 
 def test_constraint_gradients_do_not_clobber_grad(model):
     past, now = conflicting(model)
     loss(model, now).backward()
-    before = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    before = [p.grad.clone() for p in trainable(model)]
     GradientProjector(model.parameters()).constrain(loss(model, batch) for batch in past)
-    after = [p.grad for p in model.parameters() if p.requires_grad]
+    after = [p.grad for p in trainable(model)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_nothing_changes_without_constraints_or_violation(model):
     _, now = conflicting(model)
     loss(model, now).backward()
-    before = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    before = [p.grad.clone() for p in trainable(model)]
     projector = GradientProjector(model.parameters())
     assert projector.project_().constraints == 0
     projector.constrain([loss(model, now)])  # the gradient itself: never violated
     stats = projector.project_()
-    assert (stats.violated, stats.active, stats.cosine) == (0, 0, 1.0)
-    after = [p.grad for p in model.parameters() if p.requires_grad]
+    assert (stats.num_violated, stats.num_active, stats.cosine) == (0, 0, 1.0)
+    after = [p.grad for p in trainable(model)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 def test_attached_optimizer_steps_along_the_projection(model):
     past, now = conflicting(model)
-    rows = torch.stack([gradient(model, batch) for batch in past])
-    expected = project(rows, gradient(model, now))
+    G = rows(model, past).float()
+    expected = project(G, rows(model, [now]).float()[0])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     projector = GradientProjector(model.parameters())
     handle = projector.attach(optimizer)
     projector.constrain(loss(model, batch) for batch in past)
     loss(model, now).backward()
-    before = flat(p.detach().clone() for p in model.parameters() if p.requires_grad)
+    before = flat(trainable(model)).float()
     optimizer.step()
-    after = flat(p.detach() for p in model.parameters() if p.requires_grad)
+    after = flat(trainable(model)).float()
     torch.testing.assert_close((before - after) / 0.1, expected, rtol=1e-4, atol=1e-6)
-    assert projector.last.active >= 1
+    assert projector.last.num_active >= 1
     handle.remove()
     projector.last = None
     optimizer.step()
@@ -113,8 +104,8 @@ def test_attached_optimizer_steps_along_the_projection(model):
 
 def test_closures_are_followed_by_a_projection(model):
     past, now = conflicting(model)
-    rows = torch.stack([gradient(model, batch) for batch in past])
-    expected = project(rows, gradient(model, now))
+    G = rows(model, past).float()
+    expected = project(G, rows(model, [now]).float()[0])
     projector = GradientProjector(model.parameters())
     projector.constrain(loss(model, batch) for batch in past)
     for how in ("positional", "keyword"):
@@ -129,7 +120,7 @@ def test_closures_are_followed_by_a_projection(model):
 
         value = optimizer.step(closure) if how == "positional" else optimizer.step(closure=closure)
         assert float(value.detach()) == float(loss(model, now).detach())
-        torch.testing.assert_close(flat(p.grad for p in model.parameters() if p.requires_grad), expected)
+        torch.testing.assert_close(flat(p.grad for p in trainable(model)).float(), expected)
 
 
 def test_autocast_of_the_caller_does_not_reach_the_projection(rng):
@@ -160,7 +151,7 @@ def test_growing_constraints_keep_the_rows_before_them(model):
     projector = GradientProjector(model.parameters())
     for t in (1, 2, 5):
         projector.constrain(loss(model, batch) for batch in past[:t])
-        expected = torch.stack([gradient(model, batch) for batch in past[:t]])
+        expected = rows(model, past[:t]).float()
         torch.testing.assert_close(projector.constraints, expected)
 
 
@@ -212,7 +203,7 @@ def test_parameters_without_a_gradient(model):
     projector.constrain([loss(model, past[0]) + (extra**2).sum()])
     loss(model, now).backward()
     stats = projector.project_()
-    assert stats.active == 1
+    assert stats.num_active == 1
     # The constraint depends on `extra`, so the projection moves along it; `unused` stays out.
     torch.testing.assert_close(extra.grad, 2.0 * stats.multipliers.float() * torch.ones(4))
     assert unused.grad is None
@@ -233,7 +224,7 @@ def test_a_gradient_that_appears_lies_in_memory_as_its_parameter_does():
         parameters[2].grad = -torch.ones(3)
         optimizer.step()
         assert [p.grad.stride() for p in parameters] == [p.stride() for p in parameters]
-        weights.append(flat(p.detach() for p in parameters))
+        weights.append(flat(parameters))
     torch.testing.assert_close(*weights)
 
 
@@ -242,7 +233,7 @@ def test_mixed_dtypes_and_shared_parameters(model):
     parameters = [half, half, model[0].weight]
     projector = GradientProjector(parameters)
     projector.constrain([(half.float() ** 2).sum() + model[0].weight.sum()])
-    assert projector.constraints.shape == (1, 33)
+    assert projector.constraints.shape == (1, 51)
     assert projector.constraints.dtype == torch.float32
     half.grad, model[0].weight.grad = -torch.ones_like(half), torch.zeros_like(model[0].weight)
     projector.project_()
@@ -256,7 +247,7 @@ def test_state_survives_a_checkpoint(model, method):
     projectors = [GradientProjector(model.parameters(), method=method) for _ in range(2)]
     projectors[0].constrain(loss(model, batch) for batch in past)
     loss(model, now).backward()
-    saved = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+    saved = [p.grad.clone() for p in trainable(model)]
     projectors[0].project_()
     buffer = io.BytesIO()
     torch.save(projectors[0].state_dict(), buffer)
@@ -264,10 +255,10 @@ def test_state_survives_a_checkpoint(model, method):
     projectors[1].load_state_dict(torch.load(buffer, weights_only=True))
     results = []
     for projector in projectors:
-        for p, g in zip([p for p in model.parameters() if p.requires_grad], saved, strict=True):
+        for p, g in zip(trainable(model), saved, strict=True):
             p.grad = g.clone()
         projector.project_()
-        results.append(flat(p.grad for p in model.parameters() if p.requires_grad))
+        results.append(flat(p.grad for p in trainable(model)).float())
     assert torch.equal(*results)
 
 
@@ -280,7 +271,7 @@ def test_states_are_copies(model):
     state = projector.state_dict()
     other.load_state_dict(state)
     expected = copy.deepcopy(state)
-    for part in (state["constraints"]["rows"], *state["constraints"]["losses"], *state["warm"].values()):
+    for part in (state["constraints"]["rows"], *state["warm"].values()):
         part.fill_(7.0)
     for one in (projector, other):
         torch.testing.assert_close(one.state_dict(), expected, rtol=0, atol=0)
@@ -316,3 +307,36 @@ def test_errors_of_the_projector(model):
     with pytest.raises(ValueError, match="g is not finite"):
         projector.project_()
     assert torch.equal(model[2].weight.grad, before)
+
+
+@pytest.mark.parametrize("on", ["gradient", "step"])
+def test_equalities_hold_with_either_sign(model, on):
+    past = [task(1), task(2)]
+    G = rows(model, past)
+    projector = GradientProjector(model.parameters(), equality=True, on=on)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector.attach(optimizer)
+    projector.constrain(loss(model, batch) for batch in past)
+    loss(model, task(3)).backward()
+    assert bool((G @ flat(p.grad for p in trainable(model)) > 0).any())
+    before = flat(trainable(model))
+    optimizer.step()
+    step = before - flat(trainable(model))
+    assert float(step.norm()) > 1e-3
+    assert float(models.cosines(G, step).abs().max()) < 1e-5
+    assert projector.last.num_active == 2
+
+
+@pytest.mark.skipif(not hasattr(gemproj, "solve_gram"), reason="margins of this version are numbers")
+def test_a_margin_for_each_task_may_change_with_the_tasks(model):
+    past, now = conflicting(model)
+    projector = GradientProjector(model.parameters())
+    for margin in (torch.tensor([0.5]), torch.tensor([0.1, 0.3])):
+        projector.margin = margin
+        projector.constrain(loss(model, batch) for batch in past[: len(margin)])
+        model.zero_grad()
+        loss(model, now).backward()
+        g = flat(p.grad for p in trainable(model)).float()
+        projector.project_()
+        expected = project(projector.constraints, g, margin=margin)
+        torch.testing.assert_close(flat(p.grad for p in trainable(model)).float(), expected)

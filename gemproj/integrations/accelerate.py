@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -14,14 +13,14 @@ except ImportError as error:
         "gemproj.integrations.accelerate needs Accelerate: pip install 'gemproj[accelerate]'."
     ) from error
 
-from gemproj.integrations.prepared import Prepared, read
+from gemproj.integrations._accelerate import AcceleratedGEM, read
 from gemproj.torch import EpisodicMemory
 from gemproj.torch.batches import Loss
-from gemproj.torch.recall import model_loss
+from gemproj.torch.constraint_gradients import model_loss
 
 
-class GEM(Prepared):
-    """Projects the gradients or the steps of a model that ``accelerator.prepare`` has returned.
+class GEM(AcceleratedGEM):
+    """`gemproj.torch.GEM` for a model and an optimizer that ``accelerator.prepare`` has returned.
 
     ::
 
@@ -30,16 +29,14 @@ class GEM(Prepared):
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(loss(model, batch))
-                gem.recall()
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
+                optimizer.step()  # projected
                 optimizer.zero_grad()
+        gem.end_task(loader)
 
-    The projection is part of ``optimizer.step()``, which does nothing within an accumulation window.
     Losses on the memory run through the forward pass of the prepared model, in its precision; an
     ``accelerator.autocast()`` around the loss belongs into `loss`. With float16 they are scaled, too.
-
     Memory and projector are part of ``accelerator.save_state`` and ``load_state``: a file ``gem.pt`` in the
     folder, or one per process.
 
@@ -47,22 +44,16 @@ class GEM(Prepared):
     ----------
     accelerator : accelerate.Accelerator
     model, optimizer
-        As ``accelerator.prepare`` returned them. In several processes, each brings its own examples of
-        the same tasks, and constraints are those of all together.
+        As ``accelerator.prepare`` returned them.
     memory : EpisodicMemory
-        The past tasks; batches are moved to the accelerator's device.
-    loss : callable
-        ``loss(model, batch)``, see `GradientProjector.recall`.
-    microbatch : int, optional
-    training : bool, default False
-        As in `GradientProjector.recall`.
-    **options
-        Of `gemproj.torch.GradientProjector`: method, margin, penalty, on, metric, interval.
+        The past tasks. In several processes each has its own examples of the same tasks.
+    loss, method, margin, penalty, equality, on, metric, interval, microbatch, training, sample
+        As in `gemproj.torch.GEM`.
 
     Attributes
     ----------
-    projector : GradientProjector
-        Call its ``reset()`` between tasks; its ``last`` tells what a step did.
+    memory : EpisodicMemory
+    gem : gemproj.torch.GEM
 
     Raises
     ------
@@ -76,37 +67,23 @@ class GEM(Prepared):
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         memory: EpisodicMemory,
-        *,
         loss: Loss = model_loss,
-        microbatch: int | None = None,
-        training: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(model, optimizer, memory, loss, microbatch, training, **options)
-        self._accelerator = accelerator
+        super().__init__(memory, loss, **options)
+        self._attach_prepared(model, optimizer)
         # Not register_for_checkpointing: that keeps the state of the first process only.
         self._hooks = [
-            accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.save(folder)),
-            accelerator.register_load_state_pre_hook(lambda models, folder: self.load(read(folder))),
+            accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save(folder)),
+            accelerator.register_load_state_pre_hook(lambda models, folder: self._load(folder)),
         ]
-
-    def recall(self, exclude: Hashable = None) -> bool:
-        """Compute the constraints for the step that follows; within an accumulation window do nothing.
-
-        Parameters
-        ----------
-        exclude : task, optional
-            A task to leave out: the current one, when its examples are stored while it is learned.
-
-        Returns
-        -------
-        bool
-            Whether constraints were computed.
-        """
-        return self._accelerator.sync_gradients and super().recall(exclude)
 
     def remove(self) -> None:
         """Detach from the optimizer and from the accelerator's checkpoints."""
-        super().remove()
+        self._detach()
         for hook in self._hooks:
             hook.remove()
+
+    def _load(self, folder: str) -> None:
+        self.load_state_dict(read(folder))
+        self._resume()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
-
-import torch
 
 try:
     import accelerate  # noqa: F401
@@ -18,36 +15,34 @@ except ImportError as error:
         "pip install 'gemproj[transformers]'."
     ) from error
 
-from gemproj.integrations.prepared import Prepared, file_in, read
-from gemproj.integrations.summary import summary
-from gemproj.torch import EpisodicMemory, GradientProjector, Projection
-from gemproj.torch.batches import Batch, Loss
-from gemproj.torch.recall import model_loss
+from gemproj.integrations._accelerate import AcceleratedGEM, file_in, read
+from gemproj.torch.stats import Projection, log_means
 
 
-class GEMCallback(TrainerCallback):
+class GEMCallback(AcceleratedGEM, TrainerCallback):
     """Keeps a `transformers.Trainer` from raising the losses of earlier tasks.
 
     ::
 
         gem = GEMCallback(EpisodicMemory(per_task=100, label="labels"))
-        for task, dataset in enumerate(datasets):
+        for dataset in datasets:
             trainer = Trainer(model, args, train_dataset=dataset, callbacks=[gem])
             trainer.train()
-            gem.remember(trainer.get_train_dataloader(), task)
+            gem.end_task(trainer.get_train_dataloader())
 
-    Constraints are computed once per accumulation window, after clipping, in the precision of training;
-    the projection is part of the optimizer's step. Only trainable parameters take part, so with peft it
-    costs what the adapters cost. Every call of ``train()`` starts without constraints and warm start,
-    unless it resumes.
+    The projection is part of the optimizer's step, after clipping, and constraint gradients have the
+    precision of training. Only trainable parameters take part, so with peft it costs what the adapters
+    cost. Every call of ``train()`` starts without constraints and warm start, unless it resumes. The
+    collator must pad to a fixed length:
+    ``DataCollatorWithPadding(tokenizer, padding="max_length", max_length=...)``.
 
-    Logs of training get ``gem/violations`` and ``gem/active`` (constraints that the gradient violates,
-    and that hold it back), ``gem/cosine`` (between the gradient before and after) and ``gem/seconds``,
-    each the mean over the steps since the last log, and ``gem/worst_cosine``, the smallest cosine between
-    an applied step and a constraint in that time: negative where a step raised a past task's loss, to
-    first order. Steps without constraints, and steps that a gradient scaler skips, do not count. The
-    numbers are in ``trainer.state.log_history``; callbacks that report elsewhere (`report_to`) come before
-    one that is passed to the trainer, and see them if it joins by `attach` instead.
+    Logs of training get ``gem/violations`` and ``gem/active`` (constraints that the gradient violates, and
+    active ones), ``gem/cosine`` (between the gradient before and after) and ``gem/seconds``, each the mean
+    over the steps since the last log, and ``gem/worst_cosine``, the smallest cosine between an applied step
+    and a constraint gradient in that time. Steps without constraints, and steps that a gradient scaler
+    skips, do not count. The numbers are in ``trainer.state.log_history``; callbacks that report elsewhere
+    (`report_to`) come before one that is passed to the trainer, and see them if it joins by `attach`
+    instead.
 
     Checkpoints get a file ``gem.pt``, or one per process, with the memory and the projector's state. It is
     found again if training resumes from a folder in ``args.output_dir``, or from
@@ -56,20 +51,19 @@ class GEMCallback(TrainerCallback):
     Parameters
     ----------
     memory : EpisodicMemory
-        The past tasks. In several processes each remembers, and brings, its own examples of the same tasks.
+        The past tasks. In several processes each has its own examples of the same tasks.
     loss : callable
-        ``loss(model, batch)``, by default ``model(**batch).loss``; see `GradientProjector.recall`. If the
-        trainer computes another loss than the model's, pass the same here.
-    microbatch : int, optional
-    training : bool, default False
-        As in `GradientProjector.recall`. With `training`, activation checkpointing must not be reentrant.
-    **options
-        Of `gemproj.torch.GradientProjector`: method, margin, penalty, on, metric, interval. A margin is in
-        units of the gradient that clipping leaves.
+        ``loss(model, batch)``, by default ``model(**batch).loss``. If the trainer computes another loss than
+        the model's, pass the same here.
+    method, margin, penalty, equality, on, metric, interval, microbatch, training, sample
+        As in `gemproj.torch.GEM`. A margin is in units of the gradient that clipping leaves. With
+        `training`, activation checkpointing must not be reentrant.
 
     Attributes
     ----------
     memory : EpisodicMemory
+    gem : gemproj.torch.GEM or None
+        That of the present or last training.
 
     Raises
     ------
@@ -78,26 +72,7 @@ class GEMCallback(TrainerCallback):
         projector, or resumes from a checkpoint without ``gem.pt``.
     """
 
-    def __init__(
-        self,
-        memory: EpisodicMemory,
-        *,
-        loss: Loss = model_loss,
-        microbatch: int | None = None,
-        training: bool = False,
-        **options: Any,
-    ) -> None:
-        GradientProjector([torch.nn.Parameter(torch.zeros(1))], **options)  # bad options are reported here
-        self.memory = memory
-        self._options = {"loss": loss, "microbatch": microbatch, "training": training, **options}
-        self._prepared: Prepared | None = None
-        self._resumed: dict[str, Any] | None = None
-        self._steps: list[Projection] = []
-
-    @property
-    def projector(self) -> GradientProjector | None:
-        """The projector that is at work, None except during training."""
-        return None if self._prepared is None else self._prepared.projector
+    _named: dict[str, Any] | None = None  # the checkpoint that `load` has read
 
     def attach(self, trainer: Any) -> None:
         """Join a trainer as the first of its callbacks, so that those which report see the numbers, too."""
@@ -105,25 +80,6 @@ class GEMCallback(TrainerCallback):
         if self in callbacks:
             callbacks.remove(self)
         callbacks.insert(0, self)
-
-    def remember(self, batches: Iterable[Batch], task: Hashable) -> None:
-        """Offer all examples of a task that has been learned to the memory.
-
-        Parameters
-        ----------
-        batches : iterable
-            Such as ``trainer.get_train_dataloader()``, whose collator must pad to a fixed length:
-            ``DataCollatorWithPadding(tokenizer, padding="max_length", max_length=...)``.
-        task : hashable
-            A number or a string, if checkpoints are saved.
-
-        Raises
-        ------
-        ValueError
-            For examples whose shapes differ.
-        """
-        for batch in batches:
-            self.memory.add(batch, task)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read the state of GEM from a checkpoint, for the training that begins next.
@@ -136,32 +92,30 @@ class GEMCallback(TrainerCallback):
         FileNotFoundError
             If the checkpoint was made without GEM, or by another number of processes.
         """
-        self._resumed = read(folder)
+        self._named = read(folder)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Build the projector and attach it to the optimizer."""
-        self._finish()  # a training that was broken off
-        self._prepared = Prepared(model, optimizer, self.memory, **self._options)
+        """Attach to the optimizer."""
+        self._attach_prepared(model, optimizer)
+        self._steps: list[Projection] = []  # since the last log
         if state.global_step:
-            self._prepared.load(self._find(args, state.global_step))
-        self._resumed = None
+            self.load_state_dict(self._find(args, state.global_step))
+            self._resume()
+        self._named = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compute the constraints."""
-        assert self._prepared is not None
-        self._prepared.recall()
-        self._prepared.projector.last = None
+        """Forget the step before."""
+        if self.projector is not None:
+            self.projector.last = None
 
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Take note of what the step did; nothing is read from a device before it is logged."""
-        assert self._prepared is not None
-        last = self._prepared.projector.last
-        if last is not None:
-            self._steps.append(last)
+        if self.last is not None:
+            self._steps.append(self.last)
         elif not getattr(optimizer, "step_was_skipped", False):
             raise RuntimeError(
                 f"The steps of optim={args.optim!r} are not taken by optimizer.step(), so they cannot be "
@@ -172,25 +126,19 @@ class GEMCallback(TrainerCallback):
         """Add what happened since the last log."""
         if not ({"loss", "train_loss"} & set(logs or ())):
             return  # an evaluation
-        numbers = summary(self._steps)
+        numbers = {name: float(value) for name, value in log_means(self._steps).items()}
         self._steps = []
         logs.update(numbers)
         state.log_history[-1].update(numbers)  # a copy of logs, made before callbacks are called
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add a file to the checkpoint."""
-        if self._prepared is not None and not args.save_only_model:
-            self._prepared.save(_checkpoint(args, state.global_step), step=state.global_step)
+        if not args.save_only_model:
+            self._save(_checkpoint(args, state.global_step), step=state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach from the optimizer."""
-        self._finish()
-
-    def _finish(self) -> None:
-        if self._prepared is not None:
-            self._prepared.remove()
-        self._prepared = None
-        self._steps = []
+        self._detach()
 
     def _find(self, args: Any, step: int) -> dict[str, Any]:
         """Return the state of GEM at the step from which training resumes, or raise."""
@@ -198,7 +146,7 @@ class GEMCallback(TrainerCallback):
         if args.resume_from_checkpoint and os.path.isdir(args.resume_from_checkpoint):
             folders.insert(0, Path(args.resume_from_checkpoint))
         states = [read(folder) for folder in folders if file_in(folder).is_file()]
-        for found in [self._resumed, *states]:
+        for found in [self._named, *states]:
             if found is not None and found["step"] == step:
                 return found
         raise ValueError(

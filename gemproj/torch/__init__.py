@@ -5,9 +5,16 @@ try:
 except ImportError as error:
     raise ImportError("gemproj.torch needs PyTorch: pip install 'gemproj[torch]'.") from error
 
+from gemproj.torch.gem import GEM
 from gemproj.torch.gpm import SubspaceProjector
 from gemproj.torch.memory import EpisodicMemory
-from gemproj.torch.projection import Projection
 from gemproj.torch.projector import GradientProjector
+from gemproj.torch.stats import Projection
 
-__all__ = ["EpisodicMemory", "GradientProjector", "Projection", "SubspaceProjector"]
+__all__ = [
+    "GEM",
+    "EpisodicMemory",
+    "GradientProjector",
+    "Projection",
+    "SubspaceProjector",
+]

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Batch = Any
-Loss = Callable[[torch.nn.Module, Batch], torch.Tensor]  # the mean over the examples, or one for each
+Loss = Callable[[Any, Batch], torch.Tensor]  # the mean over the examples, or one for each
 
 
 def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:

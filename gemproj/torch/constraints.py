@@ -1,172 +1,141 @@
-"""Constraint rows: gradients of past tasks, written straight into one buffer."""
+"""The constraint matrix: one gradient per past task, written straight into one buffer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from gemproj._array import wide_dtype
-from gemproj.torch.distributed import sum_over
-from gemproj.torch.layout import Layout, like, local
+from gemproj.torch._core import (
+    DualSolution,
+    Options,
+    Problem,
+    check_problem,
+    combine_into,
+    solve_problem,
+    wide_dtype,
+)
+from gemproj.torch.parameters import ParameterVector, local
 
 
-class ConstraintRows:
-    """The constraint matrix of a list of parameters, in one buffer that is kept from step to step.
+class ConstraintMatrix:
+    """G, shape (t, d), for a parameter vector, in one buffer that is kept from step to step.
+
+    Rows are written between `open` and `close`; before `close`, or after an error, there are none.
 
     Attributes
     ----------
-    layout : Layout
+    vector : ParameterVector
     reached : list of bool
-        For each parameter, whether any row depends on it.
-    reaching : list of bool
-        The same for rows that are being written.
-    losses : list of Tensor
-        The value of the loss behind each row, if known.
+        For each parameter, whether the loss of any row depends on it.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self._buffer = layout.empty(0)
-        self._squares: Tensor | None = None
-        self._gradient = layout.empty()[:0]
+    def __init__(self, vector: ParameterVector) -> None:
+        self.vector = vector
+        self._buffer = vector.empty(0)
         self.clear()
 
     def __len__(self) -> int:
         return self._count
 
     @property
-    def matrix(self) -> Tensor:
-        """The rows that are in use, shape (t, d): a view."""
+    def rows(self) -> Tensor:
+        """G, shape (t, d): a view."""
         return self._buffer[: self._count]
-
-    @property
-    def squares(self) -> Tensor:
-        """The sum of squares of each row over the columns that count here, shape (t,), float64."""
-        if self._squares is None:
-            wide = wide_dtype(torch, self.layout.device)
-            parts = [self.matrix[:, at] for at in self.layout.counted]
-            norms = [torch.linalg.vector_norm(part, dim=1, dtype=wide) for part in parts]
-            self._squares = torch.stack(norms).square().sum(0)
-        return self._squares
 
     def clear(self) -> None:
         """Drop all rows; the buffer is kept."""
         self._count = 0
-        self._squares = None
-        self.reached = [False] * len(self.layout.parameters)
-        self.losses: list[Tensor] = []
+        self._squares: Tensor | None = None
+        self.reached = [False] * len(self.vector.parameters)
 
-    def fill(self, losses: Iterable[Tensor]) -> None:
-        """Write the gradient of each loss into a row; after an error there are no rows."""
-        self.close(self.write(losses), self.reaching)
-
-    def write(self, losses: Iterable[Tensor]) -> int:
-        """Write the gradient of each loss; return how many there are, for `close`."""
-        self.open(0)
-        k = -1
-        for k, loss in enumerate(losses):
-            self._reserve(k + 1, keep=k)
-            self.add(k, loss)
-        return k + 1
-
-    def open(self, rows: int) -> Tensor:
-        """Make room for so many rows, shape (rows, d), of which none is in use before `close`."""
+    def open(self, rows: int) -> None:
+        """Drop all rows and make room for so many."""
         self.clear()
-        frozen = sum(not p.requires_grad for p in self.layout.parameters)
+        frozen = sum(not p.requires_grad for p in self.vector.parameters)
         if frozen:
             raise ValueError(
-                f"{frozen} of the {len(self.layout.parameters)} parameters of this projector no longer "
+                f"{frozen} of the {len(self.vector.parameters)} parameters of this projector no longer "
                 "require a gradient. Make a new projector after freezing parameters or adding adapters."
             )
-        self._reserve(rows, keep=0)
-        self.reaching = list(self.reached)
-        return self._buffer[:rows]
+        self._written = [False] * len(self._buffer)
+        self._reserve(rows)
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0) -> None:
         """Add the gradient of ``weight * loss`` to row k."""
         check_loss(k, loss)
-        loss = loss.reshape(()) if weight == 1.0 else loss.reshape(()) * weight
-        first = len(self.losses) == k
-        gradients = self._gradients(loss)
-        for j, part in enumerate(self.layout.split(self._buffer[k])):
+        self._reserve(k + 1)
+        gradients = self._gradients(loss.reshape(()) if weight == 1.0 else loss.reshape(()) * weight)
+        first, self._written[k] = not self._written[k], True
+        for j, part in enumerate(self.vector.split(self._buffer[k])):
             gradient, gradients[j] = gradients[j], None  # freed as soon as it is written
             if gradient is None:
                 if first:
                     part.zero_()
                 continue
-            gradient = local(self.layout.placed(j, gradient))
-            self.reaching[j] = True
+            gradient = local(self.vector.placed(j, gradient))
+            self.reached[j] = True
             part.copy_(gradient) if first else part.add_(gradient)
-        if first:
-            self.losses.append(loss.detach())
-        else:
-            self.losses[k] = self.losses[k] + loss.detach()
 
-    def skip(self, k: int) -> None:
-        """Leave row k zero."""
-        self._buffer[k].zero_()
-        self.losses.append(self._buffer.new_zeros(()))
+    def close(self, rows: int, scale: float = 1.0) -> None:
+        """Divide so many rows by `scale`, sum them over processes and declare them complete."""
+        G = self._buffer[:rows]
+        for k in range(rows):
+            if not self._written[k]:
+                G[k].zero_()
+        if scale != 1.0:
+            G.div_(scale)
+        self.reached = self.vector.topology.reduce(G, self.reached)
+        self._count = rows
 
-    def close(self, rows: int, reached: list[bool]) -> None:
-        """Declare so many rows complete, and which parameters they reach."""
-        self._count, self.reached = rows, reached
+    def project(
+        self,
+        v: Tensor,
+        options: Options,
+        warm_start: Tensor | None = None,
+        moving: Sequence[bool] | None = None,
+        weight: Tensor | None = None,
+    ) -> tuple[DualSolution, bool]:
+        """Project v in place, on the columns of the moving parameters; return whether it changed.
 
-    def sum_over(self, group: Any, scale: float = 1.0) -> None:
-        """Add up the rows of all processes, each of which must have the same number of them."""
-        self._squares = None
-        sum_over(self.matrix.mul_(scale) if scale != 1.0 else self.matrix, group)
-        # One pass for all tasks, which some processes may have taken, tells no loss of each.
-        flags = [*self.reached, bool(self.losses)]
-        reached = torch.tensor(flags, dtype=torch.int32, device=self.layout.device)
-        *counts, known = sum_over(reached, group).tolist()
-        self.reached = [n > 0 for n in counts]
-        if known < dist.get_world_size(group):
-            self.losses = []
-        self.sum_losses(group, scale)
+        All local columns are updated; replicated ones enter the Gram matrix on one rank only.
+        """
+        topology = self.vector.topology
+        columns, owned = self.vector.slices(moving), self.vector.slices(moving, owned=True)
+        with topology.measurement(len(self)):
+            here = self._problem(v, weight, columns)
+            measured = here if owned == columns else self._problem(v, weight, owned)
+        sol = solve_problem(measured, options, warm_start, all_reduce=topology.gram_sum(measured))
+        # On a device looking at the multipliers would wait, so that x is always written.
+        changed = not here.host or bool(sol.multipliers.any())
+        if changed:
+            combine_into(here, sol, here.vector)
+        return sol.to(here.xp, here.device), changed
 
-    def sum_losses(self, group: Any, scale: float) -> None:
-        """Add up the losses of all processes, all of which know them or none, in one dtype."""
-        if self.losses:
-            wide = wide_dtype(torch, self.layout.device)
-            losses = torch.stack([loss.to(wide) for loss in self.losses])
-            self.losses = list((sum_over(losses, group) * scale).unbind())
-
-    def gather(self) -> Tensor:
-        """Return the ``.grad`` of all parameters as one vector, in a buffer that is kept; none is zero."""
-        if not len(self._gradient):
-            self._gradient = self.layout.empty()
-        parts = []
-        for j, (p, n) in enumerate(zip(self.layout.parameters, self.layout.sizes, strict=True)):
-            if p.grad is None:
-                parts.append(self._gradient.new_zeros(n))
-                continue
-            placed = self.layout.placed(j, p.grad)
-            if placed is not p.grad:
-                p.grad = placed
-            parts.append(local(placed).reshape(-1))
-        return torch.cat(parts, out=self._gradient)
-
-    def scatter(self, x: Tensor) -> None:
-        """Write a vector to the ``.grad`` of the parameters that have one or that a row depends on."""
-        parts = self.layout.split(x)
-        for p, part, reached in zip(self.layout.parameters, parts, self.reached, strict=True):
-            if p.grad is not None:
-                local(p.grad).copy_(part)
-            elif reached:
-                p.grad = like(p, part)
+    def cosines(self, step: Tensor) -> Tensor:
+        """Return the cosine between a step and each row, zero where one of them is zero, float64."""
+        wide, owned = wide_dtype(torch, step.device), self.vector.owned
+        with torch.autocast(step.device.type, enabled=False):
+            products = torch.stack([(self.rows[:, at] @ step[at]).to(wide) for at in owned]).sum(0)
+        if self._squares is None:
+            norms = [torch.linalg.vector_norm(self.rows[:, at], dim=1, dtype=wide) for at in owned]
+            self._squares = torch.stack(norms).square().sum(0)
+        norms = [torch.linalg.vector_norm(step[at], dtype=wide) for at in owned]
+        square = torch.stack(norms).square().sum(0, keepdim=True)
+        packed = self.vector.topology.sum_shards(torch.cat([products, self._squares, square]))
+        t = len(products)
+        sizes = packed[t:-1].sqrt() * packed[-1].sqrt()
+        return torch.where(sizes > 0, packed[:t] / sizes, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the rows and of the losses behind them, and what the rows reach."""
-        losses = [loss.clone() for loss in self.losses]
-        return {"rows": self.matrix.clone(), "reached": list(self.reached), "losses": losses}
+        """Return copies of the rows, and which parameters they reach."""
+        return {"rows": self.rows.clone(), "reached": list(self.reached)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned, onto the device of the parameters."""
-        rows, reached, here = state["rows"], state["reached"], self.layout
+        rows, reached, here = state["rows"], state["reached"], self.vector
         if rows.ndim != 2 or rows.shape[1] != here.d or len(reached) != len(here.parameters):
             raise ValueError(
                 f"state holds constraints of shape {tuple(rows.shape)} on {len(reached)} parameters, but "
@@ -174,17 +143,22 @@ class ConstraintRows:
             )
         self.open(len(rows))
         self._buffer[: len(rows)] = rows
-        self.losses = [loss.to(here.device, copy=True) for loss in state["losses"]]
-        self.close(len(rows), list(reached))
+        self._count, self.reached = len(rows), list(reached)
+
+    def _problem(self, v: Tensor, weight: Tensor | None, columns: list[slice]) -> Problem:
+        if columns == [slice(0, self.vector.d)]:
+            return check_problem(self.rows, v, weight)
+        weights = None if weight is None else [weight[at] for at in columns]
+        return check_problem([self.rows[:, at] for at in columns], [v[at] for at in columns], weights)
 
     def _gradients(self, loss: Tensor) -> list[Tensor | None]:
-        parameters = self.layout.parameters
-        if not self.layout.sharded:
+        parameters = self.vector.parameters
+        if not self.vector.topology.collective:
             gradients: list[Tensor | None] = list(torch.autograd.grad(loss, parameters, allow_unused=True))
             if any(g is None for g in gradients):
                 _refuse_reentrant(loss)
             return gradients
-        # FSDP computes with tensors that it gathers, and writes the gradients of shards to .grad itself.
+        # FSDP computes with gathered parameters and writes the gradients of shards to .grad itself.
         kept = [p.grad for p in parameters]
         try:
             for p in parameters:
@@ -201,15 +175,26 @@ class ConstraintRows:
             )
         return found
 
-    def _reserve(self, rows: int, keep: int) -> None:
-        if rows > len(self._buffer):
-            grown = self.layout.empty(rows)
-            grown[:keep] = self._buffer[:keep]
+    def _reserve(self, rows: int) -> None:
+        kept = len(self._buffer)
+        if rows > kept:
+            grown = self.vector.empty(rows)
+            grown[:kept] = self._buffer
             self._buffer = grown
+            self._written += [False] * (rows - kept)
+
+
+def check_loss(k: int, loss: Any) -> None:
+    """Raise unless loss k is a scalar that requires a gradient."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        found = type(loss).__name__
+        if isinstance(loss, Tensor):
+            found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+        raise ValueError(f"losses must be scalars that require a gradient; loss {k} is {found}.")
 
 
 def _refuse_reentrant(loss: Tensor) -> None:
-    """Raise if parameters may be hidden in checkpoints, through which only ``backward()`` finds them."""
+    """Raise if a reentrant checkpoint, which only ``backward()`` looks into, may hide parameters."""
     seen, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()
@@ -221,12 +206,3 @@ def _refuse_reentrant(loss: Tensor) -> None:
                 )
             seen.add(node)
             left.extend(following for following, _ in node.next_functions)
-
-
-def check_loss(k: int, loss: Any) -> None:
-    """Raise for what is not a scalar that has a gradient."""
-    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        found = type(loss).__name__
-        if isinstance(loss, Tensor):
-            found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-        raise ValueError(f"losses must be scalars that require a gradient; loss {k} is {found}.")

@@ -1,13 +1,15 @@
-"""Sums over processes: all that a sharded projection exchanges is t*t + t + 1 numbers.
+"""Several processes: how a projector works on replicas and on shards.
 
-Each process measures the columns that it holds; the Gram matrix of the whole is the sum. Every process then
-solves the same small problem, to the same bits, and combines its own columns.
+The Gram matrix is a sum over columns. So each process measures the columns that it owns, one all-reduce of
+t*t + t + 1 numbers adds them up, every process solves the same small problem from the same bits, and each
+combines its own columns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +17,164 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from gemproj._array import Array, Blocks, Problem, namespace, read_out, read_problem, wide_dtype
-from gemproj._dual import read_options, solve_problem
-from gemproj._gram import NARROW_ROUNDING, WIDE_ROUNDING, Gram, Measured
-from gemproj._project import project_problem
-from gemproj.methods import AnyMethod
+from gemproj.torch._core import (
+    AnyMethod,
+    Blocks,
+    Measured,
+    Problem,
+    check_options,
+    check_out,
+    check_problem,
+    combine_into,
+    solve_problem,
+    sum_gram,
+    wide_dtype,
+)
+
+
+class Local:
+    """One process, which has nothing to exchange: the base of the topologies.
+
+    Attributes
+    ----------
+    world : int
+        Number of processes.
+    collective : bool
+        Whether a backward pass is a collective operation, which all processes must join.
+    """
+
+    world = 1
+    collective = False
+
+    @contextmanager
+    def agreement(self, numbers: Mapping[str, int]) -> Iterator[None]:
+        """Raise on all processes if the block fails on one, or ends with other `numbers` on one."""
+        yield
+
+    def passes(self) -> AbstractContextManager[None]:
+        """Do the same for forward and backward passes, where an error can be told to the others."""
+        return self.agreement({})
+
+    def plan(self, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Return for each task the examples of all processes, and how many the local passes must cover."""
+        everyone = self._gather(counts)
+        columns = list(zip(*everyone, strict=True))
+        totals = [sum(column) for column in columns]
+        if 0 in totals or (self.collective and any(0 in row for row in everyone)):
+            raise ValueError(f"batches must have examples of every past task; found {list(counts)}.")
+        return totals, [max(column) for column in columns] if self.collective else list(counts)
+
+    def weight(self, n: int, total: int) -> float:
+        """Return the weight of the mean loss of n local examples, of `total` on all processes."""
+        return n / total
+
+    def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:
+        """Sum rows over processes in place; return which parameters the rows of any process reach."""
+        return reached
+
+    @contextmanager
+    def measurement(self, t: int) -> Iterator[None]:
+        """After an error in the block, make the others fail in `gram_sum` instead of waiting there."""
+        yield
+
+    def gram_sum(self, problem: Problem) -> Callable[[Measured], Measured] | None:
+        """Return a function that sums the Gram matrices of shards; None where there are no shards."""
+        return None
+
+    def sum_shards(self, numbers: Tensor) -> Tensor:
+        """Sum, in place, what processes have measured on the columns that they own."""
+        return numbers
+
+    def _gather(self, counts: Sequence[int]) -> list[list[int]]:
+        return [list(counts)]
+
+
+class Replicated(Local):
+    """Data parallelism: parameters and rows are replicated, each process brings its own examples.
+
+    Parameters
+    ----------
+    device : torch.device
+        Of the parameters.
+    group : ProcessGroup or None
+        By default all processes.
+    """
+
+    def __init__(self, device: Any, group: Any) -> None:
+        self._device, self._group = device, group
+        self.world = dist.get_world_size(group)
+
+    @contextmanager
+    def agreement(self, numbers: Mapping[str, int]) -> Iterator[None]:  # noqa: D102
+        try:
+            yield
+        except Exception:
+            self._compare(numbers, failed=True)
+            raise
+        self._compare(numbers)
+
+    def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:  # noqa: D102
+        dist.all_reduce(rows, group=self._group)
+        counts = torch.tensor(reached, dtype=torch.int32, device=self._device)
+        dist.all_reduce(counts, group=self._group)
+        return [n > 0 for n in counts.tolist()]
+
+    def _compare(self, numbers: Mapping[str, int], failed: bool = False) -> None:
+        mine = [n for value in numbers.values() for n in (value, -value)] + [failed]
+        most = torch.tensor(mine, dtype=torch.int64, device=self._device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        if failed:
+            return  # with an error of its own
+        *bounds, stop = most.tolist()
+        if stop:
+            raise RuntimeError("Another process failed; its own message says why.")
+        for (name, value), high, low in zip(numbers.items(), bounds[::2], bounds[1::2], strict=True):
+            if high != -low:
+                raise ValueError(
+                    f"Processes disagree on the number of {name}: {value} here, {-low} to {high} among "
+                    "all. Every process must have the same tasks in the same order."
+                )
+
+    def _gather(self, counts: Sequence[int]) -> list[list[int]]:
+        mine = torch.tensor(list(counts), dtype=torch.int64, device=self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(everyone, mine, group=self._group)
+        return [theirs.tolist() for theirs in everyone]
+
+
+class Sharded(Replicated):
+    """FSDP2 and tensor parallelism: each process has its own columns of G.
+
+    Backward passes are collective and average over processes. So all processes make equally many of them,
+    and an error within one cannot be told to the others.
+    """
+
+    collective = True
+
+    def passes(self) -> AbstractContextManager[None]:  # noqa: D102
+        return nullcontext()
+
+    def weight(self, n: int, total: int) -> float:  # noqa: D102
+        return self.world * n / total
+
+    def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:  # noqa: D102
+        return reached
+
+    @contextmanager
+    def measurement(self, t: int) -> Iterator[None]:  # noqa: D102
+        try:
+            yield
+        except ValueError:
+            wide = wide_dtype(torch, self._device)
+            self.sum_shards(torch.full((t * t + t + 1,), math.nan, dtype=wide, device=self._device))
+            raise
+
+    def gram_sum(self, problem: Problem) -> Callable[[Measured], Measured] | None:  # noqa: D102
+        return lambda part: sum_gram(part, problem, self.sum_shards)
+
+    def sum_shards(self, numbers: Tensor) -> Tensor:  # noqa: D102
+        dist.all_reduce(numbers, group=self._group)
+        return numbers
 
 
 def project(
@@ -29,27 +184,28 @@ def project(
     group: Any = None,
     method: AnyMethod = "exact",
     warm_start: Tensor | None = None,
-    margin: float = 0.0,
-    penalty: float | None = None,
+    margin: float | Tensor = 0.0,
+    penalty: float | Tensor | None = None,
+    equality: bool | Tensor = False,
     metric: Blocks | None = None,
     out: Blocks | None = None,
     solution: bool = False,
 ) -> Any:
-    """Project a gradient whose entries are spread over processes; each gets its own entries of x.
+    """Project a gradient whose entries are sharded over processes; each gets its own entries of x.
 
-    All processes of the group must call it, with the same number t of constraints, and hold different
-    columns of the same G; a process may hold none. What several processes hold must be left out on all but
-    one of them: for models made of `DTensor`, `gemproj.torch.GradientProjector` sees to that.
+    All processes of the group must call it, with the same number t of constraints and different columns of
+    the same G; a process may have none. Replicated columns must be left out on all processes but one: for
+    models made of `DTensor`, `gemproj.torch.GradientProjector` does that.
 
     Parameters
     ----------
     G : tensor, shape (t, n), or blocks
-        The columns of the constraint matrix that this process holds.
+        The local columns of the constraint matrix.
     g : tensor, shape (n,), or blocks
-        Its entries of the gradient.
+        The local entries of the gradient.
     group : ProcessGroup, optional
         By default all processes.
-    method, warm_start, margin, penalty, metric, out
+    method, warm_start, margin, penalty, equality, metric, out
         As in `gemproj.project`; the options must be the same on all processes.
     solution : bool, default False
         Whether to return the `gemproj.DualSolution` of the whole problem, too, the same everywhere.
@@ -57,7 +213,7 @@ def project(
     Returns
     -------
     tensor or blocks
-        This process's entries of x; with `solution`, a pair.
+        The local entries of x; with `solution`, a pair.
 
     Raises
     ------
@@ -66,73 +222,17 @@ def project(
     RuntimeError
         Where the arguments of another process are wrong, which raises what `gemproj.project` would.
     """
-    failed, t = None, 0
-    try:
-        problem = read_problem(G, g, metric)
+    tensors = (leaf for leaf in tree_flatten(g)[0] if isinstance(leaf, Tensor))
+    shards = Sharded(next((leaf.device for leaf in tensors), "cpu"), group)
+    numbers = {"constraints": 0}
+    with shards.agreement(numbers):
+        problem = check_problem(G, g, metric)
         if problem.batch:
             raise ValueError(f"G must have shape (t, n), one problem; found a batch of {problem.batch}.")
-        options = read_options(method, margin, penalty)
-        target, t = None if out is None else read_out(out, problem), problem.t
-    except (TypeError, ValueError) as error:
-        failed = error  # which the others have to hear of
-    agree({"constraints": t}, _device_of(g), group, failed)
-    sol = solve_problem(problem, options, warm_start, total=lambda part: total(part, problem, group))
-    x = project_problem(problem, sol, out, target)
-    return (x, sol.to(problem.xp, problem.device)) if solution else x
-
-
-def total(part: Measured, problem: Problem, group: Any) -> Measured:
-    """Sum what stage 1 measured on each process, in one all-reduce of t*t + t + 1 numbers."""
-    K, b, gg = part.raw()
-    xp, t = namespace(K), problem.t
-    packed = torch.cat([torch.as_tensor(a, device=problem.device).reshape(-1) for a in (K, b, gg)])
-    sum_over(packed, group)
-    whole: list[Array] = [packed[: t * t].reshape(t, t), packed[t * t : -1], packed[-1]]
-    if not isinstance(K, Tensor):
-        whole = [xp.asarray(a.numpy()) for a in whole]
-    # How the others summed is not known here, and certificates must be the same everywhere.
-    rounding = WIDE_ROUNDING if problem.narrow == problem.wide else NARROW_ROUNDING
-    return Measured(Gram(*whole), rounding)
-
-
-def withdraw(t: int, device: Any, group: Any) -> None:
-    """Take the place of `total` where nothing can be measured: NaN in the sum stops the others, too."""
-    nothing = torch.full((t * t + t + 1,), math.nan, dtype=wide_dtype(torch, device), device=device)
-    sum_over(nothing, group)
-
-
-def agree(numbers: Mapping[str, int], device: Any, group: Any, failed: Exception | None = None) -> None:
-    """Raise on every process, not on some, unless all have the same numbers and none has failed."""
-    mine = [n for value in numbers.values() for n in (value, -value)] + [failed is not None]
-    most = torch.tensor(mine, dtype=torch.int64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-    if failed is not None:
-        raise failed
-    *bounds, stop = most.tolist()
-    if stop:
-        raise RuntimeError("Another process failed; its own message says why.")
-    for (name, value), high, low in zip(numbers.items(), bounds[::2], bounds[1::2], strict=True):
-        if high != -low:
-            raise ValueError(
-                f"Processes disagree on the number of {name}: {value} here, {-low} to {high} among all. "
-                "Every process must have the same tasks in the same order."
-            )
-
-
-def sum_over(numbers: Tensor, group: Any) -> Tensor:
-    """Add up the numbers of all processes in place."""
-    dist.all_reduce(numbers, group=group)
-    return numbers
-
-
-def gather_counts(counts: Sequence[int], device: Any, group: Any) -> list[list[int]]:
-    """Return the counts of each process."""
-    mine = torch.tensor(list(counts), dtype=torch.int64, device=device)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyone, mine, group=group)
-    return [theirs.tolist() for theirs in everyone]
-
-
-def _device_of(g: Blocks) -> Any:
-    tensors = (leaf for leaf in tree_flatten(g)[0] if isinstance(leaf, Tensor))
-    return next((leaf.device for leaf in tensors), "cpu")
+        options = check_options(method, margin=margin, penalty=penalty, equality=equality)
+        x = [torch.empty_like(v) for v in problem.vector] if out is None else check_out(out, problem)
+        numbers["constraints"] = problem.t
+    sol = solve_problem(problem, options, warm_start, all_reduce=shards.gram_sum(problem))
+    combine_into(problem, sol, x)
+    projected = problem.pack(x) if out is None else out
+    return (projected, sol.to(problem.xp, problem.device)) if solution else projected

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from gemproj.methods._method import check_count
+from gemproj.torch._core import check_count
 from gemproj.torch.batches import Batch, flatten
-from gemproj.torch.files import load_state, save_state
-from gemproj.torch.policies import POLICIES, Policy, Slots, draw
+from gemproj.torch.policies import POLICIES, Policy, Slots
 
 
 class EpisodicMemory:
@@ -47,12 +45,8 @@ class EpisodicMemory:
         returns a tensor of integers, one per example.
     seed : int, default 0
         Seed of the memory's own random numbers; torch's global state is not used.
-    policy : {"reservoir", "balanced", "ring"} or callable, optional
+    policy : {"reservoir", "balanced", "ring"}, optional
         Which examples stay. By default "balanced" if `label` is given, which it needs, else "reservoir".
-        Or a function ``(slots, label, random) -> slot``, asked for every example of a task whose memory
-        is full: from what is known of the stored examples (`gemproj.torch.policies.Slots`), the label
-        of the new one and the memory's ``torch.Generator``, it returns the slot that the new one takes,
-        or None to turn it down.
 
     Examples
     --------
@@ -72,19 +66,18 @@ class EpisodicMemory:
         label: Hashable | Callable[[Batch], torch.Tensor] | None = None,
         seed: int = 0,
         *,
-        policy: str | Policy | None = None,
+        policy: str | None = None,
     ) -> None:
         check_count(per_task, "per_task", 1)
         if policy is None:
             policy = "reservoir" if label is None else "balanced"
-        if not callable(policy) and policy not in tuple(POLICIES):
-            raise ValueError(f"policy must be one of {', '.join(POLICIES)}, or a function; found {policy!r}.")
+        if policy not in tuple(POLICIES):
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}; found {policy!r}.")
         if policy == "balanced" and label is None:
             raise ValueError("policy='balanced' needs label: where the labels of a batch are.")
         self.per_task = per_task
         self.label = label
         self.policy = policy
-        self._place = policy if callable(policy) else POLICIES[policy]
         self._random = torch.Generator().manual_seed(seed)
         self._stores: dict[Hashable, _Store] = {}
 
@@ -146,7 +139,9 @@ class EpisodicMemory:
         store = self._stores.get(task) or _Store(leaves, spec, self.per_task)
         # One kind of example for all tasks: `sample` mixes them.
         next(iter(self._stores.values()), store).check(leaves, spec)
-        store.add(leaves, [0] * rows if labels is None else labels.tolist(), self._place, self._random)
+        store.add(
+            leaves, [0] * rows if labels is None else labels.tolist(), POLICIES[self.policy], self._random
+        )
         self._stores[task] = store
 
     def batch(self, task: Hashable) -> Batch:
@@ -165,22 +160,6 @@ class EpisodicMemory:
         """
         for store in self._others(exclude).values():
             yield store.batch()
-
-    def draw_task(self, exclude: Hashable = None) -> Hashable:
-        """Draw a task, each with the same chance: S-GEM constrains each step by one of them.
-
-        Parameters
-        ----------
-        exclude : task, optional
-            A task to leave out, as in `batches`.
-
-        Raises
-        ------
-        ValueError
-            If there is no task to draw.
-        """
-        tasks = list(self._others(exclude, needed=True))
-        return tasks[draw(len(tasks), self._random)]
 
     def sample(self, n: int, exclude: Hashable = None) -> Batch:
         """Draw a batch of `n` examples without replacement from all tasks together (all, if fewer).
@@ -209,10 +188,10 @@ class EpisodicMemory:
         return tree_unflatten([torch.cat(parts) for parts in zip(*picks, strict=True)], stores[0].spec)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the stored examples, what the policy knows of them, and the random state.
+        """Return copies of the stored examples, of what the policy knows of them, and of the random state.
 
-        Made of dicts, lists, tuples, tensors and plain values if batches and names of tasks are: then
-        ``torch.load(..., weights_only=True)`` takes it.
+        ``torch.save`` writes it, and ``torch.load(..., weights_only=True)`` reads it if batches are dicts,
+        lists and tuples, and names of tasks are numbers or strings.
         """
         tasks = [{"task": task, **store.state_dict()} for task, store in self._stores.items()]
         return {**self._settings(), "random": self._random.get_state(), "tasks": tasks}
@@ -240,33 +219,9 @@ class EpisodicMemory:
             raise ValueError(f"state has no {error}: it is not of an EpisodicMemory.") from None
         self._stores, self._random = stores, random
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `state_dict` to a safetensors file, which holds no code and opens anywhere.
-
-        Batches of dicts, lists and tuples can be saved, and names of tasks that are strings, numbers or
-        tuples of them. Needs the package safetensors.
-
-        Raises
-        ------
-        TypeError
-            For other batches and names.
-        """
-        save_state(self.state_dict(), path)
-
-    def load(self, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> None:
-        """Bring back what `save` wrote, onto `device`; what is stored now is dropped.
-
-        Raises
-        ------
-        ValueError
-            For a file of something else, a damaged one, or the memory of other settings.
-        """
-        self.load_state_dict(load_state(path, device))
-
     def _settings(self) -> dict[str, Any]:
-        """Return what a state must agree in. Functions have no value that a file could hold."""
-        policy = self.policy if isinstance(self.policy, str) else "custom"
-        return {"per_task": self.per_task, "policy": policy, "labelled": self.label is not None}
+        """Return what a state must agree in."""
+        return {"per_task": self.per_task, "policy": self.policy, "labelled": self.label is not None}
 
     def _others(self, exclude: Hashable, needed: bool = False) -> dict[Hashable, _Store]:
         others = {task: store for task, store in self._stores.items() if exclude is None or task != exclude}
@@ -322,13 +277,11 @@ class _Store:
         self, leaves: list[torch.Tensor], labels: list[int], policy: Policy, random: torch.Generator
     ) -> None:
         source: dict[int, int] = {}  # slot -> row of the batch
-        try:
-            for row, label in enumerate(labels):
-                slot = self.slots.place(label, policy, random)
-                if slot is not None:
-                    source[slot] = row
-        finally:  # a policy of the user's that raises leaves no slot without its example
-            self.write(leaves, list(source), list(source.values()))
+        for row, label in enumerate(labels):
+            slot = self.slots.place(label, policy, random)
+            if slot is not None:
+                source[slot] = row
+        self.write(leaves, list(source), list(source.values()))
 
     def write(self, leaves: list[torch.Tensor], slots: list[int], rows: list[int]) -> None:
         to, of = (torch.tensor(index, dtype=torch.int64, device="cpu") for index in (slots, rows))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 
 
 class Slots:
-    """What the memory of one task knows about its examples. A policy reads it and changes nothing.
+    """What the memory of one task knows about its examples; policies read it.
 
     Parameters
     ----------
@@ -21,16 +20,12 @@ class Slots:
 
     Attributes
     ----------
-    labels : ndarray, shape (capacity,), int64
-        Label of the example in each slot; 0 in a memory without labels.
-    arrivals : ndarray, shape (capacity,), int64
-        Its place in the stream of the task: the first example that was offered is number 0.
-    counts : Counter
-        How many examples of each label are stored.
-    seen : Counter
-        How many examples of each label were offered, the one that asks for a slot included.
+    labels, arrivals : ndarray, shape (capacity,), int64
+        Label of the example in each slot (0 without labels), and its place in the stream of the task.
+    counts, seen : Counter
+        How many examples of each label are stored, and were offered, the present one included.
     offered : int
-        How many were offered in all, the one that asks for a slot included.
+        How many were offered in all.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -51,10 +46,7 @@ class Slots:
         return max(self.counts.values())
 
     def rivals(self, label: int) -> np.ndarray:
-        """Return the slots that an example of `label` may take without making the labels less even.
-
-        Those of its own label if that is among the most frequent ones, else those of the most frequent.
-        """
+        """Return slots of the most frequent labels, or of `label` alone if it is one of these."""
         most = self.most
         if self.counts[label] == most:
             return np.flatnonzero(self.labels == label)
@@ -71,11 +63,6 @@ class Slots:
             slot = policy(self, label, random)
             if slot is None:
                 return None
-            if not isinstance(slot, numbers.Integral) or not 0 <= slot < len(self.labels):
-                raise ValueError(
-                    f"The policy chose slot {slot!r}; it must be an integer from 0 to "
-                    f"{len(self.labels) - 1}, or None to turn the example down."
-                )
             self.counts[int(self.labels[slot])] -= 1
         self.labels[slot], self.arrivals[slot] = label, self.offered - 1
         self.counts[label] += 1
@@ -114,11 +101,11 @@ def reservoir(slots: Slots, label: int, random: torch.Generator) -> int | None:
 
 
 def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:
-    """Keep as many examples of each label, at random (Chrysakis and Moens, 2020).
+    """Class-balancing reservoir sampling (Chrysakis and Moens, 2020).
 
-    An example of a label that is rarer than others and has lost none takes the place of one of the most
-    frequent labels. Once a label is among these or has lost an example, what comes of it competes with what
-    is stored of it, as in a reservoir: so within a label every example has the same chance.
+    A label is full once it was among the most frequent ones or has lost an example. Until then its examples
+    replace random ones of the most frequent labels; then they are kept with probability m / n, of n offered
+    and m stored ones of the label, and replace a random one of it.
     """
     own, before = slots.counts[label], slots.seen[label] - 1
     if own == before and own < slots.most:
@@ -131,11 +118,7 @@ def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:
 
 
 def ring(slots: Slots, label: int, random: torch.Generator) -> int | None:
-    """Keep the last examples (Lopez-Paz and Ranzato, 2017), as many of each label (Chaudhry et al., 2019).
-
-    The oldest one makes room: of the label's own if that is among the most frequent ones, else of the most
-    frequent. Without labels that is the oldest of all.
-    """
+    """Keep the last examples (Lopez-Paz and Ranzato, 2017), as many of each label (Chaudhry et al., 2019)."""
     rivals = slots.rivals(label)
     return int(rivals[slots.arrivals[rivals].argmin()])
 

@@ -1,0 +1,74 @@
+"""What Accelerate has prepared, for its own loops and for those of transformers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, extract_model_from_parallel
+
+from gemproj.integrations._base import FrameworkGEM, world_group
+from gemproj.torch.parameters import mesh_of
+
+
+class AcceleratedGEM(FrameworkGEM):
+    """A `FrameworkGEM` for prepared models and optimizers, with a file of its own in checkpoints."""
+
+    def _attach_prepared(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Attach; the forward pass of a prepared model runs in the precision of training."""
+        refuse_engine(AcceleratorState())
+        model, scaler = extract_model_from_parallel(model), getattr(optimizer, "scaler", None)
+        sharded = any(mesh_of(p) is not None for p in model.parameters())
+        while isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        self._attach(model, optimizer, group=None if sharded else world_group(), scaler=scaler)
+
+    def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
+        """Write the part of this process to a file in the checkpoint."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict() | more, file_in(folder))
+
+
+def file_in(folder: str | os.PathLike[str]) -> Path:
+    """Return the file of this process in a checkpoint: each has its own examples and shards."""
+    state = AcceleratorState()
+    name = "gem.pt" if state.num_processes == 1 else f"gem_rank{state.process_index}.pt"
+    return Path(folder) / name
+
+
+def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the part of this process in a checkpoint.
+
+    Raises
+    ------
+    FileNotFoundError
+        If the checkpoint was not made by as many processes, or without GEM.
+    """
+    file = file_in(folder)
+    if not file.is_file():
+        found = sorted(other.name for other in Path(folder).glob("gem*.pt")) or "none"
+        raise FileNotFoundError(
+            f"Checkpoint {folder} has no {file.name}; of such files it has {found}. It must come from a run "
+            "with GEM and with the same number of processes."
+        )
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def refuse_engine(state: AcceleratorState) -> None:
+    """Raise for engines whose steps or parameters a projector cannot reach."""
+    kind = state.distributed_type
+    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+        raise ValueError(
+            f"{kind.value} takes its steps itself, out of reach of the hooks that project them. Use "
+            "DistributedDataParallel or FSDP2 (fsdp_version=2)."
+        )
+    plugin = getattr(state, "fsdp_plugin", None)
+    if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1:
+        raise ValueError(
+            "FSDP1 hides parameters in flat ones, of which a projector sees neither gradients nor steps. Use "
+            "FSDP2: fsdp_version=2."
+        )

@@ -1,0 +1,146 @@
+"""Constraint gradients: the gradient of the loss on what is remembered of each past task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemproj.torch._core import check_count
+from gemproj.torch.batches import Batch, Loss, count_examples, parts
+from gemproj.torch.constraints import ConstraintMatrix, check_loss
+
+
+def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Return the loss that a model of transformers computes itself: ``model(**batch).loss``."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            "Without a loss, batches must be mappings, for model(**batch).loss; found "
+            f"{type(batch).__name__}. Pass loss, a function of model and batch."
+        )
+    return model(**batch).loss
+
+
+def from_batches(
+    G: ConstraintMatrix,
+    model: torch.nn.Module,
+    batches: Iterable[Batch],
+    loss: Loss,
+    *,
+    microbatch: int | None = None,
+    training: bool = False,
+    scale: float = 1.0,
+) -> None:
+    """Fill G with the gradients of the mean losses on `batches`; see `GradientProjector.recall`.
+
+    An error on one process is an error on all of them, and leaves no rows.
+    """
+    topology = G.vector.topology
+    numbers = {"past tasks": 0} | G.vector.signature()
+    G.clear()
+    with topology.agreement(numbers):
+        _check(G, model, batches, loss, microbatch)
+        tasks = list(batches)
+        counts = [_count(batch, k) for k, batch in enumerate(tasks)]
+        numbers["past tasks"] = len(tasks)
+    totals, passes = topology.plan(counts)
+    with topology.passes(), preserved_state(model, G.vector.device, training):
+        G.open(len(tasks))
+        for k, batch in enumerate(tasks):
+            for part, n in parts(batch, counts[k], microbatch, passes[k]):
+                G.add(k, _mean(loss(model, part)), scale * topology.weight(n, totals[k]))
+    G.close(len(tasks), scale)
+
+
+def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor]) -> None:
+    """Fill G with the gradients of given losses, averaged over processes; see `constrain`."""
+    topology = G.vector.topology
+    numbers = {"losses": 0} | G.vector.signature()
+    weight = topology.weight(1, topology.world)
+    G.clear()
+    if topology.collective and not isinstance(losses, Sequence):
+        raise TypeError(
+            "losses must be a list where parameters are sharded: processes that disagree on its length would "
+            f"wait for each other; found {type(losses).__name__}. Or use recall."
+        )
+    with topology.agreement(numbers):
+        if topology.collective:  # they agree before the first backward pass
+            for k, loss in enumerate(losses):
+                check_loss(k, loss)
+                numbers["losses"] = k + 1
+        else:
+            numbers["losses"] = _add_all(G, losses, weight)
+    if topology.collective:
+        _add_all(G, losses, weight)
+    G.close(numbers["losses"])
+
+
+@contextmanager
+def preserved_state(model: torch.nn.Module, device: torch.device, training: bool = False) -> Iterator[None]:
+    """Restore ``.grad``, module modes and torch's random state; evaluation mode unless `training`."""
+    for module in model.modules():
+        if callable(getattr(module, "reshard", None)):
+            module.reshard()  # type: ignore[operator]  # FSDP: an evaluation leaves parameters gathered
+    kept = [(p, p.grad) for p in model.parameters() if p.requires_grad]
+    modes = [module for module in model.modules() if module.training]
+    # Each CUDA or XPU device has a generator of its own; that of MPS cannot be restored.
+    own = device.type in ("cuda", "xpu")
+    fork = torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
+    with fork, torch.enable_grad():
+        try:
+            for p, _ in kept:
+                p.grad = None
+            if not training:
+                for module in modes:
+                    module.training = False
+            yield
+        finally:
+            for p, gradient in kept:
+                p.grad = gradient
+            for module in modes:
+                module.training = True
+
+
+def _add_all(G: ConstraintMatrix, losses: Iterable[Tensor], weight: float) -> int:
+    G.open(0)
+    k = -1
+    for k, loss in enumerate(losses):
+        G.add(k, loss, weight)
+    return k + 1
+
+
+def _check(
+    G: ConstraintMatrix, model: torch.nn.Module, batches: Any, loss: Any, microbatch: int | None
+) -> None:
+    if microbatch is not None:
+        check_count(microbatch, "microbatch", 1)
+    mine = {id(p) for p in G.vector.parameters}
+    # FSDP replaces parameters while they are gathered.
+    if not G.vector.topology.collective and not any(id(p) in mine for p in model.parameters()):
+        raise ValueError(
+            "model has none of the parameters of this projector. Make the projector of the model's own "
+            "parameters, and after fully_shard, which replaces them."
+        )
+    if not callable(loss):
+        raise TypeError(f"loss must be a function of model and batch; found {type(loss).__name__}.")
+    if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
+        raise TypeError(
+            "batches must be an iterable of batches, one per past task, such as memory.batches() or "
+            f"[memory.sample(n)]; found {type(batches).__name__}."
+        )
+
+
+def _count(batch: Batch, k: int) -> int:
+    try:
+        return count_examples(batch)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"batches[{k}]: {error}") from None
+
+
+def _mean(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
+    return value.mean()

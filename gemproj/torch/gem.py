@@ -1,0 +1,189 @@
+"""Gradient Episodic Memory in one object: all that a plain training loop needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from gemproj.torch._core import AnyMethod, check_count
+from gemproj.torch.batches import Batch, Loss
+from gemproj.torch.constraint_gradients import model_loss
+from gemproj.torch.memory import EpisodicMemory
+from gemproj.torch.optimizer_step import Metric, On, will_skip
+from gemproj.torch.projector import GradientProjector
+from gemproj.torch.stats import Projection
+
+# The loss scale of training is near the largest that float16 bears; past tasks may have larger losses.
+_HEADROOM = 1024.0
+
+
+class GEM:
+    """Projects every ``optimizer.step()`` so that no loss on the memory of earlier tasks rises.
+
+    ::
+
+        gem = GEM(model, optimizer, loss, per_task=100, label="labels", on="both")
+        for loader in stream:
+            for batch in loader:
+                optimizer.zero_grad()
+                loss(model, batch).backward()
+                optimizer.step()
+            gem.end_task(loader)
+
+    Constraint gradients are computed at the beginning of ``optimizer.step()``: once per accumulation
+    window, not for steps that a gradient scaler skips, and before a closure. ``.grad``, module modes and
+    torch's random state are restored. The model may be wrapped in DistributedDataParallel or sharded by
+    ``fully_shard``; each process then has a memory of its own examples of the same tasks.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Make a new object, with the same `memory`, after freezing parameters or adding adapters.
+    optimizer : torch.optim.Optimizer
+    loss : callable
+        ``loss(model, batch)`` returns the mean over the examples, or one number for each; by default
+        ``model(**batch).loss``. Runs under no autocast but its own.
+    per_task, label
+        As in `EpisodicMemory`.
+    memory : EpisodicMemory, optional
+        Instead of `per_task` and `label`. Batches are moved to the device of the parameters.
+    method, margin, penalty, equality, on, metric, interval, group
+        As in `GradientProjector`. Calls are steps: with ``interval=4`` every fourth step computes
+        constraint gradients, and every step is projected.
+    microbatch, training
+        As in `GradientProjector.recall`.
+    sample : int, optional
+        One constraint, on so many random examples of all tasks, instead of one per task (A-GEM).
+    scaler : torch.amp.GradScaler, optional
+        That of float16 training: constraint gradients are computed with its scale, too.
+
+    Attributes
+    ----------
+    memory : EpisodicMemory
+    projector : GradientProjector
+    exclude : task or None
+        A task to leave out: set it if examples of the current task are stored while it is learned.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from gemproj.torch import GEM
+    >>> model = torch.nn.Linear(2, 1, bias=False)
+    >>> optimizer = torch.optim.Adam(model.parameters())
+    >>> gem = GEM(model, optimizer, lambda model, x: model(x).mean(), per_task=10, on="both")
+    >>> gem.end_task([torch.eye(2)[:1]])
+    >>> (-model(torch.ones(1, 2)).sum()).backward()
+    >>> optimizer.step()
+    >>> gem.last.num_violated, gem.last.worst_cosine > -1e-6
+    (1, True)
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Loss = model_loss,
+        per_task: int = 100,
+        label: Hashable | Callable[[Batch], Tensor] | None = None,
+        *,
+        memory: EpisodicMemory | None = None,
+        method: AnyMethod = "exact",
+        margin: float | Tensor = 0.0,
+        penalty: float | Tensor | None = None,
+        equality: bool | Tensor = False,
+        on: On = "gradient",
+        metric: Metric = "euclidean",
+        interval: int = 1,
+        microbatch: int | None = None,
+        training: bool = False,
+        sample: int | None = None,
+        group: Any = None,
+        scaler: Any = None,
+    ) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
+        if not callable(loss):
+            raise TypeError(f"loss must be a function of model and batch; found {type(loss).__name__}.")
+        for name, count in (("microbatch", microbatch), ("sample", sample)):
+            if count is not None:
+                check_count(count, name, 1)
+        self.memory = EpisodicMemory(per_task, label) if memory is None else memory
+        self.projector = GradientProjector(
+            model.parameters(),
+            method,
+            margin=margin,
+            penalty=penalty,
+            equality=equality,
+            on=on,
+            metric=metric,
+            interval=interval,
+            group=group,
+        )
+        self.exclude: Hashable = None
+        self._model, self._loss, self._sample, self._scaler = model, loss, sample, scaler
+        self._options: dict[str, Any] = {"microbatch": microbatch, "training": training}
+        self.projector.attach(optimizer).remove()  # reports an optimizer that does not fit
+        hook = optimizer.register_step_pre_hook(self._compute_constraints)
+        self._handles: list[Any] = [hook, self.projector.attach(optimizer)]  # hooks are called in this order
+
+    def __repr__(self) -> str:
+        return f"GEM({self.memory!r}, {self.projector!r})"
+
+    @property
+    def last(self) -> Projection | None:
+        """Statistics of the last step; see `Projection`."""
+        return self.projector.last
+
+    def end_task(self, batches: Iterable[Batch], task: Hashable = None) -> None:
+        """Store examples of the task that has been learned, and forget its warm start.
+
+        Parameters
+        ----------
+        batches : iterable
+            The examples, such as the loader of the task.
+        task : hashable, optional
+            By default the number of tasks stored before.
+        """
+        task = len(self.memory) if task is None else task
+        for batch in batches:
+            self.memory.add(batch, task)
+        self.projector.reset()
+
+    def remove(self) -> None:
+        """Detach from the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory, the warm start and, where they are reused, the constraints."""
+        projector = self.projector.state_dict(constraints=self.projector.interval > 1)
+        return {"memory": self.memory.state_dict(), "projector": projector}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what `state_dict` returned."""
+        lacking = {"memory", "projector"} - state.keys()
+        if lacking:
+            raise ValueError(f"state has no {min(lacking)!r}: it is not of a GEM.")
+        self.memory.load_state_dict(state["memory"])
+        self.projector.load_state_dict(state["projector"])
+
+    @torch.compiler.disable
+    def _compute_constraints(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if will_skip(optimizer):
+            return
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        scale = self._scaler.get_scale() / _HEADROOM if scaled else 1.0
+        self.projector.recall(self._model, self._batches(), self._loss, scale=scale, **self._options)
+
+    def _batches(self) -> Iterator[Batch]:
+        device = self.projector.constraints.device
+        batches = self.memory.batches(self.exclude)
+        if self._sample is not None:
+            past = any(self.exclude is None or task != self.exclude for task in self.memory.tasks)
+            batches = iter([self.memory.sample(self._sample, self.exclude)] if past else [])
+        for batch in batches:
+            yield tree_map(lambda leaf: leaf.to(device), batch)

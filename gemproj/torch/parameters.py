@@ -1,0 +1,194 @@
+"""A list of parameters as one vector: the local entries, and which of them enter global sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gemproj.torch.distributed import Local, Replicated, Sharded
+
+
+class ParameterVector:
+    """The trainable parameters of a model as one vector of the entries that this process holds.
+
+    Of a `DTensor` (FSDP2, tensor parallelism) these are the entries of the local shard. Parameters with
+    equal placement are contiguous, so that the owned columns form few slices; their order is the same on
+    all processes.
+
+    Attributes
+    ----------
+    parameters : list of Tensor
+        Those that require a gradient, each once.
+    d : int
+        Number of local entries.
+    topology : Local, Replicated or Sharded
+        How the processes that train this model work together.
+    owned : list of slice
+        Columns that this process contributes to global sums: all, unless shards are replicated.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], group: Any = None) -> None:
+        if isinstance(parameters, torch.nn.Module):
+            raise TypeError(
+                "parameters must be an iterable of tensors; found a module, pass module.parameters()."
+            )
+        listed = list(parameters)
+        for p in listed:
+            if not isinstance(p, Tensor) or p.is_complex():
+                found = p.dtype if isinstance(p, Tensor) else type(p).__name__
+                raise TypeError(f"parameters must be an iterable of real tensors; found {found}.")
+        chosen = list({id(p): p for p in listed if p.requires_grad}.values())
+        if not chosen:
+            raise ValueError("parameters holds none that requires a gradient; nothing could be projected.")
+        sharded = any(mesh_of(p) is not None for p in chosen)
+        if sharded:
+            chosen.sort(key=_placement)  # stable: otherwise in their own order
+        self.parameters = chosen
+        shards = self.local()
+        devices = {p.device for p in shards}
+        if len(devices) > 1:
+            raise ValueError(f"parameters must be on one device; found {', '.join(map(str, devices))}.")
+        self.device = shards[0].device
+        self.dtype = shards[0].dtype
+        for p in shards:
+            self.dtype = torch.promote_types(self.dtype, p.dtype)
+        self.sizes = [p.numel() for p in shards]
+        self._shapes = [p.shape for p in shards]
+        self.d = sum(self.sizes)
+        self.topology: Local | Replicated | Sharded
+        if sharded:
+            self.topology = Sharded(self.device, group)
+        else:
+            self.topology = Local() if group is None else Replicated(self.device, group)
+        self._owned = [not sharded or _owns(p, group) for p in chosen]
+        self.owned = self.slices(owned=True)
+
+    def empty(self, *lead: int) -> Tensor:
+        """Return an uninitialised vector, or with `lead` a stack of them."""
+        return torch.empty((*lead, self.d), dtype=self.dtype, device=self.device)
+
+    def split(self, vector: Tensor) -> list[Tensor]:
+        """Return views of a vector, one per parameter, in the shapes of the local shards."""
+        parts = vector.split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def local(self) -> list[Tensor]:
+        """Return the local shard of each parameter, detached."""
+        return [local(p) for p in self.parameters]
+
+    def placed(self, j: int, gradient: Tensor) -> Tensor:
+        """Return a dense gradient of parameter j with the placements of the parameter."""
+        if gradient.layout != torch.strided:
+            raise TypeError(
+                f"Gradients must be dense; found layout {gradient.layout} for a parameter of shape "
+                f"{tuple(self.parameters[j].shape)}. Use sparse=False in the embedding."
+            )
+        p: Any = self.parameters[j]
+        given: Any = gradient
+        if mesh_of(p) is not None and given.placements != p.placements:
+            return given.redistribute(p.device_mesh, p.placements)
+        return gradient
+
+    def read_gradient(self, out: Tensor) -> Tensor:
+        """Copy the ``.grad`` of all parameters to `out`; a missing one is zero."""
+        to, given = [], []
+        for j, (p, part) in enumerate(zip(self.parameters, self.split(out), strict=True)):
+            if p.grad is None:
+                part.zero_()
+                continue
+            placed = self.placed(j, p.grad)
+            if placed is not p.grad:
+                p.grad = placed
+            to.append(part)
+            given.append(local(placed))
+        if to:
+            torch._foreach_copy_(to, given)
+        return out
+
+    def write_gradient(self, x: Tensor, reached: Sequence[bool]) -> None:
+        """Copy x to the ``.grad`` of parameters that have one; of those reached, create a missing one."""
+        for p, part, wanted in zip(self.parameters, self.split(x), reached, strict=True):
+            if p.grad is not None:
+                local(p.grad).copy_(part)
+            elif wanted:
+                p.grad = _gradient_like(p, part)
+
+    def slices(self, chosen: Sequence[bool] | None = None, *, owned: bool = False) -> list[slice]:
+        """Return the columns of the chosen parameters, or the owned ones of these, in few slices."""
+        wanted = self._owned if owned else [True] * len(self.sizes)
+        if chosen is not None:
+            wanted = [a and b for a, b in zip(wanted, chosen, strict=True)]
+        if all(wanted):
+            return [slice(0, self.d)]
+        slices: list[slice] = []
+        start = 0
+        for n, included in zip(self.sizes, wanted, strict=True):
+            if included and n:
+                if slices and slices[-1].stop == start:
+                    slices[-1] = slice(slices[-1].start, start + n)
+                else:
+                    slices.append(slice(start, start + n))
+            start += n
+        return slices or [slice(0, 0)]
+
+    def signature(self) -> dict[str, int]:
+        """Return numbers in which all processes that train the same model agree."""
+        entries = sum(p.numel() for p in self.parameters)
+        return {"parameters": len(self.parameters), "entries of all parameters": entries}
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the local shard of a tensor, detached."""
+    held: Any = tensor.detach()
+    return held.to_local() if mesh_of(tensor) is not None else held
+
+
+def mesh_of(tensor: Tensor) -> Any:
+    """Return the device mesh of a `DTensor`, None for any other tensor."""
+    return getattr(tensor, "device_mesh", None)
+
+
+def _gradient_like(parameter: Tensor, part: Tensor) -> Tensor:
+    # With the strides of the parameter, which fused optimizers rely on.
+    part = torch.empty_like(local(parameter)).copy_(part)
+    if mesh_of(parameter) is None:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    p: Any = parameter
+    return DTensor.from_local(
+        part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
+    )
+
+
+def _placement(parameter: Tensor) -> tuple[int, ...]:
+    """Return a sort key of the placements, the most replicated ones first."""
+    mesh = mesh_of(parameter)
+    if mesh is None:
+        return ()
+    placed: Any = parameter
+    return (mesh.size(), *(not at.is_replicate() for at in placed.placements))
+
+
+def _owns(parameter: Tensor, group: Any) -> bool:
+    """Return whether this rank contributes its local shard to global sums; replicas count once.
+
+    Of a replicated shard, the rank at coordinate zero contributes. A parameter on a mesh of some ranks
+    only is taken to be replicated on the others (in two-dimensional parallelism, what tensor parallelism
+    leaves alone); the mesh with the first rank contributes.
+    """
+    mesh = mesh_of(parameter)
+    if mesh is None:
+        return dist.get_rank(group) == 0
+    coordinate = mesh.get_coordinate()
+    placed: Any = parameter
+    first = dist.get_global_rank(group, 0) if group is not None else 0
+    return (
+        coordinate is not None
+        and first in mesh.mesh.flatten().tolist()
+        and all(c == 0 for c, at in zip(coordinate, placed.placements, strict=True) if at.is_replicate())
+    )

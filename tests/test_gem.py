@@ -1,0 +1,240 @@
+"""GEM in one object takes the steps of a loop that computes and attaches everything itself."""
+
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from models import cosines, flat, loss, perceptron, rival, rows, task  # noqa: E402
+
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
+
+BATCHES = 8
+
+
+def stream(tasks=3):
+    """Tasks that contradict each other, in batches."""
+    loaders = []
+    for k in range(tasks):
+        batches = [task(10 * j) for j in range(BATCHES)]
+        loaders.append([rival(batch, k) for batch in batches])
+    return loaders
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(
+        [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.01}], lr=0.05, **options
+    )
+
+
+def by_hand(model, accumulate=1, make=adamw, sample=None, loss=loss, **options):
+    memory, optimizer = EpisodicMemory(per_task=20, label=1), make(model)
+    projector = GradientProjector(model.parameters(), **options)
+    projector.attach(optimizer)
+    active = 0
+    for k, loader in enumerate(stream()):
+        projector.reset()
+        for start in range(0, BATCHES, accumulate):
+            optimizer.zero_grad()
+            for batch in loader[start : start + accumulate]:
+                (loss(model, batch) / accumulate).backward()
+            past = memory.batches() if sample is None or not k else [memory.sample(sample)]
+            projector.recall(model, past, loss)
+            optimizer.step()
+            active += projector.last.num_active
+        for batch in loader:
+            memory.add(batch, k)
+    assert active
+    return flat(model)
+
+
+def by_gem(model, accumulate=1, make=adamw, closure=False, loss=loss, **options):
+    optimizer = make(model)
+    gem = GEM(model, optimizer, loss, per_task=20, label=1, **options)
+    for loader in stream():
+        for start in range(0, BATCHES, accumulate):
+
+            def learn(window=loader[start : start + accumulate]):
+                optimizer.zero_grad()
+                for batch in window:
+                    (loss(model, batch) / accumulate).backward()
+
+            if closure:
+                optimizer.step(learn)
+            else:
+                learn()
+                optimizer.step()
+        gem.end_task(loader)
+    assert gem.memory.tasks == [0, 1, 2]
+    return flat(model)
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"on": "step", "accumulate": 2},
+        {"on": "both", "metric": "adam", "interval": 2},
+        {"margin": 0.1, "method": "pgd"},
+        {"method": "agem", "sample": 15},
+        {"equality": True},
+        {"penalty": 0.05},
+    ],
+    ids=str,
+)
+def test_gem_takes_the_steps_of_a_loop_by_hand(options, closure):
+    torch.testing.assert_close(
+        by_gem(perceptron(), closure=closure, **options), by_hand(perceptron(), **options), rtol=0, atol=0
+    )
+
+
+def test_it_needs_only_two_calls_and_leaves_grad_alone():
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, loss, per_task=12)
+    past = task(1)
+    gem.end_task([past])
+    loss(model, past).backward()  # agrees with the constraint, so that nothing may change
+    before, kept, random = flat(model), flat(p.grad for p in model.parameters()), torch.get_rng_state()
+    G = rows(model, [past])
+    optimizer.step()
+    assert torch.equal(flat(p.grad for p in model.parameters()), kept)
+    assert torch.equal(torch.get_rng_state(), random)
+    torch.testing.assert_close(gem.projector.constraints, G)
+    step = before - flat(model)
+    torch.testing.assert_close(gem.last.cosines, cosines(G, step), rtol=1e-6, atol=1e-9)
+    assert gem.last.constraints == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_skipped_step_computes_nothing(fused):
+    model = perceptron(torch.float32)
+    seen = []
+
+    def counting(model, batch):
+        seen.append(len(batch[1]))
+        return loss(model, batch)
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    gem = GEM(model, optimizer, counting, on="both", scaler=scaler)
+    gem.end_task([task(1, dtype=torch.float32)])
+    for finite in (True, False, True):
+        optimizer.zero_grad()
+        value = loss(model, rival(task(1, dtype=torch.float32)))
+        scaler.scale(value if finite else value * float("inf")).backward()
+        before = flat(model)
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(before, flat(model)) is not finite
+    assert len(seen) == 2
+    assert gem.last.worst_cosine > -1e-5
+
+
+def test_constraints_in_float16_do_not_vanish():
+    model, small = perceptron(torch.float32), 2.0**-22
+    past = task(1, dtype=torch.float32)
+
+    def half_loss(model, batch):
+        with torch.autocast("cpu", torch.float16):
+            out = model(batch[0])
+        return torch.nn.functional.cross_entropy(out.float(), batch[1]) * small
+
+    expected = rows(model, [past])
+
+    def error(scaler):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        gem = GEM(model, optimizer, half_loss, scaler=scaler)
+        gem.end_task([past])
+        loss(model, past).backward()
+        optimizer.step()
+        return float((gem.projector.constraints.double() / small - expected).norm() / expected.norm())
+
+    assert error(None) > 0.1
+    assert error(torch.amp.GradScaler("cpu", init_scale=2.0**26)) < 0.01
+
+
+def test_a_task_that_is_being_learned_can_be_left_out():
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for sample in (None, 5):
+        gem = GEM(model, optimizer, loss, sample=sample)
+        gem.exclude = 0
+        gem.memory.add(task(1), 0)
+        loss(model, task(2)).backward()
+        optimizer.step()
+        assert gem.last.constraints == 0
+        gem.exclude = 1
+        optimizer.step()
+        assert gem.last.constraints == 1
+        gem.remove()
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_checkpoint_brings_back_everything(interval):
+    def begin():
+        model = perceptron()
+        optimizer = adamw(model)
+        return model, optimizer, GEM(model, optimizer, loss, 10, on="both", method="pgd", interval=interval)
+
+    def learn(model, optimizer, steps):
+        for k in range(steps):
+            optimizer.zero_grad()
+            loss(model, task(50 + k)).backward()
+            optimizer.step()
+
+    model, optimizer, gem = begin()
+    for loader in stream(2):
+        gem.end_task(loader)
+    learn(model, optimizer, 2)
+    stored = io.BytesIO()
+    torch.save([part.state_dict() for part in (model, optimizer, gem)], stored)
+    learn(model, optimizer, 3)
+    expected = flat(model)
+
+    model, optimizer, gem = begin()
+    stored.seek(0)
+    states = torch.load(stored, weights_only=True)
+    assert (states[2]["projector"]["constraints"] is None) == (interval == 1)  # rows that would not be reused
+    for part, state in zip((model, optimizer, gem), states, strict=True):
+        part.load_state_dict(state)
+    learn(model, optimizer, 3)
+    assert torch.equal(flat(model), expected)
+    with pytest.raises(ValueError, match="state has no 'memory': it is not of a GEM"):
+        gem.load_state_dict(model.state_dict())
+
+
+def test_what_is_removed_projects_no_more():
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, loss)
+    gem.end_task([task(1)])
+    gem.remove()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    loss(model, rival(task(1))).backward()
+    before = flat(model)
+    optimizer.step()
+    torch.testing.assert_close(before - flat(model), 0.1 * flat(p.grad for p in model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"model": [1]}, TypeError, "model must be a torch.nn.Module; found list"),
+        ({"loss": None}, TypeError, "loss must be a function of model and batch; found NoneType"),
+        ({"per_task": 0}, ValueError, "per_task must be at least 1"),
+        ({"sample": 0}, ValueError, "sample must be at least 1"),
+        ({"microbatch": 0}, ValueError, "microbatch must be at least 1"),
+        ({"on": "update"}, ValueError, "on must be one of"),
+        ({"on": "both", "metric": "adam"}, ValueError, "second moments"),
+    ],
+)
+def test_bad_options_leave_the_optimizer_alone(options, error, text):
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(error, match=text):
+        GEM(**({"model": model, "optimizer": optimizer, "loss": loss} | options))
+    assert not optimizer._optimizer_step_pre_hooks
