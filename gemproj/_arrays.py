@@ -15,6 +15,7 @@ Blocks = Array | Sequence[Array] | Mapping[Any, Array]
 # Looking these up takes longer than projecting a small gradient.
 _NAMESPACES: dict[type, Any] = {}
 _REAL_FLOATING: dict[Any, bool] = {}
+_IS_TORCH: dict[type, bool] = {}
 
 
 def namespace(a: Array) -> Any:
@@ -49,14 +50,15 @@ def common_namespace(arrays: Sequence[Array]) -> Any:
 
 def device_of(a: Array) -> Any:
     """Return the device of an array: "cpu" for NumPy's."""
-    return "cpu" if type(a) is np.ndarray else array_api_compat.device(a)
+    if type(a) is np.ndarray:
+        return "cpu"
+    return a.device if is_torch(a) else array_api_compat.device(a)
 
 
 def on_host(device: Any) -> bool:
     """Return whether `device` is the CPU, where reading a value waits for nothing."""
-    if isinstance(device, str):
-        return device == "cpu"
-    return getattr(device, "type", None) == "cpu" or "CPU_DEVICE" in str(device)
+    kind = device if isinstance(device, str) else getattr(device, "type", None)
+    return kind == "cpu" if kind is not None else "CPU_DEVICE" in str(device)
 
 
 def wide_dtype(xp: Any, device: Any) -> Any:
@@ -79,7 +81,12 @@ def is_real_floating(a: Array) -> bool:
 
 def is_torch(a: Any) -> bool:
     """Return whether `a` is a torch tensor."""
-    return array_api_compat.is_torch_array(a)
+    found = _IS_TORCH.get(type(a))
+    if found is None:
+        found = _IS_TORCH[type(a)] = array_api_compat.is_torch_array(a)
+        if found and type(a).__name__ in ("Tensor", "Parameter"):
+            PLAIN_ARRAYS.add(type(a))
+    return found
 
 
 def detach(a: Array) -> Array:

@@ -141,12 +141,14 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
     weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
     xp = common_namespace([*rows, *vector, *(weight or [])])
     device = device_of(vector[0])
-    for name, arrays in (("G", rows), ("g", vector), ("metric", weight or [])):
-        for a in arrays:
-            if device_of(a) != device:
-                raise ValueError(
-                    f"{name} is on device {device_of(a)} but g is on {device}; move all arrays to one device."
-                )
+    if type(vector[0]) is not np.ndarray:
+        for name, arrays in (("G", rows), ("g", vector), ("metric", weight or [])):
+            for a in arrays:
+                if device_of(a) != device:
+                    raise ValueError(
+                        f"{name} is on device {device_of(a)} but g is on {device}; "
+                        "move all arrays to one device."
+                    )
     rows, vector = [detach(a) for a in rows], [detach(a) for a in vector]
     weight = None if weight is None else [detach(a) for a in weight]
     if weight is not None and on_host(device):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
+
+import numpy as np
 
 from gemproj._arrays import Array, Blocks
 from gemproj._combine import combine_into, output, returned
@@ -86,16 +89,18 @@ def project(
 
 def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:
     """Return whether torch records, traces or transforms what is done with these arguments."""
-    leaf = next(iter(blocks_of(g)), None)
-    if leaf is None or not type(leaf).__module__.startswith("torch"):
+    torch = sys.modules.get("torch")
+    if torch is None or type(g) is np.ndarray:
         return False
-    import torch
-    from torch.autograd import forward_ad
-
+    leaf = next(iter(blocks_of(g)), None)
+    if not isinstance(leaf, torch.Tensor):
+        return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     # A tensor of torch.func stands for others and has no memory of its own.
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if torch.autograd.forward_ad._current_level >= 0:
         return True
     if not torch.is_grad_enabled():
         return False

@@ -21,6 +21,7 @@ from gemproj.methods.exact import Exact, resolution
 # The resolution below which K is not trusted: small problems lose no time by reading G again, and where
 # float32 products were summed K is good to 1e-8.
 _TRUST_SMALL, _TRUST_NARROW = 1e-2, 1e-3
+_STALLED = int(Status.STALLED)
 _HOPELESS = 1e-7  # error of x over |g| that even coordinates cannot avoid
 
 
@@ -57,8 +58,8 @@ def return_to_rows(
 def _lost(problem: Problem, sol: DualSolution, resolved: np.ndarray | None) -> np.ndarray:
     wide = sol._rounding < 1e-12
     if resolved is not None and wide:
-        small = problem.columns * (problem.t + 1) <= SMALL
-        return (resolved < (_TRUST_SMALL if small else RESOLVED)) | ((sol.status & int(Status.STALLED)) != 0)
+        trusted = _TRUST_SMALL if problem.columns * (problem.t + 1) <= SMALL else RESOLVED
+        return (resolved < trusted) | (sol.status & _STALLED > 0)
     # Where the method does not say which rows are active, or K is too coarse to tell, any row may be.
     unit = normalise(sol.gram.K, sol.gram.b, None, None, None)
     return resolution(unit.K, np.ones(unit.b.shape, dtype=bool)) < (RESOLVED if wide else _TRUST_NARROW)

@@ -205,7 +205,7 @@ def test_many_gradients_on_one_constraint_matrix(t, d, m, dtype, rng, monkeypatc
         x = combine(rows, g, lam)
         expected = g + np.einsum("...t,td->...d", lam, G.astype(float))
         assert_close(x, expected, atol=np.finfo(dtype).eps * (t + 2) * np.abs(expected).max())
-        monkeypatch.setattr("gemproj.backends.numba.addresses._WORTH_THREADS", 0)
+        monkeypatch.setattr("gemproj.backends.numba.backend._WORTH_THREADS", 0)
         for threads in ("1", "3"):
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
             np.testing.assert_array_equal(gram(rows, g).b, found.b)

@@ -8,6 +8,8 @@ as no measurement shows that it wins. ``GEMPROJ_BACKEND=portable`` switches both
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,13 +17,13 @@ import numpy as np
 from gemproj._arrays import Array
 from gemproj._problem import Problem
 from gemproj._tspace import Measured
+from gemproj.backends.numba import installed
 from gemproj.backends.portable import Portable
 from gemproj.methods import Method, Outcome
 
 __all__ = ["Backend", "Portable", "select", "solver_for"]
 
 _PORTABLE = Portable()
-_NAMES = ("portable", "numba", "triton")
 
 
 class Backend(Protocol):
@@ -50,51 +52,31 @@ class Backend(Protocol):
 def select(problem: Problem) -> Backend:
     """Return the backend of a problem, which keeps it for later stages."""
     if problem.backend is None:
-        problem.backend = _select(problem)
+        bind = _module(problem.host, os.environ.get("GEMPROJ_BACKEND", ""))
+        problem.backend = (bind and bind.bind(problem)) or _PORTABLE
     return problem.backend
 
 
-def solver_for(K: Array) -> Any:
+def solver_for(K: Array) -> Callable[..., Outcome]:
     """Return the `Backend.solve` for a Gram matrix: NumPy's, or on a device."""
-    wanted = _wanted()
-    if type(K) is np.ndarray:
-        if wanted != "portable":
-            from gemproj.backends import numba
-
-            if numba.installed():
-                from gemproj.backends.numba.backend import solve
-
-                return solve
-    elif wanted == "triton":
-        from gemproj.backends import triton
-
-        if triton.available(K.device):
-            from gemproj.backends.triton.stages import Triton
-
-            return Triton().solve
-    return _PORTABLE.solve
+    host = isinstance(K, np.ndarray)
+    module = _module(host, os.environ.get("GEMPROJ_BACKEND", ""))
+    if module is None or (not host and not module.available(K.device)):
+        return _PORTABLE.solve
+    return module.solve if host else module.Triton().solve
 
 
-def _select(problem: Problem) -> Backend:
-    wanted = _wanted()
-    if problem.host and wanted != "portable":
-        from gemproj.backends import numba
+@lru_cache(maxsize=16)
+def _module(host: bool, wanted: str) -> Any:
+    """Return the module with the fast backend for the CPU or for devices, as far as it is wanted."""
+    if wanted not in ("", "portable", "numba", "triton"):
+        raise ValueError(f"GEMPROJ_BACKEND must be portable, numba or triton; found {wanted!r}.")
+    if host and wanted != "portable" and installed():
+        from gemproj.backends.numba import backend
 
-        found: Backend | None = numba.bind(problem)
-        if found is not None:
-            return found
-    if not problem.host and wanted == "triton":
-        from gemproj.backends import triton
+        return backend
+    if not host and wanted == "triton":
+        from gemproj.backends.triton import stages
 
-        found = triton.bind(problem)
-        if found is not None:
-            return found
-    return _PORTABLE
-
-
-def _wanted() -> str:
-    """Return the backend that the user has asked for, or an empty string."""
-    wanted = os.environ.get("GEMPROJ_BACKEND", "")
-    if wanted and wanted not in _NAMES:
-        raise ValueError(f"GEMPROJ_BACKEND must be one of {', '.join(_NAMES)}; found {wanted!r}.")
-    return wanted
+        return stages
+    return None

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 from importlib.util import find_spec
-from typing import Any
 
-from gemproj._problem import Problem
-
-__all__ = ["bind", "installed"]
+__all__ = ["installed"]
 
 
 @lru_cache(maxsize=1)
@@ -19,14 +16,3 @@ def installed() -> bool:
     import numba
 
     return not numba.config.DISABLE_JIT
-
-
-def bind(problem: Problem) -> Any:
-    """Return the backend for a problem on the CPU; None where the loops cannot read its arrays."""
-    if not installed():
-        return None
-    from gemproj.backends.numba.addresses import locate
-    from gemproj.backends.numba.backend import Numba
-
-    table = locate(problem)
-    return None if table is None else Numba(table)

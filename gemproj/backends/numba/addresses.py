@@ -3,146 +3,31 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
 from gemproj._arrays import Array
-from gemproj._constants import CHUNK, FEW_ROWS, LARGE
 from gemproj._problem import Problem
-from gemproj.backends.numba.threads import cores, share
 
 # What the address table holds of each block of each problem, steps in bytes: address of the first row, steps
 # to the next row and column; address of g, and of x, and steps to their next entry; first column, and how
 # many there are.
 ADDRESSES = 9
 ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(ADDRESSES)
-# Columns that a thread takes at a time, at most and at least: a sixteenth of them in between. Sums depend on
-# this, but not on the number of threads.
-PIECE, _LEAST = 1 << 17, 1 << 13
-# Columns whose products are summed in one go, at most, in float64.
-WIDE_CHUNK = 1024
-_JOBS = 4
-# Below as many numbers, problems of one piece; and work that takes no longer than to wake threads for it.
-_SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
-# Entries of the Gram matrices of one piece for a shared G, which take memory for each gradient.
-_MOST_SHARED = 1 << 20
 # By bytes, of what is known to be real floating point. NumPy has no bfloat16, only its bits.
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 
 
-class AddressTable:
-    """The addresses of G, g and x, of one problem or a batch, and the compiled stages 1 and 3 on them.
+def locate(problem: Problem) -> tuple[np.ndarray, type] | None:
+    """Return one line of addresses per problem and block, and the dtype, uint16 for the bits of bfloat16.
 
-    Parameters
-    ----------
-    problem : Problem
-    lines : ndarray, shape (problems * blocks, ADDRESSES)
-        One line per problem and block, see `ROWS` and what follows.
-    dtype : type
-        Of all arrays: float32, float64, or uint16 for the bits of bfloat16.
-    """
-
-    def __init__(self, problem: Problem, lines: np.ndarray, dtype: Any) -> None:
-        # Not the problem itself, which keeps this table: a cycle would keep G in memory for a while.
-        self.t, self.batch, self.columns = problem.t, problem.batch, problem.columns
-        self.lines, self.like, self.blocks = lines, np.empty(0, dtype), len(problem.rows)
-        self.problems, self.shared = len(lines) // self.blocks, problem.shared
-        alone = self.columns * (self.t + 1) < _SMALL
-        self.piece = PIECE if alone else min(PIECE, max(_LEAST, -(-self.columns // (16 * 1024)) * 1024))
-        self.pieces = max(1, -(-self.columns // self.piece))
-        self.threads = int(problem.xp.get_num_threads()) if problem.is_torch else None
-        self.wide = dtype is np.float64 or self.t <= FEW_ROWS or self.columns < LARGE
-        """Whether all sums run in float64."""
-
-    def gram(self) -> np.ndarray:
-        """Return the Gram matrices of the stacked rows [G; g], (*batch, t + 1, t + 1), in float64.
-
-        With a shared G only the first one is whole; of the others, the last row is.
-        """
-        from gemproj.backends.numba.loops import add_pieces, add_products, add_shared_products
-        from gemproj.backends.numba.vectors import HEIGHT
-
-        n, chunk = self.t + 1, WIDE_CHUNK if self.wide else CHUNK
-        sums = np.empty(0, np.float64 if self.wide else np.float32)
-        totals = np.empty((self.problems, self.pieces, n, n))
-
-        def work(first: int, last: int) -> None:
-            add_products(
-                self.lines, self.blocks, first, last, self.pieces, self.piece, chunk, self.like, sums, totals
-            )
-
-        def shared_work(first: int, last: int) -> None:
-            add_shared_products(
-                self.lines, self.blocks, first, last, self.piece, chunk, self.like, sums, totals
-            )
-
-        # One unit is a number read; eight products take as long.
-        if self.shared:
-            groups = -(-self.problems // HEIGHT)
-            self._share(shared_work, groups * self.pieces, groups * self.columns * n)
-        else:
-            numbers = self.problems * self.columns * n * (8 + n) // 8
-            self._share(work, self.problems * self.pieces, numbers)
-        if self.pieces > 1:
-            add_pieces(totals)
-        return totals[:, 0].reshape((*self.batch, n, n))
-
-    def combine(self, lam: np.ndarray, x: list[Array]) -> bool:
-        """Write ``g + G'lam`` to x, rounded once, without reading rows whose multiplier is 0.
-
-        False, and nothing written, if loops cannot write x where it is.
-        """
-        from gemproj.backends.numba.loops import add_rows
-
-        if not self.write_to(x):
-            return False
-        lam = np.array(lam, dtype=np.float64).reshape(self.problems, self.t)
-
-        def work(first: int, last: int) -> None:
-            add_rows(
-                self.lines, self.blocks, first, last, self.pieces, self.piece, self.shared, self.like, lam
-            )
-
-        self._share(work, self.problems * self.pieces, self.problems * self.columns * (self.t + 2))
-        return True
-
-    def write_to(self, x: list[Array]) -> bool:
-        """Note where x is; False if its entries are not equally far apart in memory."""
-        places = [place for a in x if (place := _place(a, len(self.batch)))]
-        # Nor where all problems would be written to one place.
-        if len(places) < len(x) or (self.problems > 1 and 0 in places[0][1]):
-            return False
-        self.lines[:, OUT_STEP] = [place[2] for place in places] * self.problems
-        first = [place[0] for place in places]
-        self.lines[:, OUT] = _addresses(self.batch, *places[0][:2]) if self.batch else first
-        return True
-
-    def _share(self, work: Any, count: int, numbers: int) -> None:
-        """Call ``work(first, last)`` for `count` pieces, in parallel if so many numbers are worth it."""
-        threads = 1
-        if numbers >= _WORTH_THREADS:
-            threads = cores() if self.threads is None else self.threads
-        if threads == 1:
-            work(0, count)
-            return
-        # A few jobs per thread: to hand one over takes as long as to read 100 kB.
-        step = -(-count // (_JOBS * threads))
-        share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads)
-
-
-def locate(problem: Problem) -> AddressTable | None:
-    """Return the address table of a problem; None where the loops cannot read its arrays.
-
-    They can where all arrays are of NumPy or torch, on the CPU, of one dtype, bfloat16, float32 or float64,
-    and where the columns of a row are equally far apart in memory. So G may be stored by rows or by columns,
-    and rows may be padded, strided or repeated.
+    None where the loops cannot read the arrays. They can where all are of NumPy or torch, on the CPU, of one
+    dtype, bfloat16, float32 or float64, and where the columns of a row are equally far apart in memory. So G
+    may be stored by rows or by columns, and rows may be padded, strided or repeated.
     """
     if problem.weight is not None:
         return None
     kind, lead, shared = problem.vector[0].dtype, len(problem.batch), problem.shared
-    if shared and not 0 < math.prod(problem.batch) * (problem.t + 1) ** 2 <= _MOST_SHARED:
-        return None
     lines, first = [], 0
     for rows, vector in zip(problem.rows, problem.vector, strict=True):
         at_rows, at_vector = _place(rows, 1 if shared else lead + 1), _place(vector, lead)
@@ -160,7 +45,22 @@ def locate(problem: Problem) -> AddressTable | None:
         if not shared:
             table[:, ROWS] = _addresses(problem.batch, at_rows[0], at_rows[1][:-1])
         table[:, VECTOR] = _addresses(problem.batch, *at_vector[:2])
-    return AddressTable(problem, table, dtype)
+    return table, dtype
+
+
+def locate_output(lines: np.ndarray, batch: tuple[int, ...], x: list[Array]) -> bool:
+    """Write the addresses of x to the table; False if its entries are not equally far apart in memory."""
+    places = [_place(a, len(batch)) for a in x]
+    # Nor where all problems would be written to one place.
+    if None in places or (len(lines) > len(x) and 0 in places[0][1]):
+        return False
+    if batch:
+        lines[:, OUT_STEP] = places[0][2]
+        lines[:, OUT] = _addresses(batch, *places[0][:2])
+    else:
+        for line, place in zip(lines, places, strict=True):
+            line[OUT], line[OUT_STEP] = place[0], place[2]
+    return True
 
 
 def _addresses(batch: tuple[int, ...], address: int, strides: tuple[int, ...]) -> np.ndarray:

@@ -3,51 +3,100 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from gemproj._arrays import Array
-from gemproj._constants import NARROW_RANGE, NARROW_ROUNDING, RESOLVED, WIDE_ROUNDING
+from gemproj._constants import (
+    CHUNK,
+    FEW_ROWS,
+    LARGE,
+    NARROW_RANGE,
+    NARROW_ROUNDING,
+    RESOLVED,
+    WIDE_ROUNDING,
+)
 from gemproj._problem import Problem
 from gemproj._tspace import Gram, Measured, matvec, normalise
-from gemproj.backends.numba.addresses import AddressTable
-from gemproj.backends.numba.threads import share
+from gemproj.backends.numba.addresses import locate, locate_output
+from gemproj.backends.numba.loops import add_pieces, add_products, add_rows, add_shared_products
+from gemproj.backends.numba.search import search
+from gemproj.backends.numba.threads import cores, share
+from gemproj.backends.numba.vectors import HEIGHT
 from gemproj.backends.portable import Portable
 from gemproj.methods import Exact, Method, Outcome, Status
 from gemproj.methods.exact import CLOSE, nearly_active, resolution
 
+# Columns that a thread takes at a time, at most and at least: a sixteenth of them in between. Sums depend on
+# this, but not on the number of threads.
+_PIECE, _LEAST = 1 << 17, 1 << 13
+# Columns whose products are summed in one go, at most, in float64.
+_WIDE_CHUNK = 1024
+# Jobs per thread: to hand one over takes as long as to read 100 kB.
+_JOBS = 4
+# Below as many numbers, problems of one piece; and work that takes no longer than to wake threads for it.
+_SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
+# Entries of the Gram matrices of one piece for a shared G, which take memory for each gradient.
+_MOST_SHARED = 1 << 20
 # Entries of K that a thread takes at a time.
 _WORK = 1 << 14
-_NONE = np.empty((0, 0))
+_NONE, _WIDE, _NARROW = np.empty((0, 0)), np.empty(0), np.empty(0, np.float32)
+
+
+def bind(problem: Problem) -> Numba | None:
+    """Return the backend for a problem on the CPU; None where the loops cannot read its arrays."""
+    if problem.shared and not 0 < math.prod(problem.batch) * (problem.t + 1) ** 2 <= _MOST_SHARED:
+        return None
+    found = locate(problem)
+    return None if found is None else Numba(problem, *found)
 
 
 class Numba:
-    """Compiled loops over arrays where they lie; see `gemproj.backends.Backend`."""
+    """Compiled loops over arrays where they lie; see `gemproj.backends.Backend`.
+
+    Parameters
+    ----------
+    problem : Problem
+        Not kept: it keeps this object, and a cycle would keep G in memory for a while.
+    lines, dtype
+        From `gemproj.backends.numba.addresses.locate`.
+    """
 
     name = "numba"
 
-    def __init__(self, table: AddressTable) -> None:
-        self.table = table
+    def __init__(self, problem: Problem, lines: np.ndarray, dtype: Any) -> None:
+        self.lines, self.like = lines, np.empty(0, dtype)
+        self.problems = len(lines) // len(problem.rows)
+        piece = _PIECE
+        if problem.columns * (problem.t + 1) >= _SMALL:
+            piece = min(piece, max(_LEAST, -(-problem.columns // (16 * 1024)) * 1024))
+        self.piece, self.pieces = piece, max(1, -(-problem.columns // piece))
+        self.wide = dtype is np.float64 or problem.t <= FEW_ROWS or problem.columns < LARGE
 
     def gram(self, problem: Problem) -> Measured:
         """Sum the products of chunks of columns in all threads."""
-        t = problem.t
-        total = self.table.gram()
-        K = total.reshape(-1, t + 1, t + 1)[0, :t, :t] if problem.shared else total[..., :t, :t]
+        t, n, shared = problem.t, problem.t + 1, problem.shared
+        chunk, sums = (_WIDE_CHUNK, _WIDE) if self.wide else (CHUNK, _NARROW)
+        totals = np.empty((self.problems, self.pieces, n, n))
+        blocks, add = len(problem.rows), add_shared_products if shared else add_products
+
+        def work(first: int, last: int) -> None:
+            pieces = () if shared else (self.pieces,)
+            add(self.lines, blocks, first, last, *pieces, self.piece, chunk, self.like, sums, totals)
+
+        # One unit is a number read; eight products take as long.
+        count = -(-self.problems // HEIGHT) if shared else self.problems
+        numbers = count * problem.columns * n * (1 if shared else (8 + n) // 8)
+        _in_threads(work, count * self.pieces, numbers, problem)
+        if self.pieces > 1:
+            add_pieces(totals)
+        total = totals[:, 0].reshape((*problem.batch, n, n))
+        # With a shared G only the first matrix is whole; of the others, the last row is.
+        K = totals[0, 0, :t, :t] if shared else total[..., :t, :t]
         gram = Gram(K, total[..., t, :t], total[..., t, t])
-        if self.table.wide:
-            return Measured(gram, WIDE_ROUNDING)
-        squares = np.diagonal(K, axis1=-2, axis2=-1)
-        low, high = NARROW_RANGE
-        # Problem by problem, so that none of a batch changes the bits of another.
-        fits = np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)
-        if problem.shared and not fits.all():
-            return Portable().gram(problem)
-        for i in map(tuple, np.argwhere(~fits)):
-            one = Portable().gram(problem.at(i) if problem.batch else problem).gram
-            for to, value in zip(gram, one, strict=True):
-                to[i] = value
-        return Measured(gram, NARROW_ROUNDING)
+        return Measured(gram, WIDE_ROUNDING) if self.wide else _in_range(gram, problem)
 
     def solve(
         self,
@@ -63,8 +112,43 @@ class Numba:
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
-        if not self.table.combine(lam, x):
+        if not locate_output(self.lines, problem.batch, x):
             Portable().combine(problem, lam, x)
+            return
+        lam = np.ascontiguousarray(lam, dtype=np.float64).reshape(self.problems, problem.t)
+        blocks = len(problem.rows)
+
+        def work(first: int, last: int) -> None:
+            add_rows(self.lines, blocks, first, last, self.pieces, self.piece, problem.shared, self.like, lam)
+
+        numbers = self.problems * problem.columns * (problem.t + 2)
+        _in_threads(work, self.problems * self.pieces, numbers, problem)
+
+
+def _in_range(gram: Gram, problem: Problem) -> Measured:
+    """Make what has left the range of float32 sums anew, problem by problem: no other one changes a bit."""
+    low, high = NARROW_RANGE
+    squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
+    fits = np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)
+    if problem.shared and not fits.all():
+        return Portable().gram(problem)
+    for i in map(tuple, np.argwhere(~fits)):
+        one = Portable().gram(problem.at(i) if problem.batch else problem).gram
+        for to, value in zip(gram, one, strict=True):
+            to[i] = value
+    return Measured(gram, NARROW_ROUNDING)
+
+
+def _in_threads(work: Callable[[int, int], None], count: int, numbers: int, problem: Problem) -> None:
+    """Call ``work(first, last)`` for `count` pieces, in parallel if so many numbers are worth it."""
+    threads = 1
+    if numbers >= _WORTH_THREADS:
+        threads = int(problem.xp.get_num_threads()) if problem.is_torch else cores()
+    if threads == 1:
+        work(0, count)
+        return
+    step = -(-count // (_JOBS * threads))
+    share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads)
 
 
 def solve(
@@ -80,21 +164,14 @@ def solve_exact(
     K: np.ndarray, b: np.ndarray, lower: np.ndarray | None, upper: np.ndarray | None, start: np.ndarray | None
 ) -> Outcome:
     """Solve a batch exactly, one problem after the other, without Python in between."""
-    from gemproj.backends.numba.search import search
-
-    batch, t = b.shape[:-1], b.shape[-1]
-    count = math.prod(batch)
-    Ks = np.ascontiguousarray(K, dtype=np.float64).reshape(-1, t, t)
-    bs = np.ascontiguousarray(b, dtype=np.float64).reshape(count, t)
-
-    def rows(a: np.ndarray | None) -> np.ndarray:
-        if a is None:
-            return _NONE
-        return np.ascontiguousarray(np.broadcast_to(a, b.shape), dtype=np.float64).reshape(count, t)
-
-    bounds = rows(lower), rows(upper), rows(start)
+    shape, t = b.shape, b.shape[-1]
+    Ks, bs = _rows(K, (-1, t, t)), _rows(b, (-1, t))
+    count = len(bs)
+    bounds = [
+        _NONE if a is None else _rows(np.broadcast_to(a, shape), (-1, t)) for a in (lower, upper, start)
+    ]
     lam, apart = np.empty((count, t)), np.empty(count)
-    pivots, status = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    pivots, status = np.empty((2, count), dtype=np.int64)
     step, unclear = max(1, _WORK // t**2), []
 
     def work(i: int) -> None:
@@ -109,5 +186,10 @@ def solve_exact(
             near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
             apart[i] = resolution(one.K, near)
         status[apart < RESOLVED] |= int(Status.UNRESOLVED)
-    lam = lam.reshape(b.shape).astype(b.dtype, copy=False)
+    batch, lam = shape[:-1], lam.reshape(shape).astype(b.dtype, copy=False)
     return Outcome(lam, pivots.reshape(batch), status.reshape(batch), apart.reshape(batch))
+
+
+def _rows(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array in float64, without gaps."""
+    return np.ascontiguousarray(a, dtype=np.float64).reshape(shape)

@@ -10,9 +10,7 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from gemproj._problem import Problem
-
-__all__ = ["available", "bind"]
+__all__ = ["available"]
 
 
 def available(device: Any) -> bool:
@@ -29,12 +27,3 @@ def _installed() -> bool:
 
     # AMD's devices, which torch calls CUDA too, are untested.
     return torch.cuda.is_available() and torch.version.hip is None
-
-
-def bind(problem: Problem) -> Any:
-    """Return the backend for a problem on a device; None where the kernels cannot read its arrays."""
-    if not available(problem.device):
-        return None
-    from gemproj.backends.triton.stages import Triton, applies
-
-    return Triton() if applies(problem) else None

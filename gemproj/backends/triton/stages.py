@@ -11,10 +11,16 @@ from gemproj._constants import MOST_ROWS, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tspace import Gram, Measured
 from gemproj.backends.portable import Portable
+from gemproj.backends.triton import available
 from gemproj.backends.triton import combine as _combine
 from gemproj.backends.triton import gram as _gram
 from gemproj.backends.triton import solve as _solve
 from gemproj.methods import Method, Outcome
+
+
+def bind(problem: Problem) -> Triton | None:
+    """Return the backend for a problem on a device; None where the kernels cannot read its arrays."""
+    return Triton() if available(problem.device) and applies(problem) else None
 
 
 def applies(problem: Problem) -> bool:
