@@ -20,8 +20,8 @@ from gemproj.methods._active_set import Factorisation, solve_active_set
 def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
     """Return the largest violation of the optimality conditions, shape (...).
 
-    The maximum of primal feasibility ``-s_i / (|g_i| size)``, dual feasibility ``(lower_i - lam_i) |g_i| / size``
-    and complementarity ``(lam_i - lower_i) |s_i| / size^2``. Without a lower bound a positive slack is
+    The maximum of primal feasibility ``-s_i / (|g_i| size)``, dual feasibility ``(lower_i - lam_i) |g_i| /
+    size`` and complementarity ``(lam_i - lower_i) |s_i| / size^2``. Without a lower bound a positive slack is
     infeasible, too. With an upper bound c, s_i may be negative at lam_i = c, so feasibility gives way to
     ``max(0, -s_i)`` times the distance of lam_i to c, or to one where that is larger: the rounding of
     s must not grow with c.

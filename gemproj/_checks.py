@@ -72,9 +72,9 @@ def check_range(problem: Problem, gram: Gram) -> None:
     low, high = WIDE_RANGE
     squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
     if squares.ndim == gram.gg.ndim + 1 == 1:  # the fastest way to look at a few numbers
-        if all([low < v < high for v in [*squares.tolist(), float(gram.gg)]]):
+        if all(low < v < high for v in (*squares.tolist(), float(gram.gg))):
             return
-    elif all([low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in (squares, gram.gg)]):
+    elif all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in (squares, gram.gg)):
         return
     check_finite(gram)
     if not problem.has_float64():
@@ -88,8 +88,8 @@ def check_range(problem: Problem, gram: Gram) -> None:
     for i in map(tuple, np.argwhere(tiny)):
         name, row = ("g", "") if i[-1] >= problem.t else ("G", f"row {i[-1]} of ")
         raise ValueError(
-            f"{row}{name} is too small: entries of at most {largest[i]:.1e}, whose squares leave the range of "
-            f"float64. Scale {name} up; rows of G may be scaled freely."
+            f"{row}{name} is too small: entries of at most {largest[i]:.1e}, whose squares leave the range "
+            f"of float64. Scale {name} up; rows of G may be scaled freely."
         )
 
 

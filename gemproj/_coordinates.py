@@ -1,4 +1,4 @@
-"""Rows in coordinates: F with ``[G; g] = F'Q'``, Q orthonormal, holds all that K, b and |g|^2 hold, unsquared.
+"""Rows in coordinates: F with ``[G; g] = F'Q'``, Q orthonormal, is a square root of K, b and |g|^2.
 
 In F rows may be dependent up to 1e-14 where K resolves 1e-7. The columns of ``A = F[:, :t]`` are the
 rows of G, and ``a = F[:, t]`` is g. All on the CPU and for one problem.

@@ -289,8 +289,8 @@ def _call(
     """Call a function of the user with copies, as it may work in place, of the library it expects."""
     xp = namespace(b)
     K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
-    given = [None if a is None else to_caller(a + 0.0) for a in (K, b, start)]
-    lam, like = method(*given), given[1]
+    like = to_caller(b + 0.0)
+    lam = method(to_caller(K + 0.0), like, None if start is None else to_caller(start + 0.0))
     if not isinstance(lam, type(like)) or tuple(lam.shape) != tuple(like.shape):
         found = f"{type(lam).__name__} of shape {shape(lam)}" if hasattr(lam, "shape") else repr(lam)
         raise ValueError(

@@ -24,7 +24,7 @@ _NAMED = {str, *(type(method) for method in METHODS.values())}
 class _Form(NamedTuple):
     """Which arguments the flat list of tensors holds, and the options that are not tensors."""
 
-    blocks: tuple[int, int, int]  # of G, g and the metric
+    blocks: tuple[int, ...]  # how many of G, g and the metric
     given: tuple[bool, ...]  # h, margin, penalty, equality, warm_start
     alone: bool  # whether G and g are arrays, not blocks
     method: str
@@ -37,8 +37,8 @@ class _Form(NamedTuple):
 
 
 def project_operator(
-    G: Blocks, g: Blocks, method: Any, h: Any, margin: Any, penalty: Any, equality: Any, metric: Blocks | None,
-    warm_start: Tensor | None, out: Any, refine: int,
+    G: Blocks, g: Blocks, method: Any, h: Any, margin: Any, penalty: Any, equality: Any,
+    metric: Blocks | None, warm_start: Tensor | None, out: Any, refine: int,
 ) -> Any:  # fmt: skip
     """Call the operator with the arguments of `project`."""
     arrays = [_blocks(G, g, "G"), _blocks(g, g, "g"), [] if metric is None else _blocks(metric, g, "metric")]
@@ -232,7 +232,7 @@ def _(G, g, metric, h, margin, penalty, equality, x, upstream, alone, method, re
 
 
 def _keep(ctx, inputs, output):
-    *arrays, h, margin, penalty, equality, start, alone, method, refine = inputs
+    *arrays, h, margin, penalty, equality, _, alone, method, refine = inputs
     given = [h, margin, penalty, equality]
     ctx.form = _Form(tuple(map(len, arrays)), (*(a is not None for a in given), False), alone, method, refine)
     tensors = [a for blocks in arrays for a in blocks] + [a for a in given if a is not None]

@@ -166,7 +166,8 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
     lead, batch = tuple(G.shape[:-2]), tuple(g.shape[:-1])
     if g.ndim < 1 or g.shape[-1] != d:
         raise ValueError(
-            f"g must have shape {(*lead, d)} or (..., {d}) to go with G of shape {shape(G)}; found {shape(g)}."
+            f"g must have shape {(*lead, d)} or (..., {d}) to go with G of shape {shape(G)}; "
+            f"found {shape(g)}."
         )
     if w is not None and (w.ndim < 1 or w.shape[-1] != d):
         raise ValueError(f"metric must have the shape of g, {shape(g)}, or ({d},); found {shape(w)}.")
@@ -180,8 +181,8 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
         except ValueError:
             raise ValueError(
                 f"The leading dimensions of G {shape(G)}, g {shape(g)}"
-                f"{'' if w is None else f' and metric {shape(w)}'} do not broadcast. G needs shape (..., t, d), "
-                "g and metric (..., d)."
+                f"{'' if w is None else f' and metric {shape(w)}'} do not broadcast. "
+                "G needs shape (..., t, d), g and metric (..., d)."
             ) from None
         G, g = xp.broadcast_to(G, (*batch, t, d)), xp.broadcast_to(g, (*batch, d))
         w = None if w is None else xp.broadcast_to(w, (*batch, d))

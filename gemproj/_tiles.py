@@ -15,11 +15,11 @@ _HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
 
 
 class Tile(NamedTuple):
-    """A piece of one block: ``vector[block][index]`` has `size` columns; `lead` selects from the batch."""
+    """A piece of one block: ``vector[block][at]`` has `size` columns; `lead` selects from the batch."""
 
     block: int
     lead: tuple[Any, ...]
-    index: tuple[Any, ...]
+    at: tuple[Any, ...]
     size: int
 
 

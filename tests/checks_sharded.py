@@ -42,10 +42,6 @@ def share(batch, rank, world):
     return tuple(leaf[rank * n : rank * n + n] for leaf in batch)
 
 
-def squared_norm(sol):
-    return sol.squared_norm if hasattr(sol, "squared_norm") else sol.gram.gg
-
-
 def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
     """Train for some steps; return cosines of what was applied and the constraints, and the size of g."""
     trainable = [p for p in model.parameters() if p.requires_grad]
@@ -64,7 +60,7 @@ def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
             nn.utils.clip_grad_norm_(trainable, clip)
         optimizer.step()
         # What is counted twice as a whole changes neither multipliers nor cosines, but this.
-        size = squared_norm(projector.last.solution).reshape(1)
+        size = projector.last.solution.gram.gg.reshape(1)
         found.append(torch.cat([projector.last.cosines, size]))
         same_everywhere(projector.last.multipliers)
         active += projector.last.num_active

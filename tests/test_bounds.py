@@ -131,9 +131,9 @@ def test_infeasible_right_hand_sides_name_their_rows(xp, scale, rng):
         h[1] = 1.0
         sol = solve_dual(xp.array(G), xp.array(g), h=xp.array(scale * h), penalty=2.0)
         assert int(sol.status) == Status.OPTIMAL
-    with pytest.raises(ValueError, match=r"rows 1 of problem 2"):
-        G = rng.standard_normal((3, 2, 5))
-        G[2, 1] = 0.0
+    G = rng.standard_normal((3, 2, 5))
+    G[2, 1] = 0.0
+    with pytest.raises(ValueError, match="rows 1 of problem 2"):
         project(xp.array(G), xp.array(rng.standard_normal((3, 5))), h=xp.array(np.full(2, 0.1)))
 
 
@@ -255,7 +255,7 @@ def test_leading_dimensions_broadcast(xp, rng):
     assert x.shape == (3, 2, 9)
     assert_close(x[1, 1], project(G[1, 1], g), atol=1e-14)
     assert_close(xp.project(G[0], rng.standard_normal((3, 1, 9))[:, :1]).shape, (3, 2, 9))
-    with pytest.raises(ValueError, match="leading dimensions of G .* do not broadcast"):
+    with pytest.raises(ValueError, match=r"leading dimensions of G .* do not broadcast"):
         project(xp.array(G), xp.array(np.zeros((5, 9))))
 
 

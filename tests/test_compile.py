@@ -21,7 +21,15 @@ def problem():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"method": PGD(steps=4)}, {"method": "agem"}, {"margin": 0.1}, {"penalty": 0.2}, {"refine": 1}],
+    [
+        {},
+        {"method": PGD(steps=4)},
+        {"method": "agem"},
+        {"margin": 0.1},
+        {"penalty": 0.2},
+        {"refine": 1},
+        {"equality": True},
+    ],
 )
 def test_one_graph_with_the_numbers_of_eager_mode(problem, options):
     def step(G, g):
@@ -73,11 +81,12 @@ def test_gradients_pass_through(problem):
 
 
 def test_the_operation_keeps_its_promises(problem):
-    from gemproj.torch.op import _name, _project
+    from gemproj._operator import _name, _project
 
     G, g = problem
     _name("exact")
-    arguments = ([G], [g], [], False, "'exact'", None, 0.0, None, None, None)
+    h = torch.full((3,), 0.1, dtype=torch.float64)
+    arguments = ([G], [g], [], h, None, None, None, None, False, "'exact'", 0)
     torch.library.opcheck(_project, arguments)
     torch.library.opcheck(_project, ([G.requires_grad_()], [g.requires_grad_()], *arguments[2:]))
 

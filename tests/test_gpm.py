@@ -85,7 +85,7 @@ def test_it_is_the_projection_with_equalities(rank):
     rows = projector.bases[""].mT
     assert rows.shape == (rank, 12)
     projector.project_()
-    options = {"equality": True} if hasattr(gemproj, "solve_gram") else {"method": "equality"}
+    options = {"equality": True}
     expected = gemproj.project(rows.expand(5, -1, -1), dW, **options)
     torch.testing.assert_close(model.weight.grad, expected, rtol=0, atol=1e-13)
 

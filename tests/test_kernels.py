@@ -182,7 +182,7 @@ def test_solve(method, t, bounded):
     start = torch.rand_like(b) * (torch.rand_like(b) < 0.5) * per_norm
     start = start if upper is None else torch.minimum(start, upper)
     for first in (None, start):
-        expected = method.solve(K, b, first, upper)
+        expected = method.solve(K, b, None, upper, first)
         found = solve(*(a if a is None else a.to(DEVICE) for a in (K, b)), method=method,
                       upper=None if upper is None else upper.to(DEVICE), start=None if first is None else first.to(DEVICE))  # fmt: skip
         lam = found.multipliers.cpu()

@@ -35,9 +35,9 @@ def test_import_needs_the_core_only():
 
 
 def test_command_prints_every_method(capsys):
-    command.main()
+    command.main([])
     out = capsys.readouterr().out
-    for word in ("numpy", "torch", "CPU", "KKT residual", *gemproj.methods.NAMES):
+    for word in ("numpy", "torch", "CPU", "KKT residual", *gemproj.methods.METHODS):
         assert word in out
     exact = next(line for line in out.splitlines() if line.startswith("exact")).split()
     assert float(exact[2]) < 1e-12
@@ -54,7 +54,7 @@ def test_command_without_extras(capsys, monkeypatch):
     for name in missing:
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    command.main()
+    command.main([])
     assert "This method needs the package quadprog" in capsys.readouterr().out
 
 
@@ -73,10 +73,10 @@ def test_large_problem_makes_no_copy_of_G():
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 9), (7, 1000), (1, 1, 10_000), (0, 3)])
 def test_tiles_cover_every_element_once(shape):
-    from gemproj._array import _tiles
+    from gemproj._tiles import _cover
 
     count = np.zeros(shape, dtype=int)
-    for index, size in _tiles(shape, 64):
+    for index, size in _cover(shape, 64):
         assert count[index].size == size <= 64
         count[index] += 1
     assert np.all(count == 1)

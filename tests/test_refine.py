@@ -101,11 +101,11 @@ def test_any_magnitude_whose_squares_float64_holds(xp, scale, t, rng):
 def test_beyond_the_range_of_squares_is_an_error(xp, rng):
     G, g = rng.standard_normal((3, 20)), rng.standard_normal(20)
     tiny = G * np.array([[1.0], [1e-160], [1.0]])
-    with pytest.raises(ValueError, match="row 1 of G is too small.*Scale G up"):
+    with pytest.raises(ValueError, match=r"row 1 of G is too small.*Scale G up"):
         project(xp.array(tiny), xp.array(g))
-    with pytest.raises(ValueError, match="g is too small.*Scale g up"):
+    with pytest.raises(ValueError, match=r"g is too small.*Scale g up"):
         project(xp.array(G), xp.array(1e-160 * g))
-    with pytest.raises(ValueError, match="row 0, 1, 2, which holds.*squares overflow; scale it down"):
+    with pytest.raises(ValueError, match=r"row 0, 1, 2, which holds.*squares overflow; scale it down"):
         project(xp.array(1e160 * G), xp.array(g))
 
 

@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 import models  # noqa: E402
 from models import flat, loss, perceptron, rival, rows, trainable  # noqa: E402
 
-import gemproj  # noqa: E402
 from gemproj import GEM2017, PGD, project, solve_dual  # noqa: E402
 from gemproj.torch import GradientProjector  # noqa: E402
 
@@ -327,7 +326,6 @@ def test_equalities_hold_with_either_sign(model, on):
     assert projector.last.num_active == 2
 
 
-@pytest.mark.skipif(not hasattr(gemproj, "solve_gram"), reason="margins of this version are numbers")
 def test_a_margin_for_each_task_may_change_with_the_tasks(model):
     past, now = conflicting(model)
     projector = GradientProjector(model.parameters())

@@ -12,7 +12,7 @@ import torch
 from asv_benchmarks.benchmarks.peers import agem_published, floor, gem_published, igem_published
 from asv_benchmarks.benchmarks.timing import nothing
 from gemproj import GEM2017, PGD, project
-from gemproj.methods import NAMES
+from gemproj.methods import METHODS
 
 FLOOR, GIVEN, MEAN = "memory floor", "A-GEM, reference given", "A-GEM, mean of the rows"
 # The lines of the figure.
@@ -45,7 +45,7 @@ def candidates(G: torch.Tensor, g: torch.Tensor) -> list[Candidate]:
     """Return all candidates for float32 tensors on the CPU; NumPy works on the same memory."""
     rows, vector = G.numpy(), g.numpy()
     # Three steps, as in I-GEM; no memory strength, which asks for another point than the projection.
-    methods = {**NAMES, "pgd": PGD(steps=3), "gem2017": GEM2017(memory_strength=0.0)}
+    methods = {**METHODS, "pgd": PGD(steps=3), "gem2017": GEM2017(memory_strength=0.0)}
     for other in ("sgem", "mega1", "mega2", "equality"):  # they do not aim at the projection onto the cone
         methods.pop(other, None)
     ours = {f"gemproj {name}": partial(project, G, g, method=method) for name, method in methods.items()}

@@ -20,8 +20,8 @@ from rich.progress import track
 
 import gemproj
 from gemproj import Exact, combine, gram, project
+from gemproj._tspace import normalise
 from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
-from gemproj.methods._method import normalise
 from tests.problems import rational_projection
 
 CHUNK = 2000
@@ -42,7 +42,7 @@ def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     yield "project", project(G, g)
     K, b, _ = gram(G, g)
     yield "Exact on K and b", combine(G, g, Exact()(K, b))
-    unit = normalise(K, b, None, None)
+    unit = normalise(K, b, None, None, None)
     lam, _, _ = solve_active_set(Tableau(unit.K, unit.b), None, None, None)
     yield "active set, tableau", combine(G, g, lam * unit.scale)
     n = np.linalg.norm(G, axis=1)

@@ -66,9 +66,9 @@ class Stages:
 
     def __init__(self, G: torch.Tensor, g: torch.Tensor) -> None:
         # Not at the top: machines without Triton must be able to say that they have no GPU.
-        from gemproj.kernels.combine import combine
-        from gemproj.kernels.gram import gram
-        from gemproj.kernels.solve import solve
+        from gemproj.backends.triton.combine import combine
+        from gemproj.backends.triton.gram import gram
+        from gemproj.backends.triton.solve import solve
 
         self.rows, self.vector, self.x = [G], [g], torch.empty_like(g)
         self._gram, self._solve, self._combine = gram, solve, combine
@@ -152,9 +152,9 @@ def times(t: int, d: int, rounds: int, bandwidth: float, flush: torch.Tensor) ->
 
 def batch(t: int, count: int, d: int, rounds: int) -> str:
     """Return the table row of a batch of small problems."""
-    from gemproj.kernels.combine import combine_batch
-    from gemproj.kernels.gram import gram_batch
-    from gemproj.kernels.solve import solve
+    from gemproj.backends.triton.combine import combine_batch
+    from gemproj.backends.triton.gram import gram_batch
+    from gemproj.backends.triton.solve import solve
 
     G, g = torch.randn(count, t, d, device="cuda"), torch.randn(count, d, device="cuda")
     out = torch.empty_like(g)

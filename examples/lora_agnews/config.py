@@ -7,7 +7,7 @@ from typing import Any
 
 METHODS = ("plain", "agem", "sgem", "gem", "igem", "gem-step", "softgem", "mega1", "mega2", "replay")
 CLASSES = ("World", "Sports", "Business", "Sci/Tech")
-ON = ("gradient", "update", "both")
+ON = ("gradient", "step", "both")
 
 
 class SetupError(ValueError):
@@ -37,7 +37,7 @@ class Config:
     margin: float = setting(0.3, "memory strength of GEM and I-GEM")
     pgd_steps: int = setting(3, "iterations of I-GEM")
     projection_interval: int = setting(1, "project every that many steps")
-    on: str = setting("both", f"what gem-step projects: {', '.join(ON)} (update: the applied step)")
+    on: str = setting("both", f"what gem-step projects: {', '.join(ON)} (step: the applied step)")
     metric: str = setting("adam", "distance between steps for gem-step: euclidean or adam")
     penalty: float = setting(1.0, "weight of SOFT-GEM's hinges")
     dropout: bool = setting(True, "whether the model drops out while it learns")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from gemproj import PGD
 from gemproj.torch import EpisodicMemory
 
@@ -34,7 +36,7 @@ def all_tasks(memory: EpisodicMemory, size: int) -> Iterable[Any]:
 
 def one_task(memory: EpisodicMemory, size: int) -> Iterable[Any]:
     """S-GEM: the constraint of one past task at random."""
-    return [memory.batch(memory.draw_task())]
+    return [memory.batch(memory.tasks[int(torch.randint(len(memory), ()))])]
 
 
 def one_sample(memory: EpisodicMemory, size: int) -> Iterable[Any]:

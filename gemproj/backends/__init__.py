@@ -62,12 +62,16 @@ def solver_for(K: Array) -> Any:
             from gemproj.backends import numba
 
             if numba.installed():
-                return numba.solve
+                from gemproj.backends.numba.backend import solve
+
+                return solve
     elif wanted == "triton":
         from gemproj.backends import triton
 
         if triton.available(K.device):
-            return triton.solve
+            from gemproj.backends.triton.stages import Triton
+
+            return Triton().solve
     return _PORTABLE.solve
 
 

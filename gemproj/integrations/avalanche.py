@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gemproj.integrations._base import FrameworkGEM, world_group
+from gemproj.methods._method import check_count
 from gemproj.torch import EpisodicMemory
-from gemproj.torch._core import check_count
 
 
 class _Plugin(FrameworkGEM, SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]

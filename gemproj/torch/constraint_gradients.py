@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj.torch._core import check_count
+from gemproj.methods._method import check_count
 from gemproj.torch.batches import Batch, Loss, count_examples, parts
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj.torch._core import (
-    DualSolution,
-    Options,
-    Problem,
-    check_problem,
-    combine_into,
-    solve_problem,
-    wide_dtype,
-)
+from gemproj._arrays import wide_dtype
+from gemproj._combine import combine_into
+from gemproj._dual import Options, solve_problem
+from gemproj._problem import Problem, check_problem
+from gemproj._solution import DualSolution
 from gemproj.torch.parameters import ParameterVector, local
 
 

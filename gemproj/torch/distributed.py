@@ -17,19 +17,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from gemproj.torch._core import (
-    AnyMethod,
-    Blocks,
-    Measured,
-    Problem,
-    check_options,
-    check_out,
-    check_problem,
-    combine_into,
-    solve_problem,
-    sum_gram,
-    wide_dtype,
-)
+from gemproj._arrays import Blocks, namespace, wide_dtype
+from gemproj._combine import combine_into
+from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
+from gemproj._dual import check_options, solve_problem
+from gemproj._problem import Problem, check_out, check_problem
+from gemproj._tspace import Gram, Measured
+from gemproj.methods import AnyMethod
 
 
 class Local:
@@ -170,7 +164,17 @@ class Sharded(Replicated):
             raise
 
     def gram_sum(self, problem: Problem) -> Callable[[Measured], Measured] | None:  # noqa: D102
-        return lambda part: sum_gram(part, problem, self.sum_shards)
+        def reduce(part: Measured) -> Measured:
+            (K, b, gg), t = part.gram, problem.t
+            packed = torch.cat([torch.as_tensor(a, device=problem.device).reshape(-1) for a in (K, b, gg)])
+            self.sum_shards(packed)
+            whole: list[Any] = [packed[: t * t].reshape(t, t), packed[t * t : -1], packed[-1]]
+            if not isinstance(K, Tensor):
+                whole = [namespace(K).asarray(a.numpy()) for a in whole]
+            # Other processes may have summed in another way, and certificates must be the same everywhere.
+            return Measured(Gram(*whole), WIDE_ROUNDING if problem.has_float64() else NARROW_ROUNDING)
+
+        return reduce
 
     def sum_shards(self, numbers: Tensor) -> Tensor:  # noqa: D102
         dist.all_reduce(numbers, group=self._group)
@@ -183,11 +187,12 @@ def project(
     *,
     group: Any = None,
     method: AnyMethod = "exact",
-    warm_start: Tensor | None = None,
+    h: Tensor | None = None,
     margin: float | Tensor = 0.0,
     penalty: float | Tensor | None = None,
     equality: bool | Tensor = False,
     metric: Blocks | None = None,
+    warm_start: Tensor | None = None,
     out: Blocks | None = None,
     solution: bool = False,
 ) -> Any:
@@ -205,7 +210,7 @@ def project(
         The local entries of the gradient.
     group : ProcessGroup, optional
         By default all processes.
-    method, warm_start, margin, penalty, equality, metric, out
+    method, h, margin, penalty, equality, metric, warm_start, out
         As in `gemproj.project`; the options must be the same on all processes.
     solution : bool, default False
         Whether to return the `gemproj.DualSolution` of the whole problem, too, the same everywhere.
@@ -229,7 +234,7 @@ def project(
         problem = check_problem(G, g, metric)
         if problem.batch:
             raise ValueError(f"G must have shape (t, n), one problem; found a batch of {problem.batch}.")
-        options = check_options(method, margin=margin, penalty=penalty, equality=equality)
+        options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
         x = [torch.empty_like(v) for v in problem.vector] if out is None else check_out(out, problem)
         numbers["constraints"] = problem.t
     sol = solve_problem(problem, options, warm_start, all_reduce=shards.gram_sum(problem))

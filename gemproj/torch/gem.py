@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from gemproj.torch._core import AnyMethod, check_count
+from gemproj.methods import AnyMethod
+from gemproj.methods._method import check_count
 from gemproj.torch.batches import Batch, Loss
 from gemproj.torch.constraint_gradients import model_loss
 from gemproj.torch.memory import EpisodicMemory

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gemproj.torch._core import check_number, wide_dtype
+from gemproj._arrays import wide_dtype
+from gemproj.methods._method import check_number
 from gemproj.torch.constraint_gradients import preserved_state
 from gemproj.torch.optimizer_step import before_steps
 

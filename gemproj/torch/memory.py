@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
-from gemproj.torch._core import check_count
+from gemproj.methods._method import check_count
 from gemproj.torch.batches import Batch, flatten
 from gemproj.torch.policies import POLICIES, Policy, Slots
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
-from gemproj.torch._core import wide_dtype
+from gemproj._arrays import wide_dtype
 from gemproj.torch.parameters import ParameterVector, local
 from gemproj.torch.stats import Projection
 

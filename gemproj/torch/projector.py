@@ -12,14 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch._core import (
-    GEM2017,
-    AnyMethod,
-    DualSolution,
-    Options,
-    check_count,
-    check_options,
-)
+from gemproj._dual import Options, check_options
+from gemproj._solution import DualSolution
+from gemproj.methods import GEM2017, AnyMethod
+from gemproj.methods._method import check_count
 from gemproj.torch.batches import Batch, Loss
 from gemproj.torch.constraint_gradients import from_batches, from_losses, model_loss
 from gemproj.torch.constraints import ConstraintMatrix
@@ -362,5 +358,4 @@ class GradientProjector:
 
 def _has_units(options: Options) -> bool:
     """Return whether a margin or a penalty, which are in units of gradients, are given."""
-    margin = isinstance(options.margin, Tensor) or bool(options.margin)
-    return margin or options.penalty is not None
+    return isinstance(options.margin, Tensor) or bool(options.margin) or options.penalty is not None

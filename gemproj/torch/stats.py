@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gemproj.torch._core import DualSolution
+from gemproj._solution import DualSolution
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,10 +6,9 @@ from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-from gemproj._arrays import Array
 from gemproj._problem import Problem
 
-__all__ = ["bind", "installed", "solve"]
+__all__ = ["bind", "installed"]
 
 
 @lru_cache(maxsize=1)
@@ -31,15 +30,3 @@ def bind(problem: Problem) -> Any:
 
     table = locate(problem)
     return None if table is None else Numba(table)
-
-
-def solve(
-    method: Any, K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
-) -> Any:
-    """Run stage 2 on NumPy arrays, see `gemproj.backends.Backend`."""
-    from gemproj.backends.numba.backend import solve_exact
-    from gemproj.methods import Exact
-
-    if type(method) is Exact and b.shape[-1]:
-        return solve_exact(K, b, lower, upper, start)
-    return method.solve(K, b, lower, upper, start)

@@ -10,11 +10,10 @@ from gemproj._arrays import Array
 from gemproj._constants import NARROW_RANGE, NARROW_ROUNDING, RESOLVED, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tspace import Gram, Measured, matvec, normalise
-from gemproj.backends import numba
 from gemproj.backends.numba.addresses import AddressTable
 from gemproj.backends.numba.threads import share
 from gemproj.backends.portable import Portable
-from gemproj.methods._method import Outcome, Status
+from gemproj.methods import Exact, Method, Outcome, Status
 from gemproj.methods.exact import CLOSE, nearly_active, resolution
 
 # Entries of K that a thread takes at a time.
@@ -29,7 +28,6 @@ class Numba:
 
     def __init__(self, table: AddressTable) -> None:
         self.table = table
-        self.solve = numba.solve
 
     def gram(self, problem: Problem) -> Measured:
         """Sum the products of chunks of columns in all threads."""
@@ -51,10 +49,31 @@ class Numba:
                 to[i] = value
         return Measured(gram, NARROW_ROUNDING)
 
+    def solve(
+        self,
+        method: Method,
+        K: Array,
+        b: Array,
+        lower: Array | None,
+        upper: Array | None,
+        start: Array | None,
+    ) -> Outcome:
+        """Search in compiled loops; methods other than Exact are array operations."""
+        return solve(method, K, b, lower, upper, start)
+
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
         if not self.table.combine(lam, x):
             Portable().combine(problem, lam, x)
+
+
+def solve(
+    method: Method, K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
+) -> Outcome:
+    """Run stage 2 on NumPy arrays, see `gemproj.backends.Backend`."""
+    if type(method) is Exact and b.shape[-1]:
+        return solve_exact(K, b, lower, upper, start)
+    return method.solve(K, b, lower, upper, start)
 
 
 def solve_exact(

@@ -12,7 +12,7 @@ from typing import Any
 
 from gemproj._problem import Problem
 
-__all__ = ["available", "bind", "solve"]
+__all__ = ["available", "bind"]
 
 
 def available(device: Any) -> bool:
@@ -38,10 +38,3 @@ def bind(problem: Problem) -> Any:
     from gemproj.backends.triton.stages import Triton, applies
 
     return Triton() if applies(problem) else None
-
-
-def solve(method: Any, K: Any, b: Any, lower: Any, upper: Any, start: Any) -> Any:
-    """Run stage 2 on a device, see `gemproj.backends.Backend`."""
-    from gemproj.backends.triton.stages import Triton
-
-    return Triton().solve(method, K, b, lower, upper, start)
