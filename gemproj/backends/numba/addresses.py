@@ -1,4 +1,4 @@
-"""Where the arrays of a problem are: what lets one call of a compiled loop read hundreds of parameters."""
+"""Addresses and strides of the arrays of a problem: one compiled call reads hundreds of parameters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from gemproj._constants import CHUNK, FEW_ROWS, LARGE
 from gemproj._problem import Problem
 from gemproj.backends.numba.threads import cores, share
 
-# What the address table holds of each block of each problem, steps in bytes: address of the first row, steps
-# to the next row and column; address of g, and of x, and steps to their next entry; first column, and how
-# many there are.
+# Columns of the address table, which has a line per block and problem; strides in bytes. Address of the first
+# row, strides of rows and columns; addresses of g and x, each with its stride; first column, their number.
 ADDRESSES = 9
 ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(ADDRESSES)
-# Columns that a thread takes at a time, at most and at least: a sixteenth of them in between. Sums depend on
-# this, but not on the number of threads.
+# Most and fewest columns of a piece, the unit of work of a thread: a sixteenth of all columns in between.
+# Sums depend on this, but not on the number of threads.
 PIECE, _LEAST = 1 << 17, 1 << 13
-# Columns whose products are summed in one go, at most, in float64.
+# Most columns of a chunk, whose products are summed before they are added up, in float64.
 WIDE_CHUNK = 1024
 _JOBS = 4
-# Below as many numbers, problems of one piece; and work that takes no longer than to wake threads for it.
+# Numbers below which a problem is one piece, and below which waking threads takes longer than the work.
 _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
 # Entries of the Gram matrices of one piece for a shared G, which take memory for each gradient.
 _MOST_SHARED = 1 << 20
@@ -108,7 +107,7 @@ class AddressTable:
         return True
 
     def write_to(self, x: list[Array]) -> bool:
-        """Note where x is; False if its entries are not equally far apart in memory."""
+        """Enter the addresses of x; False if its entries are not equally far apart in memory."""
         places = [place for a in x if (place := _place(a, len(self.batch)))]
         # Nor where all problems would be written to one place.
         if len(places) < len(x) or (self.problems > 1 and 0 in places[0][1]):
@@ -119,14 +118,14 @@ class AddressTable:
         return True
 
     def _share(self, work: Any, count: int, numbers: int) -> None:
-        """Call ``work(first, last)`` for `count` pieces, in parallel if so many numbers are worth it."""
+        """Call ``work(first, last)`` for `count` pieces, in parallel if enough `numbers` are read."""
         threads = 1
         if numbers >= _WORTH_THREADS:
             threads = cores() if self.threads is None else self.threads
         if threads == 1:
             work(0, count)
             return
-        # A few jobs per thread: to hand one over takes as long as to read 100 kB.
+        # A few jobs per thread: handing one over takes as long as reading 100 kB.
         step = -(-count // (_JOBS * threads))
         share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads)
 
