@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-arithmetic bench bench-gpu bench-exchange bench-asv accuracy fuzz docs lint clean clean-compiled
+.PHONY: help demo test test-arithmetic bench bench-gpu bench-exchange bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -66,8 +66,6 @@ lint: $(STAMP)  ## Check style and types.
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-clean-compiled:  ## Forget the compiled loops, after an edit in gemproj/compiled.
+clean:  ## Remove the environment and everything built.
 	find gemproj -name '*.nb[ci]' -delete
-
-clean: clean-compiled  ## Remove the environment and everything built.
 	rm -rf $(VENV) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

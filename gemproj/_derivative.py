@@ -31,7 +31,8 @@ def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: lis
         z_P = K_PP^-1 G_P W^-1 v,    p = v - G_P' z_P,
         dg = p,    dG_i = lam_i W^-1 p - z_i x,    dW = -(x - g) W^-1 p,    dh = z,
 
-    and a bound that a multiplier is held at has the gradient ``G_i W^-1 p``. Where the active set changes
+    and a bound that a multiplier is held at has the gradient ``G_i W^-1 p`` (for the lower bound of a
+    penalised equality, minus its penalty, that of the penalty has the other sign). Where the active set changes
     (a multiplier is at a bound and its slack is zero) this is one of several one-sided derivatives.
     """
     xp, batch, t = problem.xp, problem.batch, problem.t
@@ -69,6 +70,8 @@ def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: lis
     to_bound, zero = along(p), xp.zeros_like(z)
     held = xp.where(free, zero, to_bound)
     at_upper = sol.multipliers >= sol.upper
+    # The lower bound of a penalised equality is minus its penalty.
+    signed = xp.zeros_like(z, dtype=xp.bool) if sol.bounds.base is None else sol.bounds.base < 0
     lam = sol.multipliers
     grads: tuple[list[Array], list[Array], list[Array]] = ([], [], [])
     for k, (v, w, y) in enumerate(zip(p, weights, x, strict=True)):
@@ -85,4 +88,5 @@ def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: lis
             if math.prod(value.shape) != math.prod(like.shape):  # a metric that all gradients share
                 value = xp.sum(xp.reshape(value, (-1, math.prod(like.shape))), axis=0)
             to.append(xp.astype(xp.reshape(value, like.shape), like.dtype))
-    return Gradients(*grads, z, xp.where(at_upper, zero, held), xp.where(at_upper, held, zero))
+    margin = xp.where(at_upper | signed, zero, held)
+    return Gradients(*grads, z, margin, xp.where(at_upper, held, xp.where(signed, -held, zero)))

@@ -105,6 +105,15 @@ def test_bounds_and_right_hand_side_have_derivatives():
     )
 
 
+def test_penalised_equalities_have_derivatives():
+    G, g = problem(4, 9)
+    g = (-g).detach().requires_grad_()
+    penalty = torch.tensor([0.05, 0.2, 5.0, 0.1], dtype=torch.float64, requires_grad=True)
+    sol = solve_dual(G, g, penalty=penalty, equality=True)
+    assert (sol.multipliers == -penalty).any()
+    assert torch.autograd.gradcheck(lambda G, g, c: project(G, g, penalty=c, equality=True), (G, g, penalty))
+
+
 def test_many_gradients_on_one_G_add_up():
     G, _ = problem(4, 9)
     gs = torch.randn(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()

@@ -1,4 +1,4 @@
-"""What Accelerate has prepared, for its own loops and for those of transformers."""
+"""Models and optimizers prepared by Accelerate, for its own loops and the Trainer of transformers."""
 
 from __future__ import annotations
 

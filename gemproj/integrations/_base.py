@@ -1,4 +1,4 @@
-"""What the objects for all frameworks share: options, attaching, the memory, checkpoints."""
+"""Base of the objects for frameworks: options, attaching, the memory, checkpoints."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _REFUSED = {
 
 
 class GEMCallback(FrameworkGEM, Callback):
-    """Keeps what is in a memory from being unlearned while a `Trainer` fits the next task.
+    """Keeps a `Trainer` from raising the losses on a memory of earlier tasks while it fits the next one.
 
     One call of ``Trainer.fit`` is one task: it projects the parameters that are trainable then. Pass the same
     callback to the Trainer of each task, and call `end_task` after it. Works with automatic and manual

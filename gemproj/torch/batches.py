@@ -37,9 +37,10 @@ def count_examples(batch: Batch) -> int:
 
 
 def parts(batch: Batch, count: int, size: int | None, most: int) -> Iterator[tuple[Batch, int]]:
-    """Yield parts of a batch of `count` examples, `size` at a time, with how many of them count.
+    """Yield parts of a batch of `count` examples, `size` at a time, each with its weight in examples.
 
-    Where other processes go on up to `most`, so does this one: with the first examples again, which do not.
+    All processes make as many passes as the one with `most` examples: the others repeat their first
+    examples with weight zero.
     """
     if size is None or most <= size:
         if count:

@@ -1,4 +1,4 @@
-"""Constraint gradients: the gradient of the loss on what is remembered of each past task."""
+"""Constraint gradients: the gradients of the losses on the stored examples of past tasks."""
 
 from __future__ import annotations
 

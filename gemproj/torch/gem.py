@@ -152,7 +152,9 @@ class GEM:
         task = len(self.memory) if task is None else task
         for batch in batches:
             self.memory.add(batch, task)
+        last = self.projector.last
         self.projector.reset()
+        self.projector.last = last
 
     def remove(self) -> None:
         """Detach from the optimizer."""

@@ -1,4 +1,4 @@
-"""Gradient projection memory: weights do not change where past inputs of their layer lie."""
+"""Gradient projection memory: weight changes are orthogonal to past inputs of their layer."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ class EpisodicMemory:
         return tree_unflatten([torch.cat(parts) for parts in zip(*picks, strict=True)], stores[0].spec)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the stored examples, of what the policy knows of them, and of the random state.
+        """Return copies of the stored examples, of the state of the policy, and of the random state.
 
         ``torch.save`` writes it, and ``torch.load(..., weights_only=True)`` reads it if batches are dicts,
         lists and tuples, and names of tasks are numbers or strings.

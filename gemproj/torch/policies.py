@@ -1,4 +1,4 @@
-"""Which examples of a task stay: policies of a full memory, as functions of what the memory knows."""
+"""Which examples of a task stay when its memory is full: policies, as functions of its labels and counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 class Slots:
-    """What the memory of one task knows about its examples; policies read it.
+    """Labels, arrival numbers and counts of the examples of one task; policies read them.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Slots:
         return slot
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what is known as tensors, which any file can hold."""
+        """Return labels, arrivals and counts as tensors and dicts."""
         used = slice(self._used)
         return {
             "labels": torch.tensor(self.labels[used], device="cpu"),

@@ -9,9 +9,8 @@ import numpy as np
 from gemproj._arrays import Array
 from gemproj._problem import Problem
 
-# What the address table holds of each block of each problem, steps in bytes: address of the first row, steps
-# to the next row and column; address of g, and of x, and steps to their next entry; first column, and how
-# many there are.
+# Columns of the address table, which has a line per block and problem; strides in bytes. Address of the first
+# row, strides of rows and columns; addresses of g and x, each with its stride; first column, their number.
 ADDRESSES = 9
 ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(ADDRESSES)
 # By bytes, of what is known to be real floating point. NumPy has no bfloat16, only its bits.

@@ -29,14 +29,14 @@ from gemproj.backends.portable import Portable
 from gemproj.methods import Exact, Method, Outcome, Status
 from gemproj.methods.exact import CLOSE, nearly_active, resolution
 
-# Columns that a thread takes at a time, at most and at least: a sixteenth of them in between. Sums depend on
-# this, but not on the number of threads.
+# Most and fewest columns of a piece, the unit of work of a thread: a sixteenth of all columns in between.
+# Sums depend on this, but not on the number of threads.
 _PIECE, _LEAST = 1 << 17, 1 << 13
-# Columns whose products are summed in one go, at most, in float64.
+# Most columns of a chunk, whose products are summed before they are added up, in float64.
 _WIDE_CHUNK = 1024
 # Jobs per thread: to hand one over takes as long as to read 100 kB.
 _JOBS = 4
-# Below as many numbers, problems of one piece; and work that takes no longer than to wake threads for it.
+# Numbers below which a problem is one piece, and below which waking threads takes longer than the work.
 _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
 # Entries of the Gram matrices of one piece for a shared G, which take memory for each gradient.
 _MOST_SHARED = 1 << 20

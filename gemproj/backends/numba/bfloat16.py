@@ -27,7 +27,7 @@ def _bits_of(typing_context, number):
 
 
 def number(stored: Any) -> Any:
-    """Return what an entry of an array stands for: bfloat16, which numba does not know, comes as uint16."""
+    """Return the value of an entry of an array; bfloat16, which numba does not have, is stored as uint16."""
     raise NotImplementedError("for compiled code only")
 
 
@@ -66,7 +66,7 @@ def _entry(value, like):
         if near != near:
             return np.uint16((bits >> np.uint32(16)) | np.uint32(0x40))
         if np.float64(near) != value:
-            # To odd first: then the second rounding is as if it were the only one.
+            # Rounding to odd first makes the second rounding correct.
             if abs(np.float64(near)) > abs(value):
                 bits -= np.uint32(1)
             bits |= np.uint32(1)

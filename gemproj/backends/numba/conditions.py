@@ -42,7 +42,7 @@ def residual(lam, s, lower, upper):
 
 @strict
 def slackness(lam, s, upper):
-    """Return the largest product of a multiplier and the s that should be zero."""
+    """Return the largest product of a multiplier and a slack of which one should be zero."""
     worst = 0.0
     for i in range(lam.size):
         off = abs(lam[i]) * (max(s[i], 0.0) if lam[i] >= upper[i] else abs(s[i]))
@@ -71,7 +71,7 @@ def normalise(given_K, given_b, unit_K, unit_b, per_norm):
 
 @strict
 def find_near(lam, s, lower, indices):
-    """List the active and nearly active rows, as `gemproj.methods.exact` has it; return their number."""
+    """List the active and nearly active rows, as in `gemproj.methods.exact`; return their number."""
     near, count = NEAR_ZERO * (1.0 + size_of(lam)), 0
     for i in range(lam.size):
         if lam[i] > lower[i] or s[i] <= near:

@@ -29,14 +29,14 @@ def _compiled(function: Any, **options: Any) -> Any:
         compiled = numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
     except RuntimeError:  # no folder for the cache can be written
         return numba.njit(nogil=True, error_model="numpy", **options)(function)
-    # numba would keep what it made until the file of the function itself changes, not one that it calls.
+    # numba looks for changes in the file of the function only, not in those of the functions that it calls.
     with suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _STAMP
     return compiled
 
 
 def _stamp() -> tuple[tuple[str, float, int], ...]:
-    """Return what tells all sources of the compiled loops from those of another time."""
+    """Return names, times and sizes of all source files of the compiled loops."""
     here = Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parents[1] / "_constants.py"]
     return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
@@ -46,7 +46,7 @@ _STAMP = _stamp()
 
 
 class _Announcement(event.Listener):
-    """Say once that the first call takes longer than all others, and why."""
+    """Announce the first compilation, once."""
 
     def on_start(self, event: Any) -> None:
         if self.waiting and event.data["dispatcher"].py_func.__module__.startswith(__package__):

@@ -30,7 +30,7 @@ _BLOCK = HEIGHT * HEIGHT * LANES
 
 @fast
 def _tile_columns(rows, most, like):
-    """Return how many columns of so many rows are worked on at a time."""
+    """Return the number of columns of a tile with so many rows."""
     fitting = _TILE // (rows * like.itemsize) // MULTIPLE * MULTIPLE
     return min(most, max(LEAST, fitting))
 
@@ -104,7 +104,7 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
             while start < stop:
                 here = min(n, stop - start)
                 if few and here >= MULTIPLE and line[VECTOR_STEP] == like.itemsize:
-                    # So few rows are not worth a tile.
+                    # Few rows are multiplied where they lie.
                     here -= here % MULTIPLE
                     source, vector = line[ROWS] + start * like.itemsize, line[VECTOR] + start * like.itemsize
                     add_few(source, line[ROW_STEP], vector, here, t, sums, like, sum_like)
@@ -188,7 +188,7 @@ def add_pieces(totals):
 
 @fast
 def _add_active(rows, step, n, like, active, scale, count, x):
-    """Add active rows times their scale to x; some at a time, because few can be fetched ahead."""
+    """Add active rows times their scale to x; a few at a time: prefetching follows few streams."""
     for k in range(0, count, _AHEAD):
         add_scaled(rows, step, active + 8 * k, scale + 8 * k, min(_AHEAD, count - k), n, x, like)
 

@@ -1,7 +1,7 @@
-"""How loops get at the entries of arrays, wherever they lie in memory.
+"""Copies of array entries with any strides to tiles.
 
-Arrays come as addresses, see `addresses`, and go on as addresses: views of arrays are counted, which costs
-more than the work on a few hundred columns.
+Arrays are passed as addresses, see `addresses`: views would be reference-counted, which costs more than the
+work on a few hundred columns.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def turn(line, start, n, t, like, rows, step, to):
 
 @fast
 def by_columns(lines, first, last, like):
-    """Tell whether columns of any G do not follow each other."""
+    """Return whether the columns of any G are not adjacent in memory."""
     for k in range(first, last):  # noqa: SIM110
         if lines[k, COLUMN_STEP] != like.itemsize:
             return True

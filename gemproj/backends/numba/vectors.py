@@ -19,7 +19,7 @@ HEIGHT = 3 if "sse2" in _FEATURES and _BYTES < 64 else 4
 LANES, MULTIPLE = _BYTES // 8, _BYTES
 # Columns that are transposed at a time.
 TURNED = 16
-# Additions under way at a time, which hide how long one takes.
+# Independent additions in flight, which hide the latency of one.
 _BUSY = 8
 _I16, _I32, _I64, _F32, _F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 

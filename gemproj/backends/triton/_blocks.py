@@ -1,4 +1,4 @@
-"""Where the numbers are: blocks of parameters, cut into equal shares of columns for the programs of a kernel.
+"""Layout of the parameters: blocks, cut into equal shares of columns for the programs of a kernel.
 
 Nothing is concatenated. Several blocks travel as a table of addresses, one line per segment: a run of
 columns of one block that belongs to one program. One array needs no table.
@@ -43,7 +43,7 @@ class Layout:
 
 
 def supports(rows: Sequence[Tensor], vector: Sequence[Tensor], out: Sequence[Tensor] | None = None) -> bool:
-    """Tell whether the kernels can read these blocks (and write `out`) where they are.
+    """Return whether the kernels can read these blocks (and write `out`) where they are.
 
     Blocks have shapes (t, *shape_k) and (*shape_k), at least one each, of float16, bfloat16, float32
     or float64. Rows may lie anywhere, but what is in a row must be contiguous.
@@ -56,7 +56,7 @@ def supports(rows: Sequence[Tensor], vector: Sequence[Tensor], out: Sequence[Ten
 
 
 def supports_batch(G: Tensor, g: Tensor, out: Tensor | None = None) -> bool:
-    """Tell the same for arrays of shape (B, t, d) and (B, d): columns must be contiguous."""
+    """Return the same for arrays of shape (B, t, d) and (B, d): columns must be contiguous."""
     arrays = [a for a in (G, g, out) if a is not None]
     return all(a.dtype in CODES and (a.stride(-1) == 1 or a.shape[-1] <= 1) for a in arrays)
 
@@ -168,7 +168,7 @@ _captured: list[_Table] = []
 
 
 def _kept(key: Any, device: torch.device, lines: Any) -> Tensor:
-    """Return the table on the device: as it was made before, if these blocks have been here before."""
+    """Return the table on the device; tables of the last few lists of blocks are kept."""
     if device.type != "cuda":
         return torch.from_numpy(lines())
     capturing, stream = torch.cuda.is_current_stream_capturing(), torch.cuda.current_stream(device)
@@ -207,7 +207,7 @@ _POOL = 1 << 16
 
 
 def counters(device: torch.device, count: int) -> Tensor:
-    """Return int32 zeros that no other launch in flight counts in; the kernel must leave zeros.
+    """Return int32 counters at zero that no other launch in flight uses; the kernel must reset them.
 
     Launches in one stream follow each other and share theirs. A captured graph may be replayed in
     any stream, so each captured launch has its own for ever, out of a pool made before.
@@ -266,7 +266,7 @@ def segment(
         vector_offset = problem * vector_batch + start
         out_offset = problem * out_batch + start
     if ALIGN > 1:
-        # What the compiler needs to know to load 16 bytes at once; `load` says it of the addresses.
+        # Divisibility hints, for loads of 16 bytes; `load` gives those of the addresses.
         row_stride = row_stride // ALIGN * ALIGN  # a hint would be lost: it cannot be put on an argument
         row_offset = tl.multiple_of(row_offset, ALIGN)
         vector_offset = tl.multiple_of(vector_offset, ALIGN)
@@ -278,7 +278,7 @@ def segment(
 def _among(mask, code, CODE: tl.constexpr, DTYPES: tl.constexpr):
     """Narrow the mask down to where `code` is CODE, which is everywhere if there is no other."""
     if DTYPES != 1 << CODE:
-        # Spread out before it is compared: the interpreter spreads truth values as integers.
+        # Broadcast before the comparison: the interpreter broadcasts booleans as integers.
         mask = mask & (code + tl.zeros(mask.shape, dtype=tl.int64) == CODE)
     return mask
 

@@ -1,6 +1,6 @@
-"""What all kernels of stage 2 share: rows of norm one, products with their cosines, and the verdict.
+"""Shared by the kernels of stage 2: normalisation, products with the cosines, and the status.
 
-The same numbers as in `gemproj.methods._method`, with which these functions must stay in step.
+Twins of functions in `gemproj._tspace` and `gemproj.methods`: change both.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def residual(lam, s, lower, upper):
 
 @triton.jit
 def verdict(lam, s, lower, upper):
-    """Return the status, without what the resolution adds, and the rows that determine x."""
+    """Return the status without `UNRESOLVED`, and the active and nearly active rows."""
     slack = tl.abs(lam) * tl.where(lam >= upper, tl.maximum(s, 0.0), tl.abs(s))
     met = (residual(lam, s, lower, upper) <= _OPTIMAL_WITHIN) & (slack <= _OPTIMAL_WITHIN)
     status = tl.max(tl.where(met, 0, _STALLED), axis=0)
@@ -149,5 +149,5 @@ def verdict(lam, s, lower, upper):
 
 @triton.jit
 def unresolved(resolution):
-    """Return what a resolution adds to the status."""
+    """Return `UNRESOLVED` where the resolution is too low, else 0."""
     return tl.where(resolution < _RESOLVED, _UNRESOLVED, 0)

@@ -97,7 +97,7 @@ def _total(at: Layout, t: int, problems: int, device: torch.device) -> Tensor:
         return total
     split = at.parts > 1
     groups = triton.cdiv(at.parts, _GROUP)
-    # Without a second part the sums go straight to `total`, and nobody counts.
+    # Without a second part the sums go straight to `total`, so no counter is needed.
     partial = total
     count = at.table
     if split:
@@ -111,7 +111,7 @@ def _total(at: Layout, t: int, problems: int, device: torch.device) -> Tensor:
         "VECTOR_TYPES": at.dtypes[1],
         "ALIGN": at.align,
         "GROUP": _GROUP,
-        "enable_fp_fusion": True,  # said, because Triton warns of a change of its default
+        "enable_fp_fusion": True,  # explicit, because Triton warns of a change of its default
         # 64 numbers per thread, or fewer, while a group is added.
         "CHUNK": min(512, triton.next_power_of_2(entries)),
     }
@@ -237,7 +237,7 @@ def _tile(
     """Load rows i of [G; g], in columns j."""
     is_row = (i < t)[:, None] & inside[None, :]
     tile = load(G, at_G + i[:, None] * stride + j[None, :], is_row, code & 3, ROW_TYPES, ALIGN)
-    # What is masked off is zero, so the sum of the two is either.
+    # Masked loads are zero, so the sum selects the valid one.
     is_vector = (i == t)[:, None] & inside[None, :]
     return tile + load(g, at_g + i[:, None] * 0 + j[None, :], is_vector, code // 4 & 3, VECTOR_TYPES, ALIGN)
 

@@ -25,7 +25,7 @@ _AS_NUMPY = {"enable_fp_fusion": False}
 
 
 def supports(method: Any, t: int) -> bool:
-    """Tell whether `solve` has this method, for t rows."""
+    """Return whether `solve` supports this method, for t rows."""
     return type(method) in (Exact, PGD, FISTA) and 1 <= t <= MOST_ROWS
 
 

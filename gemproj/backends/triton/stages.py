@@ -1,4 +1,4 @@
-"""The kernels on problems as the package knows them: torch tensors, or CuPy arrays through DLPack."""
+"""The triton backend: its kernels on torch tensors, or on CuPy arrays through DLPack."""
 
 from __future__ import annotations
 
