@@ -14,7 +14,9 @@ from gemproj._arrays import Array, namespace
 from gemproj._constants import NEAR_ZERO
 from gemproj._coordinates import settle
 from gemproj._tspace import Gram, inverse, matvec
-from gemproj.methods._active_set import Factorisation, solve_active_set
+from gemproj.methods._active_set import solve_active_set
+from gemproj.methods._faces import Factorisation
+from gemproj.methods.exact import Exact
 
 
 def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
@@ -163,8 +165,6 @@ def infeasible_rows(K: np.ndarray, h: np.ndarray, hard: np.ndarray, equality: np
     term is so small that only null directions of K reach the bounds. Then ``|x| >= h'd / |G'd|`` for
     every feasible x, and beyond 1e6 times the size of h there is none.
     """
-    from gemproj.methods.exact import Exact
-
     n = np.sqrt(np.diagonal(K))
     impossible = hard & (n == 0) & np.where(equality, h != 0, h > 0)
     if impossible.any():

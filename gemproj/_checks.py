@@ -18,9 +18,10 @@ from gemproj._arrays import (
     to_numpy,
     wide_dtype,
 )
+from gemproj._blocks import shape
 from gemproj._certificate import infeasible_rows
 from gemproj._constants import WIDE_RANGE
-from gemproj._problem import Problem, shape
+from gemproj._problem import Problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse

@@ -31,9 +31,9 @@ def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: lis
         z_P = K_PP^-1 G_P W^-1 v,    p = v - G_P' z_P,
         dg = p,    dG_i = lam_i W^-1 p - z_i x,    dW = -(x - g) W^-1 p,    dh = z,
 
-    and a bound that a multiplier is held at has the gradient ``G_i W^-1 p`` (for the lower bound of a
-    penalised equality, minus its penalty, that of the penalty has the other sign). Where the active set changes
-    (a multiplier is at a bound and its slack is zero) this is one of several one-sided derivatives.
+    and a bound that a multiplier is held at has the gradient ``G_i W^-1 p`` (with the other sign for the
+    penalty of an equality, whose lower bound is minus the penalty). Where the active set changes (a
+    multiplier is at a bound and its slack is zero) this is one of several one-sided derivatives.
     """
     xp, batch, t = problem.xp, problem.batch, problem.t
     lead = () if problem.shared else batch

@@ -7,28 +7,25 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-
 from gemproj._arrays import (
     Array,
     Blocks,
-    detach,
     device_of,
     from_numpy,
     is_array,
     namespace,
     on_host,
-    to_numpy,
 )
 from gemproj._bounds import check_scalar, make_bounds, standard_form
 from gemproj._checks import check_feasible, check_finite, check_gram, check_range, drop_not_finite
 from gemproj._constants import WIDE_ROUNDING
-from gemproj._problem import Problem, check_multipliers, check_problem, shape
+from gemproj._problem import Problem, check_multipliers, check_problem
 from gemproj._refine import refine_directly, return_to_rows
 from gemproj._solution import DualSolution
 from gemproj._tspace import Measured, clip, snap
 from gemproj.backends import select, solver_for
 from gemproj.methods import AnyMethod, Exact, Method, Outcome, Status, as_method
+from gemproj.methods._callable import call
 from gemproj.methods._method import check_count
 
 
@@ -270,7 +267,7 @@ def _solve(
     if isinstance(method, Method):
         lam, iterations, status, resolved = solver(method, K, b, lower, upper, start)
     else:
-        lam, iterations, status = _call(method, K, b, start, to_caller), 0, int(Status.APPROXIMATE)
+        lam, iterations, status = call(method, K, b, start, to_caller), 0, int(Status.APPROXIMATE)
     if isinstance(status, int):
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
     if base is not None:
@@ -281,25 +278,3 @@ def _solve(
         lam = xp.where(dropped, xp.zeros_like(lam), lam)
         status = status + xp.astype(xp.any(dropped, axis=-1), status.dtype) * int(Status.ROW_DROPPED)
     return DualSolution(lam, gram, bounds, iterations, status, measured.rounding), resolved
-
-
-def _call(
-    method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
-) -> Array:
-    """Call a function of the user with copies, as it may work in place, of the library it expects."""
-    xp = namespace(b)
-    K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
-    like = to_caller(b + 0.0)
-    lam = method(to_caller(K + 0.0), like, None if start is None else to_caller(start + 0.0))
-    if not isinstance(lam, type(like)) or tuple(lam.shape) != tuple(like.shape):
-        found = f"{type(lam).__name__} of shape {shape(lam)}" if hasattr(lam, "shape") else repr(lam)
-        raise ValueError(
-            f"method {method!r} must return multipliers of the type and shape of b, "
-            f"{type(like).__name__} {shape(like)}; found {found}."
-        )
-    lam = namespace(like).astype(detach(lam), like.dtype, copy=False)
-    if on_host(device_of(like)):
-        lam = to_numpy(lam)
-        if not np.isfinite(lam).all():
-            raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
-    return lam

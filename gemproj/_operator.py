@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import Blocks
+from gemproj._blocks import blocks_of
 from gemproj._combine import combine_into
 from gemproj._derivative import pull_back
 from gemproj._dual import Options, check_options, solve_problem
-from gemproj._problem import blocks_of, check_problem
+from gemproj._problem import check_problem
 from gemproj.methods import METHODS, Exact, as_method
 
 # The arguments of an operator are tensors, numbers and strings; this is what the strings stand for.

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks
+from gemproj._blocks import blocks_of
 from gemproj._combine import combine_into, output, returned
 from gemproj._dual import check_options, solve_problem
-from gemproj._problem import blocks_of, check_problem
+from gemproj._problem import check_problem
 from gemproj.methods import AnyMethod
 
 

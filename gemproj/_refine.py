@@ -14,7 +14,9 @@ from gemproj._problem import Problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, clip, inverse, normalise, snap, solve_on
-from gemproj.methods._active_set import Factorisation, solve_active_set
+from gemproj.backends import select
+from gemproj.methods._active_set import solve_active_set
+from gemproj.methods._faces import Factorisation
 from gemproj.methods._method import Status
 from gemproj.methods.exact import Exact, resolution
 
@@ -139,8 +141,6 @@ def polish(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
         one = replace(one, vector=[a[(*i, ...)] for a in x], weight=None, backend=None)
         s = direct_slack(one, np.zeros(problem.t), None if sol.bounds.h is None else sol.bounds.h[i])
         step[i] = -solve_free(sol, np.where(np.isfinite(s), s, 0.0), i)
-    from gemproj.backends import select
-
     moved = replace(problem, vector=x, backend=None)
     select(moved).combine(moved, step, x)
 

@@ -18,7 +18,8 @@ from gemproj import Exact, combine, gram, project
 from gemproj._problem import check_problem
 from gemproj.backends import select
 from gemproj.backends.numba import installed
-from gemproj.methods._active_set import Tableau, solve_active_set
+from gemproj.methods._active_set import solve_active_set
+from gemproj.methods._faces import Tableau
 
 if not installed() or os.environ.get("GEMPROJ_BACKEND", "numba") != "numba":
     pytest.skip("numba is missing or switched off", allow_module_level=True)

@@ -9,8 +9,9 @@ from problems import KINDS, arbitrary, assert_close, draw, known, rational_proje
 from gemproj import Exact, Status, combine, gram, project, solve_dual
 from gemproj._tspace import normalise
 from gemproj.methods import _active_set
-from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
+from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._enumeration import enumerate_active_sets
+from gemproj.methods._faces import Factorisation, Tableau
 
 
 def relative(error, g):

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemproj.backends.numba import installed
-from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
+from gemproj.methods._active_set import solve_active_set
+from gemproj.methods._faces import Factorisation, Tableau
 
 _NONE = np.empty((0, 0))
 

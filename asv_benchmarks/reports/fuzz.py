@@ -21,7 +21,8 @@ from rich.progress import track
 import gemproj
 from gemproj import Exact, combine, gram, project
 from gemproj._tspace import normalise
-from gemproj.methods._active_set import Factorisation, Tableau, solve_active_set
+from gemproj.methods._active_set import solve_active_set
+from gemproj.methods._faces import Factorisation, Tableau
 from tests.problems import rational_projection
 
 CHUNK = 2000

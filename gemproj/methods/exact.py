@@ -10,8 +10,9 @@ import numpy as np
 from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
 from gemproj._constants import MOST_ROWS, MOST_SETS, NEAR_ZERO, RESOLVED
 from gemproj._tspace import matvec, normalise, smallest_pivot
-from gemproj.methods._active_set import Tableau, solve_active_set
+from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._enumeration import enumerate_active_sets
+from gemproj.methods._faces import Tableau
 from gemproj.methods._method import Method, Outcome, Status, exact_status
 from gemproj.methods.fista import FISTA
 

@@ -49,9 +49,9 @@ def locate(problem: Problem) -> tuple[np.ndarray, type] | None:
 
 def locate_output(lines: np.ndarray, batch: tuple[int, ...], x: list[Array]) -> bool:
     """Write the addresses of x to the table; False if its entries are not equally far apart in memory."""
-    places = [_place(a, len(batch)) for a in x]
+    places = [place for a in x if (place := _place(a, len(batch)))]
     # Nor where all problems would be written to one place.
-    if None in places or (len(lines) > len(x) and 0 in places[0][1]):
+    if len(places) < len(x) or (len(lines) > len(x) and 0 in places[0][1]):
         return False
     if batch:
         lines[:, OUT_STEP] = places[0][2]

@@ -1,0 +1,68 @@
+"""Arguments that are one array, or a sequence or mapping of arrays, as parameters come out of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from gemproj._arrays import PLAIN_ARRAYS, Array, Blocks, is_array, is_real_floating
+
+
+def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
+    """Split an argument into blocks; `like` has the keys and the number of blocks of G."""
+    if type(a) in PLAIN_ARRAYS and is_real_floating(a) and (like is None or like[0] is None):
+        return [a], None
+    if isinstance(a, Mapping):
+        keys: Any = list(a.keys())
+        if like is not None and isinstance(like[0], list):
+            if set(keys) != set(like[0]):
+                odd = sorted(map(repr, set(keys) ^ set(like[0])))
+                raise ValueError(
+                    f"{name} and G must have the same keys; only in one of them: {', '.join(odd)}."
+                )
+            keys = like[0]
+        blocks = [a[k] for k in keys]
+    elif isinstance(a, (list, tuple)):
+        keys, blocks = (tuple if isinstance(a, tuple) else list), list(a)
+    else:
+        keys, blocks = None, [a]
+    if not blocks:
+        raise ValueError(f"{name} has no blocks; pass at least one array.")
+    if like is not None and _kind(keys) != _kind(like[0]):
+        raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.")
+    if like is not None and len(blocks) != like[1]:
+        raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
+    for block in blocks:
+        if not is_array(block):
+            hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
+            raise TypeError(
+                f"{name} must be an array (NumPy, torch, CuPy, ...), or a sequence or mapping of arrays; "
+                f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
+            )
+        if isinstance(block, np.ma.MaskedArray):
+            raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
+        if not is_real_floating(block):
+            raise TypeError(
+                f"{name} must have a real floating-point dtype; found {block.dtype}. Convert it first."
+            )
+    return blocks, keys
+
+
+def _kind(keys: Any) -> str:
+    if keys is None:
+        return "one array"
+    return "a sequence of arrays" if keys in (list, tuple) else "a mapping of arrays"
+
+
+def shape(a: Array) -> tuple[int, ...]:
+    """Return the shape of an array as a tuple of plain integers, for messages."""
+    return tuple(a.shape)
+
+
+def blocks_of(a: Blocks) -> Sequence[Any]:
+    """Return the leaves of an argument that has not been checked yet."""
+    if isinstance(a, Mapping):
+        return list(a.values())
+    return a if isinstance(a, (list, tuple)) else [a]

@@ -1,0 +1,172 @@
+"""The minimum over any set of free multipliers, and what follows for the others: under an active-set search.
+
+Either a tableau of K, which costs one rank-one update per pivot, or an orthogonal factorisation of the rows,
+for which they may be nearly dependent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gemproj._constants import ROUNDING
+from gemproj._tspace import dependent_below, sweep
+
+
+class Tableau:
+    """The minimum over any set of free multipliers, from [K | b] swept on that set."""
+
+    def __init__(self, K: np.ndarray, b: np.ndarray) -> None:
+        self.K, self.b = K, b
+        self.clear()
+
+    def clear(self) -> None:
+        """Start from no free multiplier."""
+        self.free = np.zeros(len(self.b), dtype=bool)
+        self.swept = np.concatenate([self.K, self.b[:, None]], axis=1)
+
+    def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
+        """Sweep on a whole set at once, without rows that depend on others of it; rows `first` come first."""
+        self.clear()
+        if free.any() and not self._set_independent(free):
+            _free_one_by_one(self, free, first)
+
+    def _set_independent(self, free: np.ndarray) -> bool:
+        """Sweep on a set of independent rows; False, and nothing done, if they are dependent."""
+        inside, outside = np.flatnonzero(free), np.flatnonzero(~free)
+        try:
+            factor = np.linalg.cholesky(self.K[np.ix_(inside, inside)])
+        except np.linalg.LinAlgError:
+            return False
+        if np.diagonal(factor).min() ** 2 <= dependent_below(self.swept):
+            return False
+        half = np.linalg.solve(factor, np.eye(len(inside)))
+        inverse = half.T @ half
+        solved = np.linalg.solve(factor.T, np.linalg.solve(factor, self.swept[inside]))
+        self.swept[outside] -= self.K[np.ix_(outside, inside)] @ solved
+        self.swept[inside] = solved
+        self.swept[np.ix_(inside, inside)] = inverse
+        self.swept[np.ix_(outside, inside)] = -solved[:, outside].T
+        self.free = free.copy()
+        return True
+
+    def distance(self, j: int) -> float:
+        """Return the squared distance of row j from the span of the free rows."""
+        return float(self.swept[j, j])
+
+    def pivot(self, j: int) -> None:
+        """Move row j into the free set or out of it: the sweep is its own inverse."""
+        self.swept = sweep(self.swept, j)
+        self.free[j] = not self.free[j]
+
+    def dependent(self, j: int) -> bool:
+        """Tell whether row j is a combination of the free rows, to rounding."""
+        return bool(self.swept[j, j] <= dependent_below(self.swept))
+
+    def weights(self, j: int) -> np.ndarray:
+        """Return w with ``G[j] = w @ G[free]`` for a row that depends on the free rows."""
+        return self.swept[self.free, j]
+
+    def trial(self, held: np.ndarray) -> np.ndarray:
+        """Return -lam of the free rows and s of the others, at the minimum over the free multipliers."""
+        return self.swept[:, -1] + self.swept[:, :-1] @ held
+
+    def slack(self, lam: np.ndarray) -> np.ndarray:
+        """Return s of what a search found, from K and b themselves."""
+        return self.K @ lam + self.b
+
+    def rounding(self, lam: np.ndarray) -> float:
+        """Return the rounding of s of `trial`: a constraint is violated only beyond it."""
+        return ROUNDING * (1.0 + float(np.abs(lam).sum()))
+
+
+class Factorisation:
+    """The same in coordinates: K = A'A and b = A'a - h, not formed."""
+
+    def __init__(self, A: np.ndarray, a: np.ndarray, h: np.ndarray | None = None) -> None:
+        self.A, self.a = A, a
+        self.h = np.zeros(A.shape[1]) if h is None else h
+        self.clear()
+
+    def clear(self) -> None:
+        self._factor(np.zeros(self.A.shape[1], dtype=bool))
+
+    def _factor(self, free: np.ndarray) -> None:
+        """Factor the free rows; ``Q'x = right`` where their slack is zero."""
+        self.free = free
+        self.Q, self.R = np.linalg.qr(self.A[:, free])
+        self.right = solve_triangle(self.R.T, self.h[free])
+
+    def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
+        self._factor(free.copy())
+        if free.any() and not self._independent():
+            self.clear()
+            _free_one_by_one(self, free, first)
+
+    def _independent(self) -> bool:
+        # Columns of R^-1 are (1 + |w|) / pivot, see `dependent`; a singular R has no inverse.
+        pivots = np.abs(np.diagonal(self.R))
+        below = dependent_below(self.A)
+        if len(pivots) < self.R.shape[1] or pivots.min() <= below:
+            return False
+        return bool(np.abs(np.linalg.inv(self.R)).sum(axis=0).max() * below < 1.0)
+
+    def distance(self, j: int) -> float:
+        outside = self._outside(self.A[:, j])
+        return float(outside @ outside)
+
+    def pivot(self, j: int) -> None:
+        free = self.free.copy()
+        free[j] = not free[j]
+        self._factor(free)
+
+    def dependent(self, j: int) -> bool:
+        # Where free rows nearly cancel, their span is only known to rounding times the weights of row j.
+        noise = dependent_below(self.A) * (1.0 + np.abs(self.weights(j)).sum())
+        return bool(np.linalg.norm(self._outside(self.A[:, j])) <= noise)
+
+    def weights(self, j: int) -> np.ndarray:
+        return solve_triangle(self.R, self.Q.T @ self.A[:, j])
+
+    def trial(self, held: np.ndarray) -> np.ndarray:
+        target = self.a + self.A @ held
+        x = self._outside(target) + self.Q @ self.right
+        result = self.A.T @ x - self.h
+        result[self.free] = solve_triangle(self.R, self.Q.T @ target - self.right)
+        return result
+
+    def slack(self, lam: np.ndarray) -> np.ndarray:
+        # Of free rows it is zero by construction; from lam itself it comes with its rounding.
+        return np.where(self.free, 0.0, self.trial(np.where(self.free, 0.0, lam)))
+
+    def rounding(self, lam: np.ndarray) -> float:
+        # Free multipliers, however large, do not enter x.
+        return ROUNDING * (1.0 + float(np.abs(lam[~self.free]).sum()))
+
+    def _outside(self, v: np.ndarray) -> np.ndarray:
+        """Return the part of v that is orthogonal to the free rows; twice is enough."""
+        for _ in range(2):
+            v = v - self.Q @ (self.Q.T @ v)
+        return v
+
+
+def _free_one_by_one(faces: Tableau | Factorisation, wanted: np.ndarray, first: np.ndarray) -> None:
+    """Free the rows that are independent, rows `first` first, the one farthest from the free rows next.
+
+    Of dependent rows those that are far apart are taken, and multipliers stay small.
+    """
+    for group in (wanted & first, wanted & ~first):
+        left = set(np.flatnonzero(group).tolist())
+        while left:
+            j = max(left, key=faces.distance)
+            if faces.dependent(j):
+                break
+            faces.pivot(j)
+            left.remove(j)
+
+
+def solve_triangle(R: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Solve R w = b; where R is singular to the last bit, for the smallest w."""
+    try:
+        return np.linalg.solve(R, b)
+    except np.linalg.LinAlgError:
+        return np.linalg.lstsq(R, b, rcond=None)[0]
