@@ -21,19 +21,15 @@ demo: $(STAMP)  ## Train on AG News with and without projection; table and figur
 
 test: $(STAMP)  ## Run all tests and the examples of the documentation.
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
-	GEMPROJ_BACKEND=portable $(BIN)/python -m pytest -q -n auto --dist loadfile $(PORTABLE) $(ARGS)
+	GEMPROJ_BACKEND=portable $(BIN)/python -m pytest -q -n auto $(NUMERICAL) $(ARGS)
 
-# What runs once more without compiled loops.
-PORTABLE := $(addprefix tests/test_,stages.py exact.py methods.py refine.py certificate.py derivative.py bad_input.py)
-
-# Other kernels of OpenBLAS, MKL and torch than this machine's: other orders of sums, and no FMA. The strict
-# array library would only repeat what NumPy computes.
+# What runs once more on the portable backend; the strict array library always takes it.
+NUMERICAL := -k 'not array_api_strict' $(addprefix tests/test_,stages.py exact.py bounds.py refine.py certificate.py)
+# Other kernels of OpenBLAS, MKL and torch than this machine's: other orders of sums, and no FMA.
 OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default
-ARITHMETIC := $(addprefix tests/test_,stages.py exact.py refine.py certificate.py derivative.py)
 
 test-arithmetic: $(STAMP)  ## Run the numerical tests once more, with the rounding of other machines.
-	$(OTHER_ARITHMETIC) GEMPROJ_BACKEND=portable $(BIN)/python -m pytest -q -n auto --dist loadfile \
-		-k 'not array_api_strict' $(ARITHMETIC) $(ARGS)
+	$(OTHER_ARITHMETIC) GEMPROJ_BACKEND=portable $(BIN)/python -m pytest -q -n auto $(NUMERICAL) $(ARGS)
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m asv_benchmarks.reports.projection $(ARGS)

@@ -207,6 +207,8 @@ def _project_backward(
     penalty: Tensor | None, equality: Tensor | None, x: list[Tensor], upstream: list[Tensor], alone: bool,
     method: str, refine: int,
 ) -> list[Tensor]:  # fmt: skip
+    if not isinstance(as_method(_methods[method]), Exact):
+        raise ValueError(f"Gradients flow through method 'exact' only; method is {_methods[method]!r}.")
     problem = _problem(G, g, metric, alone)
     sol = solve_problem(problem, _options(method, h, margin, penalty, equality, refine))
     grads = pull_back(problem, sol.to(problem.xp, problem.device), x, upstream)

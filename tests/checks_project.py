@@ -64,7 +64,7 @@ def any_option():
             close(sol.multipliers, lam, dtype)
 
 
-@check(2, 4)
+@check(2)
 def large_float32():
     """More columns than one tile, of which products are summed in float32 first."""
     generator = torch.Generator().manual_seed(0)
@@ -74,7 +74,7 @@ def large_float32():
     close(project(G[:, at], g[at]), gemproj.project(G, g)[at], torch.float32)
 
 
-@check(2, 4)
+@check(2)
 def blocks_and_out():
     G, g, w = problem()
     at, cut = mine(), 11
@@ -96,7 +96,7 @@ def blocks_and_out():
     close(own, expected)
 
 
-@check(2, 4)
+@check(2)
 def own_group():
     """A group of some processes; the others do something else."""
     G, g, _ = problem()
@@ -106,7 +106,7 @@ def own_group():
         close(project(G[:, at], g[at], group=group), gemproj.project(G, g)[at])
 
 
-@check(2, 4)
+@check(2)
 def no_constraints():
     G, g, _ = problem()
     at = mine()
@@ -132,7 +132,7 @@ def exchanges_t_squared_numbers():
     assert sum(n for dtype, n in seen if dtype != torch.float64) <= 3, seen
 
 
-@check(2, 4)
+@check(2)
 def errors_on_every_process():
     G, g, w = problem()
     at, odd = mine(), dist.get_rank() == 0  # process 0 has columns, process 1 has none

@@ -28,7 +28,7 @@ def past():
     return together, [share(batch, one) for batch, one in zip(together, sizes, strict=True)]
 
 
-@check(2, 4)
+@check(2)
 def recall_joins_the_memories():
     together, mine = past()
     one, many = net(), DistributedDataParallel(net())
@@ -66,7 +66,7 @@ def trains_as_one_process_does():
         same_everywhere(flat(many))
 
 
-@check(2, 4)
+@check(2)
 def constrain_averages():
     rank, world = dist.get_rank(), dist.get_world_size()
     one, many = net(), net()
@@ -88,7 +88,7 @@ def constrain_averages():
     assert not seen
 
 
-@check(2, 4)
+@check(2)
 def errors_on_every_process():
     odd = dist.get_rank() == 1
     mine = past()[1]
@@ -147,7 +147,7 @@ def errors_on_every_process():
         GradientProjector(inner[odd:], group=dist.group.WORLD).constrain([loss(many.module, full[0])])
 
 
-@check(2, 4)
+@check(2)
 def gem_trains_as_one_process_does():
     """The one object for a loop, on replicas and on shards, whose memories differ in size."""
     world = dist.get_world_size()

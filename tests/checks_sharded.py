@@ -199,14 +199,14 @@ def what_tensor_parallelism_repeats():
                 assert torch.equal(shards[2], shards[3])
 
 
-@check(2, 4)
+@check(2)
 def tensor_parallel_alone_trains_as_one_process():
     for options in OPTIONS:
         if "clip" not in options:
             compare(tensor_only, options)
 
 
-@check(2, 4)
+@check(2)
 def frozen_parameters():
     def prepare(model):
         for p in model[0].parameters():
@@ -224,7 +224,7 @@ def gradients(model):
     )
 
 
-@check(2, 4)
+@check(2)
 def mixed_precision():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = fsdp(net(torch.float32), mp_policy=policy)
@@ -252,7 +252,7 @@ def mixed_precision():
     assert projector.last.worst_cosine > -1e-5
 
 
-@check(2, 4)
+@check(2)
 def parameters_without_gradient():
     """A second head that no loss of now uses, and a third one that nothing uses."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -304,7 +304,7 @@ def replicas_are_alike(model):
         assert torch.equal(here, everyone[(rank + 2) % 4])
 
 
-@check(2, 4)
+@check(2)
 def recall_disturbs_nothing():
     """Neither gradients that accumulate, nor those of parameters that are not projected, nor modes."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -345,7 +345,7 @@ def layer_columns(row, layer):
     return torch.cat(whole_parts)
 
 
-@check(2, 4)
+@check(2)
 def memories_of_unequal_size():
     """Processes wait for each other in every pass, so they make the same number of them."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -362,7 +362,7 @@ def memories_of_unequal_size():
         torch.testing.assert_close(row, expected.constraints[0], rtol=1e-9, atol=1e-12)
 
 
-@check(2, 4)
+@check(2)
 def constrain_takes_a_list():
     rank, world = dist.get_rank(), dist.get_world_size()
     past = [share(task(k, n), rank, world) for k, n in enumerate(PAST)]
@@ -377,7 +377,7 @@ def constrain_takes_a_list():
         projector.constrain(loss(model, batch) for batch in past)
 
 
-@check(2, 4)
+@check(2)
 def state_comes_back():
     rank, world = dist.get_rank(), dist.get_world_size()
     past = [share(task(k, n), rank, world) for k, n in enumerate(PAST)]
@@ -402,7 +402,7 @@ def state_comes_back():
         GradientProjector(net().parameters()).load_state_dict(projector.state_dict())
 
 
-@check(2, 4)
+@check(2)
 def exchanges_t_squared_numbers():
     rank, world = dist.get_rank(), dist.get_world_size()
     past = [share(task(k, 4 * world), rank, world) for k in range(3)]
@@ -421,7 +421,7 @@ def exchanges_t_squared_numbers():
     attached.remove()
 
 
-@check(2, 4)
+@check(2)
 def errors_on_every_process():
     rank, world = dist.get_rank(), dist.get_world_size()
     odd = rank == 1
@@ -463,7 +463,7 @@ def errors_on_every_process():
     assert len(projector.constraints) == 0
 
 
-@check(2, 4)
+@check(2)
 def what_is_not_finite_on_one_process():
     rank, world = dist.get_rank(), dist.get_world_size()
     past = [share(task(k, n), rank, world) for k, n in enumerate(PAST)]

@@ -38,7 +38,7 @@ def compile_only(self, *args, grid, warmup, **options):
 driver.set_active(Driver())
 launch, JITFunction.run = JITFunction.run, compile_only
 
-for t in (2, 9, 100):
+for t in (2, 9):
     gram([torch.ones(t, 9000)], [torch.ones(9000)])
 mixed = [torch.ones(3, 9000, dtype=dtype) for dtype in (torch.float16, torch.bfloat16, torch.float64)]
 vector = [a[0].float() for a in mixed]
@@ -47,7 +47,6 @@ gram_batch(torch.ones(9, 2, 64), torch.ones(9, 64))
 lam = torch.ones(9, 3, dtype=torch.float64)
 combine(mixed, vector, lam[0], [a[0].clone() for a in mixed])
 combine_batch(torch.ones(9, 3, 64), torch.ones(9, 64), lam, torch.ones(9, 64))
-for t, method in ((2, PGD()), (2, FISTA()), (8, Exact()), (49, Exact())):
+for t, method in ((2, PGD()), (2, FISTA()), (4, Exact()), (9, Exact())):
     K, b = torch.eye(t, dtype=torch.float64), torch.ones(t, dtype=torch.float64)
-    solve(K, b, method=method)
     solve(K, b, method=method, lower=-b, upper=1.0, start=b)
