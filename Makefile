@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-arithmetic bench bench-gpu bench-exchange bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo test bench bench-gpu bench-exchange bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -21,15 +21,12 @@ demo: $(STAMP)  ## Train on AG News with and without projection; table and figur
 
 test: $(STAMP)  ## Run all tests and the examples of the documentation.
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
-	GEMPROJ_BACKEND=portable $(BIN)/python -m pytest -q -n auto $(NUMERICAL) $(ARGS)
-
-# What runs once more on the portable backend; the strict array library always takes it.
-NUMERICAL := -k 'not array_api_strict' $(addprefix tests/test_,stages.py exact.py bounds.py refine.py certificate.py)
-# Other kernels of OpenBLAS, MKL and torch than this machine's: other orders of sums, and no FMA.
-OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default
-
-test-arithmetic: $(STAMP)  ## Run the numerical tests once more, with the rounding of other machines.
 	$(OTHER_ARITHMETIC) GEMPROJ_BACKEND=portable $(BIN)/python -m pytest -q -n auto $(NUMERICAL) $(ARGS)
+
+# What runs once more on the portable backend, with other kernels of OpenBLAS, MKL and torch than this machine's:
+# other orders of sums, and no FMA. The strict array library takes that backend anyway.
+NUMERICAL := -k 'not array_api_strict' $(addprefix tests/test_,stages.py exact.py bounds.py refine.py certificate.py)
+OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m asv_benchmarks.reports.projection $(ARGS)

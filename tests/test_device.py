@@ -38,9 +38,10 @@ def device(request, monkeypatch):
     @contextmanager
     def context():
         with monkeypatch.context() as patch:
-            for module in ("_problem", "_dual", "_checks", "_bounds", "methods.exact"):
+            for module in ("_problem", "_dual", "_checks", "_bounds", "methods.exact", "methods._callable"):
                 patch.setattr(f"gemproj.{module}.on_host", lambda device: False)
-            patch.setattr("gemproj.backends.triton.available", lambda device: True)
+            for module in ("triton", "triton.stages") if context.kernels else ():
+                patch.setattr(f"gemproj.backends.{module}.available", lambda device: True)
             patch.setenv("GEMPROJ_BACKEND", request.param)
             yield
 
