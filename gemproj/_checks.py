@@ -73,7 +73,8 @@ def check_range(problem: Problem, gram: Gram) -> None:
     low, high = WIDE_RANGE
     squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
     if squares.ndim == gram.gg.ndim + 1 == 1:  # the fastest way to look at a few numbers
-        if all(low < v < high for v in (*squares.tolist(), float(gram.gg))):
+        inside = [low < v < high for v in (*squares.tolist(), float(gram.gg))]
+        if all(inside):
             return
     elif all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in (squares, gram.gg)):
         return

@@ -112,6 +112,12 @@ def test_dependent_rows_and_a_batch_with_one_odd_problem(backend):
     torch.testing.assert_close(x[2], alone, rtol=0, atol=1e-13)
 
 
+def test_a_backend_that_does_not_exist_is_an_error(monkeypatch):
+    monkeypatch.setenv("GEMPROJ_BACKEND", "cuda")
+    with pytest.raises(ValueError, match="portable, numba or triton; found 'cuda'"):
+        project(*draw(2, 5))
+
+
 def test_a_method_of_the_user_sees_the_same_problem(backend):
     G, g = draw(4, 50)
     with backend():

@@ -71,6 +71,8 @@ def _module(host: bool, wanted: str) -> Any:
     """Return the module with the fast backend for the CPU or for devices, as far as it is wanted."""
     if wanted not in ("", "portable", "numba", "triton"):
         raise ValueError(f"GEMPROJ_BACKEND must be portable, numba or triton; found {wanted!r}.")
+    if host and wanted == "numba" and not installed():
+        raise ImportError("GEMPROJ_BACKEND=numba needs numba: pip install 'gemproj[fast]'.")
     if host and wanted != "portable" and installed():
         from gemproj.backends.numba import backend
 
