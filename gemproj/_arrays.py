@@ -27,8 +27,6 @@ def namespace(a: Array) -> Any:
 
 
 _NUMPY = namespace(np.empty(0))
-# Types known to be arrays and not containers of them.
-PLAIN_ARRAYS = {np.ndarray}
 
 
 def common_namespace(arrays: Sequence[Array]) -> Any:
@@ -84,8 +82,6 @@ def is_torch(a: Any) -> bool:
     found = _IS_TORCH.get(type(a))
     if found is None:
         found = _IS_TORCH[type(a)] = array_api_compat.is_torch_array(a)
-        if found and type(a).__name__ in ("Tensor", "Parameter"):
-            PLAIN_ARRAYS.add(type(a))
     return found
 
 

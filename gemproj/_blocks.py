@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import PLAIN_ARRAYS, Array, Blocks, is_array, is_real_floating
+from gemproj._arrays import Array, Blocks, is_array, is_real_floating, is_torch
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
     """Split an argument into blocks; `like` has the keys and the number of blocks of G."""
-    if type(a) in PLAIN_ARRAYS and is_real_floating(a) and (like is None or like[0] is None):
+    # The usual case first: an array needs no look at sequences and mappings.
+    plain = type(a) is np.ndarray or is_torch(a)
+    if plain and is_real_floating(a) and (like is None or like[0] is None):
         return [a], None
     if isinstance(a, Mapping):
         keys: Any = list(a.keys())

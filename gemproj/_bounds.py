@@ -31,9 +31,9 @@ class Bounds:
     Attributes
     ----------
     base : array or None
-        Finite lower bounds; None stands for 0. Not read where `free`.
-    free : array of bool or None
-        Rows without a lower bound.
+        Lower bounds where they are finite, and 0 elsewhere; None stands for 0.
+    equality : array of bool or None
+        Rows with ``G x = h``; None stands for none.
     upper : array or None
         None stands for infinity.
     h : array or None
@@ -41,15 +41,23 @@ class Bounds:
     """
 
     base: Array | None = None
-    free: Array | None = None
+    equality: Array | None = None
     upper: Array | None = None
     h: Array | None = None
+
+    @property
+    def unbounded(self) -> Array | None:
+        """Rows without a lower bound, bool, or None: equalities without a penalty."""
+        if self.equality is None or self.upper is None:
+            return self.equality
+        return self.equality & namespace(self.upper).isinf(self.upper)
 
     def lower_like(self, lam: Array) -> Array:
         """Return all lower bounds, with -inf where there is none."""
         xp = namespace(lam)
         lower = xp.zeros_like(lam) if self.base is None else self.base
-        return lower if self.free is None else xp.where(self.free, xp.full_like(lam, -math.inf), lower)
+        unbounded = self.unbounded
+        return lower if unbounded is None else xp.where(unbounded, xp.full_like(lam, -math.inf), lower)
 
     def upper_like(self, lam: Array) -> Array:
         """Return all upper bounds, with inf where there is none."""
@@ -74,12 +82,17 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> Standard:
     if bounds.h is not None:
         b = b - bounds.h
     if base is not None:
-        with np.errstate(over="ignore", invalid="ignore"):  # reported as an error of its own
+        with np.errstate(over="ignore", invalid="ignore"):
             b = b + matvec(K, base)
+        if on_host(device_of(b)) and not np.isfinite(b).all():
+            raise ValueError(
+                "margin, or the penalty of an equality, times the rows of G overflows. Lower it, or scale G "
+                "and g down."
+            )
         upper = None if upper is None else upper - base
-    lower = None
-    if bounds.free is not None:
-        lower = xp.where(bounds.free, xp.full_like(b, -math.inf), xp.zeros_like(b))
+    lower, unbounded = None, bounds.unbounded
+    if unbounded is not None:
+        lower = xp.where(unbounded, xp.full_like(b, -math.inf), xp.zeros_like(b))
     return Standard(K, b, lower, upper)
 
 
@@ -100,14 +113,14 @@ def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -
     upper = None if none else _per_row(penalty, "penalty", like)
     if on_host(device_of(like)):
         _check_values(right, base, upper)
-    free = None if equality is False else _mask(equality, like)
-    if free is not None:
-        if upper is not None:  # |G x - h| is penalised from both sides
-            base = xp.where(free, -upper, xp.zeros_like(like) if base is None else base)
-            free = free & xp.isinf(upper)
-        if base is not None:
-            base = xp.where(free, xp.zeros_like(like), base)
-    return Bounds(base, free, upper, right)
+    if equality is False:
+        return Bounds(base, None, upper, right)
+    mask, zero = _mask(equality, like), xp.zeros_like(like)
+    if upper is not None:  # |G x - h| is penalised from both sides
+        base = xp.where(mask, xp.where(xp.isinf(upper), zero, -upper), zero if base is None else base)
+    elif base is not None:
+        base = xp.where(mask, zero, base)
+    return Bounds(base, mask, upper, right)
 
 
 def is_number(value: Any) -> bool:

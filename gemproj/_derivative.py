@@ -70,8 +70,9 @@ def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: lis
     to_bound, zero = along(p), xp.zeros_like(z)
     held = xp.where(free, zero, to_bound)
     at_upper = sol.multipliers >= sol.upper
-    # The lower bound of a penalised equality is minus its penalty.
-    signed = xp.zeros_like(z, dtype=xp.bool) if sol.bounds.base is None else sol.bounds.base < 0
+    # The lower bound of an equality with a penalty is minus that penalty.
+    equality = sol.bounds.equality
+    signed = xp.zeros_like(z, dtype=xp.bool) if equality is None else equality
     lam = sol.multipliers
     grads: tuple[list[Array], list[Array], list[Array]] = ([], [], [])
     for k, (v, w, y) in enumerate(zip(p, weights, x, strict=True)):

@@ -234,8 +234,10 @@ def solve_problem(
     measured = select(problem).gram(problem)
     if all_reduce is not None:
         measured = all_reduce(measured)
-    if problem.host:
-        check_finite(measured.gram) if all_reduce else check_range(problem, measured.gram)
+        if problem.host:
+            check_finite(measured.gram)
+    elif problem.host:
+        check_range(problem, measured.gram)
     sol, resolved = _solve(measured, options, start, problem.backend.solve, problem.to_caller)
     if all_reduce is None:
         if options.refine:

@@ -110,12 +110,6 @@ class Problem:
         # Not empty_like: a g that is broadcast has strides that x must not have.
         return [self.xp.empty(tuple(v.shape), dtype=v.dtype, device=self.device) for v in self.vector]
 
-    def unpack(self, x: Any) -> list[Array]:
-        """Return the blocks of a container like the one of g."""
-        if self.keys is None:
-            return [x]
-        return list(x) if self.keys in (list, tuple) else [x[k] for k in self.keys]
-
     def pack(self, arrays: list[Array]) -> Any:
         """Return blocks in a container like the one of g."""
         if self.keys is None:

@@ -74,17 +74,16 @@ class DualSolution:
 
         Of equality constraints, those whose multiplier is not zero.
         """
-        if self.bounds.base is None:
-            return self.multipliers != 0 if self.bounds.free is not None else self.multipliers > 0
-        active = self.multipliers > self.bounds.base
-        return active if self.bounds.free is None else active | (self.bounds.free & (self.multipliers != 0))
+        lam, equality, xp = self.multipliers, self.bounds.equality, namespace(self.multipliers)
+        active = lam > (0 if self.bounds.base is None else self.bounds.base)
+        return active if equality is None else xp.where(equality, lam != 0, active)
 
     @property
     def violated(self) -> Array:
         """Boolean (..., t): the constraints that g itself violates."""
         slack = self.gram.b if self.bounds.h is None else self.gram.b - self.bounds.h
-        violated = slack < 0
-        return violated if self.bounds.free is None else violated | (self.bounds.free & (slack > 0))
+        violated, equality = slack < 0, self.bounds.equality
+        return violated if equality is None else violated | (equality & (slack > 0))
 
     @property
     def free(self) -> Array:
@@ -197,8 +196,8 @@ class DualSolution:
         size = xp.sqrt(xp.maximum(gg, xp.zeros_like(gg)))
         if h is not None and h.shape[-1]:
             demand = xp.maximum(h, xp.zeros_like(h))
-            if self.bounds.free is not None:
-                demand = xp.where(self.bounds.free, xp.abs(h), demand)
+            if self.bounds.equality is not None:
+                demand = xp.where(self.bounds.equality, xp.abs(h), demand)
             size = xp.maximum(size, xp.max(demand * inverse(xp.sqrt(xp.linalg.diagonal(K))), axis=-1))
         return size
 

@@ -196,6 +196,23 @@ def test_equalities_among_inequalities_are_rows_of_both_signs(xp, rng):
         )
 
 
+def test_active_and_violated_equalities(xp):
+    """Whether their multipliers are bounded by a penalty or not."""
+    G = xp.array([[1.0, 0.0], [0.0, 1.0]])
+    for penalty, lam in ((None, [-5.0, 0.0]), (2.0, [-2.0, 0.0]), (9.0, [-5.0, 0.0])):
+        sol = solve_dual(G, xp.array([5.0, 0.0]), equality=True, penalty=penalty)
+        assert xp.numpy(sol.multipliers).tolist() == lam
+        assert xp.numpy(sol.active).tolist() == xp.numpy(sol.violated).tolist() == [True, False]
+        assert bool(sol.optimal)
+        assert not bool(solve_dual(G, xp.array([5.0, 0.0]), method="pgd").optimal)
+
+
+def test_a_margin_that_overflows_is_an_error(xp):
+    G = xp.array(1e100 * np.eye(2))
+    with pytest.raises(ValueError, match=r"margin, .* times the rows of G overflows"):
+        project(G, xp.array(np.ones(2)), margin=1e150)
+
+
 def test_margin_and_penalty_per_row(xp, rng):
     for t in (4, 12):
         G, g = rng.standard_normal((t, 30)) - 0.2, rng.standard_normal(30) + 0.2

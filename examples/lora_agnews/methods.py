@@ -36,7 +36,8 @@ def all_tasks(memory: EpisodicMemory, size: int) -> Iterable[Any]:
 
 def one_task(memory: EpisodicMemory, size: int) -> Iterable[Any]:
     """S-GEM: the constraint of one past task at random."""
-    return [memory.batch(memory.tasks[int(torch.randint(len(memory), ()))])]
+    with torch.random.fork_rng(devices=[]):  # training draws the same numbers with every method
+        return [memory.batch(memory.tasks[int(torch.randint(len(memory), ()))])]
 
 
 def one_sample(memory: EpisodicMemory, size: int) -> Iterable[Any]:

@@ -52,8 +52,9 @@ class Backend(Protocol):
 def select(problem: Problem) -> Backend:
     """Return the backend of a problem, which keeps it for later stages."""
     if problem.backend is None:
-        bind = _module(problem.host, os.environ.get("GEMPROJ_BACKEND", ""))
-        problem.backend = (bind and bind.bind(problem)) or _PORTABLE
+        module = _module(problem.host, os.environ.get("GEMPROJ_BACKEND", ""))
+        found = None if module is None else module.bind(problem)
+        problem.backend = _PORTABLE if found is None else found
     return problem.backend
 
 

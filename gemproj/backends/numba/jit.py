@@ -10,7 +10,7 @@ from typing import Any
 import numba
 from numba.core import event
 
-_SECONDS = 15
+_SECONDS = 25
 
 
 def fast(function: Any) -> Any:
