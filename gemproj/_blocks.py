@@ -65,6 +65,7 @@ def shape(a: Array) -> tuple[int, ...]:
 
 def blocks_of(a: Blocks) -> Sequence[Any]:
     """Return the leaves of an argument that has not been checked yet."""
-    if isinstance(a, Mapping):
-        return list(a.values())
-    return a if isinstance(a, (list, tuple)) else [a]
+    if isinstance(a, (list, tuple)):
+        return a
+    # Arrays before mappings, which take longer to ask for.
+    return [a] if hasattr(a, "dtype") or not isinstance(a, Mapping) else list(a.values())

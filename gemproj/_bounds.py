@@ -78,6 +78,8 @@ class Standard(NamedTuple):
 
 def standard_form(K: Array, b: Array, bounds: Bounds) -> Standard:
     """Subtract h, and move finite lower bounds to zero: the projection of ``g + G'base``."""
+    if bounds is PLAIN:
+        return Standard(K, b, None, None)
     xp, base, upper = namespace(b), bounds.base, bounds.upper
     if bounds.h is not None:
         b = b - bounds.h
@@ -104,12 +106,13 @@ def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -
     TypeError, ValueError
         For options of another shape, and on the CPU for values out of range.
     """
+    no_margin = is_number(margin) and not margin
     none = penalty is None or (is_number(penalty) and penalty == math.inf)
-    if h is None and none and is_number(margin) and not margin and equality is False:
+    if h is None and none and no_margin and equality is False:
         return PLAIN
     xp = namespace(like)
     right = None if h is None else _per_row(h, "h", like)
-    base = None if is_number(margin) and not margin else _per_row(margin, "margin", like)
+    base = None if no_margin else _per_row(margin, "margin", like)
     upper = None if none else _per_row(penalty, "penalty", like)
     if on_host(device_of(like)):
         _check_values(right, base, upper)
@@ -125,7 +128,7 @@ def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -
 
 def is_number(value: Any) -> bool:
     """Return whether `value` is a plain real number."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
 
 
 def check_scalar(value: Any, name: str) -> None:

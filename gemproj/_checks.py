@@ -71,12 +71,12 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
 def check_range(problem: Problem, gram: Gram) -> None:
     """Raise for rows, on the CPU, that are not finite or whose squares are not in the range of float64."""
     low, high = WIDE_RANGE
-    squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
-    if squares.ndim == gram.gg.ndim + 1 == 1:  # the fastest way to look at a few numbers
-        inside = [low < v < high for v in (*squares.tolist(), float(gram.gg))]
-        if all(inside):
-            return
-    elif all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in (squares, gram.gg)):
+    if gram.gg.ndim == 0:  # plain numbers are the fastest to look at
+        inside = [low < v < high for v in (*gram.K.diagonal().tolist(), float(gram.gg))]
+    else:
+        squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
+        inside = [low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in (squares, gram.gg)]
+    if all(inside):
         return
     check_finite(gram)
     if not problem.has_float64():

@@ -31,7 +31,10 @@ from gemproj.methods._method import check_count
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The checked options of a projection; those that are arrays are checked against b later."""
+    """The checked options of a projection; those that are arrays are checked against b later.
+
+    h may also be a function of the `Gram`, for right-hand sides that are relative to the lengths of rows.
+    """
 
     method: Any
     h: Any = None
@@ -259,7 +262,8 @@ def _solve(
     xp, device = namespace(gram.b), device_of(gram.b)
     if not on_host(device):
         gram, dropped = drop_not_finite(gram)
-    bounds = make_bounds(options.h, options.margin, options.penalty, options.equality, gram.b)
+    h = options.h(gram) if callable(options.h) else options.h
+    bounds = make_bounds(h, options.margin, options.penalty, options.equality, gram.b)
     K, b, lower, upper = standard_form(gram.K, gram.b, bounds)
     base = bounds.base
     if start is not None:

@@ -136,14 +136,13 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
     device = device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
         for name, arrays in (("G", rows), ("g", vector), ("metric", weight or [])):
-            for a in arrays:
+            for k, a in enumerate(arrays):
                 if device_of(a) != device:
                     raise ValueError(
                         f"{name} is on device {device_of(a)} but g is on {device}; "
                         "move all arrays to one device."
                     )
-    rows, vector = [detach(a) for a in rows], [detach(a) for a in vector]
-    weight = None if weight is None else [detach(a) for a in weight]
+                arrays[k] = detach(a)
     if weight is not None and on_host(device):
         for w in weight:
             if not bool(xp.all((w > 0) & xp.isfinite(w))):
@@ -155,17 +154,16 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
 
 def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -> Problem:
     """Broadcast the leading dimensions of G (..., t, d), g (..., d) and the metric (..., d)."""
-    if G.ndim < 2:
-        raise ValueError(f"G must have shape (..., t, d), one row per constraint; found {shape(G)}.")
-    t, d = G.shape[-2:]
-    lead, batch = tuple(G.shape[:-2]), tuple(g.shape[:-1])
-    if g.ndim < 1 or g.shape[-1] != d:
+    of_G, of_g = shape(G), shape(g)
+    if len(of_G) < 2:
+        raise ValueError(f"G must have shape (..., t, d), one row per constraint; found {of_G}.")
+    lead, batch, (t, d) = of_G[:-2], of_g[:-1], of_G[-2:]
+    if of_g[-1:] != (d,):
         raise ValueError(
-            f"g must have shape {(*lead, d)} or (..., {d}) to go with G of shape {shape(G)}; "
-            f"found {shape(g)}."
+            f"g must have shape {(*lead, d)} or (..., {d}) to go with G of shape {of_G}; found {of_g}."
         )
     if w is not None and (w.ndim < 1 or w.shape[-1] != d):
-        raise ValueError(f"metric must have the shape of g, {shape(g)}, or ({d},); found {shape(w)}.")
+        raise ValueError(f"metric must have the shape of g, {of_g}, or ({d},); found {shape(w)}.")
     if not lead and batch and (w is None or w.ndim == 1):
         weight = None if w is None else [w]
         return Problem(xp, device, batch, t, [G], [g], weight, None, shared=True)
@@ -175,7 +173,7 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
             batch = np.broadcast_shapes(*found)
         except ValueError:
             raise ValueError(
-                f"The leading dimensions of G {shape(G)}, g {shape(g)}"
+                f"The leading dimensions of G {of_G}, g {of_g}"
                 f"{'' if w is None else f' and metric {shape(w)}'} do not broadcast. "
                 "G needs shape (..., t, d), g and metric (..., d)."
             ) from None

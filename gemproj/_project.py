@@ -93,8 +93,7 @@ def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or type(g) is np.ndarray:
         return False
-    leaf = next(iter(blocks_of(g)), None)
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(next(iter(blocks_of(g)), None), torch.Tensor):
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
@@ -105,4 +104,5 @@ def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:
         return True
     if not torch.is_grad_enabled():
         return False
-    return any(getattr(a, "requires_grad", False) for arg in (G, g, *others) for a in blocks_of(arg))
+    given = [arg for arg in (G, g, *others) if arg is not None and type(arg) is not float]
+    return any(getattr(a, "requires_grad", False) for arg in given for a in blocks_of(arg))

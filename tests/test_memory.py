@@ -1,5 +1,7 @@
 """The episodic memory: which examples stay, how they come back, and what survives a file."""
 
+import io
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -393,3 +395,93 @@ def test_nothing_to_draw():
     with pytest.raises(ValueError, match="nothing to draw from but task 'now'"):
         now.sample(3, exclude="now")
     assert list(now.batches(exclude="now")) == []
+
+
+@given(st.integers(1, 12), st.integers(1, 15), st.integers(0, 5))
+def test_none_is_drawn_again_before_all_were(kept, n, seed):
+    memory = EpisodicMemory(per_task=20, seed=seed)
+    memory.add(torch.arange(kept), "a")
+    drawn = []
+    for _ in range(7):
+        (batch,) = memory.batches(n=n)
+        assert len(batch) == len(set(batch.tolist())) == min(n, kept)
+        drawn += batch.tolist()
+        counts = [drawn.count(i) for i in range(kept)]
+        assert max(counts) - min(counts) <= 1
+
+
+def test_draws_for_each_label_and_for_each_example():
+    memory = EpisodicMemory(per_task=8, label=1, policy="reservoir")
+    memory.add((torch.arange(7), torch.tensor([2, 0, 2, 0, 2, 2, 2])), 0)
+    memory.add((torch.arange(10, 13), torch.tensor([1, 1, 1])), 1)
+    found = [sorted(x.tolist()) for x, _ in memory.batches(per="label")]
+    assert found == [[1, 3], [0, 2, 4, 5, 6], [10, 11, 12]]
+    some = list(memory.batches(n=2, per="label"))
+    assert [len(x) for x, _ in some] == [2, 2, 2]
+    assert all(len(set(y.tolist())) == 1 for _, y in some)
+    each = [x.tolist() for x, _ in memory.batches(exclude=1, per="example")]
+    assert sorted(each) == [[i] for i in range(7)]
+    assert [len(x) for x, _ in memory.batches(n=3, per="example")] == [1] * 6
+    with pytest.raises(ValueError, match="per must be 'task', 'label' or 'example'; found 'class'"):
+        memory.batches(per="class")
+    with pytest.raises(ValueError, match="per='label' needs label"):
+        EpisodicMemory().batches(per="label")
+    with pytest.raises(ValueError, match="n must be at least 1"):
+        memory.batches(n=0)
+
+
+def test_outputs_and_losses_stay_with_their_examples():
+    memory = EpisodicMemory(per_task=5, seed=3)
+    for start in range(0, 40, 4):
+        x = torch.arange(start, start + 4)
+        memory.add({"x": x}, 0, outputs=(10.0 * x, x[:, None].half()), losses=x.double() / 8)
+    for found in (memory.batch(0), *memory.batches(n=2), *memory.batches(per="example"), memory.sample(3)):
+        x = found.batch["x"]
+        assert torch.equal(found.outputs[0], 10.0 * x)
+        assert torch.equal(found.outputs[1][:, 0], x.half())
+        assert torch.equal(found.losses, x.double() / 8)
+    assert memory.nbytes == 5 * (8 + 4 + 2 + 8)
+    with pytest.raises(ValueError, match="stored with batch and outputs and losses; found batch"):
+        memory.add({"x": torch.arange(2)}, 0)
+    with pytest.raises(ValueError, match=r"losses must be a tensor of shape \(n,\).*found \(2, 1\)"):
+        memory.add({"x": torch.arange(2)}, 1, losses=torch.ones(2, 1))
+    with pytest.raises(ValueError, match="same leading dimension"):
+        memory.add({"x": torch.arange(2)}, 1, outputs=torch.ones(3))
+    memory.add({"x": torch.arange(2)}, 1)
+    with pytest.raises(ValueError, match="with some tasks only"):
+        memory.sample(8)
+
+
+def test_outputs_and_losses_are_recorded_for_what_is_kept():
+    memory = EpisodicMemory(per_task=5)
+    memory.add({"x": torch.arange(30)}, 0)
+    x = memory.batch(0)["x"]
+    memory.record(0, outputs=10.0 * x)
+    assert memory.batch(0).losses == ()
+    assert torch.equal(memory.batch(0).outputs, 10.0 * x)
+    memory.record(0, losses=x / 8)  # instead
+    assert memory.batch(0).outputs == ()
+    assert torch.equal(memory.batch(0).losses, x / 8)
+    with pytest.raises(ValueError, match="same leading dimension"):
+        memory.record(0, losses=torch.ones(4))
+    with pytest.raises(ValueError, match="No examples of task 7"):
+        memory.record(7, losses=torch.ones(5))
+
+
+def test_a_state_goes_on_with_the_same_draws():
+    def make():
+        return EpisodicMemory(per_task=9, label="y")
+
+    memory = make()
+    batch = {"x": torch.arange(12), "y": torch.arange(12) % 3}
+    memory.add(batch, "a", outputs=torch.arange(12.0), losses=torch.arange(12.0))
+    list(memory.batches(n=2)), list(memory.batches(n=2, per="label"))
+    stored = io.BytesIO()
+    torch.save(memory.state_dict(), stored)
+    stored.seek(0)
+    again = make()
+    again.load_state_dict(torch.load(stored, weights_only=True))
+    for options in ({}, {"per": "label"}) * 4:
+        for one, other in zip(memory.batches(n=2, **options), again.batches(n=2, **options), strict=True):
+            assert torch.equal(one.batch["x"], other.batch["x"])
+            assert torch.equal(one.losses, other.losses)

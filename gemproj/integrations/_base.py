@@ -6,13 +6,11 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from gemproj.methods import AnyMethod
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Projection
 from gemproj.torch.batches import Batch, Loss
 from gemproj.torch.constraint_gradients import model_loss
-from gemproj.torch.optimizer_step import Metric, On
+from gemproj.torch.remember import remember
 
 
 class FrameworkGEM:
@@ -22,8 +20,11 @@ class FrameworkGEM:
     ----------
     memory : EpisodicMemory
         The past tasks. In several processes each has its own examples of the same tasks.
-    loss, method, margin, penalty, equality, on, metric, interval, microbatch, training, sample
+    loss : callable
         As in `gemproj.torch.GEM`.
+    **options
+        Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
+        smoothing, on, metric, interval, microbatch, training, sample.
 
     Attributes
     ----------
@@ -36,33 +37,11 @@ class FrameworkGEM:
         self,
         memory: EpisodicMemory,
         loss: Loss = model_loss,
-        *,
-        method: AnyMethod = "exact",
-        margin: float | Tensor = 0.0,
-        penalty: float | Tensor | None = None,
-        equality: bool | Tensor = False,
-        on: On = "gradient",
-        metric: Metric = "euclidean",
-        interval: int = 1,
-        microbatch: int | None = None,
-        training: bool = False,
-        sample: int | None = None,
+        **options: Any,
     ) -> None:
         self.memory = memory
         self.gem: GEM | None = None
-        self._loss = loss
-        self._options: dict[str, Any] = {
-            "method": method,
-            "margin": margin,
-            "penalty": penalty,
-            "equality": equality,
-            "on": on,
-            "metric": metric,
-            "interval": interval,
-            "microbatch": microbatch,
-            "training": training,
-            "sample": sample,
-        }
+        self._loss, self._options = loss, options
         self._resumed: Mapping[str, Any] | None = None
         trial = torch.nn.Linear(1, 1)  # bad options are reported now, not when training begins
         GEM(trial, torch.optim.Adam(trial.parameters()), loss, memory=memory, **self._options).remove()
@@ -81,7 +60,9 @@ class FrameworkGEM:
         """Statistics of the last step; see `gemproj.torch.Projection`."""
         return None if self.gem is None else self.gem.last
 
-    def end_task(self, batches: Iterable[Batch], task: Hashable = None) -> None:
+    def end_task(
+        self, batches: Iterable[Batch], task: Hashable = None, *, model: torch.nn.Module | None = None
+    ) -> None:
         """Store examples of the task that has been learned, and forget its warm start.
 
         Parameters
@@ -90,12 +71,15 @@ class FrameworkGEM:
             The examples, such as the loader of the task; padded to a fixed length.
         task : hashable, optional
             By default the number of tasks stored before.
+        model : torch.nn.Module, optional
+            Before the first training: the model whose outputs and losses are stored, where the loss or a
+            bound needs them.
         """
-        task = len(self.memory) if task is None else task
-        for batch in batches:
-            self.memory.add(batch, task)
-        if self.projector is not None:
-            self.projector.reset()
+        if self.gem is not None:
+            self.gem.end_task(batches, task)
+            return
+        bounded = self._options.get("bound") is not None
+        remember(self.memory, batches, task, model, self._loss, bounded=bounded)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory and the state of the projector."""

@@ -47,8 +47,11 @@ class GEM(AcceleratedGEM):
         As ``accelerator.prepare`` returned them.
     memory : EpisodicMemory
         The past tasks. In several processes each has its own examples of the same tasks.
-    loss, method, margin, penalty, equality, on, metric, interval, microbatch, training, sample
+    loss : callable
         As in `gemproj.torch.GEM`.
+    **options
+        Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
+        smoothing, on, metric, interval, microbatch, training, sample.
 
     Attributes
     ----------

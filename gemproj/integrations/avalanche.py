@@ -69,7 +69,8 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
     seed : int, default 0
         Of the choice of patterns.
     **options
-        Of `gemproj.torch.GEM`: method, penalty, equality, on, metric, interval, microbatch, training.
+        Of `gemproj.torch.GEM`: rows, method, penalty, equality, smoothing, on, metric, interval,
+        microbatch, training.
 
     Attributes
     ----------

@@ -13,7 +13,6 @@ except ImportError as error:
     ) from error
 
 import torch
-from torch import Tensor
 
 from gemproj.integrations._base import FrameworkGEM, world_group
 from gemproj.torch import Projection
@@ -51,8 +50,9 @@ class GEMCallback(FrameworkGEM, Callback):
     loss : callable
         ``loss(module, batch)`` returns the mean over the examples, or one number for each. A method of
         the module will do, ``MyModule.loss``; not ``training_step``, which logs.
-    method, margin, penalty, equality, on, metric, interval, microbatch, training, sample
-        As in `gemproj.torch.GEM`.
+    **options
+        Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
+        smoothing, on, metric, interval, microbatch, training, sample.
 
     Attributes
     ----------
@@ -84,10 +84,17 @@ class GEMCallback(FrameworkGEM, Callback):
                 f"GEMCallback needs a module with one optimizer; found {len(trainer.optimizers)}."
             )
 
-        def loss(module: Any, batch: Any) -> Tensor:
-            with trainer.precision_plugin.forward_context():
-                batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
-                return self._loss(module, batch)
+        def in_precision(function: Any) -> Any:
+            def call(module: Any, batch: Any, *outputs: Any) -> Any:
+                with trainer.precision_plugin.forward_context():
+                    batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+                    return function(module, batch, *outputs)
+
+            return call
+
+        loss = in_precision(self._loss)
+        if hasattr(self._loss, "outputs"):
+            loss.outputs = in_precision(self._loss.outputs)
 
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._attach(pl_module, trainer.optimizers[0], loss=loss, group=world_group(), scaler=scaler)

@@ -55,9 +55,10 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
     loss : callable
         ``loss(model, batch)``, by default ``model(**batch).loss``. If the trainer computes another loss than
         the model's, pass the same here.
-    method, margin, penalty, equality, on, metric, interval, microbatch, training, sample
-        As in `gemproj.torch.GEM`. A margin is in units of the gradient that clipping leaves. With
-        `training`, activation checkpointing must not be reentrant.
+    **options
+        Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
+        smoothing, on, metric, interval, microbatch, training, sample. A margin is in units of the gradient
+        that clipping leaves. With `training`, activation checkpointing must not be reentrant.
 
     Attributes
     ----------

@@ -5,6 +5,8 @@ try:
 except ImportError as error:
     raise ImportError("gemproj.torch needs PyTorch: pip install 'gemproj[torch]'.") from error
 
+from gemproj.torch import losses
+from gemproj.torch.batches import Remembered
 from gemproj.torch.gem import GEM
 from gemproj.torch.gpm import SubspaceProjector
 from gemproj.torch.memory import EpisodicMemory
@@ -16,5 +18,7 @@ __all__ = [
     "EpisodicMemory",
     "GradientProjector",
     "Projection",
+    "Remembered",
     "SubspaceProjector",
+    "losses",
 ]

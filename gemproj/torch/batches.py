@@ -2,22 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 Batch = Any
-Loss = Callable[[Any, Batch], torch.Tensor]  # the mean over the examples, or one for each
+Field = Hashable | Callable[[Batch], torch.Tensor]  # a key of a batch, or a function of it
+# (model, batch), or (model, batch, outputs): returns the mean over the examples, or one number for each.
+Loss = Callable[..., torch.Tensor]
+
+
+class Remembered(NamedTuple):
+    """A batch, with what was stored about its examples; an empty tuple stands for nothing.
+
+    Attributes
+    ----------
+    batch : nesting of dicts, lists and tuples of tensors
+    outputs : the same
+        What the model had put out, one row per example.
+    losses : Tensor, shape (n,)
+        The loss of each example when it was stored.
+    """
+
+    batch: Batch
+    outputs: Any = ()
+    losses: Any = ()
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of what is there."""
+        return [
+            name
+            for name, value in zip(self._fields, self, strict=True)
+            if not (isinstance(value, tuple) and not value)
+        ]
 
 
 def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
     """Return the tensors of a batch, and how they were nested; raise for what is not a batch."""
-    if isinstance(batch, Mapping):
-        # Also for a tokenizer's BatchEncoding, and whatever the order of the keys is.
-        batch = {key: batch[key] for key in sorted(batch, key=str)}
-    leaves, spec = tree_flatten(batch)
+    if isinstance(batch, Remembered):
+        batch = Remembered(*map(_ordered, batch))
+    leaves, spec = tree_flatten(_ordered(batch))
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"A batch must hold tensors only; found {type(leaf).__name__}.")
@@ -29,6 +56,13 @@ def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
             f"All tensors of a batch need the same leading dimension; found {sizes or 'no tensor'}."
         )
     return leaves, spec
+
+
+def _ordered(batch: Batch) -> Batch:
+    """Return a mapping with sorted keys: also a tokenizer's BatchEncoding, whatever their order is."""
+    if not isinstance(batch, Mapping):
+        return batch
+    return {key: batch[key] for key in sorted(batch, key=str)}
 
 
 def count_examples(batch: Batch) -> int:
@@ -51,3 +85,14 @@ def parts(batch: Batch, count: int, size: int | None, most: int) -> Iterator[tup
         first = start if start < count else 0
         some = [leaf[first : first + size] for leaf in leaves]
         yield tree_unflatten(some, spec), len(some[0]) if start < count else 0
+
+
+def field_of(batch: Batch, field: Field, name: str) -> Any:
+    """Return a field of a batch; `name` is the argument that says where it is."""
+    if callable(field):
+        return field(batch)
+    try:
+        return batch[field]
+    except (KeyError, IndexError, TypeError):
+        found = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(f"{name} {field!r} is not in the batch; found {found}.") from None

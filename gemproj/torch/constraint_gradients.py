@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gemproj.methods._method import check_count
-from gemproj.torch.batches import Batch, Loss, count_examples, parts
+from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 
 
@@ -33,6 +34,7 @@ def from_batches(
     microbatch: int | None = None,
     training: bool = False,
     scale: float = 1.0,
+    smoothing: float = 0.0,
 ) -> None:
     """Fill G with the gradients of the mean losses on `batches`; see `GradientProjector.recall`.
 
@@ -40,6 +42,7 @@ def from_batches(
     """
     topology = G.vector.topology
     numbers = {"past tasks": 0} | G.vector.signature()
+    before = len(G)
     G.clear()
     with topology.agreement(numbers):
         _check(G, model, batches, loss, microbatch)
@@ -48,11 +51,13 @@ def from_batches(
         numbers["past tasks"] = len(tasks)
     totals, passes = topology.plan(counts)
     with topology.passes(), preserved_state(model, G.vector.device, training):
-        G.open(len(tasks))
+        G.open(len(tasks), smoothing if before == len(tasks) else 0.0, scale)
         for k, batch in enumerate(tasks):
             for part, n in parts(batch, counts[k], microbatch, passes[k]):
-                G.add(k, _mean(loss(model, part)), scale * topology.weight(n, totals[k]))
-    G.close(len(tasks), scale)
+                stored = isinstance(part, Remembered) and "losses" in part.fields
+                bound = part.losses.mean() if stored else math.nan
+                G.add(k, call_loss(loss, model, part).mean(), topology.weight(n, totals[k]), bound)
+    G.close(len(tasks))
 
 
 def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor]) -> None:
@@ -140,7 +145,12 @@ def _count(batch: Batch, k: int) -> int:
         raise type(error)(f"batches[{k}]: {error}") from None
 
 
-def _mean(value: Any) -> Tensor:
+def call_loss(loss: Loss, model: torch.nn.Module, examples: Batch | Remembered) -> Tensor:
+    """Return the loss; with stored outputs it is a function of these, too."""
+    if not isinstance(examples, Remembered):
+        examples = Remembered(examples)
+    given = (examples.outputs,) if "outputs" in examples.fields else ()
+    value = loss(model, examples.batch, *given)
     if not isinstance(value, Tensor):
         raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
-    return value.mean()
+    return value

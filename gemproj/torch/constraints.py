@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,10 @@ class ConstraintMatrix:
     vector : ParameterVector
     reached : list of bool
         For each parameter, whether the loss of any row depends on it.
+    losses : Tensor, shape (t,), float64
+        The loss of each row, where its gradient was taken; `advance` follows it along steps.
+    bounds : Tensor, shape (t,), float64
+        What the losses of the same examples were when they were stored; NaN where they were not.
     """
 
     def __init__(self, vector: ParameterVector) -> None:
@@ -46,10 +51,20 @@ class ConstraintMatrix:
         self._count = 0
         self._squares: Tensor | None = None
         self.reached = [False] * len(self.vector.parameters)
+        self.losses = torch.empty(0, dtype=wide_dtype(torch, self.vector.device), device=self.vector.device)
+        self.bounds = self.losses
 
-    def open(self, rows: int) -> None:
-        """Drop all rows and make room for so many."""
+    def open(self, rows: int, smoothing: float = 0.0, scale: float = 1.0) -> None:
+        """Drop all rows and make room for so many.
+
+        With `smoothing`, new rows are ``smoothing * old + (1 - smoothing) * gradient``; the old ones are
+        those in the buffer.
+        """
         self.clear()
+        # Rows are summed over replicas, and divided by the scale of losses, when they are complete.
+        self._kept, self._share = smoothing * scale / self.vector.topology.replicas, 1.0 - smoothing
+        self._scale = scale
+        self._values: list[Tensor] = []  # of each row, its loss and its bound
         frozen = sum(not p.requires_grad for p in self.vector.parameters)
         if frozen:
             raise ValueError(
@@ -59,31 +74,41 @@ class ConstraintMatrix:
         self._written = [False] * len(self._buffer)
         self._reserve(rows)
 
-    def add(self, k: int, loss: Tensor, weight: float = 1.0) -> None:
-        """Add the gradient of ``weight * loss`` to row k."""
+    def add(self, k: int, loss: Tensor, weight: float = 1.0, bound: Tensor | float = math.nan) -> None:
+        """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss and bound."""
         check_loss(k, loss)
         self._reserve(k + 1)
-        gradients = self._gradients(loss.reshape(()) if weight == 1.0 else loss.reshape(()) * weight)
+        factor = weight * self._scale
+        gradients = self._gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
         first, self._written[k] = not self._written[k], True
+        if first and self._kept:
+            self._buffer[k].mul_(self._kept)
         for j, part in enumerate(self.vector.split(self._buffer[k])):
             gradient, gradients[j] = gradients[j], None  # freed as soon as it is written
+            fresh = first and not self._kept
             if gradient is None:
-                if first:
+                if fresh:
                     part.zero_()
                 continue
             gradient = local(self.vector.placed(j, gradient))
             self.reached[j] = True
-            part.copy_(gradient) if first else part.add_(gradient)
+            part.copy_(gradient) if fresh else part.add_(gradient, alpha=self._share)
+        self._values += [self.losses.new_zeros(2) for _ in range(k + 1 - len(self._values))]
+        for i, value in enumerate((loss.detach(), bound)):
+            self._values[k][i] += weight * value
 
-    def close(self, rows: int, scale: float = 1.0) -> None:
-        """Divide so many rows by `scale`, sum them over processes and declare them complete."""
-        G = self._buffer[:rows]
+    def close(self, rows: int) -> None:
+        """Sum so many rows over processes and declare them complete."""
+        G, topology = self._buffer[:rows], self.vector.topology
         for k in range(rows):
             if not self._written[k]:
-                G[k].zero_()
-        if scale != 1.0:
-            G.div_(scale)
-        self.reached = self.vector.topology.reduce(G, self.reached)
+                G[k].mul_(self._kept) if self._kept else G[k].zero_()
+        if self._scale != 1.0:
+            G.div_(self._scale)
+        self.reached = topology.reduce(G, self.reached)
+        values = self._values + [self.losses.new_zeros(2)] * (rows - len(self._values))
+        if rows:
+            self.losses, self.bounds = topology.sum_values(torch.stack(values)).unbind(1)
         self._count = rows
 
     def project(
@@ -110,8 +135,8 @@ class ConstraintMatrix:
             combine_into(here, sol, here.vector)
         return sol.to(here.xp, here.device), changed
 
-    def cosines(self, step: Tensor) -> Tensor:
-        """Return the cosine between a step and each row, zero where one of them is zero, float64."""
+    def along(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the products of a step with each row, and the cosines, zero where one is zero; float64."""
         wide, owned = wide_dtype(torch, step.device), self.vector.owned
         with torch.autocast(step.device.type, enabled=False):
             products = torch.stack([(self.rows[:, at] @ step[at]).to(wide) for at in owned]).sum(0)
@@ -123,11 +148,12 @@ class ConstraintMatrix:
         packed = self.vector.topology.sum_shards(torch.cat([products, self._squares, square]))
         t = len(products)
         sizes = packed[t:-1].sqrt() * packed[-1].sqrt()
-        return torch.where(sizes > 0, packed[:t] / sizes, 0.0)
+        return packed[:t], torch.where(sizes > 0, packed[:t] / sizes, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the rows, and which parameters they reach."""
-        return {"rows": self.rows.clone(), "reached": list(self.reached)}
+        """Return copies of the rows, of the losses, and which parameters the rows reach."""
+        values = {"losses": self.losses.clone(), "bounds": self.bounds.clone()}
+        return {"rows": self.rows.clone(), "reached": list(self.reached), **values}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned, onto the device of the parameters."""
@@ -140,6 +166,7 @@ class ConstraintMatrix:
         self.open(len(rows))
         self._buffer[: len(rows)] = rows
         self._count, self.reached = len(rows), list(reached)
+        self.losses, self.bounds = (state[name].to(self.losses, copy=True) for name in ("losses", "bounds"))
 
     def _problem(self, v: Tensor, weight: Tensor | None, columns: list[slice]) -> Problem:
         if columns == [slice(0, self.vector.d)]:

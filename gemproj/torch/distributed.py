@@ -31,13 +31,14 @@ class Local:
 
     Attributes
     ----------
-    world : int
-        Number of processes.
+    world, replicas : int
+        Number of processes, and of those that hold the same rows.
     collective : bool
         Whether a backward pass is a collective operation, which all processes must join.
     """
 
     world = 1
+    replicas = 1
     collective = False
 
     @contextmanager
@@ -79,6 +80,10 @@ class Local:
         """Sum, in place, what processes have measured on the columns that they own."""
         return numbers
 
+    def sum_values(self, values: Tensor) -> Tensor:
+        """Sum, in place, numbers that have the `weight` of the examples of each process."""
+        return values
+
     def _gather(self, counts: Sequence[int]) -> list[list[int]]:
         return [list(counts)]
 
@@ -96,7 +101,7 @@ class Replicated(Local):
 
     def __init__(self, device: Any, group: Any) -> None:
         self._device, self._group = device, group
-        self.world = dist.get_world_size(group)
+        self.world = self.replicas = dist.get_world_size(group)
 
     @contextmanager
     def agreement(self, numbers: Mapping[str, int]) -> Iterator[None]:  # noqa: D102
@@ -112,6 +117,10 @@ class Replicated(Local):
         counts = torch.tensor(reached, dtype=torch.int32, device=self._device)
         dist.all_reduce(counts, group=self._group)
         return [n > 0 for n in counts.tolist()]
+
+    def sum_values(self, values: Tensor) -> Tensor:  # noqa: D102
+        dist.all_reduce(values, group=self._group)
+        return values
 
     def _compare(self, numbers: Mapping[str, int], failed: bool = False) -> None:
         mine = [n for value in numbers.values() for n in (value, -value)] + [failed]
@@ -145,6 +154,10 @@ class Sharded(Replicated):
 
     collective = True
 
+    def __init__(self, device: Any, group: Any) -> None:
+        super().__init__(device, group)
+        self.replicas = 1
+
     def passes(self) -> AbstractContextManager[None]:  # noqa: D102
         return nullcontext()
 
@@ -162,6 +175,9 @@ class Sharded(Replicated):
             wide = wide_dtype(torch, self._device)
             self.sum_shards(torch.full((t * t + t + 1,), math.nan, dtype=wide, device=self._device))
             raise
+
+    def sum_values(self, values: Tensor) -> Tensor:  # noqa: D102
+        return super().sum_values(values).div_(self.world)
 
     def gram_sum(self, problem: Problem) -> Callable[[Measured], Measured] | None:  # noqa: D102
         def reduce(part: Measured) -> Measured:

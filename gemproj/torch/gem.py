@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch.utils._pytree import tree_map
 
 from gemproj.methods import AnyMethod
 from gemproj.methods._method import check_count
-from gemproj.torch.batches import Batch, Loss
+from gemproj.torch.batches import Batch, Field, Loss
 from gemproj.torch.constraint_gradients import model_loss
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.optimizer_step import Metric, On, will_skip
 from gemproj.torch.projector import GradientProjector
+from gemproj.torch.remember import remember
 from gemproj.torch.stats import Projection
 
 # The loss scale of training is near the largest that float16 bears; past tasks may have larger losses.
@@ -46,13 +47,20 @@ class GEM:
         Make a new object, with the same `memory`, after freezing parameters or adding adapters.
     optimizer : torch.optim.Optimizer
     loss : callable
-        ``loss(model, batch)`` returns the mean over the examples, or one number for each; by default
-        ``model(**batch).loss``. Runs under no autocast but its own.
+        ``loss(model, batch)`` returns the mean over the examples, or one number for each, which a
+        `bound` needs; by default ``model(**batch).loss``. Runs under no autocast but its own. If it has a
+        method ``outputs(model, batch)``, as `gemproj.torch.losses.Distillation` does, `end_task` stores
+        what that returns, and the loss is called as ``loss(model, batch, outputs)``.
     per_task, label
         As in `EpisodicMemory`.
     memory : EpisodicMemory, optional
         Instead of `per_task` and `label`. Batches are moved to the device of the parameters.
-    method, margin, penalty, equality, on, metric, interval, group
+    promise : {"task", "label", "example"}, default "task"
+        One constraint for each task; for each label of each task; or for each example.
+    rows : int, optional
+        So many fresh examples of each task (or label) at every step, without replacement until all were
+        drawn: a step costs what replay of these examples costs. By default all of them.
+    method, margin, penalty, equality, bound, kappa, room, smoothing, on, metric, interval, group
         As in `GradientProjector`. Calls are steps: with ``interval=4`` every fourth step computes
         constraint gradients, and every step is projected.
     microbatch, training
@@ -89,13 +97,19 @@ class GEM:
         optimizer: torch.optim.Optimizer,
         loss: Loss = model_loss,
         per_task: int = 100,
-        label: Hashable | Callable[[Batch], Tensor] | None = None,
+        label: Field | None = None,
         *,
         memory: EpisodicMemory | None = None,
+        promise: str = "task",
+        rows: int | None = None,
         method: AnyMethod = "exact",
         margin: float | Tensor = 0.0,
         penalty: float | Tensor | None = None,
         equality: bool | Tensor = False,
+        bound: float | None = None,
+        kappa: float = 1.0,
+        room: bool = True,
+        smoothing: float = 0.0,
         on: On = "gradient",
         metric: Metric = "euclidean",
         interval: int = 1,
@@ -109,9 +123,13 @@ class GEM:
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
         if not callable(loss):
             raise TypeError(f"loss must be a function of model and batch; found {type(loss).__name__}.")
-        for name, count in (("microbatch", microbatch), ("sample", sample)):
+        for name, count in (("microbatch", microbatch), ("rows", rows), ("sample", sample)):
             if count is not None:
                 check_count(count, name, 1)
+        if sample is not None and (rows is not None or promise != "task"):
+            raise ValueError(
+                "sample is one constraint on examples of all tasks; rows and promise are for others."
+            )
         self.memory = EpisodicMemory(per_task, label) if memory is None else memory
         self.projector = GradientProjector(
             model.parameters(),
@@ -119,6 +137,10 @@ class GEM:
             margin=margin,
             penalty=penalty,
             equality=equality,
+            bound=bound,
+            kappa=kappa,
+            room=room,
+            smoothing=smoothing,
             on=on,
             metric=metric,
             interval=interval,
@@ -126,6 +148,8 @@ class GEM:
         )
         self.exclude: Hashable = None
         self._model, self._loss, self._sample, self._scaler = model, loss, sample, scaler
+        self._rows, self._promise, self._group = rows, promise, group
+        self.memory.batches(per=promise)  # reports what it cannot draw
         self._options: dict[str, Any] = {"microbatch": microbatch, "training": training}
         self.projector.attach(optimizer).remove()  # reports an optimizer that does not fit
         hook = optimizer.register_step_pre_hook(self._compute_constraints)
@@ -142,6 +166,9 @@ class GEM:
     def end_task(self, batches: Iterable[Batch], task: Hashable = None) -> None:
         """Store examples of the task that has been learned, and forget its warm start.
 
+        Before training it stores what the model can do already. What the loss or a bound needs of the
+        model, its outputs and losses, is computed with it as it is now, for the kept examples.
+
         Parameters
         ----------
         batches : iterable
@@ -149,9 +176,16 @@ class GEM:
         task : hashable, optional
             By default the number of tasks stored before.
         """
-        task = len(self.memory) if task is None else task
-        for batch in batches:
-            self.memory.add(batch, task)
+        remember(
+            self.memory,
+            batches,
+            task,
+            self._model,
+            self._loss,
+            bounded=self.projector.bound is not None,
+            group=self._group,
+            **self._options,
+        )
         last = self.projector.last
         self.projector.reset()
         self.projector.last = last
@@ -163,7 +197,8 @@ class GEM:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory, the warm start and, where they are reused, the constraints."""
-        projector = self.projector.state_dict(constraints=self.projector.interval > 1)
+        reused = self.projector.interval > 1 or self.projector.smoothing > 0.0
+        projector = self.projector.state_dict(constraints=reused)
         return {"memory": self.memory.state_dict(), "projector": projector}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -184,7 +219,7 @@ class GEM:
 
     def _batches(self) -> Iterator[Batch]:
         device = self.projector.constraints.device
-        batches = self.memory.batches(self.exclude)
+        batches = self.memory.batches(self.exclude, n=self._rows, per=self._promise)
         if self._sample is not None:
             past = any(self.exclude is None or task != self.exclude for task in self.memory.tasks)
             batches = iter([self.memory.sample(self._sample, self.exclude)] if past else [])

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_unflatten
+from torch.utils._pytree import tree_unflatten
 
 from gemproj.methods._method import check_count
-from gemproj.torch.batches import Batch, flatten
-from gemproj.torch.policies import POLICIES, Policy, Slots
+from gemproj.torch.batches import Batch, Field, Remembered, field_of, flatten
+from gemproj.torch.policies import POLICIES
+from gemproj.torch.store import Store, plain
 
 
 class EpisodicMemory:
@@ -63,7 +64,7 @@ class EpisodicMemory:
     def __init__(
         self,
         per_task: int = 100,
-        label: Hashable | Callable[[Batch], torch.Tensor] | None = None,
+        label: Field | None = None,
         seed: int = 0,
         *,
         policy: str | None = None,
@@ -79,7 +80,7 @@ class EpisodicMemory:
         self.label = label
         self.policy = policy
         self._random = torch.Generator().manual_seed(seed)
-        self._stores: dict[Hashable, _Store] = {}
+        self._stores: dict[Hashable, Store] = {}
 
     def __len__(self) -> int:
         """Return the number of tasks."""
@@ -100,9 +101,11 @@ class EpisodicMemory:
     @property
     def nbytes(self) -> int:
         """Bytes that the memory's tensors take: all `per_task` examples of every task, in use or not."""
-        return sum(leaf.nbytes for store in self._stores.values() for leaf in store.leaves)
+        return sum(store.nbytes for store in self._stores.values())
 
-    def add(self, batch: Batch, task: Hashable) -> None:
+    def add(
+        self, batch: Batch, task: Hashable, *, outputs: Any = None, losses: torch.Tensor | None = None
+    ) -> None:
         """Offer the examples of a batch to the memory of `task`.
 
         Parameters
@@ -111,6 +114,11 @@ class EpisodicMemory:
             Tensors (n, ...), one row per example.
         task : str, int or other hashable, not None
             The name of the task.
+        outputs : nesting of tensors (n, ...), optional
+            What the model puts out for these examples, in the dtype to be stored, for losses that
+            compare with it, such as `gemproj.torch.losses.Distillation`.
+        losses : Tensor, shape (n,), optional
+            The loss of each example, from which its bound is made, see `gemproj.torch.GEM`.
 
         Raises
         ------
@@ -125,7 +133,8 @@ class EpisodicMemory:
         if isinstance(task, torch.Tensor):
             raise TypeError("task is a tensor, which equals no other as a name; use task.item().")
         labels = self._labels(batch)
-        leaves, spec = flatten(batch)
+        examples = _remembered(batch, outputs, losses)
+        leaves, _ = flatten(examples)
         rows = leaves[0].shape[0]
         if rows == 0:
             return
@@ -136,30 +145,71 @@ class EpisodicMemory:
                 f"labels must be integers of shape ({rows},), one per example; "
                 f"found {labels.dtype} of shape {tuple(labels.shape)}."
             )
-        store = self._stores.get(task) or _Store(leaves, spec, self.per_task)
+        store = self._stores.get(task)
+        if store is None:
+            store = Store(examples, self.per_task)
+        store.check(examples)
         # One kind of example for all tasks: `sample` mixes them.
-        next(iter(self._stores.values()), store).check(leaves, spec)
+        next(iter(self._stores.values()), store).check(examples, batch_only=True)
         store.add(
-            leaves, [0] * rows if labels is None else labels.tolist(), POLICIES[self.policy], self._random
+            examples, [0] * rows if labels is None else labels.tolist(), POLICIES[self.policy], self._random
         )
         self._stores[task] = store
 
-    def batch(self, task: Hashable) -> Batch:
-        """Return a copy of all examples of one task as one batch, in the order of their slots."""
-        if task not in self._stores:
-            raise ValueError(f"No examples of task {task!r}; the memory holds tasks {self.tasks}.")
-        return self._stores[task].batch()
+    def record(self, task: Hashable, *, outputs: Any = None, losses: torch.Tensor | None = None) -> None:
+        """Store outputs and losses with all examples of a task, in the order of `batch`; drop older ones.
 
-    def batches(self, exclude: Hashable = None) -> Iterator[Batch]:
-        """Yield the `batch` of one task after the other, in the order in which tasks were first added.
+        This evaluates the kept examples only, where `add` needs them of the whole stream.
+
+        Parameters
+        ----------
+        task : task
+            Later examples of it need outputs and losses, too.
+        outputs, losses
+            As in `add`.
+        """
+        batch = self._store(task).all().batch
+        examples = _remembered(batch, outputs, losses)
+        flatten(examples)  # raises unless there is one row for each example
+        self._store(task).record(examples.outputs, examples.losses)
+
+    def batch(self, task: Hashable) -> Batch | Remembered:
+        """Return a copy of all examples of one task as one batch, in the order of their slots.
+
+        Where outputs or losses are stored, a named tuple ``Remembered(batch, outputs, losses)``.
+        """
+        return plain(self._store(task).all())
+
+    def batches(
+        self, exclude: Hashable = None, *, n: int | None = None, per: str = "task"
+    ) -> Iterator[Batch | Remembered]:
+        """Return an iterator over batches like `batch`, task after task in the order of their first examples.
 
         Parameters
         ----------
         exclude : task, optional
             A task to leave out: the current one, when its examples are stored while it is learned.
+        n : int, optional
+            Number of examples in each batch, drawn without replacement: none is drawn again before all
+            of them were. By default all.
+        per : {"task", "label", "example"}, default "task"
+            One batch for each task; for each label of each task, in increasing order; or for each of the
+            n examples of each task.
         """
+        if per not in ("task", "label", "example"):
+            raise ValueError(f"per must be 'task', 'label' or 'example'; found {per!r}.")
+        if per == "label" and self.label is None:
+            raise ValueError("per='label' needs label: where the labels of a batch are.")
+        if n is not None:
+            check_count(n, "n", 1)
+        return self._drawn(exclude, n, per)
+
+    def _drawn(self, exclude: Hashable, n: int | None, per: str) -> Iterator[Batch | Remembered]:
         for store in self._others(exclude).values():
-            yield store.batch()
+            for label, slots in store.groups(per == "label"):
+                drawn = slots if n is None else store.draw(label, slots, n, self._random)
+                for some in [[slot] for slot in drawn] if per == "example" else [drawn]:
+                    yield plain(store.at(some))
 
     def sample(self, n: int, exclude: Hashable = None) -> Batch:
         """Draw a batch of `n` examples without replacement from all tasks together (all, if fewer).
@@ -183,9 +233,14 @@ class EpisodicMemory:
         picks, start = [], 0
         for store in stores:
             own = drawn[(drawn >= start) & (drawn < start + len(store))] - start
-            picks.append([leaf[own.to(leaf.device)] for leaf in store.leaves])
+            picks.append(flatten(store.at(own.tolist())))
             start += len(store)
-        return tree_unflatten([torch.cat(parts) for parts in zip(*picks, strict=True)], stores[0].spec)
+        leaves, specs = zip(*picks, strict=True)
+        if any(spec != specs[0] for spec in specs):
+            raise ValueError(
+                "Outputs or losses are stored with some tasks only, so that they cannot be mixed."
+            )
+        return plain(tree_unflatten([torch.cat(parts) for parts in zip(*leaves, strict=True)], specs[0]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the stored examples, of the state of the policy, and of the random state.
@@ -210,20 +265,25 @@ class EpisodicMemory:
             for name, value in self._settings().items():
                 if state[name] != value:
                     raise ValueError(f"state has {name}={state[name]!r} but this memory has {value!r}.")
-            stores: dict[Hashable, _Store] = {}
+            stores: dict[Hashable, Store] = {}
             for entry in state["tasks"]:
-                stores[entry["task"]] = _Store.from_state_dict(entry, self.per_task)
+                stores[entry["task"]] = Store.from_state_dict(entry, self.per_task)
             random = torch.Generator()
             random.set_state(state["random"].cpu())
         except KeyError as error:
             raise ValueError(f"state has no {error}: it is not of an EpisodicMemory.") from None
         self._stores, self._random = stores, random
 
+    def _store(self, task: Hashable) -> Store:
+        if task not in self._stores:
+            raise ValueError(f"No examples of task {task!r}; the memory holds tasks {self.tasks}.")
+        return self._stores[task]
+
     def _settings(self) -> dict[str, Any]:
         """Return what a state must agree in."""
         return {"per_task": self.per_task, "policy": self.policy, "labelled": self.label is not None}
 
-    def _others(self, exclude: Hashable, needed: bool = False) -> dict[Hashable, _Store]:
+    def _others(self, exclude: Hashable, needed: bool = False) -> dict[Hashable, Store]:
         others = {task: store for task, store in self._stores.items() if exclude is None or task != exclude}
         if needed and not others:
             raise ValueError(
@@ -236,71 +296,15 @@ class EpisodicMemory:
     def _labels(self, batch: Batch) -> torch.Tensor | None:
         if self.label is None:
             return None
-        if callable(self.label):
-            labels = self.label(batch)
-        else:
-            try:
-                labels = batch[self.label]
-            except (KeyError, IndexError, TypeError):
-                found = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
-                raise ValueError(f"label {self.label!r} is not in the batch; found {found}.") from None
+        labels = field_of(batch, self.label, "label")
         return labels if isinstance(labels, torch.Tensor) else torch.as_tensor(labels, device="cpu")
 
 
-class _Store:
-    """The examples of one task: preallocated leaves, of which the first ``len(slots)`` rows are in use."""
-
-    def __init__(self, leaves: list[torch.Tensor], spec: TreeSpec, capacity: int) -> None:
-        self.spec = spec
-        # What inference mode allocates could not be written to outside of it.
-        with torch.inference_mode(False):
-            self.leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
-        self.slots = Slots(capacity)
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-    def batch(self) -> Batch:
-        return tree_unflatten([leaf[: len(self)].clone() for leaf in self.leaves], self.spec)
-
-    def check(self, leaves: list[torch.Tensor], spec: TreeSpec) -> None:
-        if spec != self.spec:
-            raise ValueError(f"The batch is nested differently from what is stored: {spec}, not {self.spec}.")
-        for leaf, kept in zip(leaves, self.leaves, strict=True):
-            if leaf.shape[1:] != kept.shape[1:] or leaf.dtype != kept.dtype:
-                raise ValueError(
-                    f"Stored examples have shape {tuple(kept.shape[1:])} and {kept.dtype}; found "
-                    f"{tuple(leaf.shape[1:])} and {leaf.dtype}. Pad sequences to a fixed length."
-                )
-
-    def add(
-        self, leaves: list[torch.Tensor], labels: list[int], policy: Policy, random: torch.Generator
-    ) -> None:
-        source: dict[int, int] = {}  # slot -> row of the batch
-        for row, label in enumerate(labels):
-            slot = self.slots.place(label, policy, random)
-            if slot is not None:
-                source[slot] = row
-        self.write(leaves, list(source), list(source.values()))
-
-    def write(self, leaves: list[torch.Tensor], slots: list[int], rows: list[int]) -> None:
-        to, of = (torch.tensor(index, dtype=torch.int64, device="cpu") for index in (slots, rows))
-        for kept, leaf in zip(self.leaves, leaves, strict=True):
-            kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"batch": self.batch(), **self.slots.state_dict()}
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any], capacity: int) -> _Store:
-        leaves, spec = flatten(state["batch"])
-        store = cls(leaves, spec, capacity)
-        store.slots.load_state_dict(state)
-        used = list(range(len(store)))
-        if leaves[0].shape[0] != len(used):
-            raise ValueError(f"state has {leaves[0].shape[0]} examples of a task but {len(used)} labels.")
-        store.write(leaves, used, used)
-        return store
+def _remembered(batch: Batch, outputs: Any, losses: Any) -> Remembered:
+    if losses is not None and (not isinstance(losses, torch.Tensor) or losses.ndim != 1):
+        found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(f"losses must be a tensor of shape (n,), one loss per example; found {found}.")
+    return Remembered(batch, () if outputs is None else outputs, () if losses is None else losses)
 
 
 def _readable(nbytes: int) -> str:

@@ -93,8 +93,8 @@ class OptimizerStep:
         rates = [group["lr"] for group in self._groups().values() if "lr" in group]
         if not rates:
             raise ValueError(
-                f"margin and penalty are in units of gradients, and {type(self.optimizer).__name__} has no "
-                "learning rate to convert them into units of its steps; use on='gradient' or on='both'."
+                f"{type(self.optimizer).__name__} has no learning rate to convert a margin, a penalty or a "
+                "bound between units of gradients and of its steps; use on='gradient' or on='both'."
             )
         return max(float(rate) for rate in rates)
 
@@ -190,7 +190,8 @@ class ProjectedOptimizer:
     def _project_gradient(self) -> None:
         projector = self._projector
         wanted = projector.on != "step" and not self._skipped
-        self._done = projector.project_() if wanted else projector.skip()
+        rate = None if projector.bound is None else self._step.learning_rate()
+        self._done = projector.project_(rate) if wanted else projector.skip()
         if projector.on != "gradient":
             # Optimizers and other hooks may drop gradients within the step.
             self._moving = self._step.moving()
@@ -215,7 +216,7 @@ class ProjectedOptimizer:
                     f"A step of {name} could not be projected and was undone. There g is the step: {error}"
                 ) from error
             done = replace(done, step=sol, solution=sol if projector.on == "step" else done.solution)
-        cosines = projector.cosines(self._step.taken())
+        cosines = projector.follow(self._step.taken())
         seconds = done.seconds + self._seconds + time.perf_counter() - start
         projector.last = replace(done, cosines=cosines, seconds=seconds)
 

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gemproj._dual import Options, check_options
 from gemproj._solution import DualSolution
 from gemproj.methods import GEM2017, AnyMethod
-from gemproj.methods._method import check_count
+from gemproj.methods._method import check_count, check_number
 from gemproj.torch.batches import Batch, Loss
+from gemproj.torch.bound import LossBound
 from gemproj.torch.constraint_gradients import from_batches, from_losses, model_loss
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated
@@ -49,6 +50,18 @@ class GradientProjector:
         for what momentum, Adam or weight decay make of it; the step that the optimizer applies; or the
         gradient and then the step, where the margin applies to the gradient only. Other than the gradient
         needs `attach`.
+    bound : float, optional
+        Hold losses at their bounds instead of never letting them rise: no loss may exceed what it was when
+        its examples were stored by more than `bound`. For the step s, ``G s >= kappa * (loss - bound)``,
+        and for the gradient the same over the learning rate, but never more than ``|g_k| |s|``: what is
+        above its bound comes back geometrically, and what is below may rise towards it. Needs `attach`,
+        and batches of a memory with losses.
+    kappa : float, default 1
+        Share of the excess over the bound that one step is to take back, above 0 and at most 1.
+    room : bool, default True
+        Whether losses below their bound may rise; otherwise no loss may rise, as without a bound.
+    smoothing : float, default 0
+        `recall` sets rows to ``smoothing * old + (1 - smoothing) * gradient``, for rows from few examples.
     metric : {"euclidean", "adam"}, default "euclidean"
         The distance in which the projected step is closest to the optimizer's: Adam's own weighs each
         entry by ``(sqrt(v_hat) + eps) / lr``, after the step. Not for ``on="gradient"``.
@@ -95,11 +108,20 @@ class GradientProjector:
         margin: float | Tensor = 0.0,
         penalty: float | Tensor | None = None,
         equality: bool | Tensor = False,
+        bound: float | None = None,
+        kappa: float = 1.0,
+        room: bool = True,
+        smoothing: float = 0.0,
         on: On = "gradient",
         metric: Metric = "euclidean",
         interval: int = 1,
         group: Any = None,
     ) -> None:
+        check_number(smoothing, "smoothing", 0.0)
+        if smoothing >= 1.0:
+            raise ValueError(f"smoothing must be below 1; found {smoothing}.")
+        if bound is not None and equality is not False:
+            raise ValueError("bound and equality exclude each other: an equality has no side to stay on.")
         for name, value, known in (("on", on, get_args(On)), ("metric", metric, get_args(Metric))):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; found {value!r}.")
@@ -119,13 +141,15 @@ class GradientProjector:
                 f"{found!r} is made for gradients, in their units; use on='gradient', or "
                 "another method for steps."
             )
+        self.bound = None if bound is None else LossBound(bound, kappa, room)
+        self.smoothing = smoothing
         self.on, self.metric, self.interval = on, metric, interval
         self._attached: WeakSet[ProjectedOptimizer] = WeakSet()  # each lives as long as its optimizer
         self.reset()
 
     def __repr__(self) -> str:
         sizes = f"{len(self._vector.parameters)} parameters, d={self._vector.d}, t={len(self._matrix)}"
-        names = ("margin", "penalty", "equality", "on", "metric", "interval")
+        names = ("margin", "penalty", "equality", "bound", "smoothing", "on", "metric", "interval")
         options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"GradientProjector({sizes}, {self._options().method!r}, {options})"
 
@@ -145,7 +169,7 @@ class GradientProjector:
     def scale_dependent(self) -> bool:
         """Whether the projection of a scaled gradient is not the scaled projection."""
         options = self._options()
-        return _has_units(options) or isinstance(options.method, GEM2017)
+        return self.bound is not None or _has_units(options) or isinstance(options.method, GEM2017)
 
     def constrain(self, losses: Iterable[Tensor]) -> None:
         """Replace the constraints: one row of G per loss, the gradient of that loss.
@@ -217,17 +241,30 @@ class GradientProjector:
         if due:
             start = time.perf_counter()
             from_batches(
-                self._matrix, model, batches, loss, microbatch=microbatch, training=training, scale=scale
+                self._matrix,
+                model,
+                batches,
+                loss,
+                microbatch=microbatch,
+                training=training,
+                scale=scale,
+                smoothing=self.smoothing,
             )
+            self._age = 0
             self._seconds += time.perf_counter() - start
         self._calls += 1  # a call that has failed is still due
         return due
 
     @torch.compiler.disable
-    def project_(self) -> Projection:
+    def project_(self, learning_rate: float | None = None) -> Projection:
         """Project the gradients of the parameters in place; does nothing without constraints.
 
         A parameter without a gradient counts as zero. It gets one if a constraint depends on it.
+
+        Parameters
+        ----------
+        learning_rate : float, optional
+            Needed with a `bound`, which is about steps. An attached optimizer gives its own.
 
         Returns
         -------
@@ -241,7 +278,14 @@ class GradientProjector:
             if self._gradient is None:
                 self._gradient = self._vector.empty()
             g = self._vector.read_gradient(self._gradient)
-            sol, changed = self._project("gradient", g, self._options())
+            options = self._options()
+            if self.bound is not None:
+                if learning_rate is None:
+                    raise ValueError(
+                        "bound is about steps: attach(optimizer), or pass the learning_rate of the step."
+                    )
+                options = replace(options, h=self._demand(self.bound, learning_rate))
+            sol, changed = self._project("gradient", g, options)
             if changed:
                 self._vector.write_gradient(g, self._matrix.reached)
         return self._record(sol, start)
@@ -285,6 +329,8 @@ class GradientProjector:
             rate = step.learning_rate()
             penalty = None if options.penalty is None else options.penalty * rate
             options = replace(options, margin=options.margin * rate, penalty=penalty)
+        if self.bound is not None:
+            options = replace(options, h=self._demand(self.bound, 1.0))
         weight = step.weight(self.metric, moving)
         v = step.taken()
         sol, changed = self._project("step", v, options, moving, weight)
@@ -292,15 +338,19 @@ class GradientProjector:
             step.replace(v)
         return sol
 
-    def cosines(self, step: Tensor) -> Tensor:
-        """Return the cosine between a step, as one vector, and each constraint, shape (t,), float64."""
-        return self._matrix.cosines(step)
+    def follow(self, step: Tensor) -> Tensor:
+        """Return the cosine of an applied step with each constraint, and follow the losses along it."""
+        slopes, cosines = self._matrix.along(step)
+        self._matrix.losses = self._matrix.losses - slopes
+        self._age += 1
+        return cosines
 
     def reset(self) -> None:
         """Forget the constraints and the warm start, as at the boundary between two tasks."""
         self._matrix.clear()
         self._warm: dict[str, Tensor] = {}  # multipliers, by what was projected
         self._calls = 0
+        self._age = 0  # steps since the rows were computed
         self._seconds = 0.0  # spent on constraints since the last step
         self.last: Projection | None = None
 
@@ -314,14 +364,14 @@ class GradientProjector:
         """
         rows = self._matrix.state_dict() if constraints else None
         warm = {name: lam.clone() for name, lam in self._warm.items()}
-        return {"constraints": rows, "warm": warm, "calls": self._calls}
+        return {"constraints": rows, "warm": warm, "calls": self._calls, "age": self._age}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned, onto the device of the parameters.
 
         A ValueError tells of the state of something else, or of the projector of another model.
         """
-        lacking = {"constraints", "warm", "calls"} - state.keys()
+        lacking = {"constraints", "warm", "calls", "age"} - state.keys()
         if lacking:
             raise ValueError(f"state has no {min(lacking)!r}: it is not of a GradientProjector.")
         if state["constraints"] is None:
@@ -329,11 +379,16 @@ class GradientProjector:
         else:
             self._matrix.load_state_dict(state["constraints"])
         self._warm = {name: lam.to(self._vector.device, copy=True) for name, lam in state["warm"].items()}
-        self._calls = state["calls"]
+        self._calls, self._age = state["calls"], state["age"]
         self.last = None
 
     def _options(self) -> Options:
         return check_options(self.method, margin=self.margin, penalty=self.penalty, equality=self.equality)
+
+    def _demand(self, bound: LossBound, rate: float) -> Any:
+        """Return the right-hand side h, as a function of the Gram matrix."""
+        matrix = self._matrix
+        return bound.demand(matrix.losses, matrix.bounds, rate, self._vector.dtype)
 
     def _project(
         self,
@@ -352,7 +407,8 @@ class GradientProjector:
 
     def _record(self, sol: DualSolution | None, start: float) -> Projection:
         seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
-        self.last = Projection(len(self._matrix), sol, seconds=seconds)
+        excess = None if self.bound is None else self.bound.excess(self._matrix.losses, self._matrix.bounds)
+        self.last = Projection(len(self._matrix), sol, excess=excess, age=self._age, seconds=seconds)
         return self.last
 
 

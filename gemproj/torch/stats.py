@@ -28,6 +28,10 @@ class Projection:
         Cosine between the applied step and each constraint gradient, shape (t,), float64, measured on the
         parameters: negative where the step raises a past task's loss, to first order. None before the
         optimizer has stepped, and without `attach`.
+    excess : Tensor or None
+        With a bound, how far each loss was above it when the step began, shape (t,), float64.
+    age : int
+        Steps since the constraint gradients were computed. Losses are followed to first order meanwhile.
     seconds : float
         Time spent in the projector for this step, constraint gradients included, as the host sees it.
     """
@@ -36,6 +40,8 @@ class Projection:
     solution: DualSolution | None
     step: DualSolution | None = None
     cosines: Tensor | None = None
+    excess: Tensor | None = None
+    age: int = 0
     seconds: float = 0.0
 
     @property
@@ -73,15 +79,18 @@ def log_means(steps: Iterable[Projection]) -> dict[str, Tensor | float]:
     -------
     dict
         ``gem/violations``, ``gem/active``, ``gem/cosine``, ``gem/worst_cosine`` (scalar tensors) and
-        ``gem/seconds``; empty if no step counts.
+        ``gem/seconds``; with a bound ``gem/excess``, the largest excess of a loss over it. Empty if no step
+        counts.
     """
-    rows, seconds = [], 0.0
+    rows, excess, seconds = [], [], 0.0
     for step in steps:
         if step.solution is None or step.cosines is None:
             continue
         sol, wide = step.solution, step.cosines.dtype
         numbers = [sol.violated.sum(), sol.active.sum(), sol.cosine(), step.cosines.min()]
         rows.append(torch.stack([number.to(wide) for number in numbers]))
+        if step.excess is not None:
+            excess.append(step.excess.max())
         seconds += step.seconds
     if not rows:
         return {}
@@ -93,4 +102,5 @@ def log_means(steps: Iterable[Projection]) -> dict[str, Tensor | float]:
         "gem/cosine": means[2],
         "gem/worst_cosine": table[:, 3].min(),
         "gem/seconds": seconds / len(rows),
+        **({"gem/excess": torch.stack(excess).max()} if excess else {}),
     }

@@ -57,8 +57,8 @@ def locate_output(lines: np.ndarray, batch: tuple[int, ...], x: list[Array]) -> 
         lines[:, OUT_STEP] = places[0][2]
         lines[:, OUT] = _addresses(batch, *places[0][:2])
     else:
-        for line, place in zip(lines, places, strict=True):
-            line[OUT], line[OUT_STEP] = place[0], place[2]
+        for k, (address, _, step) in enumerate(places):
+            lines[k, OUT], lines[k, OUT_STEP] = address, step
     return True
 
 
@@ -74,9 +74,10 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
     """Return the address, the steps of `lead` axes in bytes, and that of all others; None without one."""
     kind = type(a)
     if kind is np.ndarray:
-        if not (a.flags.aligned and a.dtype.isnative):
+        flags, size = a.flags, a.itemsize
+        if not (flags.aligned and a.dtype.isnative):
             return None
-        step = a.itemsize if a.flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], a.itemsize)
+        step = size if flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], size)
         return None if step is None else (a.__array_interface__["data"][0], a.strides[:lead], step)
     # No subclasses but parameters: their memory may be elsewhere, or nowhere.
     if kind.__module__.startswith("torch") and kind.__name__ in ("Tensor", "Parameter"):

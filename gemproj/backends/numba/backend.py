@@ -92,7 +92,7 @@ class Numba:
         _in_threads(work, count * self.pieces, numbers, problem)
         if self.pieces > 1:
             add_pieces(totals)
-        total = totals[:, 0].reshape((*problem.batch, n, n))
+        total = totals[:, 0].reshape((*problem.batch, n, n)) if problem.batch else totals[0, 0]
         # With a shared G only the first matrix is whole; of the others, the last row is.
         K = totals[0, 0, :t, :t] if shared else total[..., :t, :t]
         gram = Gram(K, total[..., t, :t], total[..., t, t])

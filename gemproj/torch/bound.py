@@ -1,0 +1,81 @@
+"""Losses that are held at their bounds: what a step has to achieve, from how far they are above them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemproj._arrays import namespace, to_numpy
+from gemproj._tspace import Gram
+from gemproj.methods._method import check_number
+
+# A learning rate of zero, as in the first step of a warmup, asks for nothing that is not finite.
+_SMALLEST_RATE = 1e-30
+
+
+@dataclass(frozen=True)
+class LossBound:
+    """``G s >= kappa * (loss - bound)`` for the step s: the discrete form of a control barrier condition.
+
+    To first order it gives ``loss' - bound <= (1 - kappa) (loss - bound)``: what is above its bound comes
+    back geometrically, and what is below may rise towards it.
+
+    Parameters
+    ----------
+    tolerance : float
+        What a loss may exceed its stored value by.
+    kappa : float
+    room : bool
+        Whether losses below their bound may rise.
+    """
+
+    tolerance: float
+    kappa: float = 1.0
+    room: bool = True
+
+    def __post_init__(self) -> None:
+        check_number(self.tolerance, "bound", 0.0)
+        check_number(self.kappa, "kappa", 0.0, strict=True)
+        if self.kappa > 1.0:
+            raise ValueError(f"kappa must be at most 1; found {self.kappa}.")
+
+    def excess(self, losses: Tensor, stored: Tensor) -> Tensor:
+        """Return how far losses are above their bounds, shape (t,)."""
+        return losses - stored - self.tolerance
+
+    def demand(
+        self, losses: Tensor, stored: Tensor, rate: float, dtype: torch.dtype
+    ) -> Callable[[Gram], Any]:
+        """Return h for a step, or with a learning rate for a gradient, as a function of the Gram matrix.
+
+        Parameters
+        ----------
+        losses, stored : Tensor, shape (t,)
+            Losses now, and when their examples were stored.
+        rate : float
+            1 for steps.
+        dtype : torch.dtype
+            In which losses are computed: their rounding is no excess.
+        """
+        excess = self.excess(losses, stored)
+        if excess.device.type == "cpu" and bool(excess.isnan().any()):
+            raise ValueError(
+                "bound needs the losses that examples had when they were stored: use GEM.end_task, "
+                "memory.record(task, losses=...) or memory.add(..., losses=...)."
+            )
+        noise = 4.0 * torch.finfo(dtype).eps * (1.0 + losses.abs())
+        excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)
+        wanted = self.kappa * (excess if self.room else excess.clamp(min=0.0)) / max(rate, _SMALLEST_RATE)
+
+        def right(gram: Gram) -> Any:
+            xp = namespace(gram.b)
+            own = wanted if isinstance(gram.b, Tensor) else to_numpy(wanted)
+            # More than |g_k| |s| would take a step longer than the one that is projected. Near a minimum of
+            # its loss, where the gradient of a row vanishes, it would be much longer.
+            return xp.minimum(own, xp.sqrt(xp.linalg.diagonal(gram.K) * gram.gg))
+
+        return right

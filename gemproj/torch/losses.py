@@ -1,0 +1,196 @@
+"""Losses to promise, one number for each example: of the labels, and of what the model said before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from gemproj.methods._method import check_count, check_number
+from gemproj.torch.batches import Batch, Field, field_of
+
+# Labels that torch and transformers leave out.
+_IGNORED = -100
+
+
+def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Return the logits of a model of transformers, ``model(**batch).logits``."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            "Without logits, batches must be mappings, for model(**batch).logits; found "
+            f"{type(batch).__name__}. Pass logits, a function of model and batch."
+        )
+    return model(**batch).logits
+
+
+class CrossEntropy:
+    """Cross-entropy of each example: for tokens, the mean over those of the example that have a label.
+
+    The losses of models of transformers are means over all tokens of a batch, from which no bound of an
+    example can be told.
+
+    Parameters
+    ----------
+    logits : callable, default `model_logits`
+        ``logits(model, batch)`` of shape (n, ..., classes).
+    labels : key or callable, default "labels"
+        Where the labels (n, ...) are, integers; those of -100 do not count.
+    shift : bool, default False
+        Whether position i predicts label i + 1, as in causal language models of transformers.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from gemproj.torch.losses import CrossEntropy
+    >>> loss = CrossEntropy(lambda model, batch: model(batch[0]), labels=1)
+    >>> loss(torch.nn.Identity(), (torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([0, 0])))
+    tensor([6.9315e-01, 1.2338e-04])
+    """
+
+    def __init__(
+        self,
+        logits: Callable[[Any, Batch], Tensor] = model_logits,
+        *,
+        labels: Field = "labels",
+        shift: bool = False,
+    ) -> None:
+        self._logits, self._labels, self._shift = logits, labels, shift
+
+    def __call__(self, model: torch.nn.Module, batch: Batch) -> Tensor:
+        """Return the losses, shape (n,)."""
+        return self.of(self._logits(model, batch), batch)
+
+    def of(self, logits: Tensor, batch: Batch) -> Tensor:
+        """Return the losses for logits that have been computed."""
+        labels = field_of(batch, self._labels, "labels")
+        if labels.shape != logits.shape[:-1]:
+            raise ValueError(
+                f"labels must have shape {tuple(logits.shape[:-1])} to go with logits of shape "
+                f"{tuple(logits.shape)}; found {tuple(labels.shape)}."
+            )
+        if self._shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        # float32, because half precision sums over tokens lose the digits of a bound.
+        values = cross_entropy(
+            logits.flatten(0, -2).float() if logits.dtype.itemsize < 4 else logits.flatten(0, -2),
+            labels.flatten(),
+            ignore_index=_IGNORED,
+            reduction="none",
+        )
+        return _means(values.view(labels.shape), labels != _IGNORED)
+
+
+class Distillation:
+    """Kullback-Leibler divergence of each example from what the model put out when it was stored.
+
+    ``T^2 sum_c p_c (log p_c - log q_c)`` with ``p`` the stored and ``q`` the present probabilities at
+    temperature T, for tokens the mean over the example (Hinton et al., 2015); plus, with `labels`, a weight
+    times the cross-entropy, as in DER++ (Buzzega et al., 2020). Promises of it need no labels, and say
+    more: the model is held to what it said about every class.
+
+    `gemproj.torch.GEM` stores the outputs of a task when it ends. By hand:
+    ``memory.add(batch, task, outputs=loss.outputs(model, batch))``.
+
+    Parameters
+    ----------
+    logits : callable, default `model_logits`
+        ``logits(model, batch)`` of shape (n, ..., classes).
+    temperature : float, default 1
+    top : int, optional
+        Store the most probable classes only, and one number for the others together: a lower bound of
+        the divergence, in ``top * (bytes of dtype + 4)`` bytes a position instead of one number for
+        each class.
+    dtype : torch.dtype, optional
+        Of the stored log-probabilities, such as ``torch.float16``; by default that of the logits.
+    mask : key or callable, default "attention_mask"
+        Positions (n, ...) that count, those not zero; a key that the batch does not have counts all.
+    labels : CrossEntropy, optional
+        Adds its losses, from the same logits.
+    weight : float, default 1
+        Of these losses.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from gemproj.torch.losses import Distillation
+    >>> model, x = torch.nn.Linear(2, 3), torch.randn(5, 2)
+    >>> loss = Distillation(lambda model, x: model(x))
+    >>> stored = loss.outputs(model, x)
+    >>> loss(model, x, stored).shape, bool(loss(model, x, stored).abs().max() < 1e-6)
+    (torch.Size([5]), True)
+    """
+
+    def __init__(
+        self,
+        logits: Callable[[Any, Batch], Tensor] = model_logits,
+        *,
+        temperature: float = 1.0,
+        top: int | None = None,
+        dtype: torch.dtype | None = None,
+        mask: Field = "attention_mask",
+        labels: CrossEntropy | None = None,
+        weight: float = 1.0,
+    ) -> None:
+        check_number(temperature, "temperature", 0.0, strict=True)
+        check_number(weight, "weight", 0.0)
+        if top is not None:
+            check_count(top, "top", 1)
+        if labels is not None and not isinstance(labels, CrossEntropy):
+            raise TypeError(f"labels must be a CrossEntropy, such as CrossEntropy(); found {labels!r}.")
+        self._logits, self._temperature, self._top, self._dtype = logits, float(temperature), top, dtype
+        self._mask, self._labels, self._weight = mask, labels, float(weight)
+
+    @torch.no_grad()
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> Any:
+        """Return what to store: log-probabilities (n, ..., classes); with `top`, those and their classes."""
+        logits = self._logits(model, batch)
+        found, dtype = self._log_probabilities(logits), self._dtype or logits.dtype
+        if self._top is None:
+            return found.to(dtype)
+        if self._top >= found.shape[-1]:
+            raise ValueError(
+                f"top must be below the number of classes, {found.shape[-1]}; found {self._top}."
+            )
+        values, classes = found.topk(self._top, dim=-1)
+        return values.to(dtype), classes.int()
+
+    def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any) -> Tensor:
+        """Return the losses, shape (n,), for stored `outputs` of the same examples."""
+        logits = self._logits(model, batch)
+        now = self._log_probabilities(logits)
+        if self._top is None:
+            before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one whatever was rounded
+        else:
+            values, classes = outputs
+            before = _with_rest(values.to(now.dtype))
+            now = _with_rest(now.gather(-1, classes.long()))
+        # What had probability zero adds nothing, although its logarithm is infinite.
+        terms = torch.where(before.isneginf(), 0.0, before.exp() * (before - now))
+        divergence = terms.sum(-1) * self._temperature**2
+        counts = torch.ones_like(divergence, dtype=torch.bool)
+        if callable(self._mask) or (isinstance(batch, Mapping) and self._mask in batch):
+            mask = field_of(batch, self._mask, "mask")
+            # Of a classifier of sequences, the mask is about tokens and the logits are not.
+            counts = mask.bool() if mask.shape == divergence.shape else counts
+        losses = _means(divergence, counts)
+        return losses if self._labels is None else losses + self._weight * self._labels.of(logits, batch)
+
+    def _log_probabilities(self, logits: Tensor) -> Tensor:
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return torch.log_softmax(logits.to(wide) / self._temperature, dim=-1)
+
+
+def _with_rest(top: Tensor) -> Tensor:
+    """Append the logarithm of the probability of all other classes."""
+    tiny = torch.finfo(top.dtype).tiny
+    rest = (1.0 - top.exp().sum(-1, keepdim=True)).clamp(min=tiny)
+    return torch.cat([top, rest.log()], dim=-1)
+
+
+def _means(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the means of (n, ...) over all but the first dimension, where `counts`; 0 where nothing does."""
+    values, counts = values.reshape(len(values), -1), counts.reshape(len(counts), -1)
+    return torch.where(counts, values, 0.0).sum(1) / counts.sum(1).clamp(min=1)

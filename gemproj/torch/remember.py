@@ -1,0 +1,88 @@
+"""Storing examples of a task, with what a promise about them needs to know of the model as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
+from gemproj.torch.constraint_gradients import call_loss, preserved_state
+from gemproj.torch.memory import EpisodicMemory
+from gemproj.torch.parameters import ParameterVector
+
+
+def remember(
+    memory: EpisodicMemory,
+    batches: Iterable[Batch],
+    task: Hashable,
+    model: torch.nn.Module | None,
+    loss: Loss,
+    *,
+    bounded: bool = False,
+    microbatch: int | None = None,
+    training: bool = False,
+    group: Any = None,
+) -> None:
+    """Store examples of a task; of those kept, also the outputs that `loss` wants, and their losses.
+
+    Parameters
+    ----------
+    memory : EpisodicMemory
+    batches : iterable
+        The examples, such as the loader of the task.
+    task : hashable or None
+        None for the number of tasks stored before.
+    model, loss, microbatch, training, group
+        As in `gemproj.torch.GEM`. The model may be None where nothing of it is stored.
+    bounded : bool, default False
+        Whether to store the loss of each example, for a bound.
+    """
+    task = len(memory) if task is None else task
+    for batch in batches:
+        memory.add(batch, task)
+    outputs = getattr(loss, "outputs", None)
+    if task in memory.tasks and (outputs is not None or bounded):
+        if model is None:
+            raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
+        _record(memory, task, model, loss, outputs, bounded, microbatch, training, group)
+
+
+def _record(
+    memory: EpisodicMemory,
+    task: Hashable,
+    model: torch.nn.Module,
+    loss: Loss,
+    outputs: Any,
+    bounded: bool,
+    microbatch: int | None,
+    training: bool,
+    group: Any,
+) -> None:
+    vector = ParameterVector(model.parameters(), group)
+    device = vector.local()[0].device
+    batch = tree_map(lambda leaf: leaf.to(device), memory.batch(task))
+    count = count_examples(batch)
+    _, (most,) = vector.topology.plan([count])
+    found, losses = [], []
+    with vector.topology.passes(), preserved_state(model, device, training), torch.no_grad():
+        for part, n in parts(batch, count, microbatch, most):
+            stored = () if outputs is None else outputs(model, part)
+            found.append(tree_map(lambda leaf, n=n: leaf[:n], stored))
+            if bounded:
+                losses.append(_one_each(call_loss(loss, model, Remembered(part, stored)), part)[:n])
+    joined = None if outputs is None else tree_map(lambda *leaves: torch.cat(leaves), *found)
+    memory.record(task, outputs=joined, losses=torch.cat(losses) if bounded else None)
+
+
+def _one_each(losses: Tensor, batch: Batch) -> Tensor:
+    if losses.shape != (count_examples(batch),):
+        raise ValueError(
+            f"bound needs one loss for each example, shape ({count_examples(batch)},); found "
+            f"{tuple(losses.shape)}. Compute it with reduction='none', or use CrossEntropy of "
+            "gemproj.torch.losses."
+        )
+    return losses

@@ -1,0 +1,330 @@
+"""Promises of a training loop against plain forms of their formulas: margins, bounds, rows, smoothing."""
+
+import io
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from models import cosines, flat, loss, perceptron, rival, rows, task  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+
+from gemproj import project  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Remembered  # noqa: E402
+from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
+
+
+def logits(model, batch):
+    return model(batch[0])
+
+
+EACH = CrossEntropy(logits, labels=1)
+SAID = Distillation(logits)
+
+
+def learned(seed=0, n=24):
+    """A model that has learned a task, and that task."""
+    model, batch = perceptron(), task(seed, n)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    for _ in range(60):
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+    return model, batch
+
+
+def unlearn(model, optimizer, batch, steps):
+    """Train on a task that contradicts the batch."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss(model, rival(batch)).backward()
+        optimizer.step()
+
+
+def test_a_margin_is_replay_with_that_weight_inside_the_cone():
+    model, batch = learned()
+    margin = torch.tensor([0.7, 0.2], dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, loss, margin=margin)
+    gem.end_task([batch])
+    gem.end_task([task(5)])
+    for now in (batch, rival(batch)):
+        G = rows(model, [batch, task(5)])
+        optimizer.zero_grad()
+        loss(model, now).backward()
+        g, before = flat(p.grad for p in model.parameters()), flat(model)
+        replayed = g + margin @ G
+        optimizer.step()
+        found = (before - flat(model)) / 0.1
+        torch.testing.assert_close(found, project(G, replayed), rtol=1e-9, atol=1e-12)
+        if (G @ replayed > 0).all():
+            torch.testing.assert_close(found, replayed, rtol=1e-9, atol=1e-12)
+    assert gem.last.num_violated
+
+
+@pytest.mark.parametrize("kappa", [1.0, 0.3])
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
+@pytest.mark.parametrize("room", [True, False])
+def test_a_bound_is_a_right_hand_side(on, kappa, room):
+    """``G s >= kappa (loss - bound)``, at most ``|g_k| |s|``; of the gradient over the learning rate."""
+    rate, tolerance = 0.2, 0.01
+    for stored in (0.0, 10.0):  # far above the bound, and far below
+        model, batch = learned()
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        memory = EpisodicMemory()
+        memory.add(batch, 0, losses=EACH(model, batch).detach() + stored - 0.05)
+        gem = GEM(model, optimizer, EACH, memory=memory, bound=tolerance, kappa=kappa, room=room, on=on)
+        G, before = rows(model, [batch]), flat(model)
+        loss(model, rival(batch)).backward()
+        g = flat(p.grad for p in model.parameters())
+        excess = torch.tensor([0.05 - stored - tolerance], dtype=torch.float64)
+        h = kappa * (excess if room else excess.clamp(min=0.0))
+        optimizer.step()
+
+        def cap(v, h):
+            return torch.minimum(h, G.norm(dim=1) * v.norm())  # noqa: B023
+
+        if on != "step":
+            g = project(G, g, h=cap(g, h / rate))
+        step = rate * g
+        if on != "gradient":
+            step = project(G, step, h=cap(step, h))
+        torch.testing.assert_close(before - flat(model), step, rtol=1e-7, atol=1e-10)
+        torch.testing.assert_close(gem.last.excess, excess, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("metric", ["euclidean", "adam"])
+@pytest.mark.parametrize("promise", [EACH, SAID], ids=["labels", "outputs"])
+def test_a_bound_holds_where_a_promise_to_first_order_drifts(promise, metric):
+    def drift(bound):
+        model, batch = learned()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+        gem = GEM(model, optimizer, promise, per_task=24, on="step", metric=metric, bound=bound)
+        gem.end_task([batch])
+        (held,) = gem.memory.batches()
+        given = (held.outputs,) if promise is SAID else ()
+        before = promise(model, batch, *given).mean().detach()
+        unlearn(model, optimizer, batch, 60)
+        assert gem.last.worst_cosine > -1e-9 or bound is not None
+        return float(promise(model, batch, *given).mean().detach() - before)
+
+    drifted = drift(None)
+    assert drifted > 0.005  # without one violated step
+    assert drift(0.0) < drifted / 2
+
+
+def test_losses_come_with_the_rows():
+    model, batch = learned()
+    projector = GradientProjector(model.parameters())
+    each = EACH(model, batch).detach()
+    examples = Remembered(batch, losses=each + 1.0)
+    for microbatch in (None, 5):
+        for scale in (1.0, 1024.0):
+            projector.recall(model, [examples, task(3)], loss, microbatch=microbatch, scale=scale)
+            matrix = projector._matrix
+            expected = torch.stack([each.mean(), loss(model, task(3))]).detach()
+            torch.testing.assert_close(matrix.losses, expected)
+            torch.testing.assert_close(matrix.bounds[0], each.mean() + 1.0)
+            assert matrix.bounds[1].isnan()
+
+
+def test_losses_are_followed_while_rows_are_reused():
+    model, batch = learned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    gem = GEM(model, optimizer, EACH, bound=0.5, interval=4)
+    gem.end_task([batch])
+    start = loss(model, batch).item()
+    for age in range(4):
+        optimizer.zero_grad()
+        loss(model, rival(batch)).backward()
+        now = loss(model, batch).item()
+        optimizer.step()
+        assert gem.last.age == age
+        # To first order: what is missing is quadratic in steps of 1e-4.
+        assert abs(float(gem.last.excess) + 0.5 - (now - start)) < 1e-2 * abs(now - start) + 1e-12
+    assert now > start
+
+
+def test_promises_for_each_label_and_for_each_example():
+    model, batch = learned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    by_label = [tuple(leaf[batch[1] == y] for leaf in batch) for y in batch[1].unique()]
+    by_example = [tuple(leaf[i : i + 1] for leaf in batch) for i in range(24)]
+    for promise, parts in (("task", [batch]), ("label", by_label), ("example", by_example)):
+        gem = GEM(model, optimizer, loss, per_task=24, label=1, promise=promise)
+        gem.end_task([batch])
+        loss(model, rival(batch)).backward()
+        G, before = rows(model, parts), flat(model)
+        optimizer.step()
+        kept = gem.projector.constraints
+        # A balanced memory of all examples keeps their order.
+        torch.testing.assert_close(kept, G)
+        assert cosines(G, before - flat(model)).min() > -1e-9
+        gem.remove()
+    with pytest.raises(ValueError, match="per='label' needs label"):
+        GEM(model, optimizer, loss, promise="label")
+
+
+def test_fresh_rows_are_those_that_the_memory_draws():
+    model, batch = learned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    gem, memory = GEM(model, optimizer, loss, rows=5), EpisodicMemory()
+    gem.end_task([batch])
+    memory.add(batch, 0)
+    for _ in range(6):
+        (some,) = memory.batches(n=5)
+        G = rows(model, [some])
+        loss(model, rival(batch)).backward()
+        optimizer.step()
+        torch.testing.assert_close(gem.projector.constraints, G)
+
+
+def test_smoothing_is_a_running_mean_of_the_rows():
+    model, _batch = learned()
+    projector = GradientProjector(model.parameters(), smoothing=0.8)
+    expected = None
+    for k in range(4):
+        parts = [task(k), task(10 + k)]
+        for scale, microbatch in ((1.0, None), (64.0, 5)):
+            new = rows(model, parts)
+            expected = new if expected is None else 0.8 * expected + 0.2 * new
+            projector.recall(model, parts, loss, scale=scale, microbatch=microbatch)
+            torch.testing.assert_close(projector.constraints, expected, rtol=1e-9, atol=1e-12)
+    # Another number of rows, or a new task, begins afresh.
+    projector.recall(model, parts[:1], loss)
+    torch.testing.assert_close(projector.constraints, new[:1])
+    projector.reset()
+    projector.recall(model, parts[1:], loss)
+    torch.testing.assert_close(projector.constraints, new[1:])
+
+
+def test_equalities_leave_the_losses_of_masked_rows_where_they_are():
+    model, batch = learned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    mask = torch.tensor([True, False, True])
+    gem = GEM(model, optimizer, loss, label=1, promise="label", equality=mask)
+    gem.end_task([batch])
+    parts = [tuple(leaf[batch[1] == y] for leaf in batch) for y in batch[1].unique()]
+    for now in (batch, rival(batch)):
+        G, before = rows(model, parts), flat(model)
+        loss(model, now).backward()
+        optimizer.step()
+        slopes = cosines(G, before - flat(model))
+        assert slopes[mask].abs().max() < 1e-9
+        assert slopes[~mask] > -1e-9
+
+
+def test_hundreds_of_equalities():
+    model, batch = learned(n=200)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    gem = GEM(model, optimizer, loss, per_task=200, promise="example", equality=True, on="both")
+    gem.end_task([batch])
+    some = [tuple(leaf[i : i + 1] for leaf in batch) for i in range(200)]
+    G, before = rows(model, some), flat(model)
+    loss(model, rival(batch)).backward()
+    optimizer.step()
+    step = before - flat(model)
+    # More rows than parameters, and directions are left: outputs depend on differences of logits only.
+    assert len(G) > len(before) > torch.linalg.matrix_rank(G)
+    assert (G @ step).abs().max() < 1e-9 < step.norm()
+
+
+OPTIONS = [
+    {"rows": 4, "margin": 0.5},
+    {"rows": 4, "bound": 0.0, "on": "both"},
+    {"bound": 0.01, "kappa": 0.5, "interval": 3, "on": "step", "metric": "adam"},
+    {"rows": 3, "promise": "label", "smoothing": 0.7},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("promise", [EACH, SAID], ids=["labels", "outputs"])
+def test_a_checkpoint_goes_on_to_the_bit(promise, options):
+    def begin():
+        model, batch = learned()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        return model, optimizer, GEM(model, optimizer, promise, per_task=12, label=1, **options), batch
+
+    model, optimizer, gem, batch = begin()
+    gem.end_task([batch])
+    gem.end_task([task(7)])
+    unlearn(model, optimizer, batch, 4)
+    stored = io.BytesIO()
+    torch.save([part.state_dict() for part in (model, optimizer, gem)], stored)
+    unlearn(model, optimizer, batch, 4)
+    expected = flat(model)
+    model, optimizer, gem, _ = begin()
+    stored.seek(0)
+    for part, state in zip((model, optimizer, gem), torch.load(stored, weights_only=True), strict=True):
+        part.load_state_dict(state)
+    unlearn(model, optimizer, batch, 4)
+    assert torch.equal(flat(model), expected)
+
+
+def test_logs_have_the_largest_excess():
+    from gemproj.torch.stats import log_means
+
+    model, batch = learned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    gem = GEM(model, optimizer, EACH, bound=0.0)
+    gem.end_task([batch])
+    steps = []
+    for _ in range(5):
+        unlearn(model, optimizer, batch, 1)
+        steps.append(gem.last)
+    assert float(log_means(steps)["gem/excess"]) == max(float(step.excess.max()) for step in steps)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    gem = GEM(model, optimizer, EACH)
+    gem.end_task([batch])
+    unlearn(model, optimizer, batch, 1)
+    assert gem.last.excess is None
+    assert "gem/excess" not in log_means([gem.last])
+
+
+def test_what_promises_refuse():
+    model, batch = learned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for name, wrong, message in (
+        ("bound", -1.0, "bound must be finite and at least 0"),
+        ("kappa", 1.5, "kappa must be at most 1; found 1.5"),
+        ("smoothing", 1.0, "smoothing must be below 1"),
+        ("rows", 0, "rows must be at least 1"),
+        ("promise", "class", "per must be"),
+    ):
+        options = {"bound": 0.0, name: wrong}
+        with pytest.raises(ValueError, match=message):
+            GEM(model, optimizer, loss, **options)
+    with pytest.raises(ValueError, match="bound and equality exclude each other"):
+        GEM(model, optimizer, loss, bound=0.0, equality=True)
+    with pytest.raises(ValueError, match="sample is one constraint"):
+        GEM(model, optimizer, loss, sample=5, rows=3)
+    gem = GEM(model, optimizer, loss, bound=0.0)
+    with pytest.raises(ValueError, match=r"one loss for each example, shape \(24,\); found \(\)"):
+        gem.end_task([batch])
+    gem.memory.add(batch, 5)
+    loss(model, batch).backward()
+    with pytest.raises(ValueError, match="bound needs the losses that examples had"):
+        optimizer.step()
+    gem.remove()
+    projector = GradientProjector(model.parameters(), bound=0.0)
+    projector.recall(model, [Remembered(batch, losses=EACH(model, batch).detach())], loss)
+    with pytest.raises(ValueError, match="attach"):
+        projector.project_()
+    assert projector.project_(learning_rate=0.1).num_violated == 0
+
+
+def test_a_loss_that_is_at_its_bound_to_rounding_is_left_alone():
+    """Where the divergence from the outputs is rounding, and its gradient too, nothing is to be repaired."""
+    model, batch = learned()
+    model = model.float()
+    batch = (batch[0].float(), batch[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, SAID, per_task=24, bound=0.0)
+    gem.end_task([batch])
+    before = flat(model)
+    cross_entropy(model(batch[0]), batch[1]).backward()
+    g = flat(p.grad for p in model.parameters())
+    optimizer.step()
+    step = before - flat(model)
+    # At most the component along one row of noise goes.
+    assert step.norm() <= 0.1 * g.norm() * (1 + 1e-5)
