@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-gpu bench-exchange bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo test bench bench-gpu bench-exchange bench-stale bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -36,6 +36,9 @@ bench-gpu: $(STAMP)  ## Check and time the kernels on an NVIDIA device.
 
 bench-exchange: $(STAMP)  ## Measure what a projection that is sharded over processes exchanges.
 	$(BIN)/python -m asv_benchmarks.reports.exchange --out docs/results/exchange.md $(ARGS)
+
+bench-stale: $(STAMP)  ## Measure what constraint gradients that are some steps old do to the promise.
+	$(BIN)/python -m asv_benchmarks.reports.stale --out docs/results/stale-rows.md $(ARGS)
 
 ASV := $(BIN)/python -m asv --config asv_benchmarks/asv.conf.json
 

@@ -40,13 +40,13 @@ def combine(
     problem = check_problem(G, g, metric)
     lam = check_multipliers(multipliers, "multipliers", problem)
     x = output(problem, out)
-    _write(problem, lam, x)
+    write_rows(problem, lam, x)
     return returned(problem, x, out)
 
 
 def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     """Write the x of a solution of this problem; x may be g itself."""
-    _write(problem, sol.multipliers, x)
+    write_rows(problem, sol.multipliers, x)
     if sol._factor is not None and all(v.dtype == problem.wide for v in problem.vector):
         polish(problem, sol, x)
 
@@ -65,7 +65,8 @@ def returned(problem: Problem, x: list[Array], out: Any) -> Any:
     return out
 
 
-def _write(problem: Problem, lam: Array, x: list[Array]) -> None:
+def write_rows(problem: Problem, lam: Array, x: list[Array]) -> None:
+    """Write ``g + G'lam`` to x, for multipliers as t-space has them."""
     if problem.host and not lam.any():
         for to, v in zip(x, problem.vector, strict=True):
             if to is not v:

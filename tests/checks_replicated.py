@@ -9,9 +9,26 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gemproj.torch import GEM, GradientProjector
+from gemproj.torch.losses import CrossEntropy, Distillation
 
 # Examples of each past task that a process remembers: unequal, and none at all.
 REMEMBERED = [[5, 0, 2, 1], [0, 4, 1, 3]]
+
+
+def logits(model, batch):
+    return model(batch[0])
+
+
+EACH = CrossEntropy(logits, labels=1)
+# With labels: right after they were stored, the gradient of a divergence alone would be rounding.
+SAID = Distillation(logits, labels=EACH, weight=0.1)
+PROMISES = [
+    (loss, {"on": "both", "metric": "adam", "interval": 2}),
+    (loss, {"equality": True, "microbatch": 3}),
+    (SAID, {"on": "both", "bound": 0.0, "kappa": 0.5}),
+    (EACH, {"on": "step", "metric": "adam", "bound": 0.01, "microbatch": 3, "interval": 2}),
+    (EACH, {"smoothing": 0.6, "margin": 0.2}),
+]
 
 
 def share(batch, sizes):
@@ -150,23 +167,28 @@ def errors_on_every_process():
 @check(2)
 def gem_trains_as_one_process_does():
     """The one object for a loop, on replicas and on shards, whose memories differ in size."""
+    for promise, options in PROMISES:
+        for spread in (DistributedDataParallel, fully_shard):
+            compare_gem(spread, promise, options)
+
+
+def compare_gem(spread, promise, options):
     world = dist.get_world_size()
     learned = [task(k, 4 * world) for k in range(3)]
-    for spread in (DistributedDataParallel, fully_shard):
-        found = []
-        for several in (False, True):
-            model = spread(net()) if several else net()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-            gem = GEM(model, optimizer, loss, per_task=100, on="both", metric="adam", interval=2)
-            for k, batch in enumerate(learned):
-                for step in range(3):
-                    optimizer.zero_grad()
-                    now = rival(10 * k + step, 4 * world)
-                    loss(model, share(now, [4] * world) if several else now).backward()
-                    optimizer.step()
-                sizes = [4 * world - 2 * (world - 1)] + [2] * (world - 1)
-                gem.end_task([share(batch, sizes) if several else batch])
-                assert len(gem.memory) == k + 1
-            found.append(flat(model))
-        torch.testing.assert_close(found[1], found[0], rtol=1e-7, atol=1e-9)
-        same_everywhere(found[1])
+    found = []
+    for several in (False, True):
+        model = spread(net()) if several else net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        gem = GEM(model, optimizer, promise, per_task=100, **options)
+        for k, batch in enumerate(learned):
+            for step in range(3):
+                optimizer.zero_grad()
+                now = rival(10 * k + step, 4 * world)
+                loss(model, share(now, [4] * world) if several else now).backward()
+                optimizer.step()
+            sizes = [4 * world - 2 * (world - 1)] + [2] * (world - 1)
+            gem.end_task([share(batch, sizes) if several else batch])
+            assert len(gem.memory) == k + 1
+        found.append(flat(model))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-7, atol=1e-9)
+    same_everywhere(found[1])

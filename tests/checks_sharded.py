@@ -60,7 +60,7 @@ def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
             nn.utils.clip_grad_norm_(trainable, clip)
         optimizer.step()
         # What is counted twice as a whole changes neither multipliers nor cosines, but this.
-        size = projector.last.solution.gram.gg.reshape(1)
+        size = projector.last.solution.gram.gg.sum().reshape(1)
         found.append(torch.cat([projector.last.cosines, size]))
         same_everywhere(projector.last.multipliers)
         active += projector.last.num_active
@@ -112,6 +112,7 @@ OPTIONS = [
     {"on": "both", "metric": "adam", "accumulate": 2},
     {"on": "step", "metric": "adam", "penalty": 0.5},
     {"on": "step", "optimizer": partly},
+    {"on": "both", "groups": "tensor"},
 ]
 
 

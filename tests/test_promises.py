@@ -229,11 +229,89 @@ def test_hundreds_of_equalities():
     assert (G @ step).abs().max() < 1e-9 < step.norm()
 
 
+def groups_of(model, key):
+    """Return the columns of each group of parameters."""
+    columns, start = {}, 0
+    for name, p in model.named_parameters():
+        columns.setdefault(key(name), []).extend(range(start, start + p.numel()))
+        start += p.numel()
+    return list(columns.values())
+
+
+@pytest.mark.parametrize(
+    ("groups", "key"),
+    [
+        ("tensor", str),
+        ("module", lambda name: name.split(".")[0]),
+        (lambda name: name.endswith("bias"), lambda name: name.endswith("bias")),
+    ],
+    ids=["tensor", "module", "callable"],
+)
+@pytest.mark.parametrize("options", [{}, {"margin": 0.3}, {"penalty": 0.2}, {"equality": True}], ids=str)
+def test_each_group_has_a_cone_of_its_own(groups, key, options):
+    model, batch = learned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, loss, groups=groups, **options)
+    gem.end_task([batch])
+    gem.end_task([task(5)])
+    gem.end_task([task(6)])  # three rows: more than the last bias has entries, less one
+    G, before = rows(model, [batch, task(5), task(6)]), flat(model)
+    loss(model, rival(batch)).backward()
+    g = flat(p.grad for p in model.parameters())
+    expected, columns = g.clone(), groups_of(model, key)
+    for at in columns:
+        expected[at] = project(G[:, at], g[at], **options)
+    optimizer.step()
+    torch.testing.assert_close((before - flat(model)) / 0.1, expected, rtol=1e-7, atol=1e-9)
+    assert gem.last.multipliers.shape == (len(columns), 3)
+    if not options:
+        assert (G @ expected).min() > -1e-12 * g.norm() * G.norm()
+    cosine = torch.nn.functional.cosine_similarity(g, expected, dim=0)
+    torch.testing.assert_close(gem.last.cosine, cosine.item())
+
+
+@pytest.mark.parametrize("conflict", [True, False])
+def test_a_gate_leaves_groups_alone_unless_the_whole_conflicts(conflict):
+    model, batch = learned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, loss, groups="tensor", gate=True)
+    gem.end_task([batch])
+    row, before = rows(model, [batch])[0], flat(model)
+    first = model[0].weight
+    # Against the row in the first parameter; with it in the others, more or less strongly.
+    signs = torch.full_like(row, 0.1 if conflict else 100.0)
+    signs[: first.numel()] = -1.0
+    g = signs * row
+    for p, part in zip(model.parameters(), g.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad = part.view_as(p).clone()
+    assert (row @ g < 0) == conflict
+    optimizer.step()
+    step = (before - flat(model)) / 0.1
+    if conflict:
+        assert step[: first.numel()] @ row[: first.numel()] > -1e-12
+    else:
+        torch.testing.assert_close(step, g)
+        assert not gem.last.solution.optimal.all()
+
+
+def test_what_groups_refuse():
+    model, _ = learned()
+    with pytest.raises(ValueError, match="named_parameters"):
+        GradientProjector(model.parameters(), groups="module")
+    with pytest.raises(ValueError, match="groups must be 'tensor', 'module' or a function"):
+        GradientProjector(model.named_parameters(), groups="layer")
+    with pytest.raises(ValueError, match="bound and groups exclude each other"):
+        GradientProjector(model.named_parameters(), groups="tensor", bound=0.0)
+    with pytest.raises(ValueError, match="gate is for groups"):
+        GradientProjector(model.parameters(), gate=True)
+
+
 OPTIONS = [
     {"rows": 4, "margin": 0.5},
     {"rows": 4, "bound": 0.0, "on": "both"},
     {"bound": 0.01, "kappa": 0.5, "interval": 3, "on": "step", "metric": "adam"},
     {"rows": 3, "promise": "label", "smoothing": 0.7},
+    {"rows": 4, "groups": "module", "method": "pgd"},
 ]
 
 

@@ -125,15 +125,22 @@ class ConstraintMatrix:
         """
         topology = self.vector.topology
         columns, owned = self.vector.slices(moving), self.vector.slices(moving, owned=True)
-        with topology.measurement(len(self)):
-            here = self._problem(v, weight, columns)
-            measured = here if owned == columns else self._problem(v, weight, owned)
+        with topology.measurement(numbers(len(self))):
+            here = self.problem(v, weight, columns)
+            measured = here if owned == columns else self.problem(v, weight, owned)
         sol = solve_problem(measured, options, warm_start, all_reduce=topology.gram_sum(measured))
         # On a device looking at the multipliers would wait, so that x is always written.
         changed = not here.host or bool(sol.multipliers.any())
         if changed:
             combine_into(here, sol, here.vector)
         return sol.to(here.xp, here.device), changed
+
+    def problem(self, v: Tensor, weight: Tensor | None, columns: list[slice]) -> Problem:
+        """Return the problem of projecting v, on some columns."""
+        if columns == [slice(0, self.vector.d)]:
+            return check_problem(self.rows, v, weight)
+        weights = None if weight is None else [weight[at] for at in columns]
+        return check_problem([self.rows[:, at] for at in columns], [v[at] for at in columns], weights)
 
     def along(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """Return the products of a step with each row, and the cosines, zero where one is zero; float64."""
@@ -168,12 +175,6 @@ class ConstraintMatrix:
         self._count, self.reached = len(rows), list(reached)
         self.losses, self.bounds = (state[name].to(self.losses, copy=True) for name in ("losses", "bounds"))
 
-    def _problem(self, v: Tensor, weight: Tensor | None, columns: list[slice]) -> Problem:
-        if columns == [slice(0, self.vector.d)]:
-            return check_problem(self.rows, v, weight)
-        weights = None if weight is None else [weight[at] for at in columns]
-        return check_problem([self.rows[:, at] for at in columns], [v[at] for at in columns], weights)
-
     def _gradients(self, loss: Tensor) -> list[Tensor | None]:
         parameters = self.vector.parameters
         if not self.vector.topology.collective:
@@ -205,6 +206,11 @@ class ConstraintMatrix:
             grown[:kept] = self._buffer
             self._buffer = grown
             self._written += [False] * (rows - kept)
+
+
+def numbers(t: int) -> int:
+    """Return how many numbers K, b and |g|^2 are."""
+    return t * t + t + 1
 
 
 def check_loss(k: int, loss: Any) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from gemproj._arrays import Blocks, namespace, wide_dtype
+from gemproj._arrays import Blocks, wide_dtype
 from gemproj._combine import combine_into
 from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._dual import check_options, solve_problem
@@ -68,8 +68,8 @@ class Local:
         return reached
 
     @contextmanager
-    def measurement(self, t: int) -> Iterator[None]:
-        """After an error in the block, make the others fail in `gram_sum` instead of waiting there."""
+    def measurement(self, numbers: int) -> Iterator[None]:
+        """After an error in the block, make others fail in `gram_sum`, of so many numbers, too."""
         yield
 
     def gram_sum(self, problem: Problem) -> Callable[[Measured], Measured] | None:
@@ -168,12 +168,12 @@ class Sharded(Replicated):
         return reached
 
     @contextmanager
-    def measurement(self, t: int) -> Iterator[None]:  # noqa: D102
+    def measurement(self, numbers: int) -> Iterator[None]:  # noqa: D102
         try:
             yield
         except ValueError:
             wide = wide_dtype(torch, self._device)
-            self.sum_shards(torch.full((t * t + t + 1,), math.nan, dtype=wide, device=self._device))
+            self.sum_shards(torch.full((numbers,), math.nan, dtype=wide, device=self._device))
             raise
 
     def sum_values(self, values: Tensor) -> Tensor:  # noqa: D102
@@ -181,12 +181,12 @@ class Sharded(Replicated):
 
     def gram_sum(self, problem: Problem) -> Callable[[Measured], Measured] | None:  # noqa: D102
         def reduce(part: Measured) -> Measured:
-            (K, b, gg), t = part.gram, problem.t
-            packed = torch.cat([torch.as_tensor(a, device=problem.device).reshape(-1) for a in (K, b, gg)])
-            self.sum_shards(packed)
-            whole: list[Any] = [packed[: t * t].reshape(t, t), packed[t * t : -1], packed[-1]]
-            if not isinstance(K, Tensor):
-                whole = [namespace(K).asarray(a.numpy()) for a in whole]
+            parts = [torch.as_tensor(a, device=problem.device) for a in part.gram]
+            packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
+            pieces = packed.split([a.numel() for a in parts])
+            whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
+            if problem.host:
+                whole = [a.numpy() for a in whole]
             # Other processes may have summed in another way, and certificates must be the same everywhere.
             return Measured(Gram(*whole), WIDE_ROUNDING if problem.has_float64() else NARROW_ROUNDING)
 

@@ -13,6 +13,7 @@ from gemproj.methods import AnyMethod
 from gemproj.methods._method import check_count
 from gemproj.torch.batches import Batch, Field, Loss
 from gemproj.torch.constraint_gradients import model_loss
+from gemproj.torch.groups import Groups
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.optimizer_step import Metric, On, will_skip
 from gemproj.torch.projector import GradientProjector
@@ -60,7 +61,8 @@ class GEM:
     rows : int, optional
         So many fresh examples of each task (or label) at every step, without replacement until all were
         drawn: a step costs what replay of these examples costs. By default all of them.
-    method, margin, penalty, equality, bound, kappa, room, smoothing, on, metric, interval, group
+    method, margin, penalty, equality, bound, kappa, room, smoothing, groups, gate, on, metric, interval,
+    group
         As in `GradientProjector`. Calls are steps: with ``interval=4`` every fourth step computes
         constraint gradients, and every step is projected.
     microbatch, training
@@ -110,6 +112,8 @@ class GEM:
         kappa: float = 1.0,
         room: bool = True,
         smoothing: float = 0.0,
+        groups: Groups | None = None,
+        gate: bool = False,
         on: On = "gradient",
         metric: Metric = "euclidean",
         interval: int = 1,
@@ -132,7 +136,7 @@ class GEM:
             )
         self.memory = EpisodicMemory(per_task, label) if memory is None else memory
         self.projector = GradientProjector(
-            model.parameters(),
+            model.named_parameters(),
             method,
             margin=margin,
             penalty=penalty,
@@ -141,6 +145,8 @@ class GEM:
             kappa=kappa,
             room=room,
             smoothing=smoothing,
+            groups=groups,
+            gate=gate,
             on=on,
             metric=metric,
             interval=interval,

@@ -23,6 +23,8 @@ class ParameterVector:
     ----------
     parameters : list of Tensor
         Those that require a gradient, each once.
+    names : list of str
+        Their names, empty where none was given.
     d : int
         Number of local entries.
     topology : Local, Replicated or Sharded
@@ -31,12 +33,15 @@ class ParameterVector:
         Columns that this process contributes to global sums: all, unless shards are replicated.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], group: Any = None) -> None:
+    def __init__(self, parameters: Iterable[Any], group: Any = None) -> None:
         if isinstance(parameters, torch.nn.Module):
             raise TypeError(
-                "parameters must be an iterable of tensors; found a module, pass module.parameters()."
+                "parameters must be an iterable of tensors, or of pairs of name and tensor; found a module, "
+                "pass module.parameters()."
             )
-        listed = list(parameters)
+        pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in parameters]
+        names = {id(p): name for name, p in reversed(pairs)}
+        listed = [p for _, p in pairs]
         for p in listed:
             if not isinstance(p, Tensor) or p.is_complex():
                 found = p.dtype if isinstance(p, Tensor) else type(p).__name__
@@ -48,6 +53,7 @@ class ParameterVector:
         if sharded:
             chosen.sort(key=_placement)  # stable: otherwise in their own order
         self.parameters = chosen
+        self.names = [names[id(p)] for p in chosen]
         shards = self.local()
         devices = {p.device for p in shards}
         if len(devices) > 1:

@@ -21,6 +21,7 @@ from gemproj.torch.bound import LossBound
 from gemproj.torch.constraint_gradients import from_batches, from_losses, model_loss
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated
+from gemproj.torch.groups import Groups, members, project_groups
 from gemproj.torch.optimizer_step import Metric, On, OptimizerStep, ProjectedOptimizer
 from gemproj.torch.parameters import ParameterVector
 from gemproj.torch.stats import Projection
@@ -35,7 +36,7 @@ class GradientProjector:
 
     Parameters
     ----------
-    parameters : iterable of torch.nn.Parameter
+    parameters : iterable of torch.nn.Parameter, or of pairs of name and parameter
         On one device; those that do not require a gradient are left out, duplicates too. Shards
         (`DTensor`, as FSDP2 makes them) are projected where they are.
     method : str, Method or callable, default "exact"
@@ -62,6 +63,12 @@ class GradientProjector:
         Whether losses below their bound may rise; otherwise no loss may rise, as without a bound.
     smoothing : float, default 0
         `recall` sets rows to ``smoothing * old + (1 - smoothing) * gradient``, for rows from few examples.
+    groups : {"tensor", "module"} or callable, optional
+        A cone for each parameter, for the parameters of each module, or for those whose names
+        ``groups(name)`` maps to one key: ``G_l x_l >= 0`` on the columns of each. It implies
+        ``G x >= 0`` and takes more away. Needs `parameters` with names, but for "tensor".
+    gate : bool, default False
+        Groups act only where the whole gradient, or step, violates a constraint.
     metric : {"euclidean", "adam"}, default "euclidean"
         The distance in which the projected step is closest to the optimizer's: Adam's own weighs each
         entry by ``(sqrt(v_hat) + eps) / lr``, after the step. Not for ``on="gradient"``.
@@ -102,7 +109,7 @@ class GradientProjector:
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter],
+        parameters: Iterable[torch.nn.Parameter | tuple[str, torch.nn.Parameter]],
         method: AnyMethod = "exact",
         *,
         margin: float | Tensor = 0.0,
@@ -112,6 +119,8 @@ class GradientProjector:
         kappa: float = 1.0,
         room: bool = True,
         smoothing: float = 0.0,
+        groups: Groups | None = None,
+        gate: bool = False,
         on: On = "gradient",
         metric: Metric = "euclidean",
         interval: int = 1,
@@ -141,6 +150,12 @@ class GradientProjector:
                 f"{found!r} is made for gradients, in their units; use on='gradient', or "
                 "another method for steps."
             )
+        if bound is not None and groups is not None:
+            raise ValueError("bound and groups exclude each other: a loss has no bound for each group.")
+        if gate and groups is None:
+            raise ValueError("gate is for groups; without them, nothing happens where nothing is violated.")
+        self._groups = None if groups is None else members(self._vector, groups)
+        self._gate = gate
         self.bound = None if bound is None else LossBound(bound, kappa, room)
         self.smoothing = smoothing
         self.on, self.metric, self.interval = on, metric, interval
@@ -399,9 +414,14 @@ class GradientProjector:
         weight: Tensor | None = None,
     ) -> tuple[DualSolution, bool]:
         start = self._warm.get(name)
-        if start is not None and len(start) != len(self._matrix):
+        if start is not None and start.shape[-1] != len(self._matrix):
             start = None
-        sol, changed = self._matrix.project(v, options, start, moving, weight)
+        if self._groups is None:
+            sol, changed = self._matrix.project(v, options, start, moving, weight)
+        else:
+            sol, changed = project_groups(
+                self._matrix, v, options, self._groups, self._gate, start, moving, weight
+            )
         self._warm[name] = sol.multipliers
         return sol, changed
 

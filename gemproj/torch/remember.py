@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
@@ -42,19 +43,20 @@ def remember(
         Whether to store the loss of each example, for a bound.
     """
     task = len(memory) if task is None else task
+    outputs = getattr(loss, "outputs", None)
+    needed = bounded or outputs is not None
+    if needed and model is None:
+        raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
     for batch in batches:
         memory.add(batch, task)
-    outputs = getattr(loss, "outputs", None)
-    if task in memory.tasks and (outputs is not None or bounded):
-        if model is None:
-            raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
+    if needed and task in memory.tasks:
         _record(memory, task, model, loss, outputs, bounded, microbatch, training, group)
 
 
 def _record(
     memory: EpisodicMemory,
     task: Hashable,
-    model: torch.nn.Module,
+    model: Any,
     loss: Loss,
     outputs: Any,
     bounded: bool,
@@ -62,6 +64,8 @@ def _record(
     training: bool,
     group: Any,
 ) -> None:
+    if isinstance(model, DistributedDataParallel):
+        model = model.module  # whose own forward pass would wait for the other processes
     vector = ParameterVector(model.parameters(), group)
     device = vector.local()[0].device
     batch = tree_map(lambda leaf: leaf.to(device), memory.batch(task))

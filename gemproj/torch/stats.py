@@ -56,13 +56,13 @@ class Projection:
 
     @property
     def multipliers(self) -> Tensor:
-        """The multipliers, shape (t,), float64."""
+        """The multipliers, shape (t,), or (groups, t), float64."""
         return torch.empty(0, dtype=torch.float64) if self.solution is None else self.solution.multipliers
 
     @property
     def cosine(self) -> float:
         """Cosine between the gradient before and after; 1 when nothing changed."""
-        return 1.0 if self.solution is None else float(self.solution.cosine())
+        return 1.0 if self.solution is None else float(_cosine(self.solution))
 
     @property
     def worst_cosine(self) -> float | None:
@@ -87,7 +87,7 @@ def log_means(steps: Iterable[Projection]) -> dict[str, Tensor | float]:
         if step.solution is None or step.cosines is None:
             continue
         sol, wide = step.solution, step.cosines.dtype
-        numbers = [sol.violated.sum(), sol.active.sum(), sol.cosine(), step.cosines.min()]
+        numbers = [sol.violated.sum(), sol.active.sum(), _cosine(sol), step.cosines.min()]
         rows.append(torch.stack([number.to(wide) for number in numbers]))
         if step.excess is not None:
             excess.append(step.excess.max())
@@ -104,3 +104,14 @@ def log_means(steps: Iterable[Projection]) -> dict[str, Tensor | float]:
         "gem/seconds": seconds / len(rows),
         **({"gem/excess": torch.stack(excess).max()} if excess else {}),
     }
+
+
+def _cosine(sol: DualSolution) -> Tensor:
+    """Return the cosine between the whole gradient before and after, summed over groups."""
+    if not sol.multipliers.ndim > 1:
+        return sol.cosine()
+    (K, b, gg), lam = sol.gram, sol.multipliers
+    along = (b * lam).sum()
+    after = gg.sum() + 2 * along + (lam * (K @ lam[..., None]).squeeze(-1)).sum()
+    size = (gg.sum() * after.clamp(min=0.0)).sqrt()
+    return torch.where(size > 0.0, (gg.sum() + along) / size, 1.0)

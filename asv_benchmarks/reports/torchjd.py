@@ -1,0 +1,171 @@
+"""``python -m asv_benchmarks.reports.torchjd``: TorchJD's aggregators with its own projector and with ours.
+
+UPGrad projects every row of the Jacobian, DualProj their mean. What carries over to another machine are the
+ratios, not the times.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from torchjd.aggregation import DualProjWeighting, UPGradWeighting
+from torchjd.linalg import QuadprogProjector
+
+from asv_benchmarks.benchmarks.timing import Call, in_turn
+from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.tables import Table, digits, power
+from gemproj.integrations.torchjd import ConeProjector
+
+PROJECTORS = {"gemproj": ConeProjector(), "TorchJD": QuadprogProjector()}
+WEIGHTINGS: dict[str, Any] = {"UPGrad": UPGradWeighting, "DualProj": DualProjWeighting}
+# An answer is a failure that violates a condition by more than this, in units of |J'u|.
+TOLERANCE = 1e-2
+PARAMETERS, DRAWS, OBJECTIVES = 1000, 20, 16
+NOTE = (
+    f"float32, {PARAMETERS} parameters. ms: the least time of the weights from a given Gram matrix. "
+    "Residual: the largest violation of an optimality condition, over the norms of the row and of J'u, "
+    "computed from J in float64. TorchJD: its default, quadprog in a loop over the vectors. Failures: an "
+    f"exception, NaN or a residual above {TOLERANCE:g}."
+)
+
+
+def _independent(rng: np.random.Generator, m: int) -> np.ndarray:
+    return rng.standard_normal((m, PARAMETERS))
+
+
+def _contradictory(rng: np.random.Generator, m: int, share: float = 1.0) -> np.ndarray:
+    J = _independent(rng, m)
+    return J - share * J.mean(0)
+
+
+def _repeated(rng: np.random.Generator, m: int, sign: float = 1.0) -> np.ndarray:
+    J = _independent(rng, m)
+    J[m // 2 :] = sign * J[: m - m // 2]
+    return J
+
+
+def _low_rank(rng: np.random.Generator, m: int) -> np.ndarray:
+    rank = max(2, m // 4)
+    return rng.standard_normal((m, rank)) @ rng.standard_normal((rank, PARAMETERS))
+
+
+def _sums(rng: np.random.Generator, m: int) -> np.ndarray:
+    J = _independent(rng, m)
+    J[-1] = -J[0] - J[1]
+    return J
+
+
+FAMILIES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "random": _independent,
+    "rows of small sum": lambda rng, m: _contradictory(rng, m, 0.9),
+    "rows of sum zero": _contradictory,
+    "random, norms of 1e-6": lambda rng, m: 1e-6 / PARAMETERS**0.5 * _independent(rng, m),
+    "random, norms of 1e6": lambda rng, m: 1e6 / PARAMETERS**0.5 * _independent(rng, m),
+    "random, norms from 1e-3 to 1e3": lambda rng, m: (
+        10.0 ** rng.uniform(-3, 3, (m, 1)) * _independent(rng, m)
+    ),
+    "repeated rows": _repeated,
+    "opposite rows": lambda rng, m: _repeated(rng, m, -1.0),
+    "a row opposite to a sum": _sums,
+    "rank m/4": _low_rank,
+}
+
+
+def draw(family: str, m: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a Jacobian of a family, (m, parameters); rounding spoils relations between rows a little."""
+    return torch.tensor(FAMILIES[family](np.random.default_rng(seed), m), dtype=dtype)
+
+
+def residual(J: torch.Tensor, U: torch.Tensor, W: torch.Tensor) -> float:
+    """Return the largest violation of the optimality conditions of ``x = J'w``, free of scale.
+
+    With ``s = J x`` and ``lam = w - u``, both scaled to rows of norm one and ``|J'u| = 1``, it is the largest
+    ``|min(s, lam)|``; NaN where w is.
+    """
+    rows, u, w = (np.asarray(a.double()) for a in (J, U, W))
+    norms, size = np.linalg.norm(rows, axis=1), np.linalg.norm(u @ rows, axis=-1, keepdims=True)
+    norms, size = (np.where(a > 0, a, 1.0) for a in (norms, size))
+    s, lam = (w @ rows) @ rows.T / norms / size, (w - u) * norms / size
+    # A row of zeros constrains nothing.
+    return float(np.max(np.abs(np.minimum(s, lam)), initial=0.0, where=np.any(rows != 0, axis=1)))
+
+
+def vectors(aggregator: str, m: int) -> torch.Tensor:
+    """Return the weights that an aggregator projects."""
+    return torch.full((m,), 1.0 / m) if aggregator == "DualProj" else torch.eye(m) / m
+
+
+def times(aggregator: str, family: str, counts: list[int], seconds: float) -> Table:
+    """Return the table of one aggregator on one family: times, their ratio and residuals by objectives."""
+    table = Table(
+        f"{aggregator}, {family}",
+        [
+            "objectives", "vectors", "gemproj\nms", "TorchJD\nms", "TorchJD /\ngemproj",
+            "gemproj\nresidual", "TorchJD\nresidual",
+        ],
+    )  # fmt: skip
+    for m in counts:
+        J, U = draw(family, m), vectors(aggregator, m)
+        G = J @ J.T
+        weightings = {name: WEIGHTINGS[aggregator](projector=p) for name, p in PROJECTORS.items()}
+        calls = {name: Call(partial(weighting, G)) for name, weighting in weightings.items()}
+        ours, theirs = (min(taken) for taken in in_turn(calls, seconds).values())
+        residuals = [power(residual(J, U, projector(U, G))) for projector in PROJECTORS.values()]
+        cells = [digits(1e3 * ours), digits(1e3 * theirs), digits(theirs / ours, 2), *residuals]
+        table.rows.append([str(m), str(U.numel() // m), *cells])
+    return table
+
+
+def failures(m: int = OBJECTIVES) -> Table:
+    """Return the table of worst residuals and of failures by family."""
+    head = ["", *(f"{name}\n{what}" for name in PROJECTORS for what in ("residual", "failures"))]
+    table = Table(f"UPGrad of {m} objectives, {DRAWS} Jacobians each: worst residual and failures", head)
+    for family in FAMILIES:
+        cells = []
+        for projector in PROJECTORS.values():
+            found = [
+                _attempt(projector, draw(family, m, seed), vectors("UPGrad", m)) for seed in range(DRAWS)
+            ]
+            given = [r for r in found if np.isfinite(r)]
+            cells += [power(max(given, default=np.nan)), str(sum(not r <= TOLERANCE for r in found))]
+        table.rows.append([family, *cells])
+    return table
+
+
+def _attempt(projector: Any, J: torch.Tensor, U: torch.Tensor) -> float:
+    try:
+        return residual(J, U, projector(U, J @ J.T))
+    except Exception:  # whatever it is, there is no answer
+        return np.inf
+
+
+def main(
+    m: Annotated[str, typer.Option(help="Numbers of objectives, separated by commas.")] = "4,16,64,256",
+    seconds: Annotated[float, typer.Option(help="A call is repeated for so long.")] = 0.5,
+    out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
+) -> None:
+    """Time and judge both projectors."""
+    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
+    intro = f"TorchJD {version('torchjd')}. {describe()}\n\n{NOTE}\n"
+    console.print(intro)
+    tables = [failures()]
+    console.print(tables[0].rich())
+    for aggregator in WEIGHTINGS:
+        for family in ("random", "rows of small sum"):
+            tables.append(times(aggregator, family, [int(count) for count in m.split(",")], seconds))
+            console.print(tables[-1].rich())
+    if out is not None:
+        out.write_text("\n".join([intro, *(table.markdown() for table in tables)]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,186 @@
+"""The projector in TorchJD's aggregators: the optimality conditions, at any scale and with dependent rows."""
+
+import copy
+import importlib
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import arbitrary, known
+
+from gemproj import project
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("torchjd", reason="needs the extra torchjd")
+report = pytest.importorskip("asv_benchmarks.reports.torchjd")
+
+from torchjd.aggregation import DualProj, DualProjWeighting, UPGrad, UPGradWeighting  # noqa: E402
+from torchjd.autojac import backward, jac_to_grad  # noqa: E402
+from torchjd.linalg import DualConeProjector, QuadprogProjector  # noqa: E402
+
+from asv_benchmarks.benchmarks import timing  # noqa: E402
+from gemproj.integrations.torchjd import ConeProjector  # noqa: E402
+
+PROJECTOR = ConeProjector()
+draw, residual = report.draw, report.residual
+
+
+def test_residual_is_small_for_the_projection_only():
+    J, U = draw("random", 5, dtype=torch.float64), torch.eye(5, dtype=torch.float64)
+    W = PROJECTOR(U, J @ J.T)
+    assert residual(J, U, W) < 1e-14
+    assert residual(1e-3 * J, 1e5 * U, 1e5 * W) < 1e-14
+    for wrong in (U, W + 0.1, W - 0.1, -W):  # violated, not complementary, negative multipliers
+        assert residual(J, U, wrong) > 0.01
+
+
+@pytest.mark.parametrize("m", [2, 5, 12])
+def test_agrees_with_quadprog_where_that_is_accurate(m):
+    J = draw("rows of small sum", m, dtype=torch.float64)
+    U = torch.eye(m, dtype=torch.float64) - 0.1
+    theirs = QuadprogProjector(reg_eps=1e-11)(U, J @ J.T)
+    assert (theirs - U).max() > 0.01
+    torch.testing.assert_close(PROJECTOR(U, J @ J.T), theirs, rtol=0, atol=1e-6)
+
+
+@given(known())
+def test_finds_a_known_projection(problem):
+    """DualProj with all weight on the first row of [g; G] is GEM: ``g.x = |x|^2`` is not negative anyway."""
+    J = torch.from_numpy(np.vstack([problem.g, problem.G]))
+    u = torch.eye(len(J), dtype=J.dtype)[0]
+    w = PROJECTOR(u, J @ J.T)
+    size = np.linalg.norm(problem.g)
+    assert np.linalg.norm((w @ J).numpy() - problem.x) < 1e-6 * size  # K has half of the digits
+    assert residual(J, u, w) < 1e-9
+
+
+@given(arbitrary(), st.sampled_from([1e-12, 1e-6, 1.0, 1e6, 1e12]), st.integers(0, 1000))
+def test_optimality_conditions_at_every_scale(problem, scale, seed):
+    J = torch.from_numpy(scale * problem[0])
+    U = torch.from_numpy(np.random.default_rng(seed).standard_normal((3, len(J))))
+    W = PROJECTOR(U, J @ J.T)
+    assert (W >= U).all()
+    assert residual(J, U, W) < 1e-9
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("family", report.FAMILIES)
+@pytest.mark.parametrize("m", [4, 16, 40])
+def test_float32_with_dependent_rows(family, m, scale):
+    for seed in range(2):
+        J, U = scale * draw(family, m, seed), torch.eye(m)
+        W = PROJECTOR(U, J @ J.T)
+        assert (W >= U).all()
+        assert residual(J, U, W) < 1e-4
+
+
+def test_a_gram_matrix_that_rounding_has_made_indefinite():
+    J, U = draw("rank m/4", 16), torch.eye(16)
+    assert torch.linalg.eigvalsh((J @ J.T).double())[0] < 0
+    assert residual(J, U, PROJECTOR(U, J @ J.T)) < 1e-4
+
+
+def test_where_torchjd_projects_nothing_or_fails():
+    """Its limits, as of 0.18: if a new version lifts them, docs/torchjd.md is to be changed."""
+    J, U = draw("random, norms of 1e-6", 4), torch.eye(4)
+    assert torch.equal(QuadprogProjector()(U, J @ J.T), U)  # the trace is below 1e-4
+    assert residual(J, U, U) > 1e-3
+    J = draw("random, norms from 1e-3 to 1e3", 16)  # the ridge is one of the largest rows
+    assert residual(J, torch.eye(16), QuadprogProjector()(torch.eye(16), J @ J.T)) > 0.01
+    J = draw("rank m/4", 16)
+    with pytest.raises(Exception, match="not positive definite"):
+        QuadprogProjector(reg_eps=0.0)(torch.eye(16), J @ J.T)
+    J = draw("random", 4)
+    J[0, 0] = torch.nan
+    assert QuadprogProjector()(U, J @ J.T).isnan().all()
+
+
+@pytest.mark.parametrize("family", ["random", "rank m/4"])
+@pytest.mark.parametrize("m", [6, 12])
+def test_batches_are_many_vectors(family, m):
+    J = draw(family, m, dtype=torch.float64)
+    U = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 3, m)))
+    G = J @ J.T
+    W = PROJECTOR(U, G)
+    assert W.shape == U.shape
+    for i in np.ndindex(2, 3):
+        torch.testing.assert_close(W[i] @ J, PROJECTOR(U[i], G) @ J, rtol=0, atol=1e-9 * float(J.norm()))
+    assert PROJECTOR(U[0, :0], G).shape == (0, m)
+    assert PROJECTOR(torch.zeros(0), torch.zeros(0, 0)).shape == (0,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_keeps_dtype_and_device(dtype):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    J = draw("random", 5, dtype=dtype).to(device)
+    G = (J @ J.T).requires_grad_()
+    W = PROJECTOR(torch.eye(5, dtype=dtype, device=device), G)
+    assert (W.dtype, W.device, W.requires_grad) == (dtype, G.device, False)
+    assert residual(J.cpu(), torch.eye(5), W.cpu()) < 8 * torch.finfo(dtype).eps
+
+
+def test_what_is_not_finite_or_does_not_fit_is_an_error():
+    J = draw("random", 4)
+    J[2, 0] = torch.inf
+    with pytest.raises(ValueError, match="not finite: row 2"):
+        PROJECTOR(torch.eye(4), J @ J.T)
+    for U, G in ((torch.eye(3), torch.eye(4)), (torch.eye(4), J), (torch.tensor(1.0), torch.eye(4))):
+        with pytest.raises(ValueError, match=r"G must have shape \(m, m\)"):
+            PROJECTOR(U, G)
+
+
+def test_is_a_value_like_any_other():
+    assert isinstance(PROJECTOR, DualConeProjector)
+    assert copy.deepcopy(UPGrad(projector=PROJECTOR)).projector == PROJECTOR
+    assert repr(DualProj(projector=PROJECTOR)) == "DualProj(pref_vector=None, projector=ConeProjector())"
+    assert UPGradWeighting(projector=PROJECTOR).projector is DualProjWeighting(projector=PROJECTOR).projector
+
+
+def aggregate(aggregator, scale, **options):
+    """Train once on three losses that contradict each other; return the Jacobian, the gradient, the weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Linear(6, 1)).double()
+    y, x = model(torch.randn(8, 4, dtype=torch.float64)), torch.tensor([1.0, -1.0, 0.2])
+    losses = [scale * ((y - target) ** 2).mean() for target in x.tolist()]
+    backward(losses)
+    J = torch.cat([p.jac.reshape(3, -1) for p in model.parameters()], dim=1)
+    weights = jac_to_grad(model.parameters(), aggregator, **options)
+    return J, torch.cat([p.grad.reshape(-1) for p in model.parameters()]), weights
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("by_parameter", [False, True])
+def test_in_the_aggregators_of_a_training_step(scale, by_parameter):
+    options = {"optimize_gramian_computation": by_parameter}
+    for make, expected in (
+        (UPGrad, lambda J: project(J, J).mean(0)),
+        (DualProj, lambda J: project(J, J.mean(0))),
+    ):
+        J, x, weights = aggregate(make(projector=ConeProjector()), scale, **options)
+        assert (J @ J.T).min() < 0  # objectives conflict
+        assert weights.shape == (3,)
+        torch.testing.assert_close(x, expected(J), rtol=0, atol=1e-9 * float(J.norm()))
+        assert ((J @ x) > -1e-9 * J.norm() ** 2).all()
+        if scale == 1.0:
+            theirs = aggregate(make(projector=QuadprogProjector(reg_eps=1e-9)), scale, **options)[1]
+            torch.testing.assert_close(x, theirs, rtol=0, atol=1e-4 * float(J.norm()))
+
+
+def test_without_torchjd_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchjd.linalg", None)
+    monkeypatch.delitem(sys.modules, "gemproj.integrations.torchjd")
+    with pytest.raises(ImportError, match=r"pip install 'gemproj\[torchjd\]'"):
+        importlib.import_module("gemproj.integrations.torchjd")
+
+
+def test_the_report(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(timing, "settle", lambda: None)
+    monkeypatch.setattr(timing.burst, "__defaults__", (0.0,))
+    out = tmp_path / "torchjd.md"
+    report.main(m="2,5", seconds=0.0, out=out)
+    lines = [line for line in out.read_text().splitlines() if line.startswith("|")]
+    cells = {row[0]: row[1:] for row in ([cell.strip() for cell in line.split("|")[1:-1]] for line in lines)}
+    assert {cells[family][1] for family in report.FAMILIES} == {"0"}  # failures of gemproj
+    assert "DualProj, rows of small sum" in capsys.readouterr().out
