@@ -70,3 +70,125 @@ SHAPES = [(3, 4), (4,), (5, 3, 2)]
 
 def close(x, y, tolerance=1e-10):
     torch.testing.assert_close(x, y, rtol=0, atol=tolerance * (1.0 + float(torch.as_tensor(y).norm())))
+
+
+def draw(seed, *shape):
+    return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape))
+
+
+def per_parameter(seed):
+    return [draw(seed + i, *shape) for i, shape in enumerate(SHAPES)]
+
+
+def test_the_page_shows_these_functions():
+    text = PAGE.read_text()
+    for function in BY_HAND:
+        assert inspect.getsource(function) in text
+
+
+def test_the_page_runs():
+    text = re.sub(r"(?m)^```.*$", "", PAGE.read_text())  # a fence would be read as expected output
+    names = {function.__name__: function for function in BY_HAND}
+    page = doctest.DocTestParser().get_doctest(text, names, PAGE.name, str(PAGE), 0)
+    assert len(page.examples) > 20
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    assert doctest.DocTestRunner(optionflags=flags).run(page).failed == 0
+
+
+@given(arbitrary(), st.sampled_from([0.0, 0.5]))
+def test_gem(problem, margin):
+    G, g = map(torch.from_numpy, problem)
+    memories = G.t().contiguous()  # one column per task
+    close(project(memories.t(), g, method=GEM2017(margin, eps=1e-3)), gem(g, memories, margin), 1e-8)
+    if (G @ g < 0).any() and torch.linalg.matrix_rank(G) == len(G):
+        close(project(memories.t(), g, margin=margin), gem(g, memories, margin, eps=1e-9), 1e-5)
+
+
+def test_gem_fails_at_large_norms_with_dependent_rows():
+    G, g = 2.0**27 * torch.eye(2, 3, dtype=torch.float64)[[0, 0]], -torch.ones(3, dtype=torch.float64)
+    with pytest.raises(ValueError, match="not positive definite"):
+        gem(g, G.t())  # next to 2^54, eps is nothing
+    assert project(G, g).tolist() == [0.0, -1.0, -1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("seed", range(6))
+def test_agem(seed, dtype):
+    g, r = draw(seed, 2, 30).to(dtype)
+    close(project(r[None], g), agem(g, r), 1e-10 if dtype is torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 10))
+def test_per_tensor(seed):
+    grads, refs = per_parameter(seed), per_parameter(seed + 5)
+    by_hand = per_tensor(grads, refs)
+    for v, r, x in zip(grads, refs, by_hand, strict=True):
+        close(project([r[None]], [v])[0], x)
+    whole = project([r[None] for r in refs], grads)
+    moved = [
+        sum(float((a - v).square().sum()) for a, v in zip(x, grads, strict=True)) for x in (by_hand, whole)
+    ]
+    assert moved[1] <= moved[0] + 1e-12
+    V, R = draw(seed, 2, 7, 30)  # tensors of one shape are a batch
+    close(project(R[:, None], V), torch.stack(per_tensor(V, R)))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_pcgrad_of_a_pair(seed):
+    G = draw(seed, 2, 8)
+    for pair in (G, torch.stack([G[0], G[1] - G[0]])):
+        close(project(pair, pair), pcgrad(pair))
+
+
+def test_pcgrad_of_three_leaves_conflicts():
+    violated = 0
+    for seed in range(50):
+        G = draw(seed, 3, 4)
+        unit = G / G.norm(dim=1, keepdim=True)
+        violated += bool((pcgrad(unit) @ unit.T < -0.01).any())
+        assert (project(G, unit) @ unit.T > -1e-12).all()
+    assert violated > 5
+
+
+@pytest.mark.parametrize("t", [1, 3, 8])
+def test_orthogonalise(t):
+    G, g = draw(t, t, 40), draw(t + 1, 40)
+    close(project(G, g, equality=True), orthogonalise(g, G, eps=0.0))
+
+
+def test_orthogonalise_without_eps_fails_where_a_row_comes_twice():
+    G, g = torch.eye(2, 3, dtype=torch.float64)[[0, 0]], torch.ones(3, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="singular"):
+        orthogonalise(g, G, eps=0.0)
+    close(project(G, g, equality=True), torch.tensor([0.0, 1.0, 1.0], dtype=torch.float64))
+
+
+class Waits(TorchDispatchMode):
+    """Counts how often the CPU asks for a value, and would wait for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__.startswith("_local_scalar_dense")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 10))
+def test_safe_step(seed):
+    ema, mine = ([torch.zeros(shape, dtype=torch.float64) for shape in SHAPES] for _ in range(2))
+    for step in range(3):
+        grads, refs = per_parameter(seed + 100 * step), per_parameter(seed + 100 * step + 5)
+        with Waits() as waits:
+            by_hand = safe_step(grads, refs, ema)
+        assert waits.count == 2 * len(SHAPES)
+        for e, r in zip(mine, refs, strict=True):
+            e.lerp_(r, 0.2)
+        for x, y in zip(project([e[None] for e in mine], grads), by_hand, strict=True):
+            close(x, y)
+
+
+def test_a_nan_never_leaves_the_average():
+    ema, good, g = [torch.zeros(2)], [torch.tensor([1.0, 0.0])], [torch.tensor([-1.0, 1.0])]
+    assert safe_step(g, good, ema)[0] is not g[0]
+    safe_step(g, [torch.tensor([torch.nan, 0.0])], ema)
+    assert all(safe_step(g, good, ema)[0] is g[0] for _ in range(50))  # violates, and nobody says so

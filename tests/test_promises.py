@@ -161,7 +161,7 @@ def test_promises_for_each_label_and_for_each_example():
         torch.testing.assert_close(kept, G)
         assert cosines(G, before - flat(model)).min() > -1e-9
         gem.remove()
-    with pytest.raises(ValueError, match="per='label' needs label"):
+    with pytest.raises(ValueError, match="promise='label' needs label"):
         GEM(model, optimizer, loss, promise="label")
 
 
@@ -227,6 +227,34 @@ def test_hundreds_of_equalities():
     # More rows than parameters, and directions are left: outputs depend on differences of logits only.
     assert len(G) > len(before) > torch.linalg.matrix_rank(G)
     assert (G @ step).abs().max() < 1e-9 < step.norm()
+
+
+@pytest.mark.parametrize("on", ["gradient", "both"])
+def test_rows_in_half_precision_are_a_projection_for_rounded_rows(on):
+    model, batch = learned()
+    model = model.float()
+    parts = [
+        tuple(leaf.float() if leaf.is_floating_point() else leaf for leaf in one) for one in (batch, task(5))
+    ]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, loss, rows_dtype=torch.bfloat16, on=on)
+    for one in parts:
+        gem.end_task([one])
+    G, before = rows(model, parts), flat(model)
+    loss(model, rival(parts[0])).backward()
+    g = flat(p.grad for p in model.parameters())
+    optimizer.step()
+    kept = gem.projector.constraints
+    assert kept.dtype == torch.bfloat16
+    torch.testing.assert_close(kept.double(), G, rtol=2.0**-8, atol=0.0)
+    step = before - flat(model)
+    expected = project(kept.double(), g)
+    # Parameters of size one are float32: a step is known to about 1e-7.
+    torch.testing.assert_close(step / 0.1, expected, rtol=0.0, atol=3e-6)
+    torch.testing.assert_close(gem.last.cosines, cosines(kept.double(), step), rtol=1e-4, atol=1e-5)
+    assert cosines(G, step).min() > -0.002
+    with pytest.raises(TypeError, match="rows_dtype must be a floating-point dtype"):
+        GradientProjector(model.parameters(), rows_dtype=torch.int8)
 
 
 def groups_of(model, key):
@@ -367,7 +395,7 @@ def test_what_promises_refuse():
         ("kappa", 1.5, "kappa must be at most 1; found 1.5"),
         ("smoothing", 1.0, "smoothing must be below 1"),
         ("rows", 0, "rows must be at least 1"),
-        ("promise", "class", "per must be"),
+        ("promise", "class", "promise must be"),
     ):
         options = {"bound": 0.0, name: wrong}
         with pytest.raises(ValueError, match=message):

@@ -51,7 +51,7 @@ class GEM(AcceleratedGEM):
         As in `gemproj.torch.GEM`.
     **options
         Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, groups, gate, on, metric, interval, microbatch, training, sample.
+        smoothing, rows_dtype, groups, gate, on, metric, interval, microbatch, training, sample.
 
     Attributes
     ----------

@@ -22,6 +22,12 @@ class ConstraintMatrix:
 
     Rows are written between `open` and `close`; before `close`, or after an error, there are none.
 
+    Parameters
+    ----------
+    vector : ParameterVector
+    dtype : torch.dtype, optional
+        Of the rows, by default that of the vector. Projections are those for rows rounded to it.
+
     Attributes
     ----------
     vector : ParameterVector
@@ -33,9 +39,9 @@ class ConstraintMatrix:
         What the losses of the same examples were when they were stored; NaN where they were not.
     """
 
-    def __init__(self, vector: ParameterVector) -> None:
+    def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
         self.vector = vector
-        self._buffer = vector.empty(0)
+        self._buffer = vector.empty(0, dtype=dtype)
         self.clear()
 
     def __len__(self) -> int:
@@ -146,7 +152,7 @@ class ConstraintMatrix:
         """Return the products of a step with each row, and the cosines, zero where one is zero; float64."""
         wide, owned = wide_dtype(torch, step.device), self.vector.owned
         with torch.autocast(step.device.type, enabled=False):
-            products = torch.stack([(self.rows[:, at] @ step[at]).to(wide) for at in owned]).sum(0)
+            products = torch.stack([self._products(step, at).to(wide) for at in owned]).sum(0)
         if self._squares is None:
             norms = [torch.linalg.vector_norm(self.rows[:, at], dim=1, dtype=wide) for at in owned]
             self._squares = torch.stack(norms).square().sum(0)
@@ -156,6 +162,12 @@ class ConstraintMatrix:
         t = len(products)
         sizes = packed[t:-1].sqrt() * packed[-1].sqrt()
         return packed[:t], torch.where(sizes > 0, packed[:t] / sizes, 0.0)
+
+    def _products(self, step: Tensor, at: slice) -> Tensor:
+        rows = self.rows[:, at]
+        if rows.dtype == step.dtype:
+            return rows @ step[at]
+        return torch.stack([row.to(step.dtype) @ step[at] for row in rows])  # one copy at a time
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the rows, of the losses, and which parameters the rows reach."""
@@ -202,7 +214,7 @@ class ConstraintMatrix:
     def _reserve(self, rows: int) -> None:
         kept = len(self._buffer)
         if rows > kept:
-            grown = self.vector.empty(rows)
+            grown = self.vector.empty(rows, dtype=self._buffer.dtype)
             grown[:kept] = self._buffer
             self._buffer = grown
             self._written += [False] * (rows - kept)

@@ -6,16 +6,13 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from gemproj.methods import AnyMethod
 from gemproj.methods._method import check_count
 from gemproj.torch.batches import Batch, Field, Loss
 from gemproj.torch.constraint_gradients import model_loss
-from gemproj.torch.groups import Groups
 from gemproj.torch.memory import EpisodicMemory
-from gemproj.torch.optimizer_step import Metric, On, will_skip
+from gemproj.torch.optimizer_step import will_skip
 from gemproj.torch.projector import GradientProjector
 from gemproj.torch.remember import remember
 from gemproj.torch.stats import Projection
@@ -61,16 +58,18 @@ class GEM:
     rows : int, optional
         So many fresh examples of each task (or label) at every step, without replacement until all were
         drawn: a step costs what replay of these examples costs. By default all of them.
-    method, margin, penalty, equality, bound, kappa, room, smoothing, groups, gate, on, metric, interval,
-    group
-        As in `GradientProjector`. Calls are steps: with ``interval=4`` every fourth step computes
-        constraint gradients, and every step is projected.
     microbatch, training
         As in `GradientProjector.recall`.
     sample : int, optional
         One constraint, on so many random examples of all tasks, instead of one per task (A-GEM).
     scaler : torch.amp.GradScaler, optional
         That of float16 training: constraint gradients are computed with its scale, too.
+    group
+        As in `GradientProjector`.
+    **projection
+        Other options of `GradientProjector`: method, margin, penalty, equality, bound, kappa, room,
+        smoothing, rows_dtype, groups, gate, on, metric, interval. Calls are steps: with ``interval=4``
+        every fourth step computes constraint gradients, and every step is projected.
 
     Attributes
     ----------
@@ -104,24 +103,12 @@ class GEM:
         memory: EpisodicMemory | None = None,
         promise: str = "task",
         rows: int | None = None,
-        method: AnyMethod = "exact",
-        margin: float | Tensor = 0.0,
-        penalty: float | Tensor | None = None,
-        equality: bool | Tensor = False,
-        bound: float | None = None,
-        kappa: float = 1.0,
-        room: bool = True,
-        smoothing: float = 0.0,
-        groups: Groups | None = None,
-        gate: bool = False,
-        on: On = "gradient",
-        metric: Metric = "euclidean",
-        interval: int = 1,
         microbatch: int | None = None,
         training: bool = False,
         sample: int | None = None,
         group: Any = None,
         scaler: Any = None,
+        **projection: Any,
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
@@ -134,28 +121,15 @@ class GEM:
             raise ValueError(
                 "sample is one constraint on examples of all tasks; rows and promise are for others."
             )
+        if promise not in ("task", "label", "example"):
+            raise ValueError(f"promise must be 'task', 'label' or 'example'; found {promise!r}.")
         self.memory = EpisodicMemory(per_task, label) if memory is None else memory
-        self.projector = GradientProjector(
-            model.named_parameters(),
-            method,
-            margin=margin,
-            penalty=penalty,
-            equality=equality,
-            bound=bound,
-            kappa=kappa,
-            room=room,
-            smoothing=smoothing,
-            groups=groups,
-            gate=gate,
-            on=on,
-            metric=metric,
-            interval=interval,
-            group=group,
-        )
+        if promise == "label" and self.memory.label is None:
+            raise ValueError("promise='label' needs label: where the labels of a batch are.")
+        self.projector = GradientProjector(model.named_parameters(), group=group, **projection)
         self.exclude: Hashable = None
         self._model, self._loss, self._sample, self._scaler = model, loss, sample, scaler
         self._rows, self._promise, self._group = rows, promise, group
-        self.memory.batches(per=promise)  # reports what it cannot draw
         self._options: dict[str, Any] = {"microbatch": microbatch, "training": training}
         self.projector.attach(optimizer).remove()  # reports an optimizer that does not fit
         hook = optimizer.register_step_pre_hook(self._compute_constraints)

@@ -63,6 +63,9 @@ class GradientProjector:
         Whether losses below their bound may rise; otherwise no loss may rise, as without a bound.
     smoothing : float, default 0
         `recall` sets rows to ``smoothing * old + (1 - smoothing) * gradient``, for rows from few examples.
+    rows_dtype : torch.dtype, optional
+        Of the rows, by default that of the parameters. ``torch.bfloat16`` takes half the memory of float32,
+        and promises what the rounded rows say: cosines are off by up to 0.002.
     groups : {"tensor", "module"} or callable, optional
         A cone for each parameter, for the parameters of each module, or for those whose names
         ``groups(name)`` maps to one key: ``G_l x_l >= 0`` on the columns of each. It implies
@@ -119,6 +122,7 @@ class GradientProjector:
         kappa: float = 1.0,
         room: bool = True,
         smoothing: float = 0.0,
+        rows_dtype: torch.dtype | None = None,
         groups: Groups | None = None,
         gate: bool = False,
         on: On = "gradient",
@@ -141,7 +145,11 @@ class GradientProjector:
             )
         check_count(interval, "interval", 1)
         self._vector = ParameterVector(parameters, group)
-        self._matrix = ConstraintMatrix(self._vector)
+        if rows_dtype is not None and not (
+            isinstance(rows_dtype, torch.dtype) and rows_dtype.is_floating_point
+        ):
+            raise TypeError(f"rows_dtype must be a floating-point dtype of torch; found {rows_dtype!r}.")
+        self._matrix = ConstraintMatrix(self._vector, rows_dtype)
         self._gradient: Tensor | None = None  # allocated with the first projection
         self.method, self.margin, self.penalty, self.equality = method, margin, penalty, equality
         found = self._options().method
