@@ -94,13 +94,13 @@ class Method:
         return ", ".join([self.name, *(f"{k} {v:g}" for k, v in options.items() if v is not None)])
 
 
-PLAIN = Method("plain")
+PLAIN, PRETRAINING = Method("plain", rate=3e-2), Method("pretraining", rate=1e-2)
 METHODS = [
     PLAIN,
-    *(Method("replay of text", TEXT, weight=weight) for weight in (0.3, 1.0, 3.0)),
-    *(Method("replay of KL", KL, weight=weight) for weight in (0.3, 1.0, 3.0)),
-    Method("GEM on text", TEXT),
-    *(Method("KL held", KL, bound=bound) for bound in (0.0, 0.03, 0.1)),
+    *(Method("replay of text", TEXT, weight=w, rate=r) for w, r in ((0.1, 3e-3), (0.3, 1e-2), (1.0, 3e-3))),
+    *(Method("replay of KL", KL, weight=w, rate=r) for w, r in ((1.0, 3e-2), (3.0, 6e-2), (10.0, 3e-2))),
+    Method("GEM on text", TEXT, rate=3e-3),
+    *(Method("KL held", KL, bound=bound, rate=3e-2) for bound in (0.0, 0.03, 0.1)),
 ]
 
 
@@ -159,3 +159,77 @@ def compare(seed: int, steps: int) -> list[dict[str, Any]]:
             row |= {name: float(TEXT(model, texts[name]).mean()) for name in ("x", "y", "reference")}
             rows.append(row | {"kl": float(KL(model, texts["reference"], said).mean())})
     return rows
+
+
+def by_method(rows: Sequence[dict[str, Any]], *names: str) -> dict[str, list[tuple[float, float]]]:
+    """Return for each method the means over the seeds of some numbers, and their standard deviations."""
+    found = {}
+    for method in dict.fromkeys(row["method"] for row in rows):
+        columns = [[row[name] for row in rows if row["method"] == method] for name in names]
+        found[method] = [(mean(c), stdev(c) if len(c) > 1 else 0.0) for c in columns]
+    return found
+
+
+def tabulate(rows: Sequence[dict[str, Any]]) -> Table:
+    """Return a table of the losses at the end."""
+    seeds = len({row["seed"] for row in rows})
+    title = f"Mean ± standard deviation of {seeds} seed{'s'[: seeds > 1]}; losses in nats, unseen text for X and Y"
+    table = Table("", "loss on X", "on Y", "reference", "KL on reference", "seconds", title=title)
+    for method, numbers in by_method(rows, "x", "y", "reference", "kl", "seconds").items():
+        cells = [f"{m:.3f} ± {s:.3f}" for m, s in numbers[:-1]]
+        table.add_row(method, *cells, f"{numbers[-1][0]:.1f}")
+    return table
+
+
+# Okabe and Ito's colours, which differ for all kinds of eyes, and a marker for each.
+LOOKS = {
+    "plain": ("#000000", "X"),
+    "replay of text": ("#D55E00", "s"),
+    "replay of KL": ("#E69F00", "^"),
+    "GEM on text": ("#CC79A7", "D"),
+    "KL held": ("#0072B2", "o"),
+}
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw the loss on X over the loss on Y, a curve for each kind of method, into a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # before pyplot: no window, also without a display
+    import matplotlib.pyplot as plt
+
+    found = by_method(rows, "x", "y")
+    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
+    for name, (colour, marker) in LOOKS.items():
+        mine = {str(m): m for m in METHODS if m.name == name}
+        (x, dx), (y, dy) = (zip(*(found[method][k] for method in mine), strict=True) for k in (0, 1))
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markeredgecolor": "white", "label": name}
+        axes.errorbar(y, x, dx, dy, linewidth=1.6, elinewidth=1, capsize=2, markersize=8, **look)
+        for method, *at in zip(mine.values(), y, x, strict=True):
+            option = method.weight if method.bound is None else method.bound
+            if option is not None:
+                axes.annotate(f"{option:g}", at, (7, 7), textcoords="offset points", color=colour)
+    axes.axhline(found["before"][0][0], color="#767676", linestyle="--", linewidth=1)
+    axes.set(xlabel="Loss on Y after fine-tuning (nats)", ylabel="Loss on X after fine-tuning (nats)")
+    figure.savefig(path, dpi=200)
+    plt.close(figure)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare the methods; print a table, and write the figure and the numbers where asked to."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0")
+    parser.add_argument("--steps", type=int, default=150, help="of fine-tuning; four times as many before")
+    parser.add_argument("--figure", type=Path, help="PNG to draw")
+    parser.add_argument("--out", type=Path, help="JSON file for the numbers of each seed")
+    options = parser.parse_args(arguments)
+    rows = [row for seed in range(options.seeds) for row in compare(seed, options.steps)]
+    Console().print(tabulate(rows))
+    if options.figure:
+        draw(rows, options.figure)
+    if options.out:
+        options.out.write_text(json.dumps({"steps": options.steps, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

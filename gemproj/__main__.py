@@ -26,6 +26,7 @@ OPTIONAL = {
     "transformers": ["transformers", "accelerate"],
     "lightning": ["lightning"],
     "avalanche": ["avalanche-lib"],
+    "torchjd": ["torchjd"],
     "examples": ["peft", "datasets", "matplotlib"],
 }
 

@@ -57,8 +57,8 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         the model's, pass the same here.
     **options
         Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, groups, gate, on, metric, interval, microbatch, training, sample. A margin is in
-        units of the gradient that clipping leaves. With `training`, activation checkpointing must not be
+        smoothing, rows_dtype, groups, gate, on, metric, interval, microbatch, training, sample. A margin is
+        in units of the gradient that clipping leaves. With `training`, activation checkpointing must not be
         reentrant.
 
     Attributes

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -55,7 +54,7 @@ def from_batches(
         for k, batch in enumerate(tasks):
             for part, n in parts(batch, counts[k], microbatch, passes[k]):
                 stored = isinstance(part, Remembered) and "losses" in part.fields
-                bound = part.losses.mean() if stored else math.nan
+                bound = part.losses.mean() if stored else None
                 G.add(k, call_loss(loss, model, part).mean(), topology.weight(n, totals[k]), bound)
     G.close(len(tasks))
 

@@ -37,6 +37,8 @@ class ConstraintMatrix:
         The loss of each row, where its gradient was taken; `advance` follows it along steps.
     bounds : Tensor, shape (t,), float64
         What the losses of the same examples were when they were stored; NaN where they were not.
+    bounded : bool
+        Whether they were stored for all rows.
     """
 
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
@@ -58,7 +60,7 @@ class ConstraintMatrix:
         self._squares: Tensor | None = None
         self.reached = [False] * len(self.vector.parameters)
         self.losses = torch.empty(0, dtype=wide_dtype(torch, self.vector.device), device=self.vector.device)
-        self.bounds = self.losses
+        self.bounds, self.bounded = self.losses, True
 
     def open(self, rows: int, smoothing: float = 0.0, scale: float = 1.0) -> None:
         """Drop all rows and make room for so many.
@@ -80,7 +82,7 @@ class ConstraintMatrix:
         self._written = [False] * len(self._buffer)
         self._reserve(rows)
 
-    def add(self, k: int, loss: Tensor, weight: float = 1.0, bound: Tensor | float = math.nan) -> None:
+    def add(self, k: int, loss: Tensor, weight: float = 1.0, bound: Tensor | None = None) -> None:
         """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss and bound."""
         check_loss(k, loss)
         self._reserve(k + 1)
@@ -100,7 +102,8 @@ class ConstraintMatrix:
             self.reached[j] = True
             part.copy_(gradient) if fresh else part.add_(gradient, alpha=self._share)
         self._values += [self.losses.new_zeros(2) for _ in range(k + 1 - len(self._values))]
-        for i, value in enumerate((loss.detach(), bound)):
+        self.bounded = self.bounded and bound is not None
+        for i, value in enumerate((loss.detach(), math.nan if bound is None else bound)):
             self._values[k][i] += weight * value
 
     def close(self, rows: int) -> None:
@@ -186,6 +189,7 @@ class ConstraintMatrix:
         self._buffer[: len(rows)] = rows
         self._count, self.reached = len(rows), list(reached)
         self.losses, self.bounds = (state[name].to(self.losses, copy=True) for name in ("losses", "bounds"))
+        self.bounded = not bool(state["bounds"].isnan().any())
 
     def _gradients(self, loss: Tensor) -> list[Tensor | None]:
         parameters = self.vector.parameters

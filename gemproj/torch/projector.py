@@ -411,6 +411,11 @@ class GradientProjector:
     def _demand(self, bound: LossBound, rate: float) -> Any:
         """Return the right-hand side h, as a function of the Gram matrix."""
         matrix = self._matrix
+        if not matrix.bounded:
+            raise ValueError(
+                "bound needs the losses that examples had when they were stored: use GEM.end_task, "
+                "memory.record(task, losses=...) or memory.add(..., losses=...)."
+            )
         return bound.demand(matrix.losses, matrix.bounds, rate, self._vector.dtype)
 
     def _project(

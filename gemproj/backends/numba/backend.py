@@ -180,6 +180,10 @@ def solve_exact(
 
     share(work, -(-count // step))
     if any(unclear):
+        if len(Ks) == 1 and count > 1:
+            # No principal submatrix has a smaller eigenvalue than the whole (Cauchy's interlacing).
+            whole = normalise(Ks[0], bs[0], None, None, None).K
+            apart = np.maximum(apart, np.linalg.eigvalsh(whole)[0])
         for i in np.flatnonzero(apart < CLOSE):
             low = None if lower is None else bounds[0][i]
             one = normalise(Ks[i if len(Ks) > 1 else 0], bs[i], low, None, lam[i])
