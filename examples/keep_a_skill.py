@@ -39,15 +39,14 @@ REFERENCE, ROWS = 48, 16
 def rules(seed: int) -> list[Tensor]:
     """Return for X and for Y which words may follow, by the group of the word before last and the last."""
     generator = torch.Generator().manual_seed(seed)
-    x, y = torch.randint(WORDS, (2, GROUPS, WORDS, len(CHANCES)), generator=generator)
+    x, y = torch.rand(2, GROUPS, WORDS, WORDS, generator=generator).argsort(-1)[..., : len(CHANCES)]
     return [x, torch.where(torch.rand(GROUPS, WORDS, 1, generator=generator) < 0.5, x, y)]
 
 
 def write(rule: Tensor, language: int, n: int, seed: int) -> Tensor:
     """Write sequences: a token that tells the language, two words of any kind, and what follows them."""
     generator = torch.Generator().manual_seed(seed)
-    first = torch.randint(WORDS, (2, n), generator=generator)
-    text = [torch.full((n,), WORDS + language), *first]
+    text = [torch.full((n,), WORDS + language), *torch.randint(WORDS, (2, n), generator=generator)]
     for draws in torch.multinomial(CHANCES, n * (LENGTH - 3), True, generator=generator).view(-1, n):
         text.append(rule[text[-2] % GROUPS, text[-1], draws])
     return torch.stack(text, 1)
@@ -81,27 +80,35 @@ KL = Distillation(logits)
 
 @dataclass(frozen=True)
 class Method:
-    """What is done for X: nothing, replay of a loss with a weight, or GEM, maybe with a bound."""
+    """What is done for X: nothing; replay of a loss, with a weight; or GEM on a loss, maybe with a bound."""
 
-    name: str
+    kind: str
+    rate: float
     loss: Any = None
-    weight: float | None = None
-    bound: float | None = None
-    rate: float = 1e-2
+    option: str = ""
+    value: float | None = None
 
     def __str__(self) -> str:
-        options = {"weight": self.weight, "bound": self.bound}
-        return ", ".join([self.name, *(f"{k} {v:g}" for k, v in options.items() if v is not None)])
+        return f"{self.kind}, {self.option} {self.value:g}" if self.option else self.kind
 
 
-PLAIN, PRETRAINING = Method("plain", rate=3e-2), Method("pretraining", rate=1e-2)
+PLAIN = Method("plain", 3e-2)  # for pretraining, too
 METHODS = [
     PLAIN,
-    *(Method("replay of text", TEXT, weight=w, rate=r) for w, r in ((0.1, 3e-3), (0.3, 1e-2), (1.0, 3e-3))),
-    *(Method("replay of KL", KL, weight=w, rate=r) for w, r in ((1.0, 3e-2), (3.0, 6e-2), (10.0, 3e-2))),
-    Method("GEM on text", TEXT, rate=3e-3),
-    *(Method("KL held", KL, bound=bound, rate=3e-2) for bound in (0.0, 0.03, 0.1)),
+    *(Method("replay of text", r, TEXT, "weight", w) for w, r in ((0.1, 3e-3), (0.3, 1e-2), (1.0, 3e-3))),
+    *(Method("replay of KL", r, KL, "weight", w) for w, r in ((1.0, 3e-2), (3.0, 6e-2), (10.0, 3e-2))),
+    Method("GEM on text", 3e-3, TEXT),
+    *(Method("KL held", 3e-2, KL, "bound", bound) for bound in (0.0, 0.03, 0.1)),
 ]
+# Okabe and Ito's colours, which differ for all kinds of eyes, and a marker for each kind.
+LOOKS = {
+    "plain": ("#000000", "X"),
+    "replay of text": ("#D55E00", "s"),
+    "replay of KL": ("#E69F00", "^"),
+    "GEM on text": ("#CC79A7", "D"),
+    "KL held": ("#0072B2", "o"),
+}
+COLUMNS = {"x": "X", "y": "Y", "reference": "reference", "kl": "KL of reference", "seconds": "seconds"}
 
 
 def learn(
@@ -112,28 +119,20 @@ def learn(
     plan = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(10 * (step + 1) / steps, 1 - step / steps)
     )
-    memory = EpisodicMemory(REFERENCE)  # for replay
-    if method.weight is not None:
+    memory = EpisodicMemory(REFERENCE)  # for replay; GEM has its own
+    if method.option == "weight":
         memory.add(reference, "X", outputs=KL.outputs(model, reference))
-    elif method.loss is not None:
-        gem = GEM(
-            model,
-            optimizer,
-            method.loss,
-            REFERENCE,
-            rows=ROWS,
-            bound=method.bound,
-            on="both",
-            metric="adam",
-        )
-        gem.end_task([reference], "X")
+    elif method.loss:
+        options: dict[str, Any] = {"bound": method.value, "on": "both", "metric": "adam"}
+        gem = GEM(model, optimizer, method.loss, REFERENCE, rows=ROWS, **options)
+        gem.end_task([reference])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         optimizer.zero_grad()
         loss = TEXT(model, text[torch.randint(len(text), (ROWS,), generator=generator)]).mean()
         for stored in memory.batches(n=ROWS):
             outputs = [stored.outputs] if method.loss is KL else []
-            loss = loss + method.weight * method.loss(model, stored.batch, *outputs).mean()
+            loss = loss + method.value * method.loss(model, stored.batch, *outputs).mean()
         loss.backward()
         optimizer.step()
         plan.step()
@@ -157,38 +156,17 @@ def compare(seed: int, steps: int) -> list[dict[str, Any]]:
         row = {"seed": seed, "method": str(method or "before"), "seconds": time.perf_counter() - begin}
         with torch.no_grad():
             row |= {name: float(TEXT(model, texts[name]).mean()) for name in ("x", "y", "reference")}
-            rows.append(row | {"kl": float(KL(model, texts["reference"], said).mean())})
+            rows.append(row | {"kl": max(0.0, float(KL(model, texts["reference"], said).mean()))})
     return rows
 
 
-def by_method(rows: Sequence[dict[str, Any]], *names: str) -> dict[str, list[tuple[float, float]]]:
-    """Return for each method the means over the seeds of some numbers, and their standard deviations."""
-    found = {}
+def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, tuple[float, float]]]:
+    """Return by method and by column the mean over the seeds, and the standard deviation."""
+    found: dict[str, dict[str, tuple[float, float]]] = {}
     for method in dict.fromkeys(row["method"] for row in rows):
-        columns = [[row[name] for row in rows if row["method"] == method] for name in names]
-        found[method] = [(mean(c), stdev(c) if len(c) > 1 else 0.0) for c in columns]
+        columns = {name: [row[name] for row in rows if row["method"] == method] for name in COLUMNS}
+        found[method] = {k: (mean(c), stdev(c) if len(c) > 1 else 0.0) for k, c in columns.items()}
     return found
-
-
-def tabulate(rows: Sequence[dict[str, Any]]) -> Table:
-    """Return a table of the losses at the end."""
-    seeds = len({row["seed"] for row in rows})
-    title = f"Mean ± standard deviation of {seeds} seed{'s'[: seeds > 1]}; losses in nats, unseen text for X and Y"
-    table = Table("", "loss on X", "on Y", "reference", "KL on reference", "seconds", title=title)
-    for method, numbers in by_method(rows, "x", "y", "reference", "kl", "seconds").items():
-        cells = [f"{m:.3f} ± {s:.3f}" for m, s in numbers[:-1]]
-        table.add_row(method, *cells, f"{numbers[-1][0]:.1f}")
-    return table
-
-
-# Okabe and Ito's colours, which differ for all kinds of eyes, and a marker for each.
-LOOKS = {
-    "plain": ("#000000", "X"),
-    "replay of text": ("#D55E00", "s"),
-    "replay of KL": ("#E69F00", "^"),
-    "GEM on text": ("#CC79A7", "D"),
-    "KL held": ("#0072B2", "o"),
-}
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -198,19 +176,26 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")  # before pyplot: no window, also without a display
     import matplotlib.pyplot as plt
 
-    found = by_method(rows, "x", "y")
+    found = summarize(rows)
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
-    for name, (colour, marker) in LOOKS.items():
-        mine = {str(m): m for m in METHODS if m.name == name}
-        (x, dx), (y, dy) = (zip(*(found[method][k] for method in mine), strict=True) for k in (0, 1))
-        look: dict[str, Any] = {"color": colour, "marker": marker, "markeredgecolor": "white", "label": name}
-        axes.errorbar(y, x, dx, dy, linewidth=1.6, elinewidth=1, capsize=2, markersize=8, **look)
-        for method, *at in zip(mine.values(), y, x, strict=True):
-            option = method.weight if method.bound is None else method.bound
-            if option is not None:
-                axes.annotate(f"{option:g}", at, (7, 7), textcoords="offset points", color=colour)
-    axes.axhline(found["before"][0][0], color="#767676", linestyle="--", linewidth=1)
+    for kind in dict.fromkeys(method.kind for method in METHODS):
+        colour, marker = LOOKS[kind]
+        methods = [method for method in METHODS if method.kind == kind]
+        x, dx = zip(*(found[str(method)]["x"] for method in methods), strict=True)
+        y, dy = zip(*(found[str(method)]["y"] for method in methods), strict=True)
+        look: dict[str, Any] = {
+            "color": colour,
+            "marker": marker,
+            "markeredgecolor": "white",
+            "markersize": 8,
+        }
+        axes.errorbar(y, x, dx, dy, elinewidth=1, capsize=2, label=kind, **look)
+        for method, *at in zip(methods, y, x, strict=True):
+            text = f"{method.value:g}" if method.option else ""
+            axes.annotate(text, at, (6, 6), textcoords="offset points", color=colour)
+    axes.axhline(found["before"]["x"][0], color="#767676", linestyle="--", linewidth=1)
     axes.set(xlabel="Loss on Y after fine-tuning (nats)", ylabel="Loss on X after fine-tuning (nats)")
+    axes.legend(frameon=False)
     figure.savefig(path, dpi=200)
     plt.close(figure)
 
@@ -219,12 +204,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compare the methods; print a table, and write the figure and the numbers where asked to."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0")
-    parser.add_argument("--steps", type=int, default=150, help="of fine-tuning; four times as many before")
+    parser.add_argument("--steps", type=int, default=150, help="of fine-tuning, after four times as many")
     parser.add_argument("--figure", type=Path, help="PNG to draw")
     parser.add_argument("--out", type=Path, help="JSON file for the numbers of each seed")
     options = parser.parse_args(arguments)
     rows = [row for seed in range(options.seeds) for row in compare(seed, options.steps)]
-    Console().print(tabulate(rows))
+    table = Table("", *COLUMNS.values(), title="Losses in nats: mean ± standard deviation over the seeds")
+    for method, cells in summarize(rows).items():
+        table.add_row(method, *(f"{m:.3f} ± {s:.3f}" for m, s in cells.values()))
+    Console(width=110).print(table)
     if options.figure:
         draw(rows, options.figure)
     if options.out:
@@ -232,4 +220,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the matrices are small
     main()

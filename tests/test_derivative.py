@@ -1,5 +1,7 @@
 """The derivative of the projection: against finite differences, and against what it must not do."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -24,8 +26,10 @@ def test_gradcheck(shape, options):
     w = torch.rand(g.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.5
     w.requires_grad_()
     assert torch.any(solve_dual(G, g, **options).multipliers != 0)
-    assert torch.autograd.gradcheck(lambda G, g: project(G, g, **options), (G, g))
-    assert torch.autograd.gradcheck(lambda G, g, w: project(G, g, metric=w, **options), (G, g, w))
+    # Entry by entry, or for many entries along random directions.
+    check = partial(torch.autograd.gradcheck, fast_mode=G.numel() > 100)
+    assert check(lambda G, g: project(G, g, **options), (G, g))
+    assert check(lambda G, g, w: project(G, g, metric=w, **options), (G, g, w))
 
 
 def test_blocks_and_mappings():
