@@ -95,10 +95,10 @@ class Method:
 PLAIN = Method("plain", 3e-2)  # for pretraining, too
 METHODS = [
     PLAIN,
-    *(Method("replay of text", r, TEXT, "weight", w) for w, r in ((0.1, 3e-3), (0.3, 1e-2), (1.0, 3e-3))),
-    *(Method("replay of KL", r, KL, "weight", w) for w, r in ((1.0, 3e-2), (3.0, 6e-2), (10.0, 3e-2))),
+    *(Method("replay of text", 1e-2, TEXT, "weight", weight) for weight in (0.1, 0.3, 1.0)),
+    *(Method("replay of KL", 6e-2, KL, "weight", weight) for weight in (1.0, 3.0, 10.0)),
     Method("GEM on text", 3e-3, TEXT),
-    *(Method("KL held", 3e-2, KL, "bound", bound) for bound in (0.0, 0.03, 0.1)),
+    *(Method("KL held", rate, KL, "bound", bound) for bound, rate in ((0.0, 0.1), (0.03, 3e-2), (0.1, 3e-2))),
 ]
 # Okabe and Ito's colours, which differ for all kinds of eyes, and a marker for each kind.
 LOOKS = {
