@@ -32,7 +32,8 @@ from gemproj.torch import GEM, EpisodicMemory
 from gemproj.torch.losses import CrossEntropy, Distillation
 
 WORDS, GROUPS, LENGTH, WIDTH = 32, 4, 24, 64
-CHANCES = torch.tensor([0.5, 0.25, 0.15, 0.1])  # of the words that may follow; their entropy is 1.208
+CHANCES = torch.tensor([0.5, 0.25, 0.15, 0.1])  # of the words that may follow
+ENTROPY = float(-(CHANCES * CHANCES.log()).sum())  # no loss can be below, 1.208 nats
 REFERENCE, ROWS = 48, 16
 
 
@@ -98,15 +99,15 @@ METHODS = [
     *(Method("replay of text", 1e-2, TEXT, "weight", weight) for weight in (0.1, 0.3, 1.0)),
     *(Method("replay of KL", 6e-2, KL, "weight", weight) for weight in (1.0, 3.0, 10.0)),
     Method("GEM on text", 3e-3, TEXT),
-    *(Method("KL held", rate, KL, "bound", bound) for bound, rate in ((0.0, 0.1), (0.03, 3e-2), (0.1, 3e-2))),
+    *(Method("KL held", 6e-2, KL, "bound", bound) for bound in (0.0, 0.03, 0.1)),
 ]
-# Okabe and Ito's colours, which differ for all kinds of eyes, and a marker for each kind.
+# Okabe and Ito's colours, which differ for all kinds of eyes, markers, and the place of a label in points.
 LOOKS = {
-    "plain": ("#000000", "X"),
-    "replay of text": ("#D55E00", "s"),
-    "replay of KL": ("#E69F00", "^"),
-    "GEM on text": ("#CC79A7", "D"),
-    "KL held": ("#0072B2", "o"),
+    "plain": ("#000000", "X", 6),
+    "replay of text": ("#D55E00", "s", 6),
+    "replay of KL": ("#E69F00", "^", 6),
+    "GEM on text": ("#CC79A7", "D", 6),
+    "KL held": ("#0072B2", "o", -14),
 }
 COLUMNS = {"x": "X", "y": "Y", "reference": "reference", "kl": "KL of reference", "seconds": "seconds"}
 
@@ -115,7 +116,7 @@ def learn(
     model: nn.Module, text: Tensor, steps: int, seed: int, method: Method = PLAIN, reference: Any = None
 ) -> None:
     """Train a model on a text, and do for the reference what the method says."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=method.rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=method.rate, fused=True)
     plan = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(10 * (step + 1) / steps, 1 - step / steps)
     )
@@ -175,27 +176,36 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")  # before pyplot: no window, also without a display
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     found = summarize(rows)
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     for kind in dict.fromkeys(method.kind for method in METHODS):
-        colour, marker = LOOKS[kind]
-        methods = [method for method in METHODS if method.kind == kind]
-        x, dx = zip(*(found[str(method)]["x"] for method in methods), strict=True)
-        y, dy = zip(*(found[str(method)]["y"] for method in methods), strict=True)
+        colour, marker, place = LOOKS[kind]
         look: dict[str, Any] = {
             "color": colour,
             "marker": marker,
             "markeredgecolor": "white",
             "markersize": 8,
         }
-        axes.errorbar(y, x, dx, dy, elinewidth=1, capsize=2, label=kind, **look)
-        for method, *at in zip(methods, y, x, strict=True):
+        methods = [method for method in METHODS if method.kind == kind]
+        numbers = [(*found[str(method)]["y"], *found[str(method)]["x"]) for method in methods]
+        y, dy, x, dx = zip(*numbers, strict=True)
+        at = [[mean - ENTROPY for mean in means] for means in (y, x)]
+        axes.errorbar(*at, dx, dy, elinewidth=1, capsize=2, label=kind, **look)
+        for method, *point in zip(methods, *at, strict=True):
             text = f"{method.value:g}" if method.option else ""
-            axes.annotate(text, at, (6, 6), textcoords="offset points", color=colour)
-    axes.axhline(found["before"]["x"][0], color="#767676", linestyle="--", linewidth=1)
-    axes.set(xlabel="Loss on Y after fine-tuning (nats)", ylabel="Loss on X after fine-tuning (nats)")
+            axes.annotate(text, point, (6, place), textcoords="offset points", color=colour)
+    axes.axhline(found["before"]["x"][0] - ENTROPY, color="#767676", linestyle="--", label="X before")
+    axes.set(xscale="log", yscale="log")
+    for axis, name in ((axes.xaxis, "Y"), (axes.yaxis, "X")):
+        axis.set_label_text(f"Loss on {name}, above the entropy of {ENTROPY:.3f} nats")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     axes.legend(frameon=False)
+    note = "Beside the points: weights, or bounds. Error bars: standard deviation over the seeds."
+    figure.supxlabel(note, fontsize=8, color="#767676")
     figure.savefig(path, dpi=200)
     plt.close(figure)
 

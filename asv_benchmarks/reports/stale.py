@@ -24,10 +24,10 @@ HEAD = [
     "and, with\nthe bound",
 ]
 NOTE = (
-    "A network of 20-64-5 units learns 200 points, then other labels for half of the same points, for 200 steps "
-    "of AdamW (1e-2) with ``on='both'``. Violated: share of applied steps whose cosine with the gradient of the "
-    "held loss, computed afresh, is below -0.001. {seeds} seeds, mean and half the width of a 95 % interval "
-    "(bootstrap over seeds). Nothing was chosen."
+    "A network of 20-64-5 units learns 200 points, then other labels for half of the same points, for 200 "
+    "steps of AdamW (1e-2) with `on='both'`. Violated: share of applied steps whose cosine with the gradient "
+    "of the held loss, computed afresh, is below -0.001. {seeds} seeds, mean and half the width of a 95 % "
+    "interval (bootstrap over seeds). Nothing was chosen."
 )
 _TASKS, _STEPS = 200, 200
 
