@@ -101,13 +101,13 @@ METHODS = [
     Method("GEM on text", 3e-3, TEXT),
     *(Method("KL held", 6e-2, KL, "bound", bound) for bound in (0.0, 0.03, 0.1)),
 ]
-# Okabe and Ito's colours, which differ for all kinds of eyes, markers, and the place of a label in points.
+# Okabe and Ito's colours, which differ for all kinds of eyes, markers, and where labels go.
 LOOKS = {
-    "plain": ("#000000", "X", 6),
-    "replay of text": ("#D55E00", "s", 6),
-    "replay of KL": ("#E69F00", "^", 6),
-    "GEM on text": ("#CC79A7", "D", 6),
-    "KL held": ("#0072B2", "o", -14),
+    "plain": ("#000000", "X", 1),
+    "replay of text": ("#D55E00", "s", 1),
+    "replay of KL": ("#E69F00", "^", 1),
+    "GEM on text": ("#CC79A7", "D", 1),
+    "KL held": ("#0072B2", "o", -1),
 }
 COLUMNS = {"x": "X", "y": "Y", "reference": "reference", "kl": "KL of reference", "seconds": "seconds"}
 
@@ -181,21 +181,20 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     found = summarize(rows)
     figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
     for kind in dict.fromkeys(method.kind for method in METHODS):
-        colour, marker, place = LOOKS[kind]
-        look: dict[str, Any] = {
-            "color": colour,
-            "marker": marker,
-            "markeredgecolor": "white",
-            "markersize": 8,
-        }
+        colour, marker, side = LOOKS[kind]
+        look: dict[str, Any] = {"color": colour, "marker": marker, "markeredgecolor": "white"}
+        look |= {"markersize": 8, "ecolor": (colour, 0.4), "elinewidth": 1, "capsize": 2}
         methods = [method for method in METHODS if method.kind == kind]
         numbers = [(*found[str(method)]["y"], *found[str(method)]["x"]) for method in methods]
         y, dy, x, dx = zip(*numbers, strict=True)
         at = [[mean - ENTROPY for mean in means] for means in (y, x)]
-        axes.errorbar(*at, dx, dy, elinewidth=1, capsize=2, label=kind, **look)
+        axes.errorbar(*at, dx, dy, label=kind, **look)
         for method, *point in zip(methods, *at, strict=True):
             text = f"{method.value:g}" if method.option else ""
-            axes.annotate(text, point, (6, place), textcoords="offset points", color=colour)
+            align = {"ha": "left", "va": "bottom"} if side > 0 else {"ha": "right", "va": "top"}
+            axes.annotate(
+                text, point, (5 * side, 5 * side), textcoords="offset points", color=colour, **align
+            )
     axes.axhline(found["before"]["x"][0] - ENTROPY, color="#767676", linestyle="--", label="X before")
     axes.set(xscale="log", yscale="log")
     for axis, name in ((axes.xaxis, "Y"), (axes.yaxis, "X")):
@@ -203,7 +202,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter(NullFormatter())
-    axes.legend(frameon=False)
+    figure.legend(loc="outside upper center", ncols=3, frameon=False)
     note = "Beside the points: weights, or bounds. Error bars: standard deviation over the seeds."
     figure.supxlabel(note, fontsize=8, color="#767676")
     figure.savefig(path, dpi=200)
