@@ -1,12 +1,13 @@
 """The same properties on every backend: which one runs must not be seen from outside."""
 
-import os
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from devices import make_device, skip_without_kernels  # noqa: E402
 
 from gemproj import Exact, combine, gram, project, solve_dual  # noqa: E402
 from gemproj._problem import check_problem  # noqa: E402
@@ -22,26 +23,14 @@ def backend(request, monkeypatch):
     if request.param == "numba" and not installed():
         pytest.skip("numba is missing or switched off")
     if request.param == "triton":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("kernels run on the CPU in Triton's interpreter only")
+        skip_without_kernels()
 
     @contextmanager
     def context():
         with monkeypatch.context() as patch:
             patch.setenv("GEMPROJ_BACKEND", request.param)
             if request.param == "triton":
-                for module in (
-                    "_problem",
-                    "_dual",
-                    "_checks",
-                    "_bounds",
-                    "methods.exact",
-                    "methods._callable",
-                ):
-                    patch.setattr(f"gemproj.{module}.on_host", lambda device: False)
-                for module in ("triton", "triton.stages"):
-                    patch.setattr(f"gemproj.backends.{module}.available", lambda device: True)
+                make_device(patch, kernels=True)
             yield request.param
 
     return context

@@ -1,9 +1,9 @@
 """What a device sees, on the CPU: no look at a value, and the same answers, portable and through the kernels."""
 
-import os
 from contextlib import contextmanager, nullcontext
 
 import pytest
+from devices import make_device, skip_without_kernels
 from problems import assert_close
 
 from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual
@@ -31,17 +31,12 @@ class NoWaiting(dispatch.TorchDispatchMode):
 def device(request, monkeypatch):
     """Return a context in which the CPU is a device, for one of the backends that serve devices."""
     if request.param == "triton":
-        pytest.importorskip("triton")
-        if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("kernels run on the CPU in Triton's interpreter only")
+        skip_without_kernels()
 
     @contextmanager
     def context():
         with monkeypatch.context() as patch:
-            for module in ("_problem", "_dual", "_checks", "_bounds", "methods.exact", "methods._callable"):
-                patch.setattr(f"gemproj.{module}.on_host", lambda device: False)
-            for module in ("triton", "triton.stages") if context.kernels else ():
-                patch.setattr(f"gemproj.backends.{module}.available", lambda device: True)
+            make_device(patch, context.kernels)
             patch.setenv("GEMPROJ_BACKEND", request.param)
             yield
 

@@ -10,7 +10,9 @@ from models import cosines, flat, loss, perceptron, rival, rows, task  # noqa: E
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from gemproj import project  # noqa: E402
+from gemproj._tspace import Gram  # noqa: E402
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Remembered  # noqa: E402
+from gemproj.torch.bound import LossBound  # noqa: E402
 from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
 
 
@@ -417,6 +419,16 @@ def test_what_promises_refuse():
     with pytest.raises(ValueError, match="attach"):
         projector.project_()
     assert projector.project_(learning_rate=0.1).num_violated == 0
+
+
+def test_the_rounding_of_a_loss_is_no_excess():
+    losses = torch.ones(3, dtype=torch.float64)
+    stored = losses - torch.tensor([1e-7, 1e-3, -1e-7], dtype=torch.float64)
+    K = 1e6 * torch.eye(3, dtype=torch.float64)
+    gram = Gram(K, torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64))
+    for dtype, first in ((torch.float32, 0.0), (torch.float64, 1e-7)):
+        h = LossBound(0.0).demand(losses, stored, 1.0, dtype)(gram)
+        torch.testing.assert_close(h, torch.tensor([first, 1e-3, -1e-7], dtype=torch.float64))
 
 
 def test_a_loss_that_is_at_its_bound_to_rounding_is_left_alone():

@@ -172,12 +172,19 @@ def test_what_a_model_can_do_is_stored_before_training(tmp_path):
     pytest.importorskip("transformers")
     from gemproj.integrations.transformers import GEMCallback
 
-    model = perceptron()
-    gem = GEMCallback(memory(), SAID, bound=0.1)
+    model, sizes = perceptron(), []
+    model.register_forward_pre_hook(lambda model, given: sizes.append(len(given[0])))
+    gem = GEMCallback(memory(), SAID, bound=0.1, microbatch=3)
     with pytest.raises(ValueError, match="model is needed"):
         copy.deepcopy(gem).end_task(batches(0))
     gem.end_task(batches(0), model=model)
+    assert max(sizes) == 3
     stored = gem.memory.batch(0)
     torch.testing.assert_close(stored.outputs, SAID.outputs(model, stored.batch))
     torch.testing.assert_close(stored.losses, SAID(model, stored.batch, stored.outputs).detach())
     assert model.training
+    # The examples again, with the model as it is by then.
+    with torch.no_grad():
+        model[2].bias.add_(torch.arange(3.0))
+    gem.end_task([], 0, model=model)
+    torch.testing.assert_close(gem.memory.batch(0).outputs, SAID.outputs(model, stored.batch))

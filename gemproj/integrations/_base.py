@@ -78,8 +78,9 @@ class FrameworkGEM:
         if self.gem is not None:
             self.gem.end_task(batches, task)
             return
+        given = {name: self._options[name] for name in ("microbatch", "training") if name in self._options}
         bounded = self._options.get("bound") is not None
-        remember(self.memory, batches, task, model, self._loss, bounded=bounded)
+        remember(self.memory, batches, task, model, self._loss, bounded=bounded, **given)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory and the state of the projector."""

@@ -87,6 +87,16 @@ def parts(batch: Batch, count: int, size: int | None, most: int) -> Iterator[tup
         yield tree_unflatten(some, spec), len(some[0]) if start < count else 0
 
 
+def output_of(model: Any, batch: Batch, name: str) -> Any:
+    """Return an output of a model of transformers; an argument of that name can compute it instead."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"Without {name}, batches must be mappings, for model(**batch).{name}; found "
+            f"{type(batch).__name__}. Pass {name}, a function of model and batch."
+        )
+    return getattr(model(**batch), name)
+
+
 def field_of(batch: Batch, field: Field, name: str) -> Any:
     """Return a field of a batch; `name` is the argument that says where it is."""
     if callable(field):

@@ -10,18 +10,13 @@ import torch
 from torch import Tensor
 
 from gemproj.methods._method import check_count
-from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
+from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, output_of, parts
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 
 
 def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Return the loss that a model of transformers computes itself: ``model(**batch).loss``."""
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            "Without a loss, batches must be mappings, for model(**batch).loss; found "
-            f"{type(batch).__name__}. Pass loss, a function of model and batch."
-        )
-    return model(**batch).loss
+    return output_of(model, batch, "loss")
 
 
 def from_batches(

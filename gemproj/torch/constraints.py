@@ -34,7 +34,7 @@ class ConstraintMatrix:
     reached : list of bool
         For each parameter, whether the loss of any row depends on it.
     losses : Tensor, shape (t,), float64
-        The loss of each row, where its gradient was taken; `advance` follows it along steps.
+        The loss of each row, where its gradient was taken; `follow` keeps it up with steps, to first order.
     bounds : Tensor, shape (t,), float64
         What the losses of the same examples were when they were stored; NaN where they were not.
     bounded : bool
@@ -151,8 +151,11 @@ class ConstraintMatrix:
         weights = None if weight is None else [weight[at] for at in columns]
         return check_problem([self.rows[:, at] for at in columns], [v[at] for at in columns], weights)
 
-    def along(self, step: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the products of a step with each row, and the cosines, zero where one is zero; float64."""
+    def follow(self, step: Tensor) -> Tensor:
+        """Subtract the products of an applied step with the rows from the losses; return the cosines.
+
+        Cosines, float64, are zero where the step or a row is zero.
+        """
         wide, owned = wide_dtype(torch, step.device), self.vector.owned
         with torch.autocast(step.device.type, enabled=False):
             products = torch.stack([self._products(step, at).to(wide) for at in owned]).sum(0)
@@ -164,7 +167,8 @@ class ConstraintMatrix:
         packed = self.vector.topology.sum_shards(torch.cat([products, self._squares, square]))
         t = len(products)
         sizes = packed[t:-1].sqrt() * packed[-1].sqrt()
-        return packed[:t], torch.where(sizes > 0, packed[:t] / sizes, 0.0)
+        self.losses = self.losses - packed[:t]
+        return torch.where(sizes > 0, packed[:t] / sizes, 0.0)
 
     def _products(self, step: Tensor, at: slice) -> Tensor:
         rows = self.rows[:, at]

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gemproj.methods._method import check_count, check_number
-from gemproj.torch.batches import Batch, Field, field_of
+from gemproj.torch.batches import Batch, Field, field_of, output_of
 
 # Labels that torch and transformers leave out.
 _IGNORED = -100
@@ -18,12 +18,7 @@ _IGNORED = -100
 
 def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Return the logits of a model of transformers, ``model(**batch).logits``."""
-    if not isinstance(batch, Mapping):
-        raise TypeError(
-            "Without logits, batches must be mappings, for model(**batch).logits; found "
-            f"{type(batch).__name__}. Pass logits, a function of model and batch."
-        )
-    return model(**batch).logits
+    return output_of(model, batch, "logits")
 
 
 class CrossEntropy:
@@ -74,13 +69,8 @@ class CrossEntropy:
             )
         if self._shift:
             logits, labels = logits[:, :-1], labels[:, 1:]
-        # float32, because half precision sums over tokens lose the digits of a bound.
-        values = cross_entropy(
-            logits.flatten(0, -2).float() if logits.dtype.itemsize < 4 else logits.flatten(0, -2),
-            labels.flatten(),
-            ignore_index=_IGNORED,
-            reduction="none",
-        )
+        logits = _widened(logits).flatten(0, -2)
+        values = cross_entropy(logits, labels.flatten(), ignore_index=_IGNORED, reduction="none")
         return _means(values.view(labels.shape), labels != _IGNORED)
 
 
@@ -180,8 +170,12 @@ class Distillation:
         return losses if self._labels is None else losses + self._weight * self._labels.of(logits, batch)
 
     def _log_probabilities(self, logits: Tensor) -> Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        return torch.log_softmax(logits.to(wide) / self._temperature, dim=-1)
+        return torch.log_softmax(_widened(logits) / self._temperature, dim=-1)
+
+
+def _widened(logits: Tensor) -> Tensor:
+    """Return logits in float32 at least: sums in half precision lose the digits of a bound."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _with_rest(top: Tensor) -> Tensor:

@@ -363,10 +363,8 @@ class GradientProjector:
 
     def follow(self, step: Tensor) -> Tensor:
         """Return the cosine of an applied step with each constraint, and follow the losses along it."""
-        slopes, cosines = self._matrix.along(step)
-        self._matrix.losses = self._matrix.losses - slopes
         self._age += 1
-        return cosines
+        return self._matrix.follow(step)
 
     def reset(self) -> None:
         """Forget the constraints and the warm start, as at the boundary between two tasks."""

@@ -49,26 +49,15 @@ def remember(
         raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
     for batch in batches:
         memory.add(batch, task)
-    if needed and task in memory.tasks:
-        _record(memory, task, model, loss, outputs, bounded, microbatch, training, group)
-
-
-def _record(
-    memory: EpisodicMemory,
-    task: Hashable,
-    model: Any,
-    loss: Loss,
-    outputs: Any,
-    bounded: bool,
-    microbatch: int | None,
-    training: bool,
-    group: Any,
-) -> None:
+    if model is None or not needed or task not in memory.tasks:
+        return
     if isinstance(model, DistributedDataParallel):
         model = model.module  # whose own forward pass would wait for the other processes
     vector = ParameterVector(model.parameters(), group)
     device = vector.local()[0].device
-    batch = tree_map(lambda leaf: leaf.to(device), memory.batch(task))
+    kept = memory.batch(task)
+    batch = kept.batch if isinstance(kept, Remembered) else kept  # what was stored before is replaced
+    batch = tree_map(lambda leaf: leaf.to(device), batch)
     count = count_examples(batch)
     _, (most,) = vector.topology.plan([count])
     found, losses = [], []

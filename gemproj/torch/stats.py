@@ -108,7 +108,7 @@ def log_means(steps: Iterable[Projection]) -> dict[str, Tensor | float]:
 
 def _cosine(sol: DualSolution) -> Tensor:
     """Return the cosine between the whole gradient before and after, summed over groups."""
-    if not sol.multipliers.ndim > 1:
+    if sol.multipliers.ndim == 1:
         return sol.cosine()
     (K, b, gg), lam = sol.gram, sol.multipliers
     along = (b * lam).sum()

@@ -1,0 +1,21 @@
+"""The CPU as a device, for tests of what runs there: nothing may look at a value."""
+
+import os
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+
+def skip_without_kernels():
+    pytest.importorskip("triton")
+    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels run on the CPU in Triton's interpreter only")
+
+
+def make_device(patch, kernels):
+    """Have the package take the CPU for a device, with or without kernels, as long as the patch lasts."""
+    for module in ("_problem", "_dual", "_checks", "_bounds", "methods.exact", "methods._callable"):
+        patch.setattr(f"gemproj.{module}.on_host", lambda device: False)
+    for module in ("triton", "triton.stages") if kernels else ():
+        patch.setattr(f"gemproj.backends.{module}.available", lambda device: True)
