@@ -27,7 +27,8 @@ PROMISES = [
     (loss, {"equality": True, "microbatch": 3}),
     (SAID, {"on": "both", "bound": 0.0, "kappa": 0.5}),
     (EACH, {"on": "step", "metric": "adam", "bound": 0.01, "microbatch": 3, "interval": 2}),
-    (EACH, {"smoothing": 0.6, "margin": 0.2}),
+    (EACH, {"smoothing": 0.6, "margin": 0.2, "refresh": "cyclic"}),
+    (loss, {"on": "step", "refresh": "rising", "microbatch": 3}),
 ]
 
 

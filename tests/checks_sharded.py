@@ -482,12 +482,14 @@ def what_is_not_finite_on_one_process():
     gradient[0, 0] = float("inf") if rank == 1 else 0.0
     with pytest.raises(ValueError, match="g is not finite"):
         projector.project_()
-    # Adam's metric is zero where a second moment is and eps is: here, of a part that one process holds.
+    # Adam's metric is zero where second moment, constraints and eps are: here, on a part of one process.
     gradient[0, 0] = 0.1
     if rank == 1:
         gradient[0] = 0.0
     projector = GradientProjector(model.parameters(), on="step", metric="adam")
     projector.recall(model, past, loss)
+    if rank == 1:
+        projector.constraints.zero_()
     optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
     attached = projector.attach(optimizer)
     with pytest.raises(ValueError, match="metric must be positive" if rank == 1 else "is not finite"):

@@ -1,6 +1,6 @@
 """Checks that run on several processes at once: one spawn for all of them, a process group for each."""
 
-import importlib
+import importlib.util
 import time
 import traceback
 from contextlib import contextmanager
@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 
 # Where the checks are; they register themselves when these are imported.
 MODULES = ["checks_project", "checks_replicated", "checks_sharded"]
+MODULES += ["checks_zero"] if importlib.util.find_spec("deepspeed") else []
 # A collective that others never join fails after so long, and all checks together end after LIMIT seconds.
 PATIENCE, LIMIT = timedelta(seconds=30), 300.0
 

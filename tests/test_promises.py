@@ -336,8 +336,80 @@ def test_what_groups_refuse():
         GradientProjector(model.parameters(), gate=True)
 
 
+@pytest.mark.parametrize("interval", [1, 2])
+def test_cyclic_rows_are_computed_in_turn(interval):
+    model = perceptron()
+    tasks = [task(k) for k in range(3)]
+    projector = GradientProjector(model.parameters(), refresh="cyclic", interval=interval)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector.attach(optimizer)
+    expected, ages = rows(model, tasks), [0, 0, 0]
+    for call in range(10):
+        due = call % interval == 0
+        turn = (call // interval - 1) % 3
+        assert projector.recall(model, tasks, loss) == due
+        if call and due:
+            expected[turn] = rows(model, tasks)[turn]
+            ages[turn] = 0
+        torch.testing.assert_close(projector.constraints, expected)
+        optimizer.zero_grad()
+        loss(model, task(9)).backward()
+        optimizer.step()
+        assert projector.last.age == max(ages)
+        ages = [age + 1 for age in ages]
+    projector.recall(model, tasks[:2], loss)  # another number of tasks: all are new
+    torch.testing.assert_close(projector.constraints, rows(model, tasks[:2]))
+
+
+def test_rows_are_computed_where_losses_rise():
+    model, batch = learned()
+    tasks = [batch, rival(batch)]
+    projector = GradientProjector(model.parameters(), refresh="rising")
+    seen = []
+
+    def counting(model, batch):
+        seen.append(torch.is_grad_enabled())
+        return EACH(model, batch)
+
+    expected = rows(model, tasks)
+    assert projector.recall(model, tasks, counting, microbatch=10)
+    before = flat(model)
+    for k, step in enumerate(expected):  # a step along a row lowers its loss, and raises the other one
+        torch.nn.utils.vector_to_parameters(before - 0.01 * step, model.parameters())
+        projector.recall(model, tasks, counting, microbatch=10)
+        fresh = rows(model, tasks)
+        torch.testing.assert_close(projector.constraints[1 - k], fresh[1 - k])
+        assert not torch.allclose(projector.constraints[k], fresh[k])
+        torch.testing.assert_close(projector._matrix.losses, torch.stack([loss(model, one) for one in tasks]))
+        seen.clear()
+        assert not projector.recall(model, tasks, counting)
+        assert seen == [False, False]  # forward passes only
+
+
+def test_below_their_bounds_rising_losses_need_no_new_rows():
+    model, batch = learned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    backward = []
+
+    def counting(model, batch):
+        backward.append(torch.is_grad_enabled())
+        return EACH(model, batch)
+
+    gem = GEM(model, optimizer, counting, on="both", refresh="rising", bound=0.1)
+    gem.end_task([batch])
+    gem.end_task([task(7)])
+    before = loss(model, batch).item()
+    backward.clear()
+    unlearn(model, optimizer, batch, 40)
+    assert before + 0.05 < loss(model, batch).item() < before + 0.11
+    assert len(backward) - sum(backward) == 2 * 39  # forward passes
+    assert 2 < sum(backward) < 60
+
+
 OPTIONS = [
     {"rows": 4, "margin": 0.5},
+    {"refresh": "cyclic", "on": "step"},
+    {"refresh": "rising", "bound": 0.0},
     {"rows": 4, "bound": 0.0, "on": "both"},
     {"bound": 0.01, "kappa": 0.5, "interval": 3, "on": "step", "metric": "adam"},
     {"rows": 3, "promise": "label", "smoothing": 0.7},
@@ -404,6 +476,10 @@ def test_what_promises_refuse():
             GEM(model, optimizer, loss, **options)
     with pytest.raises(ValueError, match="bound and equality exclude each other"):
         GEM(model, optimizer, loss, bound=0.0, equality=True)
+    with pytest.raises(ValueError, match="refresh='rising' compares losses on the same examples"):
+        GEM(model, optimizer, loss, refresh="rising", rows=3)
+    with pytest.raises(ValueError, match="refresh must be one of 'all', 'cyclic', 'rising'; found 'robin'"):
+        GEM(model, optimizer, loss, refresh="robin")
     with pytest.raises(ValueError, match="sample is one constraint"):
         GEM(model, optimizer, loss, sample=5, rows=3)
     gem = GEM(model, optimizer, loss, bound=0.0)

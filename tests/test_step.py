@@ -142,15 +142,17 @@ def test_autocast_of_the_caller_reaches_neither_projection_nor_report(on, metric
         assert torch.equal(plain, cast)
 
 
-def adam_weights(model, optimizer):
-    """Adam's metric from its published formula."""
+def adam_weights(model, optimizer, G):
+    """Adam's metric from its published formula; its second moment is no less than those of the constraints."""
+    least = G.abs().amax(0).split([p.numel() for p in model.parameters()])
     parts = []
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state[p]
             v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
             v_hat = v / (1 - group["betas"][1] ** float(state["step"]))
-            parts.append(((v_hat.sqrt() + group["eps"]) / float(group["lr"])).reshape(-1))
+            root = torch.maximum(v_hat.sqrt().reshape(-1), least[len(parts)])
+            parts.append((root + group["eps"]) / float(group["lr"]))
     return torch.cat(parts)
 
 
@@ -185,7 +187,7 @@ def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, m
         for optimizer in optimizers:
             optimizer.step()
         v = before - flat(models[1])
-        w = adam_weights(models[1], optimizers[1]) if metric == "adam" else None
+        w = adam_weights(models[1], optimizers[1], G) if metric == "adam" else None
         # A margin is in units of gradients: times the rate it is one of steps; Adam's metric has the rate in it.
         used = 0.0 if on == "both" else margin if metric == "adam" else margin * 0.01
         x = project(G, v, metric=w, margin=used)
@@ -200,6 +202,21 @@ def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, m
         models[1].load_state_dict(models[0].state_dict())
         optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
     assert changed or (on == "both" and margin)
+
+
+def test_entries_that_the_optimizer_has_never_moved_are_not_moved_far():
+    # The past task depends on the second row, of which the present one has no gradient.
+    model = torch.nn.Embedding(2, 1, dtype=torch.float64)
+    model.weight.data = torch.tensor([[0.0], [0.0]], dtype=torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    projector = GradientProjector(model.parameters(), on="step", metric="adam")
+    projector.attach(optimizer)
+    projector.constrain([(model.weight[0] + 0.1 * model.weight[1]).sum()])
+    (-model(torch.tensor([0]))).sum().backward()
+    optimizer.step()
+    assert projector.last.step.multipliers.item() > 0
+    assert projector.last.cosines.item() > -1e-12
+    assert 0 < model.weight.abs().max() < 0.01
 
 
 @pytest.mark.parametrize(("on", "metric"), MODES)

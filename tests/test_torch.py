@@ -292,9 +292,9 @@ def test_errors_of_the_projector(model):
         projector.constrain([1.0])
     with pytest.raises(ValueError, match="belongs to another model"):
         projector.load_state_dict(
-            {"constraints": {"rows": torch.zeros(1, 2), "reached": []}, "warm": {}, "calls": 0, "age": 0}
+            {"constraints": {"rows": torch.zeros(1, 2), "reached": []}, "warm": {}, "calls": 0, "ages": []}
         )
-    with pytest.raises(ValueError, match="state has no 'age': it is not of a GradientProjector"):
+    with pytest.raises(ValueError, match="state has no 'ages': it is not of a GradientProjector"):
         projector.load_state_dict(model.state_dict())
     table = torch.nn.Embedding(5, 3, sparse=True)
     with pytest.raises(TypeError, match="Gradients must be dense"):

@@ -347,12 +347,12 @@ def test_steps_out_of_sight_are_reported():
         ByHand(GEMCallback(remembered(0)), model, optimizer).step(lambda: None)
 
 
-def test_deepspeed_is_refused(monkeypatch):
+def test_engines_out_of_reach_are_refused(monkeypatch):
     Accelerator(cpu=True)
-    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.DEEPSPEED)
+    monkeypatch.setitem(PartialState._shared_state, "distributed_type", DistributedType.MEGATRON_LM)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="DEEPSPEED takes its steps itself"):
+    with pytest.raises(ValueError, match="MEGATRON_LM takes its steps itself"):
         ByHand(GEMCallback(remembered(0)), model, optimizer)
 
 

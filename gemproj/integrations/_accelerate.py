@@ -61,10 +61,10 @@ def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def refuse_engine(state: AcceleratorState) -> None:
     """Raise for engines whose steps or parameters a projector cannot reach."""
     kind = state.distributed_type
-    if kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
+    if kind == DistributedType.MEGATRON_LM:
         raise ValueError(
             f"{kind.value} takes its steps itself, out of reach of the hooks that project them. Use "
-            "DistributedDataParallel or FSDP2 (fsdp_version=2)."
+            "DistributedDataParallel, FSDP2 (fsdp_version=2) or DeepSpeed ZeRO."
         )
     plugin = getattr(state, "fsdp_plugin", None)
     if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1:

@@ -51,7 +51,7 @@ class GEM(AcceleratedGEM):
         As in `gemproj.torch.GEM`.
     **options
         Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, groups, gate, on, metric, interval, microbatch, training, sample.
+        smoothing, rows_dtype, groups, gate, on, metric, interval, refresh, microbatch, training, sample.
 
     Attributes
     ----------
@@ -61,7 +61,8 @@ class GEM(AcceleratedGEM):
     Raises
     ------
     ValueError
-        For DeepSpeed, Megatron-LM and FSDP1, which hide steps or parameters. FSDP2 works.
+        For Megatron-LM and FSDP1, which hide steps or parameters; FSDP2 works. With DeepSpeed (ZeRO 1, 2
+        and 3) for another `on` than "step".
     """
 
     def __init__(

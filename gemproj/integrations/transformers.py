@@ -57,7 +57,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         the model's, pass the same here.
     **options
         Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, groups, gate, on, metric, interval, microbatch, training, sample. A margin is
+        smoothing, rows_dtype, groups, gate, on, metric, interval, refresh, microbatch, training, sample. A margin is
         in units of the gradient that clipping leaves. With `training`, activation checkpointing must not be
         reentrant.
 
@@ -70,8 +70,8 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
     Raises
     ------
     ValueError
-        When training begins with DeepSpeed, Megatron-LM or FSDP1, which hide steps or parameters from a
-        projector, or resumes from a checkpoint without ``gem.pt``.
+        When training begins with Megatron-LM or FSDP1, which hide steps or parameters from a projector, or
+        with DeepSpeed and another `on` than "step", or resumes from a checkpoint without ``gem.pt``.
     """
 
     _named: dict[str, Any] | None = None  # the checkpoint that `load` has read
@@ -102,21 +102,18 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         """Attach to the optimizer."""
         self._attach_prepared(model, optimizer)
         self._steps: list[Projection] = []  # since the last log
+        self._noted: Projection | None = None
         if state.global_step:
             self.load_state_dict(self._find(args, state.global_step))
             self._resume()
         self._named = None
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Forget the step before."""
-        if self.projector is not None:
-            self.projector.last = None
-
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Take note of what the step did; nothing is read from a device before it is logged."""
-        if self.last is not None:
+        if self.last is not self._noted:
+            self._noted = self.last
             self._steps.append(self.last)
         elif not getattr(optimizer, "step_was_skipped", False):
             raise RuntimeError(

@@ -62,8 +62,7 @@ class LossBound:
             In which losses are computed: their rounding is no excess.
         """
         excess = self.excess(losses, stored)
-        noise = 4.0 * torch.finfo(dtype).eps * (1.0 + losses.abs())
-        excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)
+        excess = torch.where((excess > 0.0) & (excess <= rounding(losses, dtype)), 0.0, excess)
         wanted = self.kappa * (excess if self.room else excess.clamp(min=0.0)) / max(rate, _SMALLEST_RATE)
 
         def right(gram: Gram) -> Any:
@@ -74,3 +73,8 @@ class LossBound:
             return xp.minimum(own, xp.sqrt(xp.linalg.diagonal(gram.K) * gram.gg))
 
         return right
+
+
+def rounding(losses: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return by how much losses that are computed in a dtype may differ from the same ones."""
+    return 4.0 * torch.finfo(dtype).eps * (1.0 + losses.abs())

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from gemproj.methods._method import check_count
 from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, output_of, parts
+from gemproj.torch.bound import rounding
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
+
+Refresh = Literal["all", "cyclic", "rising"]
 
 
 def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -29,14 +32,24 @@ def from_batches(
     training: bool = False,
     scale: float = 1.0,
     smoothing: float = 0.0,
-) -> None:
+    refresh: Refresh = "all",
+    turn: int = 0,
+    tolerance: float | None = None,
+) -> list[int]:
     """Fill G with the gradients of the mean losses on `batches`; see `GradientProjector.recall`.
 
     An error on one process is an error on all of them, and leaves no rows.
+
+    Returns
+    -------
+    list of int
+        The rows that are new: all where their number has changed; otherwise as `refresh` says, with
+        "cyclic" the one whose `turn` it is, and with "rising" and a `tolerance` only those that exceed
+        their bounds by more than that.
     """
     topology = G.vector.topology
     numbers = {"past tasks": 0} | G.vector.signature()
-    before = len(G)
+    before, kept = len(G), G.kept()
     G.clear()
     with topology.agreement(numbers):
         _check(G, model, batches, loss, microbatch)
@@ -44,14 +57,30 @@ def from_batches(
         counts = [_count(batch, k) for k, batch in enumerate(tasks)]
         numbers["past tasks"] = len(tasks)
     totals, passes = topology.plan(counts)
+    same, due = before == len(tasks), list(range(len(tasks)))
+
+    def weighted(k: int) -> Iterator[tuple[Batch, Tensor, float]]:
+        for part, n in parts(tasks[k], counts[k], microbatch, passes[k]):
+            yield part, call_loss(loss, model, part).mean(), topology.weight(n, totals[k])
+
     with topology.passes(), preserved_state(model, G.vector.device, training):
-        G.open(len(tasks), smoothing if before == len(tasks) else 0.0, scale)
-        for k, batch in enumerate(tasks):
-            for part, n in parts(batch, counts[k], microbatch, passes[k]):
+        if same and due and refresh == "cyclic":
+            due = [turn % len(tasks)]
+        elif same and due and refresh == "rising":
+            with torch.no_grad():
+                now = [sum(weight * value for _, value, weight in weighted(k)) for k in due]
+            losses = topology.sum_values(torch.stack(now).to(kept.values))
+            _, last, bounds = kept.values
+            least = last if tolerance is None else torch.maximum(last, bounds + tolerance)
+            due = torch.nonzero(losses > least + rounding(losses, G.vector.dtype)).flatten().tolist()
+            kept = kept._replace(values=torch.stack([losses, losses, bounds]))
+        G.open(len(tasks), smoothing if same else 0.0, scale)
+        for k in due:
+            for part, value, weight in weighted(k):
                 stored = isinstance(part, Remembered) and "losses" in part.fields
-                bound = part.losses.mean() if stored else None
-                G.add(k, call_loss(loss, model, part).mean(), topology.weight(n, totals[k]), bound)
-    G.close(len(tasks))
+                G.add(k, value, weight, part.losses.mean() if stored else None)
+    G.close(len(tasks), due, kept)
+    return due
 
 
 def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor]) -> None:

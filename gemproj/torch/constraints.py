@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,14 @@ from gemproj._dual import Options, solve_problem
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj.torch.parameters import ParameterVector, local
+
+
+class Kept(NamedTuple):
+    """What is known of rows that are not computed anew: attributes of `ConstraintMatrix`."""
+
+    values: Tensor
+    reached: list[bool]
+    bounded: bool
 
 
 class ConstraintMatrix:
@@ -33,12 +41,12 @@ class ConstraintMatrix:
     vector : ParameterVector
     reached : list of bool
         For each parameter, whether the loss of any row depends on it.
-    losses : Tensor, shape (t,), float64
-        The loss of each row, where its gradient was taken; `follow` keeps it up with steps, to first order.
-    bounds : Tensor, shape (t,), float64
-        What the losses of the same examples were when they were stored; NaN where they were not.
+    values : Tensor, shape (3, t), float64
+        Of each row: the loss; the loss when it was last computed; its bound, which is what the losses of
+        the same examples were when they were stored, NaN where they were not. `follow` keeps the first one
+        up with steps, to first order.
     bounded : bool
-        Whether they were stored for all rows.
+        Whether all rows have a bound.
     """
 
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
@@ -59,11 +67,26 @@ class ConstraintMatrix:
         self._count = 0
         self._squares: Tensor | None = None
         self.reached = [False] * len(self.vector.parameters)
-        self.losses = torch.empty(0, dtype=wide_dtype(torch, self.vector.device), device=self.vector.device)
-        self.bounds, self.bounded = self.losses, True
+        device = self.vector.device
+        self.values = torch.empty((3, 0), dtype=wide_dtype(torch, device), device=device)
+        self.bounded = True
+
+    @property
+    def losses(self) -> Tensor:
+        """The loss of each row, shape (t,)."""
+        return self.values[0]
+
+    @property
+    def bounds(self) -> Tensor:
+        """The bound of each row, shape (t,)."""
+        return self.values[2]
+
+    def kept(self) -> Kept:
+        """Return what `close` needs of rows that stay."""
+        return Kept(self.values, self.reached, self.bounded)
 
     def open(self, rows: int, smoothing: float = 0.0, scale: float = 1.0) -> None:
-        """Drop all rows and make room for so many.
+        """Make room for so many rows, and drop all until they are closed.
 
         With `smoothing`, new rows are ``smoothing * old + (1 - smoothing) * gradient``; the old ones are
         those in the buffer.
@@ -72,7 +95,7 @@ class ConstraintMatrix:
         # Rows are summed over replicas, and divided by the scale of losses, when they are complete.
         self._kept, self._share = smoothing * scale / self.vector.topology.replicas, 1.0 - smoothing
         self._scale = scale
-        self._values: list[Tensor] = []  # of each row, its loss and its bound
+        self._values: dict[int, Tensor] = {}  # of each new row
         frozen = sum(not p.requires_grad for p in self.vector.parameters)
         if frozen:
             raise ValueError(
@@ -87,7 +110,7 @@ class ConstraintMatrix:
         check_loss(k, loss)
         self._reserve(k + 1)
         factor = weight * self._scale
-        gradients = self._gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
+        gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
         first, self._written[k] = not self._written[k], True
         if first and self._kept:
             self._buffer[k].mul_(self._kept)
@@ -101,23 +124,38 @@ class ConstraintMatrix:
             gradient = local(self.vector.placed(j, gradient))
             self.reached[j] = True
             part.copy_(gradient) if fresh else part.add_(gradient, alpha=self._share)
-        self._values += [self.losses.new_zeros(2) for _ in range(k + 1 - len(self._values))]
         self.bounded = self.bounded and bound is not None
-        for i, value in enumerate((loss.detach(), math.nan if bound is None else bound)):
-            self._values[k][i] += weight * value
+        value = self._values.setdefault(k, self.values.new_zeros(3))
+        value[:2] += weight * loss.detach()
+        value[2] += weight * (math.nan if bound is None else bound)
 
-    def close(self, rows: int) -> None:
-        """Sum so many rows over processes and declare them complete."""
-        G, topology = self._buffer[:rows], self.vector.topology
-        for k in range(rows):
+    def close(self, rows: int, due: Sequence[int] | None = None, kept: Kept | None = None) -> None:
+        """Sum rows over processes and declare so many complete: of these, the `due` ones are new.
+
+        What is known of the others is in `kept`.
+        """
+        topology = self.vector.topology
+        due = range(rows) if due is None else due
+        # One sum over processes for all rows, or one for each new one.
+        some = [self._buffer[:rows]] if len(due) == rows else [self._buffer[k : k + 1] for k in due]
+        for k in due:
             if not self._written[k]:
-                G[k].mul_(self._kept) if self._kept else G[k].zero_()
-        if self._scale != 1.0:
-            G.div_(self._scale)
-        self.reached = topology.reduce(G, self.reached)
-        values = self._values + [self.losses.new_zeros(2)] * (rows - len(self._values))
-        if rows:
-            self.losses, self.bounds = topology.sum_values(torch.stack(values)).unbind(1)
+                self._buffer[k].mul_(self._kept) if self._kept else self._buffer[k].zero_()
+        for part in some:
+            if self._scale != 1.0:
+                part.div_(self._scale)
+            self.reached = topology.reduce(part, self.reached)
+        if due:
+            zero = self.values.new_zeros(3)
+            fresh = topology.sum_values(torch.stack([self._values.get(k, zero) for k in due], 1))
+            if kept is None or len(due) == rows:
+                self.values = fresh
+            else:
+                self.values = kept.values.index_copy(1, torch.tensor(list(due), device=fresh.device), fresh)
+        if kept is not None and len(due) < rows:
+            self.values = self.values if due else kept.values
+            self.reached = [a or b for a, b in zip(self.reached, kept.reached, strict=True)]
+            self.bounded = self.bounded and kept.bounded
         self._count = rows
 
     def project(
@@ -167,7 +205,7 @@ class ConstraintMatrix:
         packed = self.vector.topology.sum_shards(torch.cat([products, self._squares, square]))
         t = len(products)
         sizes = packed[t:-1].sqrt() * packed[-1].sqrt()
-        self.losses = self.losses - packed[:t]
+        self.values[0] -= packed[:t]
         return torch.where(sizes > 0, packed[:t] / sizes, 0.0)
 
     def _products(self, step: Tensor, at: slice) -> Tensor:
@@ -178,8 +216,7 @@ class ConstraintMatrix:
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the rows, of the losses, and which parameters the rows reach."""
-        values = {"losses": self.losses.clone(), "bounds": self.bounds.clone()}
-        return {"rows": self.rows.clone(), "reached": list(self.reached), **values}
+        return {"rows": self.rows.clone(), "reached": list(self.reached), "values": self.values.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned, onto the device of the parameters."""
@@ -192,32 +229,8 @@ class ConstraintMatrix:
         self.open(len(rows))
         self._buffer[: len(rows)] = rows
         self._count, self.reached = len(rows), list(reached)
-        self.losses, self.bounds = (state[name].to(self.losses, copy=True) for name in ("losses", "bounds"))
-        self.bounded = not bool(state["bounds"].isnan().any())
-
-    def _gradients(self, loss: Tensor) -> list[Tensor | None]:
-        parameters = self.vector.parameters
-        if not self.vector.topology.collective:
-            gradients: list[Tensor | None] = list(torch.autograd.grad(loss, parameters, allow_unused=True))
-            if any(g is None for g in gradients):
-                _refuse_reentrant(loss)
-            return gradients
-        # FSDP computes with gathered parameters and writes the gradients of shards to .grad itself.
-        kept = [p.grad for p in parameters]
-        try:
-            for p in parameters:
-                p.grad = None
-            loss.backward()
-            found = [p.grad for p in parameters]
-        finally:
-            for p, gradient in zip(parameters, kept, strict=True):
-                p.grad = gradient
-        if all(gradient is None for gradient in found):
-            raise RuntimeError(
-                "The loss of a past task left no gradient on any parameter. If the model accumulates without "
-                "synchronising (set_requires_gradient_sync(False)), switch that on for the past tasks."
-            )
-        return found
+        self.values = state["values"].to(self.values, copy=True)
+        self.bounded = not bool(self.bounds.isnan().any())
 
     def _reserve(self, rows: int) -> None:
         kept = len(self._buffer)
@@ -240,18 +253,3 @@ def check_loss(k: int, loss: Any) -> None:
         if isinstance(loss, Tensor):
             found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
         raise ValueError(f"losses must be scalars that require a gradient; loss {k} is {found}.")
-
-
-def _refuse_reentrant(loss: Tensor) -> None:
-    """Raise if a reentrant checkpoint, which only ``backward()`` looks into, may hide parameters."""
-    seen, left = set(), [loss.grad_fn]
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            if node.name() == "CheckpointFunctionBackward":
-                raise RuntimeError(
-                    "Gradients of past tasks cannot be computed through checkpoints with use_reentrant=True; "
-                    "checkpoint with use_reentrant=False, or compute these losses without checkpoints."
-                )
-            seen.add(node)
-            left.extend(following for following, _ in node.next_functions)

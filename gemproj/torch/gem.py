@@ -16,6 +16,7 @@ from gemproj.torch.optimizer_step import will_skip
 from gemproj.torch.projector import GradientProjector
 from gemproj.torch.remember import remember
 from gemproj.torch.stats import Projection
+from gemproj.torch.zero import ZeroOptimizer, with_hooks
 
 # The loss scale of training is near the largest that float16 bears; past tasks may have larger losses.
 _HEADROOM = 1024.0
@@ -68,7 +69,7 @@ class GEM:
         As in `GradientProjector`.
     **projection
         Other options of `GradientProjector`: method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, groups, gate, on, metric, interval. Calls are steps: with ``interval=4``
+        smoothing, rows_dtype, groups, gate, on, metric, interval, refresh. Calls are steps: with ``interval=4``
         every fourth step computes constraint gradients, and every step is projected.
 
     Attributes
@@ -123,6 +124,10 @@ class GEM:
             )
         if promise not in ("task", "label", "example"):
             raise ValueError(f"promise must be 'task', 'label' or 'example'; found {promise!r}.")
+        if projection.get("refresh") == "rising" and not (sample is None and rows is None):
+            raise ValueError(
+                "refresh='rising' compares losses on the same examples; rows and sample draw others every time."
+            )
         self.memory = EpisodicMemory(per_task, label) if memory is None else memory
         if promise == "label" and self.memory.label is None:
             raise ValueError("promise='label' needs label: where the labels of a batch are.")
@@ -131,6 +136,9 @@ class GEM:
         self._model, self._loss, self._sample, self._scaler = model, loss, sample, scaler
         self._rows, self._promise, self._group = rows, promise, group
         self._options: dict[str, Any] = {"microbatch": microbatch, "training": training}
+        optimizer = with_hooks(optimizer)
+        if isinstance(optimizer, ZeroOptimizer):
+            self._scaler = optimizer
         self.projector.attach(optimizer).remove()  # reports an optimizer that does not fit
         hook = optimizer.register_step_pre_hook(self._compute_constraints)
         self._handles: list[Any] = [hook, self.projector.attach(optimizer)]  # hooks are called in this order
@@ -177,7 +185,8 @@ class GEM:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory, the warm start and, where they are reused, the constraints."""
-        reused = self.projector.interval > 1 or self.projector.smoothing > 0.0
+        p = self.projector
+        reused = p.interval > 1 or p.smoothing > 0.0 or p.refresh != "all"
         projector = self.projector.state_dict(constraints=reused)
         return {"memory": self.memory.state_dict(), "projector": projector}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -82,11 +83,11 @@ class OptimizerStep:
     def replace(self, step: Tensor) -> None:
         """Apply another step to the stored parameters."""
         split = self._vector.split
-        torch._foreach_copy_(self._vector.local(), torch._foreach_sub(split(self._stored()[0]), split(step)))
+        self._vector.assign(torch._foreach_sub(split(self._stored()[0]), split(step)))
 
     def undo(self) -> None:
         """Restore the stored parameters."""
-        torch._foreach_copy_(self._vector.local(), self._vector.split(self._stored()[0]))
+        self._vector.assign(self._vector.split(self._stored()[0]))
 
     def learning_rate(self) -> float:
         """Return the largest learning rate, which converts gradient units into those of steps."""
@@ -98,25 +99,30 @@ class OptimizerStep:
             )
         return max(float(rate) for rate in rates)
 
-    def weight(self, metric: Metric, moving: Sequence[bool]) -> Tensor | None:
+    def weight(self, metric: Metric, moving: Sequence[bool], rows: Tensor) -> Tensor | None:
         """Return the weights of the distance between steps, None for ones.
 
         Adam's own, ``(sqrt(v_hat) + eps) / lr``: its step minimises a quadratic model with this metric.
+        There v_hat is at least the largest square of the entry in `rows`. Where the loss that is being
+        learned has had no gradient, v_hat alone is zero, and a multiplier of 1 would move an entry by
+        ``lr / eps`` times its gradient; so it moves it by the learning rate at most, like Adam.
         """
         if metric == "euclidean":
             return None
-        w = torch.ones_like(self._stored()[0])
+        w = torch.linalg.vector_norm(rows, ord=math.inf, dim=0).to(self._stored()[0].dtype)
         groups = self._groups()
         parts = self._vector.split(w)
         for p, part, moves in zip(self._vector.parameters, parts, moving, strict=True):
             if not moves:
+                part.fill_(1.0)
                 continue
             group, state = groups[id(p)], self.optimizer.state.get(p, {})
             second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
             if second is None or "betas" not in group:
                 self._refuse_metric()
             correction = 1 - group["betas"][1] ** _number(state["step"])
-            part.copy_(((local(second) / correction).sqrt_() + group["eps"]) / _number(group["lr"]))
+            root = torch.maximum((local(second) / correction).sqrt_(), part)
+            part.copy_((root + group["eps"]) / _number(group["lr"]))
         return w
 
     def _stored(self) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ class ParameterVector:
         Their names, empty where none was given.
     d : int
         Number of local entries.
-    topology : Local, Replicated or Sharded
+    topology : Local
         How the processes that train this model work together.
     owned : list of slice
         Columns that this process contributes to global sums: all, unless shards are replicated.
@@ -49,9 +49,7 @@ class ParameterVector:
         chosen = list({id(p): p for p in listed if p.requires_grad}.values())
         if not chosen:
             raise ValueError("parameters holds none that requires a gradient; nothing could be projected.")
-        sharded = any(mesh_of(p) is not None for p in chosen)
-        if sharded:
-            chosen.sort(key=_placement)  # stable: otherwise in their own order
+        chosen.sort(key=_placement)  # stable: otherwise in their own order
         self.parameters = chosen
         self.names = [names[id(p)] for p in chosen]
         shards = self.local()
@@ -65,12 +63,8 @@ class ParameterVector:
         self.sizes = [p.numel() for p in shards]
         self._shapes = [p.shape for p in shards]
         self.d = sum(self.sizes)
-        self.topology: Local | Replicated | Sharded
-        if sharded:
-            self.topology = Sharded(self.device, group)
-        else:
-            self.topology = Local() if group is None else Replicated(self.device, group)
-        self._owned = [not sharded or _owns(p, group) for p in chosen]
+        self.topology = self._topology(group)
+        self._owned = [self._owns(p, group) for p in chosen]
         self.owned = self.slices(owned=True)
 
     def empty(self, *lead: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -85,6 +79,36 @@ class ParameterVector:
     def local(self) -> list[Tensor]:
         """Return the local shard of each parameter, detached."""
         return [local(p) for p in self.parameters]
+
+    def assign(self, values: Sequence[Tensor]) -> None:
+        """Set the local shards of the parameters."""
+        torch._foreach_copy_(self.local(), list(values))
+
+    def gradients(self, loss: Tensor) -> list[Tensor | None]:
+        """Return the gradient of a loss with respect to each parameter; ``.grad`` is not touched."""
+        if not self.topology.collective:
+            gradients: list[Tensor | None] = list(
+                torch.autograd.grad(loss, self.parameters, allow_unused=True)
+            )
+            if any(g is None for g in gradients):
+                _refuse_reentrant(loss)
+            return gradients
+        # FSDP computes with gathered parameters and writes the gradients of shards to .grad itself.
+        kept = [p.grad for p in self.parameters]
+        try:
+            for p in self.parameters:
+                p.grad = None
+            loss.backward()
+            found = [p.grad for p in self.parameters]
+        finally:
+            for p, gradient in zip(self.parameters, kept, strict=True):
+                p.grad = gradient
+        if all(gradient is None for gradient in found):
+            raise RuntimeError(
+                "The loss of a past task left no gradient on any parameter. If the model accumulates without "
+                "synchronising (set_requires_gradient_sync(False)), switch that on for the past tasks."
+            )
+        return found
 
     def placed(self, j: int, gradient: Tensor) -> Tensor:
         """Return a dense gradient of parameter j with the placements of the parameter."""
@@ -146,6 +170,14 @@ class ParameterVector:
         entries = sum(p.numel() for p in self.parameters)
         return {"parameters": len(self.parameters), "entries of all parameters": entries}
 
+    def _topology(self, group: Any) -> Local:
+        if any(mesh_of(p) is not None for p in self.parameters):
+            return Sharded(self.device, group)
+        return Local() if group is None else Replicated(self.device, group)
+
+    def _owns(self, parameter: Tensor, group: Any) -> bool:
+        return not self.topology.collective or _owns(parameter, group)
+
 
 def local(tensor: Tensor) -> Tensor:
     """Return the local shard of a tensor, detached."""
@@ -156,6 +188,21 @@ def local(tensor: Tensor) -> Tensor:
 def mesh_of(tensor: Tensor) -> Any:
     """Return the device mesh of a `DTensor`, None for any other tensor."""
     return getattr(tensor, "device_mesh", None)
+
+
+def _refuse_reentrant(loss: Tensor) -> None:
+    """Raise if a reentrant checkpoint, which only ``backward()`` looks into, may hide parameters."""
+    seen, left = set(), [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            if node.name() == "CheckpointFunctionBackward":
+                raise RuntimeError(
+                    "Gradients of past tasks cannot be computed through checkpoints with use_reentrant=True; "
+                    "checkpoint with use_reentrant=False, or compute these losses without checkpoints."
+                )
+            seen.add(node)
+            left.extend(following for following, _ in node.next_functions)
 
 
 def _gradient_like(parameter: Tensor, part: Tensor) -> Tensor:

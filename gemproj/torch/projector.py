@@ -18,13 +18,13 @@ from gemproj.methods import GEM2017, AnyMethod
 from gemproj.methods._method import check_count, check_number
 from gemproj.torch.batches import Batch, Loss
 from gemproj.torch.bound import LossBound
-from gemproj.torch.constraint_gradients import from_batches, from_losses, model_loss
+from gemproj.torch.constraint_gradients import Refresh, from_batches, from_losses, model_loss
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated
 from gemproj.torch.groups import Groups, members, project_groups
 from gemproj.torch.optimizer_step import Metric, On, OptimizerStep, ProjectedOptimizer
-from gemproj.torch.parameters import ParameterVector
 from gemproj.torch.stats import Projection
+from gemproj.torch.zero import ZeroOptimizer, ZeroStep, vector_of, with_hooks
 
 
 class GradientProjector:
@@ -74,10 +74,15 @@ class GradientProjector:
         Groups act only where the whole gradient, or step, violates a constraint.
     metric : {"euclidean", "adam"}, default "euclidean"
         The distance in which the projected step is closest to the optimizer's: Adam's own weighs each
-        entry by ``(sqrt(v_hat) + eps) / lr``, after the step. Not for ``on="gradient"``.
+        entry by ``(sqrt(v_hat) + eps) / lr``, after the step, where v_hat is at least the largest square of
+        the entry in the constraints. Not for ``on="gradient"``.
     interval : int, default 1
-        `recall` recomputes the constraints on every `interval`-th call and reuses them in between. Every
+        `recall` refreshes the constraints on every `interval`-th call and reuses them in between. Every
         step is projected.
+    refresh : {"all", "cyclic", "rising"}, default "all"
+        Which rows `recall` computes anew where none came or went: all; one, in turn, which costs one
+        backward pass; or those whose losses have risen since the last call, with a `bound` only above it.
+        This costs a forward pass on all batches, waits for a device, and needs the same examples each time.
     group : torch.distributed.ProcessGroup, optional
         Processes to train with. For replicated parameters (DistributedDataParallel): rows are averaged
         over them; `recall` finds the group of a wrapped model. For shards: by default all processes.
@@ -128,6 +133,7 @@ class GradientProjector:
         on: On = "gradient",
         metric: Metric = "euclidean",
         interval: int = 1,
+        refresh: Refresh = "all",
         group: Any = None,
     ) -> None:
         check_number(smoothing, "smoothing", 0.0)
@@ -135,7 +141,8 @@ class GradientProjector:
             raise ValueError(f"smoothing must be below 1; found {smoothing}.")
         if bound is not None and equality is not False:
             raise ValueError("bound and equality exclude each other: an equality has no side to stay on.")
-        for name, value, known in (("on", on, get_args(On)), ("metric", metric, get_args(Metric))):
+        for name, value, kind in (("on", on, On), ("metric", metric, Metric), ("refresh", refresh, Refresh)):
+            known = get_args(kind)
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; found {value!r}.")
         if on == "gradient" and metric != "euclidean":
@@ -144,7 +151,7 @@ class GradientProjector:
                 "on='both'."
             )
         check_count(interval, "interval", 1)
-        self._vector = ParameterVector(parameters, group)
+        self._vector = vector_of(parameters, group)
         if rows_dtype is not None and not (
             isinstance(rows_dtype, torch.dtype) and rows_dtype.is_floating_point
         ):
@@ -166,13 +173,13 @@ class GradientProjector:
         self._gate = gate
         self.bound = None if bound is None else LossBound(bound, kappa, room)
         self.smoothing = smoothing
-        self.on, self.metric, self.interval = on, metric, interval
+        self.on, self.metric, self.interval, self.refresh = on, metric, interval, refresh
         self._attached: WeakSet[ProjectedOptimizer] = WeakSet()  # each lives as long as its optimizer
         self.reset()
 
     def __repr__(self) -> str:
         sizes = f"{len(self._vector.parameters)} parameters, d={self._vector.d}, t={len(self._matrix)}"
-        names = ("margin", "penalty", "equality", "bound", "smoothing", "on", "metric", "interval")
+        names = ("margin", "penalty", "equality", "bound", "smoothing", "on", "metric", "interval", "refresh")
         options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"GradientProjector({sizes}, {self._options().method!r}, {options})"
 
@@ -208,8 +215,9 @@ class GradientProjector:
             tasks, and rows are their averages. With shards it must be a list.
         """
         start = time.perf_counter()
-        self._calls = 0
+        self._calls, self._ages = 0, []
         from_losses(self._matrix, losses)
+        self._ages = [0] * len(self._matrix)
         self._seconds += time.perf_counter() - start
 
     def recall(
@@ -248,7 +256,8 @@ class GradientProjector:
         Returns
         -------
         bool
-            Whether constraints were computed: at the first call after `reset` and every `interval` calls.
+            Whether constraints were computed: at the first call after `reset` and every `interval` calls,
+            unless with ``refresh="rising"`` no loss has risen.
         """
         if self._calls and self.on != "gradient" and not self._attached:
             raise ValueError(
@@ -260,10 +269,10 @@ class GradientProjector:
                 self._vector.topology = Replicated(self._vector.device, model.process_group)
             # Its own forward pass would expect a backward pass that reduces .grad.
             model = model.module
-        due = self._calls % self.interval == 0
-        if due:
+        due: list[int] = []
+        if self._calls % self.interval == 0:
             start = time.perf_counter()
-            from_batches(
+            due = from_batches(
                 self._matrix,
                 model,
                 batches,
@@ -272,11 +281,15 @@ class GradientProjector:
                 training=training,
                 scale=scale,
                 smoothing=self.smoothing,
+                refresh=self.refresh,
+                turn=self._calls // self.interval - 1,
+                tolerance=None if self.bound is None else self.bound.tolerance,
             )
-            self._age = 0
+            ages = self._ages if len(self._ages) == len(self._matrix) else [0] * len(self._matrix)
+            self._ages = [0 if k in due else age for k, age in enumerate(ages)]
             self._seconds += time.perf_counter() - start
         self._calls += 1  # a call that has failed is still due
-        return due
+        return bool(due)
 
     @torch.compiler.disable
     def project_(self, learning_rate: float | None = None) -> Projection:
@@ -329,12 +342,19 @@ class GradientProjector:
         ProjectedOptimizer
             Call its ``remove()`` to detach.
         """
+        optimizer = with_hooks(optimizer)
+        if isinstance(optimizer, ZeroOptimizer) and self.on != "step":
+            raise ValueError(
+                f"on={self.on!r} needs gradients, which DeepSpeed reduces and clips within its step; use "
+                "on='step'."
+            )
         if any(handle.holds(optimizer) for handle in self._attached):
             raise ValueError(
                 "This projector is attached to this optimizer already; attach once, before the loop, or call "
                 "remove() on what attach returned."
             )
-        handle = ProjectedOptimizer(self, OptimizerStep(self._vector, optimizer))
+        made = ZeroStep if isinstance(optimizer, ZeroOptimizer) else OptimizerStep
+        handle = ProjectedOptimizer(self, made(self._vector, optimizer))
         self._attached.add(handle)
         return handle
 
@@ -354,7 +374,7 @@ class GradientProjector:
             options = replace(options, margin=options.margin * rate, penalty=penalty)
         if self.bound is not None:
             options = replace(options, h=self._demand(self.bound, 1.0))
-        weight = step.weight(self.metric, moving)
+        weight = step.weight(self.metric, moving, self.constraints)
         v = step.taken()
         sol, changed = self._project("step", v, options, moving, weight)
         if changed:
@@ -363,7 +383,7 @@ class GradientProjector:
 
     def follow(self, step: Tensor) -> Tensor:
         """Return the cosine of an applied step with each constraint, and follow the losses along it."""
-        self._age += 1
+        self._ages = [age + 1 for age in self._ages]
         return self._matrix.follow(step)
 
     def reset(self) -> None:
@@ -371,7 +391,7 @@ class GradientProjector:
         self._matrix.clear()
         self._warm: dict[str, Tensor] = {}  # multipliers, by what was projected
         self._calls = 0
-        self._age = 0  # steps since the rows were computed
+        self._ages: list[int] = []  # of each row, steps since it was computed
         self._seconds = 0.0  # spent on constraints since the last step
         self.last: Projection | None = None
 
@@ -385,14 +405,14 @@ class GradientProjector:
         """
         rows = self._matrix.state_dict() if constraints else None
         warm = {name: lam.clone() for name, lam in self._warm.items()}
-        return {"constraints": rows, "warm": warm, "calls": self._calls, "age": self._age}
+        return {"constraints": rows, "warm": warm, "calls": self._calls, "ages": list(self._ages)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned, onto the device of the parameters.
 
         A ValueError tells of the state of something else, or of the projector of another model.
         """
-        lacking = {"constraints", "warm", "calls", "age"} - state.keys()
+        lacking = {"constraints", "warm", "calls", "ages"} - state.keys()
         if lacking:
             raise ValueError(f"state has no {min(lacking)!r}: it is not of a GradientProjector.")
         if state["constraints"] is None:
@@ -400,7 +420,7 @@ class GradientProjector:
         else:
             self._matrix.load_state_dict(state["constraints"])
         self._warm = {name: lam.to(self._vector.device, copy=True) for name, lam in state["warm"].items()}
-        self._calls, self._age = state["calls"], state["age"]
+        self._calls, self._ages = state["calls"], list(state["ages"])
         self.last = None
 
     def _options(self) -> Options:
@@ -439,7 +459,7 @@ class GradientProjector:
     def _record(self, sol: DualSolution | None, start: float) -> Projection:
         seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
         excess = None if self.bound is None else self.bound.excess(self._matrix.losses, self._matrix.bounds)
-        self.last = Projection(len(self._matrix), sol, excess=excess, age=self._age, seconds=seconds)
+        self.last = Projection(len(self._matrix), sol, excess=excess, age=max(self._ages, default=0), seconds=seconds)
         return self.last
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map
 from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
 from gemproj.torch.constraint_gradients import call_loss, preserved_state
 from gemproj.torch.memory import EpisodicMemory
-from gemproj.torch.parameters import ParameterVector
+from gemproj.torch.zero import vector_of
 
 
 def remember(
@@ -53,7 +53,7 @@ def remember(
         return
     if isinstance(model, DistributedDataParallel):
         model = model.module  # whose own forward pass would wait for the other processes
-    vector = ParameterVector(model.parameters(), group)
+    vector = vector_of(model.parameters(), group)
     device = vector.local()[0].device
     kept = memory.batch(task)
     batch = kept.batch if isinstance(kept, Remembered) else kept  # what was stored before is replaced

@@ -31,7 +31,8 @@ class Projection:
     excess : Tensor or None
         With a bound, how far each loss was above it when the step began, shape (t,), float64.
     age : int
-        Steps since the constraint gradients were computed. Losses are followed to first order meanwhile.
+        Steps since the oldest of the constraint gradients was computed. Losses are followed to first order
+        meanwhile.
     seconds : float
         Time spent in the projector for this step, constraint gradients included, as the host sees it.
     """

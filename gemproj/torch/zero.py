@@ -1,0 +1,254 @@
+"""DeepSpeed ZeRO: float32 shards of the parameters, and the step that its optimizer takes on them.
+
+DeepSpeed reduces, unscales and clips gradients within its step. So only the step can be projected: the
+shards are stored before it, and what it made of them is replaced after it. Nothing of DeepSpeed is imported.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from gemproj.torch.distributed import Local, Sharded
+from gemproj.torch.optimizer_step import OptimizerStep
+from gemproj.torch.parameters import ParameterVector
+
+
+class ZeroVector(ParameterVector):
+    """A `ParameterVector` of what this process holds of the float32 parameters, for ZeRO 1, 2 and 3.
+
+    Of each parameter these are contiguous entries, without those that pad the shards of stage 3: they may
+    be anything.
+    """
+
+    def local(self) -> list[Tensor]:  # noqa: D102
+        return [self._fragment(p)[0] for p in self.parameters]
+
+    def assign(self, values: Sequence[Tensor]) -> None:  # noqa: D102
+        for p, value in zip(self.parameters, values, strict=True):
+            if _stage3(p):
+                padded = p._z3_optimizer.get_local_fp32_param(p)  # type: ignore[attr-defined]
+                padded[: value.numel()] = value
+                p._z3_optimizer.set_local_hp_param(padded, p)  # type: ignore[attr-defined]
+            elif value.numel():
+                p._hp_mapping.hp_fragment.copy_(value)  # type: ignore[attr-defined]
+
+    def gradients(self, loss: Tensor) -> list[Tensor | None]:  # noqa: D102
+        gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
+        # `placed` is a collective operation, which none may leave out.
+        return [
+            torch.zeros(_shape(p), device=loss.device) if g is None else g
+            for p, g in zip(self.parameters, gradients, strict=True)
+        ]
+
+    def placed(self, j: int, gradient: Tensor) -> Tensor:
+        """Return the local entries of the sum over processes of a gradient."""
+        p = self.parameters[j]
+        part, start = self._fragment(p)
+        whole = gradient.detach().to(torch.float32, copy=True).reshape(-1)
+        dist.all_reduce(whole, group=self._group)
+        return whole[start : start + part.numel()].to(part.device)
+
+    def signature(self) -> dict[str, int]:  # noqa: D102
+        entries = sum(_shape(p).numel() for p in self.parameters)
+        return {"parameters": len(self.parameters), "entries of all parameters": entries}
+
+    def _fragment(self, p: Any) -> tuple[Tensor, int]:
+        """Return the local entries of a parameter, and which one of its entries the first one is."""
+        if _stage3(p):
+            padded = p._z3_optimizer.get_local_fp32_param(p)
+            start = padded.numel() * dist.get_rank(p.ds_process_group)
+            return padded[: max(p.ds_numel - start, 0)], start
+        mapping = p._hp_mapping
+        if mapping is None:  # all of it is with other processes
+            return torch.empty(0, device=p.device), 0
+        return mapping.hp_fragment.detach(), mapping.lp_fragment_address.start
+
+    def _topology(self, group: Any) -> Local:
+        world = dist.get_world_size(group)
+        for p in self.parameters:
+            if dist.get_world_size(p.ds_process_group if _stage3(p) else p._dp_group) != world:  # type: ignore[attr-defined]
+                raise ValueError(
+                    "parameters are partitioned by DeepSpeed over some of the processes only (as by MiCS, "
+                    "experts or tensor parallelism). Partition them over all processes, or use FSDP2."
+                )
+        self._group = group
+        return _Zero(self.device, group)
+
+    def _owns(self, parameter: Tensor, group: Any) -> bool:
+        return True
+
+
+class ZeroOptimizer:
+    """What a projector needs of a ZeRO optimizer: hooks around its step, groups and states by parameter.
+
+    Parameters
+    ----------
+    zero : DeepSpeedZeroOptimizer or DeepSpeedZeroOptimizer_Stage3
+        ``engine.optimizer``.
+    """
+
+    def __init__(self, zero: Any) -> None:
+        if getattr(zero, "swap_optimizer", False):
+            raise ValueError(
+                "optimizer keeps its state on NVMe, out of reach of a projection. Offload it to the CPU."
+            )
+        self.zero = zero
+        self._before: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._after: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._plain = zero.step
+        zero.step = self._step
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(optimizer, args, kwargs)`` before each step."""
+        return _register(self._before, hook)
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
+        """Call ``hook(optimizer, args, kwargs)`` after each step, but for those skipped after an overflow."""
+        return _register(self._after, hook)
+
+    def is_enabled(self) -> bool:
+        """Return whether losses are scaled."""
+        return float(self.zero.loss_scale) != 1.0
+
+    def get_scale(self) -> float:
+        """Return what losses are multiplied with in training."""
+        return float(self.zero.loss_scale)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, with the parameters of the model."""
+        groups = [dict(group, params=[]) for group in self.zero.optimizer.param_groups]
+        for p, (i, _) in self._flat().items():
+            groups[i]["params"].append(p)
+        return groups
+
+    @property
+    def state(self) -> dict[Any, dict[str, Any]]:
+        """For each parameter the local entries of its second moments, and the number of steps."""
+        groups, flat = self.zero.optimizer.param_groups, self._flat()
+        return {p: self._state(p, groups[i], whole) for p, (i, whole) in flat.items()}
+
+    def publish(self) -> None:
+        """Bring changed float32 shards to the parameters of all processes."""
+        zero = self.zero
+        if not hasattr(zero, "fp32_partitioned_groups_flat"):
+            zero.update_lp_params()
+            return
+        zero.parameter_offload.partition_all_parameters()
+        for p in self._flat():
+            p.ds_tensor.data.copy_(zero.get_local_fp32_param(p))
+        if zero.persistent_parameters:
+            zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
+        zero.invalidate_secondary_tensor()
+
+    def _step(self, *args: Any, **kwargs: Any) -> Any:
+        for hook in list(self._before.values()):
+            hook(self, args, kwargs)
+        result = self._plain(*args, **kwargs)
+        if not self.zero.overflow:
+            for hook in list(self._after.values()):
+                hook(self, args, kwargs)
+        return result
+
+    def _flat(self) -> dict[Any, tuple[int, Tensor]]:
+        """Return for each parameter the number of its group, and the flat tensor that holds its shard."""
+        zero = self.zero
+        if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
+            numbers = [zero.sub_group_to_group_id[k] for k in range(len(zero.fp16_groups))]
+            lists, flat = zero.fp16_groups, zero.fp32_partitioned_groups_flat
+        else:
+            numbers = list(range(len(zero.bit16_groups)))
+            lists, flat = zero.bit16_groups, zero.single_partition_of_fp32_groups
+        return {
+            p: (i, whole) for i, whole, some in zip(numbers, flat, lists, strict=True) for p in some
+        }
+
+    def _state(self, p: Any, group: Mapping[str, Any], whole: Tensor) -> dict[str, Any]:
+        held = self.zero.optimizer.state.get(whole, {})
+        moments = [key for key in ("exp_avg_sq", "max_exp_avg_sq") if key in held]
+        if _stage3(p):
+            start = p.ds_tensor.numel() * dist.get_rank(p.ds_process_group)
+            n = max(p.ds_numel - start, 0)
+            found = {key: self.zero.get_local_fp32_param(p, key)[:n] for key in moments}
+        elif p._hp_mapping is None:
+            found = {key: held[key].new_empty(0) for key in moments}
+        else:
+            at = p._hp_mapping.get_hp_fragment_address()
+            found = {key: held[key].narrow(0, at.start, at.numel) for key in moments}
+        return found | {"step": held.get("step", group.get("step"))}  # FusedAdam counts in the group
+
+
+class ZeroStep(OptimizerStep):
+    """The step of a ZeRO optimizer, which moves all parameters whose rate is not zero."""
+
+    optimizer: Any
+
+    def moving(self) -> list[bool]:  # noqa: D102
+        groups = self._groups()
+        return [bool(groups[id(p)]["lr"]) if id(p) in groups else False for p in self._vector.parameters]
+
+    def replace(self, step: Tensor) -> None:  # noqa: D102
+        super().replace(step)
+        self.optimizer.publish()
+
+    def undo(self) -> None:  # noqa: D102
+        super().undo()
+        self.optimizer.publish()
+
+
+class _Zero(Sharded):
+    """Shards whose gradients are summed over processes by `ZeroVector.placed`, not by the backward pass."""
+
+    def weight(self, n: int, total: int) -> float:
+        return n / total
+
+    def sum_values(self, values: Tensor) -> Tensor:
+        return self.sum_shards(values)
+
+
+def with_hooks(optimizer: Any) -> Any:
+    """Return an optimizer that has hooks: a ZeRO optimizer gets them, once."""
+    if not hasattr(optimizer, "loss_scale") or not hasattr(optimizer, "optimizer"):
+        return optimizer
+    if not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "fp32_partitioned_groups_flat")):
+        raise ValueError(
+            f"optimizer is DeepSpeed's {type(optimizer).__name__}; a projector works with those of ZeRO 1, 2 "
+            'and 3. Set "zero_optimization": {"stage": 1} or more.'
+        )
+    if not hasattr(optimizer, "_gemproj"):
+        optimizer._gemproj = ZeroOptimizer(optimizer)
+    return optimizer._gemproj
+
+
+def vector_of(parameters: Iterable[Any], group: Any) -> ParameterVector:
+    """Return the parameters as one vector, of the kind that fits how they are spread over processes."""
+    if isinstance(parameters, torch.nn.Module):
+        return ParameterVector(parameters)  # which says what to pass instead
+    listed = list(parameters)
+    zero = any(_is_partitioned(entry[1] if isinstance(entry, tuple) else entry) for entry in listed)
+    return (ZeroVector if zero else ParameterVector)(listed, group)
+
+
+def _stage3(p: Any) -> bool:
+    return hasattr(p, "ds_id")
+
+
+def _shape(p: Any) -> torch.Size:
+    return p.ds_shape if _stage3(p) else p.shape
+
+
+def _register(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _is_partitioned(p: Any) -> bool:
+    return isinstance(p, Tensor) and (_stage3(p) or hasattr(p, "_hp_mapping"))

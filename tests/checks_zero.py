@@ -1,0 +1,226 @@
+"""What each process checks of DeepSpeed's ZeRO, stages 1 to 3."""
+
+import importlib
+import os
+import tempfile
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from checks_replicated import EACH, SAID, share
+from deepspeed.utils import safe_get_full_fp32_param
+from models import flat, loss, perceptron, rival, task
+from processes import check, same_everywhere
+
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector
+
+# DeepSpeed would compile an operator of its own for processes of one machine.
+importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
+
+PROMISES = [
+    (loss, {"margin": 0.05}),
+    (loss, {"metric": "adam", "penalty": 0.5, "interval": 2}),
+    (EACH, {"metric": "adam", "bound": 0.01, "microbatch": 3}),
+    (SAID, {"bound": 0.0, "kappa": 0.5}),
+    (loss, {"groups": "tensor"}),
+]
+
+
+def adamw(parameters):
+    """Make an optimizer with two groups, of which ZeRO makes two steps."""
+    matrices, rest = [], []
+    for p in parameters:
+        (matrices if p.ndim > 1 else rest).append(p)
+    return torch.optim.AdamW([{"params": matrices}, {"params": rest, "lr": 0.01}], lr=0.03)
+
+
+def engine_for(model, stage, make=adamw, **config):
+    """Return the model under DeepSpeed; in stage 3 some parameters are partitioned, and some gathered."""
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 10}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True} | config
+    config["zero_optimization"] = zero
+    return deepspeed.initialize(model=model, optimizer=make(model.parameters()), config=config)[0]
+
+
+def whole(engine):
+    return flat(safe_get_full_fp32_param(p) for p in engine.module.parameters())
+
+
+def train(model, promise, options, take_step, mine=lambda batch, *sizes: batch, zero=None):
+    """Train on three tasks; `take_step` trains on a batch."""
+    gem = GEM(model, zero or take_step.optimizer, promise, per_task=100, on="step", **options)
+    violated = 0
+    for k in range(3):
+        for step in range(3):
+            take_step(mine(rival(task(10 * k + step, 8, torch.float32)), 4, 4))
+            violated += gem.last.num_violated
+        # Memories of unequal size.
+        gem.end_task([mine(task(k, 8, torch.float32), 6, 2)])
+    return gem, int(violated)
+
+
+def of_engine(engine):
+    def take_step(batch):
+        engine.backward(loss(engine, batch))
+        engine.step()
+
+    return take_step
+
+
+def plainly(model, make=adamw):
+    def take_step(batch):
+        take_step.optimizer.zero_grad()
+        loss(model, batch).backward()
+        take_step.optimizer.step()
+
+    take_step.optimizer = make(model.parameters())
+    return take_step
+
+
+def own(batch, *sizes):
+    return share(batch, sizes)
+
+
+@check(2)
+def deepspeed_trains_as_one_process():
+    """In one check, since DeepSpeed keeps its process groups."""
+    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "CUDA_VISIBLE_DEVICES": ""}
+    for promise, options in PROMISES:
+        one = perceptron(torch.float32)
+        plain, violated = train(one, promise, options, plainly(one))
+        assert violated
+        for stage in (1, 2, 3):
+            engine = engine_for(perceptron(torch.float32), stage)
+            gem, _ = train(engine.module, promise, options, of_engine(engine), own, engine.optimizer)
+            found = whole(engine)
+            same_everywhere(found)
+            torch.testing.assert_close(found, flat(one), rtol=2e-4, atol=2e-5)
+            torch.testing.assert_close(gem.last.cosines, plain.last.cosines, rtol=1e-2, atol=1e-4)
+            # What the model computes with follows the shards that were changed.
+            x = task(0, 4, torch.float32)[0]
+            torch.testing.assert_close(engine.module(x), one(x), rtol=1e-3, atol=1e-3)
+    low_precision()
+    errors()
+    accelerated()
+    trainer()
+
+
+def low_precision():
+    for stage in (1, 2, 3):
+        engine = engine_for(perceptron(), stage, bf16={"enabled": True})
+        gem = GEM(engine.module, engine.optimizer, in_bfloat16, on="step")
+        gem.end_task([own(task(0, 8, torch.bfloat16), 5, 3)])
+        for step in range(4):
+            engine.backward(loss(engine, own(rival(task(step, 8, torch.bfloat16)), 4, 4)))
+            engine.step()
+            assert gem.last.worst_cosine > -1e-6  # the shards have float32
+        same_everywhere(whole(engine))
+        rounded = flat(engine.module.state_dict().values()) if stage < 3 else whole(engine)
+        torch.testing.assert_close(rounded, whole(engine), rtol=2**-8, atol=1e-6)
+
+
+def in_bfloat16(model, batch):
+    return loss(lambda x: model(x).float(), batch)
+
+
+def errors():
+    engine = engine_for(perceptron(torch.float32), 1)
+    with pytest.raises(ValueError, match="on='both' needs gradients, which DeepSpeed reduces"):
+        GradientProjector(engine.module.parameters(), on="both").attach(engine.optimizer)
+    gem = GEM(engine.module, engine.optimizer, loss, on="step")
+    gem.end_task([task(0, 8, torch.float32)])
+    before = whole(engine)
+    gem.remove()
+    of_engine(engine)(task(1, 4, torch.float32))
+    assert gem.last is None
+    assert not torch.equal(before, whole(engine))
+    assert dist.get_world_size() == 2
+
+
+def accelerated():
+    """A loop of Accelerate, and the Trainer, take the steps of a plain loop."""
+    environment = {"RANK": dist.get_rank(), "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import InitProcessGroupKwargs
+
+    import gemproj.integrations.accelerate
+
+    one = perceptron(torch.float32)
+    train(one, loss, {"metric": "adam"}, plainly(one))
+    for stage in (1, 3):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        plugin = DeepSpeedPlugin(zero_stage=stage)
+        plugin.deepspeed_config |= {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+        # With cpu=True it would leave DeepSpeed out.
+        gloo = InitProcessGroupKwargs(backend="gloo")
+        accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])
+        model = perceptron(torch.float32)
+        model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
+        gem = gemproj.integrations.accelerate.GEM(
+            accelerator, model, optimizer, EpisodicMemory(100), loss, on="step", metric="adam"
+        )
+        for k in range(3):
+            for step in range(3):
+                batch = own(rival(task(10 * k + step, 8, torch.float32)), 4, 4)
+                accelerator.backward(loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+                assert gem.last.constraints == k
+            gem.end_task([own(task(k, 8, torch.float32), 6, 2)])
+        torch.testing.assert_close(whole(model), flat(one), rtol=2e-4, atol=2e-5)
+
+
+class Classifier(torch.nn.Module):
+    """A model with the interface of transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = perceptron(torch.float32)
+
+    def forward(self, x, labels):
+        return {"loss": loss(self.inner, (x, labels))}
+
+
+def model_loss(model, batch):
+    return model(**batch)["loss"]
+
+
+def trainer():
+    """The callback of the Trainer projects and reports every step."""
+    from accelerate.state import AcceleratorState
+    from transformers import Trainer, TrainingArguments
+
+    from gemproj.integrations.transformers import GEMCallback
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    zero = {"stage": 2}
+    config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero, "gradient_clipping": 1.0}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=4,
+            learning_rate=0.05,
+            logging_steps=1,
+            max_steps=4,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+            ddp_backend="gloo",
+            deepspeed=config | {"zero_allow_untested_optimizer": True},
+        )
+        gem = GEMCallback(EpisodicMemory(100), model_loss, on="step", metric="adam")
+        kept = task(0, 32, torch.float32)
+        gem.end_task([dict(zip(("x", "labels"), kept, strict=True))])
+        now = [{"x": x, "labels": y} for x, y in zip(*rival(kept), strict=True)]
+        run = Trainer(Classifier(), arguments, train_dataset=now, callbacks=[gem])
+        run.train()
+    logs = [log for log in run.state.log_history if "gem/violations" in log and "loss" in log]
+    assert len(logs) == 4
+    assert sum(log["gem/violations"] for log in logs) > 0
+    assert min(log["gem/worst_cosine"] for log in logs) > -1e-6
+    same_everywhere(whole(run.model_wrapped))
