@@ -8,7 +8,8 @@ from processes import all_reduces, check, same_everywhere
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch import GEM, GradientProjector
+from gemproj.torch import GEM, GradientProjector, stream
+from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.losses import CrossEntropy, Distillation
 
 # Examples of each past task that a process remembers: unequal, and none at all.
@@ -171,6 +172,15 @@ def gem_trains_as_one_process_does():
     for promise, options in PROMISES:
         for spread in (DistributedDataParallel, fully_shard):
             compare_gem(spread, promise, options)
+
+
+@check(2)
+def tiles_of_columns_add_up_like_shards():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "_HOST_TILE", 40)
+        patch.setattr(ConstraintMatrix, "streamed", True)
+        for spread in (DistributedDataParallel, fully_shard):
+            compare_gem(spread, EACH, {"on": "both", "metric": "adam", "bound": 0.0})
 
 
 def compare_gem(spread, promise, options):

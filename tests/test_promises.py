@@ -11,8 +11,9 @@ from torch.nn.functional import cross_entropy  # noqa: E402
 
 from gemproj import project  # noqa: E402
 from gemproj._tspace import Gram  # noqa: E402
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Remembered  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Remembered, stream  # noqa: E402
 from gemproj.torch.bound import LossBound  # noqa: E402
+from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
 from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
 
 
@@ -257,6 +258,50 @@ def test_rows_in_half_precision_are_a_projection_for_rounded_rows(on):
     assert cosines(G, step).min() > -0.002
     with pytest.raises(TypeError, match="rows_dtype must be a floating-point dtype"):
         GradientProjector(model.parameters(), rows_dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on": "both", "metric": "adam"},
+        {"on": "step", "bound": 0.0, "interval": 2},
+        {"groups": "tensor", "smoothing": 0.5},
+        {"on": "step", "groups": "module", "gate": True},
+        {"equality": True},
+    ],
+    ids=str,
+)
+def test_rows_that_are_read_tile_by_tile(options, monkeypatch):
+    """As those of another dtype or on another device are; here they are neither, to compare them."""
+
+    def train():
+        model, batch = learned()
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
+        gem = GEM(model, optimizer, EACH, **options)
+        for one in (batch, task(5)):
+            gem.end_task([one])
+        unlearn(model, optimizer, batch, 5)
+        return flat(model), gem.last.cosines
+
+    expected = train()
+    monkeypatch.setattr(stream, "_HOST_TILE", 20)  # 10 of 83 columns
+    monkeypatch.setattr(ConstraintMatrix, "streamed", True)
+    torch.testing.assert_close(train(), expected, rtol=1e-8, atol=1e-10)
+
+
+def test_where_rows_are_kept():
+    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
+        model = perceptron(torch.float32).to(device)
+        projector = GradientProjector(model.parameters(), rows_device="cpu", rows_dtype=torch.bfloat16)
+        past = tuple(leaf.to(device) for leaf in task(1, dtype=torch.float32))
+        projector.recall(model, [past], loss)
+        assert projector.constraints.device.type == "cpu"
+        loss(model, rival(past)).backward()
+        assert projector.project_().num_violated == 1
+        g = flat(p.grad for p in model.parameters()).cpu()
+        assert cosines(projector.constraints.double(), g).item() == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(ValueError, match="rows_device must be 'cpu' or the device of the parameters"):
+        GradientProjector(perceptron().parameters(), rows_device="meta")
 
 
 def groups_of(model, key):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from gemproj._dual import Options, solve_problem
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj.torch.parameters import ParameterVector, local
+from gemproj.torch.stream import Stream, solve_stream, tiles
 
 
 class Kept(NamedTuple):
@@ -35,6 +36,8 @@ class ConstraintMatrix:
     vector : ParameterVector
     dtype : torch.dtype, optional
         Of the rows, by default that of the vector. Projections are those for rows rounded to it.
+    device : torch.device, optional
+        Of the rows, by default that of the vector.
 
     Attributes
     ----------
@@ -49,9 +52,10 @@ class ConstraintMatrix:
         Whether all rows have a bound.
     """
 
-    def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
+    def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None, device: Any = None) -> None:
         self.vector = vector
-        self._buffer = vector.empty(0, dtype=dtype)
+        self._dtype, self._device = dtype or vector.dtype, device or vector.device
+        self._buffer = self._empty(0)
         self.clear()
 
     def __len__(self) -> int:
@@ -123,7 +127,7 @@ class ConstraintMatrix:
                 continue
             gradient = local(self.vector.placed(j, gradient))
             self.reached[j] = True
-            part.copy_(gradient) if fresh else part.add_(gradient, alpha=self._share)
+            part.copy_(gradient) if fresh else part.add_(gradient.to(part.device), alpha=self._share)
         self.bounded = self.bounded and bound is not None
         value = self._values.setdefault(k, self.values.new_zeros(3))
         value[:2] += weight * loss.detach()
@@ -144,7 +148,7 @@ class ConstraintMatrix:
         for part in some:
             if self._scale != 1.0:
                 part.div_(self._scale)
-            self.reached = topology.reduce(part, self.reached)
+            self._reduce(part)
         if due:
             zero = self.values.new_zeros(3)
             fresh = topology.sum_values(torch.stack([self._values.get(k, zero) for k in due], 1))
@@ -171,23 +175,44 @@ class ConstraintMatrix:
         All local columns are updated; replicated ones enter the Gram matrix on one rank only.
         """
         topology = self.vector.topology
-        columns, owned = self.vector.slices(moving), self.vector.slices(moving, owned=True)
+        chosen = None if moving is None else [j for j, moves in enumerate(moving) if moves]
+        columns, owned = self.vector.slices(chosen), self.vector.slices(chosen, owned=True)
         with topology.measurement(numbers(len(self))):
-            here = self.problem(v, weight, columns)
-            measured = here if owned == columns else self.problem(v, weight, owned)
-        sol = solve_problem(measured, options, warm_start, all_reduce=topology.gram_sum(measured))
+            here = self.problems(v, weight, columns)
+            measured = here if owned == columns else self.problems(v, weight, owned)
+        one = next(iter(here))
+        if self.streamed:
+            sol = solve_stream(measured, options, warm_start, topology.gram_sum(one))
+        else:
+            (measured,) = measured
+            sol = solve_problem(measured, options, warm_start, all_reduce=topology.gram_sum(measured))
         # On a device looking at the multipliers would wait, so that x is always written.
-        changed = not here.host or bool(sol.multipliers.any())
+        changed = not one.host or bool(sol.multipliers.any())
         if changed:
-            combine_into(here, sol, here.vector)
-        return sol.to(here.xp, here.device), changed
+            for problem in here:
+                combine_into(problem, sol, problem.vector)
+        return sol.to(one.xp, one.device), changed
 
-    def problem(self, v: Tensor, weight: Tensor | None, columns: list[slice]) -> Problem:
-        """Return the problem of projecting v, on some columns."""
+    @property
+    def streamed(self) -> bool:
+        """Whether rows have another dtype, or are on another device, than what is projected."""
+        return self.rows.dtype != self.vector.dtype or self.rows.device != self.vector.device
+
+    def problems(self, v: Tensor, weight: Tensor | None, columns: list[slice]) -> Iterable[Problem]:
+        """Return the problem of projecting v, on some columns, in one or several parts."""
+        if self.streamed:
+            return Stream(self.rows, v, weight, columns)
         if columns == [slice(0, self.vector.d)]:
-            return check_problem(self.rows, v, weight)
+            return [check_problem(self.rows, v, weight)]
         weights = None if weight is None else [weight[at] for at in columns]
-        return check_problem([self.rows[:, at] for at in columns], [v[at] for at in columns], weights)
+        return [check_problem([self.rows[:, at] for at in columns], [v[at] for at in columns], weights)]
+
+    def largest(self) -> Tensor:
+        """Return the largest absolute value in each column."""
+        found = self.vector.empty()
+        for at, tile in self._tiles([slice(0, self.vector.d)]):
+            torch.linalg.vector_norm(tile, ord=math.inf, dim=0, out=found[at])
+        return found
 
     def follow(self, step: Tensor) -> Tensor:
         """Subtract the products of an applied step with the rows from the losses; return the cosines.
@@ -195,24 +220,27 @@ class ConstraintMatrix:
         Cosines, float64, are zero where the step or a row is zero.
         """
         wide, owned = wide_dtype(torch, step.device), self.vector.owned
+        products, squares = [], []
         with torch.autocast(step.device.type, enabled=False):
-            products = torch.stack([self._products(step, at).to(wide) for at in owned]).sum(0)
+            for at, rows in self._tiles(owned):
+                products.append((rows @ step[at]).to(wide))
+                if self._squares is None:
+                    squares.append(torch.linalg.vector_norm(rows, dim=1, dtype=wide).square())
         if self._squares is None:
-            norms = [torch.linalg.vector_norm(self.rows[:, at], dim=1, dtype=wide) for at in owned]
-            self._squares = torch.stack(norms).square().sum(0)
+            self._squares = torch.stack(squares).sum(0)
         norms = [torch.linalg.vector_norm(step[at], dtype=wide) for at in owned]
         square = torch.stack(norms).square().sum(0, keepdim=True)
-        packed = self.vector.topology.sum_shards(torch.cat([products, self._squares, square]))
-        t = len(products)
+        packed = torch.cat([torch.stack(products).sum(0), self._squares, square])
+        packed = self.vector.topology.sum_shards(packed)
+        t = len(self)
         sizes = packed[t:-1].sqrt() * packed[-1].sqrt()
         self.values[0] -= packed[:t]
         return torch.where(sizes > 0, packed[:t] / sizes, 0.0)
 
-    def _products(self, step: Tensor, at: slice) -> Tensor:
-        rows = self.rows[:, at]
-        if rows.dtype == step.dtype:
-            return rows @ step[at]
-        return torch.stack([row.to(step.dtype) @ step[at] for row in rows])  # one copy at a time
+    def _tiles(self, columns: list[slice]) -> Iterable[tuple[slice, Tensor]]:
+        if self.streamed:
+            return tiles(self.rows, self.vector.empty()[:0], columns)
+        return [(at, self.rows[:, at]) for at in columns]
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the rows, of the losses, and which parameters the rows reach."""
@@ -232,10 +260,28 @@ class ConstraintMatrix:
         self.values = state["values"].to(self.values, copy=True)
         self.bounded = not bool(self.bounds.isnan().any())
 
+    def _reduce(self, rows: Tensor) -> None:
+        """Sum rows over processes, which share a device for that."""
+        topology = self.vector.topology
+        if rows.device == self.vector.device or topology.replicas == 1:
+            self.reached = topology.reduce(rows, self.reached)
+            return
+        like = torch.empty(0, dtype=rows.dtype, device=self.vector.device)
+        for at, tile in tiles(rows, like, [slice(0, self.vector.d)]):
+            whole = tile.contiguous()
+            self.reached = topology.reduce(whole, self.reached)
+            rows[:, at] = whole
+
+    def _empty(self, rows: int) -> Tensor:
+        # Pinned memory is copied to a device without waiting.
+        pinned = self._device != self.vector.device and self.vector.device.type == "cuda"
+        shape = (rows, self.vector.d)
+        return torch.empty(shape, dtype=self._dtype, device=self._device, pin_memory=pinned)
+
     def _reserve(self, rows: int) -> None:
         kept = len(self._buffer)
         if rows > kept:
-            grown = self.vector.empty(rows, dtype=self._buffer.dtype)
+            grown = self._empty(rows)
             grown[:kept] = self._buffer
             self._buffer = grown
             self._written += [False] * (rows - kept)

@@ -69,7 +69,7 @@ class GEM:
         As in `GradientProjector`.
     **projection
         Other options of `GradientProjector`: method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, groups, gate, on, metric, interval, refresh. Calls are steps: with ``interval=4``
+        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh. Calls are steps: with ``interval=4``
         every fourth step computes constraint gradients, and every step is projected.
 
     Attributes
@@ -207,7 +207,7 @@ class GEM:
         self.projector.recall(self._model, self._batches(), self._loss, scale=scale, **self._options)
 
     def _batches(self) -> Iterator[Batch]:
-        device = self.projector.constraints.device
+        device = self.projector.device
         batches = self.memory.batches(self.exclude, n=self._rows, per=self._promise)
         if self._sample is not None:
             past = any(self.exclude is None or task != self.exclude for task in self.memory.tasks)

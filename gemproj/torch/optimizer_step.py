@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -99,17 +98,19 @@ class OptimizerStep:
             )
         return max(float(rate) for rate in rates)
 
-    def weight(self, metric: Metric, moving: Sequence[bool], rows: Tensor) -> Tensor | None:
+    def weight(
+        self, metric: Metric, moving: Sequence[bool], largest: Callable[[], Tensor]
+    ) -> Tensor | None:
         """Return the weights of the distance between steps, None for ones.
 
         Adam's own, ``(sqrt(v_hat) + eps) / lr``: its step minimises a quadratic model with this metric.
-        There v_hat is at least the largest square of the entry in `rows`. Where the loss that is being
+        There v_hat is at least the square of the `largest` value of the entry in the constraints. Where the loss that is being
         learned has had no gradient, v_hat alone is zero, and a multiplier of 1 would move an entry by
         ``lr / eps`` times its gradient; so it moves it by the learning rate at most, like Adam.
         """
         if metric == "euclidean":
             return None
-        w = torch.linalg.vector_norm(rows, ord=math.inf, dim=0).to(self._stored()[0].dtype)
+        w = largest()
         groups = self._groups()
         parts = self._vector.split(w)
         for p, part, moves in zip(self._vector.parameters, parts, moving, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ class ParameterVector:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
         self.sizes = [p.numel() for p in shards]
         self._shapes = [p.shape for p in shards]
-        self.d = sum(self.sizes)
+        self._starts = [0, *accumulate(self.sizes)]
+        self.d = self._starts[-1]
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in chosen]
         self.owned = self.slices(owned=True)
@@ -147,22 +149,24 @@ class ParameterVector:
             elif wanted:
                 p.grad = _gradient_like(p, part)
 
-    def slices(self, chosen: Sequence[bool] | None = None, *, owned: bool = False) -> list[slice]:
-        """Return the columns of the chosen parameters, or the owned ones of these, in few slices."""
-        wanted = self._owned if owned else [True] * len(self.sizes)
-        if chosen is not None:
-            wanted = [a and b for a, b in zip(wanted, chosen, strict=True)]
-        if all(wanted):
-            return [slice(0, self.d)]
+    def slices(self, chosen: Iterable[int] | None = None, *, owned: bool = False) -> list[slice]:
+        """Return the columns of the chosen parameters, or the owned ones of these, in few slices.
+
+        Parameters
+        ----------
+        chosen : iterable of int, optional
+            Numbers of parameters, increasing; by default all.
+        owned : bool, default False
+        """
         slices: list[slice] = []
-        start = 0
-        for n, included in zip(self.sizes, wanted, strict=True):
-            if included and n:
-                if slices and slices[-1].stop == start:
-                    slices[-1] = slice(slices[-1].start, start + n)
-                else:
-                    slices.append(slice(start, start + n))
-            start += n
+        for j in range(len(self.sizes)) if chosen is None else chosen:
+            start, stop = self._starts[j], self._starts[j + 1]
+            if start == stop or (owned and not self._owned[j]):
+                continue
+            if slices and slices[-1].stop == start:
+                slices[-1] = slice(slices[-1].start, stop)
+            else:
+                slices.append(slice(start, stop))
         return slices or [slice(0, 0)]
 
     def signature(self) -> dict[str, int]:

@@ -66,6 +66,9 @@ class GradientProjector:
     rows_dtype : torch.dtype, optional
         Of the rows, by default that of the parameters. ``torch.bfloat16`` takes half the memory of float32,
         and promises what the rounded rows say: cosines are off by up to 0.002.
+    rows_device : torch.device or str, optional
+        Where rows are kept, by default where the parameters are. "cpu" takes no memory of an accelerator but
+        a tile; the rows are copied there twice for each projection, and once to follow a step.
     groups : {"tensor", "module"} or callable, optional
         A cone for each parameter, for the parameters of each module, or for those whose names
         ``groups(name)`` maps to one key: ``G_l x_l >= 0`` on the columns of each. It implies
@@ -128,6 +131,7 @@ class GradientProjector:
         room: bool = True,
         smoothing: float = 0.0,
         rows_dtype: torch.dtype | None = None,
+        rows_device: torch.device | str | None = None,
         groups: Groups | None = None,
         gate: bool = False,
         on: On = "gradient",
@@ -156,7 +160,15 @@ class GradientProjector:
             isinstance(rows_dtype, torch.dtype) and rows_dtype.is_floating_point
         ):
             raise TypeError(f"rows_dtype must be a floating-point dtype of torch; found {rows_dtype!r}.")
-        self._matrix = ConstraintMatrix(self._vector, rows_dtype)
+        device = self._vector.device if rows_device is None else torch.device(rows_device)
+        if device.type not in ("cpu", self._vector.device.type):
+            raise ValueError(
+                f"rows_device must be 'cpu' or the device of the parameters, {self._vector.device}; found "
+                f"{rows_device!r}."
+            )
+        if device.type == self._vector.device.type:
+            device = self._vector.device
+        self._matrix = ConstraintMatrix(self._vector, rows_dtype, device)
         self._gradient: Tensor | None = None  # allocated with the first projection
         self.method, self.margin, self.penalty, self.equality = method, margin, penalty, equality
         found = self._options().method
@@ -194,6 +206,11 @@ class GradientProjector:
     def constraints(self) -> Tensor:
         """The constraint matrix G, shape (t, d): a view of the local columns, one row per past task."""
         return self._matrix.rows
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self._vector.device
 
     @property
     def scale_dependent(self) -> bool:
@@ -374,7 +391,7 @@ class GradientProjector:
             options = replace(options, margin=options.margin * rate, penalty=penalty)
         if self.bound is not None:
             options = replace(options, h=self._demand(self.bound, 1.0))
-        weight = step.weight(self.metric, moving, self.constraints)
+        weight = step.weight(self.metric, moving, self._matrix.largest)
         v = step.taken()
         sol, changed = self._project("step", v, options, moving, weight)
         if changed:

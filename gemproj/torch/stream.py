@@ -1,0 +1,98 @@
+"""Rows that are kept in another dtype or on another device than the gradient: read tile by tile.
+
+Like the columns of shards, tiles are measured on their own, and their Gram matrices are added up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from gemproj._dual import Options, solve_problem
+from gemproj._problem import Problem, check_problem
+from gemproj._solution import DualSolution
+from gemproj._tspace import Gram, Measured
+from gemproj.backends import select
+
+# Entries of a tile. Smaller ones would stay in the cache of a CPU, but calls of the loops cost more than that.
+_HOST_TILE, _DEVICE_TILE = 1 << 22, 1 << 26
+
+Reduce = Callable[[Measured], Measured]
+
+
+class Stream:
+    """The problems of projecting v on some columns, a tile of columns each; each time anew.
+
+    Parameters
+    ----------
+    rows : Tensor, shape (t, d)
+    v : Tensor, shape (d,)
+        Tiles are converted to its dtype and brought to its device.
+    weight : Tensor, shape (d,), optional
+    columns : list of slice
+    """
+
+    def __init__(self, rows: Tensor, v: Tensor, weight: Tensor | None, columns: Sequence[slice]) -> None:
+        self._rows, self._v, self._weight, self._columns = rows, v, weight, columns
+
+    def __iter__(self) -> Iterator[Problem]:
+        for at, tile in tiles(self._rows, self._v, self._columns):
+            yield check_problem(tile, self._v[at], None if self._weight is None else self._weight[at])
+
+
+def tiles(rows: Tensor, like: Tensor, columns: Iterable[slice]) -> Iterator[tuple[slice, Tensor]]:
+    """Yield columns, and the rows there in the dtype and on the device of another tensor.
+
+    A tile is overwritten by the next one. Without columns there is one empty tile.
+    """
+    t = len(rows)
+    size = (_HOST_TILE if like.device.type == "cpu" else _DEVICE_TILE) // max(t, 1)
+    pieces = [
+        slice(start, min(start + size, at.stop))
+        for at in columns
+        for start in range(at.start, at.stop, size)
+    ]
+    pieces = pieces or [slice(0, 0)]
+    buffer = torch.empty((t, max(at.stop - at.start for at in pieces)), dtype=like.dtype, device=like.device)
+    for at in pieces:
+        tile = buffer[:, : at.stop - at.start]
+        # Row by row: each is contiguous, so that pinned memory is copied without waiting.
+        for row, part in zip(rows, tile, strict=True):
+            part.copy_(row[at], non_blocking=True)
+        yield at, tile
+
+
+def measure(problems: Iterable[Problem]) -> Measured:
+    """Return the Gram matrix of several problems on columns of the same rows: their sum."""
+    return add(map(_gram, problems))
+
+
+def add(parts: Iterable[Measured]) -> Measured:
+    """Return the sum of Gram matrices, in the given order."""
+    left = iter(parts)
+    first = next(left)
+    for part in left:
+        gram = Gram(*(a + b for a, b in zip(first.gram, part.gram, strict=True)))
+        first = Measured(gram, max(first.rounding, part.rounding))
+    return first
+
+
+def solve_stream(
+    problems: Iterable[Problem], options: Options, warm_start: Tensor | None, all_reduce: Reduce | None
+) -> DualSolution:
+    """Solve the problem on the columns of all tiles, and with `all_reduce` of all processes."""
+    left = iter(problems)
+    first = next(left)
+
+    def reduce(measured: Measured) -> Measured:
+        whole = add(chain([measured], map(_gram, left)))
+        return whole if all_reduce is None else all_reduce(whole)
+
+    return solve_problem(first, options, warm_start, all_reduce=reduce)
+
+
+def _gram(problem: Problem) -> Measured:
+    return select(problem).gram(problem)
