@@ -155,7 +155,10 @@ def accelerated():
     for stage in (1, 3):
         AcceleratorState._reset_state(reset_partial_state=True)
         plugin = DeepSpeedPlugin(zero_stage=stage)
-        plugin.deepspeed_config |= {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
+        plugin.deepspeed_config |= {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_allow_untested_optimizer": True,
+        }
         # With cpu=True it would leave DeepSpeed out.
         gloo = InitProcessGroupKwargs(backend="gloo")
         accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])

@@ -18,6 +18,7 @@ from asv_benchmarks.reports.tables import Table, digits, power  # noqa: E402
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr(timing, "settle", lambda: None)
+    monkeypatch.setattr(peaks, "rest", lambda: None)  # which collects garbage each time
     monkeypatch.setattr(timing.burst, "__defaults__", (0.0,))  # each burst is one call
 
 

@@ -44,7 +44,7 @@ def test_fsdp2():
         "--nproc-per-node",
         "2",
         "examples/fsdp2.py",
-        "30",
+        "15",
     ]
     without, projected = run(*command)
     assert len(without) == len(projected) == 3

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import time
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import torch
 import typer
 from rich.console import Console
@@ -18,18 +18,20 @@ from gemproj.torch import GradientProjector
 _WIDTH, _GIB = 8192, 1 << 30
 NOTE = (
     "Linear layers of {width} x {width} in bfloat16, all weights trained, {t} tasks of 2 examples, rows in "
-    "bfloat16, `on='gradient'`; {threads} threads, {memory:.1f} GiB of memory. Two bytes of each weight go to "
-    "the weight, its gradient, that gradient in one vector, and each row."
+    "bfloat16, `on='gradient'`; {threads} threads, {memory:.1f} GiB of memory. Two bytes of each weight go "
+    "to the weight, its gradient, that gradient in one vector, and each row."
 )
 
 
 def main(
-    layers: Annotated[int | None, typer.Option(help="Layers; by default what 85 % of the memory hold.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Layers; by default what 85 % of the memory hold.")
+    ] = None,
     t: Annotated[int, typer.Option(help="Number of tasks.")] = 4,
     out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
 ) -> None:
     """Compute constraint gradients and project the gradient of a model that fills the memory."""
-    memory = psutil.virtual_memory().total
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if layers is None:
         layers = max(1, int(0.85 * memory / (2 * (3 + t) * _WIDTH**2)))
     torch.manual_seed(0)
@@ -54,7 +56,8 @@ def main(
     note("projection")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     table = Table(
-        "Many weights", ["d", "rows, GiB", "peak, GiB", *(f"{part}, s" for part in seconds), "violated", "KKT residual"]
+        "Many weights",
+        ["d", "rows, GiB", "peak, GiB", *(f"{part}, s" for part in seconds), "violated", "KKT residual"],
     )
     d = layers * _WIDTH**2
     residual = float(done.solution.kkt_residual())

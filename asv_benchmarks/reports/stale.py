@@ -31,13 +31,15 @@ HEAD = [
 NOTE = (
     "A network of 20-64-5 units learns 200 points, which are held as four tasks of 50, then other labels for "
     "half of the same points, for 200 steps of AdamW (1e-2) with `on='both'`. Every: steps between two "
-    "refreshes. Gradients a step: constraint gradients that are computed, of four; with `rising` each refresh "
+    "refreshes. Gradients a step: constraint gradients that are computed, of four; with `rising` each look "
     "also takes four forward passes. Violated: share of applied steps whose cosine with the gradient of a "
     "held loss, computed afresh, is below -0.001. Held loss: the mean of the four. {seeds} seeds, mean and "
     "half the width of a 95 % interval (bootstrap over seeds). Nothing was chosen."
 )
 _POINTS, _TASKS, _STEPS = 200, 4, 200
-POLICIES = [("all", n) for n in (1, 2, 4, 8, 16)] + [("cyclic", n) for n in (1, 2, 4)]
+POLICIES: list[tuple[Refresh, int]] = [("all", n) for n in (1, 2, 4, 8, 16)] + [
+    ("cyclic", n) for n in (1, 2, 4)
+]
 POLICIES += [("rising", n) for n in (1, 2, 4)]
 
 
@@ -92,7 +94,9 @@ def _run(seed: int, refresh: Refresh, interval: int, bound: float | None) -> tup
     computed = 0
     for _ in range(_STEPS):
         parameters = list(model.parameters())
-        G = torch.stack([_flat(torch.autograd.grad(cross_entropy(model(a), b), parameters)) for a, b in tasks])
+        G = torch.stack(
+            [_flat(torch.autograd.grad(cross_entropy(model(a), b), parameters)) for a, b in tasks]
+        )
         start = _flat(parameters)
         optimizer.zero_grad()
         cross_entropy(model(x), other).backward()

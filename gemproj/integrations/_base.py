@@ -24,7 +24,8 @@ class FrameworkGEM:
         As in `gemproj.torch.GEM`.
     **options
         Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch, training, sample.
+        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch,
+        training, sample.
 
     Attributes
     ----------

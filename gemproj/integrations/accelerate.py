@@ -51,7 +51,8 @@ class GEM(AcceleratedGEM):
         As in `gemproj.torch.GEM`.
     **options
         Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch, training, sample.
+        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch,
+        training, sample.
 
     Attributes
     ----------

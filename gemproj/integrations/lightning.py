@@ -52,7 +52,8 @@ class GEMCallback(FrameworkGEM, Callback):
         the module will do, ``MyModule.loss``; not ``training_step``, which logs.
     **options
         Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch, training, sample.
+        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch,
+        training, sample.
 
     Attributes
     ----------

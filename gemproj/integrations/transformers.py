@@ -57,9 +57,9 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         the model's, pass the same here.
     **options
         Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch, training, sample. A margin is
-        in units of the gradient that clipping leaves. With `training`, activation checkpointing must not be
-        reentrant.
+        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch,
+        training, sample. A margin is in units of the gradient that clipping leaves. With `training`,
+        activation checkpointing must not be reentrant.
 
     Attributes
     ----------
@@ -112,7 +112,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Take note of what the step did; nothing is read from a device before it is logged."""
-        if self.last is not self._noted:
+        if self.last is not None and self.last is not self._noted:
             self._noted = self.last
             self._steps.append(self.last)
         elif not getattr(optimizer, "step_was_skipped", False):

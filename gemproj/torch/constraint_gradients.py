@@ -68,8 +68,11 @@ def from_batches(
             due = [turn % len(tasks)]
         elif same and due and refresh == "rising":
             with torch.no_grad():
-                now = [sum(weight * value for _, value, weight in weighted(k)) for k in due]
-            losses = topology.sum_values(torch.stack(now).to(kept.values))
+                now = torch.zeros_like(kept.values[0])
+                for k in due:
+                    for _, value, weight in weighted(k):
+                        now[k] += weight * value
+            losses = topology.sum_values(now)
             _, last, bounds = kept.values
             least = last if tolerance is None else torch.maximum(last, bounds + tolerance)
             due = torch.nonzero(losses > least + rounding(losses, G.vector.dtype)).flatten().tolist()

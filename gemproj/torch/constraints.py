@@ -184,8 +184,8 @@ class ConstraintMatrix:
         if self.streamed:
             sol = solve_stream(measured, options, warm_start, topology.gram_sum(one))
         else:
-            (measured,) = measured
-            sol = solve_problem(measured, options, warm_start, all_reduce=topology.gram_sum(measured))
+            (whole,) = measured
+            sol = solve_problem(whole, options, warm_start, all_reduce=topology.gram_sum(whole))
         # On a device looking at the multipliers would wait, so that x is always written.
         changed = not one.host or bool(sol.multipliers.any())
         if changed:

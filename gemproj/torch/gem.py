@@ -69,8 +69,8 @@ class GEM:
         As in `GradientProjector`.
     **projection
         Other options of `GradientProjector`: method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh. Calls are steps: with ``interval=4``
-        every fourth step computes constraint gradients, and every step is projected.
+        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh. Calls are steps:
+        with ``interval=4`` every fourth step computes constraint gradients, and every step is projected.
 
     Attributes
     ----------
@@ -126,7 +126,7 @@ class GEM:
             raise ValueError(f"promise must be 'task', 'label' or 'example'; found {promise!r}.")
         if projection.get("refresh") == "rising" and not (sample is None and rows is None):
             raise ValueError(
-                "refresh='rising' compares losses on the same examples; rows and sample draw others every time."
+                "refresh='rising' compares losses on the same examples; rows and sample draw others."
             )
         self.memory = EpisodicMemory(per_task, label) if memory is None else memory
         if promise == "label" and self.memory.label is None:

@@ -98,14 +98,12 @@ class OptimizerStep:
             )
         return max(float(rate) for rate in rates)
 
-    def weight(
-        self, metric: Metric, moving: Sequence[bool], largest: Callable[[], Tensor]
-    ) -> Tensor | None:
+    def weight(self, metric: Metric, moving: Sequence[bool], largest: Callable[[], Tensor]) -> Tensor | None:
         """Return the weights of the distance between steps, None for ones.
 
         Adam's own, ``(sqrt(v_hat) + eps) / lr``: its step minimises a quadratic model with this metric.
-        There v_hat is at least the square of the `largest` value of the entry in the constraints. Where the loss that is being
-        learned has had no gradient, v_hat alone is zero, and a multiplier of 1 would move an entry by
+        There v_hat is at least the square of the `largest` value of the entry in the constraints. Where the
+        new loss has had no gradient, v_hat alone is zero, and a multiplier of 1 would move an entry by
         ``lr / eps`` times its gradient; so it moves it by the learning rate at most, like Adam.
         """
         if metric == "euclidean":

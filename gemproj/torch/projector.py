@@ -232,7 +232,7 @@ class GradientProjector:
             tasks, and rows are their averages. With shards it must be a list.
         """
         start = time.perf_counter()
-        self._calls, self._ages = 0, []
+        self._calls = 0
         from_losses(self._matrix, losses)
         self._ages = [0] * len(self._matrix)
         self._seconds += time.perf_counter() - start
@@ -408,7 +408,7 @@ class GradientProjector:
         self._matrix.clear()
         self._warm: dict[str, Tensor] = {}  # multipliers, by what was projected
         self._calls = 0
-        self._ages: list[int] = []  # of each row, steps since it was computed
+        self._ages = list[int]()  # of each row, steps since it was computed
         self._seconds = 0.0  # spent on constraints since the last step
         self.last: Projection | None = None
 
@@ -476,7 +476,9 @@ class GradientProjector:
     def _record(self, sol: DualSolution | None, start: float) -> Projection:
         seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
         excess = None if self.bound is None else self.bound.excess(self._matrix.losses, self._matrix.bounds)
-        self.last = Projection(len(self._matrix), sol, excess=excess, age=max(self._ages, default=0), seconds=seconds)
+        self.last = Projection(
+            len(self._matrix), sol, excess=excess, age=max(self._ages, default=0), seconds=seconds
+        )
         return self.last
 
 

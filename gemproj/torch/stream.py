@@ -17,7 +17,7 @@ from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured
 from gemproj.backends import select
 
-# Entries of a tile. Smaller ones would stay in the cache of a CPU, but calls of the loops cost more than that.
+# Entries of a tile. Smaller ones would stay in a CPU's cache, but calls of the loops cost more than that.
 _HOST_TILE, _DEVICE_TILE = 1 << 22, 1 << 26
 
 Reduce = Callable[[Measured], Measured]
@@ -51,9 +51,7 @@ def tiles(rows: Tensor, like: Tensor, columns: Iterable[slice]) -> Iterator[tupl
     t = len(rows)
     size = (_HOST_TILE if like.device.type == "cpu" else _DEVICE_TILE) // max(t, 1)
     pieces = [
-        slice(start, min(start + size, at.stop))
-        for at in columns
-        for start in range(at.start, at.stop, size)
+        slice(start, min(start + size, at.stop)) for at in columns for start in range(at.start, at.stop, size)
     ]
     pieces = pieces or [slice(0, 0)]
     buffer = torch.empty((t, max(at.stop - at.start for at in pieces)), dtype=like.dtype, device=like.device)

@@ -33,11 +33,11 @@ class ZeroVector(ParameterVector):
     def assign(self, values: Sequence[Tensor]) -> None:  # noqa: D102
         for p, value in zip(self.parameters, values, strict=True):
             if _stage3(p):
-                padded = p._z3_optimizer.get_local_fp32_param(p)  # type: ignore[attr-defined]
+                padded = p._z3_optimizer.get_local_fp32_param(p)
                 padded[: value.numel()] = value
-                p._z3_optimizer.set_local_hp_param(padded, p)  # type: ignore[attr-defined]
+                p._z3_optimizer.set_local_hp_param(padded, p)
             elif value.numel():
-                p._hp_mapping.hp_fragment.copy_(value)  # type: ignore[attr-defined]
+                p._hp_mapping.hp_fragment.copy_(value)
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:  # noqa: D102
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
@@ -73,7 +73,7 @@ class ZeroVector(ParameterVector):
     def _topology(self, group: Any) -> Local:
         world = dist.get_world_size(group)
         for p in self.parameters:
-            if dist.get_world_size(p.ds_process_group if _stage3(p) else p._dp_group) != world:  # type: ignore[attr-defined]
+            if dist.get_world_size(p.ds_process_group if _stage3(p) else p._dp_group) != world:
                 raise ValueError(
                     "parameters are partitioned by DeepSpeed over some of the processes only (as by MiCS, "
                     "experts or tensor parallelism). Partition them over all processes, or use FSDP2."
@@ -166,9 +166,7 @@ class ZeroOptimizer:
         else:
             numbers = list(range(len(zero.bit16_groups)))
             lists, flat = zero.bit16_groups, zero.single_partition_of_fp32_groups
-        return {
-            p: (i, whole) for i, whole, some in zip(numbers, flat, lists, strict=True) for p in some
-        }
+        return {p: (i, whole) for i, whole, some in zip(numbers, flat, lists, strict=True) for p in some}
 
     def _state(self, p: Any, group: Mapping[str, Any], whole: Tensor) -> dict[str, Any]:
         held = self.zero.optimizer.state.get(whole, {})
