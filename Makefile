@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-gpu bench-exchange bench-stale bench-large bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo test bench bench-gpu bench-exchange bench-stale bench-large kernels bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -39,6 +39,9 @@ bench-exchange: $(STAMP)  ## Measure what a projection that is sharded over proc
 
 bench-stale: $(STAMP)  ## Measure what constraint gradients that are some steps old do to the promise.
 	$(BIN)/python -m asv_benchmarks.reports.stale --out docs/results/stale-rows.md $(ARGS)
+
+kernels: $(STAMP)  ## Compile all kernels for NVIDIA devices; registers, spills and loads of each.
+	$(BIN)/python -m asv_benchmarks.reports.kernels --out docs/results/kernels.md $(ARGS)
 
 bench-large: $(STAMP)  ## Project the gradient of as many weights as the memory of this machine holds.
 	$(BIN)/python -m asv_benchmarks.reports.large --out docs/results/large.md $(ARGS)

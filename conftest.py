@@ -5,7 +5,6 @@ from importlib.util import find_spec
 
 # Scripts and modules that a test calls.
 collect_ignore_glob = [
-    "tests/compile_kernels.py",
     "tests/processes.py",
     "tests/checks_*.py",
     "examples/fsdp2.py",

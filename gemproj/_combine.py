@@ -53,7 +53,9 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
 
 def output(problem: Problem, out: Blocks | None) -> list[Array]:
     """Return the blocks that x is written to; checked before any work is done."""
-    return problem.empty() if out is None else check_out(out, problem)
+    if out is not None:
+        return check_out(out, problem)
+    return problem.empty() if problem.host else problem.empty_views()
 
 
 def returned(problem: Problem, x: list[Array], out: Any) -> Any:

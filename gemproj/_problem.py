@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,22 @@ class Problem:
         """Return uninitialised blocks for x."""
         # Not empty_like: a g that is broadcast has strides that x must not have.
         return [self.xp.empty(tuple(v.shape), dtype=v.dtype, device=self.device) for v in self.vector]
+
+    def empty_views(self) -> list[Array]:
+        """Return the same as views of one array, where they have one dtype and begin at aligned addresses.
+
+        Their distances are the same at every call, by which a kernel finds all from one address.
+        """
+        dtypes = {v.dtype for v in self.vector}
+        if len(self.vector) == 1 or len(dtypes) > 1:
+            return self.empty()
+        sizes = [math.prod(v.shape) for v in self.vector]
+        starts = [0, *accumulate(-(-n // 64) * 64 for n in sizes)]
+        flat = self.xp.empty(starts[-1], dtype=dtypes.pop(), device=self.device)
+        return [
+            self.xp.reshape(flat[start : start + n], tuple(v.shape))
+            for v, start, n in zip(self.vector, starts, sizes, strict=False)
+        ]
 
     def pack(self, arrays: list[Array]) -> Any:
         """Return blocks in a container like the one of g."""

@@ -1,4 +1,4 @@
-"""The CPU as a device, for tests of what runs there: nothing may look at a value."""
+"""A GPU where there is one, else the CPU as a device: for tests of what runs there."""
 
 import os
 
@@ -7,14 +7,19 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def skip_without_kernels():
     pytest.importorskip("triton")
-    if torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") != "1":
+    if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("kernels run on the CPU in Triton's interpreter only")
 
 
 def make_device(patch, kernels):
-    """Have the package take the CPU for a device, with or without kernels, as long as the patch lasts."""
+    """Have the package take DEVICE for a device, with or without kernels, as long as the patch lasts."""
+    if DEVICE != "cpu":
+        return
     for module in ("_problem", "_dual", "_checks", "_bounds", "methods.exact", "methods._callable"):
         patch.setattr(f"gemproj.{module}.on_host", lambda device: False)
     for module in ("triton", "triton.stages") if kernels else ():

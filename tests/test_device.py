@@ -1,15 +1,22 @@
-"""What a device sees, on the CPU: no look at a value, and the same answers, portable and through the kernels."""
+"""The public functions on a device: no look at a value, and the answers of the CPU, with and without kernels.
+
+Where there is no GPU, the CPU is taken for one.
+"""
 
 from contextlib import contextmanager, nullcontext
 
 import pytest
-from devices import make_device, skip_without_kernels
+from devices import DEVICE, make_device, skip_without_kernels
 from problems import assert_close
 
 from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in Triton's interpreter
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning"),
+]
+tree_map = pytest.importorskip("torch.utils._pytree").tree_map
 dispatch = pytest.importorskip("torch.utils._python_dispatch")
 
 # Operations whose result, or shape, the CPU would have to wait for.
@@ -25,6 +32,19 @@ class NoWaiting(dispatch.TorchDispatchMode):
         if name in WAITING or masked:
             raise AssertionError(f"{func} makes the CPU wait for the device")
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def no_waiting():
+    """Raise where the CPU waits for the device, be it a real one or not."""
+    if DEVICE == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        with NoWaiting():
+            yield
+    finally:
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture(params=["portable", "triton"])
@@ -44,11 +64,22 @@ def device(request, monkeypatch):
     return context
 
 
+def on_cpu(function, *arrays, **options):
+    """Return what a function of the package returns for the same tensors on the CPU."""
+    arrays, options = to("cpu", (arrays, options))
+    return to(DEVICE, function(*arrays, **options))
+
+
+def to(device, tree):
+    """Bring all tensors to a device."""
+    return tree_map(lambda a: a.to(device) if isinstance(a, torch.Tensor) else a, tree)
+
+
 def draw(*shape, seed=0, dtype=torch.float64):
     generator = torch.Generator().manual_seed(seed)
     G = torch.randn(*shape, generator=generator, dtype=torch.float64) - 0.2
     g = torch.randn(*shape[:-2], shape[-1], generator=generator, dtype=torch.float64) + 0.2
-    return G.to(dtype), g.to(dtype)
+    return G.to(DEVICE, dtype), g.to(DEVICE, dtype)
 
 
 @pytest.mark.parametrize("shape", [(1, 9), (2, 300), (6, 2500), (12, 40), (3, 2, 70), (2, 1, 9, 30)])
@@ -66,22 +97,26 @@ def draw(*shape, seed=0, dtype=torch.float64):
 )
 def test_same_answer_without_waiting(device, shape, options):
     G, g = draw(*shape)
-    expected = project(G, g, **options), solve_dual(G, g, **options).kkt_residual()
+    options = to(DEVICE, options)
+    expected = on_cpu(project, G, g, **options)
+    certificate = on_cpu(
+        lambda *args, **options: solve_dual(*args, **options).kkt_residual(), G, g, **options
+    )
     # Above eight rows the portable search of active sets runs on the CPU, and says so.
     waits = not device.kernels and "method" not in options and shape[-2] > (5 if "penalty" in options else 8)
     with device():
-        with nullcontext() if waits else NoWaiting():
+        with nullcontext() if waits else no_waiting():
             x, sol = project(G, g, **options), solve_dual(G, g, **options)
             residual = sol.kkt_residual(), sol.duality_gap(), sol.cosine()
-        assert_close(residual[0], expected[1], atol=1e-14)
-    assert_close(x, expected[0], atol=1e-13)
+        assert_close(residual[0], certificate, atol=1e-14)
+    assert_close(x, expected, atol=1e-13)
 
 
 def test_stages_one_by_one(device):
     G, g = draw(3, 1500, dtype=torch.float32)
-    lam = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64)
-    expected = gram(G, g), combine(G, g, lam)
-    with device(), NoWaiting():
+    lam = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64, device=DEVICE)
+    expected = on_cpu(gram, G, g), on_cpu(combine, G, g, lam)
+    with device(), no_waiting():
         found = gram(G, g), combine(G, g, lam)
         out = g.clone()
         assert combine(G, out, lam, out=out) is out
@@ -94,8 +129,8 @@ def test_stages_one_by_one(device):
 def test_blocks_and_narrow_dtypes(device):
     G, g = draw(4, 60, dtype=torch.bfloat16)
     blocks = [G[:, :20].reshape(4, 4, 5), G[:, 20:].contiguous()], [g[:20].reshape(4, 5), g[20:].clone()]
-    expected = project(G, g)
-    with device(), NoWaiting():
+    expected = on_cpu(project, G, g)
+    with device(), no_waiting():
         x = project(*blocks)
     assert [a.dtype for a in x] == [torch.bfloat16] * 2
     # Triton's interpreter cuts off what a device rounds.
@@ -106,7 +141,7 @@ def test_blocks_and_narrow_dtypes(device):
 @pytest.mark.parametrize("t", [3, 11])
 def test_rows_that_are_not_finite_are_left_out_unseen(device, bad, t):
     G, g = draw(t, 80)
-    expected = project(G[1:], g)
+    expected = on_cpu(project, G[1:], g)
     G[0, 7] = bad
     with device():
         x = project(G, g)
@@ -123,8 +158,8 @@ def test_refinement_on_a_device(device):
         (base, tilt), g = draw(2, 50, seed=seed)
         G = torch.stack([base, 1e-5 * tilt - base])
         g = -torch.sign(g @ tilt) * g  # both rows are active
-        expected = torch.as_tensor(judge.project_precisely(G.numpy(), g.numpy()))
-        with device(), NoWaiting():
+        expected = torch.as_tensor(judge.project_precisely(G.cpu().numpy(), g.cpu().numpy())).to(DEVICE)
+        with device(), no_waiting():
             rough, fine = project(G, g), project(G, g, refine=2)
         rough, fine = (float((x - expected).norm() / g.norm()) for x in (rough, fine))
         assert fine < 1e-9
@@ -134,13 +169,13 @@ def test_refinement_on_a_device(device):
 
 def test_what_the_kernels_cannot_read_takes_the_portable_form(device):
     G, g = draw(3, 40)
-    weight = torch.rand(40, dtype=torch.float64) + 0.1
+    weight = torch.rand(40, dtype=torch.float64, device=DEVICE) + 0.1
     strided = G.T.contiguous().T
-    expected = project(G, g), project(G, g, metric=weight)
-    with device(), NoWaiting():
+    expected = on_cpu(project, G, g), on_cpu(lambda G, g, w: project(G, g, metric=w), G, g, weight)
+    with device(), no_waiting():
         assert_close(project(strided, g), expected[0], atol=1e-13)
         assert_close(project(G, g, metric=weight), expected[1], atol=1e-13)
-        gaps = torch.zeros(40, 2, dtype=torch.float64)
+        gaps = torch.zeros(40, 2, dtype=torch.float64, device=DEVICE)
         project(G, g, out=gaps[:, 0])
     assert_close(gaps[:, 0], expected[0], atol=1e-13)
     assert not gaps[:, 1].any()

@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
+import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,6 +19,7 @@ if not torch.cuda.is_available() and not isinstance(
 
 import gemproj  # noqa: E402
 from gemproj import FISTA, PGD, Exact  # noqa: E402
+from gemproj._problem import check_problem  # noqa: E402
 from gemproj.backends.triton import _blocks, available  # noqa: E402
 from gemproj.backends.triton.combine import combine, combine_batch  # noqa: E402
 from gemproj.backends.triton.gram import gram, gram_batch, supports, supports_batch  # noqa: E402
@@ -137,12 +139,72 @@ def test_gram_keeps_what_is_not_finite_in_its_row(t, bad, value):
 
 @pytest.mark.parametrize("parts", [1, 16, 17, 260])
 def test_partial_sums_are_added_in_groups(parts, monkeypatch):
-    # Few columns for many programs: the unit of shares, 1024 columns, is in the way.
+    # Few columns for many programs: shares have 1024 columns otherwise.
     module = __import__("gemproj.backends.triton.gram", fromlist=["_shares"])
-    monkeypatch.setattr(module, "_shares", lambda t, device: (4, parts))
+    monkeypatch.setattr(module, "_shares", lambda t, device, columns: (4, parts))
     G, g = randn(2, 4 * parts), randn(4 * parts)
     assert _blocks.lay_out([G], [g], None, 4, parts).parts == parts
     check_gram(gram([G], [g]), G, g)
+
+
+def test_a_new_x_needs_no_new_table():
+    """Blocks of x are views of one array, of which the table has the distances."""
+    G = [randn(3, n) for n in (64, 5, 100)]
+    g = [a[0].clone() for a in G]
+    problem = check_problem(G, g)
+    first, second = problem.empty_views(), problem.empty_views()
+    assert all(a.data_ptr() % 256 == first[0].data_ptr() % 256 for a in first)
+    layouts = [_blocks.lay_out(G, g, x, 64, 4) for x in (first, second)]
+    assert layouts[0].out != layouts[1].out
+    assert torch.equal(layouts[0].table, layouts[1].table)
+    lam = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64, device=DEVICE)
+    for x in (first, second):
+        combine(G, g, lam, x)
+        for a, rows, v in zip(x, G, g, strict=True):
+            close(a.double(), v.double() + lam @ rows.double(), 1e7)
+
+
+def test_a_triton_that_cannot_launch_is_told_once(monkeypatch):
+    trial = __import__("gemproj.backends.triton.trial", fromlist=["launch"])
+
+    def failing(device):
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(trial, "launch", failing)
+    works = __import__("gemproj.backends.triton", fromlist=["_works"])._works
+    works.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="portable operations are: Failed to find C compiler"):
+            assert not available(torch.device("cuda", 0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not available(torch.device("cuda", 0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        with pytest.warns(RuntimeWarning, match=r"the kernels need compute capability 8\.0"):
+            assert not available(torch.device("cuda", 1))
+    finally:
+        works.cache_clear()
+
+
+def test_arrays_of_cupy_are_worked_on_in_its_stream(monkeypatch):
+    """CuPy has current streams of its own; 0 and 1 stand for the default one."""
+    stages = __import__("gemproj.backends.triton.stages", fromlist=["_stream_of"])
+    device = SimpleNamespace(id=0)
+    current, entered = SimpleNamespace(ptr=0), []
+    cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda device: current))
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda ptr, device: ("external", ptr))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: "default")
+    monkeypatch.setattr(torch.cuda, "stream", entered.append)
+    for ptr in (0, 1, 4096):
+        current.ptr = ptr
+        stages._stream_of(SimpleNamespace(device=device))
+    assert entered == ["default", "default", ("external", 4096)]
+    with stages._stream_of(torch.ones(2)):
+        assert len(entered) == 3
 
 
 def test_what_the_kernels_do_not_read():
@@ -360,17 +422,26 @@ def test_combine_rounds_once(dtype, unit):
 
 
 def test_all_kernels_compile(tmp_path):
-    script = Path(__file__).with_name("compile_kernels.py")
+    for package in ("rich", "typer"):
+        pytest.importorskip(package)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    call = [sys.executable, "-W", "error", str(script), "90"]
-    found = subprocess.run(call, env=environment, capture_output=True, text=True)
+    out = tmp_path / "kernels.md"
+    call = [sys.executable, "-W", "error", "-m", "asv_benchmarks.reports.kernels", "--arch", "90"]
+    found = subprocess.run(
+        [*call, "--no-every", "--out", out], env=environment, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stderr
-    kernels = [line.split() for line in found.stdout.splitlines()]
-    names = {"_few_rows", "_many_rows", "_combine", "enumerate_sets", "descend", "search_active_set"}
-    assert {name for name, _ in kernels} == names
+    lines = [line.split("|")[1:-1] for line in out.read_text().splitlines() if line.startswith("| ")]
+    kernels = [[cell.strip() for cell in line] for line in lines[1:] if ":-" not in line[0]]
+    names = {"few_rows", "many_rows", "combine", "enumerate_sets", "descend", "search_active_set"}
+    assert {kernel[0] for kernel in kernels} == names
     # What a program may have on any GPU since sm_80.
-    assert all(int(shared) <= 99 << 10 for _, shared in kernels)
+    assert all(int(kernel[4].replace(",", "")) <= 99 << 10 for kernel in kernels)
+    # No kernel is compiled again for another number of rows, nor for its divisors.
+    about = {kernel[1] for kernel in kernels}
+    assert "t = 5, float32" in about
+    assert "t = 6, float32" not in about
 
 
 # On a GPU only

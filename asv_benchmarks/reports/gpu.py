@@ -34,13 +34,14 @@ def as_graph(call: Call) -> Call:
 
 
 def timed(call: Call, rounds: int, *, flush: torch.Tensor | None = None) -> float:
-    """Return the median milliseconds of a call between events, after `flush` has filled the L2 cache."""
+    """Return the median milliseconds of a call between events, with `flush` in the L2 cache before it."""
     for _ in range(3):
         call()
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
     for start, end in pairs:
         if flush is not None:
-            flush.zero_()
+            # Read, not written: lines that must be written back first would count against the call.
+            flush.sum()
         start.record()
         call()
         end.record()
@@ -193,7 +194,7 @@ def main(
 
     counts = [int(part) for part in t.split(",")]
     bandwidth = copy_bandwidth(rounds)
-    flush = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    flush = torch.zeros(1 << 26, dtype=torch.float32, device="cuda")
     checks = [check(count, d) for count in counts]
     lines = [
         f"{torch.cuda.get_device_name()}, copy {bandwidth / 1e6:.0f} GB/s, torch {torch.__version__}, "

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from gemproj import _constants
+from gemproj.backends.triton._blocks import kernel
 from gemproj.backends.triton._unit import (
     DEPENDENT,
     at,
@@ -209,7 +210,7 @@ def _smallest_pivot(A, chosen, t, T: tl.constexpr, CHUNK: tl.constexpr):
     return smallest
 
 
-@triton.jit
+@kernel("K_batch", "K_row", "b_batch", "b_step", "t", "count")
 def search_active_set(
     K, K_batch, K_row, b, b_batch, b_step, lower, upper, start, lam_out, pivots_out, status_out,
     resolution_out, workspace, count, t,

@@ -7,7 +7,7 @@ columns of one block that belongs to one program. One array needs no table.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -24,6 +24,8 @@ CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3
 LINE: tl.constexpr = tl.constexpr(6)
 # Tables of this many parameter lists are kept: a training loop has one or two.
 _MOST_TABLES = 16
+# Arguments that may begin anywhere: views, and arrays of t-space that others have made.
+_SMALL = ("K", "b", "lower", "upper", "start", "lam")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class Layout:
     table: Tensor | None
     rows: int  # addresses, for one array
     vector: int
-    out: int
+    out: int  # with a table, what its addresses of out count from
     strides: tuple[int, int, int, int]  # between rows; between problems of rows, vector and out
     columns: int
     share: int  # columns of one program
@@ -78,6 +80,12 @@ def lay_out(
         for blocks in (rows, vector, out)
     ]
     strides = [a.stride(0) for a in rows]
+    # x may be new at every call: its blocks are views of one array, and only that one's address changes.
+    base = min(addresses[2])
+    aligned = not any(p % 16 for where in addresses for p in where) and not any(
+        s * a.element_size() % 16 for s, a in zip(strides, rows, strict=True)
+    )
+    addresses[2] = [p - base for p in addresses[2]]
     codes = [
         [CODES[a.dtype] for a in blocks] if blocks is not None else [0] * len(rows)
         for blocks in (rows, vector, out)
@@ -85,9 +93,6 @@ def lay_out(
     key = (parts, str(vector[0].device), *map(tuple, (*addresses, strides, sizes.tolist(), *codes)))
     table = _kept(key, vector[0].device, lambda: _lines(share, parts, sizes, addresses, strides, codes))
     widest = max(a.element_size() for a in (*rows, *vector, *(out or ())))
-    aligned = not any(p % 16 for where in addresses for p in where) and not any(
-        s * a.element_size() % 16 for s, a in zip(strides, rows, strict=True)
-    )
     # Shares begin at multiples of `unit` of all columns, blocks anywhere: only in blocks whose sizes are
     # multiples of 16 elements do segments begin at aligned addresses.
     aligned = aligned and not (sizes % 16).any()
@@ -96,7 +101,7 @@ def lay_out(
         table,
         0,
         0,
-        0,
+        base,
         (0, 0, 0, 0),
         columns,
         share,
@@ -204,6 +209,7 @@ def processors(device: torch.device) -> int:
 _zeros: dict[Any, Tensor] = {}
 _spare: dict[torch.device, tuple[Tensor, int]] = {}
 _POOL = 1 << 16
+_CACHE_LINE = 32  # counters of 128 bytes
 
 
 def counters(device: torch.device, count: int) -> Tensor:
@@ -223,10 +229,21 @@ def counters(device: torch.device, count: int) -> Tensor:
             _zeros[key] = torch.zeros(max(count, 1024), dtype=torch.int32, device=device)
         return _zeros[key]
     pool, used = _spare.get(device, (None, _POOL))
-    if pool is None or used + count > _POOL:
+    # A cache line each: launches do not share one, and all addresses are as aligned as those of eager calls.
+    taken = -(-count // _CACHE_LINE) * _CACHE_LINE
+    if pool is None or used + taken > _POOL:
         return torch.zeros(count, dtype=torch.int32, device=device)  # cleared by every replay
-    _spare[device] = pool, used + count
+    _spare[device] = pool, used + taken
     return pool[used : used + count]
+
+
+def kernel(*changing: str) -> Callable[[Any], Any]:
+    """Compile a kernel once for all values of the numbers `changing`, and for all addresses of small arrays.
+
+    Triton would compile again for numbers that are 1 or multiples of 16, as t and strides are by turns.
+    What wide loads need to know is in the constant ALIGN.
+    """
+    return triton.jit(do_not_specialize=changing, do_not_specialize_on_alignment=_SMALL)
 
 
 @triton.jit
@@ -251,7 +268,7 @@ def segment(
     """Return addresses, row stride, offsets from the addresses, number of columns and codes of segment s."""
     if TABLE:
         line = table + parts + 1 + s * LINE
-        rows, vector, out = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+        rows, vector, out = tl.load(line), tl.load(line + 1), out + tl.load(line + 2)
         row_stride, count, code = tl.load(line + 3), tl.load(line + 4), tl.load(line + 5)
         row_offset = problem * 0
         vector_offset = problem * 0
@@ -299,16 +316,26 @@ def _load_as(address, offsets, mask, DTYPE: tl.constexpr, ALIGN: tl.constexpr):
 @triton.jit
 def load(address, offsets, mask, code, DTYPES: tl.constexpr, ALIGN: tl.constexpr):
     """Load numbers of any dtype of the set DTYPES in float64; `code` says which, unless there is but one."""
-    # Not a branch: loads that are masked off cost an instruction, and few problems mix dtypes.
-    value = tl.zeros(offsets.shape, dtype=tl.float64)
-    if DTYPES & 1:
-        value += _load_as(address, offsets, _among(mask, code, 0, DTYPES), tl.float32, ALIGN)
-    if DTYPES & 2:
-        value += _load_as(address, offsets, _among(mask, code, 1, DTYPES), tl.float64, ALIGN)
-    if DTYPES & 4:
-        value += _load_as(address, offsets, _among(mask, code, 2, DTYPES), tl.float16, ALIGN)
-    if DTYPES & 8:
-        value += _load_as(address, offsets, _among(mask, code, 3, DTYPES), tl.bfloat16, ALIGN)
+    # One dtype as it comes: the compiler may not drop the addition of a zero, which changes -0.
+    if DTYPES == 1:
+        value = _load_as(address, offsets, mask, tl.float32, ALIGN)
+    elif DTYPES == 2:
+        value = _load_as(address, offsets, mask, tl.float64, ALIGN)
+    elif DTYPES == 4:
+        value = _load_as(address, offsets, mask, tl.float16, ALIGN)
+    elif DTYPES == 8:
+        value = _load_as(address, offsets, mask, tl.bfloat16, ALIGN)
+    else:
+        # Not a branch: loads that are masked off cost an instruction, and few problems mix dtypes.
+        value = tl.zeros(offsets.shape, dtype=tl.float64)
+        if DTYPES & 1:
+            value += _load_as(address, offsets, _among(mask, code, 0, DTYPES), tl.float32, ALIGN)
+        if DTYPES & 2:
+            value += _load_as(address, offsets, _among(mask, code, 1, DTYPES), tl.float64, ALIGN)
+        if DTYPES & 4:
+            value += _load_as(address, offsets, _among(mask, code, 2, DTYPES), tl.float16, ALIGN)
+        if DTYPES & 8:
+            value += _load_as(address, offsets, _among(mask, code, 3, DTYPES), tl.bfloat16, ALIGN)
     return value
 
 

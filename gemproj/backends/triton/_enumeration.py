@@ -6,13 +6,13 @@ with an upper bound, 2 at the bound. No step depends on a value.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from gemproj.backends.triton._blocks import kernel
 from gemproj.backends.triton._unit import DEPENDENT, clip, cosines, linear, residual, unresolved, verdict
 
 
-@triton.jit
+@kernel("K_batch", "K_row", "b_batch", "b_step", "t")
 def enumerate_sets(
     K, K_batch, K_row, b, b_batch, b_step, lower, upper, lam_out, status_out, resolution_out, t,
     T: tl.constexpr, SETS: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr,

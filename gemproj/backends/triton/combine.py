@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gemproj.backends.triton._blocks import (
     Layout,
+    kernel,
     lay_out,
     lay_out_batch,
     load,
@@ -78,7 +79,21 @@ def _launch(at: Layout, lam: Tensor, t: int) -> None:
     )
 
 
-@triton.jit
+@kernel(
+    "lam_batch",
+    "lam_step",
+    "t",
+    "rows",
+    "vector",
+    "out",
+    "row_stride",
+    "rows_batch",
+    "vector_batch",
+    "out_batch",
+    "columns",
+    "share",
+    "parts",
+)
 def _combine(
     table,
     lam,

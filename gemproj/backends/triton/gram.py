@@ -28,6 +28,7 @@ from torch import Tensor
 from gemproj.backends.triton._blocks import (
     Layout,
     counters,
+    kernel,
     lay_out,
     lay_out_batch,
     load,
@@ -41,6 +42,9 @@ __all__ = ["gram", "gram_batch", "supports", "supports_batch"]
 
 # Rows up to which products are elementwise.
 _FEW = 8
+# Columns in multiples of which shares are made: nearly equal ones, at aligned addresses. And the fewest of a
+# program: below, starting it costs more than its work.
+_UNIT, _LEAST = 64, 1024
 # Partial sums added by one program: sixteen groups of sixteen are 256, about two per processor.
 _GROUP = 16
 
@@ -54,7 +58,7 @@ def gram(rows: Sequence[Tensor], vector: Sequence[Tensor]) -> tuple[Tensor, Tens
         Blocks that `supports` accepts.
     """
     t = len(rows[0])
-    unit, most = _shares(t, vector[0].device)
+    unit, most = _shares(t, vector[0].device, sum(v.numel() for v in vector))
     with torch.cuda.device_of(vector[0]):  # Triton launches on the current device
         total = _total(lay_out(rows, vector, None, unit, most), t, 1, vector[0].device)[0]
     return total[:t, :t], total[:t, t], total[t, t]
@@ -63,21 +67,18 @@ def gram(rows: Sequence[Tensor], vector: Sequence[Tensor]) -> tuple[Tensor, Tens
 def gram_batch(G: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the same for every problem of a batch, arrays (B, t, d) and (B, d)."""
     t = G.shape[-2]
-    unit, most = _shares(t, g.device)
+    unit, most = _shares(t, g.device, g.shape[-1])
     most = max(1, most // max(1, len(g)))  # problems share the processors too
     with torch.cuda.device_of(g):
         total = _total(lay_out_batch(G, g, None, unit, most), t, len(g), g.device)
     return total[:, :t, :t], total[:, :t, t], total[:, t, t]
 
 
-def _shares(t: int, device: torch.device) -> tuple[int, int]:
+def _shares(t: int, device: torch.device, columns: int) -> tuple[int, int]:
     """Return the unit in which columns are shared out, and between how many programs at most."""
-    # Programs that are in flight together, by the registers they take. A share is 1024 columns or more:
-    # below, starting a program costs more than its work.
-    if t <= _FEW:
-        return 1024, 4 * processors(device)
-    pairs = _pairs(t)
-    return 1024, max(1, 2 * processors(device) // pairs)
+    # Programs that are in flight together, by the registers they take; of small problems fewer.
+    most = 4 * processors(device) if t <= _FEW else 2 * processors(device) // _pairs(t)
+    return _UNIT, max(1, min(most, columns // _LEAST))
 
 
 def _pairs(t: int) -> int:
@@ -155,7 +156,7 @@ def _add_few(
     return KK + tile[:, None, :] * tile[None, :, :], bb + tile * v[None, :], gg + v * v
 
 
-@triton.jit
+@kernel("t", "rows", "vector", "row_stride", "rows_batch", "vector_batch", "columns", "share", "parts")
 def _few_rows(
     table,
     total,
@@ -255,7 +256,9 @@ def _add_many(
     return tl.dot(x, tl.trans(y), products, out_dtype=tl.float64)
 
 
-@triton.jit
+@kernel(
+    "t", "rows", "vector", "row_stride", "rows_batch", "vector_batch", "columns", "share", "parts", "pairs"
+)
 def _many_rows(
     table,
     total,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,13 +42,14 @@ class Triton:
 
     def gram(self, problem: Problem) -> Measured:
         """Sum all products in one launch."""
-        rows, vector, like = _tensors(problem.rows), _tensors(problem.vector), problem.vector[0]
-        if not problem.batch:
-            return Measured(Gram(*(_back(a, like) for a in _gram.gram(rows, vector))), WIDE_ROUNDING)
-        K, b, gg = _gram.gram_batch(*_flat(problem, rows[0], vector[0]))
-        batch, t = problem.batch, problem.t
-        whole = K.reshape(*batch, t, t), b.reshape(*batch, t), gg.reshape(batch)
-        return Measured(Gram(*(_back(a, like) for a in whole)), WIDE_ROUNDING)
+        like, batch, t = problem.vector[0], problem.batch, problem.t
+        with _stream_of(like):
+            rows, vector = _tensors(problem.rows), _tensors(problem.vector)
+            if not batch:
+                return Measured(Gram(*(_back(a, like) for a in _gram.gram(rows, vector))), WIDE_ROUNDING)
+            K, b, gg = _gram.gram_batch(*_flat(problem, rows[0], vector[0]))
+            whole = K.reshape(*batch, t, t), b.reshape(*batch, t), gg.reshape(batch)
+            return Measured(Gram(*(_back(a, like) for a in whole)), WIDE_ROUNDING)
 
     def solve(
         self,
@@ -61,24 +63,26 @@ class Triton:
         """Search, enumerate or descend in one launch; other methods and sizes take the portable form."""
         if not _solve.supports(method, b.shape[-1]):
             return method.solve(K, b, lower, upper, start)
-        lower, upper, start = (None if a is None else _tensor(a) for a in (lower, upper, start))
-        K = _tensor(K).expand(*b.shape, b.shape[-1])
-        found = _solve.solve(K, _tensor(b), method=method, lower=lower, upper=upper, start=start)
-        return Outcome(*(a if a is None or isinstance(a, int) else _back(a, b) for a in found))
+        with _stream_of(b):
+            lower, upper, start = (None if a is None else _tensor(a) for a in (lower, upper, start))
+            K = _tensor(K).expand(*b.shape, b.shape[-1])
+            found = _solve.solve(K, _tensor(b), method=method, lower=lower, upper=upper, start=start)
+            return Outcome(*(a if a is None or isinstance(a, int) else _back(a, b) for a in found))
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Add the active rows in one launch, where the kernel can write x."""
-        rows, vector, out = _tensors(problem.rows), _tensors(problem.vector), _tensors(x)
-        if not problem.batch:
-            if _combine.supports(rows, vector, out):
-                _combine.combine(rows, vector, _tensor(lam), out)
-                return
-        else:
-            G, g = _flat(problem, rows[0], vector[0])
-            to = _viewed(out[0], -1, *g.shape[1:])
-            if to is not None and _combine.supports_batch(G, g, to):
-                _combine.combine_batch(G, g, _tensor(lam).reshape(-1, problem.t), to)
-                return
+        with _stream_of(problem.vector[0]):
+            rows, vector, out = _tensors(problem.rows), _tensors(problem.vector), _tensors(x)
+            if not problem.batch:
+                if _combine.supports(rows, vector, out):
+                    _combine.combine(rows, vector, _tensor(lam), out)
+                    return
+            else:
+                G, g = _flat(problem, rows[0], vector[0])
+                to = _viewed(out[0], -1, *g.shape[1:])
+                if to is not None and _combine.supports_batch(G, g, to):
+                    _combine.combine_batch(G, g, _tensor(lam).reshape(-1, problem.t), to)
+                    return
         Portable().combine(problem, lam, x)
 
 
@@ -110,3 +114,16 @@ def _back(a: torch.Tensor, like: Array) -> Array:
     import cupy
 
     return cupy.from_dlpack(a)
+
+
+def _stream_of(array: Array) -> AbstractContextManager[Any]:
+    """Make the stream in which the library of an array works torch's current stream, too."""
+    if isinstance(array, torch.Tensor):
+        return nullcontext()
+    import cupy
+
+    device = torch.device("cuda", array.device.id)
+    ptr = cupy.cuda.get_current_stream(array.device.id).ptr
+    # 0 and 1 are the default stream.
+    stream = torch.cuda.ExternalStream(ptr, device) if ptr > 1 else torch.cuda.default_stream(device)
+    return torch.cuda.stream(stream)

@@ -1,0 +1,167 @@
+"""``make kernels``: compile every kernel for GPUs that need not be here, and say what it takes of them.
+
+The interpreter runs what the compiler may refuse. The host code runs as it is; only launches stop after
+the compilation.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import triton
+import typer
+from rich.console import Console
+from rich.progress import track
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from asv_benchmarks.reports.tables import Table
+from gemproj import FISTA, PGD, Exact
+from gemproj.backends.triton.combine import combine, combine_batch
+from gemproj.backends.triton.gram import gram, gram_batch
+from gemproj.backends.triton.solve import solve
+
+HEAD = ["kernel", "for", "registers", "spilled, bytes", "shared, bytes", "loads of\n16 bytes", "other\nloads"]
+NOTE = (
+    "Triton {version}, sm_{arch}: registers of a thread and what spills out of them, shared memory of a "
+    "program, and how many instructions load 16 bytes or less from global memory. Compiled, not run."
+)
+_COLUMNS = 9000
+Call = Callable[[], object]
+
+
+class Driver:
+    """A device that is only ever compiled for."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        """Return the GPU to compile for."""
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_current_device(self) -> int:
+        """Return its number."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Return the default stream."""
+        return 0
+
+
+def variants(every: bool) -> dict[str, Call]:
+    """Return calls that together ask for all variants, or for one of each kind, by what they are for."""
+    calls: dict[str, Call] = {}
+    f32, bf16, f64 = torch.float32, torch.bfloat16, torch.float64
+
+    def stages(name: str, t: int, dtype: torch.dtype) -> None:
+        G, g = torch.ones(t, _COLUMNS, dtype=dtype), torch.ones(_COLUMNS, dtype=dtype)
+        calls[f"t = {t}, {name}"] = partial(gram, [G], [g])
+
+    # 5 and 6 rows are one kernel.
+    for t in (1, 2, 4, 5, 6, 8, 9, 17, 40, 100) if every else (2, 5, 6, 9):
+        stages("float32", t, f32)
+    for t in (2, 8, 9, 40) if every else ():
+        stages("bfloat16", t, bf16)
+        stages("float64", t, f64)
+    mixed = [torch.ones(3, _COLUMNS, dtype=dtype) for dtype in (torch.float16, bf16, f64)]
+    many = [torch.ones(12, _COLUMNS, dtype=dtype) for dtype in (f32, bf16)]
+    vector, lam = [a[0].float() for a in mixed], torch.ones(9, 3, dtype=f64)
+    calls["t = 3, blocks of three dtypes"] = lambda: gram(mixed, vector)
+    if every:
+        calls["t = 12, blocks of two dtypes"] = lambda: gram(many, [a[0] for a in many])
+    for t in (1, 2, 8, 9, 40) if every else (2,):
+        G, g = torch.ones(9, t, 64), torch.ones(9, 64)
+        calls[f"t = {t}, batch of d = 64"] = partial(gram_batch, G, g)
+    calls["blocks of three dtypes"] = lambda: combine(mixed, vector, lam[0], [a[0].clone() for a in mixed])
+    calls["batch of d = 64"] = lambda: combine_batch(
+        torch.ones(9, 3, 64), torch.ones(9, 64), lam, torch.ones(9, 64)
+    )
+    for dtype in (f32, bf16, f64) if every else (f32,):
+        G, g = torch.ones(2, _COLUMNS, dtype=dtype), torch.ones(_COLUMNS, dtype=dtype)
+        calls[str(dtype).removeprefix("torch.")] = partial(
+            combine, [G], [g], lam[0, :2], [torch.empty_like(g)]
+        )
+    methods: list[tuple[int, Any]] = [(2, PGD()), (2, FISTA()), (4, Exact()), (9, Exact())]
+    if every:
+        methods += [(t, method) for t in (16, 32, 64, 128, 168) for method in (PGD(), FISTA(), Exact())]
+        methods += [(t, Exact()) for t in (1, 2, 3, 5, 8)]
+    for t, method in methods:
+        K, b = torch.eye(t, dtype=f64), torch.ones(t, dtype=f64)
+        name = f"t = {t}, {type(method).__name__}"
+        calls[f"{name}, bounded"] = partial(solve, K, b, method=method, lower=-b, upper=1.0, start=b)
+        if every:
+            calls[name] = partial(solve, K, b, method=method)
+    return calls
+
+
+def resources(kernel: Any) -> tuple[int, int, int, int]:
+    """Return registers, spilled bytes, and loads of 16 bytes and of fewer, of a compiled kernel."""
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = _output(tools / "cuobjdump", "-res-usage", file.name)
+        code = _output(tools / "nvdisasm", "-c", file.name)
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
+    loads = re.findall(r"\bLDG\.\S+", code)
+    return registers, stack, sum(".128" in load for load in loads), sum(".128" not in load for load in loads)
+
+
+def compile_all(arch: int, every: bool) -> list[tuple[str, str, Any]]:
+    """Return for each kernel that is asked for its name, what for, and the compiled kernel, once."""
+    found: dict[str, tuple[str, str, Any]] = {}
+    driver.set_active(Driver(arch))
+    launch = JITFunction.run
+    now = ""
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        found.setdefault(kernel.hash, (self.fn.__name__.lstrip("_"), now, kernel))
+
+    JITFunction.run = compile_only
+    try:
+        for about, call in track(variants(every).items(), f"sm_{arch}", console=Console(stderr=True)):
+            now = about
+            call()
+    finally:
+        JITFunction.run = launch
+    return list(found.values())
+
+
+def main(
+    arch: Annotated[str, typer.Option(help="Compute capabilities, separated by commas.")] = "80,90",
+    every: Annotated[bool, typer.Option(help="Every variant, or one of each kind.")] = True,
+    out: Annotated[Path | None, typer.Option(help="Markdown file to write.")] = None,
+) -> None:
+    """Compile, and print what each kernel takes."""
+    text = []
+    console = Console(width=110, highlight=False)
+    for one in map(int, arch.split(",")):
+        note = NOTE.format(version=triton.__version__, arch=one)
+        table = Table(f"sm_{one}", HEAD)
+        for name, about, kernel in compile_all(one, every):
+            registers, stack, wide, other = resources(kernel)
+            cells = (registers, stack, kernel.metadata.shared, wide, other)
+            table.rows.append([name, about, *map(str, cells)])
+        console.print(note)
+        console.print(table.rich())
+        text += [note, "", table.markdown(), ""]
+    if out is not None:
+        out.write_text("\n".join(text))
+
+
+def _output(*command: Any) -> str:
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    typer.run(main)
