@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gemproj.backends.triton import _blocks
 from gemproj.backends.triton._blocks import (
     Layout,
     counters,
@@ -34,8 +35,6 @@ from gemproj.backends.triton._blocks import (
     load,
     processors,
     segment,
-    supports,
-    supports_batch,
 )
 
 __all__ = ["gram", "gram_batch", "supports", "supports_batch"]
@@ -47,6 +46,24 @@ _FEW = 8
 _UNIT, _LEAST = 64, 1024
 # Partial sums added by one program: sixteen groups of sixteen are 256, about two per processor.
 _GROUP = 16
+
+
+# Triton 3.6 does not compile tl.dot in float64 of numbers of 16 bits; 3.9 does.
+_DOTS_HALVES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 9)
+
+
+def supports(rows: Sequence[Tensor], vector: Sequence[Tensor]) -> bool:
+    """Return whether the kernels can read these blocks where they are."""
+    return _blocks.supports(rows, vector) and _compiles(len(rows[0]), [*rows, *vector])
+
+
+def supports_batch(G: Tensor, g: Tensor) -> bool:
+    """Return the same for arrays of shape (B, t, d) and (B, d)."""
+    return _blocks.supports_batch(G, g) and _compiles(G.shape[-2], [G, g])
+
+
+def _compiles(t: int, arrays: Sequence[Tensor]) -> bool:
+    return t <= _FEW or _DOTS_HALVES or all(a.element_size() > 2 for a in arrays)
 
 
 def gram(rows: Sequence[Tensor], vector: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
