@@ -109,13 +109,13 @@ class OptimizerStep:
         if metric == "euclidean":
             return None
         w = largest()
-        groups = self._groups()
+        groups, states = self._groups(), self.optimizer.state
         parts = self._vector.split(w)
         for p, part, moves in zip(self._vector.parameters, parts, moving, strict=True):
             if not moves:
                 part.fill_(1.0)
                 continue
-            group, state = groups[id(p)], self.optimizer.state.get(p, {})
+            group, state = groups[id(p)], states.get(p, {})
             second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
             if second is None or "betas" not in group:
                 self._refuse_metric()
