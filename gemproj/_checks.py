@@ -117,14 +117,16 @@ def check_finite(gram: Gram) -> None:
             )
 
 
-def drop_not_finite(gram: Gram) -> tuple[Gram, Array]:
-    """Take rows that are not finite out of the problem without looking at them."""
-    K, b, gg = gram
+def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
+    """Take rows that are not finite out of K and b, without looking at them; return which these are, too.
+
+    Where g is not finite b is not either: then all rows are left out, and x is g.
+    """
     xp = namespace(b)
-    # If g is not finite no row can be judged: all are left out and x is g.
-    bad = ~xp.isfinite(xp.linalg.diagonal(K)) | ~xp.isfinite(gg)[..., None] | ~xp.isfinite(b)
-    K = xp.where(bad[..., :, None] | bad[..., None, :], xp.zeros_like(K), K)
-    return Gram(K, xp.where(bad, xp.zeros_like(b), b), gg), bad
+    bad = xp.linalg.diagonal(K) * 0.0 + b * 0.0 != 0.0  # NaN or infinity times zero is NaN
+    zero = xp.zeros_like(b)
+    K = xp.where(bad[..., :, None] | bad[..., None, :], zero[..., None], K)
+    return K, xp.where(bad, zero, b), bad
 
 
 def check_feasible(sol: DualSolution) -> DualSolution:

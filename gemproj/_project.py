@@ -83,7 +83,7 @@ def project(
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     problem = check_problem(G, g, metric)
     x = output(problem, out)
-    sol = solve_problem(problem, options, warm_start)
+    sol = solve_problem(problem, options, warm_start, only_multipliers=True)
     combine_into(problem, sol, x)
     return returned(problem, x, out)
 

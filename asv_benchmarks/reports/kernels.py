@@ -25,8 +25,9 @@ from triton.runtime.jit import JITFunction
 
 from asv_benchmarks.reports.tables import Table
 from gemproj import FISTA, PGD, Exact
-from gemproj.backends.triton.combine import combine, combine_batch
-from gemproj.backends.triton.gram import gram, gram_batch, supports
+from gemproj.backends.triton._layout import lay_out, lay_out_batch
+from gemproj.backends.triton.combine import combine
+from gemproj.backends.triton.gram import gram, supports
 from gemproj.backends.triton.solve import solve
 
 HEAD = ["kernel", "for", "registers", "spilled, bytes", "shared, bytes", "loads of\n16 bytes", "other\nloads"]
@@ -62,35 +63,33 @@ def variants(every: bool) -> dict[str, Call]:
     calls: dict[str, Call] = {}
     f32, bf16, f64 = torch.float32, torch.bfloat16, torch.float64
 
-    def stages(name: str, t: int, dtype: torch.dtype) -> None:
-        G, g = torch.ones(t, _COLUMNS, dtype=dtype), torch.ones(_COLUMNS, dtype=dtype)
-        if supports([G], [g]):
-            calls[f"t = {t}, {name}"] = partial(gram, [G], [g])
+    def stage1(name: str, at: Any) -> None:
+        if supports(at):
+            calls[name] = partial(gram, at)
+
+    def one(t: int, dtype: torch.dtype) -> Any:
+        return lay_out([torch.ones(t, _COLUMNS, dtype=dtype)], [torch.ones(_COLUMNS, dtype=dtype)])
 
     # 5 and 6 rows are one kernel.
     for t in (1, 2, 4, 5, 6, 8, 9, 17, 40, 100) if every else (2, 5, 6, 9):
-        stages("float32", t, f32)
+        stage1(f"t = {t}, float32", one(t, f32))
     for t in (2, 8, 9, 40) if every else ():
-        stages("bfloat16", t, bf16)
-        stages("float64", t, f64)
+        stage1(f"t = {t}, bfloat16", one(t, bf16))
+        stage1(f"t = {t}, float64", one(t, f64))
     mixed = [torch.ones(3, _COLUMNS, dtype=dtype) for dtype in (torch.float16, bf16, f64)]
     many = [torch.ones(12, _COLUMNS, dtype=dtype) for dtype in (f32, bf16)]
-    vector, lam = [a[0].float() for a in mixed], torch.ones(9, 3, dtype=f64)
-    calls["t = 3, blocks of three dtypes"] = lambda: gram(mixed, vector)
-    if every and supports(many, [a[0] for a in many]):
-        calls["t = 12, blocks of two dtypes"] = lambda: gram(many, [a[0] for a in many])
+    three, lam = lay_out(mixed, [a[0].float() for a in mixed]), torch.ones(9, 3, dtype=f64)
+    stage1("t = 3, blocks of three dtypes", three)
+    if every:
+        stage1("t = 12, blocks of two dtypes", lay_out(many, [a[0] for a in many]))
     for t in (1, 2, 8, 9, 40) if every else (2,):
-        G, g = torch.ones(9, t, 64), torch.ones(9, 64)
-        calls[f"t = {t}, batch of d = 64"] = partial(gram_batch, G, g)
-    calls["blocks of three dtypes"] = lambda: combine(mixed, vector, lam[0], [a[0].clone() for a in mixed])
-    calls["batch of d = 64"] = lambda: combine_batch(
-        torch.ones(9, 3, 64), torch.ones(9, 64), lam, torch.ones(9, 64)
-    )
+        stage1(f"t = {t}, batch of d = 64", lay_out_batch(torch.ones(9, t, 64), torch.ones(9, 64)))
+    calls["blocks of three dtypes"] = partial(combine, three, lam[:1], [a[0].float() for a in mixed])
+    small = lay_out_batch(torch.ones(9, 3, 64), torch.ones(9, 64))
+    calls["batch of d = 64"] = partial(combine, small, lam, [torch.ones(9, 64)])
     for dtype in (f32, bf16, f64) if every else (f32,):
-        G, g = torch.ones(2, _COLUMNS, dtype=dtype), torch.ones(_COLUMNS, dtype=dtype)
-        calls[str(dtype).removeprefix("torch.")] = partial(
-            combine, [G], [g], lam[0, :2], [torch.empty_like(g)]
-        )
+        x = torch.empty(_COLUMNS, dtype=dtype)
+        calls[str(dtype).removeprefix("torch.")] = partial(combine, one(2, dtype), lam[:1, :2], [x])
     methods: list[tuple[int, Any]] = [(2, PGD()), (2, FISTA()), (4, Exact()), (9, Exact())]
     if every:
         methods += [(t, method) for t in (16, 32, 64, 128, 168) for method in (PGD(), FISTA(), Exact())]
@@ -101,6 +100,8 @@ def variants(every: bool) -> dict[str, Call]:
         calls[f"{name}, bounded"] = partial(solve, K, b, method=method, lower=-b, upper=1.0, start=b)
         if every:
             calls[name] = partial(solve, K, b, method=method)
+            if isinstance(method, Exact):
+                calls[f"{name}, multipliers"] = partial(solve, K, b, method=method, only_multipliers=True)
     return calls
 
 

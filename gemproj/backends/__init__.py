@@ -42,8 +42,14 @@ class Backend(Protocol):
         lower: Array | None,
         upper: Array | None,
         start: Array | None,
+        *,
+        only_multipliers: bool = False,
     ) -> Outcome:
-        """Stage 2 in standard form, see `gemproj._tspace`: return what ``method.solve`` would."""
+        """Stage 2 in standard form, see `gemproj._tspace`: return what ``method.solve`` would.
+
+        With `only_multipliers`, on a device, nothing else is read of the result, and rows of K and b that are
+        not finite are to be left out.
+        """
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Stage 3: write ``g + G'lam`` to x, rounded once. x may be g itself."""

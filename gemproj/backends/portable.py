@@ -8,6 +8,7 @@ import numpy as np
 
 from gemproj._arrays import Array, from_numpy, namespace, to_numpy
 from gemproj._constants import CHUNK, EPS, LARGE, NARROW_RANGE, NARROW_ROUNDING, WIDE_ROUNDING
+from gemproj._checks import drop_not_finite
 from gemproj._problem import Problem
 from gemproj._tiles import stacked, tiles
 from gemproj._tspace import Gram, Measured
@@ -38,10 +39,22 @@ class Portable:
         return Measured(narrow, NARROW_ROUNDING)
 
     def solve(
-        self, method: Any, K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
+        self,
+        method: Any,
+        K: Array,
+        b: Array,
+        lower: Array | None,
+        upper: Array | None,
+        start: Array | None,
+        *,
+        only_multipliers: bool = False,
     ) -> Any:
         """Call the method."""
-        return method.solve(K, b, lower, upper, start)
+        if not only_multipliers:
+            return method.solve(K, b, lower, upper, start)
+        K, b, dropped = drop_not_finite(K, b)
+        found, xp = method.solve(K, b, lower, upper, start), namespace(b)
+        return found._replace(multipliers=xp.where(dropped, xp.zeros_like(b), found.multipliers))
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""

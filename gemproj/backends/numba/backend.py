@@ -106,6 +106,8 @@ class Numba:
         lower: Array | None,
         upper: Array | None,
         start: Array | None,
+        *,
+        only_multipliers: bool = False,
     ) -> Outcome:
         """Search in compiled loops; methods other than Exact are array operations."""
         return solve(method, K, b, lower, upper, start)

@@ -19,15 +19,15 @@ def available(device: Any) -> bool:
 
     The first question about a device compiles and launches a kernel. Where that fails, one warning says why.
     """
-    is_cuda = getattr(device, "type", None) == "cuda" or type(device).__module__.startswith("cupy")
-    if not is_cuda or find_spec("triton") is None or find_spec("torch") is None:
-        return False
-    index = device.id if hasattr(device, "id") else device.index
-    return _works(index)
+    if getattr(device, "type", None) == "cuda":
+        return _works(device.index)
+    return _works(device.id) if type(device).__module__.startswith("cupy") else False
 
 
 @lru_cache
 def _works(index: int | None) -> bool:
+    if find_spec("triton") is None or find_spec("torch") is None:
+        return False
     import torch
 
     # AMD's devices, which torch calls CUDA too, are untested.

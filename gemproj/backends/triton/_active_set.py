@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from gemproj import _constants
-from gemproj.backends.triton._blocks import kernel
+from gemproj.backends.triton._access import kernel
 from gemproj.backends.triton._unit import (
     DEPENDENT,
     at,
@@ -210,12 +210,12 @@ def _smallest_pivot(A, chosen, t, T: tl.constexpr, CHUNK: tl.constexpr):
     return smallest
 
 
-@kernel("K_batch", "K_row", "b_batch", "b_step", "t", "count")
+@kernel
 def search_active_set(
     K, K_batch, K_row, b, b_batch, b_step, lower, upper, start, lam_out, pivots_out, status_out,
-    resolution_out, workspace, count, t,
+    workspace, count, t,
     T: tl.constexpr, CHUNK: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr,
-    STARTED: tl.constexpr,
+    STARTED: tl.constexpr, RESOLVE: tl.constexpr,
 ):  # fmt: skip
     """Solve problems `program_id`, `program_id + num_programs`, ... in a workspace of 2 t^2 each."""
     i = tl.arange(0, T)
@@ -248,9 +248,9 @@ def search_active_set(
                 attempts = 0
         s = product(unit, best, t, T, CHUNK) + unit_b
         status, determining = verdict(best, s, low, high)
-        _copy(unit, A, t, CHUNK, T)
-        resolution = _smallest_pivot(A, determining & (i < t), t, T, CHUNK)
+        if RESOLVE:
+            _copy(unit, A, t, CHUNK, T)
+            status += unresolved(_smallest_pivot(A, determining & (i < t), t, T, CHUNK))
         tl.store(lam_out + problem * t + i, best * scale, mask=i < t)
         tl.store(pivots_out + problem, pivots)
-        tl.store(status_out + problem, status + unresolved(resolution))
-        tl.store(resolution_out + problem, resolution)
+        tl.store(status_out + problem, status)

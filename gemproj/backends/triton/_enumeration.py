@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from gemproj.backends.triton._blocks import kernel
+from gemproj.backends.triton._access import kernel
 from gemproj.backends.triton._unit import DEPENDENT, clip, cosines, linear, residual, unresolved, verdict
 
 
-@kernel("K_batch", "K_row", "b_batch", "b_step", "t")
+@kernel
 def enumerate_sets(
-    K, K_batch, K_row, b, b_batch, b_step, lower, upper, lam_out, status_out, resolution_out, t,
-    T: tl.constexpr, SETS: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr,
+    K, K_batch, K_row, b, b_batch, b_step, lower, upper, lam_out, status_out, t,
+    T: tl.constexpr, SETS: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr, RESOLVE: tl.constexpr,
 ):  # fmt: skip
     """Solve problem `program_id`, of t <= T rows; SETS is a power of two of at least 2^t (3^t) lanes."""
     CHOICES: tl.constexpr = 3 if BOUNDED else 2
@@ -72,16 +72,17 @@ def enumerate_sets(
     s = tl.sum(unit * lam[None, :], axis=1) + unit_b
     status, determining = verdict(lam, s, low, high)
 
-    resolution = 1.0 + tl.sum(lam * 0.0, axis=0)
-    both = determining[:, None] & determining[None, :]
-    left = tl.where(both, unit, tl.where(i[:, None] == i[None, :], 1.0, 0.0))
-    for k in range(t):
-        # K is symmetric, and so are its Schur complements.
-        across = tl.sum(tl.where((i == k)[None, :], left, 0.0), axis=1)
-        down = tl.sum(tl.where((i == k)[:, None], left, 0.0), axis=0)
-        least = tl.sum(tl.where(i == k, across, 0.0), axis=0)
-        resolution = tl.minimum(resolution, least)
-        left -= across[:, None] * (down / tl.where(least > DEPENDENT, least, 1.0))[None, :]
+    if RESOLVE:
+        resolution = 1.0 + tl.sum(lam * 0.0, axis=0)
+        both = determining[:, None] & determining[None, :]
+        left = tl.where(both, unit, tl.where(i[:, None] == i[None, :], 1.0, 0.0))
+        for k in range(t):
+            # K is symmetric, and so are its Schur complements.
+            across = tl.sum(tl.where((i == k)[None, :], left, 0.0), axis=1)
+            down = tl.sum(tl.where((i == k)[:, None], left, 0.0), axis=0)
+            least = tl.sum(tl.where(i == k, across, 0.0), axis=0)
+            resolution = tl.minimum(resolution, least)
+            left -= across[:, None] * (down / tl.where(least > DEPENDENT, least, 1.0))[None, :]
+        status += unresolved(resolution)
     tl.store(lam_out + problem * t + i, lam * scale, mask=i < t)
-    tl.store(status_out + problem, status + unresolved(resolution))
-    tl.store(resolution_out + problem, resolution)
+    tl.store(status_out + problem, status)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gemproj.backends.triton._blocks import kernel
+from gemproj.backends.triton._access import kernel
 from gemproj.backends.triton._unit import clip, copy_cosines, cosines, inverse, linear, product
 
 
@@ -38,7 +38,7 @@ def _bound(K, K_row, t, T: tl.constexpr, CHUNK: tl.constexpr, NORMALIZE: tl.cons
     return tl.minimum(tl.minimum(trace, tl.max(sums, axis=0)), frobenius)
 
 
-@kernel("K_batch", "K_row", "b_batch", "b_step", "t", "count", "steps")
+@kernel
 def descend(
     K, K_batch, K_row, b, b_batch, b_step, lower, upper, start, lam_out, workspace, count, t, steps,
     T: tl.constexpr, CHUNK: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr,

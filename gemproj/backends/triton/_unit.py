@@ -62,16 +62,15 @@ def linear(
     i = tl.arange(0, T)
     inside = i < t
     unit_b = tl.load(b + i * b_step, mask=inside, other=0.0)
-    scale = tl.full((T,), 1.0, dtype=tl.float64)
-    stretch = scale
+    norm = _norm(K, K_row, i, t, NORMALIZE)
+    scale = inverse(norm)
+    unit_b = tl.where((norm > 0) & (tl.abs(unit_b) < float("inf")), unit_b * scale, 0.0)
+    stretch = norm
     if NORMALIZE:
-        norm = _norm(K, K_row, i, t)
-        per_norm = inverse(norm)
-        unit_b = tl.where((norm > 0) & (tl.abs(unit_b) < float("inf")), unit_b * per_norm, 0.0)
         size = tl.max(tl.abs(unit_b), axis=0)
         size = tl.where(size > 0, size, 1.0)
         unit_b = unit_b / size
-        scale = size * per_norm
+        scale = size * scale
         stretch = norm / size
     low = tl.zeros((T,), dtype=tl.float64)
     if SIGNED:  # 0 or -inf, which no scale moves
@@ -87,10 +86,13 @@ def linear(
 
 
 @triton.jit
-def _norm(K, K_row, i, t):
-    """Return the norms of rows i; zero for one that is not finite, which so constrains nothing."""
+def _norm(K, K_row, i, t, NORMALIZE: tl.constexpr):
+    """Return what rows i are divided by, or zero for one that is not finite, which so constrains nothing."""
     squared = tl.load(K + i * (K_row + 1), mask=i < t, other=0.0)
-    return tl.sqrt(tl.where(squared < float("inf"), squared, 0.0))
+    if NORMALIZE:
+        return tl.sqrt(tl.where(squared < float("inf"), squared, 0.0))
+    else:
+        return tl.where(squared < float("inf"), 1.0, 0.0)
 
 
 @triton.jit
@@ -98,12 +100,10 @@ def cosines(K, K_row, i, j, t, NORMALIZE: tl.constexpr):
     """Return K between rows i and j, divided by their norms; a row of no norm is orthogonal to others."""
     inside = (i < t)[:, None] & (j < t)[None, :]
     tile = tl.load(K + i[:, None] * K_row + j[None, :], mask=inside, other=0.0)
-    if NORMALIZE:
-        per_i, per_j = inverse(_norm(K, K_row, i, t)), inverse(_norm(K, K_row, j, t))
-        used = (per_i > 0)[:, None] & (per_j > 0)[None, :]
-        alone = tl.where((i[:, None] == j[None, :]) & (per_i == 0)[:, None], 1.0, 0.0)
-        tile = tl.where(used, tile * per_i[:, None] * per_j[None, :], alone)
-    return tile
+    per_i, per_j = inverse(_norm(K, K_row, i, t, NORMALIZE)), inverse(_norm(K, K_row, j, t, NORMALIZE))
+    used = (per_i > 0)[:, None] & (per_j > 0)[None, :]
+    alone = tl.where((i[:, None] == j[None, :]) & (per_i == 0)[:, None], 1.0 if NORMALIZE else 0.0, 0.0)
+    return tl.where(used, tile * per_i[:, None] * per_j[None, :], alone)
 
 
 @triton.jit

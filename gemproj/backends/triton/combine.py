@@ -4,144 +4,103 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemproj.backends.triton._blocks import (
-    Layout,
-    kernel,
-    lay_out,
-    lay_out_batch,
-    load,
-    processors,
-    segment,
-    store,
-    supports,
-    supports_batch,
-)
+from gemproj.backends.triton._access import kernel, lines, load, segment, store
+from gemproj.backends.triton._launch import launch
+from gemproj.backends.triton._layout import Layout, processors
 
-__all__ = ["combine", "combine_batch", "supports", "supports_batch"]
+__all__ = ["combine", "supports"]
 
 # Columns of a tile, four per thread: one load of 16 bytes in float32. The rows of a tile are read one
 # after the other, so only many programs at once, 16 per processor, keep the memory busy.
 _COLUMNS, _PROGRAMS = 512, 16
 
 
-def combine(rows: Sequence[Tensor], vector: Sequence[Tensor], lam: Tensor, out: Sequence[Tensor]) -> None:
-    """Write ``g + G' lam`` to `out`, which may be `vector` itself; sums in float64, rounded once.
+def supports(at: Layout, out: Sequence[Tensor]) -> bool:
+    """Return whether the kernel can write these blocks, or this array (problems, d), where they are."""
+    return all([a.is_contiguous() for a in out]) or (at.problems > 1 and out[0].stride(-1) == 1)
+
+
+def combine(at: Layout, lam: Tensor, out: Sequence[Tensor]) -> None:
+    """Write ``g + G' lam`` to `out`, which may be g itself; sums in float64, rounded once.
 
     Parameters
     ----------
-    rows, vector, out : sequences of tensors, shapes (t, *shape_k), (*shape_k) and (*shape_k)
-        Blocks that `supports` accepts.
-    lam : tensor, shape (t,), float64
+    at : Layout
+        Of G and g.
+    lam : tensor, shape (problems, t), float64
         Where a multiplier is zero, its row is not read and may hold anything.
+    out : sequence of tensors
+        Blocks of the shapes and dtypes of g that `supports` accepts; of a batch, one array.
     """
-    most = _PROGRAMS * processors(lam.device)
-    with torch.cuda.device_of(lam):  # Triton launches on the current device
-        _launch(lay_out(rows, vector, out, _COLUMNS, most), lam[None], lam.shape[0])
-
-
-def combine_batch(G: Tensor, g: Tensor, lam: Tensor, out: Tensor) -> None:
-    """Write the same for every problem of a batch, (B, t, d), (B, d), (B, t) and (B, d)."""
-    most = max(1, _PROGRAMS * processors(lam.device) // max(1, len(g)))
-    with torch.cuda.device_of(lam):
-        _launch(lay_out_batch(G, g, out, _COLUMNS, most), lam, G.shape[-2])
-
-
-def _launch(at: Layout, lam: Tensor, t: int) -> None:
-    if not len(lam) or not at.columns:
+    if not at.problems or not at.columns:
         return
+    most = max(1, _PROGRAMS * processors(at.device) // at.problems)
+    cut = at.cut(_COLUMNS, most)
+    table, where, x = None, None, out[0].data_ptr()
+    aligned = x % 16 == 0
+    if cut.table is not None:
+        # x may be new at every call, its blocks are views of one array: only that one's address changes.
+        distances = tuple([a.data_ptr() - x for a in out])
+        aligned = aligned and not any([distance % 16 for distance in distances])
+        table, where = cut.table.get(), cut.output(distances, at.device).get()
+    elif at.problems > 1:
+        aligned = aligned and out[0].stride(0) * out[0].element_size() % 16 == 0
     small = at.columns <= 128  # a batch of small problems: one warp each
-    _combine[(len(lam) * at.parts,)](
-        at.table,
-        lam,
-        lam.stride(0),
-        lam.stride(1),
-        t,
-        at.rows,
-        at.vector,
-        at.out,
-        *at.strides,
-        at.columns,
-        at.share,
-        at.parts,
-        COLUMNS=128 if small else _COLUMNS,
-        TABLE=at.table is not None,
-        ROW_TYPES=at.dtypes[0],
-        VECTOR_TYPES=at.dtypes[1],
-        OUT_TYPES=at.dtypes[2],
-        ALIGN=at.align,
+    launch(
+        _combine,
+        at.problems * cut.parts,
+        (table, where, lam, lam.stride(0), lam.stride(1), at.t, at.rows, at.vector, x, *at.strides,
+         out[0].stride(0) if at.problems > 1 else 0, at.columns, cut.share, cut.parts),
+        (128 if small else _COLUMNS, table is not None, *at.dtypes, at.align if aligned else 1),
+        device=at.device,
         num_warps=1 if small else 4,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
 
 
-@kernel(
-    "lam_batch",
-    "lam_step",
-    "t",
-    "rows",
-    "vector",
-    "out",
-    "row_stride",
-    "rows_batch",
-    "vector_batch",
-    "out_batch",
-    "columns",
-    "share",
-    "parts",
-)
+@kernel
 def _combine(
-    table,
-    lam,
-    lam_batch,
-    lam_step,
-    t,
-    rows: tl.int64,
-    vector: tl.int64,
-    out: tl.int64,
-    row_stride: tl.int64,
-    rows_batch: tl.int64,
-    vector_batch: tl.int64,
-    out_batch: tl.int64,
-    columns: tl.int64,
-    share,
-    parts,
-    COLUMNS: tl.constexpr,
-    TABLE: tl.constexpr,
-    ROW_TYPES: tl.constexpr,
-    VECTOR_TYPES: tl.constexpr,
-    OUT_TYPES: tl.constexpr,
+    table, where, lam, lam_batch, lam_step, t, rows: tl.int64, vector: tl.int64, out: tl.int64,
+    row_stride: tl.int64, rows_batch: tl.int64, vector_batch: tl.int64, out_batch: tl.int64,
+    columns: tl.int64, share, parts,
+    COLUMNS: tl.constexpr, TABLE: tl.constexpr, ROW_TYPES: tl.constexpr, VECTOR_TYPES: tl.constexpr,
     ALIGN: tl.constexpr,
-):
+):  # fmt: skip
     part = tl.program_id(0) % parts
     problem = (tl.program_id(0) // parts).to(tl.int64)
     lam += problem * lam_batch
-    first, last = 0, 1
-    if TABLE:
-        first, last = tl.load(table + part).to(tl.int32), tl.load(table + part + 1).to(tl.int32)
+    first, last = lines(table, part, TABLE)
     for s in range(first, last):
-        G, g, x, stride, at_G, at_g, at_x, size, code = segment(
-            table, s, part, parts, problem, rows, vector, out, row_stride, rows_batch, vector_batch,
-            out_batch, columns, share, TABLE, ALIGN,
+        G, g, stride, at_G, at_g, size, code = segment(
+            table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns, share,
+            TABLE, ALIGN,
         )  # fmt: skip
+        if TABLE:
+            x = out + tl.load(where + s)
+            at_x = at_g
+        else:
+            x = out.to(tl.int64)
+            at_x = at_g + problem * (out_batch - vector_batch)
+            if ALIGN > 1:
+                at_x = tl.multiple_of(at_x, ALIGN)
         whole = size // COLUMNS * COLUMNS
         for start in range(0, whole, COLUMNS):
             j = start + tl.arange(0, COLUMNS)
             value = _sum(
                 G, g, lam, lam_step, stride, at_G, at_g, j, j >= 0, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN
             )
-            store(x, at_x + j, value, j >= 0, code // 16 & 3, OUT_TYPES, ALIGN)
+            store(x, at_x + j, value, j >= 0, code // 4, VECTOR_TYPES, ALIGN)
         if whole < size:
             j = whole + tl.arange(0, COLUMNS)
             inside = j < size
             value = _sum(
                 G, g, lam, lam_step, stride, at_G, at_g, j, inside, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN
             )
-            store(x, at_x + j, value, inside, code // 16 & 3, OUT_TYPES, ALIGN)
+            store(x, at_x + j, value, inside, code // 4, VECTOR_TYPES, ALIGN)
 
 
 @triton.jit
@@ -155,4 +114,4 @@ def _sum(
         weight = tl.load(lam + i * lam_step)
         if weight != 0:  # the same for the whole program; zero times NaN would not be zero
             step += weight * load(G, at_G + i * stride + j, inside, code & 3, ROW_TYPES, ALIGN)
-    return load(g, at_g + j, inside, code // 4 & 3, VECTOR_TYPES, ALIGN) + step
+    return load(g, at_g + j, inside, code // 4, VECTOR_TYPES, ALIGN) + step

@@ -16,40 +16,41 @@ from gemproj.backends.triton import available
 from gemproj.backends.triton import combine as _combine
 from gemproj.backends.triton import gram as _gram
 from gemproj.backends.triton import solve as _solve
+from gemproj.backends.triton._layout import Layout, lay_out, lay_out_batch
 from gemproj.methods import Method, Outcome
 
 
 def bind(problem: Problem) -> Triton | None:
     """Return the backend for a problem on a device; None where the kernels cannot read its arrays."""
-    return Triton() if available(problem.device) and applies(problem) else None
-
-
-def applies(problem: Problem) -> bool:
-    """Return whether the kernels can read the arrays of a problem where they are."""
-    if problem.weight is not None or problem.shared or not 1 <= problem.t <= MOST_ROWS or 0 in problem.batch:
-        return False
-    rows, vector = _tensors(problem.rows), _tensors(problem.vector)
-    if not problem.batch:
-        return _gram.supports(rows, vector)
-    flat = _flat(problem, rows[0], vector[0])
-    return flat is not None and _gram.supports_batch(*flat)
+    if not available(problem.device) or not 1 <= problem.t <= MOST_ROWS or 0 in problem.batch:
+        return None
+    if problem.weight is not None or problem.shared:
+        return None
+    with _stream_of(problem.vector[0]):
+        at = _locate(problem)
+    return Triton(at) if at is not None and _gram.supports(at) else None
 
 
 class Triton:
-    """One launch per stage; see `gemproj.backends.Backend`."""
+    """A launch or two per stage; see `gemproj.backends.Backend`."""
 
     name = "triton"
 
+    def __init__(self, at: Layout | None = None) -> None:
+        self._at = at
+
     def gram(self, problem: Problem) -> Measured:
-        """Sum all products in one launch."""
-        like, batch, t = problem.vector[0], problem.batch, problem.t
-        with _stream_of(like):
-            rows, vector = _tensors(problem.rows), _tensors(problem.vector)
-            if not batch:
-                return Measured(Gram(*(_back(a, like) for a in _gram.gram(rows, vector))), WIDE_ROUNDING)
-            K, b, gg = _gram.gram_batch(*_flat(problem, rows[0], vector[0]))
-            whole = K.reshape(*batch, t, t), b.reshape(*batch, t), gg.reshape(batch)
-            return Measured(Gram(*(_back(a, like) for a in whole)), WIDE_ROUNDING)
+        """Sum all products."""
+        like, batch, n = problem.vector[0], problem.batch, problem.t + 1
+        with _stream_of(like), _device_of(self._at.device):
+            total = _gram.gram(self._at)
+        if batch:
+            total = total.reshape(*batch, n, n)
+            parts = total[..., :-1, :-1], total[..., :-1, -1], total[..., -1, -1]
+        else:  # each in one operation: they take as long as launches
+            of = total.as_strided
+            parts = of((n - 1, n - 1), (n, 1)), of((n - 1,), (n,), n - 1), of((), (), n * n - 1)
+        return Measured(Gram(*(_back(a, like) for a in parts)), WIDE_ROUNDING)
 
     def solve(
         self,
@@ -59,37 +60,43 @@ class Triton:
         lower: Array | None,
         upper: Array | None,
         start: Array | None,
+        *,
+        only_multipliers: bool = False,
     ) -> Outcome:
         """Search, enumerate or descend in one launch; other methods and sizes take the portable form."""
         if not _solve.supports(method, b.shape[-1]):
-            return method.solve(K, b, lower, upper, start)
+            return Portable().solve(method, K, b, lower, upper, start, only_multipliers=only_multipliers)
         with _stream_of(b):
             lower, upper, start = (None if a is None else _tensor(a) for a in (lower, upper, start))
-            K = _tensor(K).expand(*b.shape, b.shape[-1])
-            found = _solve.solve(K, _tensor(b), method=method, lower=lower, upper=upper, start=start)
+            with _device_of(_tensor(b).device):
+                found = _solve.solve(
+                    _tensor(K), _tensor(b), method=method, lower=lower, upper=upper, start=start,
+                    only_multipliers=only_multipliers,
+                )  # fmt: skip
             return Outcome(*(a if a is None or isinstance(a, int) else _back(a, b) for a in found))
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Add the active rows in one launch, where the kernel can write x."""
+        at = self._at
         with _stream_of(problem.vector[0]):
-            rows, vector, out = _tensors(problem.rows), _tensors(problem.vector), _tensors(x)
-            if not problem.batch:
-                if _combine.supports(rows, vector, out):
-                    _combine.combine(rows, vector, _tensor(lam), out)
-                    return
-            else:
-                G, g = _flat(problem, rows[0], vector[0])
-                to = _viewed(out[0], -1, *g.shape[1:])
-                if to is not None and _combine.supports_batch(G, g, to):
-                    _combine.combine_batch(G, g, _tensor(lam).reshape(-1, problem.t), to)
-                    return
+            out = _tensors(x)
+            if problem.batch:
+                flat = _viewed(out[0], at.problems, at.columns)
+                out = [] if flat is None else [flat]
+            if out and _combine.supports(at, out):
+                with _device_of(at.device):
+                    _combine.combine(at, _tensor(lam).reshape(at.problems, at.t), out)
+                return
         Portable().combine(problem, lam, x)
 
 
-def _flat(problem: Problem, rows: torch.Tensor, vector: torch.Tensor) -> Any:
-    """Return the batch as one dimension, or None where that takes a copy."""
-    G, g = _viewed(rows, -1, *rows.shape[-2:]), _viewed(vector, -1, vector.shape[-1])
-    return None if G is None or g is None else (G, g)
+def _locate(problem: Problem) -> Layout | None:
+    rows, vector = _tensors(problem.rows), _tensors(problem.vector)
+    if not problem.batch:
+        return lay_out(rows, vector)
+    # The batch as one dimension, unless that takes a copy.
+    G, g = _viewed(rows[0], -1, *rows[0].shape[-2:]), _viewed(vector[0], -1, vector[0].shape[-1])
+    return None if G is None or g is None else lay_out_batch(G, g)
 
 
 def _viewed(a: torch.Tensor, *shape: int) -> torch.Tensor | None:
@@ -100,7 +107,7 @@ def _viewed(a: torch.Tensor, *shape: int) -> torch.Tensor | None:
 
 
 def _tensors(arrays: list[Array]) -> list[torch.Tensor]:
-    return [_tensor(a) for a in arrays]
+    return arrays if isinstance(arrays[0], torch.Tensor) else [_tensor(a) for a in arrays]
 
 
 def _tensor(a: Array) -> torch.Tensor:
@@ -114,6 +121,13 @@ def _back(a: torch.Tensor, like: Array) -> Array:
     import cupy
 
     return cupy.from_dlpack(a)
+
+
+def _device_of(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one, which is where Triton launches."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _stream_of(array: Array) -> AbstractContextManager[Any]:

@@ -1,0 +1,195 @@
+"""Where the columns of a problem lie, and how they are cut into shares for the programs of a kernel.
+
+Nothing is concatenated. Several blocks travel as a table of addresses, one line per segment: a run of
+columns of one block that belongs to one program. One array needs no table.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from gemproj.backends.triton._tables import Table
+
+# The code of a dtype in the table; a set of dtypes is a sum of their bits 1 << code.
+CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3}
+_ITEMSIZE = np.array([4, 8, 2, 2])
+# Numbers in a line of the table: addresses of rows and g, row stride, columns, code of rows + 4 * code of g.
+LINE: tl.constexpr = tl.constexpr(5)
+# Layouts of blocks, and tables of x of each, that are kept: a training loop has one or two.
+_MOST = 16
+
+
+@dataclass(eq=False)
+class Layout:
+    """What kernels need to find the columns of G and g."""
+
+    device: torch.device
+    t: int
+    columns: int  # of one problem
+    problems: int
+    dtypes: tuple[int, int]  # sets of those of rows and of g
+    align: int  # elements: a power of two that divides all that offsets are made of
+    rows: int = 0  # addresses, for one array
+    vector: int = 0
+    strides: tuple[int, int, int] = (0, 0, 0)  # between rows; between problems of rows and of g
+    blocks: np.ndarray | None = None  # a line of the table for each whole block
+    _cuts: dict[Any, Cut] = field(default_factory=dict)
+
+    def cut(self, unit: int, most: int) -> Cut:
+        """Return at most `most` shares of each problem, multiples of `unit` columns."""
+        found = self._cuts.get((unit, most))
+        if found is None:
+            share = max(1, -(-self.columns // (unit * most))) * unit
+            found = Cut(share, max(1, -(-self.columns // share)))
+            if self.blocks is not None:
+                found.cut_blocks(self.blocks, self.device)
+            if found.table is None or found.table.lasts:
+                self._cuts[unit, most] = found
+        return found
+
+
+@dataclass(eq=False)
+class Cut:
+    """Shares of the columns."""
+
+    share: int  # columns of one program
+    parts: int  # programs of one problem
+    table: Table | None = None
+    _where: Any = None  # block, and first byte in a block of g, of each line
+    _outputs: OrderedDict[Any, Table] = field(default_factory=OrderedDict)
+
+    def cut_blocks(self, blocks: np.ndarray, device: torch.device) -> None:
+        """Make the table: where the lines of each program begin, and the lines."""
+        ends = np.cumsum(blocks[:, 3])
+        begins = ends - blocks[:, 3]
+        starts = np.unique(np.concatenate([begins, np.arange(self.parts, dtype=np.int64) * self.share]))
+        starts = starts[starts < ends[-1]]
+        k = np.searchsorted(ends, starts, side="right")  # passes over empty blocks
+        lines, offset = blocks[k], starts - begins[k]
+        first_byte = offset * _ITEMSIZE[lines[:, 4] // 4]
+        lines[:, 0] += offset * _ITEMSIZE[lines[:, 4] % 4]
+        lines[:, 1] += first_byte
+        lines[:, 3] = np.diff(starts, append=ends[-1])
+        first = np.searchsorted(starts, np.arange(self.parts + 1, dtype=np.int64) * self.share)
+        self.table = Table(np.concatenate([first, lines.ravel()]), device)
+        self._where = k, first_byte
+
+    def output(self, distances: tuple[int, ...], device: torch.device) -> Table:
+        """Return where the segments of x begin, in bytes from its first block; blocks are that far from it."""
+        table = self._outputs.get(distances)
+        if table is None:
+            k, first_byte = self._where
+            table = Table(np.array(distances, dtype=np.int64)[k] + first_byte, device)
+            if table.lasts:
+                _keep(self._outputs, distances, table)
+        return table
+
+
+def _keep(store: OrderedDict[Any, Any], key: Any, value: Any) -> None:
+    store[key] = value
+    if len(store) > _MOST:
+        store.popitem(last=False)
+
+
+_layouts: OrderedDict[Any, Layout] = OrderedDict()
+
+
+def lay_out(rows: Sequence[Tensor], vector: Sequence[Tensor]) -> Layout | None:
+    """Return the layout of one problem; None where the kernels cannot read its blocks where they are.
+
+    Parameters
+    ----------
+    rows, vector : sequences of tensors, shapes (t, *shape_k) and (*shape_k)
+        At least one each, of float16, bfloat16, float32 or float64. Rows may lie anywhere, but what is in a
+        row must be contiguous.
+    """
+    if len(rows) == 1:
+        if not (_has_whole_rows(rows[0]) and vector[0].is_contiguous()):
+            return None
+        # The length is spelled out: there may be no columns.
+        G = rows[0].flatten(1) if rows[0].ndim > 1 else rows[0][:, None]
+        return lay_out_batch(G[None], vector[0].reshape(1, -1))
+    key = (
+        vector[0].device,
+        len(rows[0]),
+        *[
+            (G.data_ptr(), g.data_ptr(), G.stride(0), g.numel(), G.dtype, g.dtype)
+            for G, g in zip(rows, vector, strict=True)
+        ],
+    )
+    if not (all([_has_whole_rows(G) for G in rows]) and all([g.is_contiguous() for g in vector])):
+        return None
+    found = _layouts.get(key)
+    if found is None:
+        dtypes = {G.dtype for G in rows}, {g.dtype for g in vector}
+        if not dtypes[0] | dtypes[1] <= CODES.keys():
+            return None
+        found = _of_blocks(key[0], key[1], key[2:], dtypes)
+        _keep(_layouts, key, found)
+    return found
+
+
+def _has_whole_rows(G: Tensor) -> bool:
+    return G.is_contiguous() or (len(G) > 0 and G[0].is_contiguous())
+
+
+def _of_blocks(device: torch.device, t: int, facts: Any, dtypes: Any) -> Layout:
+    lines = [[*fact[:4], CODES[fact[4]] + 4 * CODES[fact[5]]] for fact in facts]
+    blocks = np.array(lines, dtype=np.int64)
+    itemsize = _ITEMSIZE[blocks[:, 4] % 4]
+    # Shares begin at multiples of 64 of all columns, blocks anywhere: only in blocks whose sizes are multiples
+    # of 16 elements do segments begin at aligned addresses.
+    aligned = not (
+        (blocks[:, :2] % 16).any() or (blocks[:, 2] * itemsize % 16).any() or (blocks[:, 3] % 16).any()
+    )
+    sets = [sum(1 << CODES[dtype] for dtype in found) for found in dtypes]
+    widest = max(dtype.itemsize for found in dtypes for dtype in found)
+    return Layout(
+        device, t, int(blocks[:, 3].sum()), 1, (sets[0], sets[1]), 16 // widest if aligned else 1, blocks=blocks
+    )
+
+
+def lay_out_batch(G: Tensor, g: Tensor) -> Layout | None:
+    """Return the layout of a batch (B, t, d), (B, d), whose columns must be contiguous, or None."""
+    problems, t, columns = G.shape
+    for_rows, row_stride, step = G.stride()
+    for_g, step_of_g = g.stride()
+    if G.dtype not in CODES or g.dtype not in CODES or (columns > 1 and not step == step_of_g == 1):
+        return None
+    rows, vector, size = G.data_ptr(), g.data_ptr(), G.element_size()
+    widest = max(size, g.element_size())
+    apart = (row_stride * size) | (for_rows * size) | (for_g * g.element_size()) if problems > 1 else row_stride * size
+    aligned = not (rows | vector | apart) % 16
+    return Layout(
+        g.device,
+        t,
+        columns,
+        problems,
+        (1 << CODES[G.dtype], 1 << CODES[g.dtype]),
+        16 // widest if aligned else 1,
+        rows,
+        vector,
+        (row_stride, for_rows, for_g),
+    )
+
+
+@lru_cache
+def processors(device: torch.device) -> int:
+    """Return the number of multiprocessors; on the CPU, where programs run in turn, a few."""
+    if device.type != "cuda":
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def power(n: int) -> int:
+    """Return the next power of two. (Triton's own goes through its compiler's wrappers, 20 microseconds.)"""
+    return 1 << (n - 1).bit_length()
