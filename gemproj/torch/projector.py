@@ -160,15 +160,7 @@ class GradientProjector:
             isinstance(rows_dtype, torch.dtype) and rows_dtype.is_floating_point
         ):
             raise TypeError(f"rows_dtype must be a floating-point dtype of torch; found {rows_dtype!r}.")
-        device = self._vector.device if rows_device is None else torch.device(rows_device)
-        if device.type not in ("cpu", self._vector.device.type):
-            raise ValueError(
-                f"rows_device must be 'cpu' or the device of the parameters, {self._vector.device}; found "
-                f"{rows_device!r}."
-            )
-        if device.type == self._vector.device.type:
-            device = self._vector.device
-        self._matrix = ConstraintMatrix(self._vector, rows_dtype, device)
+        self._matrix = ConstraintMatrix(self._vector, rows_dtype, _rows_device(rows_device, self.device))
         self._gradient: Tensor | None = None  # allocated with the first projection
         self.method, self.margin, self.penalty, self.equality = method, margin, penalty, equality
         found = self._options().method
@@ -303,7 +295,8 @@ class GradientProjector:
                 tolerance=None if self.bound is None else self.bound.tolerance,
             )
             ages = self._ages if len(self._ages) == len(self._matrix) else [0] * len(self._matrix)
-            self._ages = [0 if k in due else age for k, age in enumerate(ages)]
+            new = set(due)
+            self._ages = [0 if k in new else age for k, age in enumerate(ages)]
             self._seconds += time.perf_counter() - start
         self._calls += 1  # a call that has failed is still due
         return bool(due)
@@ -480,6 +473,18 @@ class GradientProjector:
             len(self._matrix), sol, excess=excess, age=max(self._ages, default=0), seconds=seconds
         )
         return self.last
+
+
+def _rows_device(given: torch.device | str | None, here: torch.device) -> torch.device:
+    """Return where rows are kept: on the CPU or here, where the parameters are."""
+    device = here if given is None else torch.device(given)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != here.type or device.index not in (None, here.index):
+        raise ValueError(
+            f"rows_device must be 'cpu' or the device of the parameters, {here}; found {given!r}."
+        )
+    return here
 
 
 def _has_units(options: Options) -> bool:
