@@ -24,7 +24,7 @@ from gemproj.torch.distributed import Replicated
 from gemproj.torch.groups import Groups, members, project_groups
 from gemproj.torch.optimizer_step import Metric, On, OptimizerStep, ProjectedOptimizer
 from gemproj.torch.stats import Projection
-from gemproj.torch.zero import ZeroOptimizer, ZeroStep, vector_of, with_hooks
+from gemproj.torch.zero import step_of, vector_of
 
 
 class GradientProjector:
@@ -352,19 +352,13 @@ class GradientProjector:
         ProjectedOptimizer
             Call its ``remove()`` to detach.
         """
-        optimizer = with_hooks(optimizer)
-        if isinstance(optimizer, ZeroOptimizer) and self.on != "step":
-            raise ValueError(
-                f"on={self.on!r} needs gradients, which DeepSpeed reduces and clips within its step; use "
-                "on='step'."
-            )
-        if any(handle.holds(optimizer) for handle in self._attached):
+        step = step_of(self._vector, optimizer)
+        if any(handle.holds(step.optimizer) for handle in self._attached):
             raise ValueError(
                 "This projector is attached to this optimizer already; attach once, before the loop, or call "
                 "remove() on what attach returned."
             )
-        made = ZeroStep if isinstance(optimizer, ZeroOptimizer) else OptimizerStep
-        handle = ProjectedOptimizer(self, made(self._vector, optimizer))
+        handle = ProjectedOptimizer(self, step)
         self._attached.add(handle)
         return handle
 
