@@ -486,8 +486,8 @@ def what_is_not_finite_on_one_process():
     gradient[0, 0] = 0.1
     if rank == 1:
         gradient[0] = 0.0
-    for rows_dtype in (None, torch.float32):
-        projector = GradientProjector(model.parameters(), on="step", metric="adam", rows_dtype=rows_dtype)
+    for options in ({}, {"rows_dtype": torch.float32}, {"groups": "tensor"}):
+        projector = GradientProjector(model.parameters(), on="step", metric="adam", **options)
         projector.recall(model, past, loss)
         if rank == 1:
             projector.constraints.zero_()

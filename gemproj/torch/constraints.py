@@ -179,7 +179,7 @@ class ConstraintMatrix:
         chosen = None if moving is None else [j for j, moves in enumerate(moving) if moves]
         columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
         all_reduce = topology.gram_sum(vector.dtype == torch.float64)
-        with topology.measurement(numbers(len(self))):
+        with topology.measurement(len(self)):
             here = self.problems(v, weight, columns)
             mine = here if owned == columns else self.problems(v, weight, owned)
             measured = measure(mine) if self.streamed else None
@@ -284,11 +284,6 @@ class ConstraintMatrix:
             grown = self._empty(rows)
             grown[:kept] = self._buffer
             self._buffer = grown
-
-
-def numbers(t: int) -> int:
-    """Return how many numbers K, b and |g|^2 are."""
-    return t * t + t + 1
 
 
 def check_loss(k: int, loss: Any) -> None:

@@ -68,8 +68,8 @@ class Local:
         return reached
 
     @contextmanager
-    def measurement(self, numbers: int) -> Iterator[None]:
-        """After an error in the block, make others fail in `gram_sum`, of so many numbers, too."""
+    def measurement(self, t: int, problems: int = 1) -> Iterator[None]:
+        """After an error in the block, make others fail in `gram_sum`, of t rows in so many problems, too."""
         yield
 
     def gram_sum(self, double: bool) -> Callable[[Measured], Measured] | None:
@@ -171,11 +171,11 @@ class Sharded(Replicated):
         return reached
 
     @contextmanager
-    def measurement(self, numbers: int) -> Iterator[None]:  # noqa: D102
+    def measurement(self, t: int, problems: int = 1) -> Iterator[None]:  # noqa: D102
         try:
             yield
         except ValueError:
-            wide = wide_dtype(torch, self._device)
+            numbers, wide = problems * (t * t + t + 1), wide_dtype(torch, self._device)
             self.sum_shards(torch.full((numbers,), math.nan, dtype=wide, device=self._device))
             raise
 

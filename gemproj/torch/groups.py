@@ -19,7 +19,7 @@ from gemproj._dual import Options, solve_problem
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured
 from gemproj.methods import Status
-from gemproj.torch.constraints import ConstraintMatrix, numbers
+from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.parameters import ParameterVector
 from gemproj.torch.stream import measure, solve_sum
 
@@ -66,7 +66,7 @@ def project_groups(
     vector, topology = matrix.vector, matrix.vector.topology
     here, grams = [], []
     all_reduce = topology.gram_sum(vector.dtype == torch.float64)
-    with topology.measurement(len(groups) * numbers(len(matrix))):
+    with topology.measurement(len(matrix), len(groups)):
         for group in groups:
             chosen = group if moving is None else [j for j in group if moving[j]]
             columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
