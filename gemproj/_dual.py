@@ -178,13 +178,13 @@ def solve_gram(
         like = Problem(xp, device, tuple(gram.b.shape[:-1]), b.shape[-1], [], [], None, None)
         start = check_multipliers(warm_start, "warm_start", like)
 
-    return solve_measured(Measured(gram, WIDE_ROUNDING), options, start, xp, device)
+    return solve_measured(Measured(gram, WIDE_ROUNDING), options, start, xp, device).to(xp, device)
 
 
 def solve_measured(
     measured: Measured, options: Options, start: Array | None, xp: Any, device: Any
 ) -> DualSolution:
-    """Stage 2 alone, for a user with arrays of the library `xp`."""
+    """Stage 2 alone, for a user with arrays of the library `xp`; on the CPU the result has NumPy's."""
 
     def to_caller(a: Array) -> Array:
         return from_numpy(a, xp, device) if on_host(device) and a is not None else a
@@ -192,7 +192,7 @@ def solve_measured(
     if on_host(device):
         check_finite(measured.gram)
     sol, _ = _solve(measured, options, start, solver_for(measured.gram.b), to_caller)
-    return (check_feasible(sol) if isinstance(options.method, Exact) else sol).to(xp, device)
+    return check_feasible(sol) if isinstance(options.method, Exact) else sol
 
 
 def check_options(

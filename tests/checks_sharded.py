@@ -486,12 +486,13 @@ def what_is_not_finite_on_one_process():
     gradient[0, 0] = 0.1
     if rank == 1:
         gradient[0] = 0.0
-    projector = GradientProjector(model.parameters(), on="step", metric="adam")
-    projector.recall(model, past, loss)
-    if rank == 1:
-        projector.constraints.zero_()
-    optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
-    attached = projector.attach(optimizer)
-    with pytest.raises(ValueError, match="metric must be positive" if rank == 1 else "is not finite"):
-        optimizer.step()
-    attached.remove()
+    for options in ({}, {"rows_dtype": torch.float32}, {"groups": "tensor"}):
+        projector = GradientProjector(model.parameters(), on="step", metric="adam", **options)
+        projector.recall(model, past, loss)
+        if rank == 1:
+            projector.constraints.zero_()
+        optimizer = torch.optim.Adam(model.parameters(), eps=0.0)
+        attached = projector.attach(optimizer)
+        with pytest.raises(ValueError, match="metric must be positive" if rank == 1 else "is not finite"):
+            optimizer.step()
+        attached.remove()

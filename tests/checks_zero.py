@@ -128,8 +128,9 @@ def in_bfloat16(model, batch):
 
 def errors():
     engine = engine_for(perceptron(torch.float32), 1)
-    with pytest.raises(ValueError, match="on='both' needs gradients, which DeepSpeed reduces"):
-        GradientProjector(engine.module.parameters(), on="both").attach(engine.optimizer)
+    for on in ("gradient", "both"):
+        with pytest.raises(ValueError, match=f"on='{on}' needs gradients, which DeepSpeed reduces"):
+            GradientProjector(engine.module.parameters(), on=on).attach(engine.optimizer)
     gem = GEM(engine.module, engine.optimizer, loss, on="step")
     gem.end_task([task(0, 8, torch.float32)])
     before = whole(engine)

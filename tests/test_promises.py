@@ -300,8 +300,53 @@ def test_where_rows_are_kept():
         assert projector.project_().num_violated == 1
         g = flat(p.grad for p in model.parameters()).cpu()
         assert cosines(projector.constraints.double(), g).item() == pytest.approx(0.0, abs=1e-6)
-    with pytest.raises(ValueError, match="rows_device must be 'cpu' or the device of the parameters"):
-        GradientProjector(perceptron().parameters(), rows_device="meta")
+    elsewhere = list(perceptron().to("meta").parameters())
+    assert GradientProjector(elsewhere, rows_device="meta").constraints.device.type == "meta"
+    for parameters, device in ((perceptron().parameters(), "meta"), (elsewhere, "meta:1")):
+        with pytest.raises(ValueError, match="rows_device must be 'cpu' or the device of the parameters"):
+            GradientProjector(parameters, rows_device=device)
+
+
+@pytest.mark.parametrize("groups", [None, "tensor"])
+def test_rows_are_converted_twice_for_each_projection(groups, monkeypatch):
+    model, past, plain = perceptron(torch.float32), task(1, dtype=torch.float32), stream.tiles
+    projector = GradientProjector(model.parameters(), rows_dtype=torch.bfloat16, groups=groups)
+    projector.recall(model, [past], loss)
+    loss(model, rival(past)).backward()
+    read = torch.zeros(projector.constraints.shape[1])
+
+    def counting(rows, like, columns):
+        for at, tile in plain(rows, like, columns):
+            read[at] += 1
+            yield at, tile
+
+    monkeypatch.setattr(stream, "tiles", counting)
+    assert projector.project_().num_violated
+    assert (read == 2).all()
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_pinned_rows_stay_until_the_device_has_read_them(pinned, monkeypatch):
+    """A stand-in for the stream of a device reads the rows when it is waited for."""
+    model = perceptron()
+    projector = GradientProjector(model.parameters(), smoothing=0.5)
+    projector.recall(model, [task(0)], loss)
+    kept, seen = projector.constraints, []
+    before = kept.clone()
+
+    class Stream:
+        def __init__(self, device):
+            pass
+
+        def synchronize(self):
+            seen.append(kept.clone())
+
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    projector._matrix._pinned = pinned
+    projector.recall(model, [task(1)], loss)
+    assert not torch.equal(kept, before)
+    assert len(seen) == pinned
+    assert all(torch.equal(rows, before) for rows in seen)
 
 
 def groups_of(model, key):

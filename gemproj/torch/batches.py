@@ -40,6 +40,14 @@ class Remembered(NamedTuple):
         ]
 
 
+def remembered(batch: Batch, outputs: Any, losses: Any) -> Remembered:
+    """Return a batch with what is to be stored about its examples; None stands for nothing."""
+    if losses is not None and (not isinstance(losses, torch.Tensor) or losses.ndim != 1):
+        found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(f"losses must be a tensor of shape (n,), one loss per example; found {found}.")
+    return Remembered(batch, () if outputs is None else outputs, () if losses is None else losses)
+
+
 def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
     """Return the tensors of a batch, and how they were nested; raise for what is not a batch."""
     if isinstance(batch, Remembered):
@@ -106,3 +114,15 @@ def field_of(batch: Batch, field: Field, name: str) -> Any:
     except (KeyError, IndexError, TypeError):
         found = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
         raise ValueError(f"{name} {field!r} is not in the batch; found {found}.") from None
+
+
+def labels_of(batch: Batch, field: Field, n: int) -> list[int]:
+    """Return the labels of the n examples of a batch."""
+    labels = field_of(batch, field, "label")
+    labels = labels if isinstance(labels, torch.Tensor) else torch.as_tensor(labels, device="cpu")
+    if tuple(labels.shape) != (n,) or labels.is_floating_point() or labels.is_complex():
+        raise ValueError(
+            f"labels must be integers of shape ({n},), one per example; "
+            f"found {labels.dtype} of shape {tuple(labels.shape)}."
+        )
+    return labels.tolist()

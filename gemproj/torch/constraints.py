@@ -15,7 +15,7 @@ from gemproj._dual import Options, solve_problem
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj.torch.parameters import ParameterVector, local
-from gemproj.torch.stream import Stream, solve_stream, tiles
+from gemproj.torch.stream import Stream, measure, solve_sum, tiles
 
 
 class Kept(NamedTuple):
@@ -55,6 +55,8 @@ class ConstraintMatrix:
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None, device: Any = None) -> None:
         self.vector = vector
         self._dtype, self._device = dtype or vector.dtype, device or vector.device
+        # Pinned memory is copied to a device without waiting.
+        self._pinned = self._device != vector.device and vector.device.type == "cuda"
         self._buffer = self._empty(0)
         self.clear()
 
@@ -99,14 +101,15 @@ class ConstraintMatrix:
         # Rows are summed over replicas, and divided by the scale of losses, when they are complete.
         self._kept, self._share = smoothing * scale / self.vector.topology.replicas, 1.0 - smoothing
         self._scale = scale
-        self._values: dict[int, Tensor] = {}  # of each new row
+        self._fresh: dict[int, Tensor] = {}  # of each new row, its values
         frozen = sum(not p.requires_grad for p in self.vector.parameters)
         if frozen:
             raise ValueError(
                 f"{frozen} of the {len(self.vector.parameters)} parameters of this projector no longer "
                 "require a gradient. Make a new projector after freezing parameters or adding adapters."
             )
-        self._written = [False] * len(self._buffer)
+        if self._pinned:  # copies of the old rows may still be on their way
+            torch.cuda.current_stream(self.vector.device).synchronize()
         self._reserve(rows)
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0, bound: Tensor | None = None) -> None:
@@ -115,7 +118,7 @@ class ConstraintMatrix:
         self._reserve(k + 1)
         factor = weight * self._scale
         gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
-        first, self._written[k] = not self._written[k], True
+        first = k not in self._fresh
         if first and self._kept:
             self._buffer[k].mul_(self._kept)
         for j, part in enumerate(self.vector.split(self._buffer[k])):
@@ -129,38 +132,36 @@ class ConstraintMatrix:
             self.reached[j] = True
             part.copy_(gradient) if fresh else part.add_(gradient.to(part.device), alpha=self._share)
         self.bounded = self.bounded and bound is not None
-        value = self._values.setdefault(k, self.values.new_zeros(3))
+        value = self._fresh.setdefault(k, self.values.new_zeros(3))
         value[:2] += weight * loss.detach()
         value[2] += weight * (math.nan if bound is None else bound)
 
-    def close(self, rows: int, due: Sequence[int] | None = None, kept: Kept | None = None) -> None:
+    def close(self, rows: int, due: list[int] | None = None, kept: Kept | None = None) -> None:
         """Sum rows over processes and declare so many complete: of these, the `due` ones are new.
 
         What is known of the others is in `kept`.
         """
-        topology = self.vector.topology
-        due = range(rows) if due is None else due
-        # One sum over processes for all rows, or one for each new one.
-        some = [self._buffer[:rows]] if len(due) == rows else [self._buffer[k : k + 1] for k in due]
+        due = list(range(rows)) if due is None else due
         for k in due:
-            if not self._written[k]:
+            if k not in self._fresh:  # this process has no example of it
+                self._fresh[k] = self.values.new_zeros(3)
                 self._buffer[k].mul_(self._kept) if self._kept else self._buffer[k].zero_()
-        for part in some:
+        # One sum over processes for all rows, or one for each new one.
+        for part in [self._buffer[:rows]] if len(due) == rows else [self._buffer[k : k + 1] for k in due]:
             if self._scale != 1.0:
                 part.div_(self._scale)
             self._reduce(part)
         if due:
-            zero = self.values.new_zeros(3)
-            fresh = topology.sum_values(torch.stack([self._values.get(k, zero) for k in due], 1))
-            if kept is None or len(due) == rows:
-                self.values = fresh
-            else:
-                self.values = kept.values.index_copy(1, torch.tensor(list(due), device=fresh.device), fresh)
-        if kept is not None and len(due) < rows:
-            self.values = self.values if due else kept.values
-            self.reached = [a or b for a, b in zip(self.reached, kept.reached, strict=True)]
-            self.bounded = self.bounded and kept.bounded
+            fresh = torch.stack([self._fresh[k] for k in due], 1)
+            self.values = self.vector.topology.sum_values(fresh)
         self._count = rows
+        if kept is None or len(due) == rows:
+            return
+        values = kept.values.clone()
+        values[:, due] = self.values
+        self.values = values
+        self.reached = [a or b for a, b in zip(self.reached, kept.reached, strict=True)]
+        self.bounded = self.bounded and kept.bounded
 
     def project(
         self,
@@ -174,24 +175,25 @@ class ConstraintMatrix:
 
         All local columns are updated; replicated ones enter the Gram matrix on one rank only.
         """
-        topology = self.vector.topology
+        vector, topology = self.vector, self.vector.topology
         chosen = None if moving is None else [j for j, moves in enumerate(moving) if moves]
-        columns, owned = self.vector.slices(chosen), self.vector.slices(chosen, owned=True)
-        with topology.measurement(numbers(len(self))):
+        columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
+        all_reduce = topology.gram_sum(vector.dtype == torch.float64)
+        with topology.measurement(len(self)):
             here = self.problems(v, weight, columns)
-            measured = here if owned == columns else self.problems(v, weight, owned)
-        one = next(iter(here))
-        if self.streamed:
-            sol = solve_stream(measured, options, warm_start, topology.gram_sum(one))
+            mine = here if owned == columns else self.problems(v, weight, owned)
+            measured = measure(mine) if self.streamed else None
+        if measured is None:
+            (whole,) = mine
+            sol = solve_problem(whole, options, warm_start, all_reduce=all_reduce)
         else:
-            (whole,) = measured
-            sol = solve_problem(whole, options, warm_start, all_reduce=topology.gram_sum(whole))
+            sol = solve_sum(measured, options, warm_start, all_reduce, vector.device)
         # On a device looking at the multipliers would wait, so that x is always written.
-        changed = not one.host or bool(sol.multipliers.any())
+        changed = vector.device.type != "cpu" or bool(sol.multipliers.any())
         if changed:
             for problem in here:
                 combine_into(problem, sol, problem.vector)
-        return sol.to(one.xp, one.device), changed
+        return sol.to(torch, vector.device), changed
 
     @property
     def streamed(self) -> bool:
@@ -273,10 +275,8 @@ class ConstraintMatrix:
             rows[:, at] = whole
 
     def _empty(self, rows: int) -> Tensor:
-        # Pinned memory is copied to a device without waiting.
-        pinned = self._device != self.vector.device and self.vector.device.type == "cuda"
         shape = (rows, self.vector.d)
-        return torch.empty(shape, dtype=self._dtype, device=self._device, pin_memory=pinned)
+        return torch.empty(shape, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
 
     def _reserve(self, rows: int) -> None:
         kept = len(self._buffer)
@@ -284,12 +284,6 @@ class ConstraintMatrix:
             grown = self._empty(rows)
             grown[:kept] = self._buffer
             self._buffer = grown
-            self._written += [False] * (rows - kept)
-
-
-def numbers(t: int) -> int:
-    """Return how many numbers K, b and |g|^2 are."""
-    return t * t + t + 1
 
 
 def check_loss(k: int, loss: Any) -> None:

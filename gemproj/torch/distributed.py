@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from gemproj._arrays import Blocks, wide_dtype
+from gemproj._arrays import Blocks, on_host, wide_dtype
 from gemproj._combine import combine_into
 from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._dual import check_options, solve_problem
-from gemproj._problem import Problem, check_out, check_problem
+from gemproj._problem import check_out, check_problem
 from gemproj._tspace import Gram, Measured
 from gemproj.methods import AnyMethod
 
@@ -68,12 +68,15 @@ class Local:
         return reached
 
     @contextmanager
-    def measurement(self, numbers: int) -> Iterator[None]:
-        """After an error in the block, make others fail in `gram_sum`, of so many numbers, too."""
+    def measurement(self, t: int, problems: int = 1) -> Iterator[None]:
+        """After an error in the block, make others fail in `gram_sum`, of t rows in so many problems, too."""
         yield
 
-    def gram_sum(self, problem: Problem) -> Callable[[Measured], Measured] | None:
-        """Return a function that sums the Gram matrices of shards; None where there are no shards."""
+    def gram_sum(self, double: bool) -> Callable[[Measured], Measured] | None:
+        """Return a function that sums the Gram matrices of shards; None where there are no shards.
+
+        `double` tells whether the shards have float64, by which certificates judge the sums.
+        """
         return None
 
     def sum_shards(self, numbers: Tensor) -> Tensor:
@@ -168,27 +171,27 @@ class Sharded(Replicated):
         return reached
 
     @contextmanager
-    def measurement(self, numbers: int) -> Iterator[None]:  # noqa: D102
+    def measurement(self, t: int, problems: int = 1) -> Iterator[None]:  # noqa: D102
         try:
             yield
         except ValueError:
-            wide = wide_dtype(torch, self._device)
+            numbers, wide = problems * (t * t + t + 1), wide_dtype(torch, self._device)
             self.sum_shards(torch.full((numbers,), math.nan, dtype=wide, device=self._device))
             raise
 
     def sum_values(self, values: Tensor) -> Tensor:  # noqa: D102
         return super().sum_values(values).div_(self.world)
 
-    def gram_sum(self, problem: Problem) -> Callable[[Measured], Measured] | None:  # noqa: D102
+    def gram_sum(self, double: bool) -> Callable[[Measured], Measured] | None:  # noqa: D102
         def reduce(part: Measured) -> Measured:
-            parts = [torch.as_tensor(a, device=problem.device) for a in part.gram]
+            parts = [torch.as_tensor(a, device=self._device) for a in part.gram]
             packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
             pieces = packed.split([a.numel() for a in parts])
             whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
-            if problem.host:
+            if on_host(self._device):
                 whole = [a.numpy() for a in whole]
             # Other processes may have summed in another way, and certificates must be the same everywhere.
-            return Measured(Gram(*whole), WIDE_ROUNDING if problem.has_float64() else NARROW_ROUNDING)
+            return Measured(Gram(*whole), WIDE_ROUNDING if double else NARROW_ROUNDING)
 
         return reduce
 
@@ -253,7 +256,7 @@ def project(
         options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
         x = [torch.empty_like(v) for v in problem.vector] if out is None else check_out(out, problem)
         numbers["constraints"] = problem.t
-    sol = solve_problem(problem, options, warm_start, all_reduce=shards.gram_sum(problem))
+    sol = solve_problem(problem, options, warm_start, all_reduce=shards.gram_sum(problem.has_float64()))
     combine_into(problem, sol, x)
     projected = problem.pack(x) if out is None else out
     return (projected, sol.to(problem.xp, problem.device)) if solution else projected

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from gemproj._arrays import namespace
 from gemproj._combine import write_rows
-from gemproj._dual import Options, solve_measured, solve_problem
+from gemproj._dual import Options, solve_problem
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured
 from gemproj.methods import Status
-from gemproj.torch.constraints import ConstraintMatrix, numbers
+from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.parameters import ParameterVector
-from gemproj.torch.stream import measure
+from gemproj.torch.stream import measure, solve_sum
 
 Groups = Literal["tensor", "module"] | Callable[[str], Hashable]
 
@@ -65,7 +65,8 @@ def project_groups(
     """
     vector, topology = matrix.vector, matrix.vector.topology
     here, grams = [], []
-    with topology.measurement(len(groups) * numbers(len(matrix))):
+    all_reduce = topology.gram_sum(vector.dtype == torch.float64)
+    with topology.measurement(len(matrix), len(groups)):
         for group in groups:
             chosen = group if moving is None else [j for j in group if moving[j]]
             columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
@@ -74,13 +75,9 @@ def project_groups(
     xp = namespace(grams[0].gram.b)
     gram = Gram(*(xp.stack(list(arrays)) for arrays in zip(*(one.gram for one in grams), strict=True)))
     measured = Measured(gram, max(one.rounding for one in grams))
-    one = next(iter(here[0]))
-    all_reduce = topology.gram_sum(one)
-    start = None if warm_start is None else one.to_host(warm_start)
-    sol = solve_measured(
-        measured if all_reduce is None else all_reduce(measured), options, start, torch, vector.device
-    )
-    if all_reduce is None and one.host and not matrix.streamed:
+    sol = solve_sum(measured, options, warm_start, all_reduce, vector.device).to(torch, vector.device)
+    host = vector.device.type == "cpu"
+    if all_reduce is None and host and not matrix.streamed:
         # Where K cannot tell rows apart, the rows themselves can.
         for k in torch.nonzero(sol.status & int(Status.UNRESOLVED)).flatten().tolist():
             again = solve_problem(next(iter(here[k])), options).to(torch, vector.device)
@@ -89,7 +86,7 @@ def project_groups(
         violated = (sol.gram.b.sum(0) < 0).any()
         left = (~violated).to(sol.status.dtype) * int(Status.APPROXIMATE)
         sol = replace(sol, multipliers=sol.multipliers * violated, status=sol.status | left)
-    changed = vector.device.type != "cpu" or bool(sol.multipliers.any())
+    changed = not host or bool(sol.multipliers.any())
     if changed:
         for problems, lam in zip(here, sol.multipliers, strict=True):
             for problem in problems:

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 
 from gemproj.methods._method import check_count
-from gemproj.torch.batches import Batch, Field, Remembered, field_of, flatten
+from gemproj.torch.batches import Batch, Field, Remembered, count_examples, flatten, labels_of, remembered
 from gemproj.torch.policies import POLICIES
 from gemproj.torch.store import Store, plain
 
@@ -132,28 +132,18 @@ class EpisodicMemory:
             raise ValueError("task must not be None: exclude=None leaves nothing out.")
         if isinstance(task, torch.Tensor):
             raise TypeError("task is a tensor, which equals no other as a name; use task.item().")
-        labels = self._labels(batch)
-        examples = _remembered(batch, outputs, losses)
-        leaves, _ = flatten(examples)
-        rows = leaves[0].shape[0]
+        examples = remembered(batch, outputs, losses)
+        rows = count_examples(examples)
         if rows == 0:
             return
-        if labels is not None and (
-            tuple(labels.shape) != (rows,) or labels.is_floating_point() or labels.is_complex()
-        ):
-            raise ValueError(
-                f"labels must be integers of shape ({rows},), one per example; "
-                f"found {labels.dtype} of shape {tuple(labels.shape)}."
-            )
+        labels = [0] * rows if self.label is None else labels_of(batch, self.label, rows)
         store = self._stores.get(task)
         if store is None:
             store = Store(examples, self.per_task)
         store.check(examples)
         # One kind of example for all tasks: `sample` mixes them.
         next(iter(self._stores.values()), store).check(examples, batch_only=True)
-        store.add(
-            examples, [0] * rows if labels is None else labels.tolist(), POLICIES[self.policy], self._random
-        )
+        store.add(examples, labels, POLICIES[self.policy], self._random)
         self._stores[task] = store
 
     def record(self, task: Hashable, *, outputs: Any = None, losses: torch.Tensor | None = None) -> None:
@@ -169,7 +159,7 @@ class EpisodicMemory:
             As in `add`.
         """
         batch = self._store(task).all().batch
-        examples = _remembered(batch, outputs, losses)
+        examples = remembered(batch, outputs, losses)
         flatten(examples)  # raises unless there is one row for each example
         self._store(task).record(examples.outputs, examples.losses)
 
@@ -292,19 +282,6 @@ class EpisodicMemory:
                 else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
             )
         return others
-
-    def _labels(self, batch: Batch) -> torch.Tensor | None:
-        if self.label is None:
-            return None
-        labels = field_of(batch, self.label, "label")
-        return labels if isinstance(labels, torch.Tensor) else torch.as_tensor(labels, device="cpu")
-
-
-def _remembered(batch: Batch, outputs: Any, losses: Any) -> Remembered:
-    if losses is not None and (not isinstance(losses, torch.Tensor) or losses.ndim != 1):
-        found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-        raise ValueError(f"losses must be a tensor of shape (n,), one loss per example; found {found}.")
-    return Remembered(batch, () if outputs is None else outputs, () if losses is None else losses)
 
 
 def _readable(nbytes: int) -> str:

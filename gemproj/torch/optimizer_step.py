@@ -45,8 +45,10 @@ class OptimizerStep:
                 "after freezing, adding adapters and fully_shard."
             )
 
-    def check_projectable(self, metric: Metric) -> None:
+    def check_projectable(self, on: On, metric: Metric) -> None:
         """Raise for optimizers whose steps cannot be projected, as far as can be told before a step."""
+        if on == "gradient":
+            return
         name = type(self.optimizer).__name__
         if name in _UNFIT:
             raise ValueError(f"The steps of {name} cannot be projected: {_UNFIT[name]}. Use on='gradient'.")
@@ -154,8 +156,7 @@ class ProjectedOptimizer:
     """
 
     def __init__(self, projector: Any, step: OptimizerStep) -> None:
-        if projector.on != "gradient":
-            step.check_projectable(projector.metric)
+        step.check_projectable(projector.on, projector.metric)
         self._projector, self._step = projector, step
         self._done: Projection | None = None
         self._hooks = [

@@ -1,33 +1,28 @@
-"""The projector of a training loop: constraints, the projection of gradients and steps, the warm start."""
+"""The projector of a training loop: its options, and the projection of gradients and steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, get_args
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from gemproj._dual import Options, check_options
 from gemproj._solution import DualSolution
 from gemproj.methods import GEM2017, AnyMethod
-from gemproj.methods._method import check_count, check_number
-from gemproj.torch.batches import Batch, Loss
 from gemproj.torch.bound import LossBound
-from gemproj.torch.constraint_gradients import Refresh, from_batches, from_losses, model_loss
-from gemproj.torch.constraints import ConstraintMatrix
-from gemproj.torch.distributed import Replicated
+from gemproj.torch.constraint_gradients import Refresh
 from gemproj.torch.groups import Groups, members, project_groups
 from gemproj.torch.optimizer_step import Metric, On, OptimizerStep, ProjectedOptimizer
+from gemproj.torch.recall import RecalledConstraints
 from gemproj.torch.stats import Projection
-from gemproj.torch.zero import ZeroOptimizer, ZeroStep, vector_of, with_hooks
+from gemproj.torch.zero import step_of
 
 
-class GradientProjector:
+class GradientProjector(RecalledConstraints):
     """Projects gradients, or the steps that an optimizer applies, so that no loss of earlier tasks rises.
 
     The constraint matrix is written into one buffer of t * d numbers that is kept from step to step. The
@@ -140,11 +135,6 @@ class GradientProjector:
         refresh: Refresh = "all",
         group: Any = None,
     ) -> None:
-        check_number(smoothing, "smoothing", 0.0)
-        if smoothing >= 1.0:
-            raise ValueError(f"smoothing must be below 1; found {smoothing}.")
-        if bound is not None and equality is not False:
-            raise ValueError("bound and equality exclude each other: an equality has no side to stay on.")
         for name, value, kind in (("on", on, On), ("metric", metric, Metric), ("refresh", refresh, Refresh)):
             known = get_args(kind)
             if value not in known:
@@ -154,40 +144,34 @@ class GradientProjector:
                 f"metric={metric!r} is a distance between steps of an optimizer; use it with on='step' or "
                 "on='both'."
             )
-        check_count(interval, "interval", 1)
-        self._vector = vector_of(parameters, group)
-        if rows_dtype is not None and not (
-            isinstance(rows_dtype, torch.dtype) and rows_dtype.is_floating_point
-        ):
-            raise TypeError(f"rows_dtype must be a floating-point dtype of torch; found {rows_dtype!r}.")
-        device = self._vector.device if rows_device is None else torch.device(rows_device)
-        if device.type not in ("cpu", self._vector.device.type):
-            raise ValueError(
-                f"rows_device must be 'cpu' or the device of the parameters, {self._vector.device}; found "
-                f"{rows_device!r}."
-            )
-        if device.type == self._vector.device.type:
-            device = self._vector.device
-        self._matrix = ConstraintMatrix(self._vector, rows_dtype, device)
-        self._gradient: Tensor | None = None  # allocated with the first projection
+        if bound is not None and equality is not False:
+            raise ValueError("bound and equality exclude each other: an equality has no side to stay on.")
+        if bound is not None and groups is not None:
+            raise ValueError("bound and groups exclude each other: a loss has no bound for each group.")
+        if gate and groups is None:
+            raise ValueError("gate is for groups; without them, nothing happens where nothing is violated.")
+        super().__init__(
+            parameters,
+            group,
+            on=on,
+            bound=None if bound is None else LossBound(bound, kappa, room),
+            smoothing=smoothing,
+            rows_dtype=rows_dtype,
+            rows_device=rows_device,
+            interval=interval,
+            refresh=refresh,
+        )
         self.method, self.margin, self.penalty, self.equality = method, margin, penalty, equality
+        self.metric = metric
         found = self._options().method
         if on != "gradient" and isinstance(found, GEM2017):
             raise ValueError(
                 f"{found!r} is made for gradients, in their units; use on='gradient', or "
                 "another method for steps."
             )
-        if bound is not None and groups is not None:
-            raise ValueError("bound and groups exclude each other: a loss has no bound for each group.")
-        if gate and groups is None:
-            raise ValueError("gate is for groups; without them, nothing happens where nothing is violated.")
         self._groups = None if groups is None else members(self._vector, groups)
         self._gate = gate
-        self.bound = None if bound is None else LossBound(bound, kappa, room)
-        self.smoothing = smoothing
-        self.on, self.metric, self.interval, self.refresh = on, metric, interval, refresh
-        self._attached: WeakSet[ProjectedOptimizer] = WeakSet()  # each lives as long as its optimizer
-        self.reset()
+        self._gradient: Tensor | None = None  # allocated with the first projection
 
     def __repr__(self) -> str:
         sizes = f"{len(self._vector.parameters)} parameters, d={self._vector.d}, t={len(self._matrix)}"
@@ -195,118 +179,11 @@ class GradientProjector:
         options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
         return f"GradientProjector({sizes}, {self._options().method!r}, {options})"
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, too: it is attached to nothing."""
-        return {name: value for name, value in self.__dict__.items() if name != "_attached"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _attached=WeakSet())
-
-    @property
-    def constraints(self) -> Tensor:
-        """The constraint matrix G, shape (t, d): a view of the local columns, one row per past task."""
-        return self._matrix.rows
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self._vector.device
-
     @property
     def scale_dependent(self) -> bool:
         """Whether the projection of a scaled gradient is not the scaled projection."""
         options = self._options()
         return self.bound is not None or _has_units(options) or isinstance(options.method, GEM2017)
-
-    def constrain(self, losses: Iterable[Tensor]) -> None:
-        """Replace the constraints: one row of G per loss, the gradient of that loss.
-
-        ``.grad`` is not touched. If a loss cannot be computed there are no constraints, rather than some of
-        them.
-
-        Parameters
-        ----------
-        losses : iterable of scalar tensors
-            The loss of each past task on its memory, each from a forward pass of its own; a generator holds
-            one graph in memory at once. With a `group`, every process brings its own losses of the same
-            tasks, and rows are their averages. With shards it must be a list.
-        """
-        start = time.perf_counter()
-        self._calls = 0
-        from_losses(self._matrix, losses)
-        self._ages = [0] * len(self._matrix)
-        self._seconds += time.perf_counter() - start
-
-    def recall(
-        self,
-        model: torch.nn.Module,
-        batches: Iterable[Batch],
-        loss: Loss = model_loss,
-        *,
-        microbatch: int | None = None,
-        training: bool = False,
-        scale: float = 1.0,
-    ) -> bool:
-        """Replace the constraints by the gradients of the mean loss on each of `batches`.
-
-        ``.grad``, the modes of the modules and torch's random state are restored. Without `training`,
-        dropout is off and batch normalisation uses, and does not touch, its running statistics; with it,
-        masks are drawn and these statistics move.
-
-        Parameters
-        ----------
-        model : torch.nn.Module
-            May be wrapped in DistributedDataParallel, or sharded by ``fully_shard``: each process
-            then brings its own examples of the same tasks, and rows are those of all together.
-        batches : iterable
-            One batch per past task, such as ``memory.batches()``: any nesting of tensors.
-        loss : callable
-            ``loss(model, batch)`` returns the mean over the examples, or one number for each. By default
-            ``model(**batch).loss``, as models of transformers compute it.
-        microbatch : int, optional
-            Most examples in one forward pass; the gradient is that of the mean over all of them.
-        training : bool, default False
-            Whether to compute the losses in the mode in which the model trains.
-        scale : float, default 1
-            Losses are multiplied by it and rows divided again, for backward passes in float16.
-
-        Returns
-        -------
-        bool
-            Whether constraints were computed: at the first call after `reset` and every `interval` calls,
-            unless with ``refresh="rising"`` no loss has risen.
-        """
-        if self._calls and self.on != "gradient" and not self._attached:
-            raise ValueError(
-                f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
-                "attach(optimizer) once, before the loop."
-            )
-        if isinstance(model, DistributedDataParallel):
-            if self._vector.topology.world == 1:
-                self._vector.topology = Replicated(self._vector.device, model.process_group)
-            # Its own forward pass would expect a backward pass that reduces .grad.
-            model = model.module
-        due: list[int] = []
-        if self._calls % self.interval == 0:
-            start = time.perf_counter()
-            due = from_batches(
-                self._matrix,
-                model,
-                batches,
-                loss,
-                microbatch=microbatch,
-                training=training,
-                scale=scale,
-                smoothing=self.smoothing,
-                refresh=self.refresh,
-                turn=self._calls // self.interval - 1,
-                tolerance=None if self.bound is None else self.bound.tolerance,
-            )
-            ages = self._ages if len(self._ages) == len(self._matrix) else [0] * len(self._matrix)
-            self._ages = [0 if k in due else age for k, age in enumerate(ages)]
-            self._seconds += time.perf_counter() - start
-        self._calls += 1  # a call that has failed is still due
-        return bool(due)
 
     @torch.compiler.disable
     def project_(self, learning_rate: float | None = None) -> Projection:
@@ -359,19 +236,13 @@ class GradientProjector:
         ProjectedOptimizer
             Call its ``remove()`` to detach.
         """
-        optimizer = with_hooks(optimizer)
-        if isinstance(optimizer, ZeroOptimizer) and self.on != "step":
-            raise ValueError(
-                f"on={self.on!r} needs gradients, which DeepSpeed reduces and clips within its step; use "
-                "on='step'."
-            )
-        if any(handle.holds(optimizer) for handle in self._attached):
+        step = step_of(self._vector, optimizer)
+        if any(handle.holds(step.optimizer) for handle in self._attached):
             raise ValueError(
                 "This projector is attached to this optimizer already; attach once, before the loop, or call "
                 "remove() on what attach returned."
             )
-        made = ZeroStep if isinstance(optimizer, ZeroOptimizer) else OptimizerStep
-        handle = ProjectedOptimizer(self, made(self._vector, optimizer))
+        handle = ProjectedOptimizer(self, step)
         self._attached.add(handle)
         return handle
 
@@ -398,60 +269,8 @@ class GradientProjector:
             step.replace(v)
         return sol
 
-    def follow(self, step: Tensor) -> Tensor:
-        """Return the cosine of an applied step with each constraint, and follow the losses along it."""
-        self._ages = [age + 1 for age in self._ages]
-        return self._matrix.follow(step)
-
-    def reset(self) -> None:
-        """Forget the constraints and the warm start, as at the boundary between two tasks."""
-        self._matrix.clear()
-        self._warm: dict[str, Tensor] = {}  # multipliers, by what was projected
-        self._calls = 0
-        self._ages = list[int]()  # of each row, steps since it was computed
-        self._seconds = 0.0  # spent on constraints since the last step
-        self.last: Projection | None = None
-
-    def state_dict(self, *, constraints: bool = True) -> dict[str, Any]:
-        """Return the constraints (of shards, the local columns), the warm start and the interval.
-
-        Parameters
-        ----------
-        constraints : bool, default True
-            Whether to include the rows; not needed if they are recomputed before the next step.
-        """
-        rows = self._matrix.state_dict() if constraints else None
-        warm = {name: lam.clone() for name, lam in self._warm.items()}
-        return {"constraints": rows, "warm": warm, "calls": self._calls, "ages": list(self._ages)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned, onto the device of the parameters.
-
-        A ValueError tells of the state of something else, or of the projector of another model.
-        """
-        lacking = {"constraints", "warm", "calls", "ages"} - state.keys()
-        if lacking:
-            raise ValueError(f"state has no {min(lacking)!r}: it is not of a GradientProjector.")
-        if state["constraints"] is None:
-            self._matrix.clear()
-        else:
-            self._matrix.load_state_dict(state["constraints"])
-        self._warm = {name: lam.to(self._vector.device, copy=True) for name, lam in state["warm"].items()}
-        self._calls, self._ages = state["calls"], list(state["ages"])
-        self.last = None
-
     def _options(self) -> Options:
         return check_options(self.method, margin=self.margin, penalty=self.penalty, equality=self.equality)
-
-    def _demand(self, bound: LossBound, rate: float) -> Any:
-        """Return the right-hand side h, as a function of the Gram matrix."""
-        matrix = self._matrix
-        if not matrix.bounded:
-            raise ValueError(
-                "bound needs the losses that examples had when they were stored: use GEM.end_task, "
-                "memory.record(task, losses=...) or memory.add(..., losses=...)."
-            )
-        return bound.demand(matrix.losses, matrix.bounds, rate, self._vector.dtype)
 
     def _project(
         self,
@@ -472,14 +291,6 @@ class GradientProjector:
             )
         self._warm[name] = sol.multipliers
         return sol, changed
-
-    def _record(self, sol: DualSolution | None, start: float) -> Projection:
-        seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
-        excess = None if self.bound is None else self.bound.excess(self._matrix.losses, self._matrix.bounds)
-        self.last = Projection(
-            len(self._matrix), sol, excess=excess, age=max(self._ages, default=0), seconds=seconds
-        )
-        return self.last
 
 
 def _has_units(options: Options) -> bool:

@@ -6,12 +6,14 @@ Like the columns of shards, tiles are measured on their own, and their Gram matr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gemproj._dual import Options, solve_problem
+from gemproj._arrays import on_host, to_numpy
+from gemproj._dual import Options, solve_measured
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured
@@ -65,32 +67,18 @@ def tiles(rows: Tensor, like: Tensor, columns: Iterable[slice]) -> Iterator[tupl
 
 def measure(problems: Iterable[Problem]) -> Measured:
     """Return the Gram matrix of several problems on columns of the same rows: their sum."""
-    return add(map(_gram, problems))
+    return reduce(_add, (select(problem).gram(problem) for problem in problems))
 
 
-def add(parts: Iterable[Measured]) -> Measured:
-    """Return the sum of Gram matrices, in the given order."""
-    left = iter(parts)
-    first = next(left)
-    for part in left:
-        gram = Gram(*(a + b for a, b in zip(first.gram, part.gram, strict=True)))
-        first = Measured(gram, max(first.rounding, part.rounding))
-    return first
-
-
-def solve_stream(
-    problems: Iterable[Problem], options: Options, warm_start: Tensor | None, all_reduce: Reduce | None
+def solve_sum(
+    measured: Measured, options: Options, warm_start: Tensor | None, all_reduce: Reduce | None, device: Any
 ) -> DualSolution:
-    """Solve the problem on the columns of all tiles, and with `all_reduce` of all processes."""
-    left = iter(problems)
-    first = next(left)
-
-    def reduce(measured: Measured) -> Measured:
-        whole = add(chain([measured], map(_gram, left)))
-        return whole if all_reduce is None else all_reduce(whole)
-
-    return solve_problem(first, options, warm_start, all_reduce=reduce)
+    """Solve the problem on all columns that were measured, with `all_reduce` on those of all processes."""
+    start = to_numpy(warm_start) if warm_start is not None and on_host(device) else warm_start
+    whole = measured if all_reduce is None else all_reduce(measured)
+    return solve_measured(whole, options, start, torch, device)
 
 
-def _gram(problem: Problem) -> Measured:
-    return select(problem).gram(problem)
+def _add(a: Measured, b: Measured) -> Measured:
+    gram = Gram(*(one + other for one, other in zip(a.gram, b.gram, strict=True)))
+    return Measured(gram, max(a.rounding, b.rounding))

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from gemproj.torch.distributed import Local, Sharded
-from gemproj.torch.optimizer_step import OptimizerStep
+from gemproj.torch.optimizer_step import Metric, On, OptimizerStep
 from gemproj.torch.parameters import ParameterVector
 
 
@@ -62,9 +62,7 @@ class ZeroVector(ParameterVector):
     def _fragment(self, p: Any) -> tuple[Tensor, int]:
         """Return the local entries of a parameter, and which one of its entries the first one is."""
         if _stage3(p):
-            padded = p._z3_optimizer.get_local_fp32_param(p)
-            start = padded.numel() * dist.get_rank(p.ds_process_group)
-            return padded[: max(p.ds_numel - start, 0)], start
+            return _unpadded(p)
         mapping = p._hp_mapping
         if mapping is None:  # all of it is with other processes
             return torch.empty(0, device=p.device), 0
@@ -172,9 +170,7 @@ class ZeroOptimizer:
         held = self.zero.optimizer.state.get(whole, {})
         moments = [key for key in ("exp_avg_sq", "max_exp_avg_sq") if key in held]
         if _stage3(p):
-            start = p.ds_tensor.numel() * dist.get_rank(p.ds_process_group)
-            n = max(p.ds_numel - start, 0)
-            found = {key: self.zero.get_local_fp32_param(p, key)[:n] for key in moments}
+            found = {key: _unpadded(p, key)[0] for key in moments}
         elif p._hp_mapping is None:
             found = {key: held[key].new_empty(0) for key in moments}
         else:
@@ -187,6 +183,14 @@ class ZeroStep(OptimizerStep):
     """The step of a ZeRO optimizer, which moves all parameters whose rate is not zero."""
 
     optimizer: Any
+
+    def check_projectable(self, on: On, metric: Metric) -> None:  # noqa: D102
+        if on != "step":
+            raise ValueError(
+                f"on={on!r} needs gradients, which DeepSpeed reduces and clips within its step; use "
+                "on='step'."
+            )
+        super().check_projectable(on, metric)
 
     def moving(self) -> list[bool]:  # noqa: D102
         groups = self._groups()
@@ -225,6 +229,12 @@ def with_hooks(optimizer: Any) -> Any:
     return optimizer._gemproj
 
 
+def step_of(vector: ParameterVector, optimizer: Any) -> OptimizerStep:
+    """Return the step of an optimizer, which gets hooks if it has none."""
+    optimizer = with_hooks(optimizer)
+    return (ZeroStep if isinstance(optimizer, ZeroOptimizer) else OptimizerStep)(vector, optimizer)
+
+
 def vector_of(parameters: Iterable[Any], group: Any) -> ParameterVector:
     """Return the parameters as one vector, of the kind that fits how they are spread over processes."""
     if isinstance(parameters, torch.nn.Module):
@@ -236,6 +246,13 @@ def vector_of(parameters: Iterable[Any], group: Any) -> ParameterVector:
 
 def _stage3(p: Any) -> bool:
     return hasattr(p, "ds_id")
+
+
+def _unpadded(p: Any, key: str | None = None) -> tuple[Tensor, int]:
+    """Return the local entries of a parameter in stage 3, or of a state of it, and the first one's number."""
+    padded = p._z3_optimizer.get_local_fp32_param(p, key)
+    start = padded.numel() * dist.get_rank(p.ds_process_group)
+    return padded[: max(p.ds_numel - start, 0)], start
 
 
 def _shape(p: Any) -> torch.Size:

@@ -1,0 +1,238 @@
+"""The constraints of past tasks from step to step: computed where due, followed in between, stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gemproj._solution import DualSolution
+from gemproj.methods._method import check_count, check_number
+from gemproj.torch.batches import Batch, Loss
+from gemproj.torch.bound import LossBound
+from gemproj.torch.constraint_gradients import Refresh, from_batches, from_losses, model_loss
+from gemproj.torch.constraints import ConstraintMatrix
+from gemproj.torch.distributed import Replicated
+from gemproj.torch.optimizer_step import On, ProjectedOptimizer
+from gemproj.torch.stats import Projection
+from gemproj.torch.zero import vector_of
+
+
+class RecalledConstraints:
+    """The constraints of a `GradientProjector`, which explains the parameters, and what is known of them.
+
+    They are computed by `constrain` and `recall`; in between, `follow` keeps their losses up with the steps.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Any],
+        group: Any,
+        *,
+        on: On,
+        bound: LossBound | None,
+        smoothing: float,
+        rows_dtype: torch.dtype | None,
+        rows_device: torch.device | str | None,
+        interval: int,
+        refresh: Refresh,
+    ) -> None:
+        check_number(smoothing, "smoothing", 0.0)
+        if smoothing >= 1.0:
+            raise ValueError(f"smoothing must be below 1; found {smoothing}.")
+        check_count(interval, "interval", 1)
+        self._vector = vector_of(parameters, group)
+        if rows_dtype is not None and not (
+            isinstance(rows_dtype, torch.dtype) and rows_dtype.is_floating_point
+        ):
+            raise TypeError(f"rows_dtype must be a floating-point dtype of torch; found {rows_dtype!r}.")
+        self._matrix = ConstraintMatrix(self._vector, rows_dtype, _rows_device(rows_device, self.device))
+        self.on, self.bound, self.smoothing = on, bound, smoothing
+        self.interval, self.refresh = interval, refresh
+        self._attached: WeakSet[ProjectedOptimizer] = WeakSet()  # each lives as long as its optimizer
+        self.reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, too: it is attached to nothing."""
+        return {name: value for name, value in self.__dict__.items() if name != "_attached"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _attached=WeakSet())
+
+    @property
+    def constraints(self) -> Tensor:
+        """The constraint matrix G, shape (t, d): a view of the local columns, one row per past task."""
+        return self._matrix.rows
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self._vector.device
+
+    def constrain(self, losses: Iterable[Tensor]) -> None:
+        """Replace the constraints: one row of G per loss, the gradient of that loss.
+
+        ``.grad`` is not touched. If a loss cannot be computed there are no constraints, rather than some of
+        them.
+
+        Parameters
+        ----------
+        losses : iterable of scalar tensors
+            The loss of each past task on its memory, each from a forward pass of its own; a generator holds
+            one graph in memory at once. With a `group`, every process brings its own losses of the same
+            tasks, and rows are their averages. With shards it must be a list.
+        """
+        start = time.perf_counter()
+        self._calls = 0
+        from_losses(self._matrix, losses)
+        self._ages = [0] * len(self._matrix)
+        self._seconds += time.perf_counter() - start
+
+    def recall(
+        self,
+        model: torch.nn.Module,
+        batches: Iterable[Batch],
+        loss: Loss = model_loss,
+        *,
+        microbatch: int | None = None,
+        training: bool = False,
+        scale: float = 1.0,
+    ) -> bool:
+        """Replace the constraints by the gradients of the mean loss on each of `batches`.
+
+        ``.grad``, the modes of the modules and torch's random state are restored. Without `training`,
+        dropout is off and batch normalisation uses, and does not touch, its running statistics; with it,
+        masks are drawn and these statistics move.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            May be wrapped in DistributedDataParallel, or sharded by ``fully_shard``: each process
+            then brings its own examples of the same tasks, and rows are those of all together.
+        batches : iterable
+            One batch per past task, such as ``memory.batches()``: any nesting of tensors.
+        loss : callable
+            ``loss(model, batch)`` returns the mean over the examples, or one number for each. By default
+            ``model(**batch).loss``, as models of transformers compute it.
+        microbatch : int, optional
+            Most examples in one forward pass; the gradient is that of the mean over all of them.
+        training : bool, default False
+            Whether to compute the losses in the mode in which the model trains.
+        scale : float, default 1
+            Losses are multiplied by it and rows divided again, for backward passes in float16.
+
+        Returns
+        -------
+        bool
+            Whether constraints were computed: at the first call after `reset` and every `interval` calls,
+            unless with ``refresh="rising"`` no loss has risen.
+        """
+        if self._calls and self.on != "gradient" and not self._attached:
+            raise ValueError(
+                f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
+                "attach(optimizer) once, before the loop."
+            )
+        if isinstance(model, DistributedDataParallel):
+            if self._vector.topology.world == 1:
+                self._vector.topology = Replicated(self._vector.device, model.process_group)
+            # Its own forward pass would expect a backward pass that reduces .grad.
+            model = model.module
+        due: list[int] = []
+        if self._calls % self.interval == 0:
+            start = time.perf_counter()
+            due = from_batches(
+                self._matrix,
+                model,
+                batches,
+                loss,
+                microbatch=microbatch,
+                training=training,
+                scale=scale,
+                smoothing=self.smoothing,
+                refresh=self.refresh,
+                turn=self._calls // self.interval - 1,
+                tolerance=None if self.bound is None else self.bound.tolerance,
+            )
+            ages = self._ages if len(self._ages) == len(self._matrix) else [0] * len(self._matrix)
+            new = set(due)
+            self._ages = [0 if k in new else age for k, age in enumerate(ages)]
+            self._seconds += time.perf_counter() - start
+        self._calls += 1  # a call that has failed is still due
+        return bool(due)
+
+    def follow(self, step: Tensor) -> Tensor:
+        """Return the cosine of an applied step with each constraint, and follow the losses along it."""
+        self._ages = [age + 1 for age in self._ages]
+        return self._matrix.follow(step)
+
+    def reset(self) -> None:
+        """Forget the constraints and the warm start, as at the boundary between two tasks."""
+        self._matrix.clear()
+        self._warm: dict[str, Tensor] = {}  # multipliers, by what was projected
+        self._calls = 0
+        self._ages = list[int]()  # of each row, steps since it was computed
+        self._seconds = 0.0  # spent on constraints since the last step
+        self.last: Projection | None = None
+
+    def state_dict(self, *, constraints: bool = True) -> dict[str, Any]:
+        """Return the constraints (of shards, the local columns), the warm start and the interval.
+
+        Parameters
+        ----------
+        constraints : bool, default True
+            Whether to include the rows; not needed if they are recomputed before the next step.
+        """
+        rows = self._matrix.state_dict() if constraints else None
+        warm = {name: lam.clone() for name, lam in self._warm.items()}
+        return {"constraints": rows, "warm": warm, "calls": self._calls, "ages": list(self._ages)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what `state_dict` returned, onto the device of the parameters.
+
+        A ValueError tells of the state of something else, or of the projector of another model.
+        """
+        lacking = {"constraints", "warm", "calls", "ages"} - state.keys()
+        if lacking:
+            raise ValueError(f"state has no {min(lacking)!r}: it is not of a GradientProjector.")
+        if state["constraints"] is None:
+            self._matrix.clear()
+        else:
+            self._matrix.load_state_dict(state["constraints"])
+        self._warm = {name: lam.to(self._vector.device, copy=True) for name, lam in state["warm"].items()}
+        self._calls, self._ages = state["calls"], list(state["ages"])
+        self.last = None
+
+    def _demand(self, bound: LossBound, rate: float) -> Any:
+        """Return the right-hand side h, as a function of the Gram matrix."""
+        matrix = self._matrix
+        if not matrix.bounded:
+            raise ValueError(
+                "bound needs the losses that examples had when they were stored: use GEM.end_task, "
+                "memory.record(task, losses=...) or memory.add(..., losses=...)."
+            )
+        return bound.demand(matrix.losses, matrix.bounds, rate, self._vector.dtype)
+
+    def _record(self, sol: DualSolution | None, start: float) -> Projection:
+        seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
+        excess = None if self.bound is None else self.bound.excess(self._matrix.losses, self._matrix.bounds)
+        self.last = Projection(
+            len(self._matrix), sol, excess=excess, age=max(self._ages, default=0), seconds=seconds
+        )
+        return self.last
+
+
+def _rows_device(given: torch.device | str | None, here: torch.device) -> torch.device:
+    """Return where rows are kept: on the CPU or here, where the parameters are."""
+    device = here if given is None else torch.device(given)
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != here.type or device.index not in (None, here.index):
+        raise ValueError(
+            f"rows_device must be 'cpu' or the device of the parameters, {here}; found {given!r}."
+        )
+    return here
