@@ -36,7 +36,8 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
         raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.")
     if like is not None and len(blocks) != like[1]:
         raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
-    for block in blocks:
+    # One block of each kind stands for all: models have hundreds.
+    for block in {(type(block), getattr(block, "dtype", None)): block for block in blocks}.values():
         if not is_array(block):
             hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
             raise TypeError(

@@ -246,8 +246,8 @@ def solve_problem(
 
     On the CPU all arrays of the result are NumPy's, whatever the library of G: a call costs a fifth of
     torch's. With `certify`, methods that are approximate by design also keep coordinates of G where
-    their certificates would need them. With `only_multipliers` nothing else is read of the result, which saves
-    a device some twenty launches. `all_reduce` sums the Gram matrix over the processes that hold
+    their certificates would need them. With `only_multipliers` nothing else is read of the result, which
+    saves a device some twenty launches. `all_reduce` sums the Gram matrix over the processes that hold
     shards of G; then there is no way back to G.
     """
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", problem)

@@ -153,13 +153,11 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
     device = device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
         for name, arrays in (("G", rows), ("g", vector), ("metric", weight or [])):
-            for k, a in enumerate(arrays):
-                if device_of(a) != device:
-                    raise ValueError(
-                        f"{name} is on device {device_of(a)} but g is on {device}; "
-                        "move all arrays to one device."
-                    )
-                arrays[k] = detach(a)
+            for found in {device_of(a) for a in arrays} - {device}:
+                raise ValueError(
+                    f"{name} is on device {found} but g is on {device}; move all arrays to one device."
+                )
+            arrays[:] = [detach(a) for a in arrays]
     if weight is not None and on_host(device):
         for w in weight:
             if not bool(xp.all((w > 0) & xp.isfinite(w))):

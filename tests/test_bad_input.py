@@ -5,7 +5,7 @@ import pytest
 import torch
 from problems import assert_close
 
-from gemproj import PGD, Exact, Gram, Status, combine, gram, project, solve_dual, solve_gram
+from gemproj import PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
 from gemproj._checks import drop_not_finite
 
 G, g = np.eye(3, 5), -np.ones(5)

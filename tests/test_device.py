@@ -3,7 +3,10 @@
 Where there is no GPU, the CPU is taken for one.
 """
 
+import re
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from devices import DEVICE, make_device, skip_without_kernels
@@ -19,6 +22,7 @@ pytestmark = [
 tree_map = pytest.importorskip("torch.utils._pytree").tree_map
 dispatch = pytest.importorskip("torch.utils._python_dispatch")
 
+ROOT = Path(__file__).resolve().parents[1]
 # Operations whose result, or shape, the CPU would have to wait for.
 WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
@@ -179,3 +183,23 @@ def test_what_the_kernels_cannot_read_takes_the_portable_form(device):
         project(G, g, out=gaps[:, 0])
     assert_close(gaps[:, 0], expected[0], atol=1e-13)
     assert not gaps[:, 1].any()
+
+
+def test_the_captured_step_of_the_documentation(monkeypatch):
+    """On stand-ins where there is no GPU: then the capture runs the step, and a replay does nothing."""
+    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "gpu.md").read_text(), re.S)[1]
+    if DEVICE == "cpu":
+        code = code.replace('"cuda"', '"cpu"').replace("capturable=True", "capturable=False")
+        stream = SimpleNamespace(wait_stream=lambda other: None)
+        for name in ("Stream", "current_stream"):
+            monkeypatch.setattr(torch.cuda, name, lambda: stream)
+        for name in ("stream", "graph"):
+            monkeypatch.setattr(torch.cuda, name, nullcontext)
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+    torch.manual_seed(0)
+    names = {}
+    exec(compile(code, "gpu.md", "exec"), names)
+    rows = [torch.cat([v.flatten() for v in names["gradient"](*m)]) for m in names["memories"]]
+    names["step"]()
+    step = torch.cat([p.grad.flatten() for p in names["parameters"]])
+    assert all(float(row @ step) > -1e-6 for row in rows)

@@ -84,8 +84,10 @@ def variants(every: bool) -> dict[str, Call]:
         stage1("t = 12, blocks of two dtypes", lay_out(many, [a[0] for a in many]))
     for t in (1, 2, 8, 9, 40) if every else (2,):
         stage1(f"t = {t}, batch of d = 64", lay_out_batch(torch.ones(9, t, 64), torch.ones(9, 64)))
+    assert three is not None
     calls["blocks of three dtypes"] = partial(combine, three, lam[:1], [a[0].float() for a in mixed])
     small = lay_out_batch(torch.ones(9, 3, 64), torch.ones(9, 64))
+    assert small is not None
     calls["batch of d = 64"] = partial(combine, small, lam, [torch.ones(9, 64)])
     for dtype in (f32, bf16, f64) if every else (f32,):
         x = torch.empty(_COLUMNS, dtype=dtype)

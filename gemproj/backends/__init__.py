@@ -70,7 +70,7 @@ def solver_for(K: Array) -> Callable[..., Outcome]:
     module = _module(host, os.environ.get("GEMPROJ_BACKEND", ""))
     if module is None or (not host and not module.available(K.device)):
         return _PORTABLE.solve
-    return module.solve if host else module.Triton().solve
+    return module.solve
 
 
 @lru_cache(maxsize=16)

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, from_numpy, namespace, to_numpy
-from gemproj._constants import CHUNK, EPS, LARGE, NARROW_RANGE, NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._checks import drop_not_finite
+from gemproj._constants import CHUNK, EPS, LARGE, NARROW_RANGE, NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tiles import stacked, tiles
 from gemproj._tspace import Gram, Measured

@@ -7,8 +7,8 @@ import triton.language as tl
 
 from gemproj.backends.triton._layout import LINE
 
-# Numbers that change from call to call: Triton would compile again where one is 1 or a multiple of 16, as t and
-# strides are by turns. What wide loads need to know is in the constant ALIGN.
+# Numbers that change from call to call: Triton would compile again where one is 1 or a multiple of 16, as t
+# and strides are by turns. What wide loads need to know is in the constant ALIGN.
 _NUMBERS = (
     *("t", "count", "steps", "problems", "pairs", "entries", "parts", "share", "columns"),
     *("rows", "vector", "out", "row_stride", "rows_batch", "vector_batch", "out_batch"),
@@ -24,8 +24,7 @@ def lines(table, part, TABLE: tl.constexpr):
     """Return the first line of a program, and the first of the next: one segment without a table."""
     if TABLE:
         return tl.load(table + part).to(tl.int32), tl.load(table + part + 1).to(tl.int32)
-    else:
-        return 0, 1
+    return 0, 1
 
 
 @triton.jit

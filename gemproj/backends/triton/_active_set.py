@@ -215,7 +215,7 @@ def search_active_set(
     K, K_batch, K_row, b, b_batch, b_step, lower, upper, start, lam_out, pivots_out, status_out,
     workspace, count, t,
     T: tl.constexpr, CHUNK: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr,
-    STARTED: tl.constexpr, RESOLVE: tl.constexpr,
+    STARTED: tl.constexpr, STATUS: tl.constexpr,
 ):  # fmt: skip
     """Solve problems `program_id`, `program_id + num_programs`, ... in a workspace of 2 t^2 each."""
     i = tl.arange(0, T)
@@ -246,11 +246,11 @@ def search_active_set(
             attempts -= 1
             if smallest <= _ROUNDING * magnitude(best):
                 attempts = 0
-        s = product(unit, best, t, T, CHUNK) + unit_b
-        status, determining = verdict(best, s, low, high)
-        if RESOLVE:
-            _copy(unit, A, t, CHUNK, T)
-            status += unresolved(_smallest_pivot(A, determining & (i < t), t, T, CHUNK))
         tl.store(lam_out + problem * t + i, best * scale, mask=i < t)
         tl.store(pivots_out + problem, pivots)
-        tl.store(status_out + problem, status)
+        if STATUS:
+            s = product(unit, best, t, T, CHUNK) + unit_b
+            status, determining = verdict(best, s, low, high)
+            _copy(unit, A, t, CHUNK, T)
+            resolution = _smallest_pivot(A, determining & (i < t), t, T, CHUNK)
+            tl.store(status_out + problem, status + unresolved(resolution))

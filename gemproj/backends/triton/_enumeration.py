@@ -15,7 +15,7 @@ from gemproj.backends.triton._unit import DEPENDENT, clip, cosines, linear, resi
 @kernel
 def enumerate_sets(
     K, K_batch, K_row, b, b_batch, b_step, lower, upper, lam_out, status_out, t,
-    T: tl.constexpr, SETS: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr, RESOLVE: tl.constexpr,
+    T: tl.constexpr, SETS: tl.constexpr, SIGNED: tl.constexpr, BOUNDED: tl.constexpr, STATUS: tl.constexpr,
 ):  # fmt: skip
     """Solve problem `program_id`, of t <= T rows; SETS is a power of two of at least 2^t (3^t) lanes."""
     CHOICES: tl.constexpr = 3 if BOUNDED else 2
@@ -69,10 +69,10 @@ def enumerate_sets(
     # Ties go to the first set: where no constraint is violated that is the empty one, and x is g.
     best = tl.min(tl.where(miss == tl.min(miss, axis=0), n, SETS), axis=0)
     lam = tl.sum(tl.where((n == best)[None, :], lam, 0.0), axis=1)
-    s = tl.sum(unit * lam[None, :], axis=1) + unit_b
-    status, determining = verdict(lam, s, low, high)
-
-    if RESOLVE:
+    tl.store(lam_out + problem * t + i, lam * scale, mask=i < t)
+    if STATUS:
+        s = tl.sum(unit * lam[None, :], axis=1) + unit_b
+        status, determining = verdict(lam, s, low, high)
         resolution = 1.0 + tl.sum(lam * 0.0, axis=0)
         both = determining[:, None] & determining[None, :]
         left = tl.where(both, unit, tl.where(i[:, None] == i[None, :], 1.0, 0.0))
@@ -83,6 +83,4 @@ def enumerate_sets(
             least = tl.sum(tl.where(i == k, across, 0.0), axis=0)
             resolution = tl.minimum(resolution, least)
             left -= across[:, None] * (down / tl.where(least > DEPENDENT, least, 1.0))[None, :]
-        status += unresolved(resolution)
-    tl.store(lam_out + problem * t + i, lam * scale, mask=i < t)
-    tl.store(status_out + problem, status)
+        tl.store(status_out + problem, status + unresolved(resolution))

@@ -44,6 +44,10 @@ class Layout:
     blocks: np.ndarray | None = None  # a line of the table for each whole block
     _cuts: dict[Any, Cut] = field(default_factory=dict)
 
+    def holds(self, *dtypes: torch.dtype) -> bool:
+        """Return whether any block of G or g is of one of these dtypes."""
+        return any((self.dtypes[0] | self.dtypes[1]) >> CODES[dtype] & 1 for dtype in dtypes)
+
     def cut(self, unit: int, most: int) -> Cut:
         """Return at most `most` shares of each problem, multiples of `unit` columns."""
         found = self._cuts.get((unit, most))
@@ -84,7 +88,7 @@ class Cut:
         self._where = k, first_byte
 
     def output(self, distances: tuple[int, ...], device: torch.device) -> Table:
-        """Return where the segments of x begin, in bytes from its first block; blocks are that far from it."""
+        """Return where segments of x begin, in bytes from its first block, for blocks that far from it."""
         table = self._outputs.get(distances)
         if table is None:
             k, first_byte = self._where
@@ -113,48 +117,50 @@ def lay_out(rows: Sequence[Tensor], vector: Sequence[Tensor]) -> Layout | None:
         row must be contiguous.
     """
     if len(rows) == 1:
-        if not (_has_whole_rows(rows[0]) and vector[0].is_contiguous()):
-            return None
-        # The length is spelled out: there may be no columns.
-        G = rows[0].flatten(1) if rows[0].ndim > 1 else rows[0][:, None]
-        return lay_out_batch(G[None], vector[0].reshape(1, -1))
-    key = (
-        vector[0].device,
-        len(rows[0]),
-        *[
-            (G.data_ptr(), g.data_ptr(), G.stride(0), g.numel(), G.dtype, g.dtype)
-            for G, g in zip(rows, vector, strict=True)
-        ],
-    )
-    if not (all([_has_whole_rows(G) for G in rows]) and all([g.is_contiguous() for g in vector])):
+        G, g = rows[0], vector[0]
+        whole = _has_whole_rows(G) and g.is_contiguous()
+        return _of_array(G, g, 1, G.shape[0], g.numel(), (G.stride(0), 0, 0)) if whole else None
+    device, t = vector[0].device, rows[0].shape[0]
+    facts = [
+        (G.data_ptr(), g.data_ptr(), G.stride(0), g.numel(), G.dtype, g.dtype)
+        for G, g in zip(rows, vector, strict=True)
+    ]
+    key = device, t, *facts
+    if not all(map(_has_whole_rows, rows)) or not all(map(Tensor.is_contiguous, vector)):
         return None
     found = _layouts.get(key)
     if found is None:
         dtypes = {G.dtype for G in rows}, {g.dtype for g in vector}
         if not dtypes[0] | dtypes[1] <= CODES.keys():
             return None
-        found = _of_blocks(key[0], key[1], key[2:], dtypes)
+        found = _of_blocks(device, t, facts, dtypes)
         _keep(_layouts, key, found)
     return found
 
 
 def _has_whole_rows(G: Tensor) -> bool:
-    return G.is_contiguous() or (len(G) > 0 and G[0].is_contiguous())
+    return G.is_contiguous() or (G.shape[0] > 0 and G[0].is_contiguous())
 
 
 def _of_blocks(device: torch.device, t: int, facts: Any, dtypes: Any) -> Layout:
     lines = [[*fact[:4], CODES[fact[4]] + 4 * CODES[fact[5]]] for fact in facts]
     blocks = np.array(lines, dtype=np.int64)
     itemsize = _ITEMSIZE[blocks[:, 4] % 4]
-    # Shares begin at multiples of 64 of all columns, blocks anywhere: only in blocks whose sizes are multiples
-    # of 16 elements do segments begin at aligned addresses.
+    # Shares begin at multiples of 64 of all columns, blocks anywhere: only in blocks whose sizes are
+    # multiples of 16 elements do segments begin at aligned addresses.
     aligned = not (
         (blocks[:, :2] % 16).any() or (blocks[:, 2] * itemsize % 16).any() or (blocks[:, 3] % 16).any()
     )
     sets = [sum(1 << CODES[dtype] for dtype in found) for found in dtypes]
     widest = max(dtype.itemsize for found in dtypes for dtype in found)
     return Layout(
-        device, t, int(blocks[:, 3].sum()), 1, (sets[0], sets[1]), 16 // widest if aligned else 1, blocks=blocks
+        device,
+        t,
+        int(blocks[:, 3].sum()),
+        1,
+        (sets[0], sets[1]),
+        16 // widest if aligned else 1,
+        blocks=blocks,
     )
 
 
@@ -163,22 +169,31 @@ def lay_out_batch(G: Tensor, g: Tensor) -> Layout | None:
     problems, t, columns = G.shape
     for_rows, row_stride, step = G.stride()
     for_g, step_of_g = g.stride()
-    if G.dtype not in CODES or g.dtype not in CODES or (columns > 1 and not step == step_of_g == 1):
+    whole = columns <= 1 or step == step_of_g == 1
+    return _of_array(G, g, problems, t, columns, (row_stride, for_rows, for_g)) if whole else None
+
+
+def _of_array(
+    G: Tensor, g: Tensor, problems: int, t: int, columns: int, strides: tuple[int, int, int]
+) -> Layout | None:
+    types = G.dtype, g.dtype
+    if types[0] not in CODES or types[1] not in CODES:
         return None
-    rows, vector, size = G.data_ptr(), g.data_ptr(), G.element_size()
-    widest = max(size, g.element_size())
-    apart = (row_stride * size) | (for_rows * size) | (for_g * g.element_size()) if problems > 1 else row_stride * size
-    aligned = not (rows | vector | apart) % 16
+    sizes = types[0].itemsize, types[1].itemsize
+    rows, vector = G.data_ptr(), g.data_ptr()
+    aligned = not (rows | vector | strides[0] * sizes[0]) % 16
+    if problems > 1:
+        aligned = aligned and not (strides[1] * sizes[0] | strides[2] * sizes[1]) % 16
     return Layout(
         g.device,
         t,
         columns,
         problems,
-        (1 << CODES[G.dtype], 1 << CODES[g.dtype]),
-        16 // widest if aligned else 1,
+        (1 << CODES[types[0]], 1 << CODES[types[1]]),
+        16 // max(sizes) if aligned else 1,
         rows,
         vector,
-        (row_stride, for_rows, for_g),
+        strides,
     )
 
 
@@ -191,5 +206,5 @@ def processors(device: torch.device) -> int:
 
 
 def power(n: int) -> int:
-    """Return the next power of two. (Triton's own goes through its compiler's wrappers, 20 microseconds.)"""
+    """Return the next power of two; Triton's own function takes a hundred times as long."""
     return 1 << (n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Tables of numbers on a device: copied without waiting for it, and there for every replay of a captured graph."""
+"""Tables of numbers on a device: copied without waiting for it, and there for every replay of a graph."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 # A captured graph reads its tables, or the pinned memory they are copied from, at every replay.
 _captured: list[Table] = []
-# Pinned memory for tables that are new during a capture, when none may be pinned: made by the first table, and how
-# much of it is taken.
+# Pinned memory for tables that are new during a capture, when none may be pinned: made by the first table,
+# and how much of it is taken.
 _spare: dict[torch.device, tuple[Tensor, int]] = {}
 _POOL = 1 << 17
 

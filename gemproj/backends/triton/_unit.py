@@ -91,8 +91,7 @@ def _norm(K, K_row, i, t, NORMALIZE: tl.constexpr):
     squared = tl.load(K + i * (K_row + 1), mask=i < t, other=0.0)
     if NORMALIZE:
         return tl.sqrt(tl.where(squared < float("inf"), squared, 0.0))
-    else:
-        return tl.where(squared < float("inf"), 1.0, 0.0)
+    return tl.where(squared < float("inf"), 1.0, 0.0)
 
 
 @triton.jit

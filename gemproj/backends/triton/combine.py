@@ -21,7 +21,7 @@ _COLUMNS, _PROGRAMS = 512, 16
 
 def supports(at: Layout, out: Sequence[Tensor]) -> bool:
     """Return whether the kernel can write these blocks, or this array (problems, d), where they are."""
-    return all([a.is_contiguous() for a in out]) or (at.problems > 1 and out[0].stride(-1) == 1)
+    return all(map(Tensor.is_contiguous, out)) or (at.problems > 1 and out[0].stride(-1) == 1)
 
 
 def combine(at: Layout, lam: Tensor, out: Sequence[Tensor]) -> None:
@@ -31,7 +31,7 @@ def combine(at: Layout, lam: Tensor, out: Sequence[Tensor]) -> None:
     ----------
     at : Layout
         Of G and g.
-    lam : tensor, shape (problems, t), float64
+    lam : tensor, shape (problems, t), or (t,) of one problem, float64
         Where a multiplier is zero, its row is not read and may hold anything.
     out : sequence of tensors
         Blocks of the shapes and dtypes of g that `supports` accepts; of a batch, one array.
@@ -45,16 +45,17 @@ def combine(at: Layout, lam: Tensor, out: Sequence[Tensor]) -> None:
     if cut.table is not None:
         # x may be new at every call, its blocks are views of one array: only that one's address changes.
         distances = tuple([a.data_ptr() - x for a in out])
-        aligned = aligned and not any([distance % 16 for distance in distances])
+        aligned = aligned and all(distance % 16 == 0 for distance in distances)
         table, where = cut.table.get(), cut.output(distances, at.device).get()
     elif at.problems > 1:
         aligned = aligned and out[0].stride(0) * out[0].element_size() % 16 == 0
     small = at.columns <= 128  # a batch of small problems: one warp each
+    apart = (lam.stride(0), out[0].stride(0)) if at.problems > 1 else (0, 0)
     launch(
         _combine,
         at.problems * cut.parts,
-        (table, where, lam, lam.stride(0), lam.stride(1), at.t, at.rows, at.vector, x, *at.strides,
-         out[0].stride(0) if at.problems > 1 else 0, at.columns, cut.share, cut.parts),
+        (table, where, lam, apart[0], lam.stride(-1), at.t, at.rows, at.vector, x, *at.strides, apart[1],
+         at.columns, cut.share, cut.parts),
         (128 if small else _COLUMNS, table is not None, *at.dtypes, at.align if aligned else 1),
         device=at.device,
         num_warps=1 if small else 4,
@@ -76,8 +77,8 @@ def _combine(
     first, last = lines(table, part, TABLE)
     for s in range(first, last):
         G, g, stride, at_G, at_g, size, code = segment(
-            table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns, share,
-            TABLE, ALIGN,
+            table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns,
+            share, TABLE, ALIGN,
         )  # fmt: skip
         if TABLE:
             x = out + tl.load(where + s)

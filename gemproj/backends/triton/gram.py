@@ -1,16 +1,16 @@
 """Stage 1 on a CUDA device: the Gram matrix of the stacked rows [G; g], in float64.
 
-The columns are shared out between programs. Each leaves the products of its share in a workspace, and a second
-launch adds these up, always in the order of the columns: the sums are equal to the last bit from run to run on
-the same device.
+The columns are shared out between programs. Each leaves the products of its share in a workspace, and a
+second launch adds these up, always in the order of the columns: the sums are equal to the last bit from run
+to run on the same device.
 
 Which form of the product:
 
-- Up to t = 8, one group of four columns per thread, and one sum for each pair of rows: no thread needs what
+- Up to t = 8, four columns per thread at a time, and one sum for each pair of rows: no thread needs what
   another one has until the end. It is bound by memory: 45 products per column at t = 8 are 6 us of float64
   arithmetic where their bytes take 23 us (an H100: 34 TFLOP/s, 3.35 TB/s, d = 2e6, float32).
-- Above, `tl.dot` in float64 between blocks of 16 rows, on and below the diagonal, which Triton turns into tensor
-  core instructions from sm_80 on. The products with g are summed apart from it.
+- Above, `tl.dot` in float64 between blocks of 16 rows, on and below the diagonal, which Triton turns into
+  tensor core instructions from sm_80 on. The products with g are summed apart from it.
 """
 
 from __future__ import annotations
@@ -43,48 +43,55 @@ _DOTS_HALVES = tuple(int(part) for part in triton.__version__.split(".")[:2]) >=
 
 def supports(at: Layout) -> bool:
     """Return whether the kernels compile for this layout."""
-    return at.t <= _FEW or _DOTS_HALVES or not (at.dtypes[0] | at.dtypes[1]) & 12
+    return at.t <= _FEW or _DOTS_HALVES or not at.holds(torch.float16, torch.bfloat16)
 
 
 def gram(at: Layout) -> Tensor:
     """Return the Gram matrix of the stacked rows [G; g] of every problem, (problems, t + 1, t + 1)."""
-    n = at.t + 1
+    n, few = at.t + 1, at.t <= _FEW
     total = torch.empty((at.problems, n, n), dtype=torch.float64, device=at.device)
     if not at.problems:
         return total
-    few, blocks, pairs = at.t <= _FEW, _blocks(at.t), 1
+    blocks = min(_MOST_BLOCKS, -(-at.t // 16))
+    squares = -(-at.t // (blocks * 16))
+    pairs = 1 if few else squares * (squares + 1) // 2
     # Programs that are in flight together, by the registers they take; of small problems fewer.
-    per_processor = (8 if at.t <= 2 else 4 if at.t <= 4 else 2) if few else 4
-    if not few:
-        squares = -(-at.t // (blocks * 16))
-        pairs = squares * (squares + 1) // 2
-    most = max(1, min(per_processor * processors(at.device) // (pairs * at.problems), at.columns // _LEAST))
-    cut = at.cut(_UNIT, most)
+    together = (2 if few and at.t > 4 else 4) * processors(at.device)
+    cut = at.cut(_UNIT, max(1, min(together // (pairs * at.problems), at.columns // _LEAST)))
     partial = total
     if cut.parts > 1:
         partial = torch.empty((at.problems, cut.parts, n, n), dtype=torch.float64, device=at.device)
     table = None if cut.table is None else cut.table.get()
-    arguments = (table, partial, at.t, pairs, at.rows, at.vector, *at.strides, at.columns, cut.share, cut.parts)
+    numbers = (at.t, pairs, at.rows, at.vector, *at.strides, at.columns, cut.share, cut.parts)
     reading = (table is not None, *at.dtypes, at.align)
     if few:
-        small = at.columns <= 256  # a batch of small problems: one warp each
-        # Columns of a thread: of float64 fewer, which take more registers.
-        warps, width = 1 if small else 4, 2 if at.columns <= 64 or (at.dtypes[0] | at.dtypes[1]) & 2 else 4
-        launch(_few_rows, at.problems * cut.parts, arguments, (power(at.t), 32 * warps, width, *reading),
-               device=at.device, num_warps=warps, enable_fp_fusion=True)  # fmt: skip
+        # One warp for each of a batch of small problems; and fewer columns where they take more registers.
+        warps = 1 if at.columns <= 256 else 4
+        width = 2 if at.columns <= 64 or at.holds(torch.float64) else 4
+        form, constants = _few_rows, (power(at.t), 32 * warps, width)
     else:
-        columns = 16 if (at.dtypes[0] | at.dtypes[1]) & 2 else 32  # of float64 half as many
-        launch(_many_rows, at.problems * cut.parts * pairs, arguments, (blocks, columns, pairs == 1, *reading),
-               device=at.device, num_warps=2 if blocks > 1 else 1, enable_fp_fusion=True)  # fmt: skip
+        warps = min(2, blocks)
+        form, constants = _many_rows, (blocks, 16 if at.holds(torch.float64) else 32, pairs == 1)
+    launch(
+        form,
+        at.problems * cut.parts * pairs,
+        (table, partial, *numbers),
+        (*constants, *reading),
+        device=at.device,
+        num_warps=warps,
+        enable_fp_fusion=True,
+    )
     if cut.parts > 1:
-        chunks = -(-n * n // 16)
-        launch(_add_up, at.problems * chunks, (partial, total, n * n, cut.parts), (), device=at.device,
-               num_warps=8, enable_fp_fusion=True)  # fmt: skip
+        launch(
+            _add_up,
+            at.problems * -(-n * n // 16),
+            (partial, total, n * n, cut.parts),
+            (),
+            device=at.device,
+            num_warps=8,
+            enable_fp_fusion=True,
+        )
     return total
-
-
-def _blocks(t: int) -> int:
-    return min(_MOST_BLOCKS, -(-t // 16))
 
 
 @triton.jit
@@ -122,8 +129,8 @@ def _few_rows(
     first, last = lines(table, part, TABLE)
     for s in range(first, last):
         G, g, stride, at_G, at_g, size, code = segment(
-            table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns, share,
-            TABLE, ALIGN,
+            table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns,
+            share, TABLE, ALIGN,
         )  # fmt: skip
         j = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         # Whole tiles need no mask for the columns, which would stand in the way of wide loads.
@@ -175,7 +182,14 @@ def _add_many(
     for p in tl.static_range(BLOCKS):
         new_with_g = new_with_g + (with_g[p] + x[p] * v[None, :],)
         for q in tl.static_range(p + 1 if ONE else BLOCKS):
-            new = new + (tl.dot(x[p], tl.trans(y[q]), products[p * (p + 1) // 2 + q if ONE else p * BLOCKS + q], out_dtype=tl.float64),)
+            new = new + (
+                tl.dot(
+                    x[p],
+                    tl.trans(y[q]),
+                    products[p * (p + 1) // 2 + q if ONE else p * BLOCKS + q],
+                    out_dtype=tl.float64,
+                ),
+            )
     return new, new_with_g, gg + v * v
 
 
@@ -206,20 +220,20 @@ def _many_rows(
     first, last = lines(table, part, TABLE)
     for s in range(first, last):
         G, g, stride, at_G, at_g, size, code = segment(
-            table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns, share,
-            TABLE, ALIGN,
+            table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns,
+            share, TABLE, ALIGN,
         )  # fmt: skip
         j = tl.arange(0, COLUMNS)
         whole = size // COLUMNS * COLUMNS
         for start in range(0, whole, COLUMNS):
             products, with_g, gg = _add_many(
-                products, with_g, gg, G, g, stride, at_G + start, at_g + start, left, right, j, j >= 0, t, code,
-                BLOCKS, ONE, ROW_TYPES, VECTOR_TYPES, ALIGN,
+                products, with_g, gg, G, g, stride, at_G + start, at_g + start, left, right, j, j >= 0, t,
+                code, BLOCKS, ONE, ROW_TYPES, VECTOR_TYPES, ALIGN,
             )  # fmt: skip
         if whole < size:
             products, with_g, gg = _add_many(
-                products, with_g, gg, G, g, stride, at_G + whole, at_g + whole, left, right, j, j + whole < size,
-                t, code, BLOCKS, ONE, ROW_TYPES, VECTOR_TYPES, ALIGN,
+                products, with_g, gg, G, g, stride, at_G + whole, at_g + whole, left, right, j,
+                j + whole < size, t, code, BLOCKS, ONE, ROW_TYPES, VECTOR_TYPES, ALIGN,
             )  # fmt: skip
     n = t + 1
     partial += (problem * parts + part) * n * n

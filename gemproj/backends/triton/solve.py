@@ -1,7 +1,8 @@
 """Stage 2 on a CUDA device: the multipliers of every problem of a batch in one launch.
 
-The answers, statuses and counts stay on the device; nothing here waits for it. Products are rounded before they
-are added (`enable_fp_fusion`), as in NumPy: the same decisions, to the last bit where sums have the same order.
+The answers, statuses and counts stay on the device; nothing here waits for it. Products are rounded before
+they are added (`enable_fp_fusion`), as in NumPy: the same decisions, to the last bit where sums have the same
+order.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from gemproj.backends.triton._launch import launch
 from gemproj.backends.triton._layout import power, processors
 from gemproj.methods import FISTA, PGD, Exact, Method
 from gemproj.methods._method import Outcome, Status
-
 
 
 def supports(method: Any, t: int) -> bool:
@@ -51,58 +51,61 @@ def solve(
     start : tensor, shape (..., t), optional
         Multipliers to start from, within the bounds. A search of all active sets needs none.
     only_multipliers : bool
-        Whether the status may go without ``UNRESOLVED``, which takes a third of the time.
+        Whether the status may be missing, which takes a third of the time.
 
     Returns
     -------
     Outcome
-        As from ``method.solve``, without resolution; where these are not the same for all problems, iterations
-        and status are tensors of shape (...).
+        As from ``method.solve``, without resolution; where these are not the same for all problems,
+        iterations and status are tensors of shape (...).
     """
-    t, batch = b.shape[-1], b.shape[:-1]
-    # The batch as one dimension: views, unless it has gaps.
-    if len(batch) != 1 or K.ndim != 3:
+    t, batch, device = b.shape[-1], b.shape[:-1], b.device
+    if len(batch) > 1 or (batch and K.ndim == 2):  # the batch as one dimension: views, unless it has gaps
         K, b = K.expand(*batch, t, t).reshape(-1, t, t), b.reshape(-1, t)
     K = K if K.stride(-1) == 1 else K.contiguous()
+    count = len(b) if batch else 1
 
     def rows_of(a: float | Tensor | None) -> Tensor:
         if a is None:
             return b  # not read
         if not isinstance(a, Tensor):  # a copy from the host would wait
-            return torch.full(b.shape, a, dtype=b.dtype, device=b.device)
+            return torch.full((count, t), a, dtype=b.dtype, device=device)
         return a.expand(*batch, t).reshape(-1, t).contiguous()
 
-    count, device = len(b), b.device
-    lam = torch.empty(b.shape, dtype=b.dtype, device=device)
-    problem = (K, K.stride(0), K.stride(1), b, b.stride(0), b.stride(1), rows_of(lower), rows_of(upper))
+    apart = (K.stride(0), b.stride(0)) if batch else (0, 0)
+    problem = (K, apart[0], K.stride(-2), b, apart[1], b.stride(-1), rows_of(lower), rows_of(upper))
+    lam = torch.empty((*batch, t), dtype=b.dtype, device=device)
     first, started = rows_of(start), start is not None
     given = lower is not None, upper is not None
     if isinstance(method, (PGD, FISTA)):
         if count:
-            _descend(method, problem, first, lam, (*given, started))
-        return Outcome(lam.reshape(*batch, t), method.steps, int(Status.APPROXIMATE))
-    status = torch.empty(count, dtype=torch.int64, device=device)
+            _descend(method, problem, first, lam, count, (*given, started))
+        return Outcome(lam, method.steps, int(Status.APPROXIMATE))
     iterations: Any = 0
+    status: Any = 0 if only_multipliers else torch.empty(batch, dtype=torch.int64, device=device)
+    to = lam if only_multipliers else status  # not written
     sets = (2 if upper is None else 3) ** t
     if sets <= MOST_SETS:
         if count:
             lanes = power(sets)
-            launch(enumerate_sets, count, (*problem, lam, status, t), (power(t), lanes, *given, not only_multipliers),
+            constants = (power(t), lanes, *given, not only_multipliers)
+            launch(enumerate_sets, count, (*problem, lam, to, t), constants,
                    device=device, num_warps=max(1, lanes // 32), enable_fp_fusion=False)  # fmt: skip
     else:
-        pivots = torch.empty(count, dtype=torch.int64, device=device)
+        iterations = torch.empty(batch, dtype=torch.int64, device=device)
         if count:
             rows, programs = power(t), min(count, 4 * processors(device))
             workspace = torch.empty(programs * 2 * t * t, dtype=b.dtype, device=device)
-            launch(search_active_set, programs, (*problem, first, lam, pivots, status, workspace, count, t),
+            launch(search_active_set, programs, (*problem, first, lam, iterations, to, workspace, count, t),
                    (rows, _chunk(rows), *given, started, not only_multipliers),
                    device=device, num_warps=_warps(rows), enable_fp_fusion=False)  # fmt: skip
-        iterations = pivots.reshape(batch)
-    return Outcome(lam.reshape(*batch, t), iterations, status.reshape(batch))
+    return Outcome(lam, iterations, status)
 
 
-def _descend(method: PGD | FISTA, problem: Any, first: Tensor, lam: Tensor, given: tuple[bool, ...]) -> None:
-    count, t = lam.shape
+def _descend(
+    method: PGD | FISTA, problem: Any, first: Tensor, lam: Tensor, count: int, given: tuple[bool, ...]
+) -> None:
+    t = lam.shape[-1]
     rows = power(t)
     chunk = rows if rows <= 64 else _chunk(rows)
     programs = count if chunk == rows else min(count, 4 * processors(lam.device))

@@ -36,7 +36,7 @@ class Triton:
 
     name = "triton"
 
-    def __init__(self, at: Layout | None = None) -> None:
+    def __init__(self, at: Layout) -> None:
         self._at = at
 
     def gram(self, problem: Problem) -> Measured:
@@ -64,16 +64,7 @@ class Triton:
         only_multipliers: bool = False,
     ) -> Outcome:
         """Search, enumerate or descend in one launch; other methods and sizes take the portable form."""
-        if not _solve.supports(method, b.shape[-1]):
-            return Portable().solve(method, K, b, lower, upper, start, only_multipliers=only_multipliers)
-        with _stream_of(b):
-            lower, upper, start = (None if a is None else _tensor(a) for a in (lower, upper, start))
-            with _device_of(_tensor(b).device):
-                found = _solve.solve(
-                    _tensor(K), _tensor(b), method=method, lower=lower, upper=upper, start=start,
-                    only_multipliers=only_multipliers,
-                )  # fmt: skip
-            return Outcome(*(a if a is None or isinstance(a, int) else _back(a, b) for a in found))
+        return solve(method, K, b, lower, upper, start, only_multipliers=only_multipliers)
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Add the active rows in one launch, where the kernel can write x."""
@@ -85,9 +76,40 @@ class Triton:
                 out = [] if flat is None else [flat]
             if out and _combine.supports(at, out):
                 with _device_of(at.device):
-                    _combine.combine(at, _tensor(lam).reshape(at.problems, at.t), out)
+                    _combine.combine(
+                        at, _tensor(lam) if not problem.batch else _tensor(lam).reshape(-1, at.t), out
+                    )
                 return
         Portable().combine(problem, lam, x)
+
+
+def solve(
+    method: Method,
+    K: Array,
+    b: Array,
+    lower: Array | None,
+    upper: Array | None,
+    start: Array | None,
+    *,
+    only_multipliers: bool = False,
+) -> Outcome:
+    """Run stage 2 on arrays of a device, see `gemproj.backends.Backend`."""
+    if not _solve.supports(method, b.shape[-1]):
+        return Portable().solve(method, K, b, lower, upper, start, only_multipliers=only_multipliers)
+    with _stream_of(b):
+        lower, upper, start = (None if a is None else _tensor(a) for a in (lower, upper, start))
+        right = _tensor(b)
+        with _device_of(right.device):
+            found = _solve.solve(
+                _tensor(K),
+                right,
+                method=method,
+                lower=lower,
+                upper=upper,
+                start=start,
+                only_multipliers=only_multipliers,
+            )
+        return Outcome(*(a if a is None or isinstance(a, int) else _back(a, b) for a in found))
 
 
 def _locate(problem: Problem) -> Layout | None:
