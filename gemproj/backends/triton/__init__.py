@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA devices: each stage in one launch, without waiting for the device.
+"""Triton kernels for CUDA devices: a launch or two per stage, without waiting for the device.
 
 Chosen by ``GEMPROJ_BACKEND=triton``: they have not been measured on a GPU. Importing this package imports
 neither torch nor Triton; its modules do.
