@@ -22,9 +22,10 @@ kernel = triton.jit(do_not_specialize=_NUMBERS, do_not_specialize_on_alignment=_
 @triton.jit
 def lines(table, part, TABLE: tl.constexpr):
     """Return the first line of a program, and the first of the next: one segment without a table."""
+    first, last = 0, 1
     if TABLE:
-        return tl.load(table + part).to(tl.int32), tl.load(table + part + 1).to(tl.int32)
-    return 0, 1
+        first, last = tl.load(table + part).to(tl.int32), tl.load(table + part + 1).to(tl.int32)
+    return first, last
 
 
 @triton.jit

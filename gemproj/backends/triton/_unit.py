@@ -89,9 +89,10 @@ def linear(
 def _norm(K, K_row, i, t, NORMALIZE: tl.constexpr):
     """Return what rows i are divided by, or zero for one that is not finite, which so constrains nothing."""
     squared = tl.load(K + i * (K_row + 1), mask=i < t, other=0.0)
-    if NORMALIZE:
-        return tl.sqrt(tl.where(squared < float("inf"), squared, 0.0))
-    return tl.where(squared < float("inf"), 1.0, 0.0)
+    finite = squared < float("inf")
+    if not NORMALIZE:
+        squared = tl.full(squared.shape, 1.0, dtype=tl.float64)
+    return tl.sqrt(tl.where(finite, squared, 0.0))
 
 
 @triton.jit
