@@ -201,18 +201,18 @@ def test_error_names_the_argument(call, error, text):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_rows_that_are_not_finite_are_named(xp, value):
+def test_rows_that_are_not_finite_are_named(host, value):
     bad = np.array(G)
     bad[1, 2] = value
     with pytest.raises(ValueError, match=r"G is not finite: row 1, which"):
-        project(xp.array(bad), xp.array(g))
+        project(host.array(bad), host.array(g))
     batch = np.stack([G, bad])
     with pytest.raises(ValueError, match="row 1 of problem 1"):
-        project(xp.array(batch), xp.array(np.stack([g, g])))
+        project(host.array(batch), host.array(np.stack([g, g])))
     vector = np.array(g)
     vector[0] = value
     with pytest.raises(ValueError, match="g is not finite"):
-        project(xp.array(G), xp.array(vector))
+        project(host.array(G), host.array(vector))
 
 
 @pytest.mark.parametrize(("t", "d"), [(3, 50), (12, 50), (3, 140_000)])

@@ -179,3 +179,15 @@ def test_what_the_kernels_cannot_read_takes_the_portable_form(device):
         project(G, g, out=gaps[:, 0])
     assert_close(gaps[:, 0], expected[0], atol=1e-13)
     assert not gaps[:, 1].any()
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("t", "d"), [(3, 100_000), (12, 5000)])
+def test_arrays_of_cupy_in_its_default_stream_and_another(device, t, d, own):
+    """What a stream has yet to write is not read, and x is there for what follows in it."""
+    pytest.importorskip("cupy")
+    order = pytest.importorskip("asv_benchmarks.reports.gpu.order")
+    with device():
+        _, error, bound = order.in_cupy_stream(own, t, d)
+    assert error <= bound
