@@ -31,8 +31,9 @@ OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPAB
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m asv_benchmarks.reports.projection $(ARGS)
 
-bench-gpu: $(STAMP)  ## Check and time the kernels on an NVIDIA device.
-	$(BIN)/python -m asv_benchmarks.reports.gpu --out docs/results/bench-gpu.md $(ARGS)
+# In no environment of its own: a machine with a GPU has the torch that fits it.
+bench-gpu:  ## Check and time everything on an NVIDIA device, with the torch of PYTHON.
+	$(PYTHON) -m asv_benchmarks.reports.gpu --out docs/results/bench-gpu.md $(ARGS)
 
 bench-exchange: $(STAMP)  ## Measure what a projection that is sharded over processes exchanges.
 	$(BIN)/python -m asv_benchmarks.reports.exchange --out docs/results/exchange.md $(ARGS)

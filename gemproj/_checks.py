@@ -123,8 +123,7 @@ def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
     Where g is not finite b is not either: then all rows are left out, and x is g.
     """
     xp = namespace(b)
-    bad = xp.linalg.diagonal(K) * 0.0 + b * 0.0 != 0.0  # NaN or infinity times zero is NaN
-    zero = xp.zeros_like(b)
+    bad, zero = ~xp.isfinite(xp.linalg.diagonal(K) + xp.abs(b)), xp.zeros_like(b)
     K = xp.where(bad[..., :, None] | bad[..., None, :], zero[..., None], K)
     return K, xp.where(bad, zero, b), bad
 

@@ -1,7 +1,9 @@
 """One fixture for all array libraries, and randomised tests that repeat exactly."""
 
+import ctypes
 import importlib
 import os
+from contextlib import suppress
 
 if (
     "PYTEST_XDIST_WORKER" in os.environ
@@ -29,31 +31,59 @@ settings.load_profile("default")
 
 
 class Library:
-    """An array library under test, with the conversions a test needs."""
+    """An array library under test, on the CPU or a device, with the conversions a test needs."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.module = importlib.import_module(name)
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.name, _, self.device = title.partition("-")
+        self.on_cpu = title in ON_CPU
+        self.module = importlib.import_module(self.name)
 
     def array(self, a, dtype="float64"):
         a = np.asarray(a)
         if self.name == "torch":
-            return self.module.tensor(a, dtype=getattr(self.module, dtype))
+            return self.module.tensor(a, dtype=getattr(self.module, dtype), device=self.device or "cpu")
         return self.module.asarray(a.astype(dtype))
 
     def numpy(self, a) -> np.ndarray:
-        return a.to(self.module.float64).numpy() if self.name == "torch" else np.asarray(a).astype(np.float64)
+        if self.name == "torch":
+            return a.to("cpu", self.module.float64).numpy()
+        return np.asarray(a.get() if self.name == "cupy" else a).astype(np.float64)
 
     def project(self, G, g, **options) -> np.ndarray:
         """Project with this library; NumPy in and out."""
         return self.numpy(gemproj.project(self.array(G), self.array(g), **options))
 
     def __repr__(self) -> str:
-        return self.name
+        return self.title
 
 
-@pytest.fixture(params=["numpy", "torch", "array_api_strict"], scope="session")
+ON_CPU = ["numpy", "torch", "array_api_strict"]
+
+
+def on_devices() -> list[str]:
+    """Return the libraries that have an NVIDIA device."""
+    try:
+        ctypes.CDLL("libcuda.so.1")  # no need to import torch where there is no driver
+    except OSError:
+        return []
+    found = []
+    for title, name in (("torch-cuda", "torch"), ("cupy", "cupy")):
+        with suppress(ImportError):
+            if importlib.import_module(name).cuda.is_available():
+                found.append(title)
+    return found
+
+
+@pytest.fixture(params=[*ON_CPU, *on_devices()], scope="session")
 def xp(request) -> Library:
+    pytest.importorskip(request.param.partition("-")[0])
+    return Library(request.param)
+
+
+@pytest.fixture(params=ON_CPU, scope="session")
+def host(request) -> Library:
+    """Return a library where values are looked at, and wrong ones are errors."""
     pytest.importorskip(request.param)
     return Library(request.param)
 

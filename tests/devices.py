@@ -17,10 +17,14 @@ def skip_without_kernels():
 
 
 def make_device(patch, kernels):
-    """Have the package take DEVICE for a device, with or without kernels, as long as the patch lasts."""
+    """Have the package take DEVICE for a device, with or without kernels, as long as the patch lasts.
+
+    Arrays of NumPy, whose device is a string, stay on the CPU.
+    """
     if DEVICE != "cpu":
         return
     for module in ("_problem", "_dual", "_checks", "_bounds", "methods.exact", "methods._callable"):
-        patch.setattr(f"gemproj.{module}.on_host", lambda device: False)
-    for module in ("triton", "triton.stages") if kernels else ():
+        patch.setattr(f"gemproj.{module}.on_host", lambda device: isinstance(device, str))
+    # stages first: it is imported with what `triton` holds then.
+    for module in ("triton.stages", "triton") if kernels else ():
         patch.setattr(f"gemproj.backends.{module}.available", lambda device: True)

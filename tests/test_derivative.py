@@ -6,25 +6,29 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+from devices import DEVICE  # noqa: E402
 
 from gemproj import PGD, project, solve_dual  # noqa: E402
 
+DEVICES = sorted({"cpu", DEVICE})
 
-def problem(t, d, *batch):
+
+def problem(t, d, *batch, device="cpu"):
     generator = torch.Generator().manual_seed(t * d)
     G = torch.randn(*batch, t, d, generator=generator, dtype=torch.float64) - 0.3
     g = torch.randn(*batch, d, generator=generator, dtype=torch.float64) + 0.4
-    return G.requires_grad_(), g.requires_grad_()
+    return G.to(device).requires_grad_(), g.to(device).requires_grad_()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     "options", [{}, {"margin": 0.1}, {"penalty": 0.2}, {"margin": 0.05, "penalty": 0.2}, {"equality": True}]
 )
 @pytest.mark.parametrize("shape", [(1, 4), (3, 7), (12, 20), (2, 5, 3)])
-def test_gradcheck(shape, options):
-    G, g = problem(*shape)
+def test_gradcheck(shape, options, device):
+    G, g = problem(*shape, device=device)
     w = torch.rand(g.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.5
-    w.requires_grad_()
+    w = w.to(device).requires_grad_()
     assert torch.any(solve_dual(G, g, **options).multipliers != 0)
     # Entry by entry, or for many entries along random directions.
     check = partial(torch.autograd.gradcheck, fast_mode=G.numel() > 100)
@@ -32,8 +36,9 @@ def test_gradcheck(shape, options):
     assert check(lambda G, g, w: project(G, g, metric=w, **options), (G, g, w))
 
 
-def test_blocks_and_mappings():
-    G, g = problem(3, 7)
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_and_mappings(device):
+    G, g = problem(3, 7, device=device)
 
     def blocks(G, g):
         x = project([G[:, :4].reshape(3, 2, 2), G[:, 4:]], [g[:4].reshape(2, 2), g[4:]])

@@ -203,3 +203,15 @@ def test_the_captured_step_of_the_documentation(monkeypatch):
     names["step"]()
     step = torch.cat([p.grad.flatten() for p in names["parameters"]])
     assert all(float(row @ step) > -1e-6 for row in rows)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize(("t", "d"), [(3, 100_000), (12, 5000)])
+def test_arrays_of_cupy_in_its_default_stream_and_another(device, t, d, own):
+    """What a stream has yet to write is not read, and x is there for what follows in it."""
+    pytest.importorskip("cupy")
+    order = pytest.importorskip("asv_benchmarks.reports.gpu.order")
+    with device():
+        _, error, bound = order.in_cupy_stream(own, t, d)
+    assert error <= bound

@@ -119,6 +119,8 @@ def blocks(t):
 @pytest.mark.parametrize("t", [3, 17])
 def test_gram_of_blocks(t):
     G, g = blocks(t)
+    if not stage1.supports(lay_out(G, g)):
+        pytest.skip("this Triton does not compile products of many rows of 16 bits")
     check_gram(gram(G, g), G, g)
 
 

@@ -42,12 +42,12 @@ def igem_published(G: Any, g: Any, steps: int = 3, c: float = 0.9) -> Any:
     import torch
 
     rows = G / G.norm(dim=1, keepdim=True)
-    v = torch.ones(len(rows))
+    v = rows.new_ones(len(rows))
     for _ in range(2):
         v = rows @ (rows.T @ v)
         v = v / v.norm()
     eta = c / torch.dot(v, rows @ (rows.T @ v))
-    lam = torch.zeros(len(rows))
+    lam = rows.new_zeros(len(rows))
     for _ in range(steps):
         lam = (lam - eta * (rows @ (rows.T @ lam) + rows @ g)).clamp(min=0.0)
     return g + rows.T @ lam

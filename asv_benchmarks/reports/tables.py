@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-
-from rich import box
-from rich.console import Group
-from rich.table import Table as RichTable
-from rich.text import Text
+from typing import Any
 
 
 @dataclass
@@ -26,8 +22,14 @@ class Table:
         rows = [[row[0], *(cell.replace("-", "\u2011") for cell in row[1:])] for row in self.rows]
         return "\n".join([f"**{self.title}**", "", *markdown(head, rows)])
 
-    def rich(self) -> Group:
+    def rich(self) -> Any:
         """Return what a rich console prints; where it is narrow, the first column folds."""
+        # Not at the top: machines with a GPU have no rich, and need the rest of this file.
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table as RichTable
+        from rich.text import Text
+
         table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for i, name in enumerate(self.head):
             table.add_column(name, justify="right" if i else "left", no_wrap=bool(i))

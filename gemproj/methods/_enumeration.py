@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from itertools import product
-
-import numpy as np
-
 from gemproj._arrays import Array, device_of, namespace
 from gemproj._tspace import clip, dependent_below, matvec, natural_residual, sweep
 
@@ -44,7 +39,11 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
         tableau = xp.concat(branches, axis=-3)
         dependent = xp.concat(flags, axis=-1)
 
-    states = xp.asarray(_states(t, 2 if upper is None else 3), device=device)  # (sets, t)
+    # The states of the rows in a set are the digits of its number, row 0 first. Made on the device: a copy
+    # from the host would wait for it.
+    choices = 2 if upper is None else 3
+    sets, rows = xp.arange(choices**t, device=device), xp.arange(t, device=device)
+    states = sets[:, None] // choices**rows % choices
     free = xp.astype(states == FREE, b.dtype)
     lam = -tableau[..., t] * free
     if upper is not None:
@@ -69,10 +68,3 @@ def _finite(upper: Array) -> Array:
     """Return upper bounds with zero for those that are infinite, whose sets are not taken."""
     xp = namespace(upper)
     return xp.where(xp.isfinite(upper), upper, xp.zeros_like(upper))
-
-
-@lru_cache(maxsize=32)
-def _states(t: int, choices: int) -> np.ndarray:
-    """Return the state of each row in each set, (choices^t, t), in the order of the concatenations."""
-    states = np.array(list(product(range(choices), repeat=t)), dtype=np.int64).reshape(choices**t, t)
-    return states[:, ::-1].copy()

@@ -1,0 +1,81 @@
+"""Run the parts, one process each, and write what they print to the terminal and to a file.
+
+A part that fails, hangs or ends too late takes nothing from the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from asv_benchmarks.reports.gpu.processes import follow
+
+# Seconds of each part on an H100. What one leaves over is for those that follow.
+PARTS = {"correctness": 240.0, "sanitizer": 80.0, "speed": 100.0, "training": 60.0}
+# A late part gets so many nevertheless.
+LEAST = 10.0
+PACKAGES = {"torch": "torch", "Triton": "triton", "NumPy": "numpy", "CuPy": "cupy-cuda13x"}
+
+
+def command(part: str, seconds: float) -> list[str]:
+    """Return how to run a part."""
+    return [sys.executable, "-u", "-m", f"{__package__}.{part}", f"{seconds:.0f}"]
+
+
+def machine() -> str:
+    """Return the device and the versions that numbers depend on."""
+    found = [torch.cuda.get_device_name()]
+    for name, package in PACKAGES.items():
+        with suppress(PackageNotFoundError):
+            found.append(f"{name} {version(package)}")
+    return f"{', '.join(found)}. Written by `make bench-gpu`, part by part."
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the parts that are asked for; return the exit code."""
+    parser = argparse.ArgumentParser(prog="asv_benchmarks.reports.gpu", description=__doc__)
+    parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=480.0, help="for all parts (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="Markdown file that is written as the parts print")
+    options = parser.parse_args(arguments)
+    shares = {part: PARTS[part] for part in options.parts.split(",") if part in PARTS}
+    unknown = set(options.parts.split(",")) - PARTS.keys()
+    if unknown:
+        parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
+    if not torch.cuda.is_available():
+        print("This needs an NVIDIA GPU that torch can use, and found none.", file=sys.stderr)
+        return 1
+    end = time.monotonic() + options.seconds
+    with open(options.out or os.devnull, "w", buffering=1) as file:
+
+        def tell(line: str) -> None:
+            print(line, flush=True)
+            print(line, file=file)
+
+        tell(machine())
+        right = True
+        while shares:
+            left, part = end - time.monotonic(), next(iter(shares))
+            seconds = max(LEAST, left * shares[part] / sum(shares.values()))
+            del shares[part]
+            tell(f"\n## {part.capitalize()}")
+            start = time.monotonic()
+            # To compile loops for the CPU would take longer than all that they are needed for.
+            code = follow(command(part, seconds), seconds, tell, NUMBA_DISABLE_JIT="1")
+            ending = {0: "right", 1: "something is wrong", None: "killed"}.get(
+                code, f"ended with code {code}"
+            )
+            tell(f"\n{part.capitalize()}: {ending}, {time.monotonic() - start:.0f} s.")
+            right = right and code == 0
+    return int(not right)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Part 1: whether the device finds what the CPU finds."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+import gemproj
+from asv_benchmarks.reports.families import FAMILIES
+from asv_benchmarks.reports.gpu import order
+from asv_benchmarks.reports.gpu.device import DEVICE, backend
+from asv_benchmarks.reports.gpu.printing import Checks, Found
+from asv_benchmarks.reports.gpu.problems import Case, bound, draw, error, expected, projected
+from asv_benchmarks.reports.gpu.suites import run_suites
+from gemproj import FISTA, PGD, Status
+
+SIZES = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 100, 168, 256)
+SOME, ORDERED = (2, 8, 12), (2, 8, 32, 100)
+BATCHES = [(2, 64, (1000,)), (9, 40, (7, 1)), (33, 70, (100,)), (8, 4000, (20,)), (3, 5, (2, 3, 4))]
+BACKENDS = ("triton", "portable")
+# Columns of usual problems, of larger and of large ones, and so many that 32 bits do not count three rows'.
+D, LARGER, LARGE, HUGE = 5003, 100_060, 2_166_784, (1 << 30) + 5
+# The most rows of hard problems; how many problems of integers, of which sizes.
+LARGEST = 120
+FUZZ = [(4167, t, d) for t in range(1, 7) for d in range(1, 5)] + [(500, t, 4) for t in range(9, 13)]
+# Families of which a Gram matrix in float64 says too little. Where the status tells, x is not judged.
+BEYOND = ("opposite, tilt 1e-5", "opposite, tilt 1e-7", "condition", "Hilbert")
+
+
+def cases() -> Iterator[tuple[str, torch.dtype, list[Case]]]:
+    """Yield kinds of problems, with a name and the dtype of x."""
+    f32, f64 = torch.float32, torch.float64
+    for dtype, most in ((f32, 256), (f64, 100), (torch.float16, 33), (torch.bfloat16, 33)):
+        sizes = [t for t in SIZES if t <= most]
+        yield f"{dtype}, t = 1 to {most}", dtype, [Case(*draw(t, D, dtype), {}) for t in sizes]
+    yield f"d = {LARGE:,}", f32, [Case(*draw(t, LARGE), {}) for t in SOME]
+    wide, vector = draw(24, D)[0], draw(1, D - 9)[1]
+    gaps = wide[::2, 3:-6]
+    yield "rows with gaps", f32, [Case(gaps[:t], vector, {}) for t in SOME]
+    yield "rows by columns", f32, [Case(gaps[:t].T.contiguous().T, vector, {}) for t in SOME]
+    yield "blocks of three dtypes", f32, [_in_blocks(t) for t in SOME]
+    yield "batches", f32, [Case(*draw(t, d, batch=batch), {}) for t, d, batch in BATCHES]
+    h = torch.tensor(-0.1, dtype=f64, device=DEVICE)
+    options: list[dict[str, Any]] = [{"penalty": 0.1}, {"margin": 0.05}, {"equality": True}, {"h": h}]
+    options += [{"method": PGD(steps=5)}, {"method": FISTA(steps=30)}]
+    for option in options:
+        some = [Case(*draw(t, D, f64), option) for t in SOME]
+        yield str(next(iter(option.values() if "method" in option else option))), f64, some
+
+
+def _in_blocks(t: int) -> Case:
+    G, g = draw(t, D)
+    sizes, shapes = [60, 1, D - 61], [(5, 12), (), (D - 61,)]
+    dtypes = torch.float64, torch.float16, torch.float32
+    rows = [a.to(dtype).reshape(t, *s) for a, s, dtype in zip(G.split(sizes, 1), shapes, dtypes, strict=True)]
+    return Case(rows, [a.reshape(s) for a, s in zip(g.split(sizes), shapes, strict=True)], {})
+
+
+def against_the_cpu(problems: list[Case], answers: list[np.ndarray], dtype: torch.dtype) -> Found:
+    """Compare projections with what the CPU has answered."""
+    errors = [error(projected(case), x, case.g) for case, x in zip(problems, answers, strict=True)]
+    return Found(len(problems), float(np.max(errors)), bound(dtype))
+
+
+def families() -> Found:
+    """Project families of problems that are hard for one solver or another."""
+    errors = []
+    for name, family in FAMILIES.items():
+        for G, g in family.problems(1, LARGEST):
+            there = [torch.from_numpy(a).to(DEVICE) for a in (G, g)]
+            if not name.startswith(BEYOND) or int(gemproj.solve_dual(*there).status) == Status.OPTIMAL:
+                x = gemproj.project(*there).cpu().numpy()
+                errors.append(float(np.linalg.norm(x - gemproj.project(G, g)) / np.linalg.norm(g)))
+    return Found(len(errors), float(np.max(errors)), 1e-8)
+
+
+@lru_cache
+def integers(n: int, t: int, d: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draw small integers, which repeat, cancel and depend on each other; return G, g and x."""
+    rng = np.random.default_rng([t, d])
+    G, g = rng.integers(-2, 3, (n, t, d)).astype(float), rng.integers(-3, 4, (n, d)).astype(float)
+    g[~g.any(axis=1), 0] = 1.0
+    # Integers make K exact: a return to the rows would add nothing.
+    return G, g, gemproj.combine(G, g, gemproj.solve_gram(*gemproj.gram(G, g)).multipliers)
+
+
+def fuzz() -> Found:
+    """Project degenerate problems of integers, a batch of each size."""
+    errors = []
+    for size in FUZZ:
+        G, g, right = integers(*size)
+        x = gemproj.project(*(torch.from_numpy(a).to(DEVICE) for a in (G, g))).cpu().numpy()
+        errors.append(float((np.linalg.norm(x - right, axis=1) / np.linalg.norm(g, axis=1)).max()))
+    return Found(sum(size[0] for size in FUZZ), float(np.max(errors)), 1e-9)
+
+
+def many_columns() -> Found:
+    """Compare the backends where offsets need more than 32 bits."""
+    answers = []
+    G, g = draw(3, HUGE, torch.bfloat16)
+    for name in BACKENDS:
+        with backend(name):
+            answers.append(gemproj.project(G, g))
+    apart = float(answers[0].sub_(answers[1]).abs_().max() / answers[1].abs_().max())
+    return Found(1, apart, 2 * bound(g.dtype))
+
+
+def check_backend(checks: Checks, name: str) -> None:
+    """Check one backend on problems of its own, and on what must not depend on time."""
+    kernels = name == "triton"
+    # Above 8 rows the portable search of active sets runs on the CPU.
+    sizes = tuple(t for t in ORDERED if kernels or t <= 8)
+    checks.add(f"hard families, {name}", families)
+    checks.add(f"degenerate integers, {name}", fuzz)
+    checks.add(f"waits for the device, {name}", partial(order.waits, sizes, D))
+    checks.add(f"two streams at once, {name}", partial(order.two_streams, 8, LARGER))
+    for t in sizes if kernels else ():
+        for split in (False, True):
+            title = f"graph replayed on changed data, t = {t}{', two blocks' * split}"
+            checks.add(title, partial(order.replays, t, LARGER, split))
+    if find_spec("cupy") is None:
+        checks.row("CuPy", "", "", "", "not there")
+        return
+    for own, stream in enumerate(("default stream", "a stream of its own")):
+        title = f"CuPy, {stream}, {name}"
+        checks.add(title, partial(order.in_cupy_stream, bool(own), 3, LARGER))
+
+
+def main(seconds: float) -> int:
+    """Check everything within so many seconds; return the exit code."""
+    torch.manual_seed(20171208)
+    # First: what they compile the checks below find in Triton's cache.
+    wrong = run_suites(0.65 * seconds)
+    checks = Checks("Against the CPU; errors are relative to the largest entry, or to the norm of g")
+    for kind, dtype, problems in cases():
+        answers = [expected(case) for case in problems]
+        for name in BACKENDS:
+            with backend(name):
+                checks.add(f"{kind}, {name}", partial(against_the_cpu, problems, answers, dtype))
+    checks.add(f"d = {HUGE:,}, one backend against the other", many_columns)
+    for name in BACKENDS:
+        with backend(name):
+            check_backend(checks, name)
+    return int(bool(wrong + checks.wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1])))

@@ -1,0 +1,83 @@
+"""The device, and calls on it: under a backend, captured, timed.
+
+Without a GPU the CPU stands in, so that tests can run every part before there is one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+# Numbers in a buffer that no L2 cache holds.
+FLUSH = 1 << 25
+# Runs of a cold call; calls in a row that are timed together, on the device and on the host.
+FEWEST, MOST, WARM_CALLS, HOST_CALLS = 5, 30, 20, 100
+
+Call = Callable[[], Any]
+
+
+def backend(name: str) -> AbstractContextManager[Any]:
+    """Choose the backend of the public functions for a while."""
+    return patch.dict(os.environ, {"GEMPROJ_BACKEND": name})
+
+
+def as_graph(call: Call) -> Call:
+    """Capture a call into a CUDA graph and return its replay."""
+    call()  # compiles
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+class Clock:
+    """Times of calls in microseconds, by events of the device."""
+
+    def __init__(self) -> None:
+        self._written, self._read = torch.zeros(2, FLUSH, device=DEVICE)
+
+    def cold(self, call: Call, seconds: float = 0.1) -> float:
+        """Return the median time of single calls that find nothing in the caches."""
+        call()
+        rounds = int(1e6 * seconds / self._single(call))
+        return median(self._single(call) for _ in range(max(FEWEST, min(MOST, rounds))))
+
+    def warm(self, call: Call) -> float:
+        """Return the mean time of calls one after the other."""
+        call()
+        return self._between(lambda: [call() for _ in range(WARM_CALLS)]) / WARM_CALLS
+
+    def _single(self, call: Call) -> float:
+        self._written.zero_()
+        # Read after that: lines that had to be written back first would count against the call.
+        self._read.sum()
+        return self._between(call)
+
+    def _between(self, call: Call) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize()
+        return 1e3 * start.elapsed_time(end)
+
+
+def host_time(call: Call) -> float:
+    """Return the microseconds until a call returns, whenever the device is done."""
+    call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(HOST_CALLS):
+        call()
+    seconds = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return 1e6 * seconds / HOST_CALLS

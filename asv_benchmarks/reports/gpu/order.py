@@ -1,0 +1,98 @@
+"""What must not depend on when the device gets to it: waits, replays, streams."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+
+import numpy as np
+import torch
+
+import gemproj
+from asv_benchmarks.reports.gpu.device import DEVICE, as_graph
+from asv_benchmarks.reports.gpu.printing import Found
+from asv_benchmarks.reports.gpu.problems import Case, bound, draw, error, expected, flat
+
+REPLAYS = 100
+# Additions to 64 MB, which keep a stream busy for some milliseconds.
+_ADDITIONS, _BUSY = 200, 1 << 24 if DEVICE.type == "cuda" else 1
+
+
+def waits(sizes: tuple[int, ...], d: int) -> Found:
+    """Count the numbers of rows with which the host waits for the device."""
+    waited = 0
+    for t in sizes:
+        G, g = draw(t, d)
+        gemproj.project(G, g)  # compiles
+        torch.cuda.synchronize()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the debug mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            gemproj.project(G, g, out=g)
+            sol = gemproj.solve_dual(G, g)
+            sol.kkt_residual(), sol.duality_gap(), sol.cosine()
+        except RuntimeError as reason:
+            print(f"t = {t}: {reason}", file=sys.stderr)
+            waited += 1
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return Found(len(sizes), waited, 0)
+
+
+def replays(t: int, d: int, split: bool) -> Found:
+    """Replay a captured projection on changed data, then many times on the same."""
+    G, g = draw(t, d)
+    x, cut = torch.empty_like(g), d // 3
+    parts = (slice(0, cut), slice(cut, d)) if split else (slice(0, d),)
+    replay = as_graph(
+        lambda: gemproj.project(
+            [G[:, at] for at in parts], [g[at] for at in parts], out=[x[at] for at in parts]
+        )
+    )
+    errors = []
+    for _ in range(3):
+        for old, new in zip((G, g), draw(t, d), strict=True):
+            old.copy_(new)
+        replay()
+        errors.append(error(flat(x), expected(Case(G, g, {})), g))
+    first = x.clone()
+    for _ in range(REPLAYS):
+        x.zero_()
+        replay()
+        errors.append(0.0 if torch.equal(x, first) else math.nan)
+    return Found(REPLAYS, float(np.max(errors)), bound(g.dtype))
+
+
+def two_streams(t: int, d: int) -> Found:
+    """Project in two streams at once: count the answers that are not, to the last bit, those of one."""
+    problems = [draw(t, d) for _ in range(2)]
+    alone = [gemproj.project(*problem) for problem in problems]
+    streams = [torch.cuda.Stream() for _ in problems]
+    torch.cuda.synchronize()
+    found = []
+    for k in range(REPLAYS):
+        with torch.cuda.stream(streams[k % 2]):
+            found.append(gemproj.project(*problems[k % 2]))
+    torch.cuda.synchronize()
+    return Found(len(found), sum(not torch.equal(x, alone[k % 2]) for k, x in enumerate(found)), 0)
+
+
+def in_cupy_stream(own: bool, t: int, d: int) -> Found:
+    """Project in a stream of CuPy what it has yet to write, and read x in it: nobody may run ahead."""
+    import cupy
+
+    case = Case(*draw(t, d, torch.float64), {})
+    late = [cupy.asarray(a.cpu().numpy()) for a in case[:2]]
+    with cupy.cuda.Stream(non_blocking=True) if own else cupy.cuda.Stream.null:
+        busy = cupy.zeros(_BUSY, dtype="float32")
+        for _ in range(2):  # compiling takes longer than what is to be waited for: the second time counts
+            G, g = (cupy.zeros_like(a) for a in late)
+            cupy.cuda.Device().synchronize()
+            for _ in range(_ADDITIONS):
+                busy += 1.0
+            G[...], g[...] = late
+            x = gemproj.project(G, g) + 0.0
+        found = cupy.asnumpy(x)
+    return Found(1, error(found, expected(case), case.g), bound(torch.float64))

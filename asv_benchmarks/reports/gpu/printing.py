@@ -1,0 +1,56 @@
+"""What a part prints: tables in Markdown, each row as soon as it is known."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable
+from typing import NamedTuple
+
+from asv_benchmarks.reports.tables import markdown, power
+
+
+def say(*lines: str) -> None:
+    """Print lines at once: whoever reads along may stop this process at any time."""
+    print(*lines, sep="\n", flush=True)
+
+
+class Running:
+    """A table that is printed row by row."""
+
+    def __init__(self, title: str, head: list[str]) -> None:
+        say("", f"**{title}**", "", *markdown(head, [])[:-1])
+
+    def row(self, *cells: str) -> None:
+        """Print one row."""
+        say(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+
+
+class Found(NamedTuple):
+    """How many problems a check has looked at, the worst error, and the largest that is right."""
+
+    number: int
+    worst: float
+    bound: float
+
+
+class Checks(Running):
+    """A table of checks, of which `wrong` were not right. What raises is wrong, and the next one goes on."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(title, ["check", "count", "worst error", "bound", "verdict"])
+        self.wrong = 0
+
+    def add(self, name: str, check: Callable[[], Found]) -> None:
+        """Run a check and print its row."""
+        try:
+            number, worst, bound = check()
+            right = worst <= bound  # NaN is not
+            cells = [f"{number:,}", power(worst) or "NaN", power(bound), "right" if right else "**wrong**"]
+        except Exception as error:
+            traceback.print_exc()
+            right, cells = (
+                False,
+                ["", f"{type(error).__name__}: {error}".partition("\n")[0], "", "**failed**"],
+            )
+        self.wrong += not right
+        self.row(name, *cells)

@@ -1,0 +1,63 @@
+"""Problems on the device, and what the CPU answers in float64."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+import gemproj
+from asv_benchmarks.reports.gpu.device import DEVICE
+
+# Largest error of an entry over the largest entry, in units of the dtype: half a unit, rounded once.
+ROUNDED = 0.51
+
+
+class Case(NamedTuple):
+    """Arguments of a projection, on the device."""
+
+    G: Any
+    g: Any
+    options: Any
+
+
+def draw(
+    t: int, d: int, dtype: torch.dtype = torch.float32, batch: tuple[int, ...] = ()
+) -> tuple[Tensor, Tensor]:
+    """Draw rows that agree a little, and a gradient against them: the more columns, the more it violates."""
+    G = torch.randn(*batch, t, d, device=DEVICE, dtype=dtype).add_(0.2)
+    return G, torch.randn(*batch, d, device=DEVICE, dtype=dtype).sub_(0.2)
+
+
+def projected(case: Case) -> np.ndarray:
+    """Project on the device, and bring x to the CPU as one vector in float64."""
+    return flat(gemproj.project(case.G, case.g, **case.options))
+
+
+def expected(case: Case) -> np.ndarray:
+    """Return what the CPU answers for the same numbers in float64."""
+    G, g, options = tree_map(_to_numpy, tuple(case))
+    return flat(gemproj.project(G, g, **options))
+
+
+def error(x: np.ndarray, right: np.ndarray, g: Any) -> float:
+    """Return the largest error of an entry of x, over the largest entry of x or g of its problem."""
+    size = np.maximum(np.abs(right).max(-1), np.abs(flat(g)).max(-1))
+    return float((np.abs(x - right).max(-1) / size).max())
+
+
+def bound(dtype: torch.dtype) -> float:
+    """Return the error that x may have: its rounding, and that of the multipliers."""
+    return ROUNDED * torch.finfo(dtype).eps + 1e-11
+
+
+def flat(x: Any) -> np.ndarray:
+    """Return an array, or blocks as one vector, on the CPU in float64."""
+    return np.concatenate([_to_numpy(a).ravel() for a in x]) if isinstance(x, list) else _to_numpy(x)
+
+
+def _to_numpy(leaf: Any) -> Any:
+    return leaf.cpu().double().numpy() if isinstance(leaf, Tensor) else leaf
