@@ -264,7 +264,7 @@ def t_space(t, batch=2):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=repr)
-@pytest.mark.parametrize("t", [1, 2, 3, 5, 8, 9, 17])
+@pytest.mark.parametrize("t", [1, 3, 8, 17])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_solve(method, t, bounded):
     G, K, b = t_space(t)
@@ -360,7 +360,7 @@ def natural_residual(K, b, lam, lower, upper):
 
 @pytest.mark.parametrize(
     ("method", "t", "d"),
-    [(Exact(), *size) for size in [(1, 2), (4, 2), (5, 9), (9, 3), (13, 3), (20, 60)]]
+    [(Exact(), *size) for size in [(1, 2), (4, 2), (5, 9), (9, 3), (20, 60)]]
     + [(FISTA(steps=60), 5, 300), (PGD(steps=60), 3, 300)],
     ids=repr,
 )
