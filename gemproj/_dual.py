@@ -16,7 +16,7 @@ from gemproj._arrays import (
     namespace,
     on_host,
 )
-from gemproj._bounds import PLAIN, check_scalar, make_bounds, standard_form
+from gemproj._bounds import check_scalar, make_bounds, standard_form
 from gemproj._checks import check_feasible, check_finite, check_gram, check_range, drop_not_finite
 from gemproj._constants import WIDE_ROUNDING
 from gemproj._problem import Problem, check_multipliers, check_problem
@@ -258,11 +258,8 @@ def solve_problem(
             check_finite(measured.gram)
     elif problem.host:
         check_range(problem, measured.gram)
-    if only_multipliers and not problem.host and options.plain and isinstance(options.method, Method):
-        K, b, _ = measured.gram
-        found = problem.backend.solve(options.method, K, b, None, None, start, only_multipliers=True)
-        return DualSolution(found.multipliers, measured.gram, PLAIN, 0, 0, measured.rounding)
-    sol, resolved = _solve(measured, options, start, problem.backend.solve, problem.to_caller)
+    solver, to_caller = problem.backend.solve, problem.to_caller
+    sol, resolved = _solve(measured, options, start, solver, to_caller, only_multipliers)
     if all_reduce is None:
         if options.refine:
             sol = refine_directly(problem, sol, options.refine)
@@ -277,11 +274,15 @@ def _solve(
     start: Array | None,
     solver: Callable[..., Outcome],
     to_caller: Callable[[Array], Array],
+    only_multipliers: bool = False,
 ) -> tuple[DualSolution, Any]:
     """Run the method on the standard form; return the solution and how well K resolves it."""
-    gram, dropped = measured.gram, None
+    gram, dropped, method = measured.gram, None, options.method
     xp, device = namespace(gram.b), device_of(gram.b)
-    if not on_host(device):
+    host = on_host(device)
+    # Then the backend leaves out rows that are not finite, and the status may be missing.
+    bare = only_multipliers and not host and options.plain and isinstance(method, Method)
+    if not host and not bare:
         K, b, dropped = drop_not_finite(gram.K, gram.b)
         gram = gram._replace(K=K, b=b)
     h = options.h(gram) if callable(options.h) else options.h
@@ -291,12 +292,13 @@ def _solve(
     if start is not None:
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
         start = clip(start if base is None else start - base, lower, upper)
-    method, resolved = options.method, None
     if isinstance(method, Method):
-        lam, iterations, status, resolved = solver(method, K, b, lower, upper, start)
+        found = solver(method, K, b, lower, upper, start, only_multipliers=bare)
+        lam, iterations, status, resolved = found
     else:
         lam, iterations, status = call(method, K, b, start, to_caller), 0, int(Status.APPROXIMATE)
-    if isinstance(status, int):
+        resolved = None
+    if isinstance(status, int) and not bare:
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
     if base is not None:
         lam = lam + base

@@ -12,7 +12,7 @@ import pytest
 from devices import DEVICE, make_device, skip_without_kernels
 from problems import assert_close
 
-from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual
+from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dual
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -116,6 +116,17 @@ def test_same_answer_without_waiting(device, shape, options):
     assert_close(x, expected, atol=1e-13)
 
 
+@pytest.mark.parametrize("method", [PGD(steps=200), PGD(steps=200, normalize=False), Exact()], ids=repr)
+@pytest.mark.parametrize("t", [3, 12])
+def test_warm_starts_may_be_anything(device, t, method):
+    G, g = draw(t, 60)
+    odd = torch.tensor([torch.nan, -1.0, torch.inf], dtype=torch.float64, device=DEVICE).repeat(t // 3)
+    expected = on_cpu(project, G, g, method=method)
+    with device():
+        x = project(G, g, method=method, warm_start=odd)
+    assert_close(x, expected, atol=1e-9)
+
+
 def test_stages_one_by_one(device):
     G, g = draw(3, 1500, dtype=torch.float32)
     lam = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64, device=DEVICE)
@@ -145,12 +156,14 @@ def test_blocks_and_narrow_dtypes(device):
 @pytest.mark.parametrize("t", [3, 11])
 def test_rows_that_are_not_finite_are_left_out_unseen(device, bad, t):
     G, g = draw(t, 80)
-    expected = on_cpu(project, G[1:], g)
+    raw = PGD(steps=3, normalize=False)
+    expected, stepped = on_cpu(project, G[1:], g), on_cpu(project, G[1:], g, method=raw)
     G[0, 7] = bad
     with device():
         x = project(G, g)
         assert int(solve_dual(G, g).status) == Status.ROW_DROPPED
         assert_close(x, expected, atol=1e-13)
+        assert_close(project(G, g, method=raw), stepped, atol=1e-13)
         assert project(G, torch.full_like(g, float("nan"))).isnan().all()
 
 

@@ -49,7 +49,7 @@ class Portable:
         *,
         only_multipliers: bool = False,
     ) -> Any:
-        """Call the method."""
+        """Call the method, on a device where asked without rows that are not finite."""
         if not only_multipliers:
             return method.solve(K, b, lower, upper, start)
         K, b, dropped = drop_not_finite(K, b)

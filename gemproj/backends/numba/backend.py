@@ -53,6 +53,22 @@ def bind(problem: Problem) -> Numba | None:
     return None if found is None else Numba(problem, *found)
 
 
+def solve(
+    method: Method,
+    K: Array,
+    b: Array,
+    lower: Array | None,
+    upper: Array | None,
+    start: Array | None,
+    *,
+    only_multipliers: bool = False,
+) -> Outcome:
+    """Search in compiled loops; methods other than Exact are array operations."""
+    if type(method) is Exact and b.shape[-1]:
+        return solve_exact(K, b, lower, upper, start)
+    return method.solve(K, b, lower, upper, start)
+
+
 class Numba:
     """Compiled loops over arrays where they lie; see `gemproj.backends.Backend`.
 
@@ -65,6 +81,7 @@ class Numba:
     """
 
     name = "numba"
+    solve = staticmethod(solve)
 
     def __init__(self, problem: Problem, lines: np.ndarray, dtype: Any) -> None:
         self.lines, self.like = lines, np.empty(0, dtype)
@@ -97,20 +114,6 @@ class Numba:
         K = totals[0, 0, :t, :t] if shared else total[..., :t, :t]
         gram = Gram(K, total[..., t, :t], total[..., t, t])
         return Measured(gram, WIDE_ROUNDING) if self.wide else _in_range(gram, problem)
-
-    def solve(
-        self,
-        method: Method,
-        K: Array,
-        b: Array,
-        lower: Array | None,
-        upper: Array | None,
-        start: Array | None,
-        *,
-        only_multipliers: bool = False,
-    ) -> Outcome:
-        """Search in compiled loops; methods other than Exact are array operations."""
-        return solve(method, K, b, lower, upper, start)
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
@@ -151,15 +154,6 @@ def _in_threads(work: Callable[[int, int], None], count: int, numbers: int, prob
         return
     step = -(-count // (_JOBS * threads))
     share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads)
-
-
-def solve(
-    method: Method, K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
-) -> Outcome:
-    """Run stage 2 on NumPy arrays, see `gemproj.backends.Backend`."""
-    if type(method) is Exact and b.shape[-1]:
-        return solve_exact(K, b, lower, upper, start)
-    return method.solve(K, b, lower, upper, start)
 
 
 def solve_exact(

@@ -10,7 +10,7 @@ from gemproj.backends.triton._layout import LINE
 # Numbers that change from call to call: Triton would compile again where one is 1 or a multiple of 16, as t
 # and strides are by turns. What wide loads need to know is in the constant ALIGN.
 _NUMBERS = (
-    *("t", "count", "steps", "problems", "pairs", "entries", "parts", "share", "columns"),
+    *("t", "count", "steps", "pairs", "entries", "parts", "share", "columns"),
     *("rows", "vector", "out", "row_stride", "rows_batch", "vector_batch", "out_batch"),
     *("lam_batch", "lam_step", "K_batch", "K_row", "b_batch", "b_step"),
 )

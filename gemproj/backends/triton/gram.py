@@ -52,8 +52,8 @@ def gram(at: Layout) -> Tensor:
     total = torch.empty((at.problems, n, n), dtype=torch.float64, device=at.device)
     if not at.problems:
         return total
-    blocks = min(_MOST_BLOCKS, -(-at.t // 16))
-    squares = -(-at.t // (blocks * 16))
+    blocks = min(_MOST_BLOCKS, -(-at.t // _BLOCK.value))
+    squares = -(-at.t // (blocks * _BLOCK.value))
     pairs = 1 if few else squares * (squares + 1) // 2
     # Programs that are in flight together, by the registers they take; of small problems fewer.
     together = (2 if few and at.t > 4 else 4) * processors(at.device)
@@ -62,20 +62,22 @@ def gram(at: Layout) -> Tensor:
     if cut.parts > 1:
         partial = torch.empty((at.problems, cut.parts, n, n), dtype=torch.float64, device=at.device)
     table = None if cut.table is None else cut.table.get()
-    numbers = (at.t, pairs, at.rows, at.vector, *at.strides, at.columns, cut.share, cut.parts)
+    where = (at.t, at.rows, at.vector, *at.strides, at.columns, cut.share, cut.parts)
     reading = (table is not None, *at.dtypes, at.align)
     if few:
         # One warp for each of a batch of small problems; and fewer columns where they take more registers.
         warps = 1 if at.columns <= 256 else 4
         width = 2 if at.columns <= 64 or at.holds(torch.float64) else 4
-        form, constants = _few_rows, (power(at.t), 32 * warps, width)
+        form, arguments = _few_rows, (table, partial, *where)
+        constants = (power(at.t), 32 * warps, width)
     else:
         warps = min(2, blocks)
-        form, constants = _many_rows, (blocks, 16 if at.holds(torch.float64) else 32, pairs == 1)
+        form, arguments = _many_rows, (table, partial, *where, pairs)
+        constants = (blocks, 16 if at.holds(torch.float64) else 32, pairs == 1)
     launch(
         form,
         at.problems * cut.parts * pairs,
-        (table, partial, *numbers),
+        arguments,
         (*constants, *reading),
         device=at.device,
         num_warps=warps,
@@ -84,7 +86,7 @@ def gram(at: Layout) -> Tensor:
     if cut.parts > 1:
         launch(
             _add_up,
-            at.problems * -(-n * n // 16),
+            at.problems * -(-n * n // _ENTRIES.value),
             (partial, total, n * n, cut.parts),
             (),
             device=at.device,
@@ -114,7 +116,7 @@ def _add_few(
 
 @kernel
 def _few_rows(
-    table, partial, t, pairs, rows: tl.int64, vector: tl.int64, row_stride: tl.int64, rows_batch: tl.int64,
+    table, partial, t, rows: tl.int64, vector: tl.int64, row_stride: tl.int64, rows_batch: tl.int64,
     vector_batch: tl.int64, columns: tl.int64, share, parts,
     ROWS: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr,
     TABLE: tl.constexpr, ROW_TYPES: tl.constexpr, VECTOR_TYPES: tl.constexpr, ALIGN: tl.constexpr,
@@ -195,8 +197,8 @@ def _add_many(
 
 @kernel
 def _many_rows(
-    table, partial, t, pairs, rows: tl.int64, vector: tl.int64, row_stride: tl.int64, rows_batch: tl.int64,
-    vector_batch: tl.int64, columns: tl.int64, share, parts,
+    table, partial, t, rows: tl.int64, vector: tl.int64, row_stride: tl.int64, rows_batch: tl.int64,
+    vector_batch: tl.int64, columns: tl.int64, share, parts, pairs,
     BLOCKS: tl.constexpr, COLUMNS: tl.constexpr, ONE: tl.constexpr,
     TABLE: tl.constexpr, ROW_TYPES: tl.constexpr, VECTOR_TYPES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip

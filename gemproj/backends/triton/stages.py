@@ -31,10 +31,40 @@ def bind(problem: Problem) -> Triton | None:
     return Triton(at) if at is not None and _gram.supports(at) else None
 
 
+def solve(
+    method: Method,
+    K: Array,
+    b: Array,
+    lower: Array | None,
+    upper: Array | None,
+    start: Array | None,
+    *,
+    only_multipliers: bool = False,
+) -> Outcome:
+    """Search, enumerate or descend in one launch; other methods and sizes take the portable form."""
+    if not _solve.supports(method, b.shape[-1]):
+        return Portable().solve(method, K, b, lower, upper, start, only_multipliers=only_multipliers)
+    with _stream_of(b):
+        lower, upper, start = (None if a is None else _tensor(a) for a in (lower, upper, start))
+        right = _tensor(b)
+        with _device_of(right.device):
+            found = _solve.solve(
+                _tensor(K),
+                right,
+                method=method,
+                lower=lower,
+                upper=upper,
+                start=start,
+                only_multipliers=only_multipliers,
+            )
+        return Outcome(*(a if a is None or isinstance(a, int) else _back(a, b) for a in found))
+
+
 class Triton:
     """A launch or two per stage; see `gemproj.backends.Backend`."""
 
     name = "triton"
+    solve = staticmethod(solve)
 
     def __init__(self, at: Layout) -> None:
         self._at = at
@@ -52,20 +82,6 @@ class Triton:
             parts = of((n - 1, n - 1), (n, 1)), of((n - 1,), (n,), n - 1), of((), (), n * n - 1)
         return Measured(Gram(*(_back(a, like) for a in parts)), WIDE_ROUNDING)
 
-    def solve(
-        self,
-        method: Method,
-        K: Array,
-        b: Array,
-        lower: Array | None,
-        upper: Array | None,
-        start: Array | None,
-        *,
-        only_multipliers: bool = False,
-    ) -> Outcome:
-        """Search, enumerate or descend in one launch; other methods and sizes take the portable form."""
-        return solve(method, K, b, lower, upper, start, only_multipliers=only_multipliers)
-
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Add the active rows in one launch, where the kernel can write x."""
         at = self._at
@@ -81,35 +97,6 @@ class Triton:
                     )
                 return
         Portable().combine(problem, lam, x)
-
-
-def solve(
-    method: Method,
-    K: Array,
-    b: Array,
-    lower: Array | None,
-    upper: Array | None,
-    start: Array | None,
-    *,
-    only_multipliers: bool = False,
-) -> Outcome:
-    """Run stage 2 on arrays of a device, see `gemproj.backends.Backend`."""
-    if not _solve.supports(method, b.shape[-1]):
-        return Portable().solve(method, K, b, lower, upper, start, only_multipliers=only_multipliers)
-    with _stream_of(b):
-        lower, upper, start = (None if a is None else _tensor(a) for a in (lower, upper, start))
-        right = _tensor(b)
-        with _device_of(right.device):
-            found = _solve.solve(
-                _tensor(K),
-                right,
-                method=method,
-                lower=lower,
-                upper=upper,
-                start=start,
-                only_multipliers=only_multipliers,
-            )
-        return Outcome(*(a if a is None or isinstance(a, int) else _back(a, b) for a in found))
 
 
 def _locate(problem: Problem) -> Layout | None:
