@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,23 @@ from torch import Tensor, nn
 from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
-from . import metrics
-from .backbone import accuracy, batch_loss, rows
-from .config import Config
-from .methods import Method, all_tasks
+from . import backbone, metrics
+from .backbone import rows
 
 PHASES = ("batch", "constraints", "projection", "optimizer")
+Batch = dict[str, Tensor]
+
+
+class Schedule(Protocol):
+    """What a recorder needs to know of a configuration."""
+
+    epochs: int
+    batch_size: int
+    eval_batch_size: int
+    eval_rows: int
+    eval_interval: int
+    probe_interval: int
+    device: str
 
 
 class Recorder:
@@ -33,26 +44,30 @@ class Recorder:
 
     def __init__(
         self,
-        config: Config,
-        method: Method,
+        config: Schedule,
         model: nn.Module,
-        train: Sequence[dict[str, Tensor]],
-        test: Sequence[dict[str, Tensor]],
+        train: Sequence[Batch],
+        test: Sequence[Batch],
         on_step: Callable[[int, int, str], None],
+        loss: Callable[[nn.Module, Batch], Tensor] = backbone.batch_loss,
+        accuracy: Callable[[nn.Module, Batch, int], float] = backbone.accuracy,
     ) -> None:
-        self.config, self.method, self.model, self.on_step = config, method, model, on_step
+        self.config, self.model, self.on_step = config, model, on_step
+        self.loss, self.accuracy = loss, accuracy
         steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
         self.boundaries = list(accumulate(steps))
         self.test, self.glimpse = test, [rows(part, slice(config.eval_rows)) for part in test]
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.probes: list[dict[str, float]] = []
+        self.held: list[float] = []  # losses on the stored examples of each task, when they were stored
         self.R = [self._accuracies(test)]
         self.curve: list[dict[str, Any]] = [{"step": 0, "accuracy": self._accuracies(self.glimpse)}]
 
-    def start(self, parameters: Sequence[nn.Parameter], memory: EpisodicMemory, projector: Any) -> None:
-        """Note what is watched."""
+    def start(
+        self, parameters: Sequence[nn.Parameter], memory: EpisodicMemory, projector: Any, own: bool
+    ) -> None:
+        """Note what is watched, and whether the projector holds the gradients of all tasks as its own."""
         self.parameters, self.memory, self.projector = parameters, memory, projector
-        own = self.method.batches is all_tasks  # then it holds the gradients of all tasks already
         self.witness = projector if own else GradientProjector(parameters)
         ones = torch.ones(2, sum(p.numel() for p in parameters), device=parameters[0].device)
         project(ones, -ones[0])  # compiling and loading is not timed
@@ -75,7 +90,7 @@ class Recorder:
         """Compute the gradients of all tasks where the method has not, and note the parameters."""
         if self.probed:
             if not (self.witness is self.projector and "constraints" in self.timed):
-                self.witness.recall(self.model, self.memory.batches(), batch_loss)
+                self.witness.recall(self.model, self.memory.batches(), self.loss)
             self.before = _flat(self.parameters)
 
     def after_update(self) -> None:
@@ -96,13 +111,18 @@ class Recorder:
     def end_task(self) -> None:
         """Measure the accuracy on all tasks."""
         self.R.append(self._accuracies(self.test))
+        self.held.append(self._held_losses()[-1])
         if len(self.R) == 2:
             self.seconds.clear()  # until here every method is plain fine-tuning
 
     def result(self) -> dict[str, Any]:
-        """Return the accuracies R, metrics, curve, guarantee and seconds as plain numbers."""
+        """Return the accuracies R, metrics, curve, guarantee, drift and seconds as plain numbers.
+
+        The drift is the mean rise of the loss on the stored examples of past tasks, in nats.
+        """
         later_steps = self.boundaries[-1] - self.boundaries[0]
         projections = self.seconds["projection"]
+        rises = [now - then for now, then in zip(self._held_losses()[:-1], self.held[:-1], strict=True)]
         cosines = {v: [probe[v] for probe in self.probes] for v in ("gradient", "update")}
         return {
             "accuracies": self.R,
@@ -110,6 +130,7 @@ class Recorder:
             "boundaries": self.boundaries,
             "curve": self.curve,
             "guarantee": {v: metrics.guarantee(c) for v, c in cosines.items()} | {"probes": self.probes},
+            "drift": sum(rises) / len(rises),
             "seconds": {
                 "per_step": {phase: sum(self.seconds[phase]) / later_steps for phase in PHASES},
                 "mean_projection": sum(projections) / len(projections) if projections else None,
@@ -121,7 +142,14 @@ class Recorder:
         return self.step % interval == 0 or self.step in self.boundaries
 
     def _accuracies(self, parts: Sequence[dict[str, Tensor]]) -> list[float]:
-        return [accuracy(self.model, part, self.config.eval_batch_size) for part in parts]
+        return [self.accuracy(self.model, part, self.config.eval_batch_size) for part in parts]
+
+    @torch.no_grad()
+    def _held_losses(self) -> list[float]:
+        self.model.eval()
+        losses = [float(self.loss(self.model, batch)) for batch in self.memory.batches()]
+        self.model.train()
+        return losses
 
     def _now(self) -> float:
         device = torch.device(self.config.device).type
