@@ -45,8 +45,10 @@ def locate(name: str) -> Path:
     return folder
 
 
-def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """Load a backbone and give it adapters and a head; only those require gradients.
+def load(
+    folder: Path, seed: int, dropout: bool = True, classes: int = len(CLASSES)
+) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+    """Load a backbone and give it adapters and a head for that many classes; only those require gradients.
 
     The seed is torch's from now on: of the head and the adapters, and of every dropout mask of the run.
     """
@@ -55,9 +57,7 @@ def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreT
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(seed)
-    model = GPT2ForSequenceClassification.from_pretrained(
-        folder, num_labels=len(CLASSES), dtype=torch.float32
-    )
+    model = GPT2ForSequenceClassification.from_pretrained(folder, num_labels=classes, dtype=torch.float32)
     model.config.pad_token_id = tokenizer.pad_token_id
     model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **LORA))
     if not dropout:
@@ -91,15 +91,20 @@ def batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**_trim(batch)).loss
 
 
+def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits of a batch, (n, classes)."""
+    inputs = {name: values for name, values in _trim(batch).items() if name != "labels"}
+    return model(**inputs).logits
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, examples: dict[str, Tensor], size: int) -> float:
     """Return the share of examples that the model classifies correctly."""
     model.eval()
     right = 0
     for start in range(0, len(examples["labels"]), size):
-        batch = _trim(rows(examples, slice(start, start + size)))
-        labels = batch.pop("labels")
-        right += int((model(**batch).logits.argmax(dim=1) == labels).sum())
+        batch = rows(examples, slice(start, start + size))
+        right += int((logits(model, batch).argmax(dim=1) == batch["labels"]).sum())
     model.train()
     return right / len(examples["labels"])
 
