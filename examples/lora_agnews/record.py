@@ -6,8 +6,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,9 @@ PHASES = ("batch", "constraints", "projection", "optimizer")
 Batch = dict[str, Tensor]
 
 
-class Schedule(Protocol):
-    """What a recorder needs to know of a configuration."""
+@dataclass(frozen=True)
+class Schedule:
+    """When and how is measured: settings of an experiment."""
 
     epochs: int
     batch_size: int
@@ -32,6 +34,11 @@ class Schedule(Protocol):
     eval_interval: int
     probe_interval: int
     device: str
+
+    @classmethod
+    def of(cls, config: Any) -> Schedule:
+        """Take them from a configuration that has more."""
+        return cls(**{one.name: getattr(config, one.name) for one in fields(cls)})
 
 
 class Recorder:
@@ -44,7 +51,7 @@ class Recorder:
 
     def __init__(
         self,
-        config: Schedule,
+        schedule: Schedule,
         model: nn.Module,
         train: Sequence[Batch],
         test: Sequence[Batch],
@@ -52,11 +59,11 @@ class Recorder:
         loss: Callable[[nn.Module, Batch], Tensor] = backbone.batch_loss,
         accuracy: Callable[[nn.Module, Batch, int], float] = backbone.accuracy,
     ) -> None:
-        self.config, self.model, self.on_step = config, model, on_step
+        self.schedule, self.model, self.on_step = schedule, model, on_step
         self.loss, self.accuracy = loss, accuracy
-        steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
+        steps = (schedule.epochs * -(-len(task["labels"]) // schedule.batch_size) for task in train)
         self.boundaries = list(accumulate(steps))
-        self.test, self.glimpse = test, [rows(part, slice(config.eval_rows)) for part in test]
+        self.test, self.glimpse = test, [rows(part, slice(schedule.eval_rows)) for part in test]
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.probes: list[dict[str, float]] = []
         self.held: list[float] = []  # losses on the stored examples of each task, when they were stored
@@ -84,7 +91,7 @@ class Recorder:
         """Begin a step, the first one being number 1."""
         self.step = step
         self.timed: set[str] = set()  # the phases of this step
-        self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
+        self.probed = len(self.memory) > 0 and self._due(self.schedule.probe_interval)
 
     def before_update(self) -> None:
         """Compute the gradients of all tasks where the method has not, and note the parameters."""
@@ -104,7 +111,7 @@ class Recorder:
             gradient, update = _flat(p.grad for p in self.parameters), self.before - _flat(self.parameters)
             worst = {"gradient": worst_cosine(G, gradient), "update": worst_cosine(G, update)}
             self.probes.append({"step": self.step} | worst)
-        if self._due(self.config.eval_interval):
+        if self._due(self.schedule.eval_interval):
             self.curve.append({"step": self.step, "accuracy": self._accuracies(self.glimpse)})
         self.on_step(self.step, self.boundaries[-1], f"task {len(self.R)}/{len(self.test)}")
 
@@ -142,17 +149,18 @@ class Recorder:
         return self.step % interval == 0 or self.step in self.boundaries
 
     def _accuracies(self, parts: Sequence[dict[str, Tensor]]) -> list[float]:
-        return [self.accuracy(self.model, part, self.config.eval_batch_size) for part in parts]
+        return [self.accuracy(self.model, part, self.schedule.eval_batch_size) for part in parts]
 
     @torch.no_grad()
     def _held_losses(self) -> list[float]:
         self.model.eval()
-        losses = [float(self.loss(self.model, batch)) for batch in self.memory.batches()]
+        batches: Iterator[Any] = self.memory.batches()
+        losses = [float(self.loss(self.model, batch)) for batch in batches]
         self.model.train()
         return losses
 
     def _now(self) -> float:
-        device = torch.device(self.config.device).type
+        device = torch.device(self.schedule.device).type
         if device != "cpu":
             getattr(torch, device).synchronize()
         return time.perf_counter()

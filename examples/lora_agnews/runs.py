@@ -88,7 +88,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise SetupError(f"{path} is damaged ({error}); remove it, and the run is done again") from None
 
 
-def work(runs: Sequence[Any], keep: Callable[[Any, dict[str, Any]], None], jobs: int, console: Console) -> None:
+def work(
+    runs: Sequence[Any], keep: Callable[[Any, dict[str, Any]], None], jobs: int, console: Console
+) -> None:
     """Do runs in worker processes, and hand the result of each to `keep`, in this process, as it finishes.
 
     Ctrl-C and a failed run end the others at once.

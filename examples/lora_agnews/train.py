@@ -16,7 +16,7 @@ from .backbone import batch_loss
 from .config import Config
 from .mega import MEGA
 from .methods import METHODS, Method, all_tasks
-from .record import Recorder
+from .record import Recorder, Schedule
 
 Batch = dict[str, Tensor]
 
@@ -96,6 +96,6 @@ def run(
         [backbone.encode(getattr(task, part), tokenizer, config) for task in tasks]
         for part in ("train", "test")
     )
-    record = Recorder(config, model, train, test, on_step)
+    record = Recorder(Schedule.of(config), model, train, test, on_step)
     learn(config, METHODS[name], seed, model, train, record)
     return {"method": name, "seed": seed, "order": [task.name for task in tasks], **record.result()}

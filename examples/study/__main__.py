@@ -23,7 +23,9 @@ def parser() -> ArgumentParser:
     found = ArgumentParser("python -m examples.study", "%(prog)s [options] [stream ...]", __doc__)
     found.add_argument("streams", nargs="*", help="by default all of the settings")
     found.add_argument("--methods", default="", help="with commas between, by default all of the stream")
-    found.add_argument("--out", type=Path, default=Path("docs", "results", "study"), help="folder for results")
+    found.add_argument(
+        "--out", type=Path, default=Path("docs", "results", "study"), help="folder for results"
+    )
     found.add_argument("--jobs", type=int, help="runs at once, by default one for each core")
     found.add_argument("--report", action="store_true", help="run nothing, draw what is there")
     return found

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.lora_agnews import mega
+from examples.lora_agnews.backbone import rows as select
 from examples.lora_agnews.record import Recorder
 from gemproj.torch import EpisodicMemory, GradientProjector, SubspaceProjector
 from gemproj.torch.losses import CrossEntropy, Distillation
@@ -27,22 +28,36 @@ class Setup:
     optimizer : torch.optim.Optimizer
     knob : float
         The method's main setting.
-    memory : EpisodicMemory
-        Of the size that the method may have, empty.
+    per_task : int
+        Examples of each task that may be stored.
     rows : int
         Stored examples of each past task that may take part in a step.
+    seed : int
     """
 
     stream: Stream
     optimizer: torch.optim.Optimizer
     knob: float
-    memory: EpisodicMemory
+    per_task: int
     rows: int
+    seed: int
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters that are learned."""
         return [p for p in self.stream.model.parameters() if p.requires_grad]
+
+    def memory(self, extra: int = 0) -> EpisodicMemory:
+        """Return an empty memory, with fewer examples if each needs `extra` bytes beside itself."""
+        example = sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
+        size = max(1, self.per_task * example // (example + extra))
+        return EpisodicMemory(size, "labels", self.seed, policy="reservoir")
+
+    def bytes_of_outputs(self) -> int:
+        """Return what the outputs for one example take."""
+        one = {name: values[:1] for name, values in self.stream.tasks[0].train.items()}
+        with torch.no_grad():
+            return self.stream.logits(self.stream.model, one).nbytes
 
 
 class Learner:
@@ -51,7 +66,7 @@ class Learner:
     on = "gradient"
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.model, self.memory = setup, setup.stream.model, setup.memory
+        self.setup, self.model, self.memory = setup, setup.stream.model, setup.memory()
         self.cross_entropy = CrossEntropy(setup.stream.logits)
         self.projector: Any = self
 
@@ -66,7 +81,7 @@ class Learner:
         """Look at the step that was made."""
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Keep what will be needed of a task."""
+        """Keep what will be needed of a task, of which these examples may be stored."""
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +94,7 @@ class Replay(Learner):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the batch plus that of the past, from one forward pass."""
-        stored = list(self.memory.batches(n=self.setup.rows))
+        stored: list[Any] = list(self.memory.batches(n=self.setup.rows))
         if not stored:
             return super().loss(batch)
         size, past = len(batch["labels"]), concatenate(stored)
@@ -98,11 +113,12 @@ class DistilledReplay(Replay):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.past = Distillation(setup.stream.logits, labels=self.cross_entropy)
+        self.memory = setup.memory(setup.bytes_of_outputs())
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the batch plus that of the past."""
         loss = self.cross_entropy(self.model, batch).mean()
-        stored = list(self.memory.batches(n=self.setup.rows))
+        stored: list[Any] = list(self.memory.batches(n=self.setup.rows))
         if stored:
             past = concatenate([one.batch for one in stored])
             said = torch.cat([one.outputs for one in stored])
@@ -138,11 +154,13 @@ class Projected(Learner):
         super().__init__(setup)
         self.promise, self.distilled = promise, distilled
         self.past: Any = Distillation(setup.stream.logits) if distilled else self.cross_entropy
-        tuned = {knob: setup.knob} if knob else {}
+        tuned: dict[str, Any] = {knob: setup.knob} if knob else {}
         self.projector = GradientProjector(setup.parameters, **tuned, **options)
         self.attached = self.projector.on != "gradient"
         if self.attached:
             self.projector.attach(setup.optimizer)
+        if distilled:
+            self.memory = setup.memory(setup.bytes_of_outputs())
         self.random = torch.Generator().manual_seed(0)
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
@@ -162,11 +180,12 @@ class Projected(Learner):
         if self.promise == "sample":
             return [self.memory.sample(rows * len(tasks))]
         if self.promise == "one":
-            one = self.memory.batch(tasks[int(torch.randint(len(tasks), (), generator=self.random))])
+            one: Any = self.memory.batch(tasks[int(torch.randint(len(tasks), (), generator=self.random))])
             drawn = torch.randperm(len(one["labels"]), generator=self.random)[: rows * len(tasks)]
-            return [{name: values[drawn] for name, values in one.items()}]
+            return [select(one, drawn)]
         if self.promise == "label":
-            labels = max(len(one["labels"].unique()) for one in self.memory.batches())
+            stored: Any = self.memory.batches()
+            labels = max(len(one["labels"].unique()) for one in stored)
             return self.memory.batches(n=max(1, rows // labels), per="label")
         return self.memory.batches(n=rows)
 

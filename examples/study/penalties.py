@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from examples.lora_agnews.backbone import rows
 
 from .learners import Learner, Setup
 from .stream import Batch
@@ -48,11 +52,10 @@ class EWC(Penalty):
         super().end_task(task, batch)
         self.memory.add(batch, task)
         self.model.eval()
-        examples = self.memory.batch(task)
+        examples: Any = self.memory.batch(task)
         count = len(examples["labels"])
         for i in range(count):
-            one = {name: values[i : i + 1] for name, values in examples.items()}
-            loss = self.cross_entropy(self.model, one).mean()
+            loss = self.cross_entropy(self.model, rows(examples, slice(i, i + 1))).mean()
             for w, g in zip(self.importance, torch.autograd.grad(loss, self.parameters), strict=True):
                 w.add_(g.square(), alpha=1 / count)
         self.model.train()
@@ -61,7 +64,7 @@ class EWC(Penalty):
 class SI(Penalty):
     """Synaptic intelligence (Zenke et al., 2017): importance is the part in the fall of the loss."""
 
-    damping = 1e-3
+    damping = 0.1
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)

@@ -12,7 +12,9 @@ from .train import Run
 Point = tuple[float, float]  # learning rate and knob
 
 
-def todo(stream: str, results: Results, methods: Sequence[str] = (), seeds: Sequence[int] = SEEDS) -> list[Run]:
+def todo(
+    stream: str, results: Results, methods: Sequence[str] = (), seeds: Sequence[int] = SEEDS
+) -> list[Run]:
     """Return the runs that can be done now and are not: more follow from what they find."""
     setting = STREAMS[stream]
     runs = []
@@ -20,7 +22,9 @@ def todo(stream: str, results: Results, methods: Sequence[str] = (), seeds: Sequ
         point = chosen(stream, name, results)
         if point is None:
             tuned = METHODS[name].like or name
-            runs += [run(stream, tuned, p, s, "tune") for p in points(stream, tuned, results) for s in TUNING_SEEDS]
+            runs += [
+                run(stream, tuned, p, s, "tune") for p in points(stream, tuned, results) for s in TUNING_SEEDS
+            ]
         else:
             runs += [run(stream, name, point, seed, "report") for seed in seeds]
     return [one for one in dict.fromkeys(runs) if one.key not in results]

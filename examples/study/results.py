@@ -35,7 +35,7 @@ class Results:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.records: dict[str, Record] = {}
-        self._about: str | None = None
+        self._about: Mapping[str, Any] = {}
         if not path.exists():
             return
         text = path.read_bytes()
@@ -46,12 +46,12 @@ class Results:
             try:
                 found = json.loads(line)
                 if "about" in found:
-                    self._about = digest(found["about"])
+                    self._about = found["about"]
                 else:
                     self.records[found["key"]] = found
             except (ValueError, KeyError, TypeError) as error:
                 raise SetupError(
-                    f"{path}, line {number} is damaged ({error!r}); remove the line, and its run is done again"
+                    f"{path}, line {number} is damaged ({error!r}); remove it, and its run is done again"
                 ) from None
 
     def __contains__(self, key: str) -> bool:
@@ -59,8 +59,14 @@ class Results:
 
     def add(self, record: Record, about: Mapping[str, Any]) -> None:
         """Append a record, which has a key, and what is to be known about it."""
+        about = json.loads(json.dumps(about))
+        if self._about and about["hashes"] != self._about["hashes"]:
+            raise SetupError(
+                f"{self.path} has results of other data or another backbone, {self._about['hashes']}; found "
+                f"{about['hashes']}. Use the same, or another folder for results."
+            )
         lines = [json.dumps(record) + "\n"]
-        if digest(about) != self._about:
+        if about != self._about:
             lines.insert(0, json.dumps({"about": about}) + "\n")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
@@ -70,7 +76,7 @@ class Results:
                 os.fsync(file.fileno())
             except OSError as error:
                 raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
-        self.records[record["key"]], self._about = record, digest(about)
+        self.records[record["key"]], self._about = record, about
 
 
 def digest(value: Any) -> str:

@@ -17,9 +17,7 @@ from .settings import METHODS, STREAMS
 from .train import Run
 
 
-def complete(
-    names: Sequence[str], methods: Sequence[str], folder: Path, jobs: int, console: Console
-) -> None:
+def complete(names: Sequence[str], methods: Sequence[str], folder: Path, jobs: int, console: Console) -> None:
     """Do all runs of the streams that have no record in the folder yet."""
     for kind, known, asked in (("stream", STREAMS, names), ("method", METHODS, methods)):
         if unknown := sorted(set(asked) - set(known)):

@@ -88,43 +88,69 @@ class Setting:
     device: str = "cpu"
 
 
-WEIGHTS = (0.1, 0.5, 2.0)  # of the past, whether in the loss or as a margin
+WEIGHTS = (0.1, 0.5, 2.0)  # of the past, in the loss or as a margin
 
 
+def gem(**options: Any) -> Callable[[Setup], Learner]:
+    """Return a maker of GEM with options of `Projected`."""
+    return partial(Projected, **options)
+
+
+GREY, BLACK, GREEN, PINK = "#999999", "#000000", "#009E73", "#CC79A7"
+PURPLE, ORANGE, BLUE, SKY, RED = "#882255", "#E69F00", "#0072B2", "#56B4E9", "#D55E00"
 METHODS = {
-    "plain": Method("Fine-tuning", "bounds", "#999999", Learner),
-    "joint": Method("Joint", "bounds", "#000000", Learner, joint=True),
-    "replay": Method("Replay", "replay", "#009E73", Replay, "weight", WEIGHTS),
-    "der": Method("Replay + KL (DER++)", "replay", "#009E73", DistilledReplay, "weight", WEIGHTS),
-    "ewc": Method("EWC", "penalties", "#CC79A7", EWC, "strength", (10.0, 100.0, 1000.0)),
-    "si": Method("SI", "penalties", "#CC79A7", SI, "strength", (0.03, 0.3, 3.0)),
-    "gpm": Method("GPM", "subspaces", "#882255", Subspaces, "threshold", (0.9, 0.95, 0.99)),
-    "agem": Method("A-GEM", "one constraint", "#E69F00", partial(Projected, promise="sample", method="agem")),
-    "sgem": Method("S-GEM", "one constraint", "#E69F00", partial(Projected, promise="one", method="agem")),
-    "mega1": Method("MEGA-I", "one constraint", "#E69F00", partial(Balanced, weights=mega1)),
-    "mega2": Method("MEGA-II", "one constraint", "#E69F00", partial(Balanced, weights=mega2)),
-    "gem": Method("GEM", "GEM", "#0072B2", Projected),
-    "igem1": Method("I-GEM, 1 step", "GEM", "#56B4E9", partial(Projected, method=PGD(1)), like="gem"),
-    "igem3": Method("I-GEM, 3 steps", "GEM", "#56B4E9", partial(Projected, method=PGD(3)), like="gem"),
-    "igem10": Method("I-GEM, 10 steps", "GEM", "#56B4E9", partial(Projected, method=PGD(10)), like="gem"),
-    "gem-all": Method("GEM, all rows", "GEM", "#0072B2", Projected, like="gem", rows=10**9),
-    "softgem": Method("SOFT-GEM", "GEM", "#0072B2", partial(Projected, knob="penalty"), "penalty", WEIGHTS),
-    "gem-margin": Method("GEM, margin", "GEM + weight", "#D55E00", partial(Projected, knob="margin"), "margin", WEIGHTS),
+    "plain": Method("Fine-tuning", "bounds", GREY, Learner),
+    "joint": Method("Joint", "bounds", BLACK, Learner, joint=True),
+    "replay": Method("Replay", "replay", GREEN, Replay, "weight", WEIGHTS),
+    "der": Method("Replay + KL", "replay", GREEN, DistilledReplay, "weight", WEIGHTS),
+    "ewc": Method("EWC", "no examples", PINK, EWC, "strength", (1.0, 10.0, 100.0)),
+    "si": Method("SI", "no examples", PINK, SI, "strength", (0.1, 1.0, 10.0)),
+    "gpm": Method("GPM", "no examples", PURPLE, Subspaces, "threshold", (0.8, 0.9, 0.95)),
+    "agem": Method("A-GEM", "one constraint", ORANGE, gem(promise="sample", method="agem")),
+    "sgem": Method("S-GEM", "one constraint", ORANGE, gem(promise="one", method="agem")),
+    "mega1": Method("MEGA-I", "one constraint", ORANGE, partial(Balanced, weights=mega1)),
+    "mega2": Method("MEGA-II", "one constraint", ORANGE, partial(Balanced, weights=mega2)),
+    "gem": Method("GEM", "GEM", BLUE, gem()),
+    "gem-all": Method("GEM, all rows", "GEM", BLUE, gem(), like="gem", rows=10**9),
+    "igem1": Method("I-GEM, 1 step", "GEM", SKY, gem(method=PGD(1)), like="gem"),
+    "igem3": Method("I-GEM, 3 steps", "GEM", SKY, gem(method=PGD(3)), like="gem"),
+    "igem10": Method("I-GEM, 10 steps", "GEM", SKY, gem(method=PGD(10)), like="gem"),
+    "gem-step": Method("GEM, step", "GEM", BLUE, gem(on="both", metric="adam")),
+    "softgem": Method("SOFT-GEM", "GEM", BLUE, gem(knob="penalty"), "penalty", WEIGHTS),
+    "gem-bound": Method("GEM, bound", "GEM", BLUE, gem(bound=0.0, knob="kappa"), "kappa", (0.1, 0.3, 1.0)),
+    "gem-margin": Method("GEM, margin", "GEM + weight", RED, gem(knob="margin"), "margin", WEIGHTS),
     "gem-label": Method(
-        "GEM, label, margin", "GEM + weight", "#D55E00", partial(Projected, promise="label", knob="margin"), "margin", WEIGHTS
+        "GEM, margin, labels", "GEM + weight", RED, gem(promise="label", knob="margin"), "margin", WEIGHTS
     ),
     "gem-kl": Method(
-        "GEM, KL, margin", "GEM + weight", "#D55E00", partial(Projected, distilled=True, knob="margin"), "margin", WEIGHTS
+        "GEM, margin, KL", "GEM + weight", RED, gem(distilled=True, knob="margin"), "margin", WEIGHTS
     ),
-    "gem-bound": Method(
-        "GEM, held at bound", "GEM", "#0072B2", partial(Projected, bound=0.0, knob="kappa"), "kappa", (0.1, 0.3, 1.0)
-    ),
-    "gem-step": Method("GEM, step", "GEM", "#0072B2", partial(Projected, on="both", metric="adam")),
 }
-DIGITS: dict[str, Any] = {"optimizer": "sgd", "rates": (0.01, 0.03, 0.1, 0.3, 1.0), "per_task": 50, "rows": 10}
-NO_MOMENTUM = tuple(name for name in METHODS if name != "gem-step")  # steps of SGD are gradients
+# Steps of SGD are gradients already; with ten labels a promise for each is a hundred constraints.
+ON_DIGITS = tuple(name for name in METHODS if name not in ("gem-step", "gem-label"))
+DIGITS: dict[str, Any] = {
+    "methods": ON_DIGITS,
+    "optimizer": "sgd",
+    "rates": (0.01, 0.03, 0.1, 0.3, 1.0),
+    "per_task": 50,
+    "rows": 10,
+}
+NEWS: dict[str, Any] = {
+    "methods": tuple(METHODS),
+    "optimizer": "adamw",
+    "rates": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    "per_task": 100,
+    "rows": 16,
+    "batch_size": 32,
+    "eval_batch_size": 50,
+    "eval_rows": 160,
+    "eval_interval": 10,
+    "probe_interval": 8,
+}
 STREAMS = {
-    "permuted": Setting("Permuted digits", "permuted", options={"tasks": 10}, methods=NO_MOMENTUM, **DIGITS),
-    "rotated": Setting("Rotated digits", "rotated", options={"tasks": 10}, methods=NO_MOMENTUM, **DIGITS),
-    "split": Setting("Split digits", "split", methods=NO_MOMENTUM, **DIGITS),
+    "permuted": Setting("Permuted digits", "permuted", options={"tasks": 10, "rows": 500}, **DIGITS),
+    "rotated": Setting("Rotated digits", "rotated", options={"tasks": 10, "rows": 500}, **DIGITS),
+    "split": Setting("Split digits", "split", options={"tasks": 5}, **DIGITS),
+    "mnist1d": Setting("Permuted MNIST-1D", "mnist1d", options={"tasks": 10, "rows": 1_000}, **DIGITS),
+    "agnews3": Setting("AG News, 3 tasks", "agnews", options={"tasks": 3}, **NEWS),
 }

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from examples.lora_agnews.backbone import rows
-from examples.lora_agnews.record import Recorder
+from examples.lora_agnews.record import Recorder, Schedule
 from examples.lora_agnews.runs import VERSIONS
 from examples.lora_agnews.train import batches
-from gemproj.torch import EpisodicMemory
 from gemproj.torch.losses import CrossEntropy
 
 from . import streams
@@ -75,7 +74,11 @@ class Run:
 
     def record(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is kept of a result, rounded to what can be told from noise."""
-        numbers = {"lr": self.rate, "knob": self.knob if METHODS[self.method].knob else None, "seed": self.seed}
+        numbers = {
+            "lr": self.rate,
+            "knob": self.knob if METHODS[self.method].knob else None,
+            "seed": self.seed,
+        }
         named = {"key": self.key, "stream": self.stream, "method": self.method}
         named |= {"phase": self.phase, "budget": self.budget}
         kept = {"metrics", "diverged"} if self.phase == "tune" else set(result) - {"about"}
@@ -89,12 +92,13 @@ def learn(run: Run, stream: Stream, tell: Callable[[int, int, str], None]) -> di
     cross_entropy = CrossEntropy(stream.logits)
     optimizer = make_optimizer(setting.optimizer, model, run.rate)
     rows_each = setting.rows if method.rows is None else method.rows
-    memories = [
-        EpisodicMemory(setting.per_task, "labels", run.seed, policy="reservoir") for _ in range(2)
-    ]  # the learner's, and an equal one to measure with
-    learner = method.learner(Setup(stream, optimizer, run.knob, memories[0], rows_each))
+    setup = Setup(stream, optimizer, run.knob, setting.per_task, rows_each, run.seed)
+    learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
+    schedule = Schedule.of(setting)
+    if run.phase == "tune":
+        schedule = replace(schedule, eval_interval=NEVER, probe_interval=NEVER)
     record = Recorder(
-        replace(setting, eval_interval=NEVER, probe_interval=NEVER) if run.phase == "tune" else setting,
+        schedule,
         model,
         [task.train for task in tasks],
         [task.test for task in stream.tasks],
@@ -102,8 +106,9 @@ def learn(run: Run, stream: Stream, tell: Callable[[int, int, str], None]) -> di
         lambda model, batch: cross_entropy(model, batch).mean(),
         lambda model, batch, size: accuracy(model, stream, batch, size),
     )
-    record.start(learner.setup.parameters, memories[1], learner.projector, own=False)
+    record.start(setup.parameters, stored, learner.projector, own=False)
     shuffler = torch.Generator().manual_seed(run.seed)
+    torch.manual_seed(run.seed)  # of dropout
     model.train()
     step, diverged = 0, False
     for k, task in enumerate(tasks):
@@ -124,10 +129,10 @@ def learn(run: Run, stream: Stream, tell: Callable[[int, int, str], None]) -> di
                 optimizer.step()
                 learner.end_step()
             record.after_update()
-        learner.end_task(k, task.train)
-        memories[1].add(task.train, k)
+        stored.add(task.train, k)
+        learner.end_task(k, stored.batch(k))
         record.end_task()
-    about = {"versions": VERSIONS, "hashes": dict(stream.hashes), "setting": vars(setting)}
+    about: dict[str, Any] = {"versions": VERSIONS, "hashes": dict(stream.hashes), "setting": vars(setting)}
     about |= {"machine": platform.processor() or platform.machine(), "system": platform.system()}
     return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
 
