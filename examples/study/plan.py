@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from statistics import mean
 
 from .results import Results
-from .settings import METHODS, POINTS, SEEDS, STREAMS, TUNING_SEEDS
+from .settings import METHODS, POINTS, STREAMS, TUNING_SEEDS
 from .train import Run
 
 Point = tuple[float, float]  # learning rate and knob
 
 
-def todo(
-    stream: str, results: Results, methods: Sequence[str] = (), seeds: Sequence[int] = SEEDS
-) -> list[Run]:
+def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run]:
     """Return the runs that can be done now and are not: more follow from what they find."""
     setting = STREAMS[stream]
     runs = []
@@ -26,8 +24,8 @@ def todo(
                 run(stream, tuned, p, s, "tune") for p in points(stream, tuned, results) for s in TUNING_SEEDS
             ]
         else:
-            runs += [run(stream, name, point, seed, "report") for seed in seeds]
-    return [one for one in dict.fromkeys(runs) if one.key not in results]
+            runs += [run(stream, name, point, seed, "report") for seed in setting.seeds]
+    return [one for key, one in {one.key: one for one in runs}.items() if key not in results]
 
 
 def run(stream: str, method: str, point: Point, seed: int, phase: str) -> Run:

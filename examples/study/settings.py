@@ -79,6 +79,7 @@ class Setting:
     rows: int
     options: Mapping[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = SEEDS
     batch_size: int = 10
     epochs: int = 1
     eval_batch_size: int = 512

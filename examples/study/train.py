@@ -53,7 +53,8 @@ class Run:
     @property
     def key(self) -> str:
         """What tells it from other runs, with a hash of all settings that shape it."""
-        kept = {name: value for name, value in vars(self.setting).items() if name not in ("title", "methods")}
+        free = ("title", "methods", "seeds")
+        kept = {name: value for name, value in vars(self.setting).items() if name not in free}
         shape = digest([kept, describe(METHODS[self.method].learner), METHODS[self.method].rows])
         numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
         return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{shape}"
