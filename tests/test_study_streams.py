@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 pytest.importorskip("rich")
+pytest.importorskip("mnist1d")
 
 import torch
 
