@@ -97,7 +97,7 @@ def one_setting(runs: Sequence[Record]) -> list[Record]:
     settings = {(run["lr"], run["knob"]) for run in runs}
     if twice or len(settings) > 1:
         what = f"seeds {twice} more than once" if twice else f"more than one (lr, knob): {settings}"
-        where = {key: runs[0][key] for key in ("stream", "budget", "method")}
+        where = {key: runs[0].get(key) for key in ("stream", "budget", "method")}
         raise ValueError(f"records must hold one run per seed, found {what} for {where}; keep one")
     return sorted(runs, key=lambda run: run["seed"])
 

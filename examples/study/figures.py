@@ -47,7 +47,8 @@ def accuracy_and_cost(runs: Runs, methods: Mapping[str, Any], plain: str = "plai
     axes.set_ylabel("Final average accuracy (%)")
     figure.legend(loc="outside upper center", ncols=4, handletextpad=0.2)
     noted(
-        figure, _note(accuracy for _, accuracy in points.values()) + " Line: the best accuracy at that cost."
+        figure,
+        _note(accuracy for _, accuracy in points.values()) + " Line: the best accuracy at that cost or less.",
     )
     label_points(axes, {methods[name].title: point for name, point in points.items()}, best)
     return figure
