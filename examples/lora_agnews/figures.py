@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,17 @@ STYLE = {
 
 def draw(records: Sequence[Record], summary: Summary, out: Path) -> list[Path]:
     """Write the figures as PNG files and return their paths."""
-    paths = []
-    for drawing in (final_accuracy, accuracy_over_steps, transfer, projection_time):
-        with plt.rc_context(STYLE):
-            figure = drawing(records, summary)
-            paths.append(out / f"{drawing.__name__}.png")
-            figure.savefig(paths[-1])
-            plt.close(figure)
-    return paths
+    drawings = final_accuracy, accuracy_over_steps, transfer, projection_time
+    return [save(out / f"{drawing.__name__}.png", drawing, records, summary) for drawing in drawings]
+
+
+def save(path: Path, drawing: Callable[..., Figure], *arguments: Any, **options: Any) -> Path:
+    """Draw a figure in the style of all figures, write it as a file, and return the path."""
+    with plt.rc_context(STYLE):
+        figure = drawing(*arguments, **options)
+        figure.savefig(path)
+        plt.close(figure)
+    return path
 
 
 def final_accuracy(records: Sequence[Record], summary: Summary) -> Figure:
@@ -57,7 +60,7 @@ def final_accuracy(records: Sequence[Record], summary: Summary) -> Figure:
     _ticks(axes, [METHODS[name].title for name in summary])
     axes.set_ylim(0, 100)
     axes.set_ylabel("Final average accuracy (%)")
-    return _noted(figure, "Dots: seeds. Error bars: standard deviation across seeds.")
+    return noted(figure, "Dots: seeds. Error bars: standard deviation across seeds.")
 
 
 def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
@@ -90,7 +93,7 @@ def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
         axes.set_visible(False)
     figure.supylabel("Test accuracy (%)", fontsize=10)
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
-    return _noted(figure, "Grey: the task is being learned. Bands: standard deviation across seeds.")
+    return noted(figure, "Grey: the task is being learned. Bands: standard deviation across seeds.")
 
 
 def transfer(records: Sequence[Record], summary: Summary) -> Figure:
@@ -108,7 +111,7 @@ def transfer(records: Sequence[Record], summary: Summary) -> Figure:
     _ticks(axes, [f"{metric}\n({better} is better)" for metric, better in metrics.items()])
     axes.set_ylabel("Difference in accuracy")
     figure.legend(loc="outside upper center", ncols=6)
-    return _noted(figure, "Error bars: standard deviation across seeds.")
+    return noted(figure, "Error bars: standard deviation across seeds.")
 
 
 def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
@@ -140,7 +143,7 @@ def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
     names = ["One projection", "Constraint gradients of a step"]
     figure.legend(keys, names, loc="outside upper center", ncols=2)
     note = "Means; error bars: standard deviation across seeds.\nMethods that do not project are left out."
-    return _noted(figure, note)
+    return noted(figure, note)
 
 
 def _bar(axes: Axes, x: float, estimate: Any, scale: float, width: float, **look: Any) -> None:
@@ -155,6 +158,7 @@ def _ticks(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _noted(figure: Figure, text: str) -> Figure:
+def noted(figure: Figure, text: str) -> Figure:
+    """Write below a figure, small, what its error bars are; return the figure."""
     figure.supxlabel(text, fontsize=8, color="#666666")
     return figure
