@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from examples.lora_agnews.backbone import rows
 from examples.lora_agnews.record import Recorder, Schedule
-from examples.lora_agnews.runs import VERSIONS
+from examples.lora_agnews.runs import VERSIONS, Tell
 from examples.lora_agnews.train import batches
 from gemproj.torch.losses import CrossEntropy
 
@@ -25,7 +25,7 @@ from .settings import METHODS, Setting
 from .stream import Batch, Stream, Task
 
 NEVER = 10**9  # steps
-TELL = 0.2  # seconds between two words on how far a run is
+SELDOM = 0.2  # seconds between two words on how far a run is
 
 
 @dataclass(frozen=True)
@@ -60,18 +60,18 @@ class Run:
         numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
         return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{digest([setting, own])}"
 
-    def __call__(self, states: Any) -> dict[str, Any]:
-        """Learn, and tell in `states` how far it is."""
+    def __call__(self, tell: Tell) -> dict[str, Any]:
+        """Learn, and tell how far it is."""
         torch.set_num_threads(1)
         start = told = time.perf_counter()
 
-        def tell(*state: Any) -> None:
+        def seldom(*state: Any) -> None:
             nonlocal told
-            if time.perf_counter() - told > TELL:
+            if time.perf_counter() - told > SELDOM:
                 told = time.perf_counter()
-                states[self.title] = state
+                tell(*state)
 
-        found = learn(self, streams.load(self.setting.kind, self.seed, **self.setting.options), tell)
+        found = learn(self, streams.load(self.setting.kind, self.seed, **self.setting.options), seldom)
         return found | {"wall_seconds": time.perf_counter() - start}
 
     def record(self, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Run:
         return named | numbers | rounded({name: result[name] for name in result if name in kept})
 
 
-def learn(run: Run, stream: Stream, tell: Callable[[int, int, str], None]) -> dict[str, Any]:
+def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
     """Learn a stream, and return what was measured; `about` says what it depends on."""
     method, model = METHODS[run.method], stream.model
     setting = replace(run.setting, **method.changes)
