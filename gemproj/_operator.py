@@ -13,7 +13,8 @@ from gemproj._arrays import Blocks
 from gemproj._blocks import blocks_of
 from gemproj._combine import combine_into
 from gemproj._derivative import pull_back
-from gemproj._dual import Options, check_options, solve_problem
+from gemproj._dual import solve_problem
+from gemproj._options import Options, check_options
 from gemproj._problem import check_problem
 from gemproj.methods import METHODS, Exact, as_method
 

@@ -10,7 +10,8 @@ import numpy as np
 from gemproj._arrays import Array, Blocks
 from gemproj._blocks import blocks_of
 from gemproj._combine import combine_into, output, returned
-from gemproj._dual import check_options, solve_problem
+from gemproj._dual import solve_problem
+from gemproj._options import check_options
 from gemproj._problem import check_problem
 from gemproj.methods import AnyMethod
 

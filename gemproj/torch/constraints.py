@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gemproj._arrays import wide_dtype
 from gemproj._combine import combine_into
-from gemproj._dual import Options, solve_problem
+from gemproj._dual import solve_problem
+from gemproj._options import Options
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj.torch.parameters import ParameterVector, local

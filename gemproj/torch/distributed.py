@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_flatten
 from gemproj._arrays import Blocks, on_host, wide_dtype
 from gemproj._combine import combine_into
 from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
-from gemproj._dual import check_options, solve_problem
+from gemproj._dual import solve_problem
+from gemproj._options import check_options
 from gemproj._problem import check_out, check_problem
 from gemproj._tspace import Gram, Measured
 from gemproj.methods import AnyMethod

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gemproj._arrays import namespace
 from gemproj._combine import write_rows
-from gemproj._dual import Options, solve_problem
+from gemproj._dual import solve_problem
+from gemproj._options import Options
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured
 from gemproj.methods import Status

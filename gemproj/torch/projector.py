@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gemproj._dual import Options, check_options
+from gemproj._options import Options, check_options
 from gemproj._solution import DualSolution
 from gemproj.methods import GEM2017, AnyMethod
 from gemproj.torch.bound import LossBound

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import on_host, to_numpy
-from gemproj._dual import Options, solve_measured
+from gemproj._dual import solve_measured
+from gemproj._options import Options
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured

@@ -1,0 +1,72 @@
+"""What is asked for beside G and g: the method and the options of the problem."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from gemproj._arrays import is_array
+from gemproj._bounds import check_scalar
+from gemproj.methods import AnyMethod, Exact, Method, as_method
+from gemproj.methods._method import check_count
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The checked options of a projection; those that are arrays are checked against b later.
+
+    h may also be a function of the `Gram`, for right-hand sides that are relative to the lengths of rows.
+    """
+
+    method: Any
+    h: Any = None
+    margin: Any = 0.0
+    penalty: Any = None
+    equality: Any = False
+    refine: int = 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the problem is GEM's own, ``G x >= 0``, and its answer is not refined."""
+        no_margin = type(self.margin) is float and self.margin == 0.0
+        others = self.h is None and self.penalty is None and self.equality is False
+        return no_margin and others and not self.refine
+
+
+def check_options(
+    method: AnyMethod,
+    *,
+    h: Any = None,
+    margin: Any = 0.0,
+    penalty: Any = None,
+    equality: Any = False,
+    refine: int = 0,
+) -> Options:
+    """Check the options that do not depend on the data."""
+    plain = h is None and penalty is None and type(margin) is float and margin == 0.0
+    if plain and equality is False and type(refine) is int and refine == 0:
+        return _named(method) if type(method) is str else Options(as_method(method))
+    found = as_method(method)
+    check_scalar(margin, "margin")
+    if penalty is not None:
+        check_scalar(penalty, "penalty")
+    check_count(refine, "refine", 0)
+    accepts = found.accepts if isinstance(found, Method) else {"h", "margin"}
+    given = {
+        "h": h is not None,
+        "margin": is_array(margin) or bool(margin),
+        "penalty": penalty is not None,
+        "equality": equality is not False,
+    }
+    for name in given:
+        if given[name] and name not in accepts:
+            raise ValueError(f"{name} cannot be combined with method {found!r}, which does not take it.")
+    if refine and not isinstance(found, Exact):
+        raise ValueError(f"refine needs method 'exact', which finds the active set; found {found!r}.")
+    return Options(found, h, margin, penalty, equality, refine)
+
+
+@lru_cache(maxsize=64)
+def _named(method: str) -> Options:
+    return Options(as_method(method))
