@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench bench-gpu bench-exchange bench-stale bench-large kernels bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo study test bench bench-gpu bench-exchange bench-stale bench-large kernels bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -18,6 +18,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)  ## Train on AG News with and without projection; table and figures at the end.
 	$(BIN)/python -m examples.lora_agnews $(ARGS)
+
+study: $(STAMP)  ## Do what is missing of the study, and draw what is there; hours, and it may be stopped.
+	$(BIN)/python -m examples.study.paper
+	$(BIN)/python -m examples.study $(ARGS)
 
 test: $(STAMP)  ## Run all tests and the examples of the documentation.
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
