@@ -59,8 +59,7 @@ def device(request, monkeypatch):
 
     @contextmanager
     def context():
-        with monkeypatch.context() as patch:
-            make_device(patch, context.kernels)
+        with monkeypatch.context() as patch, make_device(context.kernels):
             patch.setenv("GEMPROJ_BACKEND", request.param)
             yield
 

@@ -1,0 +1,97 @@
+"""``make bench-host``: the Python of a projection on a device, with launches replaced by nothing.
+
+It needs no device: tensors on the CPU are taken for those of one.
+"""
+
+from __future__ import annotations
+
+import os
+import timeit
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import torch
+import typer
+from rich.console import Console
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from asv_benchmarks.reports.gpu.device import Call, backend, cpu_as_device
+from asv_benchmarks.reports.tables import Table, digits
+from gemproj import project
+
+NOTE = """Microseconds, least of {runs} runs of {calls} calls. Here an empty pass of a Python loop takes {loop}
+microseconds, and to ask a tensor for its address {address}."""
+BLOCKS, ROWS = 150, 4
+# Low-rank factors of a model's weights, and its head of four classes.
+_FACTORS, _HEAD = [(8, 1024), (1024, 8)], [(4, 1024), (4,)]
+
+
+class _Compiled:
+    """What Triton returns of the first launch, and what does the later ones."""
+
+    def __getitem__(self, grid: Any) -> Call:
+        return lambda *arguments: None
+
+
+@contextmanager
+def no_launches() -> Iterator[None]:
+    """Take the CPU for a device that does nothing."""
+    compiled = _Compiled()
+    with patch.object(JITFunction, "run", lambda *args, **options: compiled):
+        with patch("gemproj.backends.triton._launch._compiled", {}), cpu_as_device(kernels=True):
+            with backend("triton"):
+                yield
+
+
+def blocks() -> tuple[list[Tensor], list[Tensor]]:
+    """Return G and g in blocks, as of a model with low-rank adapters."""
+    shapes = _FACTORS * ((BLOCKS - len(_HEAD)) // len(_FACTORS)) + _HEAD
+    return [torch.ones(ROWS, *shape) for shape in shapes], [-torch.ones(shape) for shape in shapes]
+
+
+def candidates() -> dict[str, Call]:
+    """Return projections by what they are of."""
+    calls: dict[str, Call] = {}
+    for t in (2, 8, 32):
+        G, g = torch.ones(t, 4096), -torch.ones(4096)
+        calls[f"t = {t}, arrays"] = partial(project, G, g, out=torch.empty_like(g))
+    rows, vector = blocks()
+    whole = f"t = {ROWS}, {BLOCKS} blocks"
+    calls[f"{whole}, `out=g`"] = partial(project, rows, vector, out=vector)
+    calls[f"{whole}, `out=`"] = partial(project, rows, vector, out=[torch.empty_like(v) for v in vector])
+    calls[f"{whole}, a new x"] = partial(project, rows, vector)
+    return calls
+
+
+def time(call: Call, runs: int, calls: int) -> float:
+    """Return the least microseconds of a call."""
+    call()
+    return 1e6 * min(timeit.repeat(call, number=calls, repeat=runs)) / calls
+
+
+def main(
+    runs: Annotated[int, typer.Option(help="Runs of each, of which the shortest counts.")] = 15,
+    calls: Annotated[int, typer.Option(help="Calls of a run.")] = 42,
+) -> None:
+    """Print the times, and two that tell how fast this host is."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise SystemExit("TRITON_INTERPRET=1 replaces the launches that this measures; unset it.")
+    torch.set_num_threads(1)
+    table = Table("Host time of `project` on a device", ["", "microseconds"])
+    with no_launches():
+        for name, call in candidates().items():
+            table.rows.append([name, digits(time(call, runs, calls))])
+    loop = time(lambda: [None for _ in range(1000)], runs, calls) / 1000
+    many = [torch.empty(1)] * 1000
+    address = time(lambda: [a.data_ptr() for a in many], runs, calls) / 1000 - loop
+    console = Console(width=110, highlight=False)
+    console.print(NOTE.format(runs=runs, calls=calls, loop=digits(loop, 2), address=digits(address, 2)))
+    console.print(table.rich())
+
+
+if __name__ == "__main__":
+    typer.run(main)
