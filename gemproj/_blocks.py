@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, Blocks, is_array, is_real_floating, is_torch
+from gemproj._arrays import DTYPE, Array, Blocks, is_array, is_real_floating, is_torch
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
@@ -36,8 +36,8 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
         raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.")
     if like is not None and len(blocks) != like[1]:
         raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
-    # One block of each kind stands for all: models have hundreds.
-    for block in {(type(block), getattr(block, "dtype", None)): block for block in blocks}.values():
+    # One block of each type and of each dtype stands for all: models have hundreds.
+    for block in dict(zip(map(type, blocks), blocks, strict=True)).values():
         if not is_array(block):
             hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
             raise TypeError(
@@ -46,6 +46,7 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
             )
         if isinstance(block, np.ma.MaskedArray):
             raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
+    for block in dict(zip(map(DTYPE, blocks), blocks, strict=True)).values():
         if not is_real_floating(block):
             raise TypeError(
                 f"{name} must have a real floating-point dtype; found {block.dtype}. Convert it first."

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import math
+import operator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from gemproj._arrays import (
+    DTYPE,
+    REQUIRES_GRAD,
+    SHAPE,
     Array,
     Blocks,
     common_namespace,
     detach,
+    detached,
     device_of,
+    devices_of,
     from_numpy,
     is_array,
     is_real_floating,
@@ -64,12 +71,15 @@ class Problem:
     shared: bool = False
     backend: Any = None
     host: bool = field(init=False)
-    columns: int = field(init=False)
 
     def __post_init__(self) -> None:
-        lead = len(self.batch)
         self.host = on_host(self.device)
-        self.columns = sum([math.prod(v.shape[lead:]) for v in self.vector])
+
+    @cached_property
+    def columns(self) -> int:
+        """The number of columns of one problem."""
+        lead = len(self.batch)
+        return sum([math.prod(v.shape[lead:]) for v in self.vector])
 
     @property
     def wide(self) -> Any:
@@ -116,15 +126,15 @@ class Problem:
 
         Their distances are the same at every call, by which a kernel finds all from one address.
         """
-        dtypes = {v.dtype for v in self.vector}
+        dtypes = set(map(DTYPE, self.vector))
         if len(self.vector) == 1 or len(dtypes) > 1:
             return self.empty()
-        sizes = [math.prod(v.shape) for v in self.vector]
-        starts = [0, *accumulate(-(-n // 64) * 64 for n in sizes)]
-        flat = self.xp.empty(starts[-1], dtype=dtypes.pop(), device=self.device)
+        places, size = _side_by_side(tuple([tuple(v.shape) for v in self.vector]))
+        flat = self.xp.empty(size, dtype=dtypes.pop(), device=self.device)
+        if self.is_torch:  # one operation each
+            return [flat.as_strided(*place) for place in places]
         return [
-            self.xp.reshape(flat[start : start + n], tuple(v.shape))
-            for v, start, n in zip(self.vector, starts, sizes, strict=False)
+            self.xp.reshape(flat[start : start + math.prod(shape)], shape) for shape, _, start in places
         ]
 
     def pack(self, arrays: list[Array]) -> Any:
@@ -134,6 +144,17 @@ class Problem:
         if self.keys in (list, tuple):
             return self.keys(arrays)
         return dict(zip(self.keys, arrays, strict=True))
+
+
+@lru_cache(maxsize=16)
+def _side_by_side(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[tuple[Any, Any, int]], int]:
+    """Return shape, strides and beginning of arrays in one, each at a multiple of 64, and the end."""
+    places, end = [], 0
+    for of_block in shapes:
+        strides = [*accumulate(of_block[:0:-1], operator.mul, initial=1)][::-1] if of_block else []
+        places.append((of_block, strides, end))
+        end += -(-math.prod(of_block) // 64) * 64
+    return places, end
 
 
 def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
@@ -152,12 +173,14 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
     xp = common_namespace([*rows, *vector, *(weight or [])])
     device = device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
-        for name, arrays in (("G", rows), ("g", vector), ("metric", weight or [])):
-            for found in {device_of(a) for a in arrays} - {device}:
+        for name, arrays in (("G", rows), ("g", vector), ("metric", weight)):
+            if arrays is None:
+                continue
+            for found in devices_of(arrays) - {device}:
                 raise ValueError(
                     f"{name} is on device {found} but g is on {device}; move all arrays to one device."
                 )
-            arrays[:] = [detach(a) for a in arrays]
+            arrays[:] = detached(arrays)
     if weight is not None and on_host(device):
         for w in weight:
             if not bool(xp.all((w > 0) & xp.isfinite(w))):
@@ -204,6 +227,17 @@ def _blocks_problem(
     if rows[0].ndim < 1:
         raise ValueError("Blocks of G must have shape (t, *shape_k), one entry per constraint; found ().")
     t = rows[0].shape[0]
+    shapes = list(map(SHAPE, vector))
+    alike = list(map(SHAPE, rows)) == [(t, *of_g) for of_g in shapes]
+    if not alike or (weight is not None and list(map(SHAPE, weight)) != shapes):
+        _find_odd_block(t, rows, vector, weight, keys)
+    return Problem(xp, device, (), t, rows, vector, weight, keys)
+
+
+def _find_odd_block(
+    t: int, rows: list[Array], vector: list[Array], weight: list[Array] | None, keys: Any
+) -> None:
+    """Raise for the first block whose shape does not fit."""
     for k, (G_k, g_k) in enumerate(zip(rows, vector, strict=True)):
         where = f"[{k if keys in (list, tuple) else keys[k]!r}]"
         if G_k.ndim < 1 or G_k.shape[0] != t:
@@ -221,7 +255,6 @@ def _blocks_problem(
             raise ValueError(
                 f"metric{where} must have the shape of g{where}, {expected}; found {shape(weight[k])}."
             )
-    return Problem(xp, device, (), t, rows, vector, weight, keys)
 
 
 def check_out(out: Blocks, problem: Problem) -> list[Array]:
@@ -232,20 +265,30 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
         )
-    for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
-        where = "" if len(blocks) == 1 else f"[{k}]"
-        if tuple(o.shape) != tuple(g.shape) or o.dtype != g.dtype:
-            raise ValueError(
-                f"out{where} must have the shape and dtype of g{where}, {shape(g)} {g.dtype}; "
-                f"found {shape(o)} {o.dtype}."
-            )
-        if device_of(o) != problem.device:
-            raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
-        if problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
-            raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
-        if isinstance(o, np.ndarray) and not o.flags.writeable:
-            raise ValueError(f"out{where} is read-only; pass an array that can be written.")
-    return [detach(o) for o in blocks]
+    if not (problem.is_torch and _alike(blocks, problem)):
+        for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
+            _check_block("" if len(blocks) == 1 else f"[{k}]", o, g, problem)
+    return detached(blocks)
+
+
+def _alike(blocks: list[Array], problem: Problem) -> bool:
+    """Return whether tensors can take x without another look at each."""
+    same = all(list(map(fact, blocks)) == list(map(fact, problem.vector)) for fact in (SHAPE, DTYPE))
+    return same and devices_of(blocks) == {problem.device} and not any(map(REQUIRES_GRAD, blocks))
+
+
+def _check_block(where: str, o: Array, g: Array, problem: Problem) -> None:
+    if tuple(o.shape) != tuple(g.shape) or o.dtype != g.dtype:
+        raise ValueError(
+            f"out{where} must have the shape and dtype of g{where}, {shape(g)} {g.dtype}; "
+            f"found {shape(o)} {o.dtype}."
+        )
+    if device_of(o) != problem.device:
+        raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
+    if problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
+        raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
+    if isinstance(o, np.ndarray) and not o.flags.writeable:
+        raise ValueError(f"out{where} is read-only; pass an array that can be written.")
 
 
 def check_multipliers(lam: Any, name: str, problem: Problem) -> Array:
