@@ -76,10 +76,15 @@ class Problem:
         self.host = on_host(self.device)
 
     @cached_property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of g."""
+        return list(map(SHAPE, self.vector))
+
+    @cached_property
     def columns(self) -> int:
         """The number of columns of one problem."""
         lead = len(self.batch)
-        return sum([math.prod(v.shape[lead:]) for v in self.vector])
+        return sum([math.prod(of_block[lead:]) for of_block in self.shapes])
 
     @property
     def wide(self) -> Any:
@@ -129,7 +134,7 @@ class Problem:
         dtypes = set(map(DTYPE, self.vector))
         if len(self.vector) == 1 or len(dtypes) > 1:
             return self.empty()
-        places, size = _side_by_side(tuple([tuple(v.shape) for v in self.vector]))
+        places, size = _side_by_side(tuple(self.shapes))
         flat = self.xp.empty(size, dtype=dtypes.pop(), device=self.device)
         if self.is_torch:  # one operation each
             return [flat.as_strided(*place) for place in places]
@@ -227,18 +232,17 @@ def _blocks_problem(
     if rows[0].ndim < 1:
         raise ValueError("Blocks of G must have shape (t, *shape_k), one entry per constraint; found ().")
     t = rows[0].shape[0]
-    shapes = list(map(SHAPE, vector))
-    alike = list(map(SHAPE, rows)) == [(t, *of_g) for of_g in shapes]
-    if not alike or (weight is not None and list(map(SHAPE, weight)) != shapes):
-        _find_odd_block(t, rows, vector, weight, keys)
-    return Problem(xp, device, (), t, rows, vector, weight, keys)
+    problem = Problem(xp, device, (), t, rows, vector, weight, keys)
+    alike = list(map(SHAPE, rows)) == [(t, *of_g) for of_g in problem.shapes]
+    if not alike or (weight is not None and list(map(SHAPE, weight)) != problem.shapes):
+        _find_odd_block(problem)
+    return problem
 
 
-def _find_odd_block(
-    t: int, rows: list[Array], vector: list[Array], weight: list[Array] | None, keys: Any
-) -> None:
+def _find_odd_block(problem: Problem) -> None:
     """Raise for the first block whose shape does not fit."""
-    for k, (G_k, g_k) in enumerate(zip(rows, vector, strict=True)):
+    t, weight, keys = problem.t, problem.weight, problem.keys
+    for k, (G_k, g_k) in enumerate(zip(problem.rows, problem.vector, strict=True)):
         where = f"[{k if keys in (list, tuple) else keys[k]!r}]"
         if G_k.ndim < 1 or G_k.shape[0] != t:
             raise ValueError(
@@ -273,7 +277,10 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
 
 def _alike(blocks: list[Array], problem: Problem) -> bool:
     """Return whether tensors can take x without another look at each."""
-    same = all(list(map(fact, blocks)) == list(map(fact, problem.vector)) for fact in (SHAPE, DTYPE))
+    vector = problem.vector
+    if all(map(operator.is_, blocks, vector)):
+        return True
+    same = list(map(SHAPE, blocks)) == problem.shapes and list(map(DTYPE, blocks)) == list(map(DTYPE, vector))
     return same and devices_of(blocks) == {problem.device} and not any(map(REQUIRES_GRAD, blocks))
 
 
