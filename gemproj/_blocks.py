@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -71,3 +75,14 @@ def blocks_of(a: Blocks) -> Sequence[Any]:
         return a
     # Arrays before mappings, which take longer to ask for.
     return [a] if hasattr(a, "dtype") or not isinstance(a, Mapping) else list(a.values())
+
+
+@lru_cache(maxsize=16)
+def side_by_side(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[tuple[Any, Any, int]], int]:
+    """Return shape, strides and beginning of arrays in one, each at a multiple of 64, and the end."""
+    places, end = [], 0
+    for of_block in shapes:
+        strides = [*accumulate(of_block[:0:-1], operator.mul, initial=1)][::-1] if of_block else []
+        places.append((of_block, strides, end))
+        end += -(-math.prod(of_block) // 64) * 64
+    return places, end

@@ -6,8 +6,7 @@ import math
 import operator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import accumulate
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from gemproj._arrays import (
     to_numpy,
     wide_dtype,
 )
-from gemproj._blocks import as_blocks, shape
+from gemproj._blocks import as_blocks, shape, side_by_side
 
 
 @dataclass(eq=False)
@@ -134,13 +133,11 @@ class Problem:
         dtypes = set(map(DTYPE, self.vector))
         if len(self.vector) == 1 or len(dtypes) > 1:
             return self.empty()
-        places, size = _side_by_side(tuple(self.shapes))
+        places, size = side_by_side(tuple(self.shapes))
         flat = self.xp.empty(size, dtype=dtypes.pop(), device=self.device)
         if self.is_torch:  # one operation each
             return [flat.as_strided(*place) for place in places]
-        return [
-            self.xp.reshape(flat[start : start + math.prod(shape)], shape) for shape, _, start in places
-        ]
+        return [self.xp.reshape(flat[start : start + math.prod(shape)], shape) for shape, _, start in places]
 
     def pack(self, arrays: list[Array]) -> Any:
         """Return blocks in a container like the one of g."""
@@ -149,17 +146,6 @@ class Problem:
         if self.keys in (list, tuple):
             return self.keys(arrays)
         return dict(zip(self.keys, arrays, strict=True))
-
-
-@lru_cache(maxsize=16)
-def _side_by_side(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[tuple[Any, Any, int]], int]:
-    """Return shape, strides and beginning of arrays in one, each at a multiple of 64, and the end."""
-    places, end = [], 0
-    for of_block in shapes:
-        strides = [*accumulate(of_block[:0:-1], operator.mul, initial=1)][::-1] if of_block else []
-        places.append((of_block, strides, end))
-        end += -(-math.prod(of_block) // 64) * 64
-    return places, end
 
 
 def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:

@@ -85,7 +85,9 @@ def variants(every: bool) -> dict[str, Call]:
         stage1(f"t = {t}, bfloat16", one(t, bf16))
         stage1(f"t = {t}, float64", one(t, f64))
     for t in (2, 8, 9, 40) if every else ():
-        stage1(f"t = {t}, blocks of float32", lay_out([torch.ones(t, _COLUMNS)] * 2, [torch.ones(_COLUMNS)] * 2))
+        stage1(
+            f"t = {t}, blocks of float32", lay_out([torch.ones(t, _COLUMNS)] * 2, [torch.ones(_COLUMNS)] * 2)
+        )
     mixed = [torch.ones(3, _COLUMNS, dtype=dtype) for dtype in (torch.float16, bf16, f64)]
     many = [torch.ones(12, _COLUMNS, dtype=dtype) for dtype in (f32, bf16)]
     three, lam = lay_out(mixed, [a[0].float() for a in mixed]), torch.ones(9, 3, dtype=f64)
@@ -154,9 +156,10 @@ def asked_for(every: bool, compiled: Callable[..., Any], title: str = "") -> Fou
         kernel: Any, programs: int, arguments: Any, constants: Any, device: Any, **options: Any
     ) -> None:
         name = kernel.fn.__name__.lstrip("_")
-        if (name, constants, *options.values()) not in found:
+        key = (name, constants, *options.values())
+        if key not in found:
             done = compiled(kernel, *arguments, *constants, grid=(programs,), **options)
-            found[name, constants, *options.values()] = name, now, done
+            found[key] = name, now, done
 
     with ExitStack() as stack:
         for module in ("gram", "solve", "combine"):
@@ -171,7 +174,9 @@ def asked_for(every: bool, compiled: Callable[..., Any], title: str = "") -> Fou
 def compile_all(arch: int, every: bool) -> list[tuple[str, str, Any]]:
     """Return for each kernel that is asked for its name, what for, and the compiled kernel."""
     driver.set_active(Driver(arch))
-    return list(asked_for(every, lambda kernel, *args, **how: kernel.warmup(*args, **how), f"sm_{arch}").values())
+    return list(
+        asked_for(every, lambda kernel, *args, **how: kernel.warmup(*args, **how), f"sm_{arch}").values()
+    )
 
 
 def listed() -> tuple[str, list[list[str]]]:

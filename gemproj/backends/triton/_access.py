@@ -53,10 +53,9 @@ def segment(
 
 @triton.jit
 def wide_columns(address, offset, size, COLUMNS: tl.constexpr, ALIGN: tl.constexpr):
-    """Return how many columns, whole tiles, are read 16 bytes at a time: all, or none.
+    """Return how many columns, whole tiles, are read 16 bytes at a time, without a mask: all, or none.
 
-    They need no mask, which would stand in the way. `address` and `offset` are the bits of all addresses, and of
-    all strides of and offsets from them.
+    `address` has the bits of all addresses, and `offset` those of the strides of and the offsets from them.
     """
     return tl.where((address % 16 == 0) & (offset % ALIGN == 0), size // COLUMNS * COLUMNS, 0)
 

@@ -21,7 +21,6 @@ from gemproj.backends.triton._layout import power, processors
 from gemproj.methods import FISTA, PGD, Exact, Method
 from gemproj.methods._method import Outcome, Status
 
-
 # Sets that one warp enumerates. More take all registers of a processor, so that many problems are searched
 # instead, each by one warp.
 _LANES = 32
