@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -164,9 +163,8 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
     xp = common_namespace([*rows, *vector, *(weight or [])])
     device = device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
-        for name, arrays in (("G", rows), ("g", vector), ("metric", weight)):
-            if arrays is None:
-                continue
+        given = {"G": rows, "g": vector} | ({} if weight is None else {"metric": weight})
+        for name, arrays in given.items():
             for found in devices_of(arrays) - {device}:
                 raise ValueError(
                     f"{name} is on device {found} but g is on {device}; move all arrays to one device."
@@ -217,9 +215,8 @@ def _blocks_problem(
     """Check blocks G[k] (t, *shape_k) and g[k] (*shape_k): one problem."""
     if rows[0].ndim < 1:
         raise ValueError("Blocks of G must have shape (t, *shape_k), one entry per constraint; found ().")
-    t = rows[0].shape[0]
-    problem = Problem(xp, device, (), t, rows, vector, weight, keys)
-    alike = list(map(SHAPE, rows)) == [(t, *of_g) for of_g in problem.shapes]
+    problem = Problem(xp, device, (), rows[0].shape[0], rows, vector, weight, keys)
+    alike = list(map(SHAPE, rows)) == [(problem.t, *of_g) for of_g in problem.shapes]
     if not alike or (weight is not None and list(map(SHAPE, weight)) != problem.shapes):
         _find_odd_block(problem)
     return problem
@@ -264,7 +261,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
 def _alike(blocks: list[Array], problem: Problem) -> bool:
     """Return whether tensors can take x without another look at each."""
     vector = problem.vector
-    if all(map(operator.is_, blocks, vector)):
+    if all([o is v for o, v in zip(blocks, vector, strict=True)]):
         return True
     same = list(map(SHAPE, blocks)) == problem.shapes and list(map(DTYPE, blocks)) == list(map(DTYPE, vector))
     return same and devices_of(blocks) == {problem.device} and not any(map(REQUIRES_GRAD, blocks))

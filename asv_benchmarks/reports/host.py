@@ -23,8 +23,8 @@ from asv_benchmarks.reports.gpu.device import Call, backend, cpu_as_device
 from asv_benchmarks.reports.tables import Table, digits
 from gemproj import project
 
-NOTE = """Microseconds, the least of {runs} calls. On this host an entry of a list comprehension takes {loop}, and to
-ask a tensor for its address {address}."""
+NOTE = """Microseconds, the least of {runs} calls. On this host an entry of a list comprehension takes {loop},
+and to ask a tensor for its address {address}."""
 BLOCKS, ROWS = 150, 4
 # Low-rank factors of a model's weights, and its head of four classes.
 _FACTORS, _HEAD = [(8, 1024), (1024, 8)], [(4, 1024), (4,)]
