@@ -261,7 +261,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
 def _alike(blocks: list[Array], problem: Problem) -> bool:
     """Return whether tensors can take x without another look at each."""
     vector = problem.vector
-    if all([o is v for o, v in zip(blocks, vector, strict=True)]):
+    if all(o is v for o, v in zip(blocks, vector, strict=True)):
         return True
     same = list(map(SHAPE, blocks)) == problem.shapes and list(map(DTYPE, blocks)) == list(map(DTYPE, vector))
     return same and devices_of(blocks) == {problem.device} and not any(map(REQUIRES_GRAD, blocks))
