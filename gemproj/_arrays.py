@@ -100,10 +100,10 @@ def detach(a: Array) -> Array:
     return a.detach() if is_torch(a) and a.requires_grad else a
 
 
-def detached(arrays: Sequence[Array]) -> list[Array]:
-    """Return arrays of one library outside of autograd."""
-    recorded = is_torch(arrays[0]) and any(map(REQUIRES_GRAD, arrays))
-    return list(map(detach, arrays)) if recorded else list(arrays)
+def detach_all(arrays: list[Array]) -> None:
+    """Take the arrays of a list, all of one library, out of autograd."""
+    if is_torch(arrays[0]) and any(map(REQUIRES_GRAD, arrays)):
+        arrays[:] = map(detach, arrays)
 
 
 def note_written(arrays: Sequence[Array]) -> None:

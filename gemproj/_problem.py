@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,7 @@ from gemproj._arrays import (
     Blocks,
     common_namespace,
     detach,
-    detached,
+    detach_all,
     device_of,
     devices_of,
     from_numpy,
@@ -69,20 +68,14 @@ class Problem:
     shared: bool = False
     backend: Any = None
     host: bool = field(init=False)
+    shapes: list[tuple[int, ...]] = field(init=False)
+    columns: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.host = on_host(self.device)
-
-    @cached_property
-    def shapes(self) -> list[tuple[int, ...]]:
-        """The shapes of g."""
-        return list(map(SHAPE, self.vector))
-
-    @cached_property
-    def columns(self) -> int:
-        """The number of columns of one problem."""
-        lead = len(self.batch)
-        return sum([math.prod(of_block[lead:]) for of_block in self.shapes])
+        self.host, lead = on_host(self.device), len(self.batch)
+        self.shapes = [v.shape for v in self.vector]
+        # To cut nothing off a shape of torch takes longer than all the rest.
+        self.columns = sum([math.prod(of_block[lead:] if lead else of_block) for of_block in self.shapes])
 
     @property
     def wide(self) -> Any:
@@ -163,13 +156,13 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
     xp = common_namespace([*rows, *vector, *(weight or [])])
     device = device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
-        given = {"G": rows, "g": vector} | ({} if weight is None else {"metric": weight})
-        for name, arrays in given.items():
+        given = [("G", rows), ("g", vector)] + ([] if weight is None else [("metric", weight)])
+        for name, arrays in given:
             for found in devices_of(arrays) - {device}:
                 raise ValueError(
                     f"{name} is on device {found} but g is on {device}; move all arrays to one device."
                 )
-            arrays[:] = detached(arrays)
+            detach_all(arrays)
     if weight is not None and on_host(device):
         for w in weight:
             if not bool(xp.all((w > 0) & xp.isfinite(w))):
@@ -252,10 +245,11 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
         )
-    if not (problem.is_torch and _alike(blocks, problem)):
+    if len(blocks) == 1 or not (problem.is_torch and _alike(blocks, problem)):
         for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
             _check_block("" if len(blocks) == 1 else f"[{k}]", o, g, problem)
-    return detached(blocks)
+    detach_all(blocks)
+    return blocks
 
 
 def _alike(blocks: list[Array], problem: Problem) -> bool:

@@ -197,6 +197,22 @@ def test_what_the_kernels_cannot_read_takes_the_portable_form(device):
     assert not gaps[:, 1].any()
 
 
+def test_host_times_are_of_projections_that_launch_nothing(capsys):
+    skip_without_kernels()
+    for package in ("rich", "typer"):
+        pytest.importorskip(package)
+    host = pytest.importorskip("asv_benchmarks.reports.host")
+    host.main(runs=1)
+    text = capsys.readouterr().out
+    calls = host.candidates()
+    assert len(calls) == 6
+    assert all(name in text for name in calls)
+    with host.no_launches():
+        vector = host.blocks()[1]
+        project(host.blocks()[0], vector, out=vector)
+    assert all(bool((v == -1).all()) for v in vector)
+
+
 def test_the_captured_step_of_the_documentation(monkeypatch):
     """On stand-ins where there is no GPU: then the capture runs the step, and a replay does nothing."""
     code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "gpu.md").read_text(), re.S)[1]
