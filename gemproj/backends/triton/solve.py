@@ -24,7 +24,7 @@ from gemproj.methods._method import Outcome, Status
 # Sets that one warp enumerates. More take all registers of a processor, so that many problems are searched
 # instead, each by one warp.
 _LANES = 32
-# Warps of a processor that search at once: 12 have enough registers.
+# Warps of a processor that search at once: so many have enough registers up to 8 rows, 12 above.
 _IN_FLIGHT = 16
 
 
