@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test bench bench-gpu bench-exchange bench-stale bench-large kernels bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo study test bench bench-gpu bench-host bench-exchange bench-stale bench-large kernels bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -38,6 +38,9 @@ bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 # In no environment of its own: a machine with a GPU has the torch that fits it.
 bench-gpu:  ## Check and time everything on an NVIDIA device, with the torch of PYTHON.
 	$(PYTHON) -m asv_benchmarks.reports.gpu --out docs/results/bench-gpu.md $(ARGS)
+
+bench-host: $(STAMP)  ## Time the Python of a projection on a device, with launches replaced by nothing.
+	$(BIN)/python -m asv_benchmarks.reports.host $(ARGS)
 
 bench-exchange: $(STAMP)  ## Measure what a projection that is sharded over processes exchanges.
 	$(BIN)/python -m asv_benchmarks.reports.exchange --out docs/results/exchange.md $(ARGS)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, Blocks, is_array, is_real_floating, is_torch
+from gemproj._arrays import DTYPE, Array, Blocks, is_array, is_real_floating, is_torch
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
@@ -36,8 +40,8 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
         raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.")
     if like is not None and len(blocks) != like[1]:
         raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
-    # One block of each kind stands for all: models have hundreds.
-    for block in {(type(block), getattr(block, "dtype", None)): block for block in blocks}.values():
+    # One block of each type and of each dtype stands for all: models have hundreds.
+    for block in dict(zip(map(type, blocks), blocks, strict=True)).values():
         if not is_array(block):
             hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
             raise TypeError(
@@ -46,6 +50,7 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
             )
         if isinstance(block, np.ma.MaskedArray):
             raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
+    for block in dict(zip(map(DTYPE, blocks), blocks, strict=True)).values():
         if not is_real_floating(block):
             raise TypeError(
                 f"{name} must have a real floating-point dtype; found {block.dtype}. Convert it first."
@@ -70,3 +75,14 @@ def blocks_of(a: Blocks) -> Sequence[Any]:
         return a
     # Arrays before mappings, which take longer to ask for.
     return [a] if hasattr(a, "dtype") or not isinstance(a, Mapping) else list(a.values())
+
+
+@lru_cache(maxsize=16)
+def side_by_side(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[tuple[Any, Any, int]], int]:
+    """Return shape, strides and beginning of arrays in one, each at a multiple of 64, and the end."""
+    places, end = [], 0
+    for of_block in shapes:
+        strides = [*accumulate(of_block[:0:-1], operator.mul, initial=1)][::-1] if of_block else []
+        places.append((of_block, strides, end))
+        end += -(-math.prod(of_block) // 64) * 64
+    return places, end

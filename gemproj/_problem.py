@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from gemproj._arrays import (
+    DTYPE,
+    REQUIRES_GRAD,
+    SHAPE,
     Array,
     Blocks,
     common_namespace,
     detach,
+    detach_all,
     device_of,
+    devices_of,
     from_numpy,
     is_array,
     is_real_floating,
@@ -23,7 +27,7 @@ from gemproj._arrays import (
     to_numpy,
     wide_dtype,
 )
-from gemproj._blocks import as_blocks, shape
+from gemproj._blocks import as_blocks, shape, side_by_side
 
 
 @dataclass(eq=False)
@@ -64,12 +68,14 @@ class Problem:
     shared: bool = False
     backend: Any = None
     host: bool = field(init=False)
+    shapes: list[tuple[int, ...]] = field(init=False)
     columns: int = field(init=False)
 
     def __post_init__(self) -> None:
-        lead = len(self.batch)
-        self.host = on_host(self.device)
-        self.columns = sum([math.prod(v.shape[lead:]) for v in self.vector])
+        self.host, lead = on_host(self.device), len(self.batch)
+        self.shapes = [v.shape for v in self.vector]
+        # To cut nothing off a shape of torch takes longer than all the rest.
+        self.columns = sum([math.prod(of_block[lead:] if lead else of_block) for of_block in self.shapes])
 
     @property
     def wide(self) -> Any:
@@ -116,16 +122,14 @@ class Problem:
 
         Their distances are the same at every call, by which a kernel finds all from one address.
         """
-        dtypes = {v.dtype for v in self.vector}
+        dtypes = set(map(DTYPE, self.vector))
         if len(self.vector) == 1 or len(dtypes) > 1:
             return self.empty()
-        sizes = [math.prod(v.shape) for v in self.vector]
-        starts = [0, *accumulate(-(-n // 64) * 64 for n in sizes)]
-        flat = self.xp.empty(starts[-1], dtype=dtypes.pop(), device=self.device)
-        return [
-            self.xp.reshape(flat[start : start + n], tuple(v.shape))
-            for v, start, n in zip(self.vector, starts, sizes, strict=False)
-        ]
+        places, size = side_by_side(tuple(self.shapes))
+        flat = self.xp.empty(size, dtype=dtypes.pop(), device=self.device)
+        if self.is_torch:  # one operation each
+            return [flat.as_strided(*place) for place in places]
+        return [self.xp.reshape(flat[start : start + math.prod(shape)], shape) for shape, _, start in places]
 
     def pack(self, arrays: list[Array]) -> Any:
         """Return blocks in a container like the one of g."""
@@ -152,12 +156,13 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
     xp = common_namespace([*rows, *vector, *(weight or [])])
     device = device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
-        for name, arrays in (("G", rows), ("g", vector), ("metric", weight or [])):
-            for found in {device_of(a) for a in arrays} - {device}:
+        given = [("G", rows), ("g", vector)] + ([] if weight is None else [("metric", weight)])
+        for name, arrays in given:
+            for found in devices_of(arrays) - {device}:
                 raise ValueError(
                     f"{name} is on device {found} but g is on {device}; move all arrays to one device."
                 )
-            arrays[:] = [detach(a) for a in arrays]
+            detach_all(arrays)
     if weight is not None and on_host(device):
         for w in weight:
             if not bool(xp.all((w > 0) & xp.isfinite(w))):
@@ -203,8 +208,17 @@ def _blocks_problem(
     """Check blocks G[k] (t, *shape_k) and g[k] (*shape_k): one problem."""
     if rows[0].ndim < 1:
         raise ValueError("Blocks of G must have shape (t, *shape_k), one entry per constraint; found ().")
-    t = rows[0].shape[0]
-    for k, (G_k, g_k) in enumerate(zip(rows, vector, strict=True)):
+    problem = Problem(xp, device, (), rows[0].shape[0], rows, vector, weight, keys)
+    alike = list(map(SHAPE, rows)) == [(problem.t, *of_g) for of_g in problem.shapes]
+    if not alike or (weight is not None and list(map(SHAPE, weight)) != problem.shapes):
+        _find_odd_block(problem)
+    return problem
+
+
+def _find_odd_block(problem: Problem) -> None:
+    """Raise for the first block whose shape does not fit."""
+    t, weight, keys = problem.t, problem.weight, problem.keys
+    for k, (G_k, g_k) in enumerate(zip(problem.rows, problem.vector, strict=True)):
         where = f"[{k if keys in (list, tuple) else keys[k]!r}]"
         if G_k.ndim < 1 or G_k.shape[0] != t:
             raise ValueError(
@@ -221,7 +235,6 @@ def _blocks_problem(
             raise ValueError(
                 f"metric{where} must have the shape of g{where}, {expected}; found {shape(weight[k])}."
             )
-    return Problem(xp, device, (), t, rows, vector, weight, keys)
 
 
 def check_out(out: Blocks, problem: Problem) -> list[Array]:
@@ -232,20 +245,34 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
         )
-    for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
-        where = "" if len(blocks) == 1 else f"[{k}]"
-        if tuple(o.shape) != tuple(g.shape) or o.dtype != g.dtype:
-            raise ValueError(
-                f"out{where} must have the shape and dtype of g{where}, {shape(g)} {g.dtype}; "
-                f"found {shape(o)} {o.dtype}."
-            )
-        if device_of(o) != problem.device:
-            raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
-        if problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
-            raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
-        if isinstance(o, np.ndarray) and not o.flags.writeable:
-            raise ValueError(f"out{where} is read-only; pass an array that can be written.")
-    return [detach(o) for o in blocks]
+    if len(blocks) == 1 or not (problem.is_torch and _alike(blocks, problem)):
+        for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
+            _check_block("" if len(blocks) == 1 else f"[{k}]", o, g, problem)
+    detach_all(blocks)
+    return blocks
+
+
+def _alike(blocks: list[Array], problem: Problem) -> bool:
+    """Return whether tensors can take x without another look at each."""
+    vector = problem.vector
+    if all(o is v for o, v in zip(blocks, vector, strict=True)):
+        return True
+    same = list(map(SHAPE, blocks)) == problem.shapes and list(map(DTYPE, blocks)) == list(map(DTYPE, vector))
+    return same and devices_of(blocks) == {problem.device} and not any(map(REQUIRES_GRAD, blocks))
+
+
+def _check_block(where: str, o: Array, g: Array, problem: Problem) -> None:
+    if tuple(o.shape) != tuple(g.shape) or o.dtype != g.dtype:
+        raise ValueError(
+            f"out{where} must have the shape and dtype of g{where}, {shape(g)} {g.dtype}; "
+            f"found {shape(o)} {o.dtype}."
+        )
+    if device_of(o) != problem.device:
+        raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
+    if problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
+        raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
+    if isinstance(o, np.ndarray) and not o.flags.writeable:
+        raise ValueError(f"out{where} is read-only; pass an array that can be written.")
 
 
 def check_multipliers(lam: Any, name: str, problem: Problem) -> Array:

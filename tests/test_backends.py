@@ -1,6 +1,6 @@
 """The same properties on every backend: which one runs must not be seen from outside."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
@@ -29,9 +29,8 @@ def backend(request, monkeypatch):
     def context():
         with monkeypatch.context() as patch:
             patch.setenv("GEMPROJ_BACKEND", request.param)
-            if request.param == "triton":
-                make_device(patch, kernels=True)
-            yield request.param
+            with make_device(kernels=True) if request.param == "triton" else nullcontext():
+                yield request.param
 
     return context
 

@@ -62,7 +62,6 @@ def kernels():
 @pytest.fixture
 def gpu(monkeypatch, kernels):
     """The CPU as a device, on which nothing has to be waited for, and a graph is its call."""
-    make_device(monkeypatch, kernels)
     put(
         monkeypatch, torch.cuda, Event=Event, Stream=object, stream=nullcontext, synchronize=lambda: None,
         set_sync_debug_mode=lambda mode: None,
@@ -71,6 +70,8 @@ def gpu(monkeypatch, kernels):
         put(monkeypatch, module, as_graph=lambda call: call)
     put(monkeypatch, device, FLUSH=1, FEWEST=1, MOST=1, WARM_CALLS=1, HOST_CALLS=1)
     put(monkeypatch, order, REPLAYS=2, _ADDITIONS=1)
+    with make_device(kernels):
+        yield
 
 
 def rows(text):

@@ -59,8 +59,7 @@ def device(request, monkeypatch):
 
     @contextmanager
     def context():
-        with monkeypatch.context() as patch:
-            make_device(patch, context.kernels)
+        with monkeypatch.context() as patch, make_device(context.kernels):
             patch.setenv("GEMPROJ_BACKEND", request.param)
             yield
 
@@ -196,6 +195,22 @@ def test_what_the_kernels_cannot_read_takes_the_portable_form(device):
         project(G, g, out=gaps[:, 0])
     assert_close(gaps[:, 0], expected[0], atol=1e-13)
     assert not gaps[:, 1].any()
+
+
+def test_host_times_are_of_projections_that_launch_nothing(capsys):
+    skip_without_kernels()
+    for package in ("rich", "typer"):
+        pytest.importorskip(package)
+    host = pytest.importorskip("asv_benchmarks.reports.host")
+    host.main(runs=1)
+    text = capsys.readouterr().out
+    calls = host.candidates()
+    assert len(calls) == 6
+    assert all(name in text for name in calls)
+    with host.no_launches():
+        vector = host.blocks()[1]
+        project(host.blocks()[0], vector, out=vector)
+    assert all(bool((v == -1).all()) for v in vector)
 
 
 def test_the_captured_step_of_the_documentation(monkeypatch):

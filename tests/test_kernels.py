@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -127,8 +128,26 @@ def test_gram_of_blocks(t):
 def test_gram_of_alike_blocks():
     shapes = [(64, 16), (640,), (32, 32)]
     G, g = [randn(2, *s) for s in shapes], [randn(*s) for s in shapes]
-    assert lay_out(G, g).align == 4
     check_gram(gram(G, g), G, g)
+
+
+@pytest.mark.parametrize("t", [2, 9])
+def test_an_odd_block_takes_nothing_from_the_others(t):
+    """Loads are wide where a block begins, and what is cut off it."""
+    G, g = [randn(t, n) for n in (3, 1001, 640, 5, 1024)], [randn(n) for n in (3, 1001, 640, 5, 1024)]
+    at = lay_out(G, g)
+    check_gram(gram(G, g), G, g)
+    cut = at.cut(64, 7)
+    assert cut.parts == 7
+    lines = cut.table.get()[cut.parts + 1 :].reshape(-1, 5).cpu()
+    assert len(lines) > len(G)
+    assert not (lines[:, :2] % 16).any()
+    assert sorted(n % 64 for n in lines[:, 3].tolist() if n % 64) == [3, 5, 1001 % 64]
+    assert int(lines[:, 3].sum()) == sum(map(torch.numel, g))
+    lam, out = torch.ones(t, dtype=torch.float64, device=DEVICE), [torch.empty_like(v) for v in g]
+    combine(G, g, lam, out)
+    for x, rows, v in zip(out, G, g, strict=True):
+        torch.testing.assert_close(x, v + rows.sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("t", "d"), [(2, 64), (8, 33), (9, 40), (3, 2100)])
@@ -160,7 +179,7 @@ def test_gram_keeps_what_is_not_finite_in_its_row(t, bad, value):
 
 @pytest.mark.parametrize("parts", [1, 2, 33])
 def test_partial_sums_are_added(parts, monkeypatch):
-    monkeypatch.setattr(stage1, "_UNIT", 4)
+    monkeypatch.setattr(stage1, "UNIT", 4)
     monkeypatch.setattr(stage1, "_LEAST", 4)
     monkeypatch.setattr(stage1, "processors", lambda device: parts)
     G, g = randn(1, 32 * parts), randn(32 * parts)
@@ -290,6 +309,22 @@ def test_solve(method, t, bounded):
             assert torch.equal(*same)
         else:
             assert found[1:3] == expected[1:3]
+
+
+@pytest.mark.parametrize(("t", "bounded"), [(4, True), (7, False)])
+def test_many_problems_are_searched_one_by_one(t, bounded, monkeypatch):
+    """Enumeration takes a whole processor for each."""
+    stage2 = __import__("gemproj.backends.triton.solve", fromlist=["processors"])
+    monkeypatch.setattr(stage2, "processors", lambda device: 4)
+    G, K, b = t_space(t, batch=5)
+    upper = 0.5 / K.diagonal(dim1=-2, dim2=-1).clamp(min=1e-9).sqrt() if bounded else None
+    expected = Exact().solve(K, b, None, upper).multipliers
+    for count in (4, 5):
+        given = (a[:count].to(DEVICE) for a in (K, b))
+        found = solve(*given, method=Exact(), upper=None if upper is None else upper[:count].to(DEVICE))
+        assert isinstance(found.iterations, torch.Tensor) == (count > 4)
+        moved = ((expected[:count] - found.multipliers.cpu())[:, None] @ G[:count])[:, 0]
+        assert moved.abs().max() <= 1e-10 * (1.0 + (expected[:, None] @ G).abs().max())
 
 
 @pytest.mark.parametrize("method", [Exact(), PGD(steps=4, step_size="power"), FISTA(steps=5)], ids=repr)
@@ -472,6 +507,21 @@ def test_all_kernels_compile(tmp_path):
     about = {kernel[1] for kernel in kernels}
     assert "t = 5, float32" in about
     assert "t = 6, float32" not in about
+
+
+def test_the_page_of_the_kernels_is_about_these():
+    """Nothing that it was made from has changed, and it has all that can be asked for."""
+    for package in ("rich", "typer"):
+        pytest.importorskip(package)
+    report = pytest.importorskip("asv_benchmarks.reports.kernels")
+    digest, rows = report.listed()
+    page = (Path(__file__).parents[1] / "docs/results/kernels.md").read_text()
+    assert digest in page, "run make kernels"
+    tables = page.split("**sm_")[1:]
+    assert [table[:2] for table in tables] == ["80", "90"]
+    for table in tables:
+        lines = [line.split(" | ")[:2] for line in table.splitlines() if line.startswith("| ")]
+        assert [[name[2:], about] for name, about in lines[2:]] == rows
 
 
 # On a GPU only

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -22,6 +22,21 @@ FLUSH = 1 << 25
 FEWEST, MOST, WARM_CALLS, HOST_CALLS = 5, 30, 20, 100
 
 Call = Callable[[], Any]
+
+
+@contextmanager
+def cpu_as_device(kernels: bool) -> Iterator[None]:
+    """Have the package take tensors on the CPU for those of a device, with or without kernels.
+
+    Arrays of NumPy, whose device is a string, stay on the CPU.
+    """
+    with ExitStack() as stack:
+        for module in ("_problem", "_dual", "_checks", "_bounds", "methods.exact", "methods._callable"):
+            stack.enter_context(patch(f"gemproj.{module}.on_host", lambda device: isinstance(device, str)))
+        # stages first: it is imported with what `triton` holds then.
+        for module in ("triton.stages", "triton") if kernels else ():
+            stack.enter_context(patch(f"gemproj.backends.{module}.available", lambda device: True))
+        yield
 
 
 def backend(name: str) -> AbstractContextManager[Any]:

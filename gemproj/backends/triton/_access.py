@@ -8,7 +8,7 @@ import triton.language as tl
 from gemproj.backends.triton._layout import LINE
 
 # Numbers that change from call to call: Triton would compile again where one is 1 or a multiple of 16, as t
-# and strides are by turns. What wide loads need to know is in the constant ALIGN.
+# and strides are by turns. Kernels find out by themselves where loads can be wide.
 _NUMBERS = (
     *("t", "count", "steps", "pairs", "entries", "parts", "share", "columns"),
     *("rows", "vector", "out", "row_stride", "rows_batch", "vector_batch", "out_batch"),
@@ -31,7 +31,7 @@ def lines(table, part, TABLE: tl.constexpr):
 @triton.jit
 def segment(
     table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns, share,
-    TABLE: tl.constexpr, ALIGN: tl.constexpr,
+    TABLE: tl.constexpr,
 ):  # fmt: skip
     """Return addresses of rows and vector, row stride, offsets from the addresses, columns and codes."""
     if TABLE:
@@ -48,12 +48,25 @@ def segment(
         code = problem * 0
         row_offset = problem * rows_batch + start
         vector_offset = problem * vector_batch + start
-    if ALIGN > 1:
-        # Divisibility hints, for loads of 16 bytes; `load` gives those of the addresses.
-        row_stride = row_stride // ALIGN * ALIGN  # a hint would be lost: it cannot be put on an argument
-        row_offset = tl.multiple_of(row_offset, ALIGN)
-        vector_offset = tl.multiple_of(vector_offset, ALIGN)
     return rows, vector, row_stride, row_offset, vector_offset, count, code
+
+
+@triton.jit
+def wide_columns(address, offset, size, COLUMNS: tl.constexpr, ALIGN: tl.constexpr):
+    """Return how many columns, whole tiles, are read 16 bytes at a time, without a mask: all, or none.
+
+    `address` has the bits of all addresses, and `offset` those of the strides of and the offsets from them.
+    """
+    return tl.where((address % 16 == 0) & (offset % ALIGN == 0), size // COLUMNS * COLUMNS, 0)
+
+
+@triton.jit
+def aligned(offset, ALIGN: tl.constexpr):
+    """Return an offset that is a multiple of ALIGN in a form that shows this to the compiler.
+
+    A hint would not do: it cannot be put on an argument, and would hold where the offset is none as well.
+    """
+    return offset // ALIGN * ALIGN
 
 
 @triton.jit

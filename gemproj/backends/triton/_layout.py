@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from gemproj._arrays import DTYPE, SHAPE
 from gemproj.backends.triton._tables import Table
 
 # The code of a dtype in the table; a set of dtypes is a sum of their bits 1 << code.
@@ -24,6 +25,8 @@ CODES = {torch.float32: 0, torch.float64: 1, torch.float16: 2, torch.bfloat16: 3
 _ITEMSIZE = np.array([4, 8, 2, 2])
 # Numbers in a line of the table: addresses of rows and g, row stride, columns, code of rows + 4 * code of g.
 LINE: tl.constexpr = tl.constexpr(5)
+# Columns in multiples of which shares are made: nearly equal ones, at aligned addresses.
+UNIT = 64
 # Layouts of blocks, and tables of x of each, that are kept: a training loop has one or two.
 _MOST = 16
 
@@ -34,10 +37,9 @@ class Layout:
 
     device: torch.device
     t: int
-    columns: int  # of one problem
+    columns: int  # of one problem; each block ends at a multiple of 64
     problems: int
     dtypes: tuple[int, int]  # sets of those of rows and of g
-    align: int  # elements: a power of two that divides all that offsets are made of
     rows: int = 0  # addresses, for one array
     vector: int = 0
     strides: tuple[int, int, int] = (0, 0, 0)  # between rows; between problems of rows and of g
@@ -47,6 +49,11 @@ class Layout:
     def holds(self, *dtypes: torch.dtype) -> bool:
         """Return whether any block of G or g is of one of these dtypes."""
         return any((self.dtypes[0] | self.dtypes[1]) >> CODES[dtype] & 1 for dtype in dtypes)
+
+    @property
+    def align(self) -> int:
+        """Numbers of the narrowest dtype in 16 bytes: of what addresses must be multiples for wide loads."""
+        return 8 if self.holds(torch.float16, torch.bfloat16) else 4 if self.holds(torch.float32) else 2
 
     def cut(self, unit: int, most: int) -> Cut:
         """Return at most `most` shares of each problem, multiples of `unit` columns."""
@@ -73,8 +80,9 @@ class Cut:
 
     def cut_blocks(self, blocks: np.ndarray, device: torch.device) -> None:
         """Make the table: where the lines of each program begin, and the lines."""
-        ends = np.cumsum(blocks[:, 3])
-        begins = ends - blocks[:, 3]
+        sizes = _padded(blocks[:, 3])
+        ends = np.cumsum(sizes)
+        begins = ends - sizes
         starts = np.unique(np.concatenate([begins, np.arange(self.parts, dtype=np.int64) * self.share]))
         starts = starts[starts < ends[-1]]
         k = np.searchsorted(ends, starts, side="right")  # passes over empty blocks
@@ -82,7 +90,7 @@ class Cut:
         first_byte = offset * _ITEMSIZE[lines[:, 4] // 4]
         lines[:, 0] += offset * _ITEMSIZE[lines[:, 4] % 4]
         lines[:, 1] += first_byte
-        lines[:, 3] = np.diff(starts, append=ends[-1])
+        lines[:, 3] = np.minimum(np.diff(starts, append=ends[-1]), lines[:, 3] - offset)
         first = np.searchsorted(starts, np.arange(self.parts + 1, dtype=np.int64) * self.share)
         self.table = Table(np.concatenate([first, lines.ravel()]), device)
         self._where = k, first_byte
@@ -121,20 +129,22 @@ def lay_out(rows: Sequence[Tensor], vector: Sequence[Tensor]) -> Layout | None:
         whole = _has_whole_rows(G) and g.is_contiguous()
         return _of_array(G, g, 1, G.shape[0], g.numel(), (G.stride(0), 0, 0)) if whole else None
     device, t = vector[0].device, rows[0].shape[0]
-    facts = [
-        (G.data_ptr(), g.data_ptr(), G.stride(0), g.numel(), G.dtype, g.dtype)
-        for G, g in zip(rows, vector, strict=True)
-    ]
-    key = device, t, *facts
-    if not all(map(_has_whole_rows, rows)) or not all(map(Tensor.is_contiguous, vector)):
-        return None
+    key = (
+        device,
+        t,
+        tuple([G.data_ptr() for G in rows]),
+        tuple([g.data_ptr() for g in vector]),
+        tuple([G.stride() for G in rows]),
+        tuple([g.stride() for g in vector]),
+        tuple(map(SHAPE, vector)),
+        tuple(map(DTYPE, rows)),
+        tuple(map(DTYPE, vector)),
+    )
     found = _layouts.get(key)
     if found is None:
-        dtypes = {G.dtype for G in rows}, {g.dtype for g in vector}
-        if not dtypes[0] | dtypes[1] <= CODES.keys():
-            return None
-        found = _of_blocks(device, t, facts, dtypes)
-        _keep(_layouts, key, found)
+        found = _of_blocks(device, t, rows, vector)
+        if found is not None:
+            _keep(_layouts, key, found)
     return found
 
 
@@ -142,26 +152,26 @@ def _has_whole_rows(G: Tensor) -> bool:
     return G.is_contiguous() or (G.shape[0] > 0 and G[0].is_contiguous())
 
 
-def _of_blocks(device: torch.device, t: int, facts: Any, dtypes: Any) -> Layout:
-    lines = [[*fact[:4], CODES[fact[4]] + 4 * CODES[fact[5]]] for fact in facts]
+def _of_blocks(
+    device: torch.device, t: int, rows: Sequence[Tensor], vector: Sequence[Tensor]
+) -> Layout | None:
+    if not all(map(_has_whole_rows, rows)) or not all(map(Tensor.is_contiguous, vector)):
+        return None
+    dtypes = set(map(DTYPE, rows)), set(map(DTYPE, vector))
+    if not dtypes[0] | dtypes[1] <= CODES.keys():
+        return None
+    lines = [
+        [G.data_ptr(), g.data_ptr(), G.stride(0), g.numel(), CODES[G.dtype] + 4 * CODES[g.dtype]]
+        for G, g in zip(rows, vector, strict=True)
+    ]
     blocks = np.array(lines, dtype=np.int64)
-    itemsize = _ITEMSIZE[blocks[:, 4] % 4]
-    # Shares begin at multiples of 64 of all columns, blocks anywhere: only in blocks whose sizes are
-    # multiples of 16 elements do segments begin at aligned addresses.
-    aligned = not (
-        (blocks[:, :2] % 16).any() or (blocks[:, 2] * itemsize % 16).any() or (blocks[:, 3] % 16).any()
-    )
-    sets = [sum(1 << CODES[dtype] for dtype in found) for found in dtypes]
-    widest = max(dtype.itemsize for found in dtypes for dtype in found)
-    return Layout(
-        device,
-        t,
-        int(blocks[:, 3].sum()),
-        1,
-        (sets[0], sets[1]),
-        16 // widest if aligned else 1,
-        blocks=blocks,
-    )
+    of_rows, of_vector = (sum(1 << CODES[dtype] for dtype in found) for found in dtypes)
+    return Layout(device, t, int(_padded(blocks[:, 3]).sum()), 1, (of_rows, of_vector), blocks=blocks)
+
+
+def _padded(sizes: np.ndarray) -> np.ndarray:
+    """Return the columns that blocks count for: shares, multiples of 64, then begin at aligned addresses."""
+    return -(-sizes // UNIT) * UNIT
 
 
 def lay_out_batch(G: Tensor, g: Tensor) -> Layout | None:
@@ -179,20 +189,14 @@ def _of_array(
     types = G.dtype, g.dtype
     if types[0] not in CODES or types[1] not in CODES:
         return None
-    sizes = types[0].itemsize, types[1].itemsize
-    rows, vector = G.data_ptr(), g.data_ptr()
-    aligned = not (rows | vector | strides[0] * sizes[0]) % 16
-    if problems > 1:
-        aligned = aligned and not (strides[1] * sizes[0] | strides[2] * sizes[1]) % 16
     return Layout(
         g.device,
         t,
         columns,
         problems,
         (1 << CODES[types[0]], 1 << CODES[types[1]]),
-        16 // max(sizes) if aligned else 1,
-        rows,
-        vector,
+        G.data_ptr(),
+        g.data_ptr(),
         strides,
     )
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemproj.backends.triton._access import kernel, lines, load, segment, store
+from gemproj.backends.triton._access import aligned, kernel, lines, load, segment, store, wide_columns
 from gemproj.backends.triton._launch import launch
 from gemproj.backends.triton._layout import Layout, processors
 
@@ -41,14 +41,10 @@ def combine(at: Layout, lam: Tensor, out: Sequence[Tensor]) -> None:
     most = max(1, _PROGRAMS * processors(at.device) // at.problems)
     cut = at.cut(_COLUMNS, most)
     table, where, x = None, None, out[0].data_ptr()
-    aligned = x % 16 == 0
     if cut.table is not None:
         # x may be new at every call, its blocks are views of one array: only that one's address changes.
         distances = tuple([a.data_ptr() - x for a in out])
-        aligned = aligned and all(distance % 16 == 0 for distance in distances)
         table, where = cut.table.get(), cut.output(distances, at.device).get()
-    elif at.problems > 1:
-        aligned = aligned and out[0].stride(0) * out[0].element_size() % 16 == 0
     small = at.columns <= 128  # a batch of small problems: one warp each
     apart = (lam.stride(0), out[0].stride(0)) if at.problems > 1 else (0, 0)
     launch(
@@ -56,7 +52,7 @@ def combine(at: Layout, lam: Tensor, out: Sequence[Tensor]) -> None:
         at.problems * cut.parts,
         (table, where, lam, apart[0], lam.stride(-1), at.t, at.rows, at.vector, x, *at.strides, apart[1],
          at.columns, cut.share, cut.parts),
-        (128 if small else _COLUMNS, table is not None, *at.dtypes, at.align if aligned else 1),
+        (128 if small else _COLUMNS, table is not None, *at.dtypes, at.align),
         device=at.device,
         num_warps=1 if small else 4,
         enable_fp_fusion=True,
@@ -78,7 +74,7 @@ def _combine(
     for s in range(first, last):
         G, g, stride, at_G, at_g, size, code = segment(
             table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns,
-            share, TABLE, ALIGN,
+            share, TABLE,
         )  # fmt: skip
         if TABLE:
             x = out + tl.load(where + s)
@@ -86,22 +82,20 @@ def _combine(
         else:
             x = out.to(tl.int64)
             at_x = at_g + problem * (out_batch - vector_batch)
-            if ALIGN > 1:
-                at_x = tl.multiple_of(at_x, ALIGN)
-        whole = size // COLUMNS * COLUMNS
-        for start in range(0, whole, COLUMNS):
+        wide = wide_columns(G | g | x, stride | at_G | at_g | at_x, size, COLUMNS, ALIGN)
+        for start in range(0, wide, COLUMNS):
             j = start + tl.arange(0, COLUMNS)
             value = _sum(
                 G, g, lam, lam_step, stride, at_G, at_g, j, j >= 0, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN
             )
-            store(x, at_x + j, value, j >= 0, code // 4, VECTOR_TYPES, ALIGN)
-        if whole < size:
-            j = whole + tl.arange(0, COLUMNS)
+            store(x, aligned(at_x, ALIGN) + j, value, j >= 0, code // 4, VECTOR_TYPES, ALIGN)
+        for start in range(wide, size, COLUMNS):
+            j = start + tl.arange(0, COLUMNS)
             inside = j < size
             value = _sum(
-                G, g, lam, lam_step, stride, at_G, at_g, j, inside, t, code, ROW_TYPES, VECTOR_TYPES, ALIGN
+                G, g, lam, lam_step, stride, at_G, at_g, j, inside, t, code, ROW_TYPES, VECTOR_TYPES, 1
             )
-            store(x, at_x + j, value, inside, code // 4, VECTOR_TYPES, ALIGN)
+            store(x, at_x + j, value, inside, code // 4, VECTOR_TYPES, 1)
 
 
 @triton.jit
@@ -110,6 +104,7 @@ def _sum(
     ROW_TYPES: tl.constexpr, VECTOR_TYPES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Return columns j of g + G' lam in float64."""
+    stride, at_G, at_g = aligned(stride, ALIGN), aligned(at_G, ALIGN), aligned(at_g, ALIGN)
     step = tl.zeros(j.shape, dtype=tl.float64)
     for i in range(t):
         weight = tl.load(lam + i * lam_step)

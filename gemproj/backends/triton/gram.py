@@ -20,17 +20,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gemproj.backends.triton._access import kernel, lines, load, segment
+from gemproj.backends.triton._access import aligned, kernel, lines, load, segment, wide_columns
 from gemproj.backends.triton._launch import launch
-from gemproj.backends.triton._layout import Layout, power, processors
+from gemproj.backends.triton._layout import UNIT, Layout, power, processors
 
 __all__ = ["gram", "supports"]
 
 # Rows up to which products are elementwise.
 _FEW = 8
-# Columns in multiples of which shares are made: nearly equal ones, at aligned addresses. And the fewest of a
-# program: below, starting it costs more than its work.
-_UNIT, _LEAST = 64, 1024
+# The fewest columns of a program: below, starting it costs more than its work.
+_LEAST = 1024
 # Rows of a block, and blocks that a program of `_many_rows` holds.
 _BLOCK: tl.constexpr = tl.constexpr(16)
 _MOST_BLOCKS = 2
@@ -57,7 +56,7 @@ def gram(at: Layout) -> Tensor:
     pairs = 1 if few else squares * (squares + 1) // 2
     # Programs that are in flight together, by the registers they take; of small problems fewer.
     together = (2 if few and at.t > 4 else 4) * processors(at.device)
-    cut = at.cut(_UNIT, max(1, min(together // (pairs * at.problems), at.columns // _LEAST)))
+    cut = at.cut(UNIT, max(1, min(together // (pairs * at.problems), at.columns // _LEAST)))
     partial = total
     if cut.parts > 1:
         partial = torch.empty((at.problems, cut.parts, n, n), dtype=torch.float64, device=at.device)
@@ -102,6 +101,7 @@ def _add_few(
     ROWS: tl.constexpr, ROW_TYPES: tl.constexpr, VECTOR_TYPES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Add the products of all pairs of rows of [G; g] in columns j; the last dimension lies in one thread."""
+    stride, at_G, at_g = aligned(stride, ALIGN), aligned(at_G, ALIGN), aligned(at_g, ALIGN)
     x = ()
     for i in tl.static_range(ROWS):
         # The interpreter broadcasts booleans as integers: hence j * 0.
@@ -132,20 +132,19 @@ def _few_rows(
     for s in range(first, last):
         G, g, stride, at_G, at_g, size, code = segment(
             table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns,
-            share, TABLE, ALIGN,
+            share, TABLE,
         )  # fmt: skip
         j = tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-        # Whole tiles need no mask for the columns, which would stand in the way of wide loads.
-        whole = size // COLUMNS * COLUMNS
-        for start in range(0, whole, COLUMNS):
+        wide = wide_columns(G | g, stride | at_G | at_g, size, COLUMNS, ALIGN)
+        for start in range(0, wide, COLUMNS):
             sums = _add_few(
                 sums, G, g, stride, at_G + start, at_g + start, j, j >= 0, t, code,
                 ROWS, ROW_TYPES, VECTOR_TYPES, ALIGN,
             )  # fmt: skip
-        if whole < size:
+        for start in range(wide, size, COLUMNS):
             sums = _add_few(
-                sums, G, g, stride, at_G + whole, at_g + whole, j, j + whole < size, t, code,
-                ROWS, ROW_TYPES, VECTOR_TYPES, ALIGN,
+                sums, G, g, stride, at_G + start, at_g + start, j, j + start < size, t, code,
+                ROWS, ROW_TYPES, VECTOR_TYPES, 1,
             )  # fmt: skip
     n = t + 1
     partial += (problem * parts + part) * n * n
@@ -165,6 +164,7 @@ def _add_many(
     ONE: tl.constexpr, ROW_TYPES: tl.constexpr, VECTOR_TYPES: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     """Add the products of two squares of blocks of rows in columns j; with ONE they are the same."""
+    stride, at_G, at_g = aligned(stride, ALIGN), aligned(at_G, ALIGN), aligned(at_g, ALIGN)
     i = tl.arange(0, _BLOCK)
     v = load(g, at_g + j, inside, code // 4, VECTOR_TYPES, ALIGN)
     x = ()
@@ -223,19 +223,19 @@ def _many_rows(
     for s in range(first, last):
         G, g, stride, at_G, at_g, size, code = segment(
             table, s, part, parts, problem, rows, vector, row_stride, rows_batch, vector_batch, columns,
-            share, TABLE, ALIGN,
+            share, TABLE,
         )  # fmt: skip
         j = tl.arange(0, COLUMNS)
-        whole = size // COLUMNS * COLUMNS
-        for start in range(0, whole, COLUMNS):
+        wide = wide_columns(G | g, stride | at_G | at_g, size, COLUMNS, ALIGN)
+        for start in range(0, wide, COLUMNS):
             products, with_g, gg = _add_many(
                 products, with_g, gg, G, g, stride, at_G + start, at_g + start, left, right, j, j >= 0, t,
                 code, BLOCKS, ONE, ROW_TYPES, VECTOR_TYPES, ALIGN,
             )  # fmt: skip
-        if whole < size:
+        for start in range(wide, size, COLUMNS):
             products, with_g, gg = _add_many(
-                products, with_g, gg, G, g, stride, at_G + whole, at_g + whole, left, right, j,
-                j + whole < size, t, code, BLOCKS, ONE, ROW_TYPES, VECTOR_TYPES, ALIGN,
+                products, with_g, gg, G, g, stride, at_G + start, at_g + start, left, right, j,
+                j + start < size, t, code, BLOCKS, ONE, ROW_TYPES, VECTOR_TYPES, 1,
             )  # fmt: skip
     n = t + 1
     partial += (problem * parts + part) * n * n

@@ -21,6 +21,12 @@ from gemproj.backends.triton._layout import power, processors
 from gemproj.methods import FISTA, PGD, Exact, Method
 from gemproj.methods._method import Outcome, Status
 
+# Sets that one warp enumerates. More take all registers of a processor, so that many problems are searched
+# instead, each by one warp.
+_LANES = 32
+# Warps of a processor that search at once: so many have enough registers up to 8 rows, 12 above.
+_IN_FLIGHT = 16
+
 
 def supports(method: Any, t: int) -> bool:
     """Return whether `solve` supports this method, for t rows."""
@@ -85,7 +91,7 @@ def solve(
     status: Any = 0 if only_multipliers else torch.empty(batch, dtype=torch.int64, device=device)
     to = lam if only_multipliers else status  # not written
     sets = (2 if upper is None else 3) ** t
-    if sets <= MOST_SETS:
+    if sets <= (MOST_SETS if count <= processors(device) else _LANES):
         if count:
             lanes = power(sets)
             constants = (power(t), lanes, *given, not only_multipliers)
@@ -94,7 +100,8 @@ def solve(
     else:
         iterations = torch.empty(batch, dtype=torch.int64, device=device)
         if count:
-            rows, programs = power(t), min(count, 4 * processors(device))
+            rows = power(t)
+            programs = min(count, _IN_FLIGHT // _warps(rows) * processors(device))
             workspace = torch.empty(programs * 2 * t * t, dtype=b.dtype, device=device)
             launch(search_active_set, programs, (*problem, first, lam, iterations, to, workspace, count, t),
                    (rows, _chunk(rows), *given, started, not only_multipliers),
