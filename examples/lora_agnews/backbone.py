@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GPT2ForSequenceClassification, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .config import CLASSES, Config, SetupError
@@ -54,10 +55,11 @@ def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreT
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    shape = GPT2Config.from_pretrained(folder, num_labels=len(CLASSES))
+    if shape.activation_function == "gelu_new":  # the same in one operation: half of the time and memory
+        shape.activation_function = "gelu_pytorch_tanh"
     torch.manual_seed(seed)
-    model = GPT2ForSequenceClassification.from_pretrained(
-        folder, num_labels=len(CLASSES), dtype=torch.float32
-    )
+    model = GPT2ForSequenceClassification.from_pretrained(folder, config=shape, dtype=torch.float32)
     model.config.pad_token_id = tokenizer.pad_token_id
     model = get_peft_model(model, LoraConfig(task_type=TaskType.SEQ_CLS, **LORA))
     if not dropout:
@@ -91,13 +93,27 @@ def batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**_trim(batch)).loss
 
 
+def parts(batch: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
+    """Yield a batch in parts of so many rows."""
+    batch = by_length(batch, size)
+    for start in range(0, len(batch["labels"]), size):
+        yield rows(batch, slice(start, start + size))
+
+
+def by_length(batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
+    """Sort rows by their length where there are parts of so many, for less padding in each."""
+    if len(batch["labels"]) <= size:
+        return batch
+    return rows(batch, batch["attention_mask"].sum(dim=1).argsort(stable=True))
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, examples: dict[str, Tensor], size: int) -> float:
     """Return the share of examples that the model classifies correctly."""
     model.eval()
     right = 0
-    for start in range(0, len(examples["labels"]), size):
-        batch = _trim(rows(examples, slice(start, start + size)))
+    for part in parts(examples, size):
+        batch = _trim(part)
         labels = batch.pop("labels")
         right += int((model(**batch).logits.argmax(dim=1) == labels).sum())
     model.train()

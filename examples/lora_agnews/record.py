@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
+from . import memory as peaks
 from . import metrics
 from .backbone import accuracy, batch_loss, rows
 from .config import Config
@@ -44,7 +45,9 @@ class Recorder:
         steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
         self.boundaries = list(accumulate(steps))
         self.test, self.glimpse = test, [rows(part, slice(config.eval_rows)) for part in test]
+        self.device = torch.device(config.device)
         self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.peak_bytes: dict[str, int] = {}
         self.probes: list[dict[str, float]] = []
         self.R = [self._accuracies(test)]
         self.curve: list[dict[str, Any]] = [{"step": 0, "accuracy": self._accuracies(self.glimpse)}]
@@ -59,10 +62,13 @@ class Recorder:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Time a phase of a step, with the device synchronised at both ends."""
+        """Time a phase of a step, with the device synchronised at both ends, and note the memory it takes."""
+        peaks.restart(self.device)
         start = self._now()
         yield
         self.seconds[phase].append(self._now() - start)
+        if found := peaks.peak(self.device):
+            self.peak_bytes[phase] = max(found, self.peak_bytes.get(phase, 0))
         self.timed.add(phase)
 
     def begin_step(self, step: int) -> None:
@@ -115,6 +121,7 @@ class Recorder:
                 "mean_projection": sum(projections) / len(projections) if projections else None,
                 "projections": len(projections),
             },
+            "peak_bytes": self.peak_bytes,
         }
 
     def _due(self, interval: int) -> bool:
@@ -124,9 +131,8 @@ class Recorder:
         return [accuracy(self.model, part, self.config.eval_batch_size) for part in parts]
 
     def _now(self) -> float:
-        device = torch.device(self.config.device).type
-        if device != "cpu":
-            getattr(torch, device).synchronize()
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).synchronize()
         return time.perf_counter()
 
 
