@@ -56,14 +56,14 @@ def tables(summary: Summary) -> dict[str, list[list[str]]]:
         title, (percent, *others) = METHODS[name].title, METRICS
         ms = {phase: 1e3 * seconds["mean"] for phase, seconds in numbers["seconds_per_step"].items()}
         constraints = significant(ms["constraints"]) if METHODS[name].batches else "-"
-        violated = (_number(numbers[f"{v}_violated"], 100, 0) for v in ("gradient", "update"))
+        violated = (plus_minus(numbers[f"{v}_violated"], 100, 0) for v in ("gradient", "update"))
         found["accuracy"].append(
-            [title, _number(numbers[percent], 100, 1), *(_number(numbers[key], 1, 3) for key in others)]
+            [title, plus_minus(numbers[percent], 100, 1), *(plus_minus(numbers[key], 1, 3) for key in others)]
         )
         found["cost"].append(
             [
                 title,
-                _number(numbers["seconds_per_projection"], 1e3),
+                plus_minus(numbers["seconds_per_projection"], 1e3),
                 significant(ms["batch"]),
                 constraints,
                 significant(ms["optimizer"]),
@@ -90,9 +90,14 @@ def markdown(summary: Summary) -> str:
     """Return the tables in GitHub's Markdown."""
     parts = []
     for name, rows in tables(summary).items():
-        lines = [HEADS[name], ["---", *["---:"] * (len(HEADS[name]) - 1)], *rows]
-        parts += [_caption(name, summary), "\n".join(f"| {' | '.join(line)} |" for line in lines)]
+        parts += [_caption(name, summary), markdown_table(HEADS[name], rows)]
     return "\n\n".join(parts) + "\n"
+
+
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in GitHub's Markdown, all columns but the first one aligned to the right."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def significant(value: float, digits: int = 3) -> str:
@@ -100,7 +105,7 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
-def _number(value: Mapping[str, float | None], scale: float, decimals: int | None = None) -> str:
+def plus_minus(value: Mapping[str, float | None], scale: float, decimals: int | None = None) -> str:
     """Return mean ± deviation, with fixed decimals or else significant digits."""
     if value["mean"] is None:
         return "-"

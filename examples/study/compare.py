@@ -1,0 +1,126 @@
+"""What is read off the runs: one number of each, means with intervals, and differences paired over seeds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student
+
+from ..lora_agnews.metrics import mean_std
+
+Record = dict[str, Any]  # one run
+Runs = dict[str, list[Record]]  # by method, one for each seed
+Measure = Callable[[Record], "float | None"]  # None where a run has no such number
+
+
+def average_accuracy(record: Record) -> float:
+    """Return the mean accuracy over all tasks at the end, between 0 and 1."""
+    return record["metrics"]["average_accuracy"]
+
+
+def backward_transfer(record: Record) -> float:
+    """Return the mean change of a task's accuracy since it was learned."""
+    return record["metrics"]["backward_transfer"]
+
+
+def last_accuracy(record: Record) -> float:
+    """Return the accuracy on the last task at the end: what remembering costs in learning."""
+    return record["accuracies"][-1][-1]
+
+
+def lowest_past_accuracy(record: Record) -> float:
+    """Return the lowest accuracy of a task at any time after it was learned, mean over all but the last.
+
+    It shows what a task loses in between and regains: the stability gap. It is the min-ACC of De Lange et al.
+    (2023, arXiv 2205.13452).
+    """
+    lowest = [
+        min(point["accuracy"][task] for point in record["curve"] if point["step"] > learned)
+        for task, learned in enumerate(record["boundaries"][:-1])
+    ]
+    return sum(lowest) / len(lowest)
+
+
+def seconds_per_step(record: Record) -> float:
+    """Return the time of a whole step, all its parts together."""
+    return sum(record["seconds"]["per_step"].values())
+
+
+def mean_step(runs: Sequence[Record]) -> float:
+    """Return the time of a whole step, mean over the runs."""
+    return sum(map(seconds_per_step, runs)) / len(runs)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over `n` seeds with its 95 % interval of Student's t: mean ± half, infinite for one seed."""
+
+    mean: float
+    half: float
+    n: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether zero lies outside."""
+        return abs(self.mean) > self.half
+
+
+def interval(values: Iterable[float]) -> Interval:
+    """Return mean and interval of a sample of at least one."""
+    sample = list(values)
+    found = mean_std(sample)
+    if found["mean"] is None:
+        raise ValueError("values must not be empty: there is no mean of none")
+    n, std = len(sample), found["std"]
+    half = np.inf if std is None else student.ppf(0.975, n - 1) * std / n**0.5
+    return Interval(found["mean"], float(half), n)
+
+
+def paired(runs: Sequence[Record], baseline: Sequence[Record], measure: Measure) -> Interval | None:
+    """Return by how much runs exceed those of a baseline with the same seeds; None if no seed is common."""
+    there = {record["seed"]: measure(record) for record in baseline}
+    both = [(measure(record), there[record["seed"]]) for record in runs if record["seed"] in there]
+    differences = [a - b for a, b in both if a is not None and b is not None]
+    return interval(differences) if differences else None
+
+
+def reported(records: Iterable[Record], methods: Mapping[str, Any], stream: str, budget: str) -> Runs:
+    """Return the reported runs on a stream under a budget, in the order of the methods and of the seeds.
+
+    Methods without runs are left out. A seed that stands there twice, or a method with two settings, is an
+    error: a mean over them would be of nothing.
+    """
+    wanted = {"stream": stream, "budget": budget, "phase": "report"}
+    chosen = [record for record in records if wanted.items() <= record.items()]
+    runs: Runs = {}
+    for name in methods:
+        found = sorted((record for record in chosen if record["method"] == name), key=lambda r: r["seed"])
+        twice = [seed for seed, same in groupby(record["seed"] for record in found) if len(list(same)) > 1]
+        settings = {(record["lr"], record["knob"]) for record in found}
+        if twice or len(settings) > 1:
+            what = f"seeds {twice} more than once" if twice else f"more than one setting: {settings}"
+            raise ValueError(f"records of {name!r} on {stream!r} ({budget}) hold {what}; keep one of them")
+        if found:
+            runs[name] = found
+    return runs
+
+
+def lowest_setting_within_noise(
+    runs: Runs, names: Iterable[str], reference: str, measure: Measure = average_accuracy
+) -> str | None:
+    """Return the cheapest of some methods that is not worse than a reference by more than noise.
+
+    That is the one with the lowest step time among those whose paired difference to the reference has an
+    interval that includes zero or lies above; None if there is none. Few seeds make wide intervals: the lower
+    end says how much may be lost, so it belongs beside the name. Methods with a single seed do not qualify.
+    """
+    found = []
+    for name in names:
+        difference = paired(runs.get(name, []), runs.get(reference, []), measure)
+        if difference is not None and difference.n > 1 and difference.mean + difference.half >= 0:
+            found.append(name)
+    return min(found, key=lambda name: mean_step(runs[name]), default=None)
