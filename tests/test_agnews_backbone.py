@@ -106,6 +106,6 @@ def test_gelu_in_one_operation_gives_the_same_answer(folder, tmp_path):
     AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
     model, tokenizer = backbone.load(tmp_path, seed=0)
     assert model.config.activation_function == "gelu_pytorch_tanh"
-    tokens = tokenizer([TEXTS[0]], return_tensors="pt")
+    tokens = tokenizer([TEXTS[0][:40]], return_tensors="pt")
     fast = model.eval().base_model.model.transformer
     torch.testing.assert_close(slow(**tokens).last_hidden_state, fast(**tokens).last_hidden_state)
