@@ -17,7 +17,7 @@ import argparse
 import copy
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
@@ -109,6 +109,7 @@ LOOKS = {
     "GEM on text": ("#CC79A7", "D", 1),
     "KL held": ("#0072B2", "o", -1),
 }
+Curve = tuple[tuple[str, str, int], list[tuple[tuple[float, float], tuple[float, float], str]]]
 COLUMNS = {"x": "X", "y": "Y", "reference": "reference", "kl": "KL of reference", "seconds": "seconds"}
 
 
@@ -172,41 +173,61 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, tuple[float
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw the loss on X over the loss on Y, a curve for each kind of method, into a PNG."""
-    import matplotlib
+    found = summarize(rows)
+    curves = {}
+    for kind in dict.fromkeys(method.kind for method in METHODS):
+        methods = [method for method in METHODS if method.kind == kind]
+        points = [
+            (found[str(m)]["y"], found[str(m)]["x"], f"{m.value:g}" if m.option else "") for m in methods
+        ]
+        curves[kind] = LOOKS[kind], points
+    note = "Beside the points: weights, or bounds. Error bars: standard deviation over the seeds."
+    front(curves, found["before"]["x"][0], note).savefig(path, dpi=200)
 
-    matplotlib.use("Agg")  # before pyplot: no window, also without a display
-    import matplotlib.pyplot as plt
+
+def front(curves: Mapping[str, Curve], before: float, note: str, floor: float = ENTROPY) -> Any:
+    """Return a figure of the loss on X over the loss on Y.
+
+    Parameters
+    ----------
+    curves : mapping
+        By label: colour, marker and the side of the texts (1 or -1); and of each point the loss on Y and that
+        on X, both with the length of the error bar, and a text.
+    before : float
+        Loss on X before fine-tuning.
+    note : str
+        What the error bars are.
+    floor : float
+        What no loss can be below; then the axes are logarithmic. 0 if it is unknown.
+    """
+    from matplotlib.figure import Figure  # without pyplot: no window, also without a display
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    found = summarize(rows)
-    figure, axes = plt.subplots(figsize=(7, 5), layout="constrained")
-    for kind in dict.fromkeys(method.kind for method in METHODS):
-        colour, marker, side = LOOKS[kind]
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    axes = figure.subplots()
+    for label, ((colour, marker, side), points) in curves.items():
         look: dict[str, Any] = {"color": colour, "marker": marker, "markeredgecolor": "white"}
         look |= {"markersize": 8, "ecolor": (colour, 0.4), "elinewidth": 1, "capsize": 2}
-        methods = [method for method in METHODS if method.kind == kind]
-        numbers = [(*found[str(method)]["y"], *found[str(method)]["x"]) for method in methods]
-        y, dy, x, dx = zip(*numbers, strict=True)
-        at = [[mean - ENTROPY for mean in means] for means in (y, x)]
-        axes.errorbar(*at, dx, dy, label=kind, **look)
-        for method, *point in zip(methods, *at, strict=True):
-            text = f"{method.value:g}" if method.option else ""
-            align = {"ha": "left", "va": "bottom"} if side > 0 else {"ha": "right", "va": "top"}
-            axes.annotate(
-                text, point, (5 * side, 5 * side), textcoords="offset points", color=colour, **align
-            )
-    axes.axhline(found["before"]["x"][0] - ENTROPY, color="#767676", linestyle="--", label="X before")
-    axes.set(xscale="log", yscale="log")
+        numbers = [(y - floor, x - floor, dx, dy) for (y, dy), (x, dx), _ in points]
+        at: Any = zip(*numbers, strict=True)
+        axes.errorbar(*at, label=label, **look)
+        align: dict[str, Any] = {"ha": "left", "va": "bottom"} if side > 0 else {"ha": "right", "va": "top"}
+        for (y, x, *_), (*_, text) in zip(numbers, points, strict=True):
+            look = {"textcoords": "offset points", "color": colour, **align}
+            axes.annotate(text, (y, x), (5 * side, 5 * side), **look)
+    axes.axhline(before - floor, color="#767676", linestyle="--", label="X before")
+    if floor:
+        axes.set(xscale="log", yscale="log")
     for axis, name in ((axes.xaxis, "Y"), (axes.yaxis, "X")):
-        axis.set_label_text(f"Loss on {name}, above the entropy of {ENTROPY:.3f} nats")
-        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-        axis.set_major_formatter("{x:g}")
-        axis.set_minor_formatter(NullFormatter())
+        axis.set_label_text(f"Loss on {name} (nats)")
+        if floor:
+            axis.set_label_text(f"Loss on {name}, above the entropy of {floor:.3f} nats")
+            axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
-    note = "Beside the points: weights, or bounds. Error bars: standard deviation over the seeds."
     figure.supxlabel(note, fontsize=8, color="#767676")
-    figure.savefig(path, dpi=200)
-    plt.close(figure)
+    return figure
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

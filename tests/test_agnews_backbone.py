@@ -53,6 +53,18 @@ def test_an_interrupted_pretraining_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_model_that_another_process_made_meanwhile_is_kept(tmp_path):
+    def other(done):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        (tmp_path / "model" / "theirs").touch()
+
+    small.prepare(CONFIG, TEXTS, tmp_path / "model", other)
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
+        "model",
+        "model/theirs",
+    ]
+
+
 def test_only_adapters_and_head_are_trained_and_the_seed_decides_them(folder):
     model, tokenizer = backbone.load(folder, seed=0)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -7,7 +7,6 @@ Finished runs are kept: the same command after an interruption goes on where it 
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from . import data, stream
-from .config import PRESETS, Config, SetupError
+from .config import PRESETS, Config, SetupError, cache_folder
 
 
 def parser() -> ArgumentParser:
@@ -68,17 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
         config = replace(PRESETS[given["preset"]], **settings)
-        folder, origin = given["data"], "--data"
-        if folder is None and (named := os.environ.get("AGNEWS_DIR")):
-            folder, origin = Path(named), "the environment variable AGNEWS_DIR"
         needed = stream.rows_needed(config.experiences, config.rows, config.dominant_share)
-        articles = data.load(folder, origin, [sum(column) for column in zip(*needed, strict=True)])
+        per_class = [sum(column) for column in zip(*needed, strict=True)]
+        articles = data.load(*data.named(given["data"], "--data"), per_class)
 
         from . import experiment  # torch and transformers take seconds to import; --help should not wait
 
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gemproj")
         out = given["out"] or Path("runs", f"agnews-{config.preset}")
-        experiment.run(config, articles, given["cache"] or cache, out, given["jobs"], console)
+        experiment.run(config, articles, given["cache"] or cache_folder(), out, given["jobs"], console)
     except SetupError as error:
         console.print(f"[red]error[/]     {escape(str(error))}")
         return 2

@@ -46,8 +46,10 @@ def locate(name: str) -> Path:
     return folder
 
 
-def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreTrainedTokenizerBase]:
-    """Load a backbone and give it adapters and a head; only those require gradients.
+def load(
+    folder: Path, seed: int, dropout: bool = True, classes: int = len(CLASSES)
+) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+    """Load a backbone and give it adapters and a head for that many classes; only those require gradients.
 
     The seed is torch's from now on: of the head and the adapters, and of every dropout mask of the run.
     """
@@ -56,7 +58,8 @@ def load(folder: Path, seed: int, dropout: bool = True) -> tuple[PeftModel, PreT
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(seed)
-    model = GPT2ForSequenceClassification.from_pretrained(folder, config=_shape(folder), dtype=torch.float32)
+    shape = _shape(folder, classes)
+    model = GPT2ForSequenceClassification.from_pretrained(folder, config=shape, dtype=torch.float32)
     model.config.pad_token_id = tokenizer.pad_token_id
     model = _adapted(model)
     if not dropout:
@@ -70,7 +73,7 @@ def trained(folder: Path) -> int:
     """Return the number d of parameters that require gradients, without loading any weights."""
     quiet()
     with torch.device("meta"):
-        model = _adapted(GPT2ForSequenceClassification(_shape(folder)))
+        model = _adapted(GPT2ForSequenceClassification(_shape(folder, len(CLASSES))))
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
@@ -112,15 +115,19 @@ def by_length(batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
     return rows(batch, batch["attention_mask"].sum(dim=1).argsort(stable=True))
 
 
+def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Return the logits of a batch, (n, classes)."""
+    inputs = {name: values for name, values in _trim(batch).items() if name != "labels"}
+    return model(**inputs).logits
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, examples: dict[str, Tensor], size: int) -> float:
     """Return the share of examples that the model classifies correctly."""
     model.eval()
     right = 0
     for part in parts(examples, size):
-        batch = _trim(part)
-        labels = batch.pop("labels")
-        right += int((model(**batch).logits.argmax(dim=1) == labels).sum())
+        right += int((logits(model, part).argmax(dim=1) == part["labels"]).sum())
     model.train()
     return right / len(examples["labels"])
 
@@ -132,8 +139,8 @@ def quiet() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
 
 
-def _shape(folder: Path) -> GPT2Config:
-    shape = GPT2Config.from_pretrained(folder, num_labels=len(CLASSES))
+def _shape(folder: Path, classes: int) -> GPT2Config:
+    shape = GPT2Config.from_pretrained(folder, num_labels=classes)
     if shape.activation_function == "gelu_new":
         # The same function in one operation, which takes less time and memory than a dozen.
         shape.activation_function = "gelu_pytorch_tanh"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 METHODS = ("plain", "agem", "sgem", "gem", "igem", "gem-step", "softgem", "mega1", "mega2", "replay")
@@ -12,6 +14,11 @@ ON = ("gradient", "step", "both")
 
 class SetupError(ValueError):
     """The experiment cannot start as it was asked for; the message says what to change."""
+
+
+def cache_folder() -> Path:
+    """Return the folder for what is made once and kept, in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gemproj")
 
 
 def setting(default: Any, text: str) -> Any:

@@ -8,7 +8,7 @@ import os
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +32,18 @@ class Articles:
     reason: str
 
 
-def load(folder: Path | None, origin: str, rows_per_class: Sequence[int]) -> Articles:
+def named(folder: Path | None, option: str) -> tuple[Path | None, str]:
+    """Return the folder of the data and who named it: an option, or else ``$AGNEWS_DIR``."""
+    if folder is None and (found := os.environ.get("AGNEWS_DIR")):
+        return Path(found), "the environment variable AGNEWS_DIR"
+    return folder, option
+
+
+def load(folder: Path | None, origin: str, rows_per_class: Sequence[int] | None = None) -> Articles:
     """Return the articles of the first source that has them; if a folder is named, no other is tried.
 
-    `origin` tells who named it. Of a generated corpus, `rows_per_class` tells how much to write.
+    `origin` tells who named it. Of a generated corpus, `rows_per_class` tells how much to write; without it,
+    none is generated.
     """
     if folder is not None:
         if not folder.is_dir():
@@ -45,6 +53,8 @@ def load(folder: Path | None, origin: str, rows_per_class: Sequence[int]) -> Art
     try:
         rows = read_hub()
     except DataError as error:
+        if rows_per_class is None:
+            raise DataError(f"{error}; set AGNEWS_DIR to a folder with AG News' train.csv") from None
         generated = corpus.generate(rows_per_class)
         return Articles(*generated, "built-in generated news corpus", f"no data folder is named, and {error}")
     return Articles(*rows, f"AG News, {HUB_NAME} through datasets", "no data folder is named")
@@ -52,29 +62,35 @@ def load(folder: Path | None, origin: str, rows_per_class: Sequence[int]) -> Art
 
 def read_csv(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Read AG News in its original form: rows ``"label","title","description"``, labels 1 to 4, no header."""
-    if not path.is_file():
-        raise DataError(f"{path}: no such file (rows of label, title, description are expected there)")
     texts, labels = [], []
-    with path.open(encoding="utf-8", newline="") as file:
+    for line, row in csv_rows(path, "rows of label, title, description are"):
+        if len(row) != 3:
+            raise DataError(f"{path}, line {line}: 3 fields expected, {len(row)} found")
+        if row[0] not in ("1", "2", "3", "4"):
+            raise DataError(f"{path}, line {line}: the label must be 1, 2, 3 or 4, not {row[0]!r}")
+        text = tidy(f"{row[1].strip()}. {row[2]}")
+        if not text.strip(". "):
+            raise DataError(f"{path}, line {line}: title and description are empty")
+        texts.append(text)
+        labels.append(int(row[0]) - 1)
+    return tuple(texts), tuple(labels)
+
+
+def csv_rows(path: Path, expected: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows of a CSV file, at least one, each with the number of its first line."""
+    if not path.is_file():
+        raise DataError(f"{path}: no such file ({expected} expected there)")
+    with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
         line = 1
         try:
             for row in rows:
-                if len(row) != 3:
-                    raise DataError(f"{path}, line {line}: 3 fields expected, {len(row)} found")
-                if row[0] not in ("1", "2", "3", "4"):
-                    raise DataError(f"{path}, line {line}: the label must be 1, 2, 3 or 4, not {row[0]!r}")
-                text = tidy(f"{row[1].strip()}. {row[2]}")
-                if not text.strip(". "):
-                    raise DataError(f"{path}, line {line}: title and description are empty")
-                texts.append(text)
-                labels.append(int(row[0]) - 1)
+                yield line, row
                 line = rows.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}, line {line}: {error}") from None
-    if not texts:
+    if line == 1:
         raise DataError(f"{path}, line 1: the file is empty")
-    return tuple(texts), tuple(labels)
 
 
 def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:

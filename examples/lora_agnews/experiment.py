@@ -6,21 +6,18 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gemproj import project
 
-from . import backbone, figures, report, runs, small, stream
+from . import backbone, figures, prepare, report, runs, stream
 from .config import Config, SetupError
 from .data import Articles
-from .stream import Experience
 
 
 def run(
@@ -38,11 +35,7 @@ def run(
         sizes = f"{len(experience.train.texts):,} train and {len(experience.test.texts):,} test rows"
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
 
-    if config.backbone == "small":
-        folder = _small_backbone(config, experiences, cache, console)
-    else:
-        folder = backbone.locate(config.backbone)
-        console.print(f"[bold]backbone[/]  {config.backbone}")
+    folder = prepare.backbone_folder(config, experiences, cache, console)
     _compile_loops(console)
 
     stage = experiences, folder
@@ -71,26 +64,6 @@ def run(
     report.show(summary, console)
     names = ", ".join(["results.json", "table.md", *(path.name for path in paths)])
     console.print(f"[bold]written[/]   {names} in {out}")
-
-
-def _small_backbone(config: Config, experiences: Sequence[Experience], cache: Path, console: Console) -> Path:
-    train, test = stream.merge(e.train for e in experiences), stream.merge(e.test for e in experiences)
-    folder = small.cached(config, train.texts, cache)
-    told = "[bold]backbone[/]  small GPT-2,"
-    if folder.is_dir():
-        console.print(f"{told} pretrained earlier ({folder})")
-        return folder
-    console.print(f"{told} to be pretrained once on the {len(train.texts):,} training articles")
-    columns = TextColumn("pretraining"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=config.small_steps)
-        small.prepare(config, train.texts, folder, lambda done: progress.update(bar, completed=done))
-    share = small.probe(folder, config.max_length, train, test)
-    console.print(f"          kept in {folder}")
-    console.print(
-        f"          a linear classifier on its frozen features reaches {share:.1%} on the test rows"
-    )
-    return folder
 
 
 def _compile_loops(console: Console) -> None:

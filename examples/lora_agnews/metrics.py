@@ -40,8 +40,10 @@ def forgetting(R: ArrayLike) -> float:
 METRICS = {f.__name__: f for f in (average_accuracy, backward_transfer, forward_transfer, forgetting)}
 
 
-def guarantee(cosines: Sequence[float]) -> dict[str, float]:
+def guarantee(cosines: Sequence[float]) -> dict[str, float] | None:
     """Return the share of steps that violate a constraint, and the worst cosine; one cosine for each step."""
+    if not cosines:
+        return None
     values = np.asarray(cosines, dtype=float)
     return {"violated": float(np.mean(values < VIOLATED)), "worst_cosine": float(values.min())}
 

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, fields
 from itertools import accumulate
 from typing import Any
 
@@ -15,13 +16,30 @@ from torch import Tensor, nn
 from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
+from . import backbone, metrics
 from . import memory as peaks
-from . import metrics
-from .backbone import accuracy, batch_loss, rows
-from .config import Config
-from .methods import Method, all_tasks
+from .backbone import rows
 
 PHASES = ("batch", "constraints", "projection", "optimizer")
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When and how is measured: settings of an experiment."""
+
+    epochs: int
+    batch_size: int
+    eval_batch_size: int
+    eval_rows: int
+    eval_interval: int
+    probe_interval: int
+    device: str
+
+    @classmethod
+    def of(cls, config: Any) -> Schedule:
+        """Take them from a configuration that has more."""
+        return cls(**{one.name: getattr(config, one.name) for one in fields(cls)})
 
 
 class Recorder:
@@ -34,28 +52,32 @@ class Recorder:
 
     def __init__(
         self,
-        config: Config,
-        method: Method,
+        schedule: Schedule,
         model: nn.Module,
-        train: Sequence[dict[str, Tensor]],
-        test: Sequence[dict[str, Tensor]],
+        train: Sequence[Batch],
+        test: Sequence[Batch],
         on_step: Callable[[int, int, str], None],
+        loss: Callable[[nn.Module, Batch], Tensor] = backbone.batch_loss,
+        accuracy: Callable[[nn.Module, Batch, int], float] = backbone.accuracy,
     ) -> None:
-        self.config, self.method, self.model, self.on_step = config, method, model, on_step
-        steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
+        self.schedule, self.model, self.on_step = schedule, model, on_step
+        self.loss, self.accuracy = loss, accuracy
+        steps = (schedule.epochs * -(-len(task["labels"]) // schedule.batch_size) for task in train)
         self.boundaries = list(accumulate(steps))
-        self.test, self.glimpse = test, [rows(part, slice(config.eval_rows)) for part in test]
-        self.device = torch.device(config.device)
+        self.test, self.glimpse = test, [rows(part, slice(schedule.eval_rows)) for part in test]
+        self.device = torch.device(schedule.device)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.peak_bytes: dict[str, int] = {}
         self.probes: list[dict[str, float]] = []
+        self.held: list[float] = []  # losses on the stored examples of each task, when they were stored
         self.R = [self._accuracies(test)]
         self.curve: list[dict[str, Any]] = [{"step": 0, "accuracy": self._accuracies(self.glimpse)}]
 
-    def start(self, parameters: Sequence[nn.Parameter], memory: EpisodicMemory, projector: Any) -> None:
-        """Note what is watched."""
+    def start(
+        self, parameters: Sequence[nn.Parameter], memory: EpisodicMemory, projector: Any, own: bool
+    ) -> None:
+        """Note what is watched, and whether the projector holds the gradients of all tasks as its own."""
         self.parameters, self.memory, self.projector = parameters, memory, projector
-        own = self.method.batches is all_tasks  # then it holds the gradients of all tasks already
         self.witness = projector if own else GradientProjector(parameters)
         ones = torch.ones(2, sum(p.numel() for p in parameters), device=parameters[0].device)
         project(ones, -ones[0])  # compiling and loading is not timed
@@ -75,13 +97,13 @@ class Recorder:
         """Begin a step, the first one being number 1."""
         self.step = step
         self.timed: set[str] = set()  # the phases of this step
-        self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
+        self.probed = len(self.memory) > 0 and self._due(self.schedule.probe_interval)
 
     def before_update(self) -> None:
         """Compute the gradients of all tasks where the method has not, and note the parameters."""
         if self.probed:
             if not (self.witness is self.projector and "constraints" in self.timed):
-                self.witness.recall(self.model, self.memory.batches(), batch_loss)
+                self.witness.recall(self.model, self.memory.batches(), self.loss)
             self.before = _flat(self.parameters)
 
     def after_update(self) -> None:
@@ -95,20 +117,25 @@ class Recorder:
             gradient, update = _flat(p.grad for p in self.parameters), self.before - _flat(self.parameters)
             worst = {"gradient": worst_cosine(G, gradient), "update": worst_cosine(G, update)}
             self.probes.append({"step": self.step} | worst)
-        if self._due(self.config.eval_interval):
+        if self._due(self.schedule.eval_interval):
             self.curve.append({"step": self.step, "accuracy": self._accuracies(self.glimpse)})
         self.on_step(self.step, self.boundaries[-1], f"task {len(self.R)}/{len(self.test)}")
 
     def end_task(self) -> None:
         """Measure the accuracy on all tasks."""
         self.R.append(self._accuracies(self.test))
+        self.held.append(self._held_losses()[-1])
         if len(self.R) == 2:
             self.seconds.clear()  # until here every method is plain fine-tuning
 
     def result(self) -> dict[str, Any]:
-        """Return the accuracies R, metrics, curve, guarantee and seconds as plain numbers."""
+        """Return the accuracies R, metrics, curve, guarantee, drift and seconds as plain numbers.
+
+        The drift is the mean rise of the loss on the stored examples of past tasks, in nats.
+        """
         later_steps = self.boundaries[-1] - self.boundaries[0]
         projections = self.seconds["projection"]
+        rises = [now - then for now, then in zip(self._held_losses()[:-1], self.held[:-1], strict=True)]
         cosines = {v: [probe[v] for probe in self.probes] for v in ("gradient", "update")}
         return {
             "accuracies": self.R,
@@ -116,6 +143,7 @@ class Recorder:
             "boundaries": self.boundaries,
             "curve": self.curve,
             "guarantee": {v: metrics.guarantee(c) for v, c in cosines.items()} | {"probes": self.probes},
+            "drift": sum(rises) / len(rises),
             "seconds": {
                 "per_step": {phase: sum(self.seconds[phase]) / later_steps for phase in PHASES},
                 "mean_projection": sum(projections) / len(projections) if projections else None,
@@ -128,7 +156,15 @@ class Recorder:
         return self.step % interval == 0 or self.step in self.boundaries
 
     def _accuracies(self, parts: Sequence[dict[str, Tensor]]) -> list[float]:
-        return [accuracy(self.model, part, self.config.eval_batch_size) for part in parts]
+        return [self.accuracy(self.model, part, self.schedule.eval_batch_size) for part in parts]
+
+    @torch.no_grad()
+    def _held_losses(self) -> list[float]:
+        self.model.eval()
+        batches: Iterator[Any] = self.memory.batches()
+        losses = [float(self.loss(self.model, batch)) for batch in batches]
+        self.model.train()
+        return losses
 
     def _now(self) -> float:
         if self.device.type != "cpu":

@@ -7,7 +7,7 @@ import json
 import multiprocessing
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import gemproj
 
 from . import train
-from .config import Config
+from .config import Config, SetupError
 from .methods import METHODS
 from .stream import Experience
 
@@ -70,18 +70,38 @@ def compare(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> l
     for run in runs:
         if run not in waiting:
             console.print(f"[dim]kept      {run.title} (finished earlier with the same settings)")
+
+    def keep(run: Run, result: dict[str, Any]) -> None:
+        draft = folder / f"{run.file}.draft"  # the file appears complete or not at all
+        draft.write_text(json.dumps(result, indent=1), encoding="utf-8")
+        draft.replace(folder / run.file)
+
     if waiting:
-        _work(waiting, folder, jobs, console)
-    return [json.loads((folder / run.file).read_text(encoding="utf-8")) for run in runs]
+        work(waiting, keep, jobs, console)
+    return [_read(folder / run.file) for run in runs]
 
 
-def _work(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> None:
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SetupError(f"{path} is damaged ({error}); remove it, and the run is done again") from None
+
+
+def work(
+    runs: Sequence[Any], keep: Callable[[Any, dict[str, Any]], None], jobs: int, console: Console
+) -> None:
+    """Do runs in worker processes, and hand the result of each to `keep`, in this process, as it finishes.
+
+    Ctrl-C and a failed run end the others at once.
+    """
     context = multiprocessing.get_context("spawn")
     name, note = TextColumn("{task.description:<20}"), TextColumn("{task.fields[note]}")
     columns = name, BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(), note
     with context.Manager() as manager, Progress(*columns, console=console) as progress:
         states = manager.dict()
-        bars = {r.title: progress.add_task(r.title, start=False, total=None, note="waiting") for r in runs}
+        hidden: Any = {"start": False, "total": None, "visible": False, "note": ""}
+        bars = {run.title: progress.add_task(run.title, **hidden) for run in runs}
         # Ctrl-C reaches every process of the terminal; the workers leave it to this one.
         ignore = signal.signal, (signal.SIGINT, signal.SIG_IGN)
         others = set(multiprocessing.active_children())
@@ -93,18 +113,17 @@ def _work(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> Non
                 done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
                 for title, (completed, total, word) in states.items():
                     progress.start_task(bars[title])
-                    progress.update(bars[title], completed=completed, total=total, note=word)
+                    progress.update(bars[title], completed=completed, total=total, note=word, visible=True)
                 for future in done:
                     run, result = futures[future], future.result()
-                    draft = folder / f"{run.file}.draft"  # the file appears complete or not at all
-                    draft.write_text(json.dumps(result, indent=1), encoding="utf-8")
-                    draft.replace(folder / run.file)
-                    progress.update(bars[run.title], visible=False)
+                    keep(run, result)
+                    states.pop(run.title, None)
+                    progress.remove_task(bars[run.title])
                     seconds, accuracy = result["wall_seconds"], result["metrics"]["average_accuracy"]
                     line = f"{run.title:<20} {'━' * BAR} {seconds:5.0f} s, average accuracy {accuracy:.1%}"
                     progress.console.print(f"[green]finished[/]  {line}")
             pool.shutdown()
-        except BaseException:  # a failed run, too, ends the others at once; what is finished is kept
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate()

@@ -52,7 +52,11 @@ def prepare(config: Config, texts: Sequence[str], folder: Path, on_step: Callabl
         tokenizer = train_tokenizer(texts, config.small_vocabulary)
         train_model(config, tokenizer, texts, on_step).save_pretrained(draft)
         tokenizer.save_pretrained(draft)
-        draft.rename(folder)
+        try:
+            draft.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process has made the same model meanwhile
+                raise
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:

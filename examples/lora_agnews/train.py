@@ -15,8 +15,8 @@ from . import backbone, stream
 from .backbone import batch_loss
 from .config import Config
 from .mega import MEGA
-from .methods import METHODS, Method
-from .record import Recorder
+from .methods import METHODS, Method, all_tasks
+from .record import Recorder, Schedule
 
 Batch = dict[str, Tensor]
 
@@ -36,7 +36,7 @@ def learn(
     attached = projector.on != "gradient"
     if attached:  # from now on, the steps of the optimizer are projected
         projector.attach(optimizer)
-    record.start(trainable, memory, projector)
+    record.start(trainable, memory, projector, own=method.batches is all_tasks)
 
     step = 0
     for k, task in enumerate(tasks):
@@ -108,6 +108,6 @@ def run(
         [backbone.encode(getattr(task, part), tokenizer, config) for task in tasks]
         for part in ("train", "test")
     )
-    record = Recorder(config, METHODS[name], model, train, test, on_step)
+    record = Recorder(Schedule.of(config), model, train, test, on_step)
     learn(config, METHODS[name], seed, model, train, record)
     return {"method": name, "seed": seed, "order": [task.name for task in tasks], **record.result()}

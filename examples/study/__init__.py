@@ -1,1 +1,1 @@
-"""The study: does a projection add anything to replay, and what does it cost?"""
+"""The study: what a projection adds to replay, and what it costs."""

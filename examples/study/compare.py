@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -88,25 +88,29 @@ def paired(runs: Sequence[Record], baseline: Sequence[Record], measure: Measure)
     return interval(differences) if differences else None
 
 
+def one_setting(runs: Sequence[Record]) -> list[Record]:
+    """Return runs in the order of their seeds.
+
+    A seed that stands there twice, or two settings, are an error: a mean over them would be of nothing.
+    """
+    twice = sorted(seed for seed, n in Counter(run["seed"] for run in runs).items() if n > 1)
+    settings = {(run["lr"], run["knob"]) for run in runs}
+    if twice or len(settings) > 1:
+        what = f"seeds {twice} more than once" if twice else f"more than one (lr, knob): {settings}"
+        where = {key: runs[0].get(key) for key in ("stream", "budget", "method")}
+        raise ValueError(f"records must hold one run per seed, found {what} for {where}; keep one")
+    return sorted(runs, key=lambda run: run["seed"])
+
+
 def reported(records: Iterable[Record], methods: Mapping[str, Any], stream: str, budget: str) -> Runs:
     """Return the reported runs on a stream under a budget, in the order of the methods and of the seeds.
 
-    Methods without runs are left out. A seed that stands there twice, or a method with two settings, is an
-    error: a mean over them would be of nothing.
+    Methods without runs are left out.
     """
     wanted = {"stream": stream, "budget": budget, "phase": "report"}
     chosen = [record for record in records if wanted.items() <= record.items()]
-    runs: Runs = {}
-    for name in methods:
-        found = sorted((record for record in chosen if record["method"] == name), key=lambda r: r["seed"])
-        twice = [seed for seed, same in groupby(record["seed"] for record in found) if len(list(same)) > 1]
-        settings = {(record["lr"], record["knob"]) for record in found}
-        if twice or len(settings) > 1:
-            what = f"seeds {twice} more than once" if twice else f"more than one setting: {settings}"
-            raise ValueError(f"records of {name!r} on {stream!r} ({budget}) hold {what}; keep one of them")
-        if found:
-            runs[name] = found
-    return runs
+    runs = {name: one_setting([record for record in chosen if record["method"] == name]) for name in methods}
+    return {name: found for name, found in runs.items() if found}
 
 
 def lowest_setting_within_noise(

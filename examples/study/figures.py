@@ -1,0 +1,199 @@
+"""The study's figures; `save(path, drawing, ...)` writes one. Error bars and bands are 95 % intervals.
+
+Methods come as a mapping from keys to objects with `title`, `colour` and `family`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
+
+from ..keep_a_skill import front
+from ..lora_agnews.figures import INK, noted, plt, save
+from . import compare
+from .compare import Interval, Record, Runs, interval
+from .labels import label_points
+
+__all__ = ["accuracy_and_cost", "accuracy_over_stream", "losses", "memory", "paired_differences", "save"]
+
+MARKERS = "osD^vP*Xh<>"
+DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
+
+
+def accuracy_and_cost(runs: Runs, methods: Mapping[str, Any], plain: str = "plain") -> Figure:
+    """Accuracy against the time of a step; the line is the best accuracy at that cost or below."""
+    figure, axes = plt.subplots(figsize=(8, 5.4))
+    unit = compare.mean_step(runs[plain])
+    points = {name: (compare.mean_step(found) / unit, _accuracy(found)) for name, found in runs.items()}
+    families = list(dict.fromkeys(methods[name].family for name in runs))
+    for family, marker in zip(families, _cycle(MARKERS, families), strict=True):
+        axes.plot([], [], marker, color="#666666", label=family)
+        for name in (name for name in runs if methods[name].family == family):
+            look = {"color": methods[name].colour, "marker": marker, "markeredgecolor": "white"}
+            cost, accuracy = points[name]
+            axes.errorbar(cost, accuracy.mean, _bar(accuracy), markersize=7.5, elinewidth=1.2, **look)
+    best = [points[name] for name in pareto({name: (cost, y.mean) for name, (cost, y) in points.items()})]
+    steps = {"drawstyle": "steps-post", "color": INK, "linewidth": 0.8, "zorder": 1}
+    axes.plot([cost for cost, _ in best], [accuracy.mean for _, accuracy in best], **steps)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(f"Time of a step, in steps of {methods[plain].title} (log scale)")
+    axes.set_ylabel("Final average accuracy (%)")
+    figure.legend(loc="outside upper center", ncols=4, handletextpad=0.2)
+    noted(
+        figure,
+        _note(accuracy for _, accuracy in points.values()) + " Line: the best accuracy at that cost or less.",
+    )
+    label_points(axes, {methods[name].title: point for name, point in points.items()}, best)
+    return figure
+
+
+def accuracy_over_stream(runs: Runs, methods: Mapping[str, Any], selection: Sequence[str]) -> Figure:
+    """Accuracy after each task, mean over the tasks learned so far; at most nine methods are told apart."""
+    figure, axes = plt.subplots(figsize=(7.6, 4.4))
+    lines = {}
+    for name in (name for name in selection if name in runs):
+        R = np.array([run["accuracies"] for run in runs[name]])  # (seeds, T + 1, T)
+        seen = np.arange(1, R.shape[2] + 1)
+        lines[name] = [interval(100 * R[:, j, :j].mean(axis=1)) for j in seen]
+    order = sorted(lines, key=lambda name: -lines[name][-1].mean)  # the legend follows the ends of the lines
+    for name, marker, dashes in zip(order, _cycle(MARKERS, order), _cycle(DASHES, order), strict=True):
+        mean, half = (np.array([getattr(p, key) for p in lines[name]]) for key in ("mean", "half"))
+        look = {"color": methods[name].colour, "label": methods[name].title}
+        axes.plot(seen, mean, marker=marker, markersize=5, linestyle=dashes, linewidth=1.5, **look)
+        if np.isfinite(half).all():
+            band = {"color": methods[name].colour, "alpha": 0.12, "linewidth": 0}
+            axes.fill_between(seen, mean - half, mean + half, **band)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("Tasks learned")
+    axes.set_ylabel("Mean accuracy on them (%)")
+    figure.legend(loc="outside right center", handlelength=3)
+    return noted(figure, _note((line[-1] for line in lines.values()), "Bands"))
+
+
+def paired_differences(runs: Runs, methods: Mapping[str, Any], baseline: str = "replay") -> Figure:
+    """Accuracy of each method minus that of a baseline, paired over the seeds, by family."""
+    rows: list[tuple[str, str, Interval | None]] = []  # text, colour, difference; none for a family
+    others = [name for name in runs if name != baseline]
+    for family in dict.fromkeys(methods[name].family for name in others):
+        rows.append((family, INK, None))
+        for name in (name for name in others if methods[name].family == family):
+            found = compare.paired(runs[name], runs[baseline], compare.average_accuracy)
+            if found:
+                rows.append((methods[name].title, methods[name].colour, found))
+    figure, axes = plt.subplots(figsize=(6.8, 1.2 + 0.23 * len(rows)))
+    axes.axvline(0, color=INK, linewidth=0.8)
+    for y, (_, colour, found) in enumerate(rows):
+        if found:
+            face = colour if found.excludes_zero else "white"
+            look = {"color": colour, "markerfacecolor": face, "markersize": 6, "capsize": 2}
+            axes.errorbar(100 * found.mean, y, xerr=100 * _bar(found), fmt="o", **look)
+    axes.set_yticks(range(len(rows)), [text for text, *_ in rows])
+    for text, (_, _, found) in zip(axes.get_yticklabels(), rows, strict=True):
+        text.set_fontweight("normal" if found else "bold")
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(visible=True, axis="x")
+    axes.grid(visible=False, axis="y")
+    axes.spines["left"].set_visible(False)
+    axes.set_xlabel(f"Final average accuracy minus that of {methods[baseline].title} (percentage points)")
+    shown = [found for *_, found in rows if found]
+    return noted(figure, _note(shown) + " Paired by seed. Filled: zero lies outside.")
+
+
+def losses(
+    records: Iterable[Record], methods: Mapping[str, Any], before: float, floor: float = 0.0
+) -> Figure:
+    """Loss on what is kept (X) over the loss on what is learned (Y), a curve through each method's knobs.
+
+    Records have ``"loss": {"x": ..., "y": ...}``; `before` and `floor` are those of `keep_a_skill.front`.
+    """
+    curves, shown = {}, []
+    groups = _by("method", records, methods)
+    for (name, group), marker in zip(groups.items(), _cycle(MARKERS, groups), strict=True):
+        points = []
+        for knob, found in _by("knob", group).items():
+            found = compare.one_setting(found)
+            y, x = (interval(run["loss"][language] for run in found) for language in "yx")
+            shown.append(x)
+            text = "" if knob is None else f"{knob:g}"
+            points.append(((y.mean, _bar(y)), (x.mean, _bar(x)), text))
+        curves[methods[name].title] = (methods[name].colour, marker, 1), points
+    return front(curves, before, f"Beside the points: knobs. {_note(shown)}", floor)
+
+
+def memory(records: Iterable[Record], methods: Mapping[str, Any]) -> Figure:
+    """Accuracy over the examples kept of a task, a line for each method and policy of the memory.
+
+    Records have ``"per_task"`` and ``"policy"``.
+    """
+    records = list(records)
+    figure, axes = plt.subplots(figsize=(7.2, 4.2))
+    policies = list(dict.fromkeys(record["policy"] for record in records))
+    looks = {policy: (MARKERS[k], DASHES[k % len(DASHES)]) for k, policy in enumerate(policies)}
+    lines = {
+        (name, policy): {
+            size: _accuracy(compare.one_setting(runs)) for size, runs in _by("per_task", found).items()
+        }
+        for name, group in _by("method", records, methods).items()
+        for policy, found in _by("policy", group, policies).items()
+    }
+    for ((name, policy), line), aside in zip(lines.items(), np.linspace(-1, 1, len(lines)), strict=True):
+        marker, dashes = looks[policy]
+        x, points = 1.08**aside * np.array(list(line)), line.values()
+        look = {"color": methods[name].colour, "linestyle": dashes, "marker": marker, "capsize": 2}
+        look |= {"elinewidth": 1, "label": f"{methods[name].title}, {policy}"}
+        axes.errorbar(x, [p.mean for p in points], [_bar(p) for p in points], **look)
+    axes.set_xscale("log")
+    axes.set_xticks(ticks := sorted({record["per_task"] for record in records}), map(str, ticks))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel("Examples kept of each task (log scale)")
+    axes.set_ylabel("Final average accuracy (%)")
+    figure.legend(loc="outside right center", handlelength=3)
+    note = _note(point for line in lines.values() for point in line.values())
+    return noted(figure, note + " Points of the same size stand side by side.")
+
+
+def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """Return which points (cost, gain) have no other that costs no more and gains no less, by cost."""
+    best: list[str] = []
+    for name in sorted(points, key=lambda name: (points[name][0], -points[name][1])):
+        if not best or points[name][1] > points[best[-1]][1]:
+            best.append(name)
+    return best
+
+
+def _by(key: str, records: Iterable[Record], order: Iterable[Any] = ()) -> dict[Any, list[Record]]:
+    """Group the reported runs by what they have under a key, in the order given or else that of numbers."""
+    groups: dict[Any, list[Record]] = {}
+    for record in (record for record in records if record["phase"] == "report"):
+        groups.setdefault(record[key], []).append(record)
+    return {
+        value: groups[value] for value in order or sorted(groups, key=lambda v: v or 0) if value in groups
+    }
+
+
+def _accuracy(runs: Sequence[Record]) -> Interval:
+    return interval(100 * compare.average_accuracy(run) for run in runs)
+
+
+def _bar(found: Interval) -> float:
+    """Return the length of an error bar, none where one seed allows none."""
+    return found.half if np.isfinite(found.half) else 0.0
+
+
+def _note(shown: Iterable[Interval], what: str = "Error bars") -> str:
+    """Return what the error bars are, and over how many seeds."""
+    counts = [found.n for found in shown]
+    low, high = min(counts, default=0), max(counts, default=0)
+    return f"{what}: 95 % intervals of Student's t over {low if low == high else f'{low} to {high}'} seeds."
+
+
+def _cycle(looks: Sequence[Any], names: Iterable[Any]) -> list[Any]:
+    return [looks[k % len(looks)] for k, _ in enumerate(names)]

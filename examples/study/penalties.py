@@ -1,0 +1,95 @@
+"""Methods that keep no examples: they hold weights that mattered near their old values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from examples.lora_agnews.backbone import rows
+
+from .learners import Learner, Setup
+from .stream import Batch
+
+
+class Penalty(Learner):
+    """Adds ``strength / 2 * sum_i importance_i (theta_i - theta*_i)^2``."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.parameters = setup.parameters
+        self.importance = [torch.zeros_like(p) for p in self.parameters]
+        self.anchor = [p.detach().clone() for p in self.parameters]
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Return the loss of the batch plus the penalty."""
+        triples = zip(self.importance, self.parameters, self.anchor, strict=True)
+        penalty = sum(((w * (p - a).square()).sum() for w, p, a in triples), torch.zeros(()))
+        return super().loss(batch) + self.setup.knob / 2 * penalty
+
+    @torch.no_grad()
+    def end_task(self, task: int, batch: Batch) -> None:
+        """Hold the weights where they are now."""
+        for p, a in zip(self.parameters, self.anchor, strict=True):
+            a.copy_(p)
+
+    @property
+    def nbytes(self) -> int:
+        """Importance and old values of all weights."""
+        return sum(t.nbytes for t in [*self.importance, *self.anchor])
+
+
+class EWC(Penalty):
+    """Elastic weight consolidation (Kirkpatrick et al., 2017), with one penalty for all past tasks.
+
+    Importances are the diagonal of the empirical Fisher matrix on as many examples as others store, summed
+    over the tasks (the online form, Schwarz et al., 2018, without decay).
+    """
+
+    def end_task(self, task: int, batch: Batch) -> None:
+        """Add the squared gradients of single examples."""
+        super().end_task(task, batch)
+        self.memory.add(batch, task)
+        self.model.eval()
+        examples: Any = self.memory.batch(task)
+        count = len(examples["labels"])
+        for i in range(count):
+            loss = self.cross_entropy(self.model, rows(examples, slice(i, i + 1))).mean()
+            for w, g in zip(self.importance, torch.autograd.grad(loss, self.parameters), strict=True):
+                w.add_(g.square(), alpha=1 / count)
+        self.model.train()
+
+
+class SI(Penalty):
+    """Synaptic intelligence (Zenke et al., 2017): importance is the part in the fall of the loss."""
+
+    damping = 0.1
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.path = [torch.zeros_like(p) for p in self.parameters]
+        self.before = [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Add up gradient times step, for the gradient without the penalty's."""
+        lists = self.parameters, self.path, self.before, self.importance, self.anchor
+        for p, path, before, w, a in zip(*lists, strict=True):
+            if p.grad is not None:
+                gradient = p.grad - self.setup.knob * w * (before - a)
+                path.sub_(gradient * (p - before))
+            before.copy_(p)
+
+    @torch.no_grad()
+    def end_task(self, task: int, batch: Batch) -> None:
+        """Turn the parts in the fall into importances."""
+        for w, path, p, a in zip(self.importance, self.path, self.parameters, self.anchor, strict=True):
+            w.add_(2 * path.clamp(min=0.0) / ((p - a).square() + self.damping))
+            path.zero_()
+        super().end_task(task, batch)
+
+    @property
+    def nbytes(self) -> int:
+        """Those of the penalty, and the sums along the path."""
+        return super().nbytes + sum(t.nbytes for t in [*self.path, *self.before])

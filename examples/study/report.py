@@ -1,0 +1,200 @@
+"""The study's tables, as text in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..lora_agnews.metrics import mean_std
+from ..lora_agnews.report import markdown_table, plus_minus
+from . import compare
+from .compare import Interval, Measure, Record, Runs
+
+SPREAD = "Mean ± sample standard deviation (n - 1) over the seeds, whose number stands beside the method."
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of numbers: its head, what it shows of a run, in which unit, with how many decimals."""
+
+    head: str
+    measure: Measure
+    scale: float = 1.0
+    decimals: int | None = None  # None: significant digits
+
+    def cell(self, runs: Sequence[Record]) -> str:
+        """Return mean ± standard deviation, and from how many runs if some have no such number."""
+        values = [value for run in runs if (value := self.measure(run)) is not None]
+        text = plus_minus(mean_std(values), self.scale, self.decimals)
+        return text if len(values) in (0, len(runs)) else f"{text} ({len(values)} of {len(runs)} seeds)"
+
+
+ACCURACY = [
+    Column("AvgAcc (%)", compare.average_accuracy, 100, 1),
+    Column("BWT", compare.backward_transfer, 1, 3),
+    Column("FWT", lambda run: run["metrics"]["forward_transfer"], 1, 3),
+    Column("Forgetting", lambda run: run["metrics"]["forgetting"], 1, 3),
+    Column("Last task (%)", compare.last_accuracy, 100, 1),
+    Column("Lowest of past tasks (%)", compare.lowest_past_accuracy, 100, 1),
+]
+
+
+def _spent(part: str) -> Measure:
+    """Return the measure of the time of a part of a step; None where a method has no such part."""
+    return lambda run: run["seconds"]["per_step"][part] or None
+
+
+def _checked(what: str, number: str) -> Measure:
+    """Return the measure of a number of the guarantee; None where nothing was probed."""
+    return lambda run: run["guarantee"] and run["guarantee"][what][number]
+
+
+COST = [
+    Column("Batch", _spent("batch"), 1e3),
+    Column("Constraint gradients", _spent("constraints"), 1e3),
+    Column("Projection", _spent("projection"), 1e3),
+    Column("Optimizer", _spent("optimizer"), 1e3),
+    Column("Whole step", compare.seconds_per_step, 1e3),
+]
+MEMORY = Column("Memory (kB)", lambda run: run["bytes"], 1e-3)
+PROMISES = [
+    Column("Violated by gradient (%)", _checked("gradient", "violated"), 100, 1),
+    Column("Violated by step (%)", _checked("update", "violated"), 100, 1),
+    Column("Worst cosine of a step", _checked("update", "worst_cosine"), 1, 3),
+    Column("Drift (nats)", lambda run: run["drift"], 1, 3),
+]
+# All are better the higher they are.
+DIFFERENCES = {
+    "AvgAcc": compare.average_accuracy,
+    "BWT": compare.backward_transfer,
+    "Last task": compare.last_accuracy,
+    "Lowest of past tasks": compare.lowest_past_accuracy,
+}
+
+
+def page(
+    records: Iterable[Record],
+    methods: Mapping[str, Any],
+    stream: str,
+    budget: str,
+    baselines: Sequence[str] = ("replay", "gem"),
+) -> str:
+    """Return all tables of a stream under a budget, each below its caption.
+
+    Parameters
+    ----------
+    records : iterable of dict
+        Runs, of which the reported ones are taken.
+    methods : mapping
+        By key, in the order of the rows: objects with `title` and `knob`, the name of the main knob or "".
+    stream, budget : str
+        Which runs.
+    baselines : sequence of str
+        Keys of the methods that the others are compared with.
+    """
+    runs = compare.reported(records, methods, stream, budget)
+    parts = [accuracy(runs, methods), cost(runs, methods), promises(runs, methods)] if runs else []
+    parts += [differences(runs, methods, baseline) for baseline in baselines if baseline in runs]
+    missing = [method.title for name, method in methods.items() if name not in runs]
+    if missing:
+        parts.append(f"No reported runs yet: {', '.join(missing)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def accuracy(runs: Runs, methods: Mapping[str, Any]) -> str:
+    """Return the table of what is known after the stream, and on the way."""
+    caption = (
+        "Accuracy. Setting: learning rate and main knob, chosen on other seeds. Lowest of past tasks: the "
+        "lowest accuracy of a task at any measured time after it was learned, mean over all but the last."
+    )
+    settings = [_setting(methods[name], found[0]) for name, found in runs.items()]
+    return _table(caption, runs, methods, ACCURACY, {"Setting": settings})
+
+
+def cost(runs: Runs, methods: Mapping[str, Any], plain: str = "plain") -> str:
+    """Return the table of what a step and the memory cost."""
+    caption = (
+        "Cost: milliseconds per step by part, means over all steps after the first task. Batch includes the "
+        "replayed rows."
+    )
+    columns = list(COST)
+    if plain in runs:
+        caption += f" Relative: whole step over the mean whole step of {methods[plain].title}."
+        columns.append(Column("Relative", compare.seconds_per_step, 1 / compare.mean_step(runs[plain]), 2))
+    return _table(caption, runs, methods, [*columns, MEMORY])
+
+
+def promises(runs: Runs, methods: Mapping[str, Any]) -> str:
+    """Return the table of whether steps raise the loss of past tasks."""
+    caption = (
+        "Promises: share of measured steps with cos(g_k, v) < -0.001 for some stored task k, where v is the "
+        "gradient handed to the optimizer, or the step that the optimizer makes of it; the worst cosine of a "
+        "step in a run; and by how much the loss on the stored examples has risen at the end since they were "
+        "stored."
+    )
+    return _table(caption, runs, methods, PROMISES)
+
+
+def differences(runs: Runs, methods: Mapping[str, Any], baseline: str = "replay") -> str:
+    """Return the table of differences to a baseline, paired over the seeds that both have."""
+    caption = (
+        f"Method minus {methods[baseline].title}, in percentage points, paired over the seeds of both: "
+        "mean and 95 % interval of Student's t, bold where it excludes zero, as one interval in twenty does "
+        "by chance. Higher is better in all columns."
+    )
+    rows = []
+    for name in (name for name in runs if name != baseline):
+        found = [compare.paired(runs[name], runs[baseline], measure) for measure in DIFFERENCES.values()]
+        seeds = str(found[0].n) if found[0] else "0"
+        rows.append([methods[name].title, seeds, *map(difference, found)])
+    return f"{caption}\n\n{markdown_table(['Method', 'Seeds', *DIFFERENCES], rows)}"
+
+
+def difference(found: Interval | None) -> str:
+    """Return a difference in percentage points with its interval, bold where that excludes zero."""
+    if found is None:
+        return "-"
+    mean, half = 100 * found.mean, 100 * found.half
+    if found.n == 1:
+        return f"{mean:+.1f} (one seed)"
+    text = f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
+    return f"**{text}**" if found.excludes_zero else text
+
+
+def cheapest(runs: Runs, methods: Mapping[str, Any], names: Sequence[str], reference: str) -> str:
+    """Return a sentence on the cheapest of some methods that is within noise of a reference."""
+    full = methods[reference].title
+    name = compare.lowest_setting_within_noise(runs, names, reference)
+    if name is None:
+        return f"None of {', '.join(methods[name].title for name in names)} is within noise of {full}."
+    found = compare.paired(runs[name], runs[reference], compare.average_accuracy)
+    ms = 1e3 * compare.mean_step(runs[name]), 1e3 * compare.mean_step(runs[reference])
+    return (
+        f"The cheapest within noise of {full} is {methods[name].title}: {ms[0]:.3g} ms per step against "
+        f"{ms[1]:.3g}, AvgAcc {difference(found)} points. Within noise means that the 95 % interval of the "
+        "paired difference includes zero or lies above."
+    )
+
+
+def _table(
+    caption: str,
+    runs: Runs,
+    methods: Mapping[str, Any],
+    columns: Sequence[Column],
+    text: Mapping[str, Sequence[str]] | None = None,
+) -> str:
+    """Return a table of columns for all methods, with columns of text before the numbers."""
+    text = text or {}
+    rows = [
+        [methods[name].title, str(len(found)), *(column[k] for column in text.values())]
+        + [column.cell(found) for column in columns]
+        for k, (name, found) in enumerate(runs.items())
+    ]
+    head = ["Method", "Seeds", *text, *(column.head for column in columns)]
+    return f"{caption} {SPREAD}\n\n{markdown_table(head, rows)}"
+
+
+def _setting(method: Any, record: Record) -> str:
+    knob = f", {method.knob} {record['knob']:g}" if method.knob and record["knob"] is not None else ""
+    return f"lr {record['lr']:g}{knob}"

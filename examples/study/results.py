@@ -1,0 +1,84 @@
+"""Finished runs: one line of JSON for each, in a file that only grows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from examples.lora_agnews.config import SetupError
+
+Record = dict[str, Any]
+
+
+class Results:
+    """The runs of a stream that are finished.
+
+    A line is either a record, with its key, or what the records after it have in common: versions, machine,
+    hashes of data and backbone. A line that was cut off, because the process was killed or the disk was
+    full, has no end: it is removed, and its run is done again. Any other damage is an error.
+
+    Parameters
+    ----------
+    path : Path
+        The file, made with the first record.
+
+    Raises
+    ------
+    SetupError
+        For a line that is no record, with the file and the number of the line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.records: dict[str, Record] = {}
+        self._about: Mapping[str, Any] = {}
+        if not path.exists():
+            return
+        text = path.read_bytes()
+        whole = text.rfind(b"\n") + 1
+        if whole < len(text):
+            os.truncate(path, whole)
+        for number, line in enumerate(text[:whole].splitlines(), 1):
+            try:
+                found = json.loads(line)
+                if "about" in found:
+                    self._about = found["about"]
+                else:
+                    self.records[found["key"]] = found
+            except (ValueError, KeyError, TypeError) as error:
+                raise SetupError(
+                    f"{path}, line {number} is damaged ({error!r}); remove it, and its run is done again"
+                ) from None
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.records
+
+    def add(self, record: Record, about: Mapping[str, Any]) -> None:
+        """Append a record, which has a key, and what is to be known about it."""
+        about = json.loads(json.dumps(about))
+        if self._about and about["hashes"] != self._about["hashes"]:
+            raise SetupError(
+                f"{self.path} has results of other data or another backbone, {self._about['hashes']}; found "
+                f"{about['hashes']}. Use the same, or another folder for results."
+            )
+        lines = [json.dumps(record) + "\n"]
+        if about != self._about:
+            lines.insert(0, json.dumps({"about": about}) + "\n")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            try:
+                file.write("".join(lines).encode())
+                file.flush()
+                os.fsync(file.fileno())
+            except OSError as error:
+                raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
+        self.records[record["key"]], self._about = record, about
+
+
+def digest(value: Any) -> str:
+    """Return a short hash of plain values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=list).encode()).hexdigest()[:12]

@@ -1,0 +1,33 @@
+"""Runs what is missing, side by side in worker processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from examples.lora_agnews.config import SetupError
+from examples.lora_agnews.runs import work
+
+from . import plan
+from .results import Results
+from .settings import METHODS, STREAMS
+from .train import Run
+
+
+def complete(names: Sequence[str], methods: Sequence[str], folder: Path, jobs: int, console: Console) -> None:
+    """Do all runs of the streams that have no record in the folder yet."""
+    for kind, known, asked in (("stream", STREAMS, names), ("method", METHODS, methods)):
+        if unknown := sorted(set(asked) - set(known)):
+            raise SetupError(f"unknown {kind} {', '.join(unknown)}; choose from {', '.join(known)}")
+    for name in names or STREAMS:
+        results = Results(folder / "runs" / f"{name}.jsonl")
+
+        def keep(run: Run, result: dict[str, Any], results: Results = results) -> None:
+            results.add(run.record(result), result["about"])
+
+        while waiting := plan.todo(name, results, methods):
+            console.print(f"[bold]{name}[/]  {len(waiting)} runs, {jobs} at a time")
+            work(waiting, keep, jobs, console)

@@ -1,0 +1,157 @@
+"""The committed settings: streams, methods, what is tuned on which seeds, and what is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from examples.lora_agnews.mega import mega1, mega2
+from gemproj import PGD
+
+from .learners import Balanced, DistilledReplay, Learner, Projected, Replay, Setup, Subspaces
+from .penalties import EWC, SI
+
+TUNING_SEEDS = (100, 101, 102, 103, 104)
+SEEDS = tuple(range(10))  # nothing is chosen on them
+POINTS = 5  # settings tried for each method on each stream
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method, and what is tuned.
+
+    Attributes
+    ----------
+    title : str
+    family : str
+        Methods of one family are drawn alike.
+    colour : str
+        Of the palette of Okabe and Ito.
+    learner : callable
+        Makes the learner from a `Setup`.
+    knob : str
+        Name of the main setting; empty if there is none.
+    grid : tuple of three numbers
+        Its values, from small to large.
+    like : str
+        The method whose learning rate and knob it takes, instead of tuning its own.
+    rows : int, optional
+        Stored examples of each past task in a step, instead of the stream's.
+    joint : bool
+        Whether all tasks are learned at once.
+    """
+
+    title: str
+    family: str
+    colour: str
+    learner: Callable[[Setup], Learner]
+    knob: str = ""
+    grid: tuple[float, ...] = ()
+    like: str = ""
+    rows: int | None = None
+    joint: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A stream, and how it is learned.
+
+    Attributes
+    ----------
+    kind, options
+        As in `streams.load`.
+    optimizer : {"sgd", "adamw"}
+    rates : tuple of five numbers
+        Learning rates, from small to large. With a knob, the three in the middle are tried.
+    per_task : int
+        Stored examples of each task; methods that store outputs, too, get as many bytes.
+    rows : int
+        Stored examples of each past task that take part in a step.
+    """
+
+    title: str
+    kind: str
+    optimizer: str
+    rates: tuple[float, ...]
+    per_task: int
+    rows: int
+    options: Mapping[str, Any] = field(default_factory=dict)
+    methods: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = SEEDS
+    batch_size: int = 10
+    epochs: int = 1
+    eval_batch_size: int = 512
+    eval_rows: int = 200
+    eval_interval: int = 50
+    probe_interval: int = 20
+    device: str = "cpu"
+
+
+WEIGHTS = (0.1, 0.5, 2.0)  # of the past, in the loss or as a margin
+
+
+def gem(**options: Any) -> Callable[[Setup], Learner]:
+    """Return a maker of GEM with options of `Projected`."""
+    return partial(Projected, **options)
+
+
+GREY, BLACK, GREEN, PINK = "#999999", "#000000", "#009E73", "#CC79A7"
+PURPLE, ORANGE, BLUE, SKY, RED = "#882255", "#E69F00", "#0072B2", "#56B4E9", "#D55E00"
+METHODS = {
+    "plain": Method("Fine-tuning", "bounds", GREY, Learner),
+    "joint": Method("Joint", "bounds", BLACK, Learner, joint=True),
+    "replay": Method("Replay", "replay", GREEN, Replay, "weight", WEIGHTS),
+    "der": Method("Replay + KL", "replay", GREEN, DistilledReplay, "weight", WEIGHTS),
+    "ewc": Method("EWC", "no examples", PINK, EWC, "strength", (1.0, 10.0, 100.0)),
+    "si": Method("SI", "no examples", PINK, SI, "strength", (0.1, 1.0, 10.0)),
+    "gpm": Method("GPM", "no examples", PURPLE, Subspaces, "threshold", (0.8, 0.9, 0.95)),
+    "agem": Method("A-GEM", "one constraint", ORANGE, gem(promise="sample", method="agem")),
+    "sgem": Method("S-GEM", "one constraint", ORANGE, gem(promise="one", method="agem")),
+    "mega1": Method("MEGA-I", "one constraint", ORANGE, partial(Balanced, weights=mega1)),
+    "mega2": Method("MEGA-II", "one constraint", ORANGE, partial(Balanced, weights=mega2)),
+    "gem": Method("GEM", "GEM", BLUE, gem()),
+    "gem-all": Method("GEM, all rows", "GEM", BLUE, gem(), like="gem", rows=10**9),
+    "igem1": Method("I-GEM, 1 step", "GEM", SKY, gem(method=PGD(1)), like="gem"),
+    "igem3": Method("I-GEM, 3 steps", "GEM", SKY, gem(method=PGD(3)), like="gem"),
+    "igem10": Method("I-GEM, 10 steps", "GEM", SKY, gem(method=PGD(10)), like="gem"),
+    "gem-step": Method("GEM, step", "GEM", BLUE, gem(on="both", metric="adam")),
+    "softgem": Method("SOFT-GEM", "GEM", BLUE, gem(knob="penalty"), "penalty", WEIGHTS),
+    "gem-bound": Method("GEM, bound", "GEM", BLUE, gem(bound=0.0, knob="kappa"), "kappa", (0.1, 0.3, 1.0)),
+    "gem-margin": Method("GEM, margin", "GEM + weight", RED, gem(knob="margin"), "margin", WEIGHTS),
+    "gem-label": Method(
+        "GEM, margin, labels", "GEM + weight", RED, gem(promise="label", knob="margin"), "margin", WEIGHTS
+    ),
+    "gem-kl": Method(
+        "GEM, margin, KL", "GEM + weight", RED, gem(distilled=True, knob="margin"), "margin", WEIGHTS
+    ),
+}
+# Steps of SGD are gradients already; with ten labels a promise for each is a hundred constraints.
+ON_DIGITS = tuple(name for name in METHODS if name not in ("gem-step", "gem-label"))
+DIGITS: dict[str, Any] = {
+    "methods": ON_DIGITS,
+    "optimizer": "sgd",
+    "rates": (0.01, 0.03, 0.1, 0.3, 1.0),
+    "per_task": 50,
+    "rows": 10,
+}
+NEWS: dict[str, Any] = {
+    "methods": tuple(METHODS),
+    "optimizer": "adamw",
+    "rates": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+    "per_task": 100,
+    "rows": 16,
+    "batch_size": 32,
+    "eval_batch_size": 50,
+    "eval_rows": 160,
+    "eval_interval": 10,
+    "probe_interval": 8,
+}
+STREAMS = {
+    "permuted": Setting("Permuted digits", "permuted", options={"tasks": 10, "rows": 500}, **DIGITS),
+    "rotated": Setting("Rotated digits", "rotated", options={"tasks": 10, "rows": 500}, **DIGITS),
+    "split": Setting("Split digits", "split", options={"tasks": 5}, **DIGITS),
+    "mnist1d": Setting("Permuted MNIST-1D", "mnist1d", options={"tasks": 10, "rows": 1_000}, **DIGITS),
+    "agnews3": Setting("AG News, 3 tasks", "agnews", options={"tasks": 3}, **NEWS),
+}

@@ -1,0 +1,38 @@
+"""Short hashes of what a result depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DIGITS = 12
+CHUNK = 2**20
+
+
+def of_arrays(*arrays: np.ndarray) -> str:
+    """Return a hash of dtypes, shapes and values."""
+    found = hashlib.sha256()
+    for array in arrays:
+        found.update(f"{array.dtype} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array).tobytes())
+    return found.hexdigest()[:DIGITS]
+
+
+def of_values(values: Any) -> str:
+    """Return a hash of strings and numbers, in lists or tuples."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:DIGITS]
+
+
+def of_files(paths: Iterable[Path]) -> str:
+    """Return a hash of the contents of files."""
+    found = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                found.update(chunk)
+    return found.hexdigest()[:DIGITS]

@@ -1,0 +1,121 @@
+"""A stream from files of your own: one CSV or JSONL file of labelled texts for each task."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...lora_agnews.data import DataError, csv_rows
+from ...lora_agnews.stream import SPLIT_SEED, TRAIN_SHARE, Experience, Split
+from ..stream import Stream
+from . import text
+
+Row = tuple[str, str]  # text and label
+
+
+def files(
+    seed: int,
+    paths: Sequence[str],
+    tests: Sequence[str] | None = None,
+    preset: str = "quick",
+    cache: str | None = None,
+    **settings: Any,
+) -> Stream:
+    """Learn one file after the other, in the order in which they are named.
+
+    Parameters
+    ----------
+    seed : int
+        Of the adapters and the head.
+    paths : sequence of str
+        Two files or more: CSV with the columns ``text`` and ``label`` (others are ignored), or JSONL with
+        these keys. Labels are strings or integers. All labels of all files are the classes of one head.
+    tests : sequence of str, optional
+        Test files, one for each of `paths`. Without them, a fifth of each file is kept for testing, the same
+        rows for every seed. A text that is tested is not trained on in the same task.
+    preset, cache, **settings
+        Of the model: see `agnews`.
+    """
+    if len(paths) < 2:
+        raise DataError(f"paths must name at least 2 files, one for each task; got {len(paths)}")
+    if tests is not None and len(tests) != len(paths):
+        raise DataError(f"tests must name a file for each of the {len(paths)} paths, got {len(tests)}")
+    config = text.configure(preset, settings)
+    read = [_deal(Path(path), Path(tests[k]) if tests else None) for k, path in enumerate(paths)]
+    classes = sorted({label for parts in read for part in parts for _, label in part})
+    if len(classes) < 2:
+        raise DataError(
+            f"all rows of {', '.join(map(str, paths))} have the label {classes[0]!r}; 2 are needed"
+        )
+    experiences = [
+        Experience(Path(path).stem, *(_split(part, classes) for part in parts))
+        for path, parts in zip(paths, read, strict=True)
+    ]
+    return text.build(config, experiences, range(len(paths)), seed, len(classes), cache)
+
+
+def _deal(path: Path, test_path: Path | None) -> tuple[list[Row], list[Row]]:
+    """Return the training rows and the test rows of a task; a text that occurs twice is used once."""
+    rows = list(dict(_read(path)).items())
+    if test_path:
+        test = dict(_read(test_path))
+        train, rest = [row for row in rows if row[0] not in test], list(test.items())
+    else:
+        random.Random(SPLIT_SEED).shuffle(rows)
+        cut = round(TRAIN_SHARE * len(rows))
+        train, rest = rows[:cut], rows[cut:]
+    if not (train and rest):
+        found = f"{len(train)} different texts to train on and {len(rest)} to test on"
+        raise DataError(f"{path}: {found}; give more rows, or rows that are not in the test file")
+    return train, rest
+
+
+def _split(rows: Sequence[Row], classes: Sequence[str]) -> Split:
+    return Split(tuple(text for text, _ in rows), tuple(classes.index(label) for _, label in rows))
+
+
+def _read(path: Path) -> Iterator[Row]:
+    readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
+    if path.suffix not in readers:
+        raise DataError(f"{path}: the name must end in {' or '.join(readers)}")
+    for line, found, label in readers[path.suffix](path):
+        if not isinstance(found, str) or not found.strip():
+            raise DataError(f"{path}, line {line}: text must be a string that is not empty, found {found!r}")
+        if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
+            raise DataError(f"{path}, line {line}: label must be a string or an integer, found {label!r}")
+        yield " ".join(found.split()), str(label).strip()
+
+
+def _read_csv(path: Path) -> Iterator[tuple[int, Any, Any]]:
+    rows = csv_rows(path, "columns text and label are")
+    _, header = next(rows)
+    if not {"text", "label"} <= set(header):
+        raise DataError(f"{path}, line 1: name the columns text and label; found {', '.join(header)}")
+    at = header.index("text"), header.index("label")
+    for line, row in rows:
+        if row and len(row) != len(header):
+            raise DataError(
+                f"{path}, line {line}: {len(header)} fields expected as in line 1, {len(row)} found"
+            )
+        if row:
+            yield line, row[at[0]], row[at[1]]
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[int, Any, Any]]:
+    if not path.is_file():
+        raise DataError(f"{path}: no such file (lines with the keys text and label are expected there)")
+    with path.open("rb") as file:
+        for line, content in enumerate(file, 1):
+            if not content.strip():
+                continue
+            try:
+                row = json.loads(content)
+            except ValueError as error:  # also of characters that are not UTF-8
+                raise DataError(f"{path}, line {line}: no JSON: {error}") from None
+            if not isinstance(row, dict) or not {"text", "label"} <= set(row):
+                found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                raise DataError(f"{path}, line {line}: the keys text and label are needed; found {found}")
+            yield line, row["text"], row["label"]

@@ -1,0 +1,94 @@
+"""MNIST-1D as a stream: ten classes of generated signals of 40 numbers, as many as wanted."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from ...lora_agnews.config import SetupError, cache_folder
+from ..stream import Stream, Task
+from .images import CLASSES, at_least_one, batch, build
+
+DATA_SEED = 42
+TEST_ROWS = 1_000
+LENGTH = 40
+TRANSLATION = 4  # of 72 places; the package's 48 need more passes than one
+CHANGES = ("permuted", "shifted")
+
+
+def mnist1d(
+    seed: int,
+    tasks: int = 10,
+    rows: int = 4_000,
+    hidden: int = 100,
+    change: str = "permuted",
+    cache: str | None = None,
+) -> Stream:
+    """Permute or shift the signals, in another way for each task.
+
+    Parameters
+    ----------
+    seed : int
+        Of the permutations, or of the order of the shifts, and of the network.
+    tasks, rows, hidden : int
+        Number of tasks, training rows of each (the same signals, changed), and width of the network.
+    change : str
+        ``"permuted"``: the 40 places in another order. ``"shifted"``: around a circle, by equal parts of it.
+    cache : str, optional
+        Folder in which generated signals are kept; by default the user's cache.
+    """
+    at_least_one(tasks=tasks, rows=rows, hidden=hidden)
+    if change not in CHANGES:
+        raise SetupError(f"change must be one of {', '.join(CHANGES)}, got {change!r}")
+    x, labels = _signals(rows + TEST_ROWS, Path(cache) if cache else cache_folder())
+    draw = np.random.default_rng(seed)
+    shifts = draw.permutation(tasks) * LENGTH // tasks
+    found = []
+    for k in range(tasks):
+        places = draw.permutation(LENGTH) if change == "permuted" else np.roll(np.arange(LENGTH), shifts[k])
+        test, train = slice(TEST_ROWS), slice(TEST_ROWS, TEST_ROWS + rows)
+        parts = (batch(x[part][:, places], labels[part]) for part in (train, test))
+        found.append(Task(f"{change} {k + 1}", *parts))
+    return build(found, hidden, [x, labels])
+
+
+def _signals(count: int, cache: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return at least that many signals, of zero mean and unit variance; a thousand take a second to make."""
+    path = cache / f"mnist1d-{count}-{TRANSLATION}-{DATA_SEED}.npz"
+    if not path.is_file():
+        x, labels = _generate(count)
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="draft-", dir=cache) as parent:
+            draft = Path(parent, path.name)
+            np.savez(draft, x=x, labels=labels)
+            draft.replace(path)  # it appears complete or not at all
+    with np.load(path) as kept:
+        return kept["x"], kept["labels"]
+
+
+def _generate(count: int) -> tuple[np.ndarray, np.ndarray]:
+    from mnist1d.data import get_dataset_args, make_dataset  # imports pyplot: seconds
+
+    settings = get_dataset_args()
+    settings.num_samples = -(-count // CLASSES) * CLASSES
+    settings.max_translation, settings.seed = TRANSLATION, DATA_SEED
+    with _global_generators_kept():
+        made = make_dataset(settings)
+    parts = np.concatenate([made["x"], made["x_test"]]), np.concatenate([made["y"], made["y_test"]])
+    return parts[0].astype(np.float32)[:count], parts[1][:count]
+
+
+@contextmanager
+def _global_generators_kept() -> Iterator[None]:
+    """Restore the generators of Python and NumPy, which the package seeds."""
+    state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        yield
+    finally:
+        random.setstate(state)
+        np.random.set_state(numpy_state)  # noqa: NPY002

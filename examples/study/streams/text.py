@@ -1,0 +1,57 @@
+"""What the streams of texts share: the model of the AG News experiment, and its tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from ...lora_agnews import backbone, prepare
+from ...lora_agnews.config import PRESETS, Config, SetupError, cache_folder
+from ...lora_agnews.stream import Experience
+from ..stream import Stream, Task
+from . import digest
+
+MODEL = (
+    "backbone",
+    "max_length",
+    "dropout",
+    "small_layers",
+    "small_width",
+    "small_vocabulary",
+    "small_steps",
+)
+
+
+def configure(preset: str, given: Mapping[str, Any], allowed: Sequence[str] = MODEL, **fixed: Any) -> Config:
+    """Return a preset of the AG News experiment with the given settings, of which some are allowed."""
+    if preset not in PRESETS:
+        raise SetupError(f"no preset {preset!r}; choose from {', '.join(PRESETS)}")
+    if unknown := set(given) - set(allowed):
+        raise SetupError(f"unknown options {sorted(unknown)}; choose from {', '.join(allowed)}")
+    return replace(PRESETS[preset], device="cpu", **given, **fixed)
+
+
+def build(
+    config: Config,
+    experiences: Sequence[Experience],
+    order: Sequence[int],
+    seed: int,
+    classes: int,
+    cache: str | None,
+) -> Stream:
+    """Return the experiences in this order, with the backbone, which is made unless it is in the cache."""
+    where = Path(cache) if cache else cache_folder()
+    folder = prepare.backbone_folder(config, experiences, where, Console(quiet=True))
+    model, tokenizer = backbone.load(folder, seed, config.dropout, classes)
+    tasks = []
+    for experience in (experiences[k] for k in order):
+        parts = (backbone.encode(part, tokenizer, config) for part in (experience.train, experience.test))
+        tasks.append(Task(experience.name, *parts))
+    rows = [[part.texts, part.labels] for e in experiences for part in (e.train, e.test)]
+    weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    hashes = {"data": digest.of_values(rows), "backbone": digest.of_files(weights)}
+    return Stream(tasks, model.train(), backbone.logits, hashes)

@@ -1,0 +1,194 @@
+"""One run: one method learns one stream under one seed."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from examples.lora_agnews.backbone import rows
+from examples.lora_agnews.record import Recorder, Schedule
+from examples.lora_agnews.runs import VERSIONS
+from examples.lora_agnews.train import batches
+from gemproj.torch.losses import CrossEntropy
+
+from . import streams
+from .learners import Learner, Setup, concatenate
+from .results import digest
+from .settings import METHODS, Setting
+from .stream import Batch, Stream, Task
+
+NEVER = 10**9  # steps
+TELL = 0.2  # seconds between two words on how far a run is
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method, with a learning rate and a knob, on one stream under one seed.
+
+    `phase` is "tune", where only the accuracies at the end are measured, "report" or "time".
+    """
+
+    stream: str
+    setting: Setting
+    method: str
+    rate: float
+    knob: float
+    seed: int
+    phase: str
+    budget: str = "rows"
+
+    @property
+    def title(self) -> str:
+        """Name on the screen."""
+        knob = f", {METHODS[self.method].knob} {self.knob:g}" if METHODS[self.method].knob else ""
+        return f"{self.stream}, {METHODS[self.method].title}, lr {self.rate:g}{knob}, seed {self.seed}"
+
+    @property
+    def key(self) -> str:
+        """What tells it from other runs, with a hash of all settings that shape it."""
+        free = ("title", "methods", "seeds")
+        kept = {name: value for name, value in vars(self.setting).items() if name not in free}
+        shape = digest([kept, describe(METHODS[self.method].learner), METHODS[self.method].rows])
+        numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
+        return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{shape}"
+
+    def __call__(self, states: Any) -> dict[str, Any]:
+        """Learn, and tell in `states` how far it is."""
+        torch.set_num_threads(1)
+        start = told = time.perf_counter()
+
+        def tell(*state: Any) -> None:
+            nonlocal told
+            if time.perf_counter() - told > TELL:
+                told = time.perf_counter()
+                states[self.title] = state
+
+        found = learn(self, streams.load(self.setting.kind, self.seed, **self.setting.options), tell)
+        return found | {"wall_seconds": time.perf_counter() - start}
+
+    def record(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what is kept of a result, rounded to what can be told from noise."""
+        numbers = {
+            "lr": self.rate,
+            "knob": self.knob if METHODS[self.method].knob else None,
+            "seed": self.seed,
+        }
+        named = {"key": self.key, "stream": self.stream, "method": self.method}
+        named |= {"phase": self.phase, "budget": self.budget}
+        kept = {"metrics", "diverged"} if self.phase == "tune" else set(result) - {"about"}
+        return named | numbers | rounded({name: result[name] for name in result if name in kept})
+
+
+def learn(run: Run, stream: Stream, tell: Callable[[int, int, str], None]) -> dict[str, Any]:
+    """Learn a stream, and return what was measured; `about` says what it depends on."""
+    setting, method, model = run.setting, METHODS[run.method], stream.model
+    tasks = mixed(stream.tasks, run.seed) if method.joint else stream.tasks
+    cross_entropy = CrossEntropy(stream.logits)
+    optimizer = make_optimizer(setting.optimizer, model, run.rate)
+    rows_each = setting.rows if method.rows is None else method.rows
+    setup = Setup(stream, optimizer, run.knob, setting.per_task, rows_each, run.seed)
+    learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
+    schedule = Schedule.of(setting)
+    if run.phase == "tune":
+        schedule = replace(schedule, eval_interval=NEVER, probe_interval=NEVER)
+    record = Recorder(
+        schedule,
+        model,
+        [task.train for task in tasks],
+        [task.test for task in stream.tasks],
+        tell,
+        lambda model, batch: cross_entropy(model, batch).mean(),
+        lambda model, batch, size: accuracy(model, stream, batch, size),
+    )
+    record.start(setup.parameters, stored, learner.projector, own=False)
+    shuffler = torch.Generator().manual_seed(run.seed)
+    torch.manual_seed(run.seed)  # of dropout
+    model.train()
+    step, diverged = 0, False
+    for k, task in enumerate(tasks):
+        for batch in batches(task.train, setting.batch_size, setting.epochs, shuffler):
+            step += 1
+            if diverged:
+                continue
+            record.begin_step(step)
+            with record.time("batch"):
+                optimizer.zero_grad()
+                loss = learner.loss(batch)
+                loss.backward()
+            diverged = not (bool(loss.isfinite()) and constrained(learner, record, loss))
+            if diverged:
+                continue
+            record.before_update()
+            with record.time("optimizer"):
+                optimizer.step()
+                learner.end_step()
+            record.after_update()
+        stored.add(task.train, k)
+        learner.end_task(k, stored.batch(k))
+        record.end_task()
+    about: dict[str, Any] = {"versions": VERSIONS, "hashes": dict(stream.hashes), "setting": vars(setting)}
+    about |= {"machine": platform.processor() or platform.machine(), "system": platform.system()}
+    return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
+
+
+def constrained(learner: Learner, record: Recorder, loss: Tensor) -> bool:
+    """Let a learner change the gradient; return False where gradients are not finite any more."""
+    try:
+        learner.constrain(record, loss)
+    except ValueError as error:
+        if "is not finite" not in str(error):
+            raise
+        return False
+    return True
+
+
+def make_optimizer(name: str, model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    """Return plain SGD or AdamW over the parameters that are learned."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "sgd":
+        return torch.optim.SGD(parameters, lr=rate)
+    return torch.optim.AdamW(parameters, lr=rate)
+
+
+def mixed(tasks: Sequence[Task], seed: int) -> list[Task]:
+    """Return as many tasks of the same sizes, each with training examples of all: joint training."""
+    union = concatenate([task.train for task in tasks])
+    order = torch.randperm(len(union["labels"]), generator=torch.Generator().manual_seed(seed))
+    parts = order.split([len(task.train["labels"]) for task in tasks])
+    return [Task("all", rows(union, part), task.test) for part, task in zip(parts, tasks, strict=True)]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, stream: Stream, examples: Batch, size: int) -> float:
+    """Return the share of examples that the model classifies correctly."""
+    model.eval()
+    right = 0
+    for start in range(0, len(examples["labels"]), size):
+        batch = rows(examples, slice(start, start + size))
+        right += int((stream.logits(model, batch).argmax(dim=1) == batch["labels"]).sum())
+    model.train()
+    return right / len(examples["labels"])
+
+
+def describe(learner: Any) -> str:
+    """Return the maker of a learner as text that is the same in every process."""
+    if not isinstance(learner, partial):
+        return str(learner.__name__)
+    named = {name: getattr(value, "__name__", repr(value)) for name, value in learner.keywords.items()}
+    return f"{learner.func.__name__}{sorted(named.items())}"
+
+
+def rounded(value: Any) -> Any:
+    """Return plain values with five digits: more is noise, and takes space."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, Mapping):
+        return {name: rounded(part) for name, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list | tuple) else value

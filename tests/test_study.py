@@ -1,0 +1,279 @@
+"""The study: its methods, its runs, and what is kept of them."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("peft")
+pytest.importorskip("rich")
+pytest.importorskip("sklearn")
+
+import torch
+from rich.console import Console
+
+from examples.lora_agnews.config import SetupError
+from examples.study import plan, runs, settings, streams, train
+from examples.study.learners import Setup
+from examples.study.results import Results
+from examples.study.settings import METHODS, POINTS, STREAMS, TUNING_SEEDS
+
+TINY = replace(
+    STREAMS["permuted"],
+    options={"tasks": 3, "rows": 60, "hidden": 16},
+    methods=("plain", "gem"),
+    seeds=(0, 1),
+    rates=(0.02, 0.05, 0.1, 0.2, 0.5),
+    per_task=8,
+    eval_interval=3,
+    probe_interval=2,
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def run_of(name, **changes):
+    """Return a run in miniature, in the middle of the method's grid."""
+    knob = METHODS[name].grid[1] if METHODS[name].grid else 0.0
+    setting = replace(TINY, optimizer="adamw" if name == "gem-step" else "sgd")
+    return replace(train.Run("tiny", setting, name, 0.05, knob, 3, "report"), **changes)
+
+
+def done(name, **changes):
+    run = run_of(name, **changes)
+    return run.record(run({}))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_learns_and_repeats_itself(name):
+    first, second = done(name), done(name)
+    for record in (first, second):
+        del record["seconds"], record["wall_seconds"], record["peak_bytes"]
+    assert first == second
+    assert first["method"] == name
+    assert len(first["accuracies"]) == 4
+    assert first["curve"][-1]["step"] == first["boundaries"][-1] == 18
+    assert json.loads(json.dumps(first)) == first
+
+
+def test_gem_keeps_its_promise_and_others_do_not():
+    assert done("plain")["guarantee"]["gradient"]["violated"] > 0
+    assert done("gem-all")["guarantee"]["gradient"]["violated"] == 0
+    assert done("gem-step")["guarantee"]["update"]["violated"] == 0
+
+
+def test_methods_that_store_examples_have_the_same_bytes():
+    names = [name for name, m in METHODS.items() if m.family not in ("bounds", "no examples")]
+    found = {name: done(name)["bytes"] for name in names}
+    example = 64 * 4 + 8
+    # Those that store outputs, too, have room for fewer; losses of a bound come on top, four bytes each.
+    assert all(3 * 8 * example - 3 * (example + 40) < b <= 3 * 8 * (example + 4) for b in found.values())
+
+
+def test_until_there_is_a_memory_all_methods_are_alike():
+    first = {name: done(name)["accuracies"][1] for name in METHODS if name not in ("joint", "gem-step")}
+    assert len(set(map(tuple, first.values()))) == 1
+
+
+def learner_of(name, knob):
+    stream = streams.load("permuted", 0, tasks=3, rows=40, hidden=8)
+    setup = Setup(stream, torch.optim.SGD(stream.model.parameters(), lr=0.1), knob, 8, 8, 0)
+    return METHODS[name].learner(setup), stream
+
+
+def test_replay_adds_the_mean_loss_of_each_past_task():
+    learner, stream = learner_of("replay", 0.7)
+    first, second, third = (task.train for task in stream.tasks)
+    plain, _ = learner_of("plain", 0.0)
+    plain.model = learner.model
+    kept = [{name: values[:8] for name, values in batch.items()} for batch in (first, second)]
+    for k, batch in enumerate(kept):
+        learner.end_task(k, batch)
+    expected = plain.loss(third) + 0.7 * sum(plain.loss(batch) for batch in kept)
+    torch.testing.assert_close(learner.loss(third), expected)
+
+
+def test_replay_with_divergence_adds_nothing_of_it_before_a_step():
+    """The divergence from what the model has just said is zero: what is left is replay."""
+    distilled, stream = learner_of("der", 0.7)
+    batch, now = stream.tasks[0].train, stream.tasks[1].train
+    few = {name: values[:6] for name, values in batch.items()}
+    replay, _ = learner_of("replay", 0.7)
+    replay.model = distilled.model
+    for learner in (distilled, replay):
+        learner.end_task(0, few)
+    torch.testing.assert_close(distilled.loss(now), replay.loss(now))
+
+
+@pytest.mark.parametrize("name", ["ewc", "si"])
+def test_a_penalty_is_quadratic_around_the_old_weights(name):
+    learner, stream = learner_of(name, 2.0)
+    batch = stream.tasks[0].train
+    optimizer = learner.setup.optimizer
+    for _ in range(3):
+        optimizer.zero_grad()
+        learner.loss(batch).backward()
+        optimizer.step()
+        learner.end_step()
+    plain, _ = learner_of("plain", 0.0)
+    plain.model = learner.model
+    learner.end_task(0, {key: values[:8] for key, values in batch.items()})
+    torch.testing.assert_close(learner.loss(batch), plain.loss(batch))
+    assert all((w >= 0).all() for w in learner.importance)
+    assert max(float(w.max()) for w in learner.importance) > 0
+    excess = []
+    for factor in (1.0, 2.0):
+        with torch.no_grad():
+            for p, a in zip(learner.parameters, learner.anchor, strict=True):
+                p.copy_(a + factor * 0.1)
+        excess.append(float(learner.loss(batch) - plain.loss(batch)))
+    assert excess[1] == pytest.approx(4 * excess[0], rel=1e-3)
+
+
+def test_importances_of_ewc_are_mean_squares_of_gradients():
+    learner, stream = learner_of("ewc", 1.0)
+    few = {name: values[:2] for name, values in stream.tasks[0].train.items()}
+    learner.end_task(0, few)
+    rows = []
+    for i in range(2):
+        loss = learner.cross_entropy(learner.model, {k: v[i : i + 1] for k, v in few.items()}).sum()
+        rows.append(torch.autograd.grad(loss, learner.parameters)[0])
+    torch.testing.assert_close(learner.importance[0], (rows[0] ** 2 + rows[1] ** 2) / 2)
+
+
+def test_a_run_that_diverges_is_a_result():
+    for name in ("plain", "gem", "replay"):
+        record = done(name, rate=1e30)
+        assert record["diverged"]
+        assert record["metrics"]["average_accuracy"] < 0.5
+
+
+def test_each_method_has_the_same_number_of_settings(tmp_path):
+    results = Results(tmp_path / "runs.jsonl")
+    for name in STREAMS["agnews3"].methods:
+        answers(results, "agnews3", name, lambda point: point[1] - abs(point[0] - 3e-4))
+        if METHODS[name].like:
+            continue
+        tried = plan.points("agnews3", name, results)
+        assert len(set(tried)) == POINTS
+        best = plan.chosen("agnews3", name, results)
+        assert best == max(tried, key=lambda point: point[1] - abs(point[0] - 3e-4))
+
+
+def answers(results, stream, name, score):
+    """Put results of tuning into a store, as far as they are asked for."""
+    while waiting := [run for run in plan.todo(stream, results, [name]) if run.phase == "tune"]:
+        for run in waiting:
+            metrics = {"average_accuracy": score((run.rate, run.knob))}
+            results.records[run.key] = {"key": run.key, "metrics": metrics}
+
+
+def test_what_is_reported_was_not_chosen_on():
+    assert not set(TUNING_SEEDS) & set(settings.SEEDS)
+
+
+ABOUT = {"hashes": {"data": "0a"}, "versions": {"torch": "2"}}
+
+
+def test_results_come_back_and_a_line_that_was_cut_off_is_done_again(tmp_path):
+    path = tmp_path / "runs" / "tiny.jsonl"
+    results = Results(path)
+    for k in range(3):
+        results.add({"key": f"k{k}", "value": k}, ABOUT)
+    whole = path.read_bytes()
+    assert whole.count(b"about") == 1
+    for end in range(len(whole)):
+        path.write_bytes(whole[:end])
+        again = Results(path)
+        lines = whole[:end].count(b"\n")
+        assert list(again.records) == [f"k{k}" for k in range(lines - 1)]
+        for k in range(len(again.records), 3):
+            again.add({"key": f"k{k}", "value": k}, ABOUT)
+        assert path.read_bytes() == whole
+
+
+def test_damage_is_an_error_that_names_the_line(tmp_path):
+    path = tmp_path / "tiny.jsonl"
+    for text in (
+        '{"key": "a"}\n{"key": "b"\n{"key": "c"}\n',
+        '{"key": "a"}\n[3]\n',
+        '{"key": "a"}\n{"x": 1}\n',
+    ):
+        path.write_text(text)
+        with pytest.raises(SetupError, match="line 2 is damaged"):
+            Results(path)
+
+
+def test_results_of_other_data_are_not_mixed(tmp_path):
+    path = tmp_path / "tiny.jsonl"
+    Results(path).add({"key": "a"}, ABOUT)
+    with pytest.raises(SetupError, match="other data"):
+        Results(path).add({"key": "b"}, {**ABOUT, "hashes": {"data": "0b"}})
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
+def test_a_full_disk_is_an_error(tmp_path):
+    path = tmp_path / "tiny.jsonl"
+    results = Results(path)
+    path.symlink_to("/dev/full")
+    with pytest.raises(SetupError, match="No space left"):
+        results.add({"key": "a"}, ABOUT)
+    assert "a" not in results
+
+
+SCRIPT = """
+import sys, pathlib
+from rich.console import Console
+from tests.test_study import TINY
+from examples.study import runs, settings
+if __name__ == "__main__":
+    settings.STREAMS["tiny"] = TINY
+    runs.complete(["tiny"], ["plain"], pathlib.Path(sys.argv[1]), 2, Console(quiet=True))
+"""
+
+
+def test_a_killed_study_goes_on_to_the_same_numbers(tmp_path):
+    """Kill the whole process group with the first finished runs there, and start again."""
+    script = tmp_path / "study.py"
+    script.write_text(SCRIPT)
+    found = {}
+    for name, kills in (("killed", True), ("whole", False)):
+        file = tmp_path / name / "runs" / "tiny.jsonl"
+        command = [sys.executable, str(script), str(tmp_path / name)]
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        if kills:
+            process = subprocess.Popen(command, env=environment, start_new_session=True)
+            while not (file.exists() and file.read_bytes().count(b"\n") > 3):
+                assert process.poll() is None
+                time.sleep(0.02)
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            begun = file.read_bytes()
+        subprocess.run(command, env=environment, check=True, timeout=300)
+        if kills:
+            assert file.read_bytes().startswith(begun[: begun.rfind(b"\n") + 1])
+        records = Results(file).records
+        cost = dict.fromkeys(("seconds", "wall_seconds", "peak_bytes"))
+        found[name] = {key: record | cost for key, record in records.items()}
+    assert found["killed"] == found["whole"]
+    assert len(found["whole"]) == POINTS * len(TUNING_SEEDS) + len(TINY.seeds)
+
+
+def test_unknown_names_are_refused(tmp_path):
+    screen = Console(file=io.StringIO())
+    with pytest.raises(SetupError, match="unknown stream tiny; choose from permuted"):
+        runs.complete(["tiny"], [], tmp_path, 1, screen)
+    with pytest.raises(SetupError, match="unknown method sgd; choose from plain"):
+        runs.complete(["split"], ["sgd"], tmp_path, 1, screen)
