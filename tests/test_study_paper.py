@@ -16,7 +16,7 @@ from transformers import GPT2Config
 
 from examples.lora_agnews import backbone, corpus, small
 from examples.lora_agnews.config import PRESETS, SetupError
-from examples.study import paper, paper_figures, paper_report, published, random_backbone
+from examples.study import one_step, paper, paper_figures, paper_report, published, random_backbone
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,9 @@ def test_the_protocol_is_the_papers_where_its_backbone_is_at_hand(monkeypatch):
     assert PRESETS["paper"].seeds == published.SEEDS
 
 
-def test_random_weights_make_a_backbone(tmp_path, capsys):
+def test_random_weights_make_a_backbone_for_a_step_of_the_experiment(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("AGNEWS_DIR", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "model"
     assert random_backbone.main([str(folder), "--layers", "2", "--width", "64"]) == 0
     model, tokenizer = backbone.load(backbone.locate(str(folder)), seed=0)
@@ -111,6 +113,12 @@ def test_random_weights_make_a_backbone(tmp_path, capsys):
     batch = dict(tokenizer(["Shares fell."], return_tensors="pt"), labels=torch.tensor([2]))
     assert torch.isfinite(backbone.batch_loss(model, batch))
     assert "random weights" in capsys.readouterr().out
+    options = f"--backbone {folder} --rows 2 --microbatch 1 --max-length 24 --methods plain,gem --device cpu"
+    assert one_step.main(options.split()) == 0
+    head, _, plain, gem = (line.split(" | ") for line in capsys.readouterr().out.splitlines())
+    assert head[1:5] == ["Batch (s)", "Constraints (s)", "Projection (s)", "Optimizer (s)"]
+    assert (plain[2], plain[3]) == ("-", "-")
+    assert all(float(gem[part]) > 0 for part in range(1, 5))
 
 
 def test_its_tokenizer_may_be_gpt2s(tmp_path, capsys):
