@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     threads = torch.get_num_threads()
     torch.set_num_threads(1 if config.device == "cpu" else threads)  # as in the experiment
-    parts = [f"{phase.capitalize()} ({unit})" for unit in ("s", "GB") for phase in PHASES]
+    parts = [f"{phase.capitalize()} ({unit})" for unit in ("s", "GiB") for phase in PHASES]
     rows = [measured(config, name, folder, long_rows(articles.texts, config)) for name in config.methods]
     torch.set_num_threads(threads)
     print(markdown_table(["Method", *parts], rows))
@@ -76,7 +76,7 @@ def long_rows(texts: Sequence[str], config: Config) -> list[str]:
 
 
 def measured(config: Config, name: str, folder: Path, texts: Sequence[str]) -> list[str]:
-    """Learn the tasks; return the title, seconds of each part of a step, and its peak of memory in GB."""
+    """Learn the tasks; return the title, seconds of each part of a step, and its peak of memory in GiB."""
     model, tokenizer = backbone.load(folder, seed=0)
     model.to(config.device)
     size = config.batch_size
