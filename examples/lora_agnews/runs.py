@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import multiprocessing
+import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
@@ -28,6 +30,9 @@ from .stream import Experience
 
 BAR = 24
 VERSIONS = {library.__name__: library.__version__ for library in (gemproj, torch, transformers, peft)}
+
+
+Tell = Callable[[int, int, str], None]  # of steps done, steps in total, and a word
 
 
 @dataclass(frozen=True)
@@ -53,12 +58,11 @@ class Run:
         digest = hashlib.sha256(repr(shaping).encode()).hexdigest()
         return f"{self.method}-seed{self.seed}-{digest[:12]}.json"
 
-    def __call__(self, states: Any) -> dict[str, Any]:
-        """Learn, and tell in `states` how far it is."""
+    def __call__(self, tell: Tell) -> dict[str, Any]:
+        """Learn, and tell how far it is."""
         if self.config.device == "cpu":
             torch.set_num_threads(1)
         start, stage = time.perf_counter(), (self.experiences, self.folder)
-        tell = lambda *state: states.update({self.title: state})  # noqa: E731
         result = train.run(self.config, self.method, self.seed, *stage, tell)
         return result | {"wall_seconds": time.perf_counter() - start}
 
@@ -98,27 +102,25 @@ def work(
     context = multiprocessing.get_context("spawn")
     name, note = TextColumn("{task.description:<20}"), TextColumn("{task.fields[note]}")
     columns = name, BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(), note
-    with context.Manager() as manager, Progress(*columns, console=console) as progress:
-        states = manager.dict()
+    with Progress(*columns, console=console) as progress:
+        told = context.SimpleQueue()
         hidden: Any = {"start": False, "total": None, "visible": False, "note": ""}
         bars = {run.title: progress.add_task(run.title, **hidden) for run in runs}
-        # Ctrl-C reaches every process of the terminal; the workers leave it to this one.
-        ignore = signal.signal, (signal.SIGINT, signal.SIG_IGN)
         others = set(multiprocessing.active_children())
-        pool = ProcessPoolExecutor(min(jobs, len(runs)), context, *ignore)
-        futures = {pool.submit(run, states): run for run in runs}
+        pool = ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (told,))
+        futures = {pool.submit(_do, run): run for run in runs}
         pending = set(futures)
         try:
             while pending:
                 done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
-                for title, (completed, total, word) in states.items():
+                while not told.empty():
+                    title, completed, total, word = told.get()
                     progress.start_task(bars[title])
                     progress.update(bars[title], completed=completed, total=total, note=word, visible=True)
                 for future in done:
                     run, result = futures[future], future.result()
                     keep(run, result)
-                    states.pop(run.title, None)
-                    progress.remove_task(bars[run.title])
+                    progress.update(bars[run.title], visible=False)
                     seconds, accuracy = result["wall_seconds"], result["metrics"]["average_accuracy"]
                     line = f"{run.title:<20} {'━' * BAR} {seconds:5.0f} s, average accuracy {accuracy:.1%}"
                     progress.console.print(f"[green]finished[/]  {line}")
@@ -128,3 +130,25 @@ def work(
             for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate()
             raise
+
+
+_told: Any = None  # in a worker: the queue of what it tells
+
+
+def _begin(told: Any) -> None:
+    """Prepare a worker: it leaves Ctrl-C, which reaches every process, to its parent, and ends with it."""
+    global _told
+    _told = told
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _do(run: Any) -> dict[str, Any]:
+    return run(lambda *state: _told.put((run.title, *state)))

@@ -27,6 +27,7 @@ def parser() -> ArgumentParser:
         "--out", type=Path, default=Path("docs", "results", "study"), help="folder for results"
     )
     found.add_argument("--jobs", type=int, help="runs at once, by default one for each core")
+    found.add_argument("--time", action="store_true", help="time steps, too, one run at a time")
     found.add_argument("--report", action="store_true", help="run nothing, draw what is there")
     return found
 
@@ -36,13 +37,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser().parse_args(arguments)
     console = Console(highlight=False)
 
-    from . import runs  # torch takes seconds to import; --help should not wait
+    from . import publish, runs, settings  # torch takes seconds to import; --help should not wait
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     methods = tuple(filter(None, given.methods.split(",")))
     try:
         if not given.report:
-            runs.complete(given.streams, methods, given.out, given.jobs or cores, console)
+            runs.complete(given.streams, methods, given.out, given.jobs or cores, given.time, console)
+        for name in given.streams or settings.STREAMS:
+            for path in publish.publish(name, runs.results_of(name, given.out), given.out):
+                console.print(f"[bold]written[/]   {path}")
     except SetupError as error:
         console.print(f"[red]error[/]     {escape(str(error))}")
         return 2

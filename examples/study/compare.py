@@ -113,6 +113,25 @@ def reported(records: Iterable[Record], methods: Mapping[str, Any], stream: str,
     return {name: found for name, found in runs.items() if found}
 
 
+def timed(runs: Runs, records: Iterable[Record]) -> Runs:
+    """Return runs with the times of runs that had the machine to themselves, where there are such.
+
+    Those of all seeds take the means over the timed ones: times do not depend on the seed.
+    """
+    alone: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        if record["phase"] == "time":
+            alone.setdefault(record["method"], []).append(record["seconds"]["per_step"])
+    means = {
+        name: {part: float(np.mean([one[part] for one in found])) for part in found[0]}
+        for name, found in alone.items()
+    }
+    return {
+        name: [run | {"seconds": {"per_step": means[name]}} if name in means else run for run in found]
+        for name, found in runs.items()
+    }
+
+
 def lowest_setting_within_noise(
     runs: Runs, names: Iterable[str], reference: str, measure: Measure = average_accuracy
 ) -> str | None:

@@ -30,6 +30,8 @@ class Setup:
         The method's main setting.
     per_task : int
         Examples of each task that may be stored.
+    policy : str
+        Which ones, as in `EpisodicMemory`.
     rows : int
         Stored examples of each past task that may take part in a step.
     seed : int
@@ -39,6 +41,7 @@ class Setup:
     optimizer: torch.optim.Optimizer
     knob: float
     per_task: int
+    policy: str
     rows: int
     seed: int
 
@@ -51,7 +54,7 @@ class Setup:
         """Return an empty memory, with fewer examples if each needs `extra` bytes beside itself."""
         example = sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
         size = max(1, self.per_task * example // (example + extra))
-        return EpisodicMemory(size, "labels", self.seed, policy="reservoir")
+        return EpisodicMemory(size, "labels", self.seed, policy=self.policy)
 
     def bytes_of_outputs(self) -> int:
         """Return what the outputs for one example take."""
@@ -196,6 +199,25 @@ class Projected(Learner):
         if self.distilled or bounded:
             remember(self.memory, task, self.model, self.past, bounded)
         self.projector.reset()  # other constraints, no warm start
+
+
+class TwoMoments(Projected):
+    """GEM whose projected gradient enters Adam's first moment, and the gradient itself the second."""
+
+    def constrain(self, record: Recorder, loss: Tensor) -> None:
+        """Project, and let the second moments see the gradient instead.
+
+        The optimizer computes ``v <- beta v + (1 - beta) x^2``; adding ``(1 - beta) / beta (g^2 - x^2)`` to v
+        before makes that g^2.
+        """
+        raw = [None if p.grad is None else p.grad.clone() for p in self.setup.parameters]
+        super().constrain(record, loss)
+        optimizer, [group] = self.setup.optimizer, self.setup.optimizer.param_groups
+        beta = group["betas"][1]
+        for p, g in zip(self.setup.parameters, raw, strict=True):
+            if g is not None and p.grad is not None and p in optimizer.state:
+                change = g.square() - p.grad.square()
+                optimizer.state[p]["exp_avg_sq"].add_(change, alpha=(1 - beta) / beta)
 
 
 class Balanced(Learner):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import mean
 
-from .results import Results
-from .settings import METHODS, POINTS, STREAMS, TUNING_SEEDS
+from .results import Record, Results
+from .settings import METHODS, POINTS, STREAMS, TIMED, TUNING_SEEDS
 from .train import Run
 
 Point = tuple[float, float]  # learning rate and knob
@@ -14,17 +14,39 @@ Point = tuple[float, float]  # learning rate and knob
 
 def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run]:
     """Return the runs that can be done now and are not: more follow from what they find."""
-    setting = STREAMS[stream]
-    runs = []
-    for name in methods or setting.methods:
-        point = chosen(stream, name, results)
-        if point is None:
-            tuned = METHODS[name].like or name
-            runs += [
-                run(stream, tuned, p, s, "tune") for p in points(stream, tuned, results) for s in TUNING_SEEDS
-            ]
-        else:
-            runs += [run(stream, name, point, seed, "report") for seed in setting.seeds]
+    runs: list[Run] = []
+    for name in methods or STREAMS[stream].methods:
+        tuned = METHODS[name].like or name
+        if chosen(stream, name, results) is None:
+            tried = points(stream, tuned, results)
+            runs += [run(stream, tuned, point, seed, "tune") for point in tried for seed in TUNING_SEEDS]
+        runs += wanted(stream, name, "report", results)
+    return missing(runs, results)
+
+
+def to_time(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run]:
+    """Return the runs that are left to be timed, one at a time and with nothing measured but times."""
+    names = methods or STREAMS[stream].methods
+    return missing([one for name in names for one in wanted(stream, name, "time", results)], results)
+
+
+def published(stream: str, results: Results) -> list[Record]:
+    """Return the records of the present settings: there may be others of earlier ones."""
+    names, phases = STREAMS[stream].methods, ("report", "time")
+    keys = [one.key for name in names for phase in phases for one in wanted(stream, name, phase, results)]
+    return [results.records[key] for key in keys if key in results]
+
+
+def wanted(stream: str, name: str, phase: str, results: Results) -> list[Run]:
+    """Return the runs of a method in the chosen setting; none as long as it is not chosen."""
+    point, seeds = chosen(stream, name, results), STREAMS[stream].seeds
+    if point is None:
+        return []
+    return [run(stream, name, point, seed, phase) for seed in (seeds[:TIMED] if phase == "time" else seeds)]
+
+
+def missing(runs: Sequence[Run], results: Results) -> list[Run]:
+    """Return the runs that have no record, each once."""
     return [one for key, one in {one.key: one for one in runs}.items() if key not in results]
 
 

@@ -93,7 +93,8 @@ def page(
     baselines : sequence of str
         Keys of the methods that the others are compared with.
     """
-    runs = compare.reported(records, methods, stream, budget)
+    records = list(records)
+    runs = compare.timed(compare.reported(records, methods, stream, budget), records)
     parts = [accuracy(runs, methods), cost(runs, methods), promises(runs, methods)] if runs else []
     parts += [differences(runs, methods, baseline) for baseline in baselines if baseline in runs]
     missing = [method.title for name, method in methods.items() if name not in runs]

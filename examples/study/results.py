@@ -69,13 +69,12 @@ class Results:
         if about != self._about:
             lines.insert(0, json.dumps({"about": about}) + "\n")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
-            try:
+        try:
+            with self.path.open("ab", buffering=0) as file:
                 file.write("".join(lines).encode())
-                file.flush()
                 os.fsync(file.fileno())
-            except OSError as error:
-                raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
+        except OSError as error:
+            raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
         self.records[record["key"]], self._about = record, about
 
 

@@ -11,19 +11,30 @@ from rich.console import Console
 from examples.lora_agnews.config import SetupError
 from examples.lora_agnews.runs import work
 
-from . import plan
+from . import plan, streams
 from .results import Results
 from .settings import METHODS, STREAMS
 from .train import Run
 
 
-def complete(names: Sequence[str], methods: Sequence[str], folder: Path, jobs: int, console: Console) -> None:
-    """Do all runs of the streams that have no record in the folder yet."""
+def results_of(stream: str, folder: Path) -> Results:
+    """Return the finished runs of a stream."""
+    return Results(folder / "runs" / f"{stream}.jsonl")
+
+
+def complete(
+    names: Sequence[str], methods: Sequence[str], folder: Path, jobs: int, timing: bool, console: Console
+) -> None:
+    """Do all runs of the streams that have no record in the folder yet.
+
+    With `timing`, steps are timed, too, one run at a time, after all others.
+    """
     for kind, known, asked in (("stream", STREAMS, names), ("method", METHODS, methods)):
         if unknown := sorted(set(asked) - set(known)):
             raise SetupError(f"unknown {kind} {', '.join(unknown)}; choose from {', '.join(known)}")
     for name in names or STREAMS:
-        results = Results(folder / "runs" / f"{name}.jsonl")
+        streams.prepare(STREAMS[name].kind, **STREAMS[name].options)
+        results = results_of(name, folder)
 
         def keep(run: Run, result: dict[str, Any], results: Results = results) -> None:
             results.add(run.record(result), result["about"])
@@ -31,3 +42,6 @@ def complete(names: Sequence[str], methods: Sequence[str], folder: Path, jobs: i
         while waiting := plan.todo(name, results, methods):
             console.print(f"[bold]{name}[/]  {len(waiting)} runs, {jobs} at a time")
             work(waiting, keep, jobs, console)
+        if timing and (waiting := plan.to_time(name, results, methods)):
+            console.print(f"[bold]{name}[/]  {len(waiting)} runs to be timed")
+            work(waiting, keep, 1, console)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from examples.lora_agnews.mega import mega1, mega2
 from gemproj import PGD
 
-from .learners import Balanced, DistilledReplay, Learner, Projected, Replay, Setup, Subspaces
+from .learners import Balanced, DistilledReplay, Learner, Projected, Replay, Setup, Subspaces, TwoMoments
 from .penalties import EWC, SI
 
 TUNING_SEEDS = (100, 101, 102, 103, 104)
 SEEDS = tuple(range(10))  # nothing is chosen on them
+TIMED = 2  # seeds, the first ones, on which steps are timed
 POINTS = 5  # settings tried for each method on each stream
 
 
@@ -37,8 +38,8 @@ class Method:
         Its values, from small to large.
     like : str
         The method whose learning rate and knob it takes, instead of tuning its own.
-    rows : int, optional
-        Stored examples of each past task in a step, instead of the stream's.
+    changes : mapping
+        Settings of the stream that it replaces.
     joint : bool
         Whether all tasks are learned at once.
     """
@@ -50,7 +51,7 @@ class Method:
     knob: str = ""
     grid: tuple[float, ...] = ()
     like: str = ""
-    rows: int | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
     joint: bool = False
 
 
@@ -67,6 +68,8 @@ class Setting:
         Learning rates, from small to large. With a knob, the three in the middle are tried.
     per_task : int
         Stored examples of each task; methods that store outputs, too, get as many bytes.
+    policy : str
+        Which examples are stored, as in `EpisodicMemory`.
     rows : int
         Stored examples of each past task that take part in a step.
     """
@@ -80,6 +83,7 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     seeds: tuple[int, ...] = SEEDS
+    policy: str = "reservoir"
     batch_size: int = 10
     epochs: int = 1
     eval_batch_size: int = 512
@@ -89,6 +93,7 @@ class Setting:
     device: str = "cpu"
 
 
+ALL = 10**9  # rows
 WEIGHTS = (0.1, 0.5, 2.0)  # of the past, in the loss or as a margin
 
 
@@ -112,7 +117,7 @@ METHODS = {
     "mega1": Method("MEGA-I", "one constraint", ORANGE, partial(Balanced, weights=mega1)),
     "mega2": Method("MEGA-II", "one constraint", ORANGE, partial(Balanced, weights=mega2)),
     "gem": Method("GEM", "GEM", BLUE, gem()),
-    "gem-all": Method("GEM, all rows", "GEM", BLUE, gem(), like="gem", rows=10**9),
+    "gem-all": Method("GEM, all rows", "GEM", BLUE, gem(), like="gem", changes={"rows": ALL}),
     "igem1": Method("I-GEM, 1 step", "GEM", SKY, gem(method=PGD(1)), like="gem"),
     "igem3": Method("I-GEM, 3 steps", "GEM", SKY, gem(method=PGD(3)), like="gem"),
     "igem10": Method("I-GEM, 10 steps", "GEM", SKY, gem(method=PGD(10)), like="gem"),
@@ -127,8 +132,42 @@ METHODS = {
         "GEM, margin, KL", "GEM + weight", RED, gem(distilled=True, knob="margin"), "margin", WEIGHTS
     ),
 }
+BASIC = tuple(METHODS)
+
+
+def variant(
+    name: str, title: str, learner: Callable[[Setup], Learner] | None = None, **changes: Any
+) -> Method:
+    """Return a method that differs from another in something that is not tuned."""
+    method = METHODS[name]
+    return replace(method, title=title, learner=learner or method.learner, like=name, changes=changes)
+
+
+# How many rows, how old they may be, and which moment of Adam sees what.
+METHODS |= {
+    "replay-4": variant("replay", "Replay, 4 rows", rows=4),
+    "replay-1": variant("replay", "Replay, 1 row", rows=1),
+    "gem-margin-4": variant("gem-margin", "GEM, margin, 4 rows", rows=4),
+    "gem-margin-1": variant("gem-margin", "GEM, margin, 1 row", rows=1),
+    "gem-margin-2nd": variant("gem-margin", "GEM, margin, every 2nd", gem(knob="margin", interval=2)),
+    "gem-margin-4th": variant("gem-margin", "GEM, margin, every 4th", gem(knob="margin", interval=4)),
+    "gem-margin-cyclic": variant("gem-margin", "GEM, margin, cyclic", gem(knob="margin", refresh="cyclic")),
+    "gem-moments": variant("gem", "GEM, two moments", TwoMoments),
+}
+# Which examples are stored, and how many.
+for policy in ("reservoir", "balanced", "ring"):
+    for size in (20, 100, 400):
+        for name in ("replay", "gem-margin", "gem"):
+            if (policy, size) != ("reservoir", 100):
+                METHODS[f"{name}-{policy}-{size}"] = variant(
+                    name, f"{METHODS[name].title}, {policy} {size}", policy=policy, per_task=size
+                )
+CHEAPER = tuple(
+    name for name in METHODS if name.split("-")[-1] in ("1", "4", "2nd", "4th", "cyclic", "moments")
+)
+MEMORIES = tuple(name for name in METHODS if name not in (*BASIC, *CHEAPER))
 # Steps of SGD are gradients already; with ten labels a promise for each is a hundred constraints.
-ON_DIGITS = tuple(name for name in METHODS if name not in ("gem-step", "gem-label"))
+ON_DIGITS = tuple(name for name in BASIC if name not in ("gem-step", "gem-label"))
 DIGITS: dict[str, Any] = {
     "methods": ON_DIGITS,
     "optimizer": "sgd",
@@ -137,7 +176,7 @@ DIGITS: dict[str, Any] = {
     "rows": 10,
 }
 NEWS: dict[str, Any] = {
-    "methods": tuple(METHODS),
+    "methods": (*BASIC, *CHEAPER),
     "optimizer": "adamw",
     "rates": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
     "per_task": 100,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from examples.lora_agnews.backbone import rows
 from examples.lora_agnews.record import Recorder, Schedule
-from examples.lora_agnews.runs import VERSIONS
+from examples.lora_agnews.runs import VERSIONS, Tell
 from examples.lora_agnews.train import batches
 from gemproj.torch.losses import CrossEntropy
 
@@ -25,14 +25,14 @@ from .settings import METHODS, Setting
 from .stream import Batch, Stream, Task
 
 NEVER = 10**9  # steps
-TELL = 0.2  # seconds between two words on how far a run is
+SELDOM = 0.2  # seconds between two words on how far a run is
 
 
 @dataclass(frozen=True)
 class Run:
     """One method, with a learning rate and a knob, on one stream under one seed.
 
-    `phase` is "tune", where only the accuracies at the end are measured, "report" or "time".
+    `phase` is "tune", of which only the accuracy is kept; "report"; or "time", of which only the times are.
     """
 
     stream: str
@@ -54,23 +54,24 @@ class Run:
     def key(self) -> str:
         """What tells it from other runs, with a hash of all settings that shape it."""
         free = ("title", "methods", "seeds")
-        kept = {name: value for name, value in vars(self.setting).items() if name not in free}
-        shape = digest([kept, describe(METHODS[self.method].learner), METHODS[self.method].rows])
+        setting = {name: value for name, value in vars(self.setting).items() if name not in free}
+        method = METHODS[self.method]
+        own = {"learner": describe(method.learner), "changes": method.changes, "joint": method.joint}
         numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
-        return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{shape}"
+        return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{digest([setting, own])}"
 
-    def __call__(self, states: Any) -> dict[str, Any]:
-        """Learn, and tell in `states` how far it is."""
+    def __call__(self, tell: Tell) -> dict[str, Any]:
+        """Learn, and tell how far it is."""
         torch.set_num_threads(1)
         start = told = time.perf_counter()
 
-        def tell(*state: Any) -> None:
+        def seldom(*state: Any) -> None:
             nonlocal told
-            if time.perf_counter() - told > TELL:
+            if time.perf_counter() - told > SELDOM:
                 told = time.perf_counter()
-                states[self.title] = state
+                tell(*state)
 
-        found = learn(self, streams.load(self.setting.kind, self.seed, **self.setting.options), tell)
+        found = learn(self, streams.load(self.setting.kind, self.seed, **self.setting.options), seldom)
         return found | {"wall_seconds": time.perf_counter() - start}
 
     def record(self, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,23 +81,27 @@ class Run:
             "knob": self.knob if METHODS[self.method].knob else None,
             "seed": self.seed,
         }
-        named = {"key": self.key, "stream": self.stream, "method": self.method}
+        named: dict[str, Any] = {"key": self.key, "stream": self.stream, "method": self.method}
         named |= {"phase": self.phase, "budget": self.budget}
-        kept = {"metrics", "diverged"} if self.phase == "tune" else set(result) - {"about"}
+        if self.phase == "report":
+            setting = replace(self.setting, **METHODS[self.method].changes)
+            named |= {"per_task": setting.per_task, "policy": setting.policy}
+        kept = {"tune": ["metrics", "diverged"], "time": ["seconds"]}.get(self.phase, set(result) - {"about"})
         return named | numbers | rounded({name: result[name] for name in result if name in kept})
 
 
-def learn(run: Run, stream: Stream, tell: Callable[[int, int, str], None]) -> dict[str, Any]:
+def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
     """Learn a stream, and return what was measured; `about` says what it depends on."""
-    setting, method, model = run.setting, METHODS[run.method], stream.model
+    method, model = METHODS[run.method], stream.model
+    setting = replace(run.setting, **method.changes)
     tasks = mixed(stream.tasks, run.seed) if method.joint else stream.tasks
     cross_entropy = CrossEntropy(stream.logits)
     optimizer = make_optimizer(setting.optimizer, model, run.rate)
-    rows_each = setting.rows if method.rows is None else method.rows
-    setup = Setup(stream, optimizer, run.knob, setting.per_task, rows_each, run.seed)
+    memory = setting.per_task, setting.policy, setting.rows
+    setup = Setup(stream, optimizer, run.knob, *memory, run.seed)
     learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
     schedule = Schedule.of(setting)
-    if run.phase == "tune":
+    if run.phase != "report":
         schedule = replace(schedule, eval_interval=NEVER, probe_interval=NEVER)
     record = Recorder(
         schedule,
@@ -131,7 +136,8 @@ def learn(run: Run, stream: Stream, tell: Callable[[int, int, str], None]) -> di
                 learner.end_step()
             record.after_update()
         stored.add(task.train, k)
-        learner.end_task(k, stored.batch(k))
+        kept: Any = stored.batch(k)
+        learner.end_task(k, kept)
         record.end_task()
     about: dict[str, Any] = {"versions": VERSIONS, "hashes": dict(stream.hashes), "setting": vars(setting)}
     about |= {"machine": platform.processor() or platform.machine(), "system": platform.system()}
