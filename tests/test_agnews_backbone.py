@@ -9,9 +9,11 @@ pytest.importorskip("peft")
 pytest.importorskip("sklearn")
 
 import torch
+from transformers import AutoTokenizer, GPT2Config, GPT2Model
 
-from examples.lora_agnews import backbone, corpus, small
+from examples.lora_agnews import backbone, corpus, small, train
 from examples.lora_agnews.config import MINI, SetupError
+from examples.lora_agnews.stream import Split
 
 TEXTS, LABELS = corpus.generate([80] * 4)
 CONFIG = replace(MINI, small_steps=3)
@@ -91,3 +93,31 @@ def test_a_name_that_leads_nowhere_is_explained(tmp_path, monkeypatch):
         backbone.locate("no/such-model")
     with pytest.raises(SetupError, match=r"config\.json"):
         backbone.locate(str(tmp_path))
+
+
+def test_a_batch_in_parts_has_the_same_gradient(folder):
+    model, tokenizer = backbone.load(folder, seed=0, dropout=False)
+    split = Split(TEXTS[:7], LABELS[:7])
+    batch = backbone.encode(split, tokenizer, replace(CONFIG, device="cpu"))
+    found = []
+    for size in (7, 3):
+        model.zero_grad()
+        loss = train.backward(model, batch, size)
+        found.append([loss, *(p.grad for p in model.parameters() if p.requires_grad)])
+    torch.testing.assert_close(*found)
+    widths = [int(part["attention_mask"].sum(dim=1).max()) for part in backbone.parts(batch, 3)]
+    assert len(widths) == 3
+    assert widths == sorted(widths)  # sorted by length: less padding
+
+
+def test_gelu_in_one_operation_gives_the_same_answer(folder, tmp_path):
+    shape = GPT2Config.from_pretrained(folder)
+    shape.activation_function = "gelu_new"  # as of GPT-2 on the hub
+    slow = GPT2Model(shape).eval()
+    slow.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path)
+    model, tokenizer = backbone.load(tmp_path, seed=0)
+    assert model.config.activation_function == "gelu_pytorch_tanh"
+    tokens = tokenizer([TEXTS[0][:40]], return_tensors="pt")
+    fast = model.eval().base_model.model.transformer
+    torch.testing.assert_close(slow(**tokens).last_hidden_state, fast(**tokens).last_hidden_state)

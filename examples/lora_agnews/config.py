@@ -41,6 +41,7 @@ class Config:
     lr: float = setting(1e-3, "learning rate of AdamW")
     batch_size: int = setting(32, "rows in a training batch")
     eval_batch_size: int = setting(50, "rows in an evaluation batch")
+    microbatch: int = setting(32, "most rows in one forward pass of learning; more are taken in parts")
     margin: float = setting(0.3, "memory strength of GEM and I-GEM")
     pgd_steps: int = setting(3, "iterations of I-GEM")
     projection_interval: int = setting(1, "project every that many steps")
@@ -88,7 +89,7 @@ class Config:
 
 PAPER = Config()
 QUICK = replace(PAPER, preset="quick", seeds=(0, 2, 5), rows=1_600, backbone="small", max_length=48)
-QUICK = replace(QUICK, eval_interval=10, eval_rows=160, probe_interval=4)
+QUICK = replace(QUICK, microbatch=1_000, eval_interval=10, eval_rows=160, probe_interval=4)
 MINI = replace(
     QUICK, preset="mini", seeds=(0, 1), methods=("plain", "gem"), rows=60, batch_size=8, device="cpu"
 )

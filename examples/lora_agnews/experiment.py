@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from gemproj import project
 
-from . import figures, prepare, report, runs, stream
+from . import backbone, figures, prepare, report, runs, stream
 from .config import Config, SetupError
 from .data import Articles
 
@@ -49,9 +49,15 @@ def run(
     if torch.cuda.is_available():
         machine["gpu"] = torch.cuda.get_device_name()
     summary = report.summarize(records)
-    about = {"config": asdict(config), "data": articles.source, "environment": runs.VERSIONS | machine}
-    results = json.dumps(about | {"summary": summary, "runs": records}, indent=1)
-    (out / "results.json").write_text(results, encoding="utf-8")
+    results = {
+        "config": asdict(config),
+        "data": articles.source,
+        "parameters": backbone.trained(folder),
+        "environment": runs.VERSIONS | machine,
+        "summary": summary,
+        "runs": records,
+    }
+    (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     (out / "table.md").write_text(report.markdown(summary), encoding="utf-8")
     paths = figures.draw(records, summary, out)
     console.print()

@@ -53,11 +53,11 @@ def final_accuracy(records: Sequence[Record], summary: Summary) -> Figure:
     """Bars of the final average accuracy, a dot for each seed."""
     figure, axes = plt.subplots(figsize=(1.4 + 0.95 * len(summary), 3.4))
     for x, (name, numbers) in enumerate(summary.items()):
-        _bar(axes, x, numbers["average_accuracy"], 100, 0.62, color=METHODS[name].colour)
+        bar(axes, x, numbers["average_accuracy"], 100, 0.62, color=METHODS[name].colour)
         values = [100 * r["metrics"]["average_accuracy"] for r in records if r["method"] == name]
         spread = np.linspace(0.12, 0.24, len(values))  # beside the error bar
         axes.scatter(x + spread, values, s=16, color="white", edgecolor=INK, linewidth=0.8, zorder=4)
-    _ticks(axes, [METHODS[name].title for name in summary])
+    ticks(axes, [METHODS[name].title for name in summary])
     axes.set_ylim(0, 100)
     axes.set_ylabel("Final average accuracy (%)")
     return noted(figure, "Dots: seeds. Error bars: standard deviation across seeds.")
@@ -105,10 +105,10 @@ def transfer(records: Sequence[Record], summary: Summary) -> Figure:
         for group, metric in enumerate(metrics):
             x = group + (k - (len(summary) - 1) / 2) * width
             look = {"color": METHODS[name].colour, "label": None if group else METHODS[name].title}
-            _bar(axes, x, numbers[metric.lower().replace(" ", "_")], 1, 0.9 * width, **look)
+            bar(axes, x, numbers[metric.lower().replace(" ", "_")], 1, 0.9 * width, **look)
     axes.axhline(0, color=INK, linewidth=0.8)
     axes.spines["bottom"].set_visible(False)
-    _ticks(axes, [f"{metric}\n({better} is better)" for metric, better in metrics.items()])
+    ticks(axes, [f"{metric}\n({better} is better)" for metric, better in metrics.items()])
     axes.set_ylabel("Difference in accuracy")
     figure.legend(loc="outside upper center", ncols=6)
     return noted(figure, "Error bars: standard deviation across seeds.")
@@ -128,11 +128,11 @@ def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
         parts = summary[name]["seconds_per_projection"], summary[name]["seconds_per_step"]["constraints"]
         looks = {"color": METHODS[name].colour}, {"edgecolor": METHODS[name].colour, **hatched}
         for at, estimate, look in zip((x - 0.2, x + 0.2), parts, looks, strict=True):
-            _bar(axes, at, estimate, 1e3, 0.36, **look)
+            bar(axes, at, estimate, 1e3, 0.36, **look)
             tops.append(1e3 * estimate["mean"])
             above = tops[-1] + 1e3 * (estimate["std"] or 0)
             axes.annotate(significant(tops[-1]), (at, above), (0, 3), textcoords="offset points", ha="center")
-    _ticks(axes, [METHODS[name].title for name in names])
+    ticks(axes, [METHODS[name].title for name in names])
     axes.set_yscale("log")
     axes.set_ylim(10 ** np.floor(np.log10(min(tops)) - 0.3), 2 * 10 ** np.ceil(np.log10(max(tops))))
     axes.yaxis.set_major_formatter("{x:g}")
@@ -146,14 +146,16 @@ def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
     return noted(figure, note)
 
 
-def _bar(axes: Axes, x: float, estimate: Any, scale: float, width: float, **look: Any) -> None:
+def bar(axes: Axes, x: float, estimate: Any, scale: float, width: float, **look: Any) -> None:
+    """Draw a mean as a bar, with its standard deviation if there is one."""
     axes.bar(x, scale * estimate["mean"], width, **look)
     if estimate["std"] is not None:
         mean, std = scale * estimate["mean"], scale * estimate["std"]
         axes.errorbar(x, mean, std, color=INK, capsize=3, linewidth=1.1, zorder=3)
 
 
-def _ticks(axes: Axes, names: Sequence[str]) -> None:
+def ticks(axes: Axes, names: Sequence[str]) -> None:
+    """Name the groups of bars."""
     axes.set_xticks(range(len(names)), names)
     axes.tick_params(axis="x", length=0)
 

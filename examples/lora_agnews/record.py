@@ -17,6 +17,7 @@ from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
 from . import backbone, metrics
+from . import memory as peaks
 from .backbone import rows
 
 PHASES = ("batch", "constraints", "projection", "optimizer")
@@ -64,7 +65,9 @@ class Recorder:
         steps = (schedule.epochs * -(-len(task["labels"]) // schedule.batch_size) for task in train)
         self.boundaries = list(accumulate(steps))
         self.test, self.glimpse = test, [rows(part, slice(schedule.eval_rows)) for part in test]
+        self.device = torch.device(schedule.device)
         self.seconds: dict[str, list[float]] = defaultdict(list)
+        self.peak_bytes: dict[str, int] = {}
         self.probes: list[dict[str, float]] = []
         self.held: list[float] = []  # losses on the stored examples of each task, when they were stored
         self.R = [self._accuracies(test)]
@@ -81,10 +84,13 @@ class Recorder:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Time a phase of a step, with the device synchronised at both ends."""
+        """Time a phase of a step, with the device synchronised at both ends, and note the memory it takes."""
+        peaks.restart(self.device)
         start = self._now()
         yield
         self.seconds[phase].append(self._now() - start)
+        if found := peaks.peak(self.device):
+            self.peak_bytes[phase] = max(found, self.peak_bytes.get(phase, 0))
         self.timed.add(phase)
 
     def begin_step(self, step: int) -> None:
@@ -143,6 +149,7 @@ class Recorder:
                 "mean_projection": sum(projections) / len(projections) if projections else None,
                 "projections": len(projections),
             },
+            "peak_bytes": self.peak_bytes,
         }
 
     def _due(self, interval: int) -> bool:
@@ -160,9 +167,8 @@ class Recorder:
         return losses
 
     def _now(self) -> float:
-        device = torch.device(self.schedule.device).type
-        if device != "cpu":
-            getattr(torch, device).synchronize()
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).synchronize()
         return time.perf_counter()
 
 

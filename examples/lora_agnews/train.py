@@ -30,8 +30,9 @@ def learn(
     memory = EpisodicMemory(per_task=config.per_task, label="labels", seed=seed)
     shuffler = torch.Generator().manual_seed(seed)
     projector: Any = GradientProjector(trainable, **method.options(config))
-    if method.balance:
-        projector = MEGA(trainable, method.balance)
+    how = {"microbatch": config.microbatch}
+    if method.balance:  # takes its sample whole
+        projector, how = MEGA(trainable, method.balance), {}
     attached = projector.on != "gradient"
     if attached:  # from now on, the steps of the optimizer are projected
         projector.attach(optimizer)
@@ -44,15 +45,16 @@ def learn(
             step += 1
             record.begin_step(step)
             with record.time("batch"):
-                loss = batch_loss(model, batch)
-                if method.replay and len(memory):
-                    loss = loss + batch_loss(model, memory.sample(config.sample_size))
                 optimizer.zero_grad()
-                loss.backward()
+                loss = backward(model, batch, config.microbatch)
+                if method.replay and len(memory):
+                    backward(model, memory.sample(config.sample_size), config.microbatch)
 
             if method.batches and len(memory) and step % config.projection_interval == 0:
                 with record.time("constraints"):
-                    projector.recall(model, method.batches(memory, config.sample_size), batch_loss)
+                    references = method.batches(memory, config.sample_size)
+                    references = [backbone.by_length(part, config.microbatch) for part in references]
+                    projector.recall(model, references, batch_loss, **how)
                 if method.balance:
                     with record.time("projection"):
                         projector.balance_(loss)
@@ -68,6 +70,16 @@ def learn(
             record.after_update()
         memory.add(task, k)
         record.end_task()
+
+
+def backward(model: nn.Module, batch: Batch, microbatch: int) -> Tensor:
+    """Add the gradient of the mean loss to ``.grad``; return the loss. One graph is in memory at a time."""
+    loss = torch.zeros((), device=batch["labels"].device)
+    for part in backbone.parts(batch, microbatch):
+        share = batch_loss(model, part) * (len(part["labels"]) / len(batch["labels"]))
+        share.backward()
+        loss += share.detach()
+    return loss
 
 
 def batches(examples: Batch, size: int, epochs: int, generator: torch.Generator) -> Iterator[Batch]:

@@ -1,0 +1,94 @@
+"""The experiment of the I-GEM paper, and its two tables and four figures beside the published ones.
+
+Where GPT-2 medium is at hand this is the paper's protocol as its appendix has it. Elsewhere it is the same
+protocol on the small backbone, which is pretrained here. All options that are not listed go to
+examples.lora_agnews. Finished runs are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from examples.lora_agnews import __main__ as agnews
+from examples.lora_agnews import backbone, figures, report
+from examples.lora_agnews.config import SetupError
+from examples.study import paper_figures, paper_report, published
+
+MEDIUM, VARIABLE = "gpt2-medium", "AGNEWS_BACKBONE"
+RUNS, OUT = Path("runs/study-paper"), Path("docs/results/study/paper")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what is missing, then write tables and figures; return the experiment's exit status."""
+    parser = ArgumentParser(
+        "python -m examples.study.paper", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--backbone", help=f"folder or name on the hub, by default ${VARIABLE} or {MEDIUM}")
+    parser.add_argument("--preset", help="another protocol, as for examples.lora_agnews")
+    parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder for the runs, by default {RUNS}")
+    parser.add_argument("--out", type=Path, default=OUT, help=f"for tables and figures, by default {OUT}")
+    parser.add_argument("--draw", action="store_true", help="run nothing: draw what OUT/results.json says")
+    given, others = parser.parse_known_args(arguments)
+    given.out.mkdir(parents=True, exist_ok=True)
+    if not given.draw:
+        try:
+            preset = ["--preset", given.preset] if given.preset else protocol(given.backbone)
+        except SetupError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        status = agnews.main([*preset, *others, "--out", str(given.runs)])
+        if status:
+            return status
+        found = json.loads((given.runs / "results.json").read_text(encoding="utf-8"))
+        (given.out / "results.json").write_text(lean(found), encoding="utf-8")
+    write(given.out)
+    return 0
+
+
+def protocol(wanted: str | None) -> list[str]:
+    """Return the options of the paper's protocol; on the small backbone if GPT-2 medium is out of reach."""
+    named = wanted or os.environ.get(VARIABLE)
+    try:
+        backbone.locate(named or MEDIUM)
+    except SetupError as error:
+        if named:
+            raise
+        print(f"The same protocol on the small backbone: {error}")
+        return ["--preset", "quick", "--seeds", ",".join(map(str, published.SEEDS))]
+    return ["--preset", "paper", "--backbone", named or MEDIUM]
+
+
+def lean(results: dict[str, Any]) -> str:
+    """Return the results as JSON, one run a line, without what no table or figure needs."""
+    results["config"]["backbone"] = Path(results["config"]["backbone"]).name
+    for run in results["runs"]:
+        del run["guarantee"]["probes"]
+    runs = results.pop("runs")
+    del results["summary"]
+    about = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in results.items()]
+    lines = ",\n".join(json.dumps(run) for run in runs)
+    return "{" + ",\n".join([*about, f'"runs": [\n{lines}\n]']) + "}\n"
+
+
+def write(out: Path) -> None:
+    """Write tables and figures of the results in a folder."""
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    records, summary = results["runs"], report.summarize(results["runs"])
+    (out / "table.md").write_text(paper_report.markdown(results, summary), encoding="utf-8")
+    config = results["config"]
+    shape = f"{config['small_layers']} layers of width {config['small_width']}"
+    name = f"GPT-2 of {shape}" if config["backbone"] == "small" else config["backbone"]
+    here = f"{name}, {results['environment'].get('gpu', config['device'].upper())}"
+    for drawing in paper_figures.FIGURES:
+        figures.save(out / f"{drawing.__name__}.png", drawing, records, summary, here)
+    print(f"tables and figures are in {out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

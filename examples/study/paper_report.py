@@ -1,0 +1,140 @@
+"""The paper's two tables beside those of an experiment, what differs between them, and the paper's claims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..lora_agnews.methods import METHODS
+from ..lora_agnews.metrics import METRICS
+from ..lora_agnews.report import Summary, markdown_table, plus_minus, significant
+from . import published
+from .compare import Runs, average_accuracy, paired
+
+Results = dict[str, Any]  # what the experiment writes as results.json
+SMALL = "small"
+
+
+def markdown(results: Results, summary: Summary) -> str:
+    """Return the page."""
+    config = results["config"]
+    spread = f"Mean ± standard deviation over the seeds {', '.join(map(str, config['seeds']))}"
+    same = "" if tuple(config["seeds"]) == published.SEEDS else "; the paper has others"
+    accuracy = ["Method", "AvgAcc (%), paper", "AvgAcc (%), here", "Projection (ms), paper", "here"]
+    transfer = ["Method", *(f"{name}, {where}" for name in ("BWT", "FWT", "Forgetting") for where in WHERE)]
+    parts = [
+        f"{spread}{same}. Projection: mean time of one, without constraint gradients. A dash: not in the "
+        "paper, or no projection.",
+        markdown_table(accuracy, accuracy_rows(summary)),
+        f"{spread}{same}.",
+        markdown_table(transfer, transfer_rows(summary)),
+        "What the paper concludes from its tables, and the same here: differences in AvgAcc are paired over "
+        "the seeds, with the 95 % interval of Student's t; ratios are of means.",
+        markdown_table(["Conclusion", "Paper", "Here"], claim_rows(results, summary)),
+        "What differs, or is not given:",
+        markdown_table(["", "Paper", "Here"], difference_rows(results)).replace("---:", "---"),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+WHERE = ("paper", "here")
+
+
+def accuracy_rows(summary: Summary) -> list[list[str]]:
+    """Return the paper's first table: final accuracy and time of a projection."""
+    return [
+        [
+            METHODS[name].title,
+            *(_cell(found, name, "average_accuracy", 100, 2) for found in (published.SUMMARY, summary)),
+            *(_cell(found, name, "seconds_per_projection", 1e3) for found in (published.SUMMARY, summary)),
+        ]
+        for name in summary
+    ]
+
+
+def transfer_rows(summary: Summary) -> list[list[str]]:
+    """Return the paper's second table: BWT, FWT and forgetting."""
+    _, *metrics = METRICS
+    both = published.SUMMARY, summary
+    return [
+        [METHODS[name].title, *(_cell(found, name, metric, 1, 3) for metric in metrics for found in both)]
+        for name in summary
+    ]
+
+
+def claim_rows(results: Results, summary: Summary) -> list[list[str]]:
+    """Return the paper's conclusions in numbers, and differences that it has not measured."""
+    runs: Runs = {name: [run for run in results["runs"] if run["method"] == name] for name in summary}
+    found = []
+    for name, other in (
+        ("igem", "gem"),
+        ("igem", "agem"),
+        ("gem", "agem"),
+        ("gem-step", "gem"),
+        ("replay", "gem"),
+        ("gem", "plain"),
+    ):
+        difference = paired(runs.get(name, []), runs.get(other, []), average_accuracy)
+        if difference is not None:
+            text = f"{100 * difference.mean:+.2f} ± {100 * difference.half:.2f}"
+            what = f"AvgAcc, {METHODS[name].title} minus {METHODS[other].title} (points)"
+            found.append([what, _published_difference(name, other), text])
+    for name, other in (("gem", "igem"), ("igem", "agem")):
+        if name in summary and other in summary:
+            what = f"Time of a projection, {METHODS[name].title} over {METHODS[other].title}"
+            found.append([what, _ratio(published.SUMMARY, name, other), _ratio(summary, name, other)])
+    return found
+
+
+def difference_rows(results: Results) -> list[list[str]]:
+    """Return settings that differ from the paper's or that it does not give: what, there, and here."""
+    config, machine = results["config"], results["environment"]
+    train = round(0.8 * config["rows"])
+    learned = "pretrained on the training articles of the stream"
+    small = f"GPT-2 with {config['small_layers']} layers of width {config['small_width']}, {learned}"
+    device = f"{machine.get('gpu') or config['device'].upper()}, torch {machine['torch']}"
+    return [
+        ["Backbone", "GPT-2 medium, 355M", small if config["backbone"] == SMALL else config["backbone"]],
+        ["Trained parameters d", "not given; 2,166,784 follow", f"{results['parameters']:,}"],
+        ["Length (tokens)", "512", str(config["max_length"])],
+        ["Articles", "AG News", results["data"]],
+        ["Rows of an experience", "not given", f"{train:,} to train, {config['rows'] - train:,} to test"],
+        ["Class shares", "not given", f"{config['dominant_share']:.0%} of one class, the others equal"],
+        ["Device", "NVIDIA H100", f"{device}, one thread a run" if config["device"] == "cpu" else device],
+        [
+            "GEM's projection",
+            "a quadratic program, solver not named",
+            "exact, on the t x t Gram matrix of the constraints",
+        ],
+        [
+            "I-GEM's step size",
+            "c / sigma, c from 0.5 to 0.9, sigma by power iteration",
+            "1 / L with L never below the largest eigenvalue",
+        ],
+        ["Memory", "balance over labels advised, not said whether so", "balanced over the labels of a task"],
+        ["Optimizer", "AdamW as an example, weight decay not given", "AdamW, weight decay 0.01"],
+        [
+            "FWT",
+            "baseline: accuracy at random initialization",
+            "the same run's accuracy before training",
+        ],
+        ["Standard deviation", "not said which", "of a sample (n - 1)"],
+    ]
+
+
+def _cell(
+    summary: Mapping[str, Any], name: str, number: str, scale: float, decimals: int | None = None
+) -> str:
+    return plus_minus(summary[name][number], scale, decimals) if name in summary else "-"
+
+
+def _published_difference(name: str, other: str) -> str:
+    one, two = published.SUMMARY.get(name), published.SUMMARY.get(other)
+    if one is None or two is None:
+        return "-"
+    return f"{100 * (one['average_accuracy']['mean'] - two['average_accuracy']['mean']):+.2f}"
+
+
+def _ratio(summary: Mapping[str, Any], name: str, other: str) -> str:
+    one, two = (summary[method]["seconds_per_projection"]["mean"] for method in (name, other))
+    return significant(one / two, 2)
