@@ -80,7 +80,7 @@ def test_gem_keeps_its_promise_and_others_do_not():
 
 
 def test_methods_that_store_examples_have_the_same_bytes():
-    names = [name for name in settings.BASIC if METHODS[name].family not in ("bounds", "no examples")]
+    names = [name for name in settings.BASIC if METHODS[name].family not in ("reference", "no examples")]
     found = {name: done(name)["bytes"] for name in names}
     example = 64 * 4 + 8
     # Those that store outputs, too, have room for fewer; losses of a bound come on top, four bytes each.

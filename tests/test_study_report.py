@@ -23,6 +23,7 @@ class Method:
     colour: str
     family: str
     knob: str = ""
+    joint: bool = False
 
 
 METHODS = {
@@ -235,3 +236,20 @@ def test_labels_do_not_cover_each_other(records):
     boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]
     assert len(boxes) == 15
     assert not any(a.overlaps(b) for k, a in enumerate(boxes) for b in boxes[:k])
+
+
+def test_joint_training_has_no_order_and_a_diverged_run_no_drift():
+    methods = METHODS | {"all": Method("Joint", "#000000", "Bounds", joint=True)}
+    records = [run(name, seed) for name in ("plain", "replay", "all") for seed in range(3)]
+    records[0] |= {"drift": 1e30, "diverged": True}
+    text = report.page(records, methods, "permuted", "rows")
+    [line] = [
+        line for line in report.accuracy(grouped(records, methods), methods).splitlines() if "Joint" in line
+    ]
+    assert line.count(" - ") == 4
+    assert "(2 of 3 seeds)" in text
+    assert "Joint" not in text[text.index("Method minus Replay") :]
+
+
+def grouped(records, methods):
+    return compare.reported(records, methods, "permuted", "rows")

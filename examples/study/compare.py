@@ -38,8 +38,11 @@ def lowest_past_accuracy(record: Record) -> float:
     It shows what a task loses in between and regains: the stability gap. It is the min-ACC of De Lange et al.
     (2023, arXiv 2205.13452).
     """
-    lowest = [
-        min(point["accuracy"][task] for point in record["curve"] if point["step"] > learned)
+    lowest = [  # a run that has diverged has no curve any more, but accuracies at the end
+        min(
+            [point["accuracy"][task] for point in record["curve"] if point["step"] > learned]
+            or [record["accuracies"][-1][task]]
+        )
         for task, learned in enumerate(record["boundaries"][:-1])
     ]
     return sum(lowest) / len(lowest)

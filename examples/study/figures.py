@@ -80,7 +80,7 @@ def accuracy_over_stream(runs: Runs, methods: Mapping[str, Any], selection: Sequ
 def paired_differences(runs: Runs, methods: Mapping[str, Any], baseline: str = "replay") -> Figure:
     """Accuracy of each method minus that of a baseline, paired over the seeds, by family."""
     rows: list[tuple[str, str, Interval | None]] = []  # text, colour, difference; none for a family
-    others = [name for name in runs if name != baseline]
+    others = [name for name in runs if name != baseline and not methods[name].joint]
     for family in dict.fromkeys(methods[name].family for name in others):
         rows.append((family, INK, None))
         for name in (name for name in others if methods[name].family == family):

@@ -6,20 +6,23 @@ from pathlib import Path
 
 from . import compare, figures, plan, report
 from .results import Results
-from .settings import METHODS
+from .settings import METHODS, STREAMS
 
 OVER_STREAM = ("plain", "agem", "gem", "gem-bound", "gpm", "replay", "der", "gem-margin", "gem-kl")
 
 
 def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     """Write them into a folder, and return their paths; none if nothing has been reported."""
-    records = plan.published(stream, results)
+    records, methods = (
+        plan.published(stream, results),
+        {name: METHODS[name] for name in STREAMS[stream].methods},
+    )
     if not records:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"{stream}.md"
-    page.write_text(report.page(records, METHODS, stream, "rows"), encoding="utf-8")
-    runs = compare.timed(compare.reported(records, METHODS, stream, "rows"), records)
+    page.write_text(report.page(records, methods, stream, "rows"), encoding="utf-8")
+    runs = compare.timed(compare.reported(records, methods, stream, "rows"), records)
     written = [page]
     for name, drawing, needed, more in (
         ("cost", figures.accuracy_and_cost, "plain", ()),
@@ -28,5 +31,5 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     ):
         if needed in runs and len(runs) > 1:
             written.append(folder / f"{stream}-{name}.png")
-            figures.save(written[-1], drawing, runs, METHODS, *more)
+            figures.save(written[-1], drawing, runs, methods, *more)
     return written

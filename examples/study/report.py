@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from ..lora_agnews.metrics import mean_std
@@ -16,26 +17,33 @@ SPREAD = "Mean ± sample standard deviation (n - 1) over the seeds, whose number
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: its head, what it shows of a run, in which unit, with how many decimals."""
+    """A column of numbers: its head, what it shows of a run, in which unit, with how many decimals.
+
+    `ordered` says that it is about tasks that come one after the other: joint training has no such number.
+    """
 
     head: str
     measure: Measure
     scale: float = 1.0
     decimals: int | None = None  # None: significant digits
+    ordered: bool = True
 
-    def cell(self, runs: Sequence[Record]) -> str:
+    def cell(self, runs: Sequence[Record], joint: bool) -> str:
         """Return mean ± standard deviation, and from how many runs if some have no such number."""
-        values = [value for run in runs if (value := self.measure(run)) is not None]
+        if joint and self.ordered:
+            return "-"
+        found = (self.measure(run) for run in runs)
+        values = [value for value in found if value is not None and isfinite(value)]
         text = plus_minus(mean_std(values), self.scale, self.decimals)
         return text if len(values) in (0, len(runs)) else f"{text} ({len(values)} of {len(runs)} seeds)"
 
 
 ACCURACY = [
-    Column("AvgAcc (%)", compare.average_accuracy, 100, 1),
+    Column("AvgAcc (%)", compare.average_accuracy, 100, 1, ordered=False),
     Column("BWT", compare.backward_transfer, 1, 3),
     Column("FWT", lambda run: run["metrics"]["forward_transfer"], 1, 3),
     Column("Forgetting", lambda run: run["metrics"]["forgetting"], 1, 3),
-    Column("Last task (%)", compare.last_accuracy, 100, 1),
+    Column("Last task (%)", compare.last_accuracy, 100, 1, ordered=False),
     Column("Lowest of past tasks (%)", compare.lowest_past_accuracy, 100, 1),
 ]
 
@@ -50,19 +58,22 @@ def _checked(what: str, number: str) -> Measure:
     return lambda run: run["guarantee"] and run["guarantee"][what][number]
 
 
+PARTS = {
+    "Batch": "batch",
+    "Constraint gradients": "constraints",
+    "Projection": "projection",
+    "Optimizer": "optimizer",
+}
 COST = [
-    Column("Batch", _spent("batch"), 1e3),
-    Column("Constraint gradients", _spent("constraints"), 1e3),
-    Column("Projection", _spent("projection"), 1e3),
-    Column("Optimizer", _spent("optimizer"), 1e3),
-    Column("Whole step", compare.seconds_per_step, 1e3),
+    *(Column(head, _spent(part), 1e3, ordered=False) for head, part in PARTS.items()),
+    Column("Whole step", compare.seconds_per_step, 1e3, ordered=False),
 ]
 MEMORY = Column("Memory (kB)", lambda run: run["bytes"], 1e-3)
 PROMISES = [
     Column("Violated by gradient (%)", _checked("gradient", "violated"), 100, 1),
     Column("Violated by step (%)", _checked("update", "violated"), 100, 1),
     Column("Worst cosine of a step", _checked("update", "worst_cosine"), 1, 3),
-    Column("Drift (nats)", lambda run: run["drift"], 1, 3),
+    Column("Drift (nats)", lambda run: None if run.get("diverged") else run["drift"], 1, 3),
 ]
 # All are better the higher they are.
 DIFFERENCES = {
@@ -87,7 +98,8 @@ def page(
     records : iterable of dict
         Runs, of which the reported ones are taken.
     methods : mapping
-        By key, in the order of the rows: objects with `title` and `knob`, the name of the main knob or "".
+        By key, in the order of the rows: objects with `title`, `knob`, the name of the main knob or "", and
+        `joint`, whether all tasks are learned at once.
     stream, budget : str
         Which runs.
     baselines : sequence of str
@@ -122,7 +134,9 @@ def cost(runs: Runs, methods: Mapping[str, Any], plain: str = "plain") -> str:
     columns = list(COST)
     if plain in runs:
         caption += f" Relative: whole step over the mean whole step of {methods[plain].title}."
-        columns.append(Column("Relative", compare.seconds_per_step, 1 / compare.mean_step(runs[plain]), 2))
+        columns.append(
+            Column("Relative", compare.seconds_per_step, 1 / compare.mean_step(runs[plain]), 2, False)
+        )
     return _table(caption, runs, methods, [*columns, MEMORY])
 
 
@@ -132,7 +146,7 @@ def promises(runs: Runs, methods: Mapping[str, Any]) -> str:
         "Promises: share of measured steps with cos(g_k, v) < -0.001 for some stored task k, where v is the "
         "gradient handed to the optimizer, or the step that the optimizer makes of it; the worst cosine of a "
         "step in a run; and by how much the loss on the stored examples has risen at the end since they were "
-        "stored."
+        "stored. Runs that have diverged have no such rise."
     )
     return _table(caption, runs, methods, PROMISES)
 
@@ -145,7 +159,7 @@ def differences(runs: Runs, methods: Mapping[str, Any], baseline: str = "replay"
         "by chance. Higher is better in all columns."
     )
     rows = []
-    for name in (name for name in runs if name != baseline):
+    for name in (name for name in runs if name != baseline and not methods[name].joint):
         found = [compare.paired(runs[name], runs[baseline], measure) for measure in DIFFERENCES.values()]
         seeds = str(found[0].n) if found[0] else "0"
         rows.append([methods[name].title, seeds, *map(difference, found)])
@@ -189,7 +203,7 @@ def _table(
     text = text or {}
     rows = [
         [methods[name].title, str(len(found)), *(column[k] for column in text.values())]
-        + [column.cell(found) for column in columns]
+        + [column.cell(found, methods[name].joint) for column in columns]
         for k, (name, found) in enumerate(runs.items())
     ]
     head = ["Method", "Seeds", *text, *(column.head for column in columns)]

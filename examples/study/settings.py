@@ -105,8 +105,8 @@ def gem(**options: Any) -> Callable[[Setup], Learner]:
 GREY, BLACK, GREEN, PINK = "#999999", "#000000", "#009E73", "#CC79A7"
 PURPLE, ORANGE, BLUE, SKY, RED = "#882255", "#E69F00", "#0072B2", "#56B4E9", "#D55E00"
 METHODS = {
-    "plain": Method("Fine-tuning", "bounds", GREY, Learner),
-    "joint": Method("Joint", "bounds", BLACK, Learner, joint=True),
+    "plain": Method("Fine-tuning", "reference", GREY, Learner),
+    "joint": Method("Joint", "reference", BLACK, Learner, joint=True),
     "replay": Method("Replay", "replay", GREEN, Replay, "weight", WEIGHTS),
     "der": Method("Replay + KL", "replay", GREEN, DistilledReplay, "weight", WEIGHTS),
     "ewc": Method("EWC", "no examples", PINK, EWC, "strength", (1.0, 10.0, 100.0)),

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isfinite
 from typing import Any
 
 import torch
@@ -192,9 +193,9 @@ def describe(learner: Any) -> str:
 
 
 def rounded(value: Any) -> Any:
-    """Return plain values with five digits: more is noise, and takes space."""
+    """Return plain values with five digits, as more is noise; None for what JSON has no number for."""
     if isinstance(value, float):
-        return float(f"{value:.5g}")
+        return float(f"{value:.5g}") if isfinite(value) else None
     if isinstance(value, Mapping):
         return {name: rounded(part) for name, part in value.items()}
     return [rounded(part) for part in value] if isinstance(value, list | tuple) else value
