@@ -231,7 +231,7 @@ def test_labels_do_not_cover_each_other(records):
         name: [run(name, seed, 0.002 * k, 0.01 + 0.001 * k) for seed in range(3)]
         for k, name in enumerate(names)
     }
-    figure = figures.accuracy_and_cost(runs, names, "m0")
+    figure = figures.accuracy_and_cost(runs, names, plain="m0")
     figure.draw_without_rendering()
     boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]
     assert len(boxes) == 15
@@ -253,3 +253,14 @@ def test_joint_training_has_no_order_and_a_diverged_run_no_drift():
 
 def grouped(records, methods):
     return compare.reported(records, methods, "permuted", "rows")
+
+
+def test_times_are_those_of_runs_that_had_the_machine_to_themselves():
+    records = [run(name, seed, step=0.01) for name in ("plain", "replay") for seed in range(3)]
+    records += [run("replay", seed, step=0.04) | {"phase": "time"} for seed in range(2)]
+    runs = grouped(records, METHODS)
+    times = compare.timed(runs, records)
+    assert len(runs["replay"]) == 3
+    assert [len(times[name]) for name in ("plain", "replay")] == [3, 2]
+    ratio = compare.mean_step(times["replay"]) / compare.mean_step(times["plain"])
+    assert ratio == pytest.approx(4, rel=0.1)

@@ -117,20 +117,18 @@ def reported(records: Iterable[Record], methods: Mapping[str, Any], stream: str,
 
 
 def timed(runs: Runs, records: Iterable[Record]) -> Runs:
-    """Return runs with the times of runs that had the machine to themselves, where there are such.
+    """Return the runs that had the machine to themselves instead, of the methods that have such runs.
 
-    Those of all seeds take the means over the timed ones: times do not depend on the seed.
+    Their bytes are those of the reported runs.
     """
-    alone: dict[str, list[dict[str, Any]]] = {}
+    alone: Runs = {}
     for record in records:
         if record["phase"] == "time":
-            alone.setdefault(record["method"], []).append(record["seconds"]["per_step"])
-    means = {
-        name: {part: float(np.mean([one[part] for one in found])) for part in found[0]}
-        for name, found in alone.items()
-    }
+            alone.setdefault(record["method"], []).append(record)
     return {
-        name: [run | {"seconds": {"per_step": means[name]}} if name in means else run for run in found]
+        name: [one | {"bytes": found[0]["bytes"]} for one in one_setting(alone[name])]
+        if name in alone
+        else found
         for name, found in runs.items()
     }
 

@@ -24,11 +24,17 @@ MARKERS = "osD^vP*Xh<>"
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
 
 
-def accuracy_and_cost(runs: Runs, methods: Mapping[str, Any], plain: str = "plain") -> Figure:
-    """Accuracy against the time of a step; the line is the best accuracy at that cost or below."""
+def accuracy_and_cost(
+    runs: Runs, methods: Mapping[str, Any], times: Runs | None = None, plain: str = "plain"
+) -> Figure:
+    """Accuracy against the time of a step; the line is the best accuracy at that cost or below.
+
+    Times are those of `times`, by default of the same runs.
+    """
+    times = times or runs
     figure, axes = plt.subplots(figsize=(8, 5.4))
-    unit = compare.mean_step(runs[plain])
-    points = {name: (compare.mean_step(found) / unit, _accuracy(found)) for name, found in runs.items()}
+    unit = compare.mean_step(times[plain])
+    points = {name: (compare.mean_step(times[name]) / unit, _accuracy(found)) for name, found in runs.items()}
     families = list(dict.fromkeys(methods[name].family for name in runs))
     for family, marker in zip(families, _cycle(MARKERS, families), strict=True):
         axes.plot([], [], marker, color="#666666", label=family)

@@ -106,8 +106,9 @@ def page(
         Keys of the methods that the others are compared with.
     """
     records = list(records)
-    runs = compare.timed(compare.reported(records, methods, stream, budget), records)
-    parts = [accuracy(runs, methods), cost(runs, methods), promises(runs, methods)] if runs else []
+    runs = compare.reported(records, methods, stream, budget)
+    times = compare.timed(runs, records)
+    parts = [accuracy(runs, methods), cost(times, methods), promises(runs, methods)] if runs else []
     parts += [differences(runs, methods, baseline) for baseline in baselines if baseline in runs]
     missing = [method.title for name, method in methods.items() if name not in runs]
     if missing:
