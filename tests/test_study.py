@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -22,7 +23,7 @@ import torch
 from rich.console import Console
 
 from examples.lora_agnews.config import SetupError
-from examples.study import plan, runs, settings, streams, train
+from examples.study import plan, report, runs, settings, streams, train
 from examples.study.learners import Setup
 from examples.study.results import Results
 from examples.study.settings import METHODS, POINTS, STREAMS, TUNING_SEEDS
@@ -305,3 +306,15 @@ def test_unknown_names_are_refused(tmp_path):
         runs.complete(["tiny"], [], tmp_path, 1, False, screen)
     with pytest.raises(SetupError, match="unknown method sgd; choose from plain"):
         runs.complete(["split"], ["sgd"], tmp_path, 1, False, screen)
+
+
+def test_committed_pages_follow_from_committed_runs():
+    """Every table stands on the runs beside it."""
+    folder = Path(__file__).parents[1] / "docs/results/study"
+    found = sorted((folder / "runs").glob("*.jsonl"))
+    assert found
+    for path in found:
+        stream = path.stem
+        records = plan.published(stream, Results(path))
+        methods = {name: METHODS[name] for name in STREAMS[stream].methods}
+        assert report.page(records, methods, stream, "rows") == (folder / f"{stream}.md").read_text("utf-8")
