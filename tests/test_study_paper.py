@@ -26,7 +26,7 @@ def finished(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("AGNEWS_DIR", raising=False)
         patch.setenv("HF_HUB_OFFLINE", "1")  # a generated corpus
-        options = ["--preset", "mini", "--methods", "agem,gem", "--jobs", "2"]
+        options = ["--preset", "mini", "--methods", "agem,gem", "--jobs", "1"]
         folders = {"--runs": root / "runs", "--out": root / "out", "--cache": root / "cache"}
         named = [str(part) for pair in folders.items() for part in pair]
         assert paper.main([*options, *named]) == 0
