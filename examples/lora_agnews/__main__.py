@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 
-from . import data, stream
-from .config import PRESETS, Config, SetupError, cache_folder
+from . import command, data, stream
+from .config import PRESETS, Config, cache_folder
 
 
 def parser() -> ArgumentParser:
@@ -61,10 +60,11 @@ def _reader(default: Any) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the experiment; return 0, 2 if it could not start, or 130 if it was stopped."""
+    """Run the experiment; return the exit status, see `command.finish`."""
     given = vars(parser().parse_args(arguments))
     console = Console(highlight=False)
-    try:
+
+    def job() -> None:
         settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
         config = replace(PRESETS[given["preset"]], **settings)
         needed = stream.rows_needed(config.experiences, config.rows, config.dominant_share)
@@ -75,13 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         out = given["out"] or Path("runs", f"agnews-{config.preset}")
         experiment.run(config, articles, given["cache"] or cache_folder(), out, given["jobs"], console)
-    except SetupError as error:
-        console.print(f"[red]error[/]     {escape(str(error))}")
-        return 2
-    except KeyboardInterrupt:
-        console.print("[yellow]stopped[/]   finished runs are kept; the same command goes on from here")
-        return 130
-    return 0
+
+    return command.finish(job, console)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -109,8 +109,8 @@ def parts(batch: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
 
 
 def by_length(batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Sort rows by their length where there are parts of so many, for less padding in each."""
-    if len(batch["labels"]) <= size:
+    """Sort texts by their length where there are parts of so many, for less padding in each."""
+    if len(batch["labels"]) <= size or "attention_mask" not in batch:
         return batch
     return rows(batch, batch["attention_mask"].sum(dim=1).argsort(stable=True))
 
@@ -122,8 +122,13 @@ def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def accuracy(model: nn.Module, examples: dict[str, Tensor], size: int) -> float:
-    """Return the share of examples that the model classifies correctly."""
+def accuracy(
+    model: nn.Module,
+    examples: dict[str, Tensor],
+    size: int,
+    logits: Callable[[nn.Module, dict[str, Tensor]], Tensor] = logits,
+) -> float:
+    """Return the share of examples that the model classifies correctly, in parts of so many."""
     model.eval()
     right = 0
     for part in parts(examples, size):

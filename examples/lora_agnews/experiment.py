@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.markup import escape
 
 from gemproj import project
 
-from . import backbone, figures, prepare, report, runs, stream
+from . import backbone, command, figures, prepare, report, runs, stream
 from .config import Config, SetupError
 from .data import Articles
 
@@ -40,8 +39,7 @@ def run(
 
     stage = experiences, folder
     todo = [runs.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    workers = min(jobs or (cores if config.device == "cpu" else 1), len(todo))
+    workers = min(jobs or (command.cores() if config.device == "cpu" else 1), len(todo))
     console.print(f"[bold]runs[/]      {len(todo)} on {config.device}, {workers} at a time, into {out}")
     records = runs.compare(todo, out / "runs", workers, console)
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
-from . import backbone, metrics
-from . import memory as peaks
+from . import backbone, metrics, peaks
 from .backbone import rows
 
 PHASES = ("batch", "constraints", "projection", "optimizer")
@@ -84,12 +83,18 @@ class Recorder:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Time a phase of a step, with the device synchronised at both ends, and note the memory it takes."""
-        peaks.restart(self.device)
+        """Time a phase of a step, with the device synchronised at both ends.
+
+        In the first step of a task, note the memory it takes, too; to ask for it takes a tenth of a
+        millisecond, which many steps would feel.
+        """
+        first = self.step - 1 in (0, *self.boundaries)
+        if first:
+            peaks.restart(self.device)
         start = self._now()
         yield
         self.seconds[phase].append(self._now() - start)
-        if found := peaks.peak(self.device):
+        if first and (found := peaks.peak(self.device)):
             self.peak_bytes[phase] = max(found, self.peak_bytes.get(phase, 0))
         self.timed.add(phase)
 

@@ -6,16 +6,14 @@ settings are chosen on tuning seeds, and reported on others.
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 
-from examples.lora_agnews.config import SetupError
+from examples.lora_agnews import command
 
 
 def parser() -> ArgumentParser:
@@ -33,27 +31,22 @@ def parser() -> ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what is missing, then write tables and figures; 0, 2 for an error, 130 if it was stopped."""
+    """Do what is missing, then write tables and figures; return the exit status, see `command.finish`."""
     given = parser().parse_args(arguments)
     console = Console(highlight=False)
 
-    from . import publish, runs, settings  # torch takes seconds to import; --help should not wait
+    def job() -> None:
+        from . import publish, runs, settings  # torch takes seconds to import; --help should not wait
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    methods = tuple(filter(None, given.methods.split(",")))
-    try:
         if not given.report:
-            runs.complete(given.streams, methods, given.out, given.jobs or cores, given.time, console)
+            methods = tuple(filter(None, given.methods.split(",")))
+            jobs = given.jobs or command.cores()
+            runs.complete(given.streams, methods, given.out, jobs, given.time, console)
         for name in given.streams or settings.STREAMS:
             for path in publish.publish(name, runs.results_of(name, given.out), given.out):
                 console.print(f"[bold]written[/]   {path}")
-    except SetupError as error:
-        console.print(f"[red]error[/]     {escape(str(error))}")
-        return 2
-    except KeyboardInterrupt:
-        console.print("[yellow]stopped[/]   finished runs are kept; the same command goes on from here")
-        return 130
-    return 0
+
+    return command.finish(job, console)
 
 
 if __name__ == "__main__":

@@ -58,9 +58,8 @@ class Setup:
 
     def bytes_of_outputs(self) -> int:
         """Return what the outputs for one example take."""
-        one = {name: values[:1] for name, values in self.stream.tasks[0].train.items()}
         with torch.no_grad():
-            return self.stream.logits(self.stream.model, one).nbytes
+            return self.stream.logits(self.stream.model, select(self.stream.tasks[0].train, slice(1))).nbytes
 
 
 class Learner:
@@ -249,11 +248,10 @@ class Subspaces(Learner):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.subspaces = SubspaceProjector(self.model, threshold=setup.knob)
-        self.steps = False
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Project the gradients of the layers."""
-        if self.steps:
+        if len(self.memory):
             with record.time("projection"):
                 self.subspaces.project_()
 
@@ -263,7 +261,6 @@ class Subspaces(Learner):
         self.subspaces.remember(
             [self.memory.batch(task)], lambda one: self.setup.stream.logits(self.model, one)
         )
-        self.steps = True
 
     @property
     def nbytes(self) -> int:

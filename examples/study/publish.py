@@ -13,12 +13,10 @@ OVER_STREAM = ("plain", "agem", "gem", "gem-bound", "gpm", "replay", "der", "gem
 
 def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     """Write them into a folder, and return their paths; none if nothing has been reported."""
-    records, methods = (
-        plan.published(stream, results),
-        {name: METHODS[name] for name in STREAMS[stream].methods},
-    )
+    records = plan.published(stream, results)
     if not records:
         return []
+    methods = {name: METHODS[name] for name in STREAMS[stream].methods}
     folder.mkdir(parents=True, exist_ok=True)
     page = folder / f"{stream}.md"
     page.write_text(report.page(records, methods, stream, "rows"), encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -76,8 +75,3 @@ class Results:
         except OSError as error:
             raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
         self.records[record["key"]], self._about = record, about
-
-
-def digest(value: Any) -> str:
-    """Return a short hash of plain values."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=list).encode()).hexdigest()[:12]

@@ -13,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.lora_agnews.backbone import rows
+from examples.lora_agnews.backbone import accuracy, rows
 from examples.lora_agnews.record import Recorder, Schedule
 from examples.lora_agnews.runs import VERSIONS, Tell
 from examples.lora_agnews.train import batches
 from gemproj.torch.losses import CrossEntropy
 
-from . import streams
+from . import digest, streams
 from .learners import Learner, Setup, concatenate
-from .results import digest
 from .settings import METHODS, Setting
-from .stream import Batch, Stream, Task
+from .stream import Stream, Task
 
 NEVER = 10**9  # steps
 SELDOM = 0.2  # seconds between two words on how far a run is
@@ -59,7 +58,7 @@ class Run:
         method = METHODS[self.method]
         own = {"learner": describe(method.learner), "changes": method.changes, "joint": method.joint}
         numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
-        return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{digest([setting, own])}"
+        return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{digest.of_values([setting, own])}"
 
     def __call__(self, tell: Tell) -> dict[str, Any]:
         """Learn, and tell how far it is."""
@@ -113,7 +112,7 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
         [task.test for task in stream.tasks],
         tell,
         lambda model, batch: cross_entropy(model, batch).mean(),
-        lambda model, batch, size: accuracy(model, stream, batch, size),
+        partial(accuracy, logits=stream.logits),
     )
     record.start(setup.parameters, stored, learner.projector, own=False)
     shuffler = torch.Generator().manual_seed(run.seed)
@@ -172,18 +171,6 @@ def mixed(tasks: Sequence[Task], seed: int) -> list[Task]:
     order = torch.randperm(len(union["labels"]), generator=torch.Generator().manual_seed(seed))
     parts = order.split([len(task.train["labels"]) for task in tasks])
     return [Task("all", rows(union, part), task.test) for part, task in zip(parts, tasks, strict=True)]
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, stream: Stream, examples: Batch, size: int) -> float:
-    """Return the share of examples that the model classifies correctly."""
-    model.eval()
-    right = 0
-    for start in range(0, len(examples["labels"]), size):
-        batch = rows(examples, slice(start, start + size))
-        right += int((stream.logits(model, batch).argmax(dim=1) == batch["labels"]).sum())
-    model.train()
-    return right / len(examples["labels"])
 
 
 def describe(learner: Any) -> str:

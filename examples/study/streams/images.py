@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ...lora_agnews.config import SetupError
+from .. import digest
 from ..stream import Batch, Stream, Task
-from . import digest
 
 CLASSES = 10
 

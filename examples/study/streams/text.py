@@ -12,8 +12,8 @@ from rich.console import Console
 from ...lora_agnews import backbone, prepare
 from ...lora_agnews.config import PRESETS, Config, SetupError, cache_folder
 from ...lora_agnews.stream import Experience
+from .. import digest
 from ..stream import Stream, Task
-from . import digest
 
 MODEL = (
     "backbone",

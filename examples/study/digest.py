@@ -24,8 +24,8 @@ def of_arrays(*arrays: np.ndarray) -> str:
 
 
 def of_values(values: Any) -> str:
-    """Return a hash of strings and numbers, in lists or tuples."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:DIGITS]
+    """Return a hash of strings and numbers, in sequences and mappings."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, default=list).encode()).hexdigest()[:DIGITS]
 
 
 def of_files(paths: Iterable[Path]) -> str:

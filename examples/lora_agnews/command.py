@@ -1,0 +1,29 @@
+"""What the command lines of the experiments share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.markup import escape
+
+from .config import SetupError
+
+
+def finish(job: Callable[[], None], console: Console) -> int:
+    """Do a job; return the exit status: 0, 2 if it could not start, or 130 if it was stopped."""
+    try:
+        job()
+    except SetupError as error:
+        console.print(f"[red]error[/]     {escape(str(error))}")
+        return 2
+    except KeyboardInterrupt:
+        console.print("[yellow]stopped[/]   finished runs are kept; the same command goes on from here")
+        return 130
+    return 0
+
+
+def cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
