@@ -145,26 +145,27 @@ def variant(
 
 # How many rows, how old they may be, and which moment of Adam sees what.
 CHEAPER = {
-    "replay-4": variant("replay", "Replay, 4 rows", rows=4),
     "replay-1": variant("replay", "Replay, 1 row", rows=1),
-    "gem-margin-4": variant("gem-margin", "GEM, margin, 4 rows", rows=4),
+    "replay-4": variant("replay", "Replay, 4 rows", rows=4),
+    "replay-all": variant("replay", "Replay, all rows", rows=ALL),
     "gem-margin-1": variant("gem-margin", "GEM, margin, 1 row", rows=1),
+    "gem-margin-4": variant("gem-margin", "GEM, margin, 4 rows", rows=4),
     "gem-margin-2nd": variant("gem-margin", "GEM, margin, every 2nd", gem(knob="margin", interval=2)),
     "gem-margin-4th": variant("gem-margin", "GEM, margin, every 4th", gem(knob="margin", interval=4)),
     "gem-margin-cyclic": variant("gem-margin", "GEM, margin, cyclic", gem(knob="margin", refresh="cyclic")),
-    "gem-moments": variant("gem", "GEM, two moments", TwoMoments),
 }
 # Which examples are stored, and how many.
+KEPT = [(policy, size) for policy in ("reservoir", "balanced") for size in (20, 100, 400)] + [("ring", 100)]
 MEMORIES = {
     f"{name}-{policy}-{size}": variant(
         name, f"{METHODS[name].title}, {policy} {size}", policy=policy, per_task=size
     )
-    for policy in ("reservoir", "balanced", "ring")
-    for size in (20, 100, 400)
-    for name in ("replay", "gem-margin", "gem")
-    if (policy, size) != ("reservoir", 100)
+    for name in ("replay", "gem")
+    for policy, size in KEPT
+    if (policy, size) != ("reservoir", 100)  # as it is
 }
-METHODS |= CHEAPER | MEMORIES
+MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", TwoMoments)}
+METHODS |= CHEAPER | MEMORIES | MOMENTS
 # Steps of SGD are gradients already; with ten labels a promise for each is a hundred constraints.
 ON_DIGITS = tuple(name for name in BASIC if name not in ("gem-step", "gem-label"))
 DIGITS: dict[str, Any] = {
@@ -182,14 +183,21 @@ NEWS: dict[str, Any] = {
     "rows": 16,
     "batch_size": 32,
     "eval_batch_size": 50,
-    "eval_rows": 160,
-    "eval_interval": 10,
-    "probe_interval": 8,
+    "eval_rows": 100,
+    "eval_interval": 20,
+    "probe_interval": 16,
 }
 STREAMS = {
-    "permuted": Setting("Permuted digits", "permuted", options={"tasks": 10, "rows": 500}, **DIGITS),
+    "permuted": Setting(
+        "Permuted digits",
+        "permuted",
+        options={"tasks": 10, "rows": 500},
+        **DIGITS | {"methods": (*ON_DIGITS, *CHEAPER)},
+    ),
     "rotated": Setting("Rotated digits", "rotated", options={"tasks": 10, "rows": 500}, **DIGITS),
     "split": Setting("Split digits", "split", options={"tasks": 5}, **DIGITS),
     "mnist1d": Setting("Permuted MNIST-1D", "mnist1d", options={"tasks": 10, "rows": 1_000}, **DIGITS),
-    "agnews3": Setting("AG News, 3 tasks", "agnews", options={"tasks": 3}, **NEWS),
+    "agnews3": Setting(
+        "AG News, 3 tasks", "agnews", options={"tasks": 3, "max_length": 24, "dropout": False}, **NEWS
+    ),
 }

@@ -104,7 +104,7 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
     learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
     schedule = Schedule.of(setting)
     if run.phase != "report":
-        schedule = replace(schedule, eval_interval=NEVER, probe_interval=NEVER)
+        schedule = replace(schedule, eval_interval=NEVER, probe_interval=NEVER, eval_rows=1)
     record = Recorder(
         schedule,
         model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ from ...lora_agnews import stream as experiences
 from ...lora_agnews.config import CLASSES
 from ..stream import Stream
 from . import text
+
+_load = lru_cache(maxsize=1)(data.load)  # a worker has many runs, each with its own stream
 
 SETTINGS = ("rows", "dominant_share", *text.MODEL)
 
@@ -40,7 +43,7 @@ def agnews(
         Settings of the preset to be changed: `rows` of a task, `dominant_share`, and those of the model.
     """
     config = text.configure(preset, settings, SETTINGS, experiences=tasks)
-    articles = data.load(*data.named(Path(data_folder) if data_folder else None, "data_folder"))
+    articles = _load(*data.named(Path(data_folder) if data_folder else None, "data_folder"))
     dealt = experiences.build(
         articles.texts, articles.labels, config.experiences, config.rows, config.dominant_share
     )
