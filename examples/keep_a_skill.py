@@ -117,16 +117,18 @@ def learn(
     model: nn.Module, text: Tensor, steps: int, seed: int, method: Method = PLAIN, reference: Any = None
 ) -> None:
     """Train a model on a text, and do for the reference what the method says."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=method.rate, fused=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=method.rate, fused=True
+    )
     plan = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(10 * (step + 1) / steps, 1 - step / steps)
     )
-    memory = EpisodicMemory(REFERENCE)  # for replay; GEM has its own
+    memory = EpisodicMemory(len(reference) if reference is not None else 1)  # for replay; GEM has its own
     if method.option == "weight":
         memory.add(reference, "X", outputs=KL.outputs(model, reference))
     elif method.loss:
         options: dict[str, Any] = {"bound": method.value, "on": "both", "metric": "adam"}
-        gem = GEM(model, optimizer, method.loss, REFERENCE, rows=ROWS, **options)
+        gem = GEM(model, optimizer, method.loss, len(reference), rows=ROWS, **options)
         gem.end_task([reference])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
@@ -140,12 +142,17 @@ def learn(
         plan.step()
 
 
+def texts_of(seed: int, reference: int = REFERENCE) -> dict[str, Tensor]:
+    """Write what to pretrain on, so many references, what to fine-tune on, and test texts of X and Y."""
+    x, y = rules(seed)
+    sizes = {"pretrain": (x, 0, 8192), "reference": (x, 0, reference), "x": (x, 0, 512)}
+    sizes |= {"tune": (y, 1, 4096), "y": (y, 1, 512)}
+    return {name: write(*size, 10 * seed + k) for k, (name, size) in enumerate(sizes.items())}
+
+
 def compare(seed: int, steps: int) -> list[dict[str, Any]]:
     """Pretrain one model, fine-tune it in each way, and return what each has lost and learned."""
-    x, y = rules(seed)
-    sizes = {"pretrain": (x, 0, 8192), "reference": (x, 0, REFERENCE), "x": (x, 0, 512)}
-    sizes |= {"tune": (y, 1, 4096), "y": (y, 1, 512)}
-    texts = {name: write(*size, 10 * seed + k) for k, (name, size) in enumerate(sizes.items())}
+    texts = texts_of(seed)
     torch.manual_seed(seed)
     start = GPT()
     learn(start, texts["pretrain"], 4 * steps, seed)

@@ -58,6 +58,11 @@ class Run:
         digest = hashlib.sha256(repr(shaping).encode()).hexdigest()
         return f"{self.method}-seed{self.seed}-{digest[:12]}.json"
 
+    @staticmethod
+    def found(result: dict[str, Any]) -> str:
+        """Say in a few words what was found."""
+        return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
+
     def __call__(self, tell: Tell) -> dict[str, Any]:
         """Learn, and tell how far it is."""
         if self.config.device == "cpu":
@@ -121,8 +126,7 @@ def work(
                     run, result = futures[future], future.result()
                     keep(run, result)
                     progress.update(bars[run.title], visible=False)
-                    seconds, accuracy = result["wall_seconds"], result["metrics"]["average_accuracy"]
-                    line = f"{run.title:<20} {'━' * BAR} {seconds:5.0f} s, average accuracy {accuracy:.1%}"
+                    line = f"{run.title:<20} {'━' * BAR} {result['wall_seconds']:5.0f} s, {run.found(result)}"
                     progress.console.print(f"[green]finished[/]  {line}")
             pool.shutdown()
         except BaseException:

@@ -60,6 +60,11 @@ class Run:
         numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
         return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{digest.of_values([setting, own])}"
 
+    @staticmethod
+    def found(result: Mapping[str, Any]) -> str:
+        """Say in a few words what was found."""
+        return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
+
     def __call__(self, tell: Tell) -> dict[str, Any]:
         """Learn, and tell how far it is."""
         torch.set_num_threads(1)

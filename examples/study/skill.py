@@ -1,0 +1,328 @@
+"""A language model that keeps a skill: ``python -m examples.study.skill``.
+
+As in ``examples/keep_a_skill.py`` a model is pretrained on the language X and fine-tuned on Y, with a few
+sequences of X, the reference, at hand. Here the model is a GPT-2 of one layer. All its weights are fine-tuned,
+or LoRA adapters, with 48 or with 12 references, for 150 or for 600 steps. Learning rates are chosen on the
+tuning seeds at each method's middle knob, by the sum of the losses on X and on Y, and so are knobs then.
+"""
+
+from __future__ import annotations
+
+import copy
+import platform
+import sys
+import time
+from argparse import ArgumentParser
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from examples import keep_a_skill
+from examples.keep_a_skill import ENTROPY, KL, LENGTH, TEXT, WIDTH, WORDS, learn, texts_of
+from examples.lora_agnews import command
+from examples.lora_agnews.backbone import LORA
+from examples.lora_agnews.metrics import mean_std
+from examples.lora_agnews.report import markdown_table, plus_minus
+from examples.lora_agnews.runs import VERSIONS, Tell, work
+
+from . import compare, digest, figures
+from .compare import Record
+from .results import Results
+from .settings import BLACK, BLUE, GREEN, ORANGE, RED, SEEDS, SKY, TUNING_SEEDS
+from .train import rounded
+
+CAPTION = (
+    "Test losses in nats, mean ± sample standard deviation over the seeds; none can be below 1.208, the "
+    "entropy of both languages. Reference: the loss on the stored texts. KL: the divergence from what the "
+    "model said about them before. Chosen: the knob with the lowest X + Y on the tuning seeds. X + Y above "
+    "replay of KL at its chosen weight: paired over the seeds, 95 % interval of Student's t. Seconds of "
+    "fine-tuning on one core, with other work on the machine."
+)
+PRETRAINING = 600  # steps
+ADAPTERS: dict[str, Any] = {name: value for name, value in LORA.items() if name != "modules_to_save"}
+ADAPTERS |= {"lora_dropout": 0.0}
+RATES = (3e-3, 1e-2, 3e-2, 1e-1)
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is done for X: a kind and a loss of `keep_a_skill.Method`, with three values of its option."""
+
+    title: str
+    colour: str
+    kind: str
+    loss: Any = None
+    knob: str = ""
+    grid: tuple[float, ...] = (0.0,)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is fine-tuned, with how many references, for how many steps.
+
+    `tuned` names the setting of which learning rates and knobs are taken; its own if it is empty.
+    """
+
+    title: str
+    adapters: bool = False
+    reference: int = 48
+    steps: int = 150
+    tuned: str = ""
+
+
+METHODS = {
+    "plain": Method("Fine-tuning", BLACK, "plain"),
+    "text": Method("Replay of text", RED, "replay", TEXT, "weight", (0.1, 0.3, 1.0)),
+    "kl": Method("Replay of KL", ORANGE, "replay", KL, "weight", (1.0, 3.0, 10.0)),
+    "gem": Method("GEM on text", GREEN, "GEM", TEXT),
+    "text-held": Method("Text held", SKY, "held", TEXT, "bound", (0.0, 0.03, 0.1)),
+    "kl-held": Method("KL held", BLUE, "held", KL, "bound", (0.0, 0.03, 0.1)),
+}
+SETTINGS = {
+    "full": Setting("All weights, 48 references, 150 steps"),
+    "lora": Setting("LoRA, 48 references, 150 steps", adapters=True),
+    "few": Setting("All weights, 12 references, 150 steps", reference=12, tuned="full"),
+    "long": Setting("All weights, 48 references, 600 steps", steps=600, tuned="full"),
+}
+COLUMNS: dict[str, Callable[[Record], float]] = {
+    "X": lambda run: run["loss"]["x"],
+    "Y": lambda run: run["loss"]["y"],
+    "X + Y": lambda run: run["loss"]["x"] + run["loss"]["y"],
+    "Reference": lambda run: run["loss"]["reference"],
+    "KL of reference": lambda run: run["loss"]["kl"],
+}
+Point = tuple[float, float]  # learning rate and knob
+
+
+@dataclass(frozen=True)
+class Run:
+    """One method with a learning rate and a knob in one setting under one seed."""
+
+    setting: str
+    method: str
+    rate: float
+    knob: float
+    seed: int
+    phase: str
+
+    @property
+    def title(self) -> str:
+        """Name on the screen."""
+        method = METHODS[self.method]
+        knob = f", {method.knob} {self.knob:g}" if method.knob else ""
+        return f"{self.setting}, {method.title}, lr {self.rate:g}{knob}, seed {self.seed}"
+
+    @property
+    def key(self) -> str:
+        """What tells it from other runs, with a hash of what shapes it."""
+        setting = SETTINGS[self.setting]
+        shaping = [setting.adapters, setting.reference, setting.steps, METHODS[self.method].kind]
+        numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
+        return f"{self.setting}-{self.method}-{self.phase}-{numbers}-{digest.of_values(shaping)}"
+
+    @staticmethod
+    def found(result: Mapping[str, Any]) -> str:
+        """Say in a few words what was found."""
+        return f"loss on X {result['loss']['x']:.3f}, on Y {result['loss']['y']:.3f}"
+
+    def __call__(self, tell: Tell) -> dict[str, Any]:
+        """Pretrain, fine-tune, and return the losses."""
+        torch.set_num_threads(1)
+        begin, setting, method = time.perf_counter(), SETTINGS[self.setting], METHODS[self.method]
+        tell(0, 1, "")
+        model, texts = copy.deepcopy(pretrained(self.seed)), texts_of(self.seed, setting.reference)
+        said, loss = KL.outputs(model, texts["reference"]), {"before": loss_on(model, texts["x"])}
+        if setting.adapters:
+            torch.manual_seed(self.seed)
+            model.gpt = get_peft_model(model.gpt, LoraConfig(**ADAPTERS))
+        option = {"replay": "weight", "held": "bound"}.get(method.kind, "")
+        asked = keep_a_skill.Method(
+            method.kind, self.rate, method.loss, option, self.knob if option else None
+        )
+        start = time.perf_counter()
+        learn(model, texts["tune"], setting.steps, self.seed, asked, texts["reference"])
+        seconds = time.perf_counter() - start
+        loss |= {name: loss_on(model, texts[name]) for name in ("x", "y", "reference")}
+        with torch.no_grad():
+            loss["kl"] = float(KL(model, texts["reference"], said).mean())
+        about = {"versions": VERSIONS, "hashes": {"data": digest.of_values(texts_of(0)["y"].tolist())}}
+        about |= {"machine": platform.processor() or platform.machine(), "system": platform.system()}
+        result = {"loss": loss, "seconds": seconds, "wall_seconds": time.perf_counter() - begin}
+        return result | {"about": about}
+
+    def record(self, result: Mapping[str, Any]) -> Record:
+        """Return what is kept of a result."""
+        named: Record = {"key": self.key, "setting": self.setting, "method": self.method, "phase": self.phase}
+        named |= {
+            "lr": self.rate,
+            "knob": self.knob if METHODS[self.method].knob else None,
+            "seed": self.seed,
+        }
+        return named | rounded({name: result[name] for name in ("loss", "seconds")})
+
+
+class GPT(nn.Module):
+    """A GPT-2 of one layer that returns logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        shape: dict[str, Any] = {
+            "vocab_size": WORDS + 2,
+            "n_positions": LENGTH,
+            "n_embd": WIDTH,
+            "n_layer": 1,
+            "n_head": 4,
+        }
+        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        tokens = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
+        self.gpt: nn.Module = GPT2LMHeadModel(GPT2Config(**shape, **none, **tokens))
+
+    def forward(self, text: Tensor) -> Tensor:
+        """Return the logits of the word after each."""
+        return self.gpt(input_ids=text).logits[..., :WORDS]
+
+
+@cache
+def pretrained(seed: int) -> GPT:
+    """Return a model that has learned X."""
+    torch.manual_seed(seed)
+    model = GPT()
+    learn(model, texts_of(seed)["pretrain"], PRETRAINING, seed)
+    return model
+
+
+@torch.no_grad()
+def loss_on(model: nn.Module, text: Tensor) -> float:
+    """Return the mean loss on a text."""
+    return float(TEXT(model, text).mean())
+
+
+def points(setting: str, name: str, results: Results) -> list[Point]:
+    """Return the settings to try: all rates at the knob's middle value, then its others at the best rate."""
+    method = METHODS[name]
+    first = [(rate, method.grid[len(method.grid) // 2]) for rate in RATES]
+    rate = best(setting, name, first, results)
+    if rate is None:
+        return first
+    return list(dict.fromkeys([*first, *((rate[0], knob) for knob in method.grid)]))
+
+
+def best(setting: str, name: str, tried: Sequence[Point], results: Results) -> Point | None:
+    """Return the point with the lowest X + Y, mean over the tuning seeds; None until all are known."""
+    scores = {}
+    for point in tried:
+        keys = [Run(setting, name, *point, seed, "tune").key for seed in TUNING_SEEDS]
+        if not all(key in results for key in keys):
+            return None
+        scores[point] = mean(COLUMNS["X + Y"](results.records[key]) for key in keys)
+    return min(tried, key=scores.__getitem__)
+
+
+def chosen(setting: str, name: str, results: Results) -> Point | None:
+    """Return the learning rate and the knob with which a method is reported, or None until it is known."""
+    tuned = SETTINGS[setting].tuned or setting
+    tried = points(tuned, name, results)
+    return (
+        best(tuned, name, tried, results) if len(tried) == len(RATES) + len(METHODS[name].grid) - 1 else None
+    )
+
+
+def wanted(setting: str, name: str, results: Results) -> list[Run]:
+    """Return the runs to be reported: at every knob where rates are tuned, else at the chosen one."""
+    point = chosen(setting, name, results)
+    if point is None:
+        return []
+    knobs = [point[1]] if SETTINGS[setting].tuned else METHODS[name].grid
+    return [Run(setting, name, point[0], knob, seed, "report") for knob in knobs for seed in SEEDS]
+
+
+def todo(results: Results) -> list[Run]:
+    """Return the runs that can be done now and are not, in the order of seeds: each pretrains one model."""
+    runs: list[Run] = []
+    for setting, name in product(SETTINGS, METHODS):
+        if not SETTINGS[setting].tuned:
+            tried = points(setting, name, results)
+            runs += [Run(setting, name, *point, seed, "tune") for point in tried for seed in TUNING_SEEDS]
+        runs += wanted(setting, name, results)
+    return sorted((run for run in runs if run.key not in results), key=lambda run: run.seed)
+
+
+def publish(results: Results, folder: Path) -> list[Path]:
+    """Write tables and figures of what is there, and return their paths."""
+    parts, written = [], []
+    for setting, about in SETTINGS.items():
+        runs = {name: wanted(setting, name, results) for name in METHODS}
+        if not all(run.key in results for found in runs.values() for run in found) or not all(runs.values()):
+            continue
+        records = [results.records[run.key] for found in runs.values() for run in found]
+        parts.append(table(f"**{about.title}.**", setting, records, results))
+        if not about.tuned:
+            before = mean(record["loss"]["before"] for record in records)
+            written.append(folder / f"skill-{setting}.png")
+            figures.save(written[-1], figures.losses, records, METHODS, before, ENTROPY)
+    if parts:
+        written.append(folder / "skill.md")
+        written[-1].write_text("\n\n".join([CAPTION, *parts]) + "\n", encoding="utf-8")
+    return written
+
+
+def table(title: str, setting: str, records: Sequence[Record], results: Results) -> str:
+    """Return the losses of each method at each knob, and by how much X + Y is above that of replay of KL."""
+    groups: dict[tuple[str, float | None], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record["method"], record["knob"]), []).append(record)
+    point = chosen(setting, "kl", results)
+    base = groups["kl", point[1] if point else None]
+    rows = []
+    for (name, knob), runs in groups.items():
+        method, found = METHODS[name], compare.one_setting(runs)
+        selected = chosen(setting, name, results)
+        star = " (chosen)" if method.knob and selected and knob == selected[1] else ""
+        what = f"{method.title}, {method.knob} {knob:g}{star}" if method.knob else method.title
+        cells = [plus_minus(mean_std(map(column, found)), 1, 3) for column in COLUMNS.values()]
+        difference = compare.paired(found, base, COLUMNS["X + Y"]) if runs is not base else None
+        above = f"{difference.mean:+.3f} ± {difference.half:.3f}" if difference else "-"
+        seconds = plus_minus(mean_std(run["seconds"] for run in found), 1, 1)
+        rows.append([what, f"{found[0]['lr']:g}", *cells, above, seconds])
+    head = ["Method", "Learning rate", *COLUMNS, "X + Y above replay of KL", "Seconds"]
+    return f"{title} {len(base)} seeds.\n\n{markdown_table(head, rows)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what is missing, then write tables and figures; return the exit status, see `command.finish`."""
+    parser = ArgumentParser("python -m examples.study.skill", description=__doc__)
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs", "results", "study"), help="folder for results"
+    )
+    parser.add_argument("--jobs", type=int, help="runs at once, by default one for each core")
+    parser.add_argument("--report", action="store_true", help="run nothing, draw what is there")
+    given, console = parser.parse_args(arguments), Console(highlight=False)
+
+    def job() -> None:
+        results = Results(given.out / "runs" / "skill.jsonl")
+        while not given.report and (waiting := todo(results)):
+            console.print(f"[bold]skill[/]  {len(waiting)} runs")
+            work(
+                waiting,
+                lambda run, result: results.add(run.record(result), result["about"]),
+                given.jobs or command.cores(),
+                console,
+            )
+        for path in publish(results, given.out):
+            console.print(f"[bold]written[/]   {path}")
+
+    return command.finish(job, console)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
