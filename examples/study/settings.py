@@ -152,6 +152,9 @@ CHEAPER = {
     "gem-margin-4": variant("gem-margin", "GEM, margin, 4 rows", rows=4),
     "gem-margin-2nd": variant("gem-margin", "GEM, margin, every 2nd", gem(knob="margin", interval=2)),
     "gem-margin-4th": variant("gem-margin", "GEM, margin, every 4th", gem(knob="margin", interval=4)),
+    "gem-margin-4-2nd": variant(
+        "gem-margin", "GEM, margin, 4 rows, every 2nd", gem(knob="margin", interval=2), rows=4
+    ),
     "gem-margin-cyclic": variant("gem-margin", "GEM, margin, cyclic", gem(knob="margin", refresh="cyclic")),
 }
 # Which examples are stored, and how many.

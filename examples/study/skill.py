@@ -1,8 +1,8 @@
 """A language model that keeps a skill: ``python -m examples.study.skill``.
 
 As in ``examples/keep_a_skill.py`` a model is pretrained on the language X and fine-tuned on Y, with a few
-sequences of X, the reference, at hand. Here the model is a GPT-2 of one layer. All its weights are fine-tuned,
-or LoRA adapters, with 48 or with 12 references, for 150 or for 600 steps. Learning rates are chosen on the
+sequences of X, the reference, at hand. Here the model is a GPT-2 of one layer. All its weights are
+fine-tuned, or LoRA adapters, with 48 or with 12 references, for 150 or for 600 steps. Learning rates are chosen on the
 tuning seeds at each method's middle knob, by the sum of the losses on X and on Y, and so are knobs then.
 """
 
@@ -155,7 +155,10 @@ class Run:
         loss |= {name: loss_on(model, texts[name]) for name in ("x", "y", "reference")}
         with torch.no_grad():
             loss["kl"] = float(KL(model, texts["reference"], said).mean())
-        about = {"versions": VERSIONS, "hashes": {"data": digest.of_values(texts_of(0)["y"].tolist())}}
+        about: dict[str, Any] = {
+            "versions": VERSIONS,
+            "hashes": {"data": digest.of_values(texts_of(0)["y"].tolist())},
+        }
         about |= {"machine": platform.processor() or platform.machine(), "system": platform.system()}
         result = {"loss": loss, "seconds": seconds, "wall_seconds": time.perf_counter() - begin}
         return result | {"about": about}
