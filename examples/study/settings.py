@@ -179,7 +179,6 @@ DIGITS: dict[str, Any] = {
     "rows": 10,
 }
 NEWS: dict[str, Any] = {
-    "methods": tuple(METHODS),
     "optimizer": "adamw",
     "rates": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
     "per_task": 100,
@@ -190,6 +189,26 @@ NEWS: dict[str, Any] = {
     "eval_interval": 20,
     "probe_interval": 16,
 }
+# What is asked of longer streams of articles: whether exactness matters, and what a step costs.
+LONGER = (
+    "plain",
+    "replay",
+    "agem",
+    "gem",
+    "igem1",
+    "igem3",
+    "gem-margin",
+    "gem-margin-4",
+    "gem-margin-4-2nd",
+)
+
+
+def news(tasks: int, methods: tuple[str, ...]) -> Setting:
+    """Return the setting of a stream of so many tasks of articles, short enough for a thousand runs."""
+    options = {"tasks": tasks, "rows": 1_000, "max_length": 24, "dropout": False}
+    return Setting(f"AG News, {tasks} tasks", "agnews", methods=methods, options=options, **NEWS)
+
+
 STREAMS = {
     "permuted": Setting(
         "Permuted digits",
@@ -200,7 +219,8 @@ STREAMS = {
     "rotated": Setting("Rotated digits", "rotated", options={"tasks": 10, "rows": 500}, **DIGITS),
     "split": Setting("Split digits", "split", options={"tasks": 5}, **DIGITS),
     "mnist1d": Setting("Permuted MNIST-1D", "mnist1d", options={"tasks": 10, "rows": 1_000}, **DIGITS),
-    "agnews3": Setting(
-        "AG News, 3 tasks", "agnews", options={"tasks": 3, "max_length": 24, "dropout": False}, **NEWS
-    ),
+    "agnews3": news(3, tuple(METHODS)),
+    "agnews5": news(5, LONGER),
+    "agnews10": news(10, LONGER),
+    "agnews20": news(20, LONGER),
 }

@@ -1,9 +1,9 @@
 """A language model that keeps a skill: ``python -m examples.study.skill``.
 
 As in ``examples/keep_a_skill.py`` a model is pretrained on the language X and fine-tuned on Y, with a few
-sequences of X, the reference, at hand. Here the model is a GPT-2 of one layer. All its weights are
-fine-tuned, or LoRA adapters, with 48 or with 12 references, for 150 or for 600 steps. Learning rates are chosen on the
-tuning seeds at each method's middle knob, by the sum of the losses on X and on Y, and so are knobs then.
+sequences of X, the reference, at hand. Here the model is a GPT-2 of one layer. All its weights are fine-tuned
+or LoRA adapters, with 48 references or 12, for 150 steps or 600. Learning rates are chosen on the tuning seeds
+at each method's middle knob, by the sum of the losses on X and on Y, and so are knobs then.
 """
 
 from __future__ import annotations
