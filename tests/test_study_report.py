@@ -24,13 +24,14 @@ class Method:
     family: str
     knob: str = ""
     joint: bool = False
+    like: str = ""
 
 
 METHODS = {
     "plain": Method("Fine-tuning", "#999999", "Bounds"),
     "replay": Method("Replay", "#009E73", "Replay", "weight"),
     "gem": Method("GEM", "#0072B2", "GEM", "margin"),
-    "cheap": Method("GEM, 4 rows", "#56B4E9", "GEM", "margin"),
+    "cheap": Method("GEM, 4 rows", "#56B4E9", "GEM", "margin", like="gem"),
     "gpm": Method("GPM", "#CC79A7", "Subspaces"),
 }
 
@@ -175,11 +176,34 @@ def test_the_page_names_what_is_missing_and_stands_without_any_run(records):
 
 def test_the_cheapest_is_the_fastest_that_is_not_worse(records):
     runs = compare.reported(records, METHODS, "permuted", "rows")
-    assert compare.lowest_setting_within_noise(runs, runs, "gem") == "cheap"  # plain is faster, and worse
-    assert compare.lowest_setting_within_noise(runs, ["plain", "gpm"], "gem") is None
+    assert compare.cheapest_within_noise(runs, runs, runs, "gem") == "cheap"  # plain is faster, and worse
+    assert compare.cheapest_within_noise(runs, runs, ["plain", "gpm"], "gem") is None
     runs["plain"] = runs["plain"][:1]  # one seed has no interval
-    assert compare.lowest_setting_within_noise(runs, ["plain", "gem"], "gem") == "gem"
-    assert "GEM, 4 rows: 20 ms per step against 80" in report.cheapest(runs, METHODS, ["cheap", "gem"], "gem")
+    assert compare.cheapest_within_noise(runs, runs, ["plain", "gem"], "gem") == "gem"
+    text = report.cheapest(runs, runs, METHODS, ["cheap", "gem"], "gem")
+    assert "GEM, 4 rows: 20 ms per step against 80" in text
+
+
+def test_variants_stand_below_what_they_vary(records):
+    runs = compare.reported(records, METHODS, "permuted", "rows")
+    lines = [line for line in report.variants(runs, runs, METHODS, ["cheap"]).splitlines() if "|" in line]
+    gem, cheap = lines[2:]
+    assert gem.startswith("| GEM |")
+    assert cheap.startswith("| GEM, 4 rows | 4 |")
+    found = compare.paired(runs["cheap"], runs["gem"], compare.average_accuracy)
+    assert report.difference(found) in cheap
+
+
+def test_the_same_time_takes_the_longest_step_within_the_budget(records):
+    runs = compare.reported(records, METHODS, "permuted", "rows")  # steps of 10, 30, 80 and 20 ms
+    ladders = ["plain", "replay"], ["cheap", "gem"]
+    rows = rows_of(report.equal_time(runs, runs, METHODS, ladders, (0.5, 2, 5, 9)))
+    assert [row["Fine-tuning"] for row in rows.values()] == ["-", "Fine-tuning", "Replay", "Replay"]
+    assert [row["GEM, 4 rows"] for row in rows.values()] == ["-", "GEM, 4 rows", "GEM, 4 rows", "GEM"]
+    assert rows["0.5"]["Difference"] == "-"
+    assert rows["9"]["Difference"] == report.difference(
+        compare.paired(runs["gem"], runs["replay"], compare.average_accuracy)
+    )
 
 
 def test_the_front_holds_what_nothing_cheaper_surpasses():
@@ -206,6 +230,7 @@ def test_figures_are_drawn_also_of_few_seeds(records, tmp_path, monkeypatch):
         (figures.accuracy_and_cost, runs, METHODS),
         (figures.accuracy_over_stream, runs, METHODS, ["gem", "plain", "gpm"]),
         (figures.paired_differences, runs, METHODS),
+        (figures.ladders, runs, METHODS, runs, [["replay", "gem"], ["plain", "cheap"]]),
         (figures.losses, skills, METHODS, 3.5),
         (figures.memory, sizes, METHODS),
     ]

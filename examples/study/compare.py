@@ -133,8 +133,8 @@ def timed(runs: Runs, records: Iterable[Record]) -> Runs:
     }
 
 
-def lowest_setting_within_noise(
-    runs: Runs, names: Iterable[str], reference: str, measure: Measure = average_accuracy
+def cheapest_within_noise(
+    runs: Runs, times: Runs, names: Iterable[str], reference: str, measure: Measure = average_accuracy
 ) -> str | None:
     """Return the cheapest of some methods that is not worse than a reference by more than noise.
 
@@ -147,4 +147,10 @@ def lowest_setting_within_noise(
         difference = paired(runs.get(name, []), runs.get(reference, []), measure)
         if difference is not None and difference.n > 1 and difference.mean + difference.half >= 0:
             found.append(name)
-    return min(found, key=lambda name: mean_step(runs[name]), default=None)
+    return min(found, key=lambda name: mean_step(times[name]), default=None)
+
+
+def longest_within(times: Runs, names: Iterable[str], seconds: float) -> str | None:
+    """Return the method whose steps take the longest, but not longer than so many seconds; None if all do."""
+    steps = {name: mean_step(times[name]) for name in names if name in times}
+    return max((name for name in steps if steps[name] <= seconds), key=steps.__getitem__, default=None)

@@ -18,7 +18,15 @@ from . import compare
 from .compare import Interval, Record, Runs, interval
 from .labels import label_points
 
-__all__ = ["accuracy_and_cost", "accuracy_over_stream", "losses", "memory", "paired_differences", "save"]
+__all__ = [
+    "accuracy_and_cost",
+    "accuracy_over_stream",
+    "ladders",
+    "losses",
+    "memory",
+    "paired_differences",
+    "save",
+]
 
 MARKERS = "osD^vP*Xh<>"
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
@@ -58,6 +66,38 @@ def accuracy_and_cost(
     )
     label_points(axes, {methods[name].title: point for name, point in points.items()}, best)
     return figure
+
+
+def ladders(
+    runs: Runs,
+    methods: Mapping[str, Any],
+    times: Runs,
+    names: Sequence[Sequence[str]],
+    plain: str = "plain",
+) -> Figure:
+    """Accuracy against the time of a step, a line for each method with more and fewer rows."""
+    figure, axes = plt.subplots(figsize=(7.2, 4.6))
+    unit, shown, texts = compare.mean_step(times[plain]), list[Interval](), dict[str, Any]()
+    for ladder, marker in zip(names, _cycle(MARKERS, names), strict=True):
+        base = methods[ladder[0]]
+        points = {name: (compare.mean_step(times[name]) / unit, _accuracy(runs[name])) for name in ladder}
+        order = sorted(points, key=lambda name: points[name][0])
+        cost, accuracy = zip(*(points[name] for name in order), strict=True)
+        look = {"color": base.colour, "marker": marker, "markeredgecolor": "white", "label": base.title}
+        bars = [_bar(one) for one in accuracy]
+        axes.errorbar(cost, [one.mean for one in accuracy], bars, markersize=7.5, linewidth=1, **look)
+        shown += accuracy
+        for name in order:
+            texts[methods[name].title] = points[name]
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(f"Time of a step, in steps of {methods[plain].title} (log scale)")
+    axes.set_ylabel("Final average accuracy (%)")
+    figure.legend(loc="outside upper center", ncols=len(names))
+    label_points(axes, texts, [])
+    return noted(figure, _note(shown))
 
 
 def accuracy_over_stream(runs: Runs, methods: Mapping[str, Any], selection: Sequence[str]) -> Figure:

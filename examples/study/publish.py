@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import compare, figures, plan, report
+from .compare import Record
 from .results import Results
-from .settings import METHODS, STREAMS
+from .settings import BUDGETS, CHEAPER, LADDERS, MEMORIES, METHODS, STREAMS, Method
 
 OVER_STREAM = ("plain", "agem", "gem", "gem-bound", "gpm", "replay", "der", "gem-margin", "gem-kl")
 
@@ -16,18 +18,47 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     records = plan.published(stream, results)
     if not records:
         return []
-    methods = {name: METHODS[name] for name in STREAMS[stream].methods}
     folder.mkdir(parents=True, exist_ok=True)
-    page = folder / f"{stream}.md"
-    page.write_text(report.page(records, methods, stream, "rows"), encoding="utf-8")
-    runs = compare.reported(records, methods, stream, "rows")
-    written = [page]
-    for name, drawing, needed, more in (
-        ("cost", figures.accuracy_and_cost, "plain", (compare.timed(runs, records),)),
-        ("stream", figures.accuracy_over_stream, "plain", (OVER_STREAM,)),
-        ("differences", figures.paired_differences, "replay", ()),
+    written = [folder / f"{stream}.md"]
+    written[0].write_text(page(stream, records), encoding="utf-8")
+    runs = compare.reported(records, METHODS, stream, "rows")
+    times = compare.timed(runs, records)
+    main = {name: runs[name] for name in named(stream) if name in runs}
+    kept = [one | {"method": METHODS[one["method"]].like or one["method"]} for one in stored(runs)]
+    for name, drawing, needed, what in (
+        ("cost", figures.accuracy_and_cost, "plain", (main, METHODS, times)),
+        ("stream", figures.accuracy_over_stream, "plain", (main, METHODS, OVER_STREAM)),
+        ("differences", figures.paired_differences, "replay", (main, METHODS)),
+        ("rows", figures.ladders, LADDERS[1][-1], (runs, METHODS, times, LADDERS)),
+        ("memory", figures.memory, next(iter(MEMORIES)), (kept, METHODS)),
     ):
-        if needed in runs and len(runs) > 1:
+        if needed in runs and len(main) > 1:
             written.append(folder / f"{stream}-{name}.png")
-            figures.save(written[-1], drawing, runs, methods, *more)
+            figures.save(written[-1], drawing, *what)
     return written
+
+
+def page(stream: str, records: Sequence[Record]) -> str:
+    """Return all tables of a stream: of the methods, and of what varies them."""
+    parts = [report.page(records, named(stream), stream, "rows")]
+    runs = compare.reported(records, METHODS, stream, "rows")
+    times = compare.timed(runs, records)
+    others = [name for name in runs if name not in named(stream)]
+    if others:
+        parts.append(report.variants(runs, times, METHODS, others))
+    if all(name in runs for ladder in LADDERS for name in ladder):
+        parts.append(report.equal_time(runs, times, METHODS, LADDERS, BUDGETS))
+        parts.append(report.cheapest(runs, times, METHODS, LADDERS[1][1:], LADDERS[1][0]))
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def named(stream: str) -> dict[str, Method]:
+    """Return the methods of a stream that do not merely vary others in rows, age or memory."""
+    names = (name for name in STREAMS[stream].methods if name not in CHEAPER and name not in MEMORIES)
+    return {name: METHODS[name] for name in names}
+
+
+def stored(runs: Mapping[str, list[Record]]) -> list[Record]:
+    """Return the runs of all policies and sizes of the memory, with those of the methods they vary."""
+    names = dict.fromkeys(name for one in MEMORIES for name in (METHODS[one].like, one))
+    return [run for name in names for run in runs.get(name, [])]

@@ -178,14 +178,76 @@ def difference(found: Interval | None) -> str:
     return f"**{text}**" if found.excludes_zero else text
 
 
-def cheapest(runs: Runs, methods: Mapping[str, Any], names: Sequence[str], reference: str) -> str:
+def variants(runs: Runs, times: Runs, methods: Mapping[str, Any], names: Iterable[str]) -> str:
+    """Return the table of methods that vary others, each compared with the one that it varies."""
+    caption = (
+        "Variants, with the learning rate and the knob of the method that they vary, the line above each "
+        "group. Minus it: differences in percentage points, paired over the seeds, with 95 % interval, bold "
+        "where it excludes zero."
+    )
+    rows: list[list[str]] = []
+    shown = [name for name in names if name in runs and methods[name].like in runs]
+    for base in dict.fromkeys(methods[name].like for name in shown):
+        rows.append([methods[base].title, str(len(runs[base])), *_variant(runs[base], times[base]), "", ""])
+        for name in (name for name in shown if methods[name].like == base):
+            pair = runs[name], runs[base]
+            found = (compare.paired(*pair, measure) for measure in VARIED)
+            cells = [*_variant(runs[name], times[name]), *map(difference, found)]
+            rows.append([methods[name].title, str(len(runs[name])), *cells])
+    head = ["Method", "Seeds", "AvgAcc (%)", "Step (ms)", "AvgAcc minus it", "Lowest of past tasks minus it"]
+    return f"{caption} {SPREAD}\n\n{markdown_table(head, rows)}"
+
+
+VARIED = (compare.average_accuracy, compare.lowest_past_accuracy)
+
+
+def _variant(runs: Sequence[Record], times: Sequence[Record]) -> list[str]:
+    return [ACCURACY[0].cell(runs, False), COST[-1].cell(times, False)]
+
+
+def equal_time(
+    runs: Runs,
+    times: Runs,
+    methods: Mapping[str, Any],
+    ladders: Sequence[Sequence[str]],
+    budgets: Iterable[float],
+    plain: str = "plain",
+) -> str:
+    """Return the table of what methods reach with the same time per step.
+
+    Each ladder holds a method with more and fewer rows; of each the step that takes the longest within the
+    budget is taken, whatever it reaches.
+    """
+    heads = [methods[ladder[0]].title for ladder in ladders]
+    caption = (
+        f"The same time per step: of {' and of '.join(heads)} with more or fewer rows, or rows that are kept "
+        "for some steps, what takes the longest within the budget. No choice by results. AvgAcc in percent; "
+        f"{heads[1]} minus {heads[0]}: paired over the seeds, with 95 % interval."
+    )
+    unit, rows = compare.mean_step(times[plain]), []
+    for budget in budgets:
+        taken = [compare.longest_within(times, ladder, budget * unit) for ladder in ladders]
+        cells = []
+        for name in taken:
+            cost = f"{compare.mean_step(times[name]) / unit:.2f}" if name else ""
+            cells += [methods[name].title, cost, ACCURACY[0].cell(runs[name], False)] if name else ["-"] * 3
+        first, second = (runs.get(name or "", []) for name in taken)
+        both = compare.paired(second, first, compare.average_accuracy)
+        rows.append([f"{budget:g}", *cells, difference(both)])
+    columns = [cell for head in heads for cell in (head, "takes", "AvgAcc")]
+    return f"{caption}\n\n{markdown_table(['Budget (plain steps)', *columns, 'Difference'], rows)}"
+
+
+def cheapest(
+    runs: Runs, times: Runs, methods: Mapping[str, Any], names: Sequence[str], reference: str
+) -> str:
     """Return a sentence on the cheapest of some methods that is within noise of a reference."""
     full = methods[reference].title
-    name = compare.lowest_setting_within_noise(runs, names, reference)
+    name = compare.cheapest_within_noise(runs, times, names, reference)
     if name is None:
         return f"None of {', '.join(methods[name].title for name in names)} is within noise of {full}."
     found = compare.paired(runs[name], runs[reference], compare.average_accuracy)
-    ms = 1e3 * compare.mean_step(runs[name]), 1e3 * compare.mean_step(runs[reference])
+    ms = 1e3 * compare.mean_step(times[name]), 1e3 * compare.mean_step(times[reference])
     return (
         f"The cheapest within noise of {full} is {methods[name].title}: {ms[0]:.3g} ms per step against "
         f"{ms[1]:.3g}, AvgAcc {difference(found)} points. Within noise means that the 95 % interval of the "

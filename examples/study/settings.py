@@ -157,6 +157,12 @@ CHEAPER = {
     ),
     "gem-margin-cyclic": variant("gem-margin", "GEM, margin, cyclic", gem(knob="margin", refresh="cyclic")),
 }
+# A method, and the same with more or fewer rows, or rows that are kept for some steps: what time buys.
+LADDERS = (
+    ("replay", "replay-1", "replay-4", "replay-all"),
+    ("gem-margin", "gem-margin-1", "gem-margin-4", "gem-margin-4-2nd", "gem-margin-2nd"),
+)
+BUDGETS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # of time per step, in plain steps
 # Which examples are stored, and how many.
 KEPT = [(policy, size) for policy in ("reservoir", "balanced") for size in (20, 100, 400)] + [("ring", 100)]
 MEMORIES = {

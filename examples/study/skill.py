@@ -2,8 +2,8 @@
 
 As in ``examples/keep_a_skill.py`` a model is pretrained on the language X and fine-tuned on Y, with a few
 sequences of X, the reference, at hand. Here the model is a GPT-2 of one layer. All its weights are fine-tuned
-or LoRA adapters, with 48 references or 12, for 150 steps or 600. Learning rates are chosen on the tuning seeds
-at each method's middle knob, by the sum of the losses on X and on Y, and so are knobs then.
+or LoRA adapters, with 48 references or 12, for 150 steps or 600. Rates are chosen on the tuning seeds at
+each method's middle knob, by the sum of the losses on X and on Y, and so are knobs then.
 """
 
 from __future__ import annotations
@@ -262,24 +262,35 @@ def todo(results: Results) -> list[Run]:
 
 def publish(results: Results, folder: Path) -> list[Path]:
     """Write tables and figures of what is there, and return their paths."""
-    parts, written = [], []
-    for setting, about in SETTINGS.items():
-        runs = {name: wanted(setting, name, results) for name in METHODS}
-        if not all(run.key in results for found in runs.values() for run in found) or not all(runs.values()):
-            continue
-        records = [results.records[run.key] for found in runs.values() for run in found]
-        parts.append(table(f"**{about.title}.**", setting, records, results))
-        if not about.tuned:
+    if not (text := page(results)):
+        return []
+    written = [folder / "skill.md"]
+    written[0].write_text(text, encoding="utf-8")
+    for setting in SETTINGS:
+        records = reported(setting, results)
+        if records and not SETTINGS[setting].tuned:
             before = mean(record["loss"]["before"] for record in records)
             written.append(folder / f"skill-{setting}.png")
             figures.save(written[-1], figures.losses, records, METHODS, before, ENTROPY)
-    if parts:
-        written.append(folder / "skill.md")
-        written[-1].write_text("\n\n".join([CAPTION, *parts]) + "\n", encoding="utf-8")
     return written
 
 
-def table(title: str, setting: str, records: Sequence[Record], results: Results) -> str:
+def page(results: Results) -> str:
+    """Return a table for each setting that is complete; empty if none is."""
+    found = {setting: reported(setting, results) for setting in SETTINGS}
+    parts = [table(setting, records, results) for setting, records in found.items() if records]
+    return "\n\n".join([CAPTION, *parts]) + "\n" if parts else ""
+
+
+def reported(setting: str, results: Results) -> list[Record]:
+    """Return the reported runs of a setting; none unless all are there."""
+    runs = [wanted(setting, name, results) for name in METHODS]
+    keys = [run.key for found in runs for run in found]
+    complete = all(runs) and all(key in results for key in keys)
+    return [results.records[key] for key in keys] if complete else []
+
+
+def table(setting: str, records: Sequence[Record], results: Results) -> str:
     """Return the losses of each method at each knob, and by how much X + Y is above that of replay of KL."""
     groups: dict[tuple[str, float | None], list[Record]] = {}
     for record in records:
@@ -298,7 +309,7 @@ def table(title: str, setting: str, records: Sequence[Record], results: Results)
         seconds = plus_minus(mean_std(run["seconds"] for run in found), 1, 1)
         rows.append([what, f"{found[0]['lr']:g}", *cells, above, seconds])
     head = ["Method", "Learning rate", *COLUMNS, "X + Y above replay of KL", "Seconds"]
-    return f"{title} {len(base)} seeds.\n\n{markdown_table(head, rows)}"
+    return f"**{SETTINGS[setting].title}**, {len(base)} seeds.\n\n{markdown_table(head, rows)}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
