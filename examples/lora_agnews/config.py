@@ -51,6 +51,8 @@ class Config:
     dropout: bool = setting(True, "whether the model drops out while it learns")
     per_task: int = setting(100, "rows kept of each finished experience")
     sample_size: int = setting(150, "rows drawn from all memories for A-GEM, MEGA and replay")
+    few: int = setting(16, "rows of each experience that gem-few and replay-few take at a step")
+    weight: float = setting(1.0, "of the past for gem-few (its margin) and replay-few")
     experiences: int = setting(3, "number of experiences")
     rows: int = setting(6_000, "rows of an experience, four fifths of them for training")
     dominant_share: float = setting(0.9, "share of the class that dominates an experience")
@@ -82,6 +84,7 @@ class Config:
             ("lr", self.lr > 0, "be positive"),
             ("penalty", self.penalty > 0, "be positive"),
             ("margin", self.margin >= 0, "not be negative"),
+            ("weight", self.weight >= 0, "not be negative"),
         ):
             if not holds:
                 raise SetupError(f"{name} must {rule}, got {getattr(self, name)}")

@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -104,7 +104,7 @@ def work(
 
     Ctrl-C and a failed run end the others at once.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _context(type(runs[0]).__module__)
     name, note = TextColumn("{task.description:<20}"), TextColumn("{task.fields[note]}")
     columns = name, BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(), note
     with Progress(*columns, console=console) as progress:
@@ -112,7 +112,7 @@ def work(
         hidden: Any = {"start": False, "total": None, "visible": False, "note": ""}
         bars = {run.title: progress.add_task(run.title, **hidden) for run in runs}
         others = set(multiprocessing.active_children())
-        pool = ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (told,))
+        pool = ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (told, dict(os.environ)))
         futures = {pool.submit(_do, run): run for run in runs}
         pending = set(futures)
         try:
@@ -139,10 +139,20 @@ def work(
 _told: Any = None  # in a worker: the queue of what it tells
 
 
-def _begin(told: Any) -> None:
+def _context(module: str) -> Any:
+    """Return how workers start: from a server that has imported the module once, where there is one."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])  # torch, transformers and peft take seconds
+    return context
+
+
+def _begin(told: Any, environment: Mapping[str, str]) -> None:
     """Prepare a worker: it leaves Ctrl-C, which reaches every process, to its parent, and ends with it."""
     global _told
     _told = told
+    os.environ.update(environment)  # the server may have started in another one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

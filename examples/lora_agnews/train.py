@@ -27,7 +27,7 @@ def learn(
     """Learn one task after the other: the loop to copy. Whatever `record` does, learning is the same."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=config.lr)
-    memory = EpisodicMemory(per_task=config.per_task, label="labels", seed=seed)
+    memory = EpisodicMemory(config.per_task, "labels", seed, policy=method.policy)
     shuffler = torch.Generator().manual_seed(seed)
     projector: Any = GradientProjector(trainable, **method.options(config))
     how = {"microbatch": config.microbatch}
@@ -47,12 +47,12 @@ def learn(
             with record.time("batch"):
                 optimizer.zero_grad()
                 loss = backward(model, batch, config.microbatch)
-                if method.replay and len(memory):
-                    backward(model, memory.sample(config.sample_size), config.microbatch)
+                for stored in method.replayed(memory, config) if method.replayed and len(memory) else ():
+                    backward(model, stored, config.microbatch, method.weight(config))
 
             if method.batches and len(memory) and step % config.projection_interval == 0:
                 with record.time("constraints"):
-                    references = method.batches(memory, config.sample_size)
+                    references = method.batches(memory, config)
                     references = [backbone.by_length(part, config.microbatch) for part in references]
                     projector.recall(model, references, batch_loss, **how)
                 if method.balance:
@@ -72,12 +72,12 @@ def learn(
         record.end_task()
 
 
-def backward(model: nn.Module, batch: Batch, microbatch: int) -> Tensor:
-    """Add the gradient of the mean loss to ``.grad``; return the loss. One graph is in memory at a time."""
+def backward(model: nn.Module, batch: Batch, microbatch: int, weight: float = 1.0) -> Tensor:
+    """Add the gradient of the mean loss times a weight to ``.grad``; return the loss. One graph at a time."""
     loss = torch.zeros((), device=batch["labels"].device)
     for part in backbone.parts(batch, microbatch):
         share = batch_loss(model, part) * (len(part["labels"]) / len(batch["labels"]))
-        share.backward()
+        (weight * share).backward()
         loss += share.detach()
     return loss
 
