@@ -223,7 +223,9 @@ STREAMS = {
         **DIGITS | {"methods": (*ON_DIGITS, *CHEAPER)},
     ),
     "rotated": Setting("Rotated digits", "rotated", options={"tasks": 10, "rows": 500}, **DIGITS),
-    "split": Setting("Split digits", "split", options={"tasks": 5}, **DIGITS),
+    "split": Setting(
+        "Split digits", "split", options={"tasks": 5}, **DIGITS | {"rates": (0.003, 0.01, 0.03, 0.1, 0.3)}
+    ),
     "mnist1d": Setting("Permuted MNIST-1D", "mnist1d", options={"tasks": 10, "rows": 1_000}, **DIGITS),
     "agnews3": news(3, tuple(METHODS)),
     "agnews5": news(5, LONGER),
