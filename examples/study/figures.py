@@ -75,20 +75,18 @@ def ladders(
     names: Sequence[Sequence[str]],
     plain: str = "plain",
 ) -> Figure:
-    """Accuracy against the time of a step, a line for each method with more and fewer rows."""
+    """Accuracy against the time of a step, of methods with more and fewer rows."""
     figure, axes = plt.subplots(figsize=(7.2, 4.6))
     unit, shown, texts = compare.mean_step(times[plain]), list[Interval](), dict[str, Any]()
     for ladder, marker in zip(names, _cycle(MARKERS, names), strict=True):
         base = methods[ladder[0]]
         points = {name: (compare.mean_step(times[name]) / unit, _accuracy(runs[name])) for name in ladder}
-        order = sorted(points, key=lambda name: points[name][0])
-        cost, accuracy = zip(*(points[name] for name in order), strict=True)
-        look = {"color": base.colour, "marker": marker, "markeredgecolor": "white", "label": base.title}
+        cost, accuracy = zip(*points.values(), strict=True)
+        look = {"color": base.colour, "fmt": marker, "markeredgecolor": "white", "label": base.title}
         bars = [_bar(one) for one in accuracy]
-        axes.errorbar(cost, [one.mean for one in accuracy], bars, markersize=7.5, linewidth=1, **look)
+        axes.errorbar(cost, [one.mean for one in accuracy], bars, markersize=7.5, elinewidth=1.2, **look)
         shown += accuracy
-        for name in order:
-            texts[methods[name].title] = points[name]
+        texts |= {methods[name].title: point for name, point in points.items()}
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -96,8 +94,9 @@ def ladders(
     axes.set_xlabel(f"Time of a step, in steps of {methods[plain].title} (log scale)")
     axes.set_ylabel("Final average accuracy (%)")
     figure.legend(loc="outside upper center", ncols=len(names))
-    label_points(axes, texts, [])
-    return noted(figure, _note(shown))
+    noted(figure, _note(shown))
+    label_points(axes, texts)
+    return figure
 
 
 def accuracy_over_stream(runs: Runs, methods: Mapping[str, Any], selection: Sequence[str]) -> Figure:

@@ -31,6 +31,7 @@ from examples import keep_a_skill
 from examples.keep_a_skill import ENTROPY, KL, LENGTH, TEXT, WIDTH, WORDS, learn, texts_of
 from examples.lora_agnews import command
 from examples.lora_agnews.backbone import LORA
+from examples.lora_agnews.config import SetupError
 from examples.lora_agnews.metrics import mean_std
 from examples.lora_agnews.report import markdown_table, plus_minus
 from examples.lora_agnews.runs import VERSIONS, Tell, work
@@ -249,10 +250,10 @@ def wanted(setting: str, name: str, results: Results) -> list[Run]:
     return [Run(setting, name, point[0], knob, seed, "report") for knob in knobs for seed in SEEDS]
 
 
-def todo(results: Results) -> list[Run]:
+def todo(results: Results, settings: Sequence[str] = ()) -> list[Run]:
     """Return the runs that can be done now and are not, in the order of seeds: each pretrains one model."""
     runs: list[Run] = []
-    for setting, name in product(SETTINGS, METHODS):
+    for setting, name in product(settings or SETTINGS, METHODS):
         if not SETTINGS[setting].tuned:
             tried = points(setting, name, results)
             runs += [Run(setting, name, *point, seed, "tune") for point in tried for seed in TUNING_SEEDS]
@@ -315,6 +316,7 @@ def table(setting: str, records: Sequence[Record], results: Results) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what is missing, then write tables and figures; return the exit status, see `command.finish`."""
     parser = ArgumentParser("python -m examples.study.skill", description=__doc__)
+    parser.add_argument("settings", nargs="*", help=f"of {', '.join(SETTINGS)}; by default all")
     parser.add_argument(
         "--out", type=Path, default=Path("docs", "results", "study"), help="folder for results"
     )
@@ -323,8 +325,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, console = parser.parse_args(arguments), Console(highlight=False)
 
     def job() -> None:
+        if unknown := sorted(set(given.settings) - set(SETTINGS)):
+            raise SetupError(f"unknown setting {', '.join(unknown)}; choose from {', '.join(SETTINGS)}")
         results = Results(given.out / "runs" / "skill.jsonl")
-        while not given.report and (waiting := todo(results)):
+        while not given.report and (waiting := todo(results, given.settings)):
             console.print(f"[bold]skill[/]  {len(waiting)} runs")
             work(
                 waiting,
