@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from transformers import GPT2Config
 
+from examples.lora_agnews import __main__ as agnews
 from examples.lora_agnews import backbone, corpus, small
 from examples.lora_agnews.config import PRESETS, SetupError
 from examples.study import one_step, paper, paper_figures, paper_report, published, random_backbone
@@ -93,7 +94,9 @@ def test_the_protocol_is_the_papers_where_its_backbone_is_at_hand(monkeypatch):
     at_hand = paper.MEDIUM
     assert paper.protocol(None) == ["--preset", "paper", "--backbone", paper.MEDIUM]
     at_hand = None
-    assert paper.protocol(None) == ["--preset", "quick", "--seeds", "0,2,5,7,11"]
+    found = agnews.parser().parse_args(paper.protocol(None))
+    assert (found.preset, found.rows, found.max_length) == ("quick", 1_600, 48)
+    assert (found.seeds, found.methods) == (published.SEEDS, PRESETS["paper"].methods)
     monkeypatch.setenv(paper.VARIABLE, "there")
     assert paper.protocol(None) == ["--preset", "paper", "--backbone", "there"]
     with pytest.raises(SetupError, match="elsewhere"):  # what is named is not replaced in silence

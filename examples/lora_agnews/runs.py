@@ -107,7 +107,11 @@ def work(
     context = _context(type(runs[0]).__module__)
     name, note = TextColumn("{task.description:<20}"), TextColumn("{task.fields[note]}")
     columns = name, BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(), note
-    screen: dict[str, Any] = {"console": console, "refresh_per_second": 4, "auto_refresh": console.is_terminal}
+    screen: dict[str, Any] = {
+        "console": console,
+        "refresh_per_second": 4,
+        "auto_refresh": console.is_terminal,
+    }
     with Progress(*columns, **screen) as progress:
         told = context.SimpleQueue()
         hidden: Any = {"start": False, "total": None, "visible": False, "note": ""}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.lora_agnews import __main__ as agnews
-from examples.lora_agnews import backbone, figures, report
+from examples.lora_agnews import backbone, config, figures, report
 from examples.lora_agnews.config import SetupError
 from examples.study import paper_figures, paper_report, published
 
@@ -60,7 +60,9 @@ def protocol(wanted: str | None) -> list[str]:
         if named:
             raise
         print(f"The same protocol on the small backbone: {error}")
-        return ["--preset", "quick", "--seeds", ",".join(map(str, published.SEEDS))]
+        seeds, methods = ",".join(map(str, published.SEEDS)), ",".join(config.PAPER.methods)
+        longer = ["--rows", "1600", "--max-length", "48"]  # than the quick preset has them
+        return ["--preset", "quick", "--seeds", seeds, "--methods", methods, *longer]
     return ["--preset", "paper", "--backbone", named or MEDIUM]
 
 
@@ -81,10 +83,10 @@ def write(out: Path) -> None:
     results = json.loads((out / "results.json").read_text(encoding="utf-8"))
     records, summary = results["runs"], report.summarize(results["runs"])
     (out / "table.md").write_text(paper_report.markdown(results, summary), encoding="utf-8")
-    config = results["config"]
-    shape = f"{config['small_layers']} layers of width {config['small_width']}"
-    name = f"GPT-2 of {shape}" if config["backbone"] == "small" else config["backbone"]
-    here = f"{name}, {results['environment'].get('gpu', config['device'].upper())}"
+    given = results["config"]
+    shape = f"{given['small_layers']} layers of width {given['small_width']}"
+    name = f"GPT-2 of {shape}" if given["backbone"] == "small" else given["backbone"]
+    here = f"{name}, {results['environment'].get('gpu', given['device'].upper())}"
     for drawing in paper_figures.FIGURES:
         figures.save(out / f"{drawing.__name__}.png", drawing, records, summary, here)
     print(f"tables and figures are in {out}")
