@@ -7,8 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-METHODS = ("plain", "agem", "sgem", "gem", "igem", "gem-step", "softgem", "mega1", "mega2", "replay")
-METHODS += ("gem-few", "replay-few")  # as the study recommends
+METHODS = (
+    *("plain", "agem", "sgem", "gem", "igem", "gem-step", "softgem", "mega1", "mega2", "replay"),
+    *("gem-few", "replay-few"),  # as the study recommends
+)
 CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 ON = ("gradient", "step", "both")
 
