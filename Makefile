@@ -21,7 +21,8 @@ demo: $(STAMP)  ## Train on AG News with and without projection; table and figur
 
 study: $(STAMP)  ## Do what is missing of the study, and draw what is there; hours, and it may be stopped.
 	$(BIN)/python -m examples.study.paper
-	$(BIN)/python -m examples.study $(ARGS)
+	$(BIN)/python -m examples.study.skill
+	$(BIN)/python -m examples.study --time $(ARGS)
 
 test: $(STAMP)  ## Run all tests and the examples of the documentation.
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
