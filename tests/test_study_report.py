@@ -194,6 +194,17 @@ def test_variants_stand_below_what_they_vary(records):
     assert report.difference(found) in cheap
 
 
+def test_differences_after_each_task_are_of_the_tasks_learned_so_far(records):
+    runs = compare.reported(records, METHODS, "permuted", "rows")
+    rows = rows_of(report.after_each_task(runs, METHODS, "gem", ["plain", "gpm"]))
+    assert list(rows) == ["Fine-tuning"]
+    assert list(rows["Fine-tuning"]) == ["2 tasks", "3 tasks"]
+    for k in (2, 3):
+        gains = [np.mean(np.subtract(a["accuracies"], b["accuracies"])[k, :k])
+                 for a, b in zip(runs["gem"], runs["plain"], strict=True)]  # fmt: skip
+        assert rows["Fine-tuning"][f"{k} tasks"] == report.difference(compare.interval(gains))
+
+
 def test_the_same_time_takes_the_longest_step_within_the_budget(records):
     runs = compare.reported(records, METHODS, "permuted", "rows")  # steps of 10, 30, 80 and 20 ms
     ladders = ["plain", "replay"], ["cheap", "gem"]
@@ -230,6 +241,7 @@ def test_figures_are_drawn_also_of_few_seeds(records, tmp_path, monkeypatch):
         (figures.accuracy_and_cost, runs, METHODS),
         (figures.accuracy_over_stream, runs, METHODS, ["gem", "plain", "gpm"]),
         (figures.paired_differences, runs, METHODS),
+        (figures.after_each_task, runs, METHODS, "gem", ["plain", "cheap", "gpm"]),
         (figures.ladders, runs, METHODS, runs, [["replay", "gem"], ["plain", "cheap"]]),
         (figures.losses, skills, METHODS, 3.5),
         (figures.memory, sizes, METHODS),

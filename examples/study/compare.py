@@ -48,6 +48,11 @@ def lowest_past_accuracy(record: Record) -> float:
     return sum(lowest) / len(lowest)
 
 
+def after(task: int) -> Measure:
+    """Return the measure of the mean accuracy over the tasks learned so far, after so many of them."""
+    return lambda record: sum(record["accuracies"][task][:task]) / task
+
+
 def seconds_per_step(record: Record) -> float:
     """Return the time of a whole step, all its parts together."""
     return sum(record["seconds"]["per_step"].values())

@@ -122,6 +122,28 @@ def accuracy_over_stream(runs: Runs, methods: Mapping[str, Any], selection: Sequ
     return noted(figure, _note((line[-1] for line in lines.values()), "Bands"))
 
 
+def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, others: Sequence[str]) -> Figure:
+    """Accuracy of a method minus that of others after each task, mean over the tasks learned so far."""
+    figure, axes = plt.subplots(figsize=(6.8, 4))
+    axes.axhline(0, color=INK, linewidth=0.8)
+    names = [name for name in others if name in runs]
+    tasks, shown = np.arange(2, len(runs[reference][0]["boundaries"]) + 1), list[Interval]()
+    asides = np.linspace(-0.15, 0.15, len(names))
+    for name, marker, aside in zip(names, _cycle(MARKERS, names), asides, strict=True):
+        found = [compare.paired(runs[reference], runs[name], compare.after(int(k))) for k in tasks]
+        line = [one for one in found if one]
+        look = {"color": methods[name].colour, "marker": marker, "markersize": 5, "capsize": 2}
+        bars = [100 * _bar(one) for one in line]
+        means = [100 * one.mean for one in line]
+        axes.errorbar(tasks + aside, means, bars, elinewidth=1, label=methods[name].title, **look)
+        shown += line
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("Tasks learned")
+    axes.set_ylabel(f"{methods[reference].title} minus the other (percentage points)")
+    figure.legend(loc="outside right center")
+    return noted(figure, _note(shown) + " Paired by seed.")
+
+
 def paired_differences(runs: Runs, methods: Mapping[str, Any], baseline: str = "replay") -> Figure:
     """Accuracy of each method minus that of a baseline, paired over the seeds, by family."""
     rows: list[tuple[str, str, Interval | None]] = []  # text, colour, difference; none for a family

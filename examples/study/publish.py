@@ -12,6 +12,8 @@ from .settings import BUDGETS, CHEAPER, LADDERS, MEMORIES, METHODS, STREAMS, Met
 
 OVER_STREAM = ("plain", "agem", "gem", "gem-bound", "gpm", "replay", "der", "gem-margin", "gem-kl")
 
+EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness matter?
+
 
 def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     """Write them into a folder, and return their paths; none if nothing has been reported."""
@@ -29,6 +31,7 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
         ("cost", figures.accuracy_and_cost, "plain", (main, METHODS, times)),
         ("stream", figures.accuracy_over_stream, "plain", (main, METHODS, OVER_STREAM)),
         ("differences", figures.paired_differences, "replay", (main, METHODS)),
+        ("exact", figures.after_each_task, EXACT, (runs, METHODS, EXACT, SHORTCUTS)),
         ("rows", figures.ladders, LADDERS[1][-1], (runs, METHODS, times, LADDERS)),
         ("memory", figures.memory, next(iter(MEMORIES)), (kept, METHODS)),
     ):
@@ -44,6 +47,8 @@ def page(stream: str, records: Sequence[Record]) -> str:
     runs = compare.reported(records, METHODS, stream, "rows")
     times = compare.timed(runs, records)
     others = [name for name in runs if name not in named(stream)]
+    if EXACT in runs and set(SHORTCUTS) & set(runs):
+        parts.append(report.after_each_task(runs, METHODS, EXACT, SHORTCUTS))
     if others:
         parts.append(report.variants(runs, times, METHODS, others))
     if all(name in runs for ladder in LADDERS for name in ladder):

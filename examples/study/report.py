@@ -167,6 +167,21 @@ def differences(runs: Runs, methods: Mapping[str, Any], baseline: str = "replay"
     return f"{caption}\n\n{markdown_table(['Method', 'Seeds', *DIFFERENCES], rows)}"
 
 
+def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, others: Iterable[str]) -> str:
+    """Return the table of the differences to other methods after each task: from how many on they matter."""
+    title, tasks = methods[reference].title, len(runs[reference][0]["boundaries"])
+    caption = (
+        f"{title} minus others after each task from the second on: mean accuracy over the tasks learned so "
+        "far, in percentage points, paired over the seeds, with 95 % interval, bold where it excludes zero."
+    )
+    rows = []
+    for name in (name for name in others if name in runs):
+        cells = (compare.paired(runs[reference], runs[name], compare.after(k)) for k in range(2, tasks + 1))
+        rows.append([methods[name].title, *map(difference, cells)])
+    head = ["Other method", *(f"{k} tasks" for k in range(2, tasks + 1))]
+    return f"{caption}\n\n{markdown_table(head, rows)}"
+
+
 def difference(found: Interval | None) -> str:
     """Return a difference in percentage points with its interval, bold where that excludes zero."""
     if found is None:
