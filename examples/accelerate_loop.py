@@ -45,7 +45,7 @@ def learn(on: str | None, epochs: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loaders = [DataLoader(draw(task, 512, seed=0), batch_size=16, shuffle=True) for task in range(TASKS)]
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
-    memory = EpisodicMemory(per_task=40, label=1)
+    memory = EpisodicMemory(per_task=40)
     gem = GEM(accelerator, model, optimizer, memory, loss=loss, on=on) if on else None
     for loader in loaders:
         for _ in range(epochs):

@@ -86,7 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # such as its advice on worker processes
     tasks = [make_task(seed, 256 if quick else 1024) for seed in range(3 if quick else 5)]
-    gem = GEMCallback(EpisodicMemory(40, label=1), Classifier.loss, on="both", metric="adam")
+    gem = GEMCallback(EpisodicMemory(40), Classifier.loss, on="both", metric="adam")
     table = Table("Method", *(f"Task {k + 1}" for k in range(len(tasks))), "Average", title="Accuracy (%)")
     for name, callback in (("Fine-tuning", None), ("GEM", gem)):
         found = learn(tasks, epochs=4, gem=callback)

@@ -101,7 +101,7 @@ def main(steps: int = 100) -> Table:
     table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
     with tempfile.TemporaryDirectory() as folder:
         for on in (None, "gradient", "both"):
-            memory = EpisodicMemory(per_task=40, label="labels")
+            memory = EpisodicMemory(per_task=40)
             found = learn(GEMCallback(memory, on=on) if on else None, steps, folder)
             name = f'GEM, on="{on}"' if on else "fine-tuning"
             table.add_row(name, *(f"{a:.0%}" for a in [*found, sum(found) / TASKS]))

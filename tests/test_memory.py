@@ -113,18 +113,17 @@ def test_a_seed_means_the_same_examples_in_every_version():
     assert kept(labels, per_task=6, policy="balanced", seed=5) == [11, 13, 2, 35, 41, 26]
 
 
-def test_policy_of_the_label_by_default():
-    assert EpisodicMemory().policy == "reservoir"
-    assert EpisodicMemory(10, "y", 3).policy == "balanced"
+def test_a_uniform_sample_by_default_whatever_the_labels():
+    assert EpisodicMemory().policy == EpisodicMemory(10, "y", 3).policy == "reservoir"
     labels = [0] * 30 + [1] * 3
-    assert kept(labels, per_task=6) == kept(labels, per_task=6, policy="balanced")
+    assert kept(labels, per_task=6) == kept(labels, per_task=6, policy="reservoir")
 
 
 # --- what comes back ----------------------------------------------------------------------------
 
 
 def test_memory_is_balanced_however_skewed_the_stream():
-    memory = EpisodicMemory(per_task=12, label="y")
+    memory = EpisodicMemory(per_task=12, label="y", policy="balanced")
     labels = torch.tensor([0] * 900 + [1] * 90 + [2] * 10)[torch.randperm(1000, generator=torch.Generator())]
     for part in torch.arange(1000).split(64):
         memory.add({"x": part.float()[:, None], "y": labels[part]}, task="news")
@@ -301,7 +300,7 @@ def test_loaded_state_does_not_follow_the_state():
     ("options", "text"),
     [
         ({"per_task": 5}, "state has per_task=4 but this memory has 5"),
-        ({"policy": "ring"}, "state has policy='balanced' but this memory has 'ring'"),
+        ({"policy": "ring"}, "state has policy='reservoir' but this memory has 'ring'"),
     ],
 )
 def test_state_of_other_settings_is_refused(options, text):

@@ -55,7 +55,7 @@ class Config:
     per_task: int = setting(100, "rows kept of each finished experience")
     sample_size: int = setting(150, "rows drawn from all memories for A-GEM, MEGA and replay")
     few: int = setting(16, "rows of each experience that gem-few and replay-few take at a step")
-    weight: float = setting(1.0, "of the past for gem-few (its margin) and replay-few")
+    weight: float = setting(2.0, "of each past experience for gem-few (its margin) and replay-few")
     experiences: int = setting(3, "number of experiences")
     rows: int = setting(6_000, "rows of an experience, four fifths of them for training")
     dominant_share: float = setting(0.9, "share of the class that dominates an experience")

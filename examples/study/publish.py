@@ -46,11 +46,11 @@ def page(stream: str, records: Sequence[Record]) -> str:
     parts = [report.page(records, named(stream), stream, "rows")]
     runs = compare.reported(records, METHODS, stream, "rows")
     times = compare.timed(runs, records)
-    others = [name for name in runs if name not in named(stream)]
     if EXACT in runs and set(SHORTCUTS) & set(runs):
         parts.append(report.after_each_task(runs, METHODS, EXACT, SHORTCUTS))
-    if others:
-        parts.append(report.variants(runs, times, METHODS, others))
+    for names, timed in ((CHEAPER, times), (MEMORIES, None)):
+        if set(names) & set(runs):
+            parts.append(report.variants(runs, METHODS, names, timed))
     if all(name in runs for ladder in LADDERS for name in ladder):
         parts.append(report.equal_time(runs, times, METHODS, LADDERS, BUDGETS))
         parts.append(report.cheapest(runs, times, METHODS, LADDERS[1][1:], LADDERS[1][0]))

@@ -193,31 +193,32 @@ def difference(found: Interval | None) -> str:
     return f"**{text}**" if found.excludes_zero else text
 
 
-def variants(runs: Runs, times: Runs, methods: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return the table of methods that vary others, each compared with the one that it varies."""
+def variants(runs: Runs, methods: Mapping[str, Any], names: Iterable[str], times: Runs | None = None) -> str:
+    """Return the table of methods that vary others, each compared with the one that it varies.
+
+    With `times`, it has the time of a step, too.
+    """
     caption = (
         "Variants, with the learning rate and the knob of the method that they vary, the line above each "
         "group. Minus it: differences in percentage points, paired over the seeds, with 95 % interval, bold "
         "where it excludes zero."
     )
+    columns = [(ACCURACY[0], runs), *([(COST[-1], times)] if times else [])]
     rows: list[list[str]] = []
     shown = [name for name in names if name in runs and methods[name].like in runs]
     for base in dict.fromkeys(methods[name].like for name in shown):
-        rows.append([methods[base].title, str(len(runs[base])), *_variant(runs[base], times[base]), "", ""])
-        for name in (name for name in shown if methods[name].like == base):
+        for name in (base, *(name for name in shown if methods[name].like == base)):
             pair = runs[name], runs[base]
             found = (compare.paired(*pair, measure) for measure in VARIED)
-            cells = [*_variant(runs[name], times[name]), *map(difference, found)]
-            rows.append([methods[name].title, str(len(runs[name])), *cells])
-    head = ["Method", "Seeds", "AvgAcc (%)", "Step (ms)", "AvgAcc minus it", "Lowest of past tasks minus it"]
+            minus = ["" for _ in VARIED] if name == base else [difference(one) for one in found]
+            cells = [column.cell(source[name], False) for column, source in columns]
+            rows.append([methods[name].title, str(len(runs[name])), *cells, *minus])
+    head = ["Method", "Seeds", *(column.head for column, _ in columns)]
+    head += ["AvgAcc minus it", "Lowest of past tasks minus it"]
     return f"{caption} {SPREAD}\n\n{markdown_table(head, rows)}"
 
 
 VARIED = (compare.average_accuracy, compare.lowest_past_accuracy)
-
-
-def _variant(runs: Sequence[Record], times: Sequence[Record]) -> list[str]:
-    return [ACCURACY[0].cell(runs, False), COST[-1].cell(times, False)]
 
 
 def equal_time(

@@ -151,6 +151,10 @@ CHEAPER = {
     "gem-margin-1": variant("gem-margin", "GEM, margin, 1 row", rows=1),
     "gem-margin-4": variant("gem-margin", "GEM, margin, 4 rows", rows=4),
     "gem-margin-2nd": variant("gem-margin", "GEM, margin, every 2nd", gem(knob="margin", interval=2)),
+    "gem-margin-8-2nd": variant(
+        "gem-margin", "GEM, margin, 8 rows, every 2nd", gem(knob="margin", interval=2), rows=8
+    ),
+    "gem-margin-3rd": variant("gem-margin", "GEM, margin, every 3rd", gem(knob="margin", interval=3)),
     "gem-margin-4th": variant("gem-margin", "GEM, margin, every 4th", gem(knob="margin", interval=4)),
     "gem-margin-4-2nd": variant(
         "gem-margin", "GEM, margin, 4 rows, every 2nd", gem(knob="margin", interval=2), rows=4
@@ -159,8 +163,15 @@ CHEAPER = {
 }
 # A method, and the same with more or fewer rows, or rows that are kept for some steps: what time buys.
 LADDERS = (
-    ("replay", "replay-1", "replay-4", "replay-all"),
-    ("gem-margin", "gem-margin-1", "gem-margin-4", "gem-margin-4-2nd", "gem-margin-2nd"),
+    ("replay", "replay-4", "replay-all"),
+    (
+        "gem-margin",
+        "gem-margin-4",
+        "gem-margin-8-2nd",
+        "gem-margin-4-2nd",
+        "gem-margin-3rd",
+        "gem-margin-2nd",
+    ),
 )
 BUDGETS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # of time per step, in plain steps
 # Which examples are stored, and how many.

@@ -24,7 +24,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
 
     ::
 
-        gem = GEMCallback(EpisodicMemory(per_task=100, label="labels"))
+        gem = GEMCallback(EpisodicMemory(per_task=100))
         for dataset in datasets:
             trainer = Trainer(model, args, train_dataset=dataset, callbacks=[gem])
             trainer.train()

@@ -27,7 +27,7 @@ class GEM:
 
     ::
 
-        gem = GEM(model, optimizer, loss, per_task=100, label="labels", on="both")
+        gem = GEM(model, optimizer, loss, per_task=100, on="both")
         for loader in stream:
             for batch in loader:
                 optimizer.zero_grad()
