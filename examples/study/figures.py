@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
@@ -53,12 +54,7 @@ def accuracy_and_cost(
     best = [points[name] for name in pareto({name: (cost, y.mean) for name, (cost, y) in points.items()})]
     steps = {"drawstyle": "steps-post", "color": INK, "linewidth": 0.8, "zorder": 1}
     axes.plot([cost for cost, _ in best], [accuracy.mean for _, accuracy in best], **steps)
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(f"Time of a step, in steps of {methods[plain].title} (log scale)")
-    axes.set_ylabel("Final average accuracy (%)")
+    _accuracy_against_cost(axes, methods[plain].title)
     figure.legend(loc="outside upper center", ncols=4, handletextpad=0.2)
     noted(
         figure,
@@ -87,12 +83,7 @@ def ladders(
         axes.errorbar(cost, [one.mean for one in accuracy], bars, markersize=7.5, elinewidth=1.2, **look)
         shown += accuracy
         texts |= {methods[name].title: point for name, point in points.items()}
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(f"Time of a step, in steps of {methods[plain].title} (log scale)")
-    axes.set_ylabel("Final average accuracy (%)")
+    _accuracy_against_cost(axes, methods[plain].title)
     figure.legend(loc="outside upper center", ncols=len(names))
     noted(figure, _note(shown))
     label_points(axes, texts)
@@ -248,6 +239,16 @@ def _by(key: str, records: Iterable[Record], order: Iterable[Any] = ()) -> dict[
 
 def _accuracy(runs: Sequence[Record]) -> Interval:
     return interval(100 * compare.average_accuracy(run) for run in runs)
+
+
+def _accuracy_against_cost(axes: Axes, unit: str) -> None:
+    """Label the axes of a figure of accuracy against the time of a step."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xlabel(f"Time of a step, in steps of {unit} (log scale)")
+    axes.set_ylabel("Final average accuracy (%)")
 
 
 def _bar(found: Interval) -> float:

@@ -204,6 +204,7 @@ def variants(runs: Runs, methods: Mapping[str, Any], names: Iterable[str], times
         "where it excludes zero."
     )
     columns = [(ACCURACY[0], runs), *([(COST[-1], times)] if times else [])]
+    caption += " Whole step: milliseconds." if times else ""
     rows: list[list[str]] = []
     shown = [name for name in names if name in runs and methods[name].like in runs]
     for base in dict.fromkeys(methods[name].like for name in shown):
