@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate
+from math import nan
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Schedule:
-    """When and how is measured: settings of an experiment."""
+    """When and how is measured: settings of an experiment.
+
+    With an `eval_interval` of 0, accuracies are measured at the end only; with a `probe_interval` of 0 no step
+    is probed.
+    """
 
     epochs: int
     batch_size: int
@@ -128,8 +133,8 @@ class Recorder:
 
     def end_task(self) -> None:
         """Measure the accuracy on all tasks."""
-        self.R.append(self._accuracies(self.test))
-        self.held.append(self._held_losses()[-1])
+        self.R.append(self._accuracies(self.test, last=len(self.R) == len(self.test)))
+        self.held.append(self._held_loss(self.memory.tasks[-1]))
         if len(self.R) == 2:
             self.seconds.clear()  # until here every method is plain fine-tuning
 
@@ -140,7 +145,8 @@ class Recorder:
         """
         later_steps = self.boundaries[-1] - self.boundaries[0]
         projections = self.seconds["projection"]
-        rises = [now - then for now, then in zip(self._held_losses()[:-1], self.held[:-1], strict=True)]
+        past = zip(self.memory.tasks[:-1], self.held[:-1], strict=True)
+        rises = [self._held_loss(task) - then for task, then in past]
         cosines = {v: [probe[v] for probe in self.probes] for v in ("gradient", "update")}
         return {
             "accuracies": self.R,
@@ -158,18 +164,20 @@ class Recorder:
         }
 
     def _due(self, interval: int) -> bool:
-        return self.step % interval == 0 or self.step in self.boundaries
+        return interval > 0 and (self.step % interval == 0 or self.step in self.boundaries)
 
-    def _accuracies(self, parts: Sequence[dict[str, Tensor]]) -> list[float]:
+    def _accuracies(self, parts: Sequence[Batch], last: bool = False) -> list[float]:
+        if not (last or self.schedule.eval_interval):
+            return [nan] * len(parts)
         return [self.accuracy(self.model, part, self.schedule.eval_batch_size) for part in parts]
 
     @torch.no_grad()
-    def _held_losses(self) -> list[float]:
+    def _held_loss(self, task: Hashable) -> float:
         self.model.eval()
-        batches: Iterator[Any] = self.memory.batches()
-        losses = [float(self.loss(self.model, batch)) for batch in batches]
+        batch: Any = self.memory.batch(task)
+        loss = float(self.loss(self.model, batch))
         self.model.train()
-        return losses
+        return loss
 
     def _now(self) -> float:
         if self.device.type != "cpu":

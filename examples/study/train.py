@@ -24,7 +24,6 @@ from .learners import Learner, Setup, concatenate
 from .settings import METHODS, Setting
 from .stream import Stream, Task
 
-NEVER = 10**9  # steps
 SELDOM = 0.2  # seconds between two words on how far a run is
 
 
@@ -109,7 +108,7 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
     learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
     schedule = Schedule.of(setting)
     if run.phase != "report":
-        schedule = replace(schedule, eval_interval=NEVER, probe_interval=NEVER, eval_rows=1)
+        schedule = replace(schedule, eval_interval=0, probe_interval=0)  # only the end counts
     record = Recorder(
         schedule,
         model,
