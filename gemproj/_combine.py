@@ -38,7 +38,8 @@ def combine(
     array([-0.5,  1. ])
     """
     problem = check_problem(G, g, metric)
-    lam = check_multipliers(multipliers, "multipliers", problem)
+    expected = (*problem.batch, problem.t)
+    lam = check_multipliers(multipliers, "multipliers", expected, problem.xp, problem.device)
     x = output(problem, out)
     write_rows(problem, lam, x)
     return returned(problem, x, out)

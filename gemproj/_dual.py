@@ -143,9 +143,7 @@ def solve_gram(
     xp, device = namespace(b), device_of(b)
     start = None
     if warm_start is not None:
-        like = Problem(xp, device, tuple(gram.b.shape[:-1]), b.shape[-1], [], [], None, None)
-        start = check_multipliers(warm_start, "warm_start", like)
-
+        start = check_multipliers(warm_start, "warm_start", tuple(gram.b.shape), xp, device)
     return solve_measured(Measured(gram, WIDE_ROUNDING), options, start, xp, device).to(xp, device)
 
 
@@ -180,7 +178,9 @@ def solve_problem(
     saves a device some twenty launches. `all_reduce` sums the Gram matrix over the processes that hold
     shards of G; then there is no way back to G.
     """
-    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", problem)
+    start, expected = None, (*problem.batch, problem.t)
+    if warm_start is not None:
+        start = check_multipliers(warm_start, "warm_start", expected, problem.xp, problem.device)
     measured = select(problem).gram(problem)
     if all_reduce is not None:
         measured = all_reduce(measured)

@@ -14,8 +14,9 @@ from gemproj._blocks import blocks_of
 from gemproj._combine import combine_into
 from gemproj._derivative import pull_back
 from gemproj._dual import solve_problem
-from gemproj._options import Options, check_options
-from gemproj._problem import check_problem
+from gemproj._options import check_options
+from gemproj._problem import Problem, check_problem
+from gemproj._solution import DualSolution
 from gemproj.methods import METHODS, Exact, as_method
 
 # The arguments of an operator are tensors, numbers and strings; this is what the strings stand for.
@@ -45,6 +46,8 @@ def project_operator(
     """Call the operator with the arguments of `project`."""
     arrays = [_blocks(G, g, "G"), _blocks(g, g, "g"), [] if metric is None else _blocks(metric, g, "metric")]
     like = arrays[1][0]
+    margin = None if isinstance(margin, float | int) and margin == 0 else margin
+    equality = None if equality is False else equality
     options = [_tensor(v, like) for v in (h, margin, penalty, equality)] + [warm_start]
     form = _Form(
         (len(arrays[0]), len(arrays[1]), len(arrays[2])), tuple(a is not None for a in options),
@@ -148,17 +151,11 @@ def _name(method: Any) -> str:
 
 
 def _tensor(value: Any, like: Tensor) -> Tensor | None:
-    """Return an option as a tensor, None where it has its default."""
-    if (
-        value is None
-        or value is False
-        or (isinstance(value, float | int) and not value and value is not True)
-    ):
-        return None
-    if isinstance(value, Tensor):
+    """Return an option as a tensor; None, which stands for its default, passes through."""
+    if value is None or isinstance(value, Tensor):
         return value
-    dtype = None if value is True else torch.float64
-    return torch.as_tensor(value, dtype=dtype, device=like.device)
+    number = isinstance(value, float | int) and not isinstance(value, bool)
+    return torch.as_tensor(value, dtype=torch.float64 if number else None, device=like.device)
 
 
 def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
@@ -169,16 +166,16 @@ def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
     return list(blocks_of(a))
 
 
-def _problem(G: list[Tensor], g: list[Tensor], metric: list[Tensor], alone: bool) -> Any:
-    given = [(a[0] if alone else a) if a else None for a in (G, g, metric)]
-    return check_problem(*given)
-
-
-def _options(method: str, h: Any, margin: Any, penalty: Any, equality: Any, refine: int) -> Options:
-    return check_options(
+def _solved(
+    G: list[Tensor], g: list[Tensor], metric: list[Tensor], h: Any, margin: Any, penalty: Any,
+    equality: Any, warm_start: Any, alone: bool, method: str, refine: int,
+) -> tuple[Problem, DualSolution]:  # fmt: skip
+    problem = check_problem(*((a[0] if alone else a) if a else None for a in (G, g, metric)))
+    options = check_options(
         _methods[method], h=h, margin=0.0 if margin is None else margin, penalty=penalty,
         equality=False if equality is None else equality, refine=refine,
     )  # fmt: skip
+    return problem, solve_problem(problem, options, warm_start)
 
 
 @torch.library.custom_op("gemproj::project", mutates_args=())
@@ -187,8 +184,7 @@ def _project(
     penalty: Tensor | None, equality: Tensor | None, warm_start: Tensor | None, alone: bool, method: str,
     refine: int,
 ) -> list[Tensor]:  # fmt: skip
-    problem = _problem(G, g, metric, alone)
-    sol = solve_problem(problem, _options(method, h, margin, penalty, equality, refine), warm_start)
+    problem, sol = _solved(G, g, metric, h, margin, penalty, equality, warm_start, alone, method, refine)
     x = problem.empty()
     combine_into(problem, sol, x)
     return x
@@ -197,7 +193,8 @@ def _project(
 @_project.register_fake
 def _(G, g, metric, h, margin, penalty, equality, warm_start, alone, method, refine):
     if alone:
-        batch = torch.broadcast_shapes(G[0].shape[:-2], g[0].shape[:-1])
+        lead = [a.shape[:-1] for a in (*g, *metric)]
+        batch = torch.broadcast_shapes(G[0].shape[:-2], *lead)
         return [g[0].new_empty((*batch, g[0].shape[-1]))]
     return [torch.empty_like(v) for v in g]
 
@@ -210,8 +207,7 @@ def _project_backward(
 ) -> list[Tensor]:  # fmt: skip
     if not isinstance(as_method(_methods[method]), Exact):
         raise ValueError(f"Gradients flow through method 'exact' only; method is {_methods[method]!r}.")
-    problem = _problem(G, g, metric, alone)
-    sol = solve_problem(problem, _options(method, h, margin, penalty, equality, refine))
+    problem, sol = _solved(G, g, metric, h, margin, penalty, equality, None, alone, method, refine)
     grads = pull_back(problem, sol.to(problem.xp, problem.device), x, upstream)
     arrays = [grads.G, grads.g, grads.metric if metric else []]
     likes = [G, g, metric]

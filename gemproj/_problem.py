@@ -23,6 +23,7 @@ from gemproj._arrays import (
     from_numpy,
     is_array,
     is_real_floating,
+    namespace,
     on_host,
     to_numpy,
     wide_dtype,
@@ -275,20 +276,20 @@ def _check_block(where: str, o: Array, g: Array, problem: Problem) -> None:
         raise ValueError(f"out{where} is read-only; pass an array that can be written.")
 
 
-def check_multipliers(lam: Any, name: str, problem: Problem) -> Array:
+def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:
     """Check one number per constraint, shape (..., t), and return it as t-space has it."""
-    expected = (*problem.batch, problem.t)
     if not is_array(lam):
         raise TypeError(f"{name} must be an array of shape {expected}; found {type(lam).__name__}.")
     if tuple(lam.shape) != expected:
         raise ValueError(
             f"{name} must have shape {expected}, one multiplier per constraint; found {shape(lam)}."
         )
-    if common_namespace([lam]) is not problem.xp:
+    if namespace(lam) is not xp:
+        library = xp.__name__.rpartition(".")[2]
         raise TypeError(
-            f"{name} must be of the library of G, {type(problem.vector[0]).__name__}; "
-            f"found {type(lam).__name__}."
+            f"{name} must be of the library of the other arrays, {library}; found {type(lam).__name__}."
         )
     if not is_real_floating(lam):
         raise TypeError(f"{name} must have a real floating-point dtype; found {lam.dtype}.")
-    return problem.to_host(problem.xp.asarray(detach(lam), dtype=problem.wide, device=problem.device))
+    lam = xp.asarray(detach(lam), dtype=wide_dtype(xp, device), device=device)
+    return to_numpy(lam) if on_host(device) else lam

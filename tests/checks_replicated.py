@@ -167,6 +167,19 @@ def errors_on_every_process():
 
 
 @check(2)
+def a_task_without_examples_stops_every_process():
+    odd, model = dist.get_rank() == 1, net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, SAID, group=dist.group.WORLD, bound=0.0)
+    with pytest.raises(ValueError, match="disagree on the number of tasks with examples"):
+        gem.end_task([] if odd else [task(0, 3)], 0)
+    with pytest.raises(ValueError if odd else RuntimeError, match="leading dimension" if odd else "Another"):
+        gem.end_task([(task(0, 3)[0][odd:], task(0, 3)[1])], 0)
+    gem.end_task([task(0, 3)], 0)
+    assert len(gem.memory) == 1
+
+
+@check(2)
 def gem_trains_as_one_process_does():
     """The one object for a loop, on replicas and on shards, whose memories differ in size."""
     for promise, options in PROMISES:

@@ -1,6 +1,7 @@
 """One fixture for all array libraries, and randomised tests that repeat exactly."""
 
 import ctypes
+import gc
 import importlib
 import os
 from contextlib import suppress
@@ -10,6 +11,7 @@ if (
 ):  # workers share the cores; threads on top would only wait for each other
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
+os.environ["HF_HUB_OFFLINE"] = "1"  # read at import; nothing here may wait for a hub that cannot be reached
 
 import numpy as np
 import pytest
@@ -28,6 +30,16 @@ settings.register_profile(
     "explore", parent=settings.get_profile("default"), derandomize=False, max_examples=2000
 )
 settings.load_profile("default")
+
+
+def pytest_collection_finish():
+    """Take what has been imported by now out of all later collections, which take half a second each."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 class Library:

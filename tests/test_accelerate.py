@@ -118,6 +118,11 @@ def test_a_checkpoint_brings_back_memory_constraints_and_warm_start(interval, tm
     train(accelerator, model, optimizer, batches(4))
     assert torch.equal(flat(model), expected)
 
+    AcceleratorState._reset_state(reset_partial_state=True)
+    gem, state = begin(interval)[-1], torch.load(tmp_path / "gem.pt", weights_only=True)
+    gem.load_state_dict(state)
+    assert gem.projector.state_dict()["calls"] == state["projector"]["calls"]
+
 
 def test_a_checkpoint_without_gem_is_refused(tmp_path):
     accelerator, _, _, _, gem = begin()

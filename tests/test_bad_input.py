@@ -100,6 +100,11 @@ READ_ONLY.setflags(write=False)
         ),
         (lambda: solve_gram([[1.0]], np.ones(1)), TypeError, "K must be an array"),
         (
+            lambda: solve_gram(np.eye(3), np.ones(3), warm_start=torch.ones(3)),
+            TypeError,
+            "warm_start must be of the library of the other arrays, numpy; found Tensor",
+        ),
+        (
             lambda: project(G, g, margin="0.5"),
             TypeError,
             "margin must be a number, or an array .*; found '0.5'",
@@ -134,7 +139,7 @@ READ_ONLY.setflags(write=False)
         (
             lambda: project(G, g, warm_start=torch.ones(3)),
             TypeError,
-            "warm_start must be of the library of G",
+            "warm_start must be of the library of the other arrays, numpy",
         ),
         (
             lambda: project(G, g, out=np.empty(4)),

@@ -114,6 +114,31 @@ def test_bounds_and_right_hand_side_have_derivatives():
     )
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"penalty": 0.0},
+        {"margin": 0},
+        {"equality": np.array([True, False, False])},
+        {"h": np.array([0.1, -0.1, 0.0])},
+        {"metric": torch.rand(2, 7, dtype=torch.float64) + 0.5},
+    ],
+)
+def test_options_mean_what_they_mean_without_autograd(options):
+    G, g = problem(3, 7)
+    expected = project(G.detach(), g.detach(), **options)
+    assert torch.equal(project(G, g, **options), expected)
+    compiled = torch.compile(lambda G, g: project(G, g, **options), backend="aot_eager")
+    assert torch.equal(compiled(G.detach(), g.detach()), expected)
+
+
+def test_options_are_checked_as_without_autograd():
+    G, g = problem(3, 7)
+    for arrays in ((G, g), (G.detach(), g.detach())):
+        with pytest.raises(TypeError, match="equality"):
+            project(*arrays, equality=np.array([0, 1, 0]))
+
+
 def test_penalised_equalities_have_derivatives():
     G, g = problem(4, 9)
     g = (-g).detach().requires_grad_()

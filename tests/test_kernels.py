@@ -18,6 +18,8 @@ if not torch.cuda.is_available() and not isinstance(
 ):
     pytest.skip("Triton was imported before it could be told to interpret", allow_module_level=True)
 
+from devices import interpret_faster  # noqa: E402
+
 import gemproj  # noqa: E402
 from gemproj import FISTA, PGD, Exact  # noqa: E402
 from gemproj._problem import check_problem  # noqa: E402
@@ -28,6 +30,7 @@ from gemproj.backends.triton._layout import lay_out, lay_out_batch  # noqa: E402
 from gemproj.backends.triton.solve import solve  # noqa: E402
 from gemproj.backends.triton.solve import supports as solves  # noqa: E402
 
+interpret_faster()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # The interpreter computes with NumPy, which warns of what is not finite.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

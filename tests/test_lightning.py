@@ -168,6 +168,20 @@ def test_batches_are_converted_as_for_training():
     assert gem.projector.constraints.dtype == torch.float64
 
 
+def test_after_training_batches_go_where_the_module_is(monkeypatch):
+    """When `fit` ends, Lightning moves the module to the CPU, but not its own idea of the device."""
+
+    def each(module, batch):
+        return torch.nn.functional.cross_entropy(module.net(batch[0]), batch[1], reduction="none")
+
+    module, gem = Classifier(), GEMCallback(EpisodicMemory(per_task=6), each, bound=0.0)
+    loop = trainer(gem)
+    loop.fit(module, task(0))
+    monkeypatch.setattr(type(loop.strategy), "root_device", torch.device("meta"))
+    gem.end_task(task(0))
+    assert gem.memory.batch(0).losses.device.type == "cpu"
+
+
 @pytest.mark.parametrize("on", ["gradient", "both"])
 def test_a_gradient_scaler_runs_the_closure_before_the_step(on):
     model, other = Classifier(), Classifier()

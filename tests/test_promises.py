@@ -414,6 +414,34 @@ def test_a_gate_leaves_groups_alone_unless_the_whole_conflicts(conflict):
         assert not gem.last.solution.optimal.all()
 
 
+def test_a_gate_sees_equalities_violated_from_either_side():
+    for sign in (1.0, -1.0):
+        model, batch = learned()
+        projector = GradientProjector(model.parameters(), groups="tensor", gate=True, equality=True)
+        projector.recall(model, [batch], loss)
+        row = projector.constraints[0].clone()
+        for p, part in zip(
+            model.parameters(), row.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            p.grad = sign * part.view_as(p).clone()
+        assert projector.project_().num_violated
+        assert abs(row @ flat(p.grad for p in model.parameters())) < 1e-12 * row @ row
+
+
+@pytest.mark.parametrize(("said", "options"), [(SAID, {}), (EACH, {"bound": 0.0})])
+def test_a_task_may_end_in_several_parts(said, options):
+    model, batch = learned()
+    halves = [tuple(leaf[part] for leaf in batch) for part in (slice(12), slice(12, 24))]
+    gem = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), said, **options)
+    for half in halves:
+        gem.end_task([half], "a")
+    whole = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), said, **options)
+    whole.end_task([batch], "a")
+    found, expected = gem.memory.batch("a"), whole.memory.batch("a")
+    torch.testing.assert_close(found.outputs, expected.outputs)
+    torch.testing.assert_close(found.losses, expected.losses)
+
+
 def test_what_groups_refuse():
     model, _ = learned()
     with pytest.raises(ValueError, match="named_parameters"):

@@ -167,6 +167,20 @@ def test_transformers(promise, options, tmp_path):
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def test_a_group_may_be_any_part_of_a_name():
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState
+
+    from gemproj.integrations.accelerate import GEM as AcceleratedGEM
+
+    model = perceptron()
+    accelerator = accelerate.Accelerator(cpu=True)
+    prepared = accelerator.prepare(torch.nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    gem = AcceleratedGEM(accelerator, *prepared, memory(), groups=lambda name: name.split(".")[1])
+    assert len(gem.projector._groups) == 2
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def test_what_a_model_can_do_is_stored_before_training(tmp_path):
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")

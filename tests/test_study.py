@@ -1,7 +1,6 @@
 """The study: its methods, its runs, and what is kept of them."""
 
 import contextlib
-import io
 import json
 import os
 import subprocess
@@ -193,7 +192,7 @@ def test_two_moments_of_adam():
 
 
 def test_a_run_that_diverges_is_a_result():
-    for name in ("plain", "gem", "replay"):
+    for name in ("plain", "gem", "replay", "gpm"):
         record = done(name, rate=1e30)
         assert record["diverged"]
         assert record["metrics"]["average_accuracy"] < 0.5
@@ -308,12 +307,11 @@ def test_a_killed_study_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
     assert [without_times(record) for record in Results(file).records.values()] == expected
 
 
-def test_unknown_names_are_refused(tmp_path):
-    screen = Console(file=io.StringIO())
+def test_unknown_names_are_refused():
     with pytest.raises(SetupError, match="unknown stream tiny; choose from permuted"):
-        runs.complete(["tiny"], [], tmp_path, 1, False, screen)
+        runs.check(["tiny"], [])
     with pytest.raises(SetupError, match="unknown method sgd; choose from plain"):
-        runs.complete(["split"], ["sgd"], tmp_path, 1, False, screen)
+        runs.check(["split"], ["sgd"])
 
 
 def test_committed_pages_follow_from_committed_runs():

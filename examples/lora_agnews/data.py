@@ -6,6 +6,7 @@ import csv
 import html
 import os
 import re
+import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
@@ -110,7 +111,7 @@ def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:
 def unreachable_hub() -> str:
     """Return why the Hugging Face hub cannot be used, or an empty string if it answers.
 
-    After a negative answer, libraries that are imported later do not ask again: their retries take minutes.
+    After a negative answer, libraries do not ask again: their retries take minutes.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
         return "HF_HUB_OFFLINE is set"
@@ -119,7 +120,11 @@ def unreachable_hub() -> str:
     except urllib.error.HTTPError:  # it is there
         return ""
     except OSError as error:
-        os.environ["HF_HUB_OFFLINE"] = "1"
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later
+        if "huggingface_hub" in sys.modules:
+            from huggingface_hub import constants
+
+            constants.HF_HUB_OFFLINE = True
         return f"the hub cannot be reached ({getattr(error, 'reason', error)})"
     return ""
 

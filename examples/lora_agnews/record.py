@@ -28,8 +28,8 @@ Batch = dict[str, Tensor]
 class Schedule:
     """When and how is measured: settings of an experiment.
 
-    With an `eval_interval` of 0, accuracies are measured at the end only; with a `probe_interval` of 0 no step
-    is probed.
+    With an `eval_interval` of 0 accuracies are measured at the end only; with a `probe_interval` of 0 no
+    step is probed.
     """
 
     epochs: int

@@ -38,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def job() -> None:
         from . import publish, runs, settings  # torch takes seconds to import; --help should not wait
 
+        methods = tuple(filter(None, given.methods.split(",")))
+        runs.check(given.streams, methods)
         if not given.report:
-            methods = tuple(filter(None, given.methods.split(",")))
             jobs = given.jobs or command.cores()
             runs.complete(given.streams, methods, given.out, jobs, given.time, console)
         for name in given.streams or settings.STREAMS:

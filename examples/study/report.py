@@ -55,7 +55,7 @@ def _spent(part: str) -> Measure:
 
 def _checked(what: str, number: str) -> Measure:
     """Return the measure of a number of the guarantee; None where nothing was probed."""
-    return lambda run: run["guarantee"] and run["guarantee"][what][number]
+    return lambda run: (run["guarantee"][what] or {}).get(number)
 
 
 PARTS = {

@@ -22,6 +22,13 @@ def results_of(stream: str, folder: Path) -> Results:
     return Results(folder / "runs" / f"{stream}.jsonl")
 
 
+def check(names: Sequence[str], methods: Sequence[str]) -> None:
+    """Raise for a stream or a method that there is not."""
+    for kind, known, asked in (("stream", STREAMS, names), ("method", METHODS, methods)):
+        if unknown := sorted(set(asked) - set(known)):
+            raise SetupError(f"unknown {kind} {', '.join(unknown)}; choose from {', '.join(known)}")
+
+
 def complete(
     names: Sequence[str], methods: Sequence[str], folder: Path, jobs: int, timing: bool, console: Console
 ) -> None:
@@ -29,9 +36,6 @@ def complete(
 
     With `timing`, steps are timed, too, one run at a time, after all others.
     """
-    for kind, known, asked in (("stream", STREAMS, names), ("method", METHODS, methods)):
-        if unknown := sorted(set(asked) - set(known)):
-            raise SetupError(f"unknown {kind} {', '.join(unknown)}; choose from {', '.join(known)}")
     for name in names or STREAMS:
         streams.prepare(STREAMS[name].kind, **STREAMS[name].options)
         results = results_of(name, folder)

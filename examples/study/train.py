@@ -142,8 +142,9 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
                 learner.end_step()
             record.after_update()
         stored.add(task.train, k)
-        kept: Any = stored.batch(k)
-        learner.end_task(k, kept)
+        if not diverged:
+            kept: Any = stored.batch(k)
+            learner.end_task(k, kept)
         record.end_task()
     about: dict[str, Any] = {"versions": VERSIONS, "hashes": dict(stream.hashes), "setting": vars(setting)}
     about |= {"machine": platform.processor() or platform.machine(), "system": platform.system()}

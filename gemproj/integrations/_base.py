@@ -12,6 +12,8 @@ from gemproj.torch.batches import Batch, Loss
 from gemproj.torch.constraint_gradients import model_loss
 from gemproj.torch.remember import remember
 
+_OF_THE_MODEL = ("groups", "gate", "rows_device")
+
 
 class FrameworkGEM:
     """A `gemproj.torch.GEM` that is made when a framework hands out the model and the optimizer.
@@ -44,8 +46,10 @@ class FrameworkGEM:
         self.gem: GEM | None = None
         self._loss, self._options = loss, options
         self._resumed: Mapping[str, Any] | None = None
-        trial = torch.nn.Linear(1, 1)  # bad options are reported now, not when training begins
-        GEM(trial, torch.optim.Adam(trial.parameters()), loss, memory=memory, **self._options).remove()
+        # Bad options are reported now, not when training begins, but for those that depend on the model.
+        trial = torch.nn.Linear(1, 1)
+        known = {name: value for name, value in options.items() if name not in _OF_THE_MODEL}
+        GEM(trial, torch.optim.Adam(trial.parameters()), loss, memory=memory, **known).remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing."""
@@ -90,7 +94,7 @@ class FrameworkGEM:
         return self.gem.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back the memory, and the projector's state when training begins, or now if it has begun."""
+        """Bring back the memory, and the projector's state when training begins."""
         self.memory.load_state_dict(state["memory"])
         self._resumed = state["projector"]
 
@@ -98,21 +102,11 @@ class FrameworkGEM:
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
-        *,
         loss: Loss | None = None,
-        group: Any = None,
-        scaler: Any = None,
+        **given: Any,
     ) -> None:
         self._detach()
-        self.gem = GEM(
-            model,
-            optimizer,
-            self._loss if loss is None else loss,
-            memory=self.memory,
-            group=group,
-            scaler=scaler,
-            **self._options,
-        )
+        self.gem = GEM(model, optimizer, loss or self._loss, memory=self.memory, **given, **self._options)
         self._resume()
 
     def _resume(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -77,10 +78,14 @@ class GEM(AcceleratedGEM):
     ) -> None:
         super().__init__(memory, loss, **options)
         self._attach_prepared(model, optimizer)
+
+        def load(models: Any, folder: str) -> None:
+            self.load_state_dict(read(folder))
+
         # Not register_for_checkpointing: that keeps the state of the first process only.
         self._hooks = [
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save(folder)),
-            accelerator.register_load_state_pre_hook(lambda models, folder: self._load(folder)),
+            accelerator.register_load_state_pre_hook(load),
         ]
 
     def remove(self) -> None:
@@ -89,6 +94,7 @@ class GEM(AcceleratedGEM):
         for hook in self._hooks:
             hook.remove()
 
-    def _load(self, folder: str) -> None:
-        self.load_state_dict(read(folder))
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what `state_dict` returned."""
+        super().load_state_dict(state)
         self._resume()

@@ -88,8 +88,9 @@ class GEMCallback(FrameworkGEM, Callback):
         def in_precision(function: Any) -> Any:
             def call(module: Any, batch: Any, *outputs: Any) -> Any:
                 with trainer.precision_plugin.forward_context():
-                    batch = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
-                    return function(module, batch, *outputs)
+                    device = next(module.parameters()).device  # after `fit` Lightning moves it to the CPU
+                    batch = trainer.precision_plugin.convert_input(batch)
+                    return function(module, trainer.strategy.batch_to_device(batch, device), *outputs)
 
             return call
 

@@ -47,21 +47,28 @@ def remember(
     needed = bounded or outputs is not None
     if needed and model is None:
         raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
-    for batch in batches:
-        memory.add(batch, task)
-    if model is None or not needed or task not in memory.tasks:
+    if not needed or model is None:
+        for batch in batches:
+            memory.add(batch, task)
         return
     if isinstance(model, DistributedDataParallel):
         model = model.module  # whose own forward pass would wait for the other processes
     vector = vector_of(model.parameters(), group)
-    device = vector.local()[0].device
-    kept = memory.batch(task)
-    batch = kept.batch if isinstance(kept, Remembered) else kept  # what was stored before is replaced
-    batch = tree_map(lambda leaf: leaf.to(device), batch)
+    topology, device = vector.topology, vector.device
+    numbers = {"tasks with examples": 0}
+    with topology.agreement(numbers):
+        if task in memory.tasks:
+            memory.record(task)  # drops what is computed anew for all of its examples
+        for batch in batches:
+            memory.add(batch, task)
+        numbers["tasks with examples"] = int(task in memory.tasks)
+    if task not in memory.tasks:
+        return
+    batch = tree_map(lambda leaf: leaf.to(device), memory.batch(task))
     count = count_examples(batch)
-    _, (most,) = vector.topology.plan([count])
+    _, (most,) = topology.plan([count])
     found, losses = [], []
-    with vector.topology.passes(), preserved_state(model, device, training), torch.no_grad():
+    with topology.passes(), preserved_state(model, device, training), torch.no_grad():
         for part, n in parts(batch, count, microbatch, most):
             stored = () if outputs is None else outputs(model, part)
             found.append(tree_map(lambda leaf, n=n: leaf[:n], stored))
