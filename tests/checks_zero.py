@@ -88,11 +88,11 @@ def own(batch, *sizes):
 def deepspeed_trains_as_one_process():
     """In one check, since DeepSpeed keeps its process groups."""
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "CUDA_VISIBLE_DEVICES": ""}
-    for promise, options in PROMISES:
+    for number, (promise, options) in enumerate(PROMISES):
         one = perceptron(torch.float32)
         plain, violated = train(one, promise, options, plainly(one))
         assert violated
-        for stage in (1, 2, 3):
+        for stage in (1, 2, 3) if number == 0 else (1 + number % 3, 1 + (number + 1) % 3):
             engine = engine_for(perceptron(torch.float32), stage)
             gem, _ = train(engine.module, promise, options, of_engine(engine), own, engine.optimizer)
             found = whole(engine)

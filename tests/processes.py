@@ -1,4 +1,4 @@
-"""Checks that run on several processes at once: one spawn for all of them, a process group for each."""
+"""Checks that run on several processes: one start of four for all of them, a process group for each check."""
 
 import importlib.util
 import time
@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Where the checks are; they register themselves when these are imported.
-MODULES = ["checks_project", "checks_replicated", "checks_sharded"]
-MODULES += ["checks_zero"] if importlib.util.find_spec("deepspeed") else []
+# Where the checks for so many processes are; they register themselves when these are imported.
+MODULES = {4: ["checks_project", "checks_replicated", "checks_sharded"]}
+MODULES[2] = [*MODULES[4], "checks_accelerate"]
+MODULES[2] += ["checks_zero"] if importlib.util.find_spec("deepspeed") else []
 # A collective that others never join fails after so long, and all checks together end after LIMIT seconds.
 PATIENCE, LIMIT = timedelta(seconds=30), 300.0
 
@@ -32,16 +33,16 @@ def check(*worlds):
     return register
 
 
-def names(world=None):
+def names(world):
     """Return the names of the checks for so many processes."""
-    for module in MODULES:
+    for module in MODULES[world]:
         importlib.import_module(module)
-    return [name for name in CHECKS if world is None or name.endswith(f"-{world}")]
+    return [name for name in CHECKS if name.endswith(f"-{world}")]
 
 
-def run_all(world, folder):
-    """Run the checks for so many processes; return for each of them what went wrong, by process."""
-    context = mp.spawn(_process, (world, str(folder)), nprocs=world, join=False)
+def run_all(folder):
+    """Run all checks; return for each of them what went wrong, by process."""
+    context = mp.spawn(_process, (str(folder),), nprocs=max(MODULES), join=False)
     end, died = time.monotonic() + LIMIT, ""
     try:
         while not context.join(timeout=1.0) and time.monotonic() < end:
@@ -51,15 +52,17 @@ def run_all(world, folder):
     for process in context.processes:
         process.kill()
     found = {}
-    for name in names(world):
-        reports = [Path(folder, f"{name}.{rank}") for rank in range(world)]
-        found[name] = [r.read_text() if r.exists() else f"did not end {died}" for r in reports]
+    for world in MODULES:
+        for name in names(world):
+            reports = [Path(folder, f"{name}.{rank}") for rank in range(world)]
+            found[name] = [r.read_text() if r.exists() else f"did not end {died}" for r in reports]
     return found
 
 
-def _process(rank, world, folder):
+def _process(rank, folder):
     torch.set_num_threads(1)
-    for name in names(world):
+    todo = [(name, world) for world in MODULES if rank < world for name in names(world)]
+    for name, world in todo:
         start = time.monotonic()
         store = f"file://{folder}/{name}.store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=PATIENCE)

@@ -2,10 +2,7 @@
 
 import contextlib
 import importlib
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -202,40 +199,3 @@ def test_the_install_line_is_told(monkeypatch):
     monkeypatch.delitem(sys.modules, "gemproj.integrations.accelerate")
     with pytest.raises(ImportError, match=r"pip install 'gemproj\[accelerate\]'"):
         importlib.import_module("gemproj.integrations.accelerate")
-
-
-def two_processes(folder):
-    accelerator = Accelerator(cpu=True)
-    rank = accelerator.process_index
-    model = perceptron()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
-    memory = EpisodicMemory(per_task=16)
-    for batch in batches(0)[rank::2]:
-        memory.add(batch, 0)
-    gem = GEM(accelerator, model, optimizer, memory, loss=loss)
-    everything = {key: torch.cat([batch[key] for batch in batches(0)]) for key in ("x", "y")}
-    accelerator.backward(loss(model, batches(1)[rank]))
-    optimizer.step()
-    expected = rows(perceptron(), [everything])
-    torch.testing.assert_close(gem.projector.constraints, expected, rtol=1e-9, atol=1e-12)
-    accelerator.save_state(folder)
-    accelerator.wait_for_everyone()
-    memory.load_state_dict(EpisodicMemory(per_task=16).state_dict())
-    accelerator.load_state(folder)
-    assert torch.equal(next(memory.batches())["x"][:4], batches(0)[rank]["x"])
-
-
-def test_processes_bring_and_keep_examples_of_their_own(tmp_path):
-    # From a process of its own: what forks must have started no threads.
-    code = (
-        "import sys; from accelerate import debug_launcher; from test_accelerate import two_processes; "
-        "debug_launcher(two_processes, (sys.argv[1],), num_processes=2)"
-    )
-    here = Path(__file__).parent
-    paths = os.pathsep.join([str(here.parent), str(here)])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert sorted(file.name for file in tmp_path.glob("gem*")) == ["gem_rank0.pt", "gem_rank1.pt"]

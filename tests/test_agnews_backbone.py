@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2Model
 
 from examples.lora_agnews import backbone, corpus, small, train
+from examples.lora_agnews.batch import parts
 from examples.lora_agnews.config import MINI, SetupError
 from examples.lora_agnews.stream import Split
 
@@ -105,7 +106,7 @@ def test_a_batch_in_parts_has_the_same_gradient(folder):
         loss = train.backward(model, batch, size)
         found.append([loss, *(p.grad for p in model.parameters() if p.requires_grad)])
     torch.testing.assert_close(*found)
-    widths = [int(part["attention_mask"].sum(dim=1).max()) for part in backbone.parts(batch, 3)]
+    widths = [int(part["attention_mask"].sum(dim=1).max()) for part in parts(batch, 3)]
     assert len(widths) == 3
     assert widths == sorted(widths)  # sorted by length: less padding
 

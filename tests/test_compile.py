@@ -24,10 +24,7 @@ def problem():
     [
         {},
         {"method": PGD(steps=4)},
-        {"method": "agem"},
-        {"margin": 0.1},
-        {"penalty": 0.2},
-        {"refine": 1},
+        {"margin": 0.1, "penalty": 0.2, "refine": 1},
         {"equality": True},
     ],
 )

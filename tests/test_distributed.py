@@ -6,24 +6,16 @@ pytest.importorskip("torch")
 if not hasattr(pytest.importorskip("torch.distributed.fsdp"), "fully_shard"):
     pytest.skip("torch without fully_shard", allow_module_level=True)
 
-from processes import names, run_all
+from processes import MODULES, names, run_all
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Return what went wrong, by check; the processes start at the first question about so many of them."""
-    results = {}
-
-    def ask(name):
-        world = int(name.rsplit("-")[-1])
-        if name not in results:
-            results.update(run_all(world, tmp_path_factory.mktemp(f"processes{world}")))
-        return results[name]
-
-    return ask
+    """Return what went wrong, by check."""
+    return run_all(tmp_path_factory.mktemp("processes"))
 
 
-@pytest.mark.parametrize("name", sorted(names(), key=lambda name: name[-1]))
+@pytest.mark.parametrize("name", [name for world in MODULES for name in names(world)])
 def test_on_processes(name, found):
-    problems = [f"Process {rank}: {text}" for rank, text in enumerate(found(name)) if text]
+    problems = [f"Process {rank}: {text}" for rank, text in enumerate(found[name]) if text]
     assert not problems, "\n".join(problems)

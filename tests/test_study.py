@@ -27,17 +27,7 @@ from examples.study import plan, publish, runs, settings, skill, streams, train
 from examples.study.learners import Setup
 from examples.study.results import Results
 from examples.study.settings import METHODS, POINTS, STREAMS, TUNING_SEEDS
-
-TINY = replace(
-    STREAMS["permuted"],
-    options={"tasks": 3, "rows": 60, "hidden": 16},
-    methods=("plain", "gem"),
-    seeds=(0, 1, 2, 3, 4, 5),
-    rates=(0.02, 0.05, 0.1, 0.2, 0.5),
-    per_task=8,
-    eval_interval=3,
-    probe_interval=2,
-)
+from tests.tiny import TINY, one_by_one
 
 
 @pytest.fixture(autouse=True)
@@ -271,12 +261,13 @@ def test_a_full_disk_is_an_error(tmp_path):
     assert "a" not in results
 
 
+# Workers import the script, too: only the main process needs the rest.
 SCRIPT = """
-import pathlib, sys
-from rich.console import Console
-from tests.test_study import TINY
-from examples.study import plan, runs, settings
 if __name__ == "__main__":
+    import pathlib, sys
+    from rich.console import Console
+    from examples.study import plan, runs, settings
+    from tests.tiny import TINY
     settings.STREAMS["tiny"] = TINY
     plan.chosen = lambda *names: (0.05, 0.0)  # nothing is tuned
     runs.complete(["tiny"], ["plain"], pathlib.Path(sys.argv[1]), 1, False, Console(quiet=True))
@@ -300,6 +291,7 @@ def test_a_killed_study_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
     begun = file.read_bytes()
     monkeypatch.setitem(STREAMS, "tiny", TINY)
     monkeypatch.setattr(plan, "chosen", lambda *names: (0.05, 0.0))
+    monkeypatch.setattr(runs, "work", one_by_one)
     runs.complete(["tiny"], ["plain"], tmp_path, 1, False, Console(quiet=True))
     assert file.read_bytes().startswith(begun[: begun.rfind(b"\n") + 1])
     torch.set_num_threads(1)

@@ -16,8 +16,10 @@ from transformers import GPT2Config
 
 from examples.lora_agnews import __main__ as agnews
 from examples.lora_agnews import backbone, corpus, small
+from examples.lora_agnews import runs as lora_runs
 from examples.lora_agnews.config import PRESETS, SetupError
 from examples.study import one_step, paper, paper_figures, paper_report, published, random_backbone
+from tests.tiny import one_by_one
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,7 @@ def finished(tmp_path_factory):
         options = ["--preset", "mini", "--methods", "agem,gem", "--jobs", "1"]
         folders = {"--runs": root / "runs", "--out": root / "out", "--cache": root / "cache"}
         named = [str(part) for pair in folders.items() for part in pair]
+        patch.setattr(lora_runs, "work", one_by_one)
         assert paper.main([*options, *named]) == 0
     return root / "out"
 

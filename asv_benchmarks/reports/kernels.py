@@ -79,7 +79,7 @@ def variants(every: bool) -> dict[str, Call]:
         return lay_out([torch.ones(t, _COLUMNS, dtype=dtype)], [torch.ones(_COLUMNS, dtype=dtype)])
 
     # 5 and 6 rows are one kernel.
-    for t in (1, 2, 4, 5, 6, 8, 9, 17, 40, 100) if every else (2, 5, 6, 9):
+    for t in (1, 2, 4, 5, 6, 8, 9, 17, 40, 100) if every else (5, 9):
         stage1(f"t = {t}, float32", one(t, f32))
     for t in (2, 8, 9, 40) if every else ():
         stage1(f"t = {t}, bfloat16", one(t, bf16))
@@ -91,11 +91,11 @@ def variants(every: bool) -> dict[str, Call]:
     mixed = [torch.ones(3, _COLUMNS, dtype=dtype) for dtype in (torch.float16, bf16, f64)]
     many = [torch.ones(12, _COLUMNS, dtype=dtype) for dtype in (f32, bf16)]
     three, lam = lay_out(mixed, [a[0].float() for a in mixed]), torch.ones(9, 3, dtype=f64)
-    stage1("t = 3, blocks of three dtypes", three)
     if every:
+        stage1("t = 3, blocks of three dtypes", three)
         stage1("t = 12, blocks of two dtypes", lay_out(many, [a[0] for a in many]))
-    for t in (1, 2, 8, 9, 40) if every else (2,):
-        for d in (64, 200) if every else (64,):
+    for t in (1, 2, 8, 9, 40) if every else ():
+        for d in (64, 200):
             stage1(f"t = {t}, batch of d = {d}", lay_out_batch(torch.ones(9, t, d), torch.ones(9, d)))
     assert three is not None
     calls["blocks of three dtypes"] = partial(combine, three, lam[:1], [a[0].float() for a in mixed])
@@ -106,12 +106,12 @@ def variants(every: bool) -> dict[str, Call]:
     small = lay_out_batch(torch.ones(9, 3, 64), torch.ones(9, 64))
     assert small is not None
     calls["batch of d = 64"] = partial(combine, small, lam, [torch.ones(9, 64)])
-    for dtype in (f32, bf16, f64) if every else (f32,):
+    for dtype in (f32, bf16, f64) if every else ():
         x = torch.empty(_COLUMNS, dtype=dtype)
         calls[str(dtype).removeprefix("torch.")] = partial(combine, one(2, dtype), lam[:1, :2], [x])
-    methods: list[tuple[int, Any]] = [(2, PGD()), (2, FISTA()), (4, Exact()), (9, Exact())]
-    methods += [(2, PGD(normalize=False))] if every else []
+    methods: list[tuple[int, Any]] = [(2, FISTA()), (4, Exact()), (9, Exact())]
     if every:
+        methods += [(2, PGD()), (2, PGD(normalize=False))]
         methods += [(t, method) for t in (16, 32, 64, 128, 168) for method in (PGD(), FISTA(), Exact())]
         methods += [(t, Exact()) for t in (1, 2, 3, 5, 8)]
     for t, method in methods:

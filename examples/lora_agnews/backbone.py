@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -91,50 +90,15 @@ def encode(split: Split, tokenizer: PreTrainedTokenizerBase, config: Config) -> 
     return {name: values.to(config.device) for name, values in batch.items()}
 
 
-def rows(batch: dict[str, Tensor], which: slice | Tensor) -> dict[str, Tensor]:
-    """Select rows of a batch."""
-    return {name: values[which] for name, values in batch.items()}
-
-
 def batch_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the mean cross-entropy on a batch."""
     return model(**_trim(batch)).loss
-
-
-def parts(batch: dict[str, Tensor], size: int) -> Iterator[dict[str, Tensor]]:
-    """Yield a batch in parts of so many rows."""
-    batch = by_length(batch, size)
-    for start in range(0, len(batch["labels"]), size):
-        yield rows(batch, slice(start, start + size))
-
-
-def by_length(batch: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Sort texts by their length where there are parts of so many, for less padding in each."""
-    if len(batch["labels"]) <= size or "attention_mask" not in batch:
-        return batch
-    return rows(batch, batch["attention_mask"].sum(dim=1).argsort(stable=True))
 
 
 def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Return the logits of a batch, (n, classes)."""
     inputs = {name: values for name, values in _trim(batch).items() if name != "labels"}
     return model(**inputs).logits
-
-
-@torch.no_grad()
-def accuracy(
-    model: nn.Module,
-    examples: dict[str, Tensor],
-    size: int,
-    logits: Callable[[nn.Module, dict[str, Tensor]], Tensor] = logits,
-) -> float:
-    """Return the share of examples that the model classifies correctly, in parts of so many."""
-    model.eval()
-    right = 0
-    for part in parts(examples, size):
-        right += int((logits(model, part).argmax(dim=1) == part["labels"]).sum())
-    model.train()
-    return right / len(examples["labels"])
 
 
 def quiet() -> None:

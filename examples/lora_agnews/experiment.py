@@ -17,6 +17,7 @@ from gemproj import project
 from . import backbone, command, figures, prepare, report, runs, stream
 from .config import Config, SetupError
 from .data import Articles
+from .workers import VERSIONS
 
 
 def run(
@@ -51,7 +52,7 @@ def run(
         "config": asdict(config),
         "data": articles.source,
         "parameters": backbone.trained(folder),
-        "environment": runs.VERSIONS | machine,
+        "environment": VERSIONS | machine,
         "summary": summary,
         "runs": records,
     }

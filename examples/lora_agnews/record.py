@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
-from . import backbone, metrics, peaks
-from .backbone import rows
+from . import metrics, peaks
+from .batch import Batch, accuracy, rows
 
 PHASES = ("batch", "constraints", "projection", "optimizer")
-Batch = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -61,11 +60,11 @@ class Recorder:
         train: Sequence[Batch],
         test: Sequence[Batch],
         on_step: Callable[[int, int, str], None],
-        loss: Callable[[nn.Module, Batch], Tensor] = backbone.batch_loss,
-        accuracy: Callable[[nn.Module, Batch, int], float] = backbone.accuracy,
+        loss: Callable[[nn.Module, Batch], Tensor],
+        logits: Callable[[nn.Module, Batch], Tensor],
     ) -> None:
         self.schedule, self.model, self.on_step = schedule, model, on_step
-        self.loss, self.accuracy = loss, accuracy
+        self.loss, self.logits = loss, logits
         steps = (schedule.epochs * -(-len(task["labels"]) // schedule.batch_size) for task in train)
         self.boundaries = list(accumulate(steps))
         self.test, self.glimpse = test, [rows(part, slice(schedule.eval_rows)) for part in test]
@@ -169,7 +168,7 @@ class Recorder:
     def _accuracies(self, parts: Sequence[Batch], last: bool = False) -> list[float]:
         if not (last or self.schedule.eval_interval):
             return [nan] * len(parts)
-        return [self.accuracy(self.model, part, self.schedule.eval_batch_size) for part in parts]
+        return [accuracy(self.model, part, self.schedule.eval_batch_size, self.logits) for part in parts]
 
     @torch.no_grad()
     def _held_loss(self, task: Hashable) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from gemproj.torch import EpisodicMemory, GradientProjector
 
 from . import backbone, stream
-from .backbone import batch_loss
+from .backbone import batch_loss, logits
+from .batch import Batch, batches, by_length, parts
 from .config import Config
 from .mega import MEGA
 from .methods import METHODS, Method, all_tasks
 from .record import Recorder, Schedule
-
-Batch = dict[str, Tensor]
 
 
 def learn(
@@ -53,7 +52,7 @@ def learn(
             if method.batches and len(memory) and step % config.projection_interval == 0:
                 with record.time("constraints"):
                     references = method.batches(memory, config)
-                    references = [backbone.by_length(part, config.microbatch) for part in references]
+                    references = [by_length(part, config.microbatch) for part in references]
                     projector.recall(model, references, batch_loss, **how)
                 if method.balance:
                     with record.time("projection"):
@@ -75,18 +74,11 @@ def learn(
 def backward(model: nn.Module, batch: Batch, microbatch: int, weight: float = 1.0) -> Tensor:
     """Add the gradient of the mean loss times a weight to ``.grad``; return the loss. One graph at a time."""
     loss = torch.zeros((), device=batch["labels"].device)
-    for part in backbone.parts(batch, microbatch):
+    for part in parts(batch, microbatch):
         share = batch_loss(model, part) * (len(part["labels"]) / len(batch["labels"]))
         (weight * share).backward()
         loss += share.detach()
     return loss
-
-
-def batches(examples: Batch, size: int, epochs: int, generator: torch.Generator) -> Iterator[Batch]:
-    """Yield shuffled batches, epoch after epoch."""
-    for _ in range(epochs):
-        for chosen in torch.randperm(len(examples["labels"]), generator=generator).split(size):
-            yield backbone.rows(examples, chosen)
 
 
 def run(
@@ -108,6 +100,6 @@ def run(
         [backbone.encode(getattr(task, part), tokenizer, config) for task in tasks]
         for part in ("train", "test")
     )
-    record = Recorder(Schedule.of(config), model, train, test, on_step)
+    record = Recorder(Schedule.of(config), model, train, test, on_step, batch_loss, logits)
     learn(config, METHODS[name], seed, model, train, record)
     return {"method": name, "seed": seed, "order": [task.name for task in tasks], **record.result()}

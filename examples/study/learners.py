@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.lora_agnews import mega
-from examples.lora_agnews.backbone import rows as select
+from examples.lora_agnews.batch import rows as select
 from examples.lora_agnews.record import Recorder
 from gemproj.torch import EpisodicMemory, GradientProjector, SubspaceProjector
 from gemproj.torch.losses import CrossEntropy, Distillation

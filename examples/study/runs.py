@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 
 from examples.lora_agnews.config import SetupError
-from examples.lora_agnews.runs import work
+from examples.lora_agnews.workers import work
 
 from . import plan, streams
 from .results import Results

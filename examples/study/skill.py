@@ -34,7 +34,7 @@ from examples.lora_agnews.backbone import LORA
 from examples.lora_agnews.config import SetupError
 from examples.lora_agnews.metrics import mean_std
 from examples.lora_agnews.report import markdown_table, plus_minus
-from examples.lora_agnews.runs import VERSIONS, Tell, work
+from examples.lora_agnews.workers import VERSIONS, Tell, work
 
 from . import compare, digest, figures
 from .compare import Record

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.lora_agnews.backbone import accuracy, rows
+from examples.lora_agnews.batch import batches, rows
 from examples.lora_agnews.record import Recorder, Schedule
-from examples.lora_agnews.runs import VERSIONS, Tell
-from examples.lora_agnews.train import batches
+from examples.lora_agnews.workers import VERSIONS, Tell
 from gemproj.torch.losses import CrossEntropy
 
 from . import digest, streams
@@ -116,7 +115,7 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
         [task.test for task in stream.tasks],
         tell,
         lambda model, batch: cross_entropy(model, batch).mean(),
-        partial(accuracy, logits=stream.logits),
+        stream.logits,
     )
     record.start(setup.parameters, stored, learner.projector, own=False)
     shuffler = torch.Generator().manual_seed(run.seed)

@@ -1,0 +1,58 @@
+"""What each process checks of Accelerate: memories and checkpoints of its own."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import flat, loss, perceptron, rival, rows, task
+from processes import check
+
+from gemproj.torch import EpisodicMemory
+
+
+@check(2)
+def processes_bring_and_keep_examples_of_their_own():
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    from gemproj.integrations.accelerate import GEM
+
+    rank = dist.get_rank()
+    environment = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": 2,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 1,
+    }
+    os.environ |= {name: str(value) for name, value in environment.items()}
+    accelerator = Accelerator(cpu=True)
+    past = [rival(task(k, 4), 0) for k in range(6)]
+    model = perceptron()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert isinstance(model, torch.nn.parallel.DistributedDataParallel)
+    memory = EpisodicMemory(per_task=16)
+    for batch in past[rank::2]:
+        memory.add(batch, 0)
+    gem = GEM(accelerator, model, optimizer, memory, loss=loss)
+    accelerator.backward(loss(model, rival(past[rank])))
+    optimizer.step()
+    everything = tuple(torch.cat(leaves) for leaves in zip(*past, strict=True))
+    expected = rows(perceptron(), [everything])
+    torch.testing.assert_close(gem.projector.constraints, expected, rtol=1e-9, atol=1e-12)
+    folders = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folders)
+    accelerator.save_state(folders[0])
+    accelerator.wait_for_everyone()
+    assert sorted(file.name for file in Path(folders[0]).glob("gem*")) == ["gem_rank0.pt", "gem_rank1.pt"]
+    memory.load_state_dict(EpisodicMemory(per_task=16).state_dict())
+    accelerator.load_state(folders[0])
+    assert torch.equal(memory.batch(0)[0][:4], past[rank][0])
+    assert not torch.equal(flat(model), flat(perceptron()))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for name in environment:
+        del os.environ[name]
