@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, is_array, namespace, on_host, to_numpy
-from gemproj._tspace import matvec
+from gemproj._tspace import Standard, matvec
 
 
-@dataclass(frozen=True, eq=False)
-class Bounds:
+class Bounds(NamedTuple):
     """Bounds of the multipliers, arrays (..., t) or None.
 
     Attributes
@@ -65,15 +63,6 @@ class Bounds:
 
 
 PLAIN = Bounds()
-
-
-class Standard(NamedTuple):
-    """The problem in the standard form of `gemproj._tspace`, for ``lam = base + mu``."""
-
-    K: Array
-    b: Array
-    lower: Array | None
-    upper: Array | None
 
 
 def standard_form(K: Array, b: Array, bounds: Bounds) -> Standard:

@@ -217,16 +217,14 @@ def _solve(
         gram = gram._replace(K=K, b=b)
     h = options.h(gram) if callable(options.h) else options.h
     bounds = make_bounds(h, options.margin, options.penalty, options.equality, gram.b)
-    K, b, lower, upper = standard_form(gram.K, gram.b, bounds)
-    base = bounds.base
+    dual, base = standard_form(gram.K, gram.b, bounds), bounds.base
     if start is not None:
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
-        start = clip(start if base is None else start - base, lower, upper)
+        start = clip(start if base is None else start - base, dual.lower, dual.upper)
     if isinstance(method, Method):
-        found = solver(method, K, b, lower, upper, start, only_multipliers=bare)
-        lam, iterations, status, resolved = found
+        lam, iterations, status, resolved = solver(method, dual, start, only_multipliers=bare)
     else:
-        lam, iterations, status = call(method, K, b, start, to_caller), 0, int(Status.APPROXIMATE)
+        lam, iterations, status = call(method, dual.K, dual.b, start, to_caller), 0, int(Status.APPROXIMATE)
         resolved = None
     if isinstance(status, int) and not bare:
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)

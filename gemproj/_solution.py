@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from gemproj import _certificate
 from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
-from gemproj._bounds import PLAIN, Bounds
+from gemproj._bounds import Bounds
 from gemproj._constants import WIDE_ROUNDING
 from gemproj._coordinates import from_gram, settle
 from gemproj._tspace import Gram, inverse, matvec
@@ -172,19 +172,12 @@ class DualSolution:
             return self
 
         def move(a: Any) -> Any:
+            if isinstance(a, tuple):  # Gram and Bounds
+                return type(a)(*map(move, a))
             return from_numpy(a, xp, device) if isinstance(a, np.ndarray | np.generic) else a
 
-        bounds = self.bounds
-        if bounds is not PLAIN:
-            bounds = Bounds(*(move(getattr(bounds, f.name)) for f in fields(bounds)))
-        return replace(
-            self,
-            multipliers=move(self.multipliers),
-            gram=Gram(*map(move, self.gram)),
-            bounds=bounds,
-            iterations=move(self.iterations),
-            status=move(self.status),
-        )
+        names = ("multipliers", "gram", "bounds", "iterations", "status")
+        return replace(self, **{name: move(getattr(self, name)) for name in names})
 
     def _size(self) -> Array:
         """Return the norm that certificates are relative to, shape (...)."""

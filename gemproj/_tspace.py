@@ -39,6 +39,15 @@ class Measured(NamedTuple):
     rounding: float
 
 
+class Standard(NamedTuple):
+    """The dual problem in its standard form."""
+
+    K: Array
+    b: Array
+    lower: Array | None
+    upper: Array | None
+
+
 class Unit(NamedTuple):
     """The dual problem with constraint gradients of norm one and a linear term of size one."""
 

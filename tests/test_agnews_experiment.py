@@ -51,7 +51,7 @@ def stage(finished):
 
 
 def test_the_screen_says_what_happened(finished):
-    for expected in ("generated (for a test)", "90% Sports", "linear classifier", "written"):
+    for expected in ("generated (for a test)", "90% Sports", "pretrained once", "written"):
         assert expected in finished.said
     assert finished.said.count("finished ") == 4
 

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="needs the extra examples")
 
 from matplotlib.text import Text
 
-from examples.lora_agnews.figures import STYLE
+from examples.lora_agnews.figures import STYLE, save
 from examples.lora_agnews.metrics import METRICS
 from examples.study import compare, figures, report
 
@@ -247,7 +247,7 @@ def test_figures_are_drawn_also_of_few_seeds(records, tmp_path, monkeypatch):
         (figures.memory, sizes, METHODS),
     ]
     for drawing, *arguments in drawings:
-        path = figures.save(tmp_path / f"{drawing.__name__}.png", drawing, *arguments)
+        path = save(tmp_path / f"{drawing.__name__}.png", drawing, *arguments)
         assert path.read_bytes().startswith(b"\x89PNG")
 
 

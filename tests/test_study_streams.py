@@ -124,11 +124,6 @@ def test_split_deals_every_class_out_once():
         assert classes == [sorted(set(task.test["labels"].tolist())) for task in tasks]
 
 
-def test_shifted_signals_are_the_same_around_a_circle(options):
-    a, b = (task.test["x"] for task in load("mnist1d", 0, change="shifted", **options["mnist1d"]).tasks[:2])
-    assert any(torch.equal(a.roll(k, 1), b) for k in range(1, 40))
-
-
 def test_files_are_the_tasks_in_their_order_and_test_files_are_kept_apart(options, cache):
     paths = options["files"]["paths"]
     stream = load("files", 5, **options["files"])
@@ -189,7 +184,6 @@ def no_hub():
         ("split", {"tasks": 3}, "tasks must divide the 10 classes, got 3"),
         ("permuted", {"rows": 0}, "rows must be at least 1, got 0"),
         ("rotated", {"tasks": -1}, "tasks must be at least 1, got -1"),
-        ("mnist1d", {"change": "rotated"}, "change must be one of permuted, shifted, got 'rotated'"),
         ("agnews", {"preset": "huge"}, "no preset 'huge'; choose from quick"),
         ("agnews", {"lr": 0.1}, "unknown options ['lr']; choose from rows"),
         ("agnews", {}, "no network; set AGNEWS_DIR to a folder with AG News' train.csv"),

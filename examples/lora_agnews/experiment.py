@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from gemproj import project
 
-from . import backbone, command, figures, prepare, report, runs, stream
+from . import backbone, command, figures, report, runs, small, stream
 from .config import Config, SetupError
 from .data import Articles
 from .workers import VERSIONS
@@ -35,7 +35,7 @@ def run(
         sizes = f"{len(experience.train.texts):,} train and {len(experience.test.texts):,} test rows"
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
 
-    folder = prepare.backbone_folder(config, experiences, cache, console)
+    folder = small.backbone_folder(config, experiences, cache, console)
     _compile_loops(console)
 
     stage = experiences, folder

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
-from . import metrics, peaks
+from . import metrics
 from .batch import Batch, accuracy, rows
 
 PHASES = ("batch", "constraints", "projection", "optimizer")
@@ -70,7 +70,6 @@ class Recorder:
         self.test, self.glimpse = test, [rows(part, slice(schedule.eval_rows)) for part in test]
         self.device = torch.device(schedule.device)
         self.seconds: dict[str, list[float]] = defaultdict(list)
-        self.peak_bytes: dict[str, int] = {}
         self.probes: list[dict[str, float]] = []
         self.held: list[float] = []  # losses on the stored examples of each task, when they were stored
         self.R = [self._accuracies(test)]
@@ -87,19 +86,10 @@ class Recorder:
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Time a phase of a step, with the device synchronised at both ends.
-
-        In the first step of a task, note the memory it takes, too; to ask for it takes a tenth of a
-        millisecond, which many steps would feel.
-        """
-        first = self.step - 1 in (0, *self.boundaries)
-        if first:
-            peaks.restart(self.device)
+        """Time a phase of a step, with the device synchronised at both ends."""
         start = self._now()
         yield
         self.seconds[phase].append(self._now() - start)
-        if first and (found := peaks.peak(self.device)):
-            self.peak_bytes[phase] = max(found, self.peak_bytes.get(phase, 0))
         self.timed.add(phase)
 
     def begin_step(self, step: int) -> None:
@@ -159,7 +149,6 @@ class Recorder:
                 "mean_projection": sum(projections) / len(projections) if projections else None,
                 "projections": len(projections),
             },
-            "peak_bytes": self.peak_bytes,
         }
 
     def _due(self, interval: int) -> bool:

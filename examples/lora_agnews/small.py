@@ -16,23 +16,43 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Model, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from .backbone import quiet
+from .backbone import locate, quiet
 from .config import Config
-from .stream import Split
+from .stream import Experience, merge
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 LIBRARIES = ("torch", "transformers", "tokenizers", "scikit-learn", "numpy")
 BATCH, LR, SEED = 32, 2e-3, 0
 EMBEDDING_SCALE = 0.1  # root mean square of the word vectors before language modelling
 THREADS = 2  # fixed: sums in another order make another model
+
+
+def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Path, console: Console) -> Path:
+    """Return the folder of the backbone; the small one is made if it is not in the cache yet."""
+    if config.backbone != "small":
+        folder = locate(config.backbone)
+        console.print(f"[bold]backbone[/]  {config.backbone}")
+        return folder
+    texts = merge(e.train for e in experiences).texts
+    folder = cached(config, texts, cache)
+    told = "[bold]backbone[/]  small GPT-2,"
+    if folder.is_dir():
+        console.print(f"{told} pretrained earlier ({folder})")
+        return folder
+    console.print(f"{told} to be pretrained once on the {len(texts):,} training articles")
+    columns = TextColumn("pretraining"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=config.small_steps)
+        prepare(config, texts, folder, lambda done: progress.update(bar, completed=done))
+    console.print(f"          kept in {folder}")
+    return folder
 
 
 def cached(config: Config, texts: Sequence[str], cache: Path) -> Path:
@@ -145,23 +165,3 @@ def word_vectors(width: int, tokenizer: PreTrainedTokenizerFast, texts: Sequence
         lengths, 1e-3 * lengths.max()
     )  # a token that is hardly seen stays short
     return torch.from_numpy(directions * EMBEDDING_SCALE * width**0.5).float()
-
-
-def probe(folder: Path, context: int, train: Split, test: Split) -> float:
-    """Return the test accuracy of a linear classifier on the frozen backbone's last-token features."""
-    quiet()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = GPT2Model.from_pretrained(folder).eval()
-    how = {"truncation": True, "max_length": context, "padding": True, "return_tensors": "pt"}
-
-    @torch.no_grad()
-    def features(texts: Sequence[str]) -> np.ndarray:
-        parts = []
-        for start in range(0, len(texts), 64):
-            rows = tokenizer(list(texts[start : start + 64]), **how)
-            last = rows["attention_mask"].sum(dim=1) - 1
-            parts.append(model(**rows).last_hidden_state[torch.arange(len(last)), last])
-        return torch.cat(parts).numpy()
-
-    classifier = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=2_000))
-    return classifier.fit(features(train.texts), train.labels).score(features(test.texts), test.labels)

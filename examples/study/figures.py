@@ -6,6 +6,7 @@ Methods come as a mapping from keys to objects with `title`, `colour` and `famil
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -14,20 +15,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from ..keep_a_skill import front
-from ..lora_agnews.figures import INK, noted, plt, save
+from ..lora_agnews.figures import INK, noted, plt
 from . import compare
 from .compare import Interval, Record, Runs, interval
 from .labels import label_points
-
-__all__ = [
-    "accuracy_and_cost",
-    "accuracy_over_stream",
-    "ladders",
-    "losses",
-    "memory",
-    "paired_differences",
-    "save",
-]
 
 MARKERS = "osD^vP*Xh<>"
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
@@ -45,7 +36,7 @@ def accuracy_and_cost(
     unit = compare.mean_step(times[plain])
     points = {name: (compare.mean_step(times[name]) / unit, _accuracy(found)) for name, found in runs.items()}
     families = list(dict.fromkeys(methods[name].family for name in runs))
-    for family, marker in zip(families, _cycle(MARKERS, families), strict=True):
+    for family, marker in zip(families, cycle(MARKERS), strict=False):
         axes.plot([], [], marker, color="#666666", label=family)
         for name in (name for name in runs if methods[name].family == family):
             look = {"color": methods[name].colour, "marker": marker, "markeredgecolor": "white"}
@@ -74,7 +65,7 @@ def ladders(
     """Accuracy against the time of a step, of methods with more and fewer rows."""
     figure, axes = plt.subplots(figsize=(7.2, 4.6))
     unit, shown, texts = compare.mean_step(times[plain]), list[Interval](), dict[str, Any]()
-    for ladder, marker in zip(names, _cycle(MARKERS, names), strict=True):
+    for ladder, marker in zip(names, cycle(MARKERS), strict=False):
         base = methods[ladder[0]]
         points = {name: (compare.mean_step(times[name]) / unit, _accuracy(runs[name])) for name in ladder}
         cost, accuracy = zip(*points.values(), strict=True)
@@ -99,7 +90,7 @@ def accuracy_over_stream(runs: Runs, methods: Mapping[str, Any], selection: Sequ
         seen = np.arange(1, R.shape[2] + 1)
         lines[name] = [interval(100 * R[:, j, :j].mean(axis=1)) for j in seen]
     order = sorted(lines, key=lambda name: -lines[name][-1].mean)  # the legend follows the ends of the lines
-    for name, marker, dashes in zip(order, _cycle(MARKERS, order), _cycle(DASHES, order), strict=True):
+    for name, marker, dashes in zip(order, cycle(MARKERS), cycle(DASHES), strict=False):
         mean, half = (np.array([getattr(p, key) for p in lines[name]]) for key in ("mean", "half"))
         look = {"color": methods[name].colour, "label": methods[name].title}
         axes.plot(seen, mean, marker=marker, markersize=5, linestyle=dashes, linewidth=1.5, **look)
@@ -120,7 +111,7 @@ def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, othe
     names = [name for name in others if name in runs]
     tasks, shown = np.arange(2, len(runs[reference][0]["boundaries"]) + 1), list[Interval]()
     asides = np.linspace(-0.15, 0.15, len(names))
-    for name, marker, aside in zip(names, _cycle(MARKERS, names), asides, strict=True):
+    for name, marker, aside in zip(names, cycle(MARKERS), asides, strict=False):
         found = [compare.paired(runs[reference], runs[name], compare.after(int(k))) for k in tasks]
         line = [one for one in found if one]
         look = {"color": methods[name].colour, "marker": marker, "markersize": 5, "capsize": 2}
@@ -174,7 +165,7 @@ def losses(
     """
     curves, shown = {}, []
     groups = _by("method", records, methods)
-    for (name, group), marker in zip(groups.items(), _cycle(MARKERS, groups), strict=True):
+    for (name, group), marker in zip(groups.items(), cycle(MARKERS), strict=False):
         points = []
         for knob, found in _by("knob", group).items():
             found = compare.one_setting(found)
@@ -261,7 +252,3 @@ def _note(shown: Iterable[Interval], what: str = "Error bars") -> str:
     counts = [found.n for found in shown]
     low, high = min(counts, default=0), max(counts, default=0)
     return f"{what}: 95 % intervals of Student's t over {low if low == high else f'{low} to {high}'} seeds."
-
-
-def _cycle(looks: Sequence[Any], names: Iterable[Any]) -> list[Any]:
-    return [looks[k % len(looks)] for k, _ in enumerate(names)]

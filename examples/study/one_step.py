@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,25 @@ from examples.lora_agnews.record import PHASES, Recorder, Schedule
 from examples.lora_agnews.report import markdown_table, significant
 from examples.lora_agnews.stream import Split
 
+from . import peaks
+
 TASKS = 3
 
 
 class Meter(Recorder):
-    """Measures the parts of steps and nothing in between."""
+    """Measures the parts of steps and nothing in between; also their memory."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.peak_bytes: dict[str, int] = defaultdict(int)
+
+    @contextmanager
+    def time(self, phase: str) -> Iterator[None]:
+        """Time a phase, and note the most memory that it took."""
+        peaks.restart(self.device)
+        with super().time(phase):
+            yield
+        self.peak_bytes[phase] = max(self.peak_bytes[phase], peaks.peak(self.device) or 0)
 
     def _due(self, interval: int) -> bool:
         return False
@@ -88,11 +104,11 @@ def measured(config: Config, name: str, folder: Path, texts: Sequence[str]) -> l
     meter = Meter(Schedule.of(config), *measured, backbone.batch_loss, backbone.logits)
     train.learn(config, METHODS[name], 0, model, tasks, meter)
     found: dict[str, Any] = meter.result()
-    seconds, peaks = found["seconds"]["per_step"], found["peak_bytes"]
+    seconds, most = found["seconds"]["per_step"], meter.peak_bytes
     return [
         METHODS[name].title,
         *(significant(seconds[phase]) if seconds[phase] else "-" for phase in PHASES),
-        *(significant(peaks[phase] / 2**30) if phase in peaks else "-" for phase in PHASES),
+        *(significant(most[phase] / 2**30) if most[phase] else "-" for phase in PHASES),
     ]
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import mean
+from typing import Any
 
 from .results import Record, Results
-from .settings import MEMORIES, METHODS, POINTS, STREAMS, TIMED, TUNING_SEEDS
+from .settings import MEMORIES, METHODS, STREAMS, TIMED, TUNING_SEEDS
 from .train import Run
 
 Point = tuple[float, float]  # learning rate and knob
@@ -64,28 +66,54 @@ def points(stream: str, name: str, results: Results) -> list[Point]:
     With a knob: three learning rates at its middle value, then its other values at the best rate. Without:
     five learning rates.
     """
-    setting, method = STREAMS[stream], METHODS[name]
-    if not method.grid:
-        return [(rate, 0.0) for rate in setting.rates]
-    low, middle, high = method.grid
-    first = [(rate, middle) for rate in setting.rates[1:4]]
-    rate = best(stream, name, first, results)
-    return first if rate is None else [*first, (rate[0], low), (rate[0], high)]
-
-
-def best(stream: str, name: str, tried: Sequence[Point], results: Results) -> Point | None:
-    """Return the setting with the highest mean accuracy on the tuning seeds; None until all are known."""
-    scores = {}
-    for point in tried:
-        keys = [run(stream, name, point, seed, "tune").key for seed in TUNING_SEEDS]
-        if not all(key in results for key in keys):
-            return None
-        scores[point] = mean(results.records[key]["metrics"]["average_accuracy"] for key in keys)
-    return max(tried, key=scores.__getitem__)
+    return _tuned(stream, name, results)[0]
 
 
 def chosen(stream: str, name: str, results: Results) -> Point | None:
     """Return the setting with which a method is reported, its own or that of the method it is like."""
-    name = METHODS[name].like or name
-    tried = points(stream, name, results)
-    return best(stream, name, tried, results) if len(tried) == POINTS else None
+    return _tuned(stream, METHODS[name].like or name, results)[1]
+
+
+def tune(
+    make: Callable[..., Any],
+    rates: Sequence[float],
+    grid: Sequence[float],
+    score: Callable[[Record], float],
+    results: Results,
+) -> tuple[list[Point], Point | None]:
+    """Return the settings to try as far as they are known, and the best one; None until all have results.
+
+    First all rates at the grid's middle value, then its other values at the best rate.
+
+    Parameters
+    ----------
+    make : callable
+        Of rate, knob, seed and phase; returns a run.
+    rates, grid : sequence of numbers
+    score : callable
+        Of a record; the mean over the tuning seeds is to be high.
+    results : Results
+    """
+
+    def best(tried: Sequence[Point]) -> Point | None:
+        scores = {}
+        for point in tried:
+            keys = [make(*point, seed, "tune").key for seed in TUNING_SEEDS]
+            if not all(key in results for key in keys):
+                return None
+            scores[point] = mean(score(results.records[key]) for key in keys)
+        return max(tried, key=scores.__getitem__)
+
+    first = [(rate, grid[len(grid) // 2]) for rate in rates]
+    found = best(first)
+    if found is None:
+        return first, None
+    tried = list(dict.fromkeys([*first, *((found[0], knob) for knob in grid)]))
+    return tried, best(tried)
+
+
+def _tuned(stream: str, name: str, results: Results) -> tuple[list[Point], Point | None]:
+    setting, method = STREAMS[stream], METHODS[name]
+    rates, grid = (setting.rates[1:4], method.grid) if method.grid else (setting.rates, (0.0,))
+    make = partial(Run, stream, setting, name)
+    return tune(make, rates, grid, lambda record: record["metrics"]["average_accuracy"], results)

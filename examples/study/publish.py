@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from ..lora_agnews.figures import save
 from . import compare, figures, plan, report
 from .compare import Record
 from .results import Results
@@ -37,7 +38,7 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     ):
         if needed in runs and len(main) > 1:
             written.append(folder / f"{stream}-{name}.png")
-            figures.save(written[-1], drawing, *what)
+            save(written[-1], drawing, *what)
     return written
 
 

@@ -16,7 +16,6 @@ from .penalties import EWC, SI
 TUNING_SEEDS = (100, 101, 102, 103, 104)
 SEEDS = tuple(range(10))  # nothing is chosen on them
 TIMED = 2  # seeds, the first ones, on which steps are timed
-POINTS = 5  # settings tried for each method on each stream
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import time
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -32,12 +32,14 @@ from examples.keep_a_skill import ENTROPY, KL, LENGTH, TEXT, WIDTH, WORDS, learn
 from examples.lora_agnews import command
 from examples.lora_agnews.backbone import LORA
 from examples.lora_agnews.config import SetupError
+from examples.lora_agnews.figures import save
 from examples.lora_agnews.metrics import mean_std
 from examples.lora_agnews.report import markdown_table, plus_minus
 from examples.lora_agnews.workers import VERSIONS, Tell, work
 
-from . import compare, digest, figures
+from . import compare, digest, figures, plan
 from .compare import Record
+from .plan import Point
 from .results import Results
 from .settings import BLACK, BLUE, GREEN, ORANGE, RED, SEEDS, SKY, TUNING_SEEDS
 from .train import rounded
@@ -102,7 +104,6 @@ COLUMNS: dict[str, Callable[[Record], float]] = {
     "Reference": lambda run: run["loss"]["reference"],
     "KL of reference": lambda run: run["loss"]["kl"],
 }
-Point = tuple[float, float]  # learning rate and knob
 
 
 @dataclass(frozen=True)
@@ -212,33 +213,18 @@ def loss_on(model: nn.Module, text: Tensor) -> float:
 
 
 def points(setting: str, name: str, results: Results) -> list[Point]:
-    """Return the settings to try: all rates at the knob's middle value, then its others at the best rate."""
-    method = METHODS[name]
-    first = [(rate, method.grid[len(method.grid) // 2]) for rate in RATES]
-    rate = best(setting, name, first, results)
-    if rate is None:
-        return first
-    return list(dict.fromkeys([*first, *((rate[0], knob) for knob in method.grid)]))
-
-
-def best(setting: str, name: str, tried: Sequence[Point], results: Results) -> Point | None:
-    """Return the point with the lowest X + Y, mean over the tuning seeds; None until all are known."""
-    scores = {}
-    for point in tried:
-        keys = [Run(setting, name, *point, seed, "tune").key for seed in TUNING_SEEDS]
-        if not all(key in results for key in keys):
-            return None
-        scores[point] = mean(COLUMNS["X + Y"](results.records[key]) for key in keys)
-    return min(tried, key=scores.__getitem__)
+    """Return the settings to try, see `plan.tune`."""
+    return _tuned(setting, name, results)[0]
 
 
 def chosen(setting: str, name: str, results: Results) -> Point | None:
     """Return the learning rate and the knob with which a method is reported, or None until it is known."""
-    tuned = SETTINGS[setting].tuned or setting
-    tried = points(tuned, name, results)
-    return (
-        best(tuned, name, tried, results) if len(tried) == len(RATES) + len(METHODS[name].grid) - 1 else None
-    )
+    return _tuned(SETTINGS[setting].tuned or setting, name, results)[1]
+
+
+def _tuned(setting: str, name: str, results: Results) -> tuple[list[Point], Point | None]:
+    make = partial(Run, setting, name)
+    return plan.tune(make, RATES, METHODS[name].grid, lambda run: -COLUMNS["X + Y"](run), results)
 
 
 def wanted(setting: str, name: str, results: Results) -> list[Run]:
@@ -272,7 +258,7 @@ def publish(results: Results, folder: Path) -> list[Path]:
         if records and not SETTINGS[setting].tuned:
             before = mean(record["loss"]["before"] for record in records)
             written.append(folder / f"skill-{setting}.png")
-            figures.save(written[-1], figures.losses, records, METHODS, before, ENTROPY)
+            save(written[-1], figures.losses, records, METHODS, before, ENTROPY)
     return written
 
 

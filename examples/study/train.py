@@ -89,9 +89,7 @@ class Run:
         if self.phase == "report":
             setting = replace(self.setting, **METHODS[self.method].changes)
             named |= {"per_task": setting.per_task, "policy": setting.policy}
-        kept = {"tune": ["metrics", "diverged"], "time": ["seconds"]}.get(
-            self.phase, set(result) - {"about", "peak_bytes"}
-        )
+        kept = {"tune": ["metrics", "diverged"], "time": ["seconds"]}.get(self.phase, set(result) - {"about"})
         return named | numbers | rounded({name: result[name] for name in result if name in kept})
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from gemproj._arrays import Array
 from gemproj._problem import Problem
-from gemproj._tspace import Measured
+from gemproj._tspace import Measured, Standard
 from gemproj.backends.numba import installed
 from gemproj.backends.portable import Portable
 from gemproj.methods import Method, Outcome
@@ -35,17 +35,9 @@ class Backend(Protocol):
         """Stage 1: return K, b and |g|^2, and how they are rounded."""
 
     def solve(
-        self,
-        method: Method,
-        K: Array,
-        b: Array,
-        lower: Array | None,
-        upper: Array | None,
-        start: Array | None,
-        *,
-        only_multipliers: bool = False,
+        self, method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False
     ) -> Outcome:
-        """Stage 2 in standard form, see `gemproj._tspace`: return what ``method.solve`` would.
+        """Stage 2: return what ``method.solve`` would.
 
         With `only_multipliers`, on a device, nothing else is read of the result, and rows of K and b that are
         not finite are to be left out.

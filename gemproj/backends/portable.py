@@ -11,7 +11,8 @@ from gemproj._checks import drop_not_finite
 from gemproj._constants import CHUNK, EPS, LARGE, NARROW_RANGE, NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tiles import stacked, tiles
-from gemproj._tspace import Gram, Measured
+from gemproj._tspace import Gram, Measured, Standard
+from gemproj.methods import Method, Outcome
 
 
 class Portable:
@@ -39,21 +40,13 @@ class Portable:
         return Measured(narrow, NARROW_ROUNDING)
 
     def solve(
-        self,
-        method: Any,
-        K: Array,
-        b: Array,
-        lower: Array | None,
-        upper: Array | None,
-        start: Array | None,
-        *,
-        only_multipliers: bool = False,
-    ) -> Any:
+        self, method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False
+    ) -> Outcome:
         """Call the method, on a device where asked without rows that are not finite."""
         if not only_multipliers:
-            return method.solve(K, b, lower, upper, start)
-        K, b, dropped = drop_not_finite(K, b)
-        found, xp = method.solve(K, b, lower, upper, start), namespace(b)
+            return method.solve(*dual, start)
+        K, b, dropped = drop_not_finite(dual.K, dual.b)
+        found, xp = method.solve(K, b, dual.lower, dual.upper, start), namespace(b)
         return found._replace(multipliers=xp.where(dropped, xp.zeros_like(b), found.multipliers))
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:

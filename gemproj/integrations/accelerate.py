@@ -51,9 +51,7 @@ class GEM(AcceleratedGEM):
     loss : callable
         As in `gemproj.torch.GEM`.
     **options
-        Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch,
-        training, sample.
+        Of `gemproj.torch.GEM`.
 
     Attributes
     ----------

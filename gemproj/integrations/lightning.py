@@ -51,9 +51,7 @@ class GEMCallback(FrameworkGEM, Callback):
         ``loss(module, batch)`` returns the mean over the examples, or one number for each. A method of
         the module will do, ``MyModule.loss``; not ``training_step``, which logs.
     **options
-        Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch,
-        training, sample.
+        Of `gemproj.torch.GEM`.
 
     Attributes
     ----------

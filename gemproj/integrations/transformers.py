@@ -56,9 +56,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         ``loss(model, batch)``, by default ``model(**batch).loss``. If the trainer computes another loss than
         the model's, pass the same here.
     **options
-        Of `gemproj.torch.GEM`: promise, rows, method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh, microbatch,
-        training, sample. A margin is in units of the gradient that clipping leaves. With `training`,
+        Of `gemproj.torch.GEM`. A margin is in units of the gradient that clipping leaves. With `training`,
         activation checkpointing must not be reentrant.
 
     Attributes

@@ -69,9 +69,9 @@ class ParameterVector:
         self._owned = [self._owns(p, group) for p in chosen]
         self.owned = self.slices(owned=True)
 
-    def empty(self, *lead: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return an uninitialised vector, or with `lead` a stack of them."""
-        return torch.empty((*lead, self.d), dtype=dtype or self.dtype, device=self.device)
+    def empty(self) -> Tensor:
+        """Return an uninitialised vector."""
+        return torch.empty(self.d, dtype=self.dtype, device=self.device)
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return views of a vector, one per parameter, in the shapes of the local shards."""

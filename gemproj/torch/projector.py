@@ -150,19 +150,10 @@ class GradientProjector(RecalledConstraints):
             raise ValueError("bound and groups exclude each other: a loss has no bound for each group.")
         if gate and groups is None:
             raise ValueError("gate is for groups; without them, nothing happens where nothing is violated.")
-        super().__init__(
-            parameters,
-            group,
-            on=on,
-            bound=None if bound is None else LossBound(bound, kappa, room),
-            smoothing=smoothing,
-            rows_dtype=rows_dtype,
-            rows_device=rows_device,
-            interval=interval,
-            refresh=refresh,
-        )
+        super().__init__(parameters, group, rows_dtype, rows_device, smoothing, interval)
+        self.bound = None if bound is None else LossBound(bound, kappa, room)
         self.method, self.margin, self.penalty, self.equality = method, margin, penalty, equality
-        self.metric = metric
+        self.on, self.metric, self.refresh = on, metric, refresh
         found = self._options().method
         if on != "gradient" and isinstance(found, GEM2017):
             raise ValueError(

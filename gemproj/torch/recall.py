@@ -29,18 +29,18 @@ class RecalledConstraints:
     They are computed by `constrain` and `recall`; in between, `follow` keeps their losses up with the steps.
     """
 
+    on: On
+    bound: LossBound | None
+    refresh: Refresh
+
     def __init__(
         self,
         parameters: Iterable[Any],
         group: Any,
-        *,
-        on: On,
-        bound: LossBound | None,
-        smoothing: float,
         rows_dtype: torch.dtype | None,
         rows_device: torch.device | str | None,
+        smoothing: float,
         interval: int,
-        refresh: Refresh,
     ) -> None:
         check_number(smoothing, "smoothing", 0.0)
         if smoothing >= 1.0:
@@ -52,8 +52,7 @@ class RecalledConstraints:
         ):
             raise TypeError(f"rows_dtype must be a floating-point dtype of torch; found {rows_dtype!r}.")
         self._matrix = ConstraintMatrix(self._vector, rows_dtype, _rows_device(rows_device, self.device))
-        self.on, self.bound, self.smoothing = on, bound, smoothing
-        self.interval, self.refresh = interval, refresh
+        self.smoothing, self.interval = smoothing, interval
         self._attached: WeakSet[ProjectedOptimizer] = WeakSet()  # each lives as long as its optimizer
         self.reset()
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...lora_agnews.config import SetupError, cache_folder
+from ...lora_agnews.config import cache_folder
 from ..stream import Stream, Task
 from .images import CLASSES, at_least_one, batch, build
 
@@ -18,7 +18,6 @@ DATA_SEED = 42
 TEST_ROWS = 1_000
 LENGTH = 40
 TRANSLATION = 4  # of 72 places; the package's 48 need more passes than one
-CHANGES = ("permuted", "shifted")
 
 
 def mnist1d(
@@ -26,34 +25,28 @@ def mnist1d(
     tasks: int = 10,
     rows: int = 4_000,
     hidden: int = 100,
-    change: str = "permuted",
     cache: str | None = None,
 ) -> Stream:
-    """Permute or shift the signals, in another way for each task.
+    """Permute the 40 places of the signals, in another way for each task.
 
     Parameters
     ----------
     seed : int
-        Of the permutations, or of the order of the shifts, and of the network.
+        Of the permutations and of the network.
     tasks, rows, hidden : int
-        Number of tasks, training rows of each (the same signals, changed), and width of the network.
-    change : str
-        ``"permuted"``: the 40 places in another order. ``"shifted"``: around a circle, by equal parts of it.
+        Number of tasks, training rows of each (the same signals, permuted), and width of the network.
     cache : str, optional
         Folder in which generated signals are kept; by default the user's cache.
     """
     at_least_one(tasks=tasks, rows=rows, hidden=hidden)
-    if change not in CHANGES:
-        raise SetupError(f"change must be one of {', '.join(CHANGES)}, got {change!r}")
     x, labels = _signals(rows + TEST_ROWS, Path(cache) if cache else cache_folder())
     draw = np.random.default_rng(seed)
-    shifts = draw.permutation(tasks) * LENGTH // tasks
     found = []
     for k in range(tasks):
-        places = draw.permutation(LENGTH) if change == "permuted" else np.roll(np.arange(LENGTH), shifts[k])
+        places = draw.permutation(LENGTH)
         test, train = slice(TEST_ROWS), slice(TEST_ROWS, TEST_ROWS + rows)
         parts = (batch(x[part][:, places], labels[part]) for part in (train, test))
-        found.append(Task(f"{change} {k + 1}", *parts))
+        found.append(Task(f"permutation {k + 1}", *parts))
     return build(found, hidden, [x, labels])
 
 

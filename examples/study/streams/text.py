@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ...lora_agnews import backbone, prepare
+from ...lora_agnews import backbone, small
 from ...lora_agnews.config import PRESETS, Config, SetupError, cache_folder
 from ...lora_agnews.stream import Experience
 from .. import digest
@@ -45,7 +45,7 @@ def build(
 ) -> Stream:
     """Return the experiences in this order, with the backbone, which is made unless it is in the cache."""
     where = Path(cache) if cache else cache_folder()
-    folder = prepare.backbone_folder(config, experiences, where, Console(quiet=True))
+    folder = small.backbone_folder(config, experiences, where, Console(quiet=True))
     model, tokenizer = backbone.load(folder, seed, config.dropout, classes)
     tasks = []
     for experience in (experiences[k] for k in order):

@@ -19,7 +19,7 @@ from gemproj._constants import (
     WIDE_ROUNDING,
 )
 from gemproj._problem import Problem
-from gemproj._tspace import Gram, Measured, matvec, normalise
+from gemproj._tspace import Gram, Measured, Standard, matvec, normalise
 from gemproj.backends.numba.addresses import locate, locate_output
 from gemproj.backends.numba.loops import add_pieces, add_products, add_rows, add_shared_products
 from gemproj.backends.numba.search import search
@@ -53,20 +53,44 @@ def bind(problem: Problem) -> Numba | None:
     return None if found is None else Numba(problem, *found)
 
 
-def solve(
-    method: Method,
-    K: Array,
-    b: Array,
-    lower: Array | None,
-    upper: Array | None,
-    start: Array | None,
-    *,
-    only_multipliers: bool = False,
-) -> Outcome:
-    """Search in compiled loops; methods other than Exact are array operations."""
-    if type(method) is Exact and b.shape[-1]:
-        return solve_exact(K, b, lower, upper, start)
-    return method.solve(K, b, lower, upper, start)
+def solve(method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False) -> Outcome:
+    """Solve a batch exactly, one problem after the other in compiled loops; others are array operations."""
+    K, b, lower, upper = dual
+    if type(method) is not Exact or not b.shape[-1]:
+        return method.solve(K, b, lower, upper, start)
+    shape, t = b.shape, b.shape[-1]
+    Ks, bs = _rows(K, (-1, t, t)), _rows(b, (-1, t))
+    count = len(bs)
+    bounds = [
+        _NONE if a is None else _rows(np.broadcast_to(a, shape), (-1, t)) for a in (lower, upper, start)
+    ]
+    lam, apart = np.empty((count, t)), np.empty(count)
+    pivots, status = np.empty((2, count), dtype=np.int64)
+    step, unclear = max(1, _WORK // t**2), []
+
+    def work(i: int) -> None:
+        first, last = i * step, min(count, (i + 1) * step)
+        unclear.append(search(Ks, bs, *bounds, first, last, CLOSE, lam, pivots, status, apart))
+
+    share(work, -(-count // step))
+    if any(unclear):
+        if len(Ks) == 1 and count > 1:
+            # No principal submatrix has a smaller eigenvalue than the whole (Cauchy's interlacing).
+            whole = normalise(Ks[0], bs[0], None, None, None).K
+            apart = np.maximum(apart, np.linalg.eigvalsh(whole)[0])
+        for i in np.flatnonzero(apart < CLOSE):
+            low = None if lower is None else bounds[0][i]
+            one = normalise(Ks[i if len(Ks) > 1 else 0], bs[i], low, None, lam[i])
+            near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
+            apart[i] = resolution(one.K, near)
+        status[apart < RESOLVED] |= int(Status.UNRESOLVED)
+    batch, lam = shape[:-1], lam.reshape(shape).astype(b.dtype, copy=False)
+    return Outcome(lam, pivots.reshape(batch), status.reshape(batch), apart.reshape(batch))
+
+
+def _rows(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array in float64, without gaps."""
+    return np.ascontiguousarray(a, dtype=np.float64).reshape(shape)
 
 
 class Numba:
@@ -154,42 +178,3 @@ def _in_threads(work: Callable[[int, int], None], count: int, numbers: int, prob
         return
     step = -(-count // (_JOBS * threads))
     share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads)
-
-
-def solve_exact(
-    K: np.ndarray, b: np.ndarray, lower: np.ndarray | None, upper: np.ndarray | None, start: np.ndarray | None
-) -> Outcome:
-    """Solve a batch exactly, one problem after the other, without Python in between."""
-    shape, t = b.shape, b.shape[-1]
-    Ks, bs = _rows(K, (-1, t, t)), _rows(b, (-1, t))
-    count = len(bs)
-    bounds = [
-        _NONE if a is None else _rows(np.broadcast_to(a, shape), (-1, t)) for a in (lower, upper, start)
-    ]
-    lam, apart = np.empty((count, t)), np.empty(count)
-    pivots, status = np.empty((2, count), dtype=np.int64)
-    step, unclear = max(1, _WORK // t**2), []
-
-    def work(i: int) -> None:
-        first, last = i * step, min(count, (i + 1) * step)
-        unclear.append(search(Ks, bs, *bounds, first, last, CLOSE, lam, pivots, status, apart))
-
-    share(work, -(-count // step))
-    if any(unclear):
-        if len(Ks) == 1 and count > 1:
-            # No principal submatrix has a smaller eigenvalue than the whole (Cauchy's interlacing).
-            whole = normalise(Ks[0], bs[0], None, None, None).K
-            apart = np.maximum(apart, np.linalg.eigvalsh(whole)[0])
-        for i in np.flatnonzero(apart < CLOSE):
-            low = None if lower is None else bounds[0][i]
-            one = normalise(Ks[i if len(Ks) > 1 else 0], bs[i], low, None, lam[i])
-            near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
-            apart[i] = resolution(one.K, near)
-        status[apart < RESOLVED] |= int(Status.UNRESOLVED)
-    batch, lam = shape[:-1], lam.reshape(shape).astype(b.dtype, copy=False)
-    return Outcome(lam, pivots.reshape(batch), status.reshape(batch), apart.reshape(batch))
-
-
-def _rows(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array in float64, without gaps."""
-    return np.ascontiguousarray(a, dtype=np.float64).reshape(shape)

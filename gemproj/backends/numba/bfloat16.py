@@ -1,4 +1,4 @@
-"""How numbers are read and rounded: float32 and float64 as they are, bfloat16 by its bits."""
+"""How numbers are read and rounded: float32 and float64 as they are, bfloat16 by the bits of a uint16."""
 
 from __future__ import annotations
 
@@ -11,31 +11,11 @@ from numba.extending import intrinsic, overload
 
 
 @intrinsic
-def _float_of(typing_context, bits):
-    def generate(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), generate
-
-
-@intrinsic
 def _bits_of(typing_context, number):
     def generate(context, builder, signature, args):
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.uint32(types.float32), generate
-
-
-def number(stored: Any) -> Any:
-    """Return the value of an entry of an array; bfloat16, which numba does not have, is stored as uint16."""
-    raise NotImplementedError("for compiled code only")
-
-
-@overload(number)
-def _number(stored):
-    if stored == types.uint16:
-        return lambda stored: _float_of(np.uint32(stored) << np.uint32(16))
-    return lambda stored: stored
 
 
 def readable(like: Any) -> Any:

@@ -10,7 +10,7 @@ import torch
 from gemproj._arrays import Array
 from gemproj._constants import MOST_ROWS, WIDE_ROUNDING
 from gemproj._problem import Problem
-from gemproj._tspace import Gram, Measured
+from gemproj._tspace import Gram, Measured, Standard
 from gemproj.backends.portable import Portable
 from gemproj.backends.triton import available
 from gemproj.backends.triton import combine as _combine
@@ -31,21 +31,13 @@ def bind(problem: Problem) -> Triton | None:
     return Triton(at) if at is not None and _gram.supports(at) else None
 
 
-def solve(
-    method: Method,
-    K: Array,
-    b: Array,
-    lower: Array | None,
-    upper: Array | None,
-    start: Array | None,
-    *,
-    only_multipliers: bool = False,
-) -> Outcome:
+def solve(method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False) -> Outcome:
     """Search, enumerate or descend in one launch; other methods and sizes take the portable form."""
+    K, b = dual.K, dual.b
     if not _solve.supports(method, b.shape[-1]):
-        return Portable().solve(method, K, b, lower, upper, start, only_multipliers=only_multipliers)
+        return Portable().solve(method, dual, start, only_multipliers=only_multipliers)
     with _stream_of(b):
-        lower, upper, start = (None if a is None else _tensor(a) for a in (lower, upper, start))
+        lower, upper, start = (None if a is None else _tensor(a) for a in (dual.lower, dual.upper, start))
         right = _tensor(b)
         with _device_of(right.device):
             found = _solve.solve(
