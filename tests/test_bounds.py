@@ -35,6 +35,7 @@ def test_penalty_is_soft_gem(problem, c):
     scale = 1.0 + np.linalg.norm(g)
     assert objective(x) <= objective(best) + 1e-10 * scale**2
     assert_close(x, best, atol=1e-5 * scale)  # what 1e-10 of the objective leaves open
+    assert abs(float(solve_dual(G, g, penalty=c).duality_gap())) < 1e-11
 
 
 @st.composite
@@ -150,7 +151,7 @@ def null_space(G, g):
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equality_is_the_null_space(xp, kind, dtype):
-    for seed, t, d in [(0, 1, 9), (1, 3, 20), (2, 8, 30), (3, 12, 40), (4, 60, 200)]:
+    for seed, t, d in [(0, 1, 9), (1, 3, 20), (2, 8, 30), (3, 12, 40), (4, 30, 100)]:
         problem = draw(np.random.default_rng(seed), kind, t, d)
         arrays = xp.array(problem.G, dtype), xp.array(problem.g, dtype)
         G, g = map(xp.numpy, arrays)
@@ -242,18 +243,16 @@ def test_bounds_and_right_hand_sides_in_batches_blocks_and_a_metric(xp, rng):
     assert_close(xp.project(G[0], g[0], h=h[0], metric=xp.array(w), **options), expected, atol=1e-12)
 
 
-@pytest.mark.parametrize(("t", "d"), [(2, 7), (4, 300), (12, 140_000)])
+@pytest.mark.parametrize(("t", "d", "m"), [(2, 7, (2, 3)), (4, 300, (2, 3)), (12, 140_000, (3,))])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_many_gradients_on_one_G(xp, t, d, dtype, rng):
-    G, gs = (
-        xp.array(rng.standard_normal((t, d)) - 0.1, dtype),
-        xp.array(rng.standard_normal((2, 3, d)) + 0.1, dtype),
-    )
+def test_many_gradients_on_one_G(xp, t, d, m, dtype, rng):
+    G = xp.array(rng.standard_normal((t, d)) - 0.1, dtype)
+    gs = xp.array(rng.standard_normal((*m, d)) + 0.1, dtype)
     K, b, gg = gram(G, gs)
     assert tuple(K.shape) == (t, t)
-    assert tuple(b.shape) == (2, 3, t)
-    assert tuple(gg.shape) == (2, 3)
-    h = rng.standard_normal((2, 3, t))
+    assert tuple(b.shape) == (*m, t)
+    assert tuple(gg.shape) == m
+    h = rng.standard_normal((*m, t))
     tolerance = 1e-11 if dtype == "float64" else 3e-6
     for options in ({}, {"h": h}, {"penalty": 0.1}, {"metric": xp.array(rng.random(d) + 0.5, dtype)}):
         X = xp.numpy(project(G, gs, **options))
@@ -261,7 +260,7 @@ def test_many_gradients_on_one_G(xp, t, d, dtype, rng):
         again = combine(G, gs, sol.multipliers, metric=options.get("metric"))
         assert_close(xp.numpy(again), X, atol=tolerance)
         assert np.all(xp.numpy(sol.kkt_residual()) < 1e-6)
-        for i in np.ndindex(2, 3):
+        for i in np.ndindex(m):
             one = options | ({"h": h[i]} if "h" in options else {})
             assert_close(X[i], xp.numpy(project(G, gs[(*i, ...)], **one)), atol=tolerance)
 

@@ -177,19 +177,6 @@ def test_transforms_of_torch_func():
         torch.func.vmap(lambda v: project([G], [v])[0])(gs)
 
 
-def test_learning_a_memory_by_gradient_descent():
-    """What derivatives are for: choose a row of G so that its projection ends up where it should."""
-    target, g = torch.tensor([0.0, 2.0, 1.0]), torch.tensor([-1.0, 2.0, 1.0])
-    G = torch.tensor([[1.0, 0.5, -0.5]], requires_grad=True)
-    optimizer = torch.optim.SGD([G], lr=0.1)
-    for _ in range(300):
-        optimizer.zero_grad()
-        loss = (project(G, g) - target).square().sum()
-        loss.backward()
-        optimizer.step()
-    assert loss < 1e-3
-
-
 @pytest.mark.parametrize("shape", [(0, 5), (0, 2, 5), (2, 0)])
 def test_empty_problems_have_derivatives(shape):
     G, g = torch.ones(shape, requires_grad=True), torch.ones(shape[:-2] + shape[-1:], requires_grad=True)

@@ -6,11 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import KINDS, arbitrary, assert_close, draw, known, rational_projection
 
-from gemproj import Exact, Status, combine, gram, project, solve_dual
+from gemproj import Status, combine, gram, project, solve_dual
 from gemproj._tspace import normalise
 from gemproj.methods import _active_set
 from gemproj.methods._active_set import solve_active_set
-from gemproj.methods._enumeration import enumerate_active_sets
 from gemproj.methods._faces import Factorisation, Tableau
 
 
@@ -36,6 +35,7 @@ def test_known_projection_is_found(xp, problem):
     assert feasibility(problem.G, x, problem.g) < 1e-12
     assert float(sol.kkt_residual()) < 1e-12
     assert np.all(xp.numpy(sol.multipliers) >= 0)
+    assert not np.any(xp.numpy(sol.multipliers)[~problem.G.any(axis=1)])
     # Rows that were made orthogonal to x may be dependent to rounding, but not exactly.
     assert int(sol.status) in (Status.OPTIMAL, Status.UNRESOLVED)
 
@@ -43,7 +43,7 @@ def test_known_projection_is_found(xp, problem):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("t", [2, 8, 9, 40, 120, 200])
 def test_every_size_and_family(kind, t, rng):
-    for _ in range(3):
+    for _ in range(3 if t < 100 else 1):
         problem = draw(rng, kind, t, 2 * t)
         sol = solve_dual(problem.G, problem.g)
         assert float(sol.kkt_residual()) < 1e-12
@@ -61,26 +61,14 @@ def test_complementarity_and_moreau(xp, problem):
     assert abs(g @ g - x @ x - np.sum((G.T @ lam) ** 2)) <= LOOSE * gg
 
 
-@given(arbitrary())
-def test_idempotent(xp, problem):
+@given(arbitrary(), st.floats(1e-8, 1e8), st.integers(0, 2**32 - 1))
+def test_idempotent_positively_homogeneous_and_nonexpansive(xp, problem, factor, seed):
     G, g = problem
-    x = xp.project(G, g)
-    assert np.linalg.norm(xp.project(G, x) - x) <= LOOSE * (1 + np.linalg.norm(g))
-
-
-@given(arbitrary(), st.floats(1e-8, 1e8))
-def test_positively_homogeneous(xp, problem, factor):
-    G, g = problem
-    assert_close(
-        xp.project(G, factor * g) / factor, xp.project(G, g), atol=LOOSE * (1 + np.linalg.norm(g)), rtol=0
-    )
-
-
-@given(arbitrary(), st.integers(0, 2**32 - 1))
-def test_nonexpansive(xp, problem, seed):
-    G, g = problem
+    x, tolerance = xp.project(G, g), LOOSE * (1 + np.linalg.norm(g))
+    assert np.linalg.norm(xp.project(G, x) - x) <= tolerance
+    assert_close(xp.project(G, factor * g) / factor, x, atol=tolerance)
     h = g + np.random.default_rng(seed).standard_normal(g.shape)
-    assert np.linalg.norm(xp.project(G, g) - xp.project(G, h)) <= np.linalg.norm(g - h) + LOOSE
+    assert np.linalg.norm(x - xp.project(G, h)) <= np.linalg.norm(g - h) + LOOSE
 
 
 @given(arbitrary(), st.randoms(use_true_random=False))
@@ -94,17 +82,8 @@ def test_order_scale_and_repetition_of_rows_do_not_matter(xp, problem, random):
     assert_close(xp.project(np.concatenate([G, 2.0 * G]), g), x, atol=tolerance)
 
 
-@pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
-def test_magnitudes_do_not_matter(scale, rng):
-    G, g = rng.standard_normal((5, 40)) - 0.2, rng.standard_normal(40) + 0.2
-    x = project(G, g)
-    assert_close(project(scale * G, g), x, atol=1e-12 * np.linalg.norm(g))
-    assert_close(project(G, scale * g) / scale, x, atol=1e-12 * np.linalg.norm(g))
-    assert_close(project(scale * G, g / scale) * scale, x, atol=1e-12 * np.linalg.norm(g))
-
-
 def test_degenerate_integer_problems_against_exact_arithmetic(rng):
-    for _ in range(400):
+    for _ in range(150):
         t, d = rng.integers(1, 7), rng.integers(1, 5)
         G, g = rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
         expected = np.array(rational_projection(G, g), dtype=float)
@@ -114,19 +93,6 @@ def test_degenerate_integer_problems_against_exact_arithmetic(rng):
         unit = normalise(K, b, None, None, None)
         lam = solve_active_set(Tableau(unit.K, unit.b), None, None, None)[0]
         assert_close(combine(G, g, lam * unit.scale), expected, atol=1e-11)
-
-
-@pytest.mark.parametrize("bounded", [False, True])
-def test_enumeration_and_tableau_agree(bounded, rng):
-    for _ in range(100):
-        t = int(rng.integers(1, 6))
-        G, g = rng.standard_normal((t, 8)), rng.standard_normal(8)
-        K, b, _ = gram(G, g)
-        lower = np.where(rng.random(t) < 0.3, -np.inf, 0.0)
-        unit = normalise(K, b, lower, np.full(t, 0.3) if bounded else None, None)
-        small = enumerate_active_sets(unit.K, unit.b, unit.lower, unit.upper)
-        large = solve_active_set(Tableau(unit.K, unit.b), unit.lower, unit.upper, rng.random(t))[0]
-        assert_close(small, large, atol=1e-11)
 
 
 def test_problems_of_a_batch_do_not_know_each_other(xp, rng):
@@ -172,27 +138,11 @@ def test_past_its_budget_the_search_takes_the_first_violated_row(make, rng):
     assert first_entered(100) == int(np.flatnonzero(b < 0)[0]) != first_entered(0)
 
 
-@pytest.mark.parametrize("t", [2, 8, 9, 30])
-def test_nearly_opposite_rows_are_kept_feasible(t, rng):
-    """A tilt of 1e-5 costs digits of lam, but the refined solution stays in the cone."""
-    for _ in range(10):
-        G = rng.standard_normal((t, 2 * t + 10))
-        G[t // 2 :] = -G[: t - t // 2] + 1e-5 * rng.standard_normal((t - t // 2, 2 * t + 10))
-        g = rng.standard_normal(2 * t + 10)
-        assert feasibility(G, project(G, g), g) < 1e-9
-
-
 def test_large_batch_is_solved_in_slabs(rng):
     G, g = rng.standard_normal((700, 7, 5)), rng.standard_normal((700, 5))
     x = project(G, g)
     for i in (0, 350, 699):
         assert_close(x[i], project(G[i], g[i]), atol=1e-14)
-
-
-def test_exact_on_arrays_of_every_library(xp, rng):
-    G = rng.standard_normal((4, 20)) - 0.1
-    K, b, _ = gram(G, np.ones(20) * 0.1)
-    assert_close(xp.numpy(Exact()(xp.array(K), xp.array(b))), Exact()(K, b), atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
@@ -201,15 +151,15 @@ def test_same_input_same_bits_whatever_the_batch(xp, t, d, dtype, rng):
     if dtype == "bfloat16" and xp.name != "torch":
         pytest.skip(f"{xp.name} has no bfloat16")
     G, g = (
-        xp.array(rng.standard_normal((4, t, d)) - 0.2, dtype),
-        xp.array(rng.standard_normal((4, d)) + 0.2, dtype),
+        xp.array(rng.standard_normal((3, t, d)) - 0.2, dtype),
+        xp.array(rng.standard_normal((3, d)) + 0.2, dtype),
     )
     x = xp.numpy(project(G, g))
     np.testing.assert_array_equal(xp.numpy(project(G, g)), x)
     if not xp.on_cpu:  # where the size of a batch decides how sums are shared out
         return
     np.testing.assert_array_equal(xp.numpy(project(G[1:3, ...], g[1:3, ...])), x[1:3])
-    for i in range(4):
+    for i in (0, 2):
         np.testing.assert_array_equal(xp.numpy(project(G[i, ...], g[i, ...])), x[i])
 
 

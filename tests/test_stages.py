@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
-from problems import arbitrary, assert_close
+from problems import assert_close
 
 from gemproj import PGD, Status, combine, gram, project, solve_dual
 
@@ -44,13 +43,6 @@ def test_result_has_the_library_dtype_and_shape_of_g(xp, dtype, rng):
     assert_close(xp.numpy(x), project(*rounded), atol=TOLERANCE[dtype])
 
 
-def test_all_libraries_find_the_same_multipliers(xp, rng):
-    G, g = rng.standard_normal((5, 100)) - 0.2, rng.standard_normal(100)
-    assert_close(
-        xp.numpy(solve_dual(xp.array(G), xp.array(g)).multipliers), solve_dual(G, g).multipliers, atol=1e-13
-    )
-
-
 def blocks_of(xp, G, g):
     """Cut (t, 60) columns into parameters of shape (4, 5), (), (3, 13)."""
     cuts, shapes = [20, 21], [(4, 5), (), (3, 13)]
@@ -83,7 +75,7 @@ def test_large_float32_problems_need_no_conversion(xp, rng):
     G, g = rng.standard_normal((t, d), dtype=np.float32) - 0.1, rng.standard_normal(d, dtype=np.float32) + 0.1
     G64, g64 = G.astype(float), g.astype(float)
     exact_K, exact_b, expected = G64 @ G64.T, G64 @ g64, project(G64, g64)
-    cuts, shapes = [600_000, 600_001], [(200, 3000), (), (100, 1, 1000)]
+    cuts, shapes = [600_000, 600_001], [(4, 150_000), (), (100, 1, 1000)]
     Gs = [
         xp.array(p.reshape(t, *s), "float32") for p, s in zip(np.split(G, cuts, axis=1), shapes, strict=True)
     ]
@@ -177,46 +169,6 @@ def test_empty_problems(xp, shape):
     np.testing.assert_array_equal(xp.numpy(x), xp.numpy(g))
     sol = solve_dual(xp.array(np.ones(shape)), g)
     assert tuple(sol.error_bound().shape) == tuple(sol.kkt_residual().shape) == shape[:-2]
-
-
-def test_zero_rows_are_left_out(xp, rng):
-    G, g = rng.standard_normal((12, 30)) - 0.2, rng.standard_normal(30) + 0.2
-    padded = np.insert(G, [0, 5, 12], 0.0, axis=0)
-    sol = solve_dual(xp.array(padded), xp.array(g))
-    assert np.all(xp.numpy(sol.multipliers)[[0, 6, 14]] == 0)
-    assert_close(xp.numpy(project(xp.array(padded), xp.array(g))), project(G, g), atol=1e-13)
-
-
-@given(arbitrary())
-def test_margin_is_the_projection_of_a_shifted_gradient(xp, problem):
-    G, g = problem
-    assert_close(
-        xp.project(G, g, margin=0.5),
-        xp.project(G, g + 0.5 * G.sum(0)),
-        atol=1e-8 * (1 + np.abs(G).sum() + np.abs(g).sum()),
-    )
-    sol = solve_dual(G, g, margin=0.5)
-    assert np.all(sol.multipliers >= 0.5)
-    assert float(sol.kkt_residual()) < 1e-9
-
-
-@given(arbitrary(max_t=7))
-def test_penalty_is_the_hinge_penalised_problem(problem):
-    G, g = problem
-    c = 0.4
-    sol = solve_dual(G, g, penalty=c)
-    assert np.all((sol.multipliers >= 0) & (sol.multipliers <= c))
-    assert float(sol.kkt_residual()) < 1e-9
-
-    def objective(x):
-        return 0.5 * np.sum((x - g) ** 2) + c * np.sum(np.maximum(0.0, -(G @ x)))
-
-    x = combine(G, g, sol.multipliers)
-    rng = np.random.default_rng(0)
-    for size in (1e-3, 1e-1, 1.0):  # the objective is convex: no better point nearby, none at all
-        for _ in range(10):
-            assert objective(x) <= objective(x + size * rng.standard_normal(x.shape)) + 1e-10
-    assert abs(float(sol.duality_gap())) < 1e-11
 
 
 @pytest.mark.parametrize("t", [9, 200])

@@ -1,12 +1,10 @@
 """The projector in TorchJD's aggregators: the optimality conditions, at any scale and with dependent rows."""
 
 import copy
-import importlib
-import sys
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import arbitrary, known
 
@@ -46,6 +44,7 @@ def test_agrees_with_quadprog_where_that_is_accurate(m):
 
 
 @given(known())
+@settings(max_examples=settings().max_examples // 3)
 def test_finds_a_known_projection(problem):
     """DualProj with all weight on the first row of [g; G] is GEM: ``g.x = |x|^2`` is not negative anyway."""
     J = torch.from_numpy(np.vstack([problem.g, problem.G]))
@@ -74,12 +73,6 @@ def test_float32_with_dependent_rows(family, m, scale):
         W = PROJECTOR(U, J @ J.T)
         assert (W >= U).all()
         assert residual(J, U, W) < 1e-4
-
-
-def test_a_gram_matrix_that_rounding_has_made_indefinite():
-    J, U = draw("rank m/4", 16), torch.eye(16)
-    assert torch.linalg.eigvalsh((J @ J.T).double())[0] < 0
-    assert residual(J, U, PROJECTOR(U, J @ J.T)) < 1e-4
 
 
 def test_more_rows_than_parameters_in_float32():
@@ -177,13 +170,6 @@ def test_in_the_aggregators_of_a_training_step(scale, by_parameter):
         if scale == 1.0:
             theirs = aggregate(make(projector=QuadprogProjector(reg_eps=1e-9)), scale, **options)[1]
             torch.testing.assert_close(x, theirs, rtol=0, atol=1e-4 * float(J.norm()))
-
-
-def test_without_torchjd_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torchjd.linalg", None)
-    monkeypatch.delitem(sys.modules, "gemproj.integrations.torchjd")
-    with pytest.raises(ImportError, match=r"pip install 'gemproj\[torchjd\]'"):
-        importlib.import_module("gemproj.integrations.torchjd")
 
 
 def test_the_report(monkeypatch, tmp_path, capsys):
