@@ -15,7 +15,7 @@ from gemproj._refine import refine_directly, return_to_rows
 from gemproj._solution import DualSolution
 from gemproj._tspace import Measured, clip, snap
 from gemproj.backends import select, solver_for
-from gemproj.methods import AnyMethod, Exact, Method, Outcome, Status
+from gemproj.methods import AnyMethod, Exact, Method, Status
 from gemproj.methods._callable import call
 
 
@@ -157,7 +157,7 @@ def solve_measured(
 
     if on_host(device):
         check_finite(measured.gram)
-    sol, _ = _solve(measured, options, start, solver_for(measured.gram.b), to_caller)
+    sol, _ = _solve(measured, options, start, to_caller)
     return check_feasible(sol) if isinstance(options.method, Exact) else sol
 
 
@@ -188,8 +188,7 @@ def solve_problem(
             check_finite(measured.gram)
     elif problem.host:
         check_range(problem, measured.gram)
-    solver, to_caller = problem.backend.solve, problem.to_caller
-    sol, resolved = _solve(measured, options, start, solver, to_caller, only_multipliers)
+    sol, resolved = _solve(measured, options, start, problem.to_caller, only_multipliers)
     if all_reduce is None:
         if options.refine:
             sol = refine_directly(problem, sol, options.refine)
@@ -202,7 +201,6 @@ def _solve(
     measured: Measured,
     options: Options,
     start: Array | None,
-    solver: Callable[..., Outcome],
     to_caller: Callable[[Array], Array],
     only_multipliers: bool = False,
 ) -> tuple[DualSolution, Any]:
@@ -222,7 +220,8 @@ def _solve(
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
         start = clip(start if base is None else start - base, dual.lower, dual.upper)
     if isinstance(method, Method):
-        lam, iterations, status, resolved = solver(method, dual, start, only_multipliers=bare)
+        found = solver_for(dual.b)(method, dual, start, only_multipliers=bare)
+        lam, iterations, status, resolved = found
     else:
         lam, iterations, status = call(method, dual.K, dual.b, start, to_caller), 0, int(Status.APPROXIMATE)
         resolved = None

@@ -1,4 +1,4 @@
-"""What runs the three stages: chosen once per call, here and nowhere else.
+"""What runs the three stages, chosen here and nowhere else: by the arrays for 1 and 3, by the device for 2.
 
 ``portable`` serves every library and device. ``numba`` (extra `fast`) is the default on the CPU for
 NumPy and torch. ``triton`` serves CUDA devices and is chosen by ``GEMPROJ_BACKEND=triton`` only, as long
@@ -8,7 +8,6 @@ as no measurement shows that it wins. ``GEMPROJ_BACKEND=portable`` switches both
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from gemproj._arrays import Array
 from gemproj._problem import Problem
 from gemproj._tspace import Measured, Standard
 from gemproj.backends.numba import installed
-from gemproj.backends.portable import Portable
+from gemproj.backends.portable import Portable, solve
 from gemproj.methods import Method, Outcome
 
 __all__ = ["Backend", "Portable", "select", "solver_for"]
@@ -27,24 +26,28 @@ _PORTABLE = Portable()
 
 
 class Backend(Protocol):
-    """The stages on the arrays of one kind of problem."""
+    """Stages 1 and 3 on the arrays of one kind of problem."""
 
     name: str
 
     def gram(self, problem: Problem) -> Measured:
         """Stage 1: return K, b and |g|^2, and how they are rounded."""
 
-    def solve(
+    def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
+        """Stage 3: write ``g + G'lam`` to x, rounded once. x may be g itself."""
+
+
+class Solver(Protocol):
+    """Stage 2."""
+
+    def __call__(
         self, method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False
     ) -> Outcome:
-        """Stage 2: return what ``method.solve`` would.
+        """Return what ``method.solve`` would.
 
         With `only_multipliers`, on a device, nothing else is read of the result, and rows of K and b that are
         not finite are to be left out.
         """
-
-    def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
-        """Stage 3: write ``g + G'lam`` to x, rounded once. x may be g itself."""
 
 
 def select(problem: Problem) -> Backend:
@@ -56,12 +59,12 @@ def select(problem: Problem) -> Backend:
     return problem.backend
 
 
-def solver_for(K: Array) -> Callable[..., Outcome]:
-    """Return the `Backend.solve` for a Gram matrix: NumPy's, or on a device."""
-    host = isinstance(K, np.ndarray)
+def solver_for(b: Array) -> Solver:
+    """Return what runs stage 2 for arrays of t-space: NumPy's, or on a device."""
+    host = isinstance(b, np.ndarray)
     module = _module(host, os.environ.get("GEMPROJ_BACKEND", ""))
-    if module is None or (not host and not module.available(K.device)):
-        return _PORTABLE.solve
+    if module is None or (not host and not module.available(b.device)):
+        return solve
     return module.solve
 
 

@@ -1,4 +1,4 @@
-"""The reference: stages 1 and 3 in array-API operations, on any library and device."""
+"""The reference: the stages in array-API operations, on any library and device."""
 
 from __future__ import annotations
 
@@ -39,16 +39,6 @@ class Portable:
             narrow = Gram(*(np.where(ok, a, b) for ok, a, b in zip(fits, narrow, wide, strict=True)))
         return Measured(narrow, NARROW_ROUNDING)
 
-    def solve(
-        self, method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False
-    ) -> Outcome:
-        """Call the method, on a device where asked without rows that are not finite."""
-        if not only_multipliers:
-            return method.solve(*dual, start)
-        K, b, dropped = drop_not_finite(dual.K, dual.b)
-        found, xp = method.solve(K, b, dual.lower, dual.upper, start), namespace(b)
-        return found._replace(multipliers=xp.where(dropped, xp.zeros_like(b), found.multipliers))
-
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""
         xp, t = problem.xp, problem.t
@@ -64,6 +54,15 @@ class Portable:
                 if problem.weight is not None:
                     step = step / problem.weight[k][index]
                 piece[...] = xp.astype(vector + step, piece.dtype)
+
+
+def solve(method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False) -> Outcome:
+    """Call the method, on a device where asked without rows that are not finite."""
+    if not only_multipliers:
+        return method.solve(*dual, start)
+    K, b, dropped = drop_not_finite(dual.K, dual.b)
+    found, xp = method.solve(K, b, dual.lower, dual.upper, start), namespace(b)
+    return found._replace(multipliers=xp.where(dropped, xp.zeros_like(b), found.multipliers))
 
 
 def _product(weights: Array, rows: Array, problem: Problem) -> Array:

@@ -105,7 +105,6 @@ class Numba:
     """
 
     name = "numba"
-    solve = staticmethod(solve)
 
     def __init__(self, problem: Problem, lines: np.ndarray, dtype: Any) -> None:
         self.lines, self.like = lines, np.empty(0, dtype)

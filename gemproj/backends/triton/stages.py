@@ -11,7 +11,7 @@ from gemproj._arrays import Array
 from gemproj._constants import MOST_ROWS, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tspace import Gram, Measured, Standard
-from gemproj.backends.portable import Portable
+from gemproj.backends import portable
 from gemproj.backends.triton import available
 from gemproj.backends.triton import combine as _combine
 from gemproj.backends.triton import gram as _gram
@@ -35,7 +35,7 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
     """Search, enumerate or descend in one launch; other methods and sizes take the portable form."""
     K, b = dual.K, dual.b
     if not _solve.supports(method, b.shape[-1]):
-        return Portable().solve(method, dual, start, only_multipliers=only_multipliers)
+        return portable.solve(method, dual, start, only_multipliers=only_multipliers)
     with _stream_of(b):
         lower, upper, start = (None if a is None else _tensor(a) for a in (dual.lower, dual.upper, start))
         right = _tensor(b)
@@ -56,7 +56,6 @@ class Triton:
     """A launch or two per stage; see `gemproj.backends.Backend`."""
 
     name = "triton"
-    solve = staticmethod(solve)
 
     def __init__(self, at: Layout) -> None:
         self._at = at
@@ -88,7 +87,7 @@ class Triton:
                         at, _tensor(lam) if not problem.batch else _tensor(lam).reshape(-1, at.t), out
                     )
                 return
-        Portable().combine(problem, lam, x)
+        portable.Portable().combine(problem, lam, x)
 
 
 def _locate(problem: Problem) -> Layout | None:
