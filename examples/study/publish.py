@@ -54,7 +54,9 @@ def page(stream: str, records: Sequence[Record]) -> str:
             parts.append(report.variants(runs, METHODS, names, timed))
     if all(name in runs for ladder in LADDERS for name in ladder):
         parts.append(report.equal_time(runs, times, METHODS, LADDERS, BUDGETS))
-        parts.append(report.cheapest(runs, times, METHODS, LADDERS[1][1:], LADDERS[1][0]))
+    full, *others = LADDERS[1]
+    if full in times and (cheaper := [name for name in others if name in times]):
+        parts.append(report.cheapest(runs, times, METHODS, cheaper, full))
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
