@@ -209,6 +209,7 @@ NEWS: dict[str, Any] = {
 LONGER = (
     "plain",
     "replay",
+    "replay-4",
     "agem",
     "gem",
     "igem1",
