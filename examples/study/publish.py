@@ -27,13 +27,14 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     runs = compare.reported(records, METHODS, stream, "rows")
     times = compare.timed(runs, records)
     main = {name: runs[name] for name in named(stream) if name in runs}
+    ladders = [[name for name in ladder if name in times] for ladder in LADDERS]
     kept = [one | {"method": METHODS[one["method"]].like or one["method"]} for one in stored(runs)]
     for name, drawing, needed, what in (
         ("cost", figures.accuracy_and_cost, "plain", (main, METHODS, times)),
         ("stream", figures.accuracy_over_stream, "plain", (main, METHODS, OVER_STREAM)),
         ("differences", figures.paired_differences, "replay", (main, METHODS)),
         ("exact", figures.after_each_task, EXACT, (runs, METHODS, EXACT, SHORTCUTS)),
-        ("rows", figures.ladders, LADDERS[1][-1], (runs, METHODS, times, LADDERS)),
+        ("rows", figures.ladders, LADDERS[1][1], (runs, METHODS, times, ladders)),
         ("memory", figures.memory, next(iter(MEMORIES)), (kept, METHODS)),
     ):
         if needed in runs and len(main) > 1:
