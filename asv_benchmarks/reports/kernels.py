@@ -111,7 +111,7 @@ def variants(every: bool) -> dict[str, Call]:
         calls[str(dtype).removeprefix("torch.")] = partial(combine, one(2, dtype), lam[:1, :2], [x])
     methods: list[tuple[int, Any]] = [(2, FISTA()), (4, Exact()), (9, Exact())]
     if every:
-        methods += [(2, PGD()), (2, PGD(normalize=False))]
+        methods = [(2, PGD()), *methods, (2, PGD(normalize=False))]
         methods += [(t, method) for t in (16, 32, 64, 128, 168) for method in (PGD(), FISTA(), Exact())]
         methods += [(t, Exact()) for t in (1, 2, 3, 5, 8)]
     for t, method in methods:
