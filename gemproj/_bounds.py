@@ -50,6 +50,10 @@ class Bounds(NamedTuple):
             return self.equality
         return self.equality & namespace(self.upper).isinf(self.upper)
 
+    def violated(self, slack: Array) -> Array:
+        """Return which constraints slacks ``G x - h`` violate, boolean (..., t): equalities by any sign."""
+        return slack < 0 if self.equality is None else (slack < 0) | (self.equality & (slack > 0))
+
     def lower_like(self, lam: Array) -> Array:
         """Return all lower bounds, with -inf where there is none."""
         xp = namespace(lam)

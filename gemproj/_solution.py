@@ -81,9 +81,7 @@ class DualSolution:
     @property
     def violated(self) -> Array:
         """Boolean (..., t): the constraints that g itself violates."""
-        slack = self.gram.b if self.bounds.h is None else self.gram.b - self.bounds.h
-        violated, equality = slack < 0, self.bounds.equality
-        return violated if equality is None else violated | (equality & (slack > 0))
+        return self.bounds.violated(self.gram.b if self.bounds.h is None else self.gram.b - self.bounds.h)
 
     @property
     def free(self) -> Array:

@@ -100,8 +100,8 @@ def measured(config: Config, name: str, folder: Path, texts: Sequence[str]) -> l
     splits = [Split(tuple(texts[k * size : (k + 1) * size]), labels) for k in range(TASKS)]
     tasks = [backbone.encode(split, tokenizer, config) for split in splits]
     short = backbone.encode(Split(("News.",), (0,)), tokenizer, config)  # evaluation is not measured
-    measured = model, tasks, [short] * TASKS, lambda done, total, note: None
-    meter = Meter(Schedule.of(config), *measured, backbone.batch_loss, backbone.logits)
+    learned = model, tasks, [short] * TASKS, lambda done, total, note: None
+    meter = Meter(Schedule.of(config), *learned, backbone.batch_loss, backbone.logits)
     train.learn(config, METHODS[name], 0, model, tasks, meter)
     found: dict[str, Any] = meter.result()
     seconds, most = found["seconds"]["per_step"], meter.peak_bytes

@@ -49,7 +49,7 @@ def from_batches(
     """
     topology = G.vector.topology
     numbers = {"past tasks": 0} | G.vector.signature()
-    before, values, kept = len(G), G.values, (G.reached, G.bounded)
+    before, kept = len(G), G.kept()
     G.clear()
     with topology.agreement(numbers):
         _check(G, model, batches, loss, microbatch)
@@ -68,21 +68,21 @@ def from_batches(
             due = [turn % len(tasks)]
         elif same and due and refresh == "rising":
             with torch.no_grad():
-                now = torch.zeros_like(values[0])
+                now = torch.zeros_like(kept.values[0])
                 for k in due:
                     for _, value, weight in weighted(k):
                         now[k] += weight * value
             losses = topology.sum_values(now)
-            _, last, bounds = values
+            _, last, bounds = kept.values
             least = last if tolerance is None else torch.maximum(last, bounds + tolerance)
             due = torch.nonzero(losses > least + rounding(losses, G.vector.dtype)).flatten().tolist()
-            values = torch.stack([losses, losses, bounds])
+            kept = kept._replace(values=torch.stack([losses, losses, bounds]))
         G.open(len(tasks), smoothing if same else 0.0, scale)
         for k in due:
             for part, value, weight in weighted(k):
                 stored = isinstance(part, Remembered) and "losses" in part.fields
                 G.add(k, value, weight, part.losses.mean() if stored else None)
-    G.close(len(tasks), due, (values, *kept))
+    G.close(len(tasks), due, kept)
     return due
 
 

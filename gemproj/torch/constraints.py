@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,14 @@ from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj.torch.parameters import ParameterVector, local
 from gemproj.torch.stream import Stream, measure, solve_sum, tiles
+
+
+class Kept(NamedTuple):
+    """What is known of rows that are not computed anew: attributes of `ConstraintMatrix`."""
+
+    values: Tensor
+    reached: list[bool]
+    bounded: bool
 
 
 class ConstraintMatrix:
@@ -80,6 +88,10 @@ class ConstraintMatrix:
         """The bound of each row, shape (t,)."""
         return self.values[2]
 
+    def kept(self) -> Kept:
+        """Return what `close` needs of rows that stay."""
+        return Kept(self.values, self.reached, self.bounded)
+
     def open(self, rows: int, smoothing: float = 0.0, scale: float = 1.0) -> None:
         """Make room for so many rows, and drop all until they are closed.
 
@@ -125,12 +137,10 @@ class ConstraintMatrix:
         value[:2] += weight * loss.detach()
         value[2] += weight * (math.nan if bound is None else bound)
 
-    def close(
-        self, rows: int, due: list[int] | None = None, kept: tuple[Tensor, list[bool], bool] | None = None
-    ) -> None:
+    def close(self, rows: int, due: list[int] | None = None, kept: Kept | None = None) -> None:
         """Sum rows over processes and declare so many complete: of these, the `due` ones are new.
 
-        Of the others `kept` has what `values`, `reached` and `bounded` were.
+        What is known of the others is in `kept`.
         """
         due = list(range(rows)) if due is None else due
         for k in due:
@@ -148,12 +158,11 @@ class ConstraintMatrix:
         self._count = rows
         if kept is None or len(due) == rows:
             return
-        values, reached, bounded = kept
-        values = values.clone()
+        values = kept.values.clone()
         values[:, due] = self.values
         self.values = values
-        self.reached = [a or b for a, b in zip(self.reached, reached, strict=True)]
-        self.bounded = self.bounded and bounded
+        self.reached = [a or b for a, b in zip(self.reached, kept.reached, strict=True)]
+        self.bounded = self.bounded and kept.bounded
 
     def project(
         self,

@@ -84,8 +84,7 @@ def project_groups(
             again = solve_problem(next(iter(here[k])), options).to(torch, vector.device)
             sol.multipliers[k], sol.status[k] = again.multipliers, again.status
     if gate:
-        along, equality = sol.gram.b.sum(0), sol.bounds.equality
-        violated = (along < 0 if equality is None else (along < 0) | (equality & (along > 0))).any()
+        violated = sol.bounds.violated(sol.gram.b.sum(0)).any()
         left = (~violated).to(sol.status.dtype) * int(Status.APPROXIMATE)
         sol = replace(sol, multipliers=sol.multipliers * violated, status=sol.status | left)
     changed = not host or bool(sol.multipliers.any())

@@ -44,13 +44,12 @@ def remember(
     """
     task = len(memory) if task is None else task
     outputs = getattr(loss, "outputs", None)
-    needed = bounded or outputs is not None
-    if needed and model is None:
-        raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
-    if not needed or model is None:
+    if not (bounded or outputs is not None):
         for batch in batches:
             memory.add(batch, task)
         return
+    if model is None:
+        raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
     if isinstance(model, DistributedDataParallel):
         model = model.module  # whose own forward pass would wait for the other processes
     vector = vector_of(model.parameters(), group)
