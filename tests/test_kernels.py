@@ -398,8 +398,8 @@ def natural_residual(K, b, lam, lower, upper):
 
 @pytest.mark.parametrize(
     ("method", "t", "d"),
-    [(Exact(), *size) for size in [(1, 2), (4, 2), (5, 9), (9, 3), (12, 30)]]
-    + [(FISTA(steps=30), 5, 300), (PGD(steps=30), 3, 300)],
+    [(Exact(), *size) for size in [(1, 2), (4, 2), (5, 9), (9, 3), (20, 60)]]
+    + [(FISTA(steps=60), 5, 300), (PGD(steps=60), 3, 300)],
     ids=repr,
 )
 @pytest.mark.parametrize("signed", [False, True])
@@ -417,7 +417,7 @@ def test_bounds_and_right_hand_sides(method, t, d, signed, bounded):
     upper = 2.0 * torch.rand_like(b) if bounded else torch.full_like(b, torch.inf)
     bounds = {"lower": lower.to(DEVICE) if signed else None, "upper": upper.to(DEVICE) if bounded else None}
     found = solve(K.to(DEVICE), b.to(DEVICE), method=method, **bounds)
-    assert natural_residual(K, b, found.multipliers.cpu(), lower, upper) < (1e-13 if exact else 1e-5)
+    assert natural_residual(K, b, found.multipliers.cpu(), lower, upper) < (1e-13 if exact else 1e-8)
     assert not exact or not (found.status & 2).any()
 
 

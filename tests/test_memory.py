@@ -90,19 +90,19 @@ def test_ring_without_labels_overwrites_the_oldest():
 
 def test_reservoir_keeps_every_example_with_the_same_chance():
     labels = [0] * 15 + [1] * 5  # skewed, which it must not look at
-    counts = frequencies(200, labels, per_task=5, policy="reservoir")
-    assert counts.sum() == 1000
-    assert close(counts, 200, 1 / 4)
+    counts = frequencies(600, labels, per_task=5, policy="reservoir")
+    assert counts.sum() == 3000
+    assert close(counts, 600, 1 / 4)
 
 
 @pytest.mark.parametrize("per_task", [7, 8])  # also where labels cannot be equally frequent
 def test_balanced_keeps_examples_of_a_label_with_the_same_chance(per_task):
     labels = torch.tensor([0, 1, 1, 2] * 8 + [0] * 16)
-    counts = frequencies(200, labels.tolist(), per_task=per_task, policy="balanced")
+    counts = frequencies(600, labels.tolist(), per_task=per_task, policy="balanced")
     for y in range(3):
         of_label = counts[labels == y]
-        assert of_label.sum() >= 200 * (per_task // 3)
-        assert close(of_label, 200, float(of_label.mean()) / 200)
+        assert of_label.sum() >= 600 * (per_task // 3)
+        assert close(of_label, 600, float(of_label.mean()) / 600)
 
 
 def test_one_label_makes_balanced_a_reservoir():
