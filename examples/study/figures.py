@@ -1,4 +1,4 @@
-"""The study's figures; `save(path, drawing, ...)` writes one. Error bars and bands are 95 % intervals.
+"""The study's figures; `lora_agnews.figures.save` writes one. Error bars and bands are 95 % intervals.
 
 Methods come as a mapping from keys to objects with `title`, `colour` and `family`.
 """
@@ -165,16 +165,17 @@ def losses(
     """
     curves, shown = {}, []
     groups = _by("method", records, methods)
-    for (name, group), marker in zip(groups.items(), cycle(MARKERS), strict=False):
-        points = []
-        for knob, found in _by("knob", group).items():
+    for (name, group), marker, side in zip(groups.items(), cycle(MARKERS), cycle((1, -1)), strict=False):
+        points, by_knob = [], _by("knob", group)
+        ends = next(iter(by_knob)), next(reversed(by_knob))
+        for knob, found in by_knob.items():
             found = compare.one_setting(found)
             y, x = (interval(run["loss"][language] for run in found) for language in "yx")
             shown.append(x)
-            text = "" if knob is None else f"{knob:g}"
+            text = f"{knob:g}" if knob is not None and knob in ends else ""
             points.append(((y.mean, _bar(y)), (x.mean, _bar(x)), text))
-        curves[methods[name].title] = (methods[name].colour, marker, 1), points
-    return front(curves, before, f"Beside the points: knobs. {_note(shown)}", floor)
+        curves[methods[name].title] = (methods[name].colour, marker, side), points
+    return front(curves, before, f"Beside the ends of each line: its knobs. {_note(shown)}", floor)
 
 
 def memory(records: Iterable[Record], methods: Mapping[str, Any]) -> Figure:
