@@ -21,10 +21,10 @@ from gemproj._constants import (
 from gemproj._problem import Problem
 from gemproj._tspace import Gram, Measured, Standard, matvec, normalise
 from gemproj.backends.numba.addresses import locate, locate_output
+from gemproj.backends.numba.lanes import HEIGHT
 from gemproj.backends.numba.loops import add_pieces, add_products, add_rows, add_shared_products
 from gemproj.backends.numba.search import search
 from gemproj.backends.numba.threads import cores, share
-from gemproj.backends.numba.vectors import HEIGHT
 from gemproj.backends.portable import Portable
 from gemproj.methods import Exact, Method, Outcome, Status
 from gemproj.methods.exact import CLOSE, nearly_active, resolution

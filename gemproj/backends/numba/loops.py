@@ -15,10 +15,12 @@ from gemproj.backends.numba.addresses import (
     VECTOR,
     VECTOR_STEP,
 )
-from gemproj.backends.numba.bfloat16 import entry, readable
+from gemproj.backends.numba.bfloat16 import entry
+from gemproj.backends.numba.columns import TURNED, add_dots, add_separated
 from gemproj.backends.numba.jit import fast
-from gemproj.backends.numba.reading import LEAST, aligned, by_columns, read_rows, read_vector, turn, view
-from gemproj.backends.numba.vectors import HEIGHT, LANES, MULTIPLE, add_block, add_few, add_scaled
+from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
+from gemproj.backends.numba.reading import LEAST, adjacent, aligned, read_rows, read_vector, view
+from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, widen
 
 # Bytes of a tile that stay in the first-level cache.
 _TILE = 24 << 10
@@ -85,14 +87,11 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
     """
     rows = totals.shape[2]
     t, groups = rows - 1, (rows + HEIGHT - 1) // HEIGHT
-    turned_like = readable(like)
-    turning = by_columns(lines, first // pieces * blocks, -(-last // pieces) * blocks, like)
-    n = min(chunk, LEAST) if turning else _tile_columns(rows, chunk, sum_like)
-    few = 0 < t < HEIGHT and not turning
-    all_turned = aligned(max(t, 8) * n if turning else 0, turned_like)
+    n = _tile_columns(rows, chunk, sum_like)
+    few = 0 < t < HEIGHT
     all_sums = aligned(groups * (groups + 1) // 2 * _BLOCK, totals)
     whole_tile = aligned(rows * n, sum_like)
-    turned, sums, tile = all_turned.ctypes.data, all_sums.ctypes.data, whole_tile.ctypes.data
+    sums, tile = all_sums.ctypes.data, whole_tile.ctypes.data
     step = n * sum_like.itemsize
     for p in range(first, last):
         problem, piece = p // pieces, p % pieces
@@ -103,14 +102,19 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
                 here = min(n, stop - start)
-                if few and here >= MULTIPLE and line[VECTOR_STEP] == like.itemsize:
-                    # Few rows are multiplied where they lie.
+                if (
+                    few
+                    and here >= MULTIPLE
+                    and line[VECTOR_STEP] == like.itemsize
+                    and adjacent(line, t, like)
+                ):
                     here -= here % MULTIPLE
-                    source, vector = line[ROWS] + start * like.itemsize, line[VECTOR] + start * like.itemsize
-                    add_few(source, line[ROW_STEP], vector, here, t, sums, like, sum_like)
+                    row, column = line[ROW_STEP], line[COLUMN_STEP]
+                    source, vector = line[ROWS] + start * column, line[VECTOR] + start * like.itemsize
+                    add_few(source, row, column, vector, here, t, sums, like, sum_like)
                     start += here
                     continue
-                read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
+                read_rows(line, start, here, t, like, tile, step, sum_like)
                 read_vector(line, start, here, like, tile + t * step, sum_like)
                 _add_tile(tile, step, rows, _fill_up(tile, step, rows, here, sum_like), sums, sum_like)
                 start += here
@@ -125,15 +129,13 @@ def add_shared_products(lines, blocks, first, last, columns, chunk, like, sum_li
     """
     problems, t = totals.shape[0], totals.shape[2] - 1
     groups, crowds = (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT
-    turned_like, turning = readable(like), by_columns(lines, 0, blocks, like)
     n = min(chunk, LEAST)
-    all_turned = aligned(max(t, 8) * n if turning else 0, turned_like)
     # First those of K, then for each group of gradients those with the rows and among themselves.
     size = groups * (groups + 1) // 2 * _BLOCK
     all_sums = aligned(size + _CROWDS * (groups + 1) * _BLOCK, totals)
     whole_tile = aligned((groups + 1) * HEIGHT * n, sum_like)
     whole_tile[:] = 0
-    turned, sums, tile = all_turned.ctypes.data, all_sums.ctypes.data, whole_tile.ctypes.data
+    sums, tile = all_sums.ctypes.data, whole_tile.ctypes.data
     step = n * sum_like.itemsize
     vectors = tile + groups * HEIGHT * step
     while first < last:
@@ -146,7 +148,7 @@ def add_shared_products(lines, blocks, first, last, columns, chunk, like, sum_li
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
                 here = min(n, stop - start)
-                read_rows(line, start, here, t, like, turned, turned_like, tile, step, sum_like)
+                read_rows(line, start, here, t, like, tile, step, sum_like)
                 end = _fill_up(tile, step, t, here, sum_like)
                 if crowd == 0:
                     _add_tile(tile, step, t, end, sums, sum_like)
@@ -217,6 +219,27 @@ def _find_active(lam, active, scale):
 
 
 @fast
+def _add_columns(line, start, n, like, lam, scale, x):
+    """Add the products of n columns and lam to x."""
+    row, column, t, done = line[ROW_STEP], line[COLUMN_STEP], lam.size, 0
+    source = line[ROWS] + start * column
+    if row == like.itemsize and t < 8 and adjacent(line, t, like):
+        done = n // TURNED * TURNED
+        add_separated(source, lam.ctypes.data, t, done, x.ctypes.data, like)
+    elif row == like.itemsize and t >= LANES:
+        done, whole = n // LANES * LANES, t // LANES * LANES
+        scale[:whole] = lam[:whole]
+        scale[whole : whole + LANES] = 0.0
+        scale[LANES + whole - (t - whole) : LANES + whole] = lam[whole:]
+        add_dots(source, column, scale.ctypes.data, t, done, x.ctypes.data, like)
+    for c in range(done, n):
+        for r in range(t):
+            if lam[r] != 0.0:
+                widen(source + c * column + r * row, 1, scale.ctypes.data, like, lam)
+                x[c] += lam[r] * scale[0]
+
+
+@fast
 def add_rows(lines, blocks, first, last, pieces, columns, shared, like, lam):
     """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself.
 
@@ -224,10 +247,8 @@ def add_rows(lines, blocks, first, last, pieces, columns, shared, like, lam):
     Sums run in float64 and stay in cache; x is written only then, because it may be g.
     """
     problems, t = lam.shape
-    turned_like, turning = readable(like), by_columns(lines, 0, len(lines), like)
-    n = LEAST if turning else 1024
-    turned, row = aligned(max(t, 8) * n if turning else 0, turned_like), n * turned_like.itemsize
-    x, active, scale = aligned(n, lam), np.empty(t, np.int64), np.empty(t)
+    n = 1024
+    x, active, scale = aligned(n, lam), np.empty(t, np.int64), np.empty(t + LANES)
     chosen, factors = active.ctypes.data, scale.ctypes.data
     while first < last:
         problem, piece = (
@@ -241,17 +262,15 @@ def add_rows(lines, blocks, first, last, pieces, columns, shared, like, lam):
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
             while start < stop:
                 here = min(n, stop - start)
-                if not columns_follow:
-                    turn(line, start, here, t, like, turned.ctypes.data, row, turned_like)
+                place = line[ROWS] + start * line[COLUMN_STEP]
                 for p in range(problem, problem + together):
-                    count, one = _find_active(lam[p], active, scale), lines[p * blocks + k]
+                    one = lines[p * blocks + k]
                     read_vector(one, start, here, like, x.ctypes.data, x)
                     if columns_follow:
-                        place = line[ROWS] + start * like.itemsize
+                        count = _find_active(lam[p], active, scale)
                         _add_active(place, line[ROW_STEP], here, like, chosen, factors, count, x.ctypes.data)
                     else:
-                        place = turned.ctypes.data
-                        _add_active(place, row, here, turned_like, chosen, factors, count, x.ctypes.data)
+                        _add_columns(line, start, here, like, lam[p], scale, x)
                     _write(one, start, here, like, x.ctypes.data, x)
                 start += here
         first += together

@@ -12,8 +12,10 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from gemproj.backends.numba.addresses import COLUMN_STEP, ROW_STEP, ROWS, VECTOR, VECTOR_STEP
+from gemproj.backends.numba.bfloat16 import readable
+from gemproj.backends.numba.columns import TURNED, separate, transpose
 from gemproj.backends.numba.jit import fast
-from gemproj.backends.numba.vectors import TURNED, transpose, widen
+from gemproj.backends.numba.vectors import widen
 
 # Columns that are turned into rows at a time, and the least number of columns in a tile.
 LEAST = 256
@@ -58,46 +60,31 @@ def read_vector(line, start, n, like, target, to):
 
 
 @fast
-def turn(line, start, n, t, like, rows, step, to):
-    """Copy n columns of a G that is stored by columns, or in any other way, to rows, `step` bytes apart."""
-    source, column, done, height = (
-        line[ROWS] + start * line[COLUMN_STEP],
-        line[COLUMN_STEP],
-        0,
-        32 // to.itemsize,
-    )
-    # Fewer rows are read with what follows them, which has to be columns of G.
-    if line[ROW_STEP] == like.itemsize and (t >= height or column == t * like.itemsize):
-        end = n if t >= height else n - height
-        while done + TURNED <= end:
-            for r in range(0, t, height):
-                first = min(r, max(t - height, 0))
-                target = rows + first * step + done * to.itemsize
-                transpose(source + done * column + first * like.itemsize, column, target, step, like)
-            done += TURNED
-    for r in range(t):
-        place, target = source + r * line[ROW_STEP] + done * column, rows + r * step + done * to.itemsize
-        _copy(place, column, n - done, like, target, to)
+def adjacent(line, t, like):
+    """Return whether there is nothing between the entries of a row, or between those of all columns."""
+    row, column = line[ROW_STEP], line[COLUMN_STEP]
+    return column == like.itemsize or (row == like.itemsize and column == t * row)
 
 
 @fast
-def by_columns(lines, first, last, like):
-    """Return whether the columns of any G are not adjacent in memory."""
-    for k in range(first, last):  # noqa: SIM110
-        if lines[k, COLUMN_STEP] != like.itemsize:
-            return True
-    return False
-
-
-@fast
-def read_rows(line, start, n, t, like, turned, turned_like, tile, step, sum_like):
-    """Copy n columns of G to a tile, row by row."""
-    if line[COLUMN_STEP] == like.itemsize:
-        source = line[ROWS] + start * like.itemsize
-        for r in range(t):
-            widen(source + r * line[ROW_STEP], n, tile + r * step, like, sum_like)
-        return
-    row = LEAST * turned_like.itemsize
-    turn(line, start, n, t, like, turned, row, turned_like)
+def read_rows(line, start, n, t, like, tile, step, to):
+    """Copy n columns of G, which may be stored by rows, by columns or in any other way, to rows of a tile."""
+    row, column, done, turned = line[ROW_STEP], line[COLUMN_STEP], 0, 0
+    source, height = line[ROWS] + start * column, 32 // readable(like).itemsize
+    if column != like.itemsize and row == like.itemsize:
+        done = n // TURNED * TURNED
+        if t < 8 and adjacent(line, t, like):
+            separate(source, done, t, tile, step, like, to)
+            turned = t
+        elif t >= height:
+            # One or two rows that are left are copied entry by entry, more with some of those before them.
+            turned = t - t % height if t % height <= 2 else t
+            for c in range(0, done, TURNED):
+                for r in range(0, turned, height):
+                    first = min(r, t - height)
+                    place, target = source + c * column + first * row, tile + first * step + c * to.itemsize
+                    transpose(place, column, target, step, like, to)
     for r in range(t):
-        widen(turned + r * row, n, tile + r * step, turned_like, sum_like)
+        begin = done if r < turned else 0
+        place, target = source + r * row + begin * column, tile + r * step + begin * to.itemsize
+        _copy(place, column, n - begin, like, target, to)

@@ -1,0 +1,199 @@
+"""Columns of G whose entries are adjacent in memory: copied to rows, or added up where they lie."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from gemproj.backends.numba.lanes import (
+    BYTES,
+    F32,
+    F64,
+    I64,
+    LANES,
+    bytes_of,
+    converted,
+    load,
+    multiply_add,
+    prefetch,
+    read,
+    separated,
+    shuffle,
+    size_of,
+    spread,
+    store,
+    types_of,
+)
+
+# Columns that are turned into rows at a time.
+TURNED = 16
+
+
+@intrinsic
+def separate(typing_context, source, n, t, target, row, like, to):
+    """Copy n adjacent columns of fewer than 8 rows into rows `row` bytes apart, of the dtype of `to`.
+
+    n is a multiple of TURNED.
+    """
+
+    def generate(context, builder, signature, args):
+        source, n, t, target, row = args[:5]
+        stored, wanted = types_of(context, signature.args[-2:])
+        real = F64 if stored == F64 else F32
+        count = BYTES // bytes_of(real)
+        for rows in range(2, 8):
+            with (
+                builder.if_then(builder.icmp_signed("==", t, I64(rows))),
+                cgutils.for_range(builder, builder.sdiv(n, I64(count))) as loop,
+            ):
+                at = builder.mul(loop.index, I64(count))
+                place = builder.add(target, builder.mul(at, size_of(wanted)))
+                for value in separated(builder, source, at, rows, stored, count, real):
+                    store(builder, converted(builder, value, wanted), place)
+                    place = builder.add(place, row)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 5, like, to), generate
+
+
+@intrinsic
+def add_separated(typing_context, source, scale, t, n, target, like):
+    """Add the products of n such columns and `scale`, t float64 numbers, to float64 numbers.
+
+    What is multiplied by zero need not be finite.
+    """
+
+    def generate(context, builder, signature, args):
+        source, scale, t, n, target, _ = args
+        (stored,) = types_of(context, signature.args[-1:])
+        real = F64 if stored == F64 else F32
+        count = BYTES // bytes_of(real)
+        vector = ir.VectorType(F64, count)
+        zeros = ir.Constant(vector, [0.0] * count)
+        for rows in range(2, 8):
+            with builder.if_then(builder.icmp_signed("==", t, I64(rows))):
+                scales = [load(builder, builder.add(scale, I64(8 * r)), F64) for r in range(rows)]
+                factors = [spread(builder, factor, vector) for factor in scales]
+                used = [builder.fcmp_unordered("!=", factor, zeros) for factor in factors]
+                with cgutils.for_range(builder, builder.sdiv(n, I64(count))) as loop:
+                    at = builder.mul(loop.index, I64(count))
+                    address = builder.add(target, builder.mul(at, I64(8)))
+                    total = load(builder, address, vector)
+                    values = separated(builder, source, at, rows, stored, count, real)
+                    for value, factor, where in zip(values, factors, used, strict=True):
+                        value = builder.select(where, converted(builder, value, F64), zeros)
+                        product = builder.fmul(factor, value, flags=("contract",))
+                        total = builder.fadd(total, product, flags=("contract",))
+                    store(builder, total, address)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 5, like), generate
+
+
+@intrinsic
+def add_dots(typing_context, source, column, scale, t, n, target, like):
+    """Do the same for n columns of t >= LANES rows, `column` bytes apart; n is a multiple of LANES.
+
+    If t is no multiple of LANES, `scale` ends with the numbers of the last LANES rows, and zeros for those of
+    them that came before.
+    """
+
+    def generate(context, builder, signature, args):
+        source, column, scale, t, n, target, _ = args
+        (stored,) = types_of(context, signature.args[-1:])
+        vector = ir.VectorType(F64, LANES)
+        zeros = ir.Constant(vector, [0.0] * LANES)
+        steps, last = builder.sdiv(builder.add(t, I64(LANES - 1)), I64(LANES)), builder.sub(t, I64(LANES))
+
+        with cgutils.for_range(builder, builder.sdiv(n, I64(LANES))) as group:
+            at = builder.mul(group.index, I64(LANES))
+            places = [builder.mul(column, builder.add(at, I64(c))) for c in range(LANES)]
+            places = [builder.add(source, place) for place in places]
+            totals = [cgutils.alloca_once(builder, vector) for _ in places]
+            for total in totals:
+                builder.store(zeros, total)
+            with cgutils.for_range(builder, steps) as loop:
+                given = builder.mul(loop.index, I64(LANES))
+                entry = builder.select(builder.icmp_signed("<", given, last), given, last)
+                factor = load(builder, builder.add(scale, builder.mul(given, I64(8))), vector)
+                used = builder.fcmp_unordered("!=", factor, zeros)
+                for place, total in zip(places, totals, strict=True):
+                    prefetch(builder, builder.add(place, builder.mul(entry, size_of(stored))))
+                    value = builder.select(used, read(builder, place, entry, stored, LANES, F64), zeros)
+                    multiply_add(builder, factor, value, total)
+            address = builder.add(target, builder.mul(at, I64(8)))
+            sums = _sums(builder, [builder.load(total) for total in totals])
+            store(builder, builder.fadd(load(builder, address, vector), sums), address)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 6, like), generate
+
+
+def _sums(builder, vectors):
+    """Return the vector of the sums of vectors, which are as many as each has entries."""
+    while len(vectors) > 1:
+        run, half = len(vectors), len(vectors) // 2  # adjacent entries that belong to one sum
+        starts = range(0, vectors[0].type.count, run)
+        mask = [i for k in starts for j in (k, k + vectors[0].type.count) for i in range(j, j + half)]
+        vectors = [
+            builder.fadd(shuffle(builder, x, y, mask), shuffle(builder, x, y, [i + half for i in mask]))
+            for x, y in zip(vectors[:half], vectors[half:], strict=True)
+        ]
+    return vectors[0]
+
+
+@intrinsic
+def transpose(typing_context, source, column, target, row, like, to):
+    """Copy TURNED columns, `column` bytes apart, of 8 rows, in float64 of 4, into rows `row` bytes apart.
+
+    The target has the dtype of `to`, float32 or float64.
+    """
+
+    def generate(context, builder, signature, args):
+        source, column, target, row = args[:4]
+        stored, wanted = types_of(context, signature.args[-2:])
+        real = F64 if stored == F64 else F32
+        n = 16 // bytes_of(real)  # entries in a lane of 128 bits, within which it costs least to move them
+
+        def columns(first):
+            """Return vectors of column ``first + j`` in one half and ``first + n + j`` in the other."""
+            vectors = []
+            for j in range(first, first + n):
+                places = [builder.add(source, builder.mul(column, I64(c))) for c in (j, j + n)]
+                for place in places:
+                    prefetch(builder, place)
+                halves = [read(builder, place, I64(0), stored, 2 * n, real) for place in places]
+                vectors.append(shuffle(builder, halves[0], halves[1], range(4 * n)))
+            return vectors
+
+        for first in range(0, TURNED, 4 * n):
+            left = _turned(builder, columns(first))
+            right = _turned(builder, columns(first + 2 * n))
+            for r in range(2 * n):
+                # Lanes 0 and 2 hold the first n rows, lanes 1 and 3 the others.
+                lanes = [range(k * n, (k + 1) * n) for k in range(r // n, 8, 2)]
+                value = shuffle(builder, left[r % n], right[r % n], [i for lane in lanes for i in lane])
+                offset = builder.add(builder.mul(row, I64(r)), I64(first * bytes_of(wanted)))
+                store(builder, converted(builder, value, wanted), builder.add(target, offset))
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 4, like, to), generate
+
+
+def _turned(builder, vectors):
+    """Transpose the square of entries that the vectors have in each lane."""
+    lanes, n = len(vectors), vectors[0].type.count
+
+    def merged(x, y, size, half):
+        """Take runs of `size` entries from x and y in turn, of one half of each lane."""
+        mask = []
+        for k in range(0, n, lanes):
+            for start in range(k + half * lanes // 2, k + (half + 1) * lanes // 2, size):
+                mask += [*range(start, start + size), *range(n + start, n + start + size)]
+        return shuffle(builder, x, y, mask)
+
+    if lanes == 2:
+        return [merged(vectors[0], vectors[1], 1, half) for half in (0, 1)]
+    v0, v1, v2, v3 = vectors
+    return [merged(merged(v0, v1, 1, a), merged(v2, v3, 1, a), 2, b) for a in (0, 1) for b in (0, 1)]
