@@ -16,13 +16,12 @@ from gemproj.backends.numba.lanes import (
     converted,
     load,
     multiply_add,
-    prefetch,
-    read,
     separated,
     shuffle,
     size_of,
     spread,
     store,
+    stream,
     types_of,
 )
 
@@ -119,8 +118,8 @@ def add_dots(typing_context, source, column, scale, t, n, target, like):
                 factor = load(builder, builder.add(scale, builder.mul(given, I64(8))), vector)
                 used = builder.fcmp_unordered("!=", factor, zeros)
                 for place, total in zip(places, totals, strict=True):
-                    prefetch(builder, builder.add(place, builder.mul(entry, size_of(stored))))
-                    value = builder.select(used, read(builder, place, entry, stored, LANES, F64), zeros)
+                    value = stream(builder, place, entry, stored, LANES, F64)
+                    value = builder.select(used, value, zeros)
                     multiply_add(builder, factor, value, total)
             address = builder.add(target, builder.mul(at, I64(8)))
             sums = _sums(builder, [builder.load(total) for total in totals])
@@ -161,9 +160,7 @@ def transpose(typing_context, source, column, target, row, like, to):
             vectors = []
             for j in range(first, first + n):
                 places = [builder.add(source, builder.mul(column, I64(c))) for c in (j, j + n)]
-                for place in places:
-                    prefetch(builder, place)
-                halves = [read(builder, place, I64(0), stored, 2 * n, real) for place in places]
+                halves = [stream(builder, place, I64(0), stored, 2 * n, real) for place in places]
                 vectors.append(shuffle(builder, halves[0], halves[1], range(4 * n)))
             return vectors
 

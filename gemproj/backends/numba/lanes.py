@@ -16,8 +16,8 @@ BYTES = 64 if _FEATURES.get("avx512f") else 32 if _FEATURES.get("avx") else 16
 HEIGHT = 3 if "sse2" in _FEATURES and BYTES < 64 else 4
 # Partial sums of one product, in float64; and what numbers of columns have to be a multiple of.
 LANES, MULTIPLE = BYTES // 8, BYTES
-# Bytes between what is read of columns and what is asked for.
-_DISTANCE = 2048
+# Bytes between what is read from memory and what is asked for.
+_AHEAD = 2048
 I16, I32, I64, F32, F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 
 
@@ -51,6 +51,17 @@ def read(builder, address, at, stored, count, real):
     """Return entries from `at` on in a wider dtype."""
     place = builder.add(address, builder.mul(at, size_of(stored)))
     return widened(builder, load(builder, place, ir.VectorType(stored, count), bytes_of(stored)), real)
+
+
+def stream(builder, address, at, stored, count, real):
+    """Do the same in a pass through memory, asking for what lies ahead: processors fetch too little of it."""
+    place = builder.add(address, builder.mul(at, size_of(stored)))
+    if count > 1:
+        ahead = builder.inttoptr(builder.add(place, I64(_AHEAD)), cgutils.voidptr_t)
+        kind = ir.FunctionType(ir.VoidType(), [ahead.type, I32, I32, I32])
+        prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(prefetch, [ahead, I32(0), I32(3), I32(1)])  # data, to be read, into the nearest cache
+    return read(builder, place, I64(0), stored, count, real)
 
 
 def widened(builder, value, real):
@@ -103,9 +114,7 @@ def separated(builder, source, at, rows, stored, count, real):
     """Return `count` entries of each row from column `at` on, where a column has no entries but these."""
     first = builder.mul(at, I64(rows))
     places = [builder.add(first, I64(k * count)) for k in range(rows)]
-    for place in places:
-        prefetch(builder, builder.add(source, builder.mul(place, size_of(stored))))
-    vectors = [read(builder, source, place, stored, count, real) for place in places]
+    vectors = [stream(builder, source, place, stored, count, real) for place in places]
     separated = []
     for r in range(rows):
         places = [divmod(c * rows + r, count) for c in range(count)]
@@ -115,11 +124,3 @@ def separated(builder, source, at, rows, stored, count, real):
             value = shuffle(builder, value, vectors[k], mask)
         separated.append(value)
     return separated
-
-
-def prefetch(builder, address):
-    """Ask for what lies ahead: columns are one stream of memory, of which processors fetch too little."""
-    place = builder.inttoptr(builder.add(address, I64(_DISTANCE)), cgutils.voidptr_t)
-    kind = ir.FunctionType(ir.VoidType(), [place.type, I32, I32, I32])
-    ask = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    builder.call(ask, [place, I32(0), I32(3), I32(1)])  # to read, into the nearest cache, data

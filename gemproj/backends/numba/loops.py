@@ -190,7 +190,7 @@ def add_pieces(totals):
 
 @fast
 def _add_active(rows, step, n, like, active, scale, count, x):
-    """Add active rows times their scale to x; a few at a time: prefetching follows few streams."""
+    """Add active rows times their scale to x; a few at a time: processors follow few streams of memory."""
     for k in range(0, count, _AHEAD):
         add_scaled(rows, step, active + 8 * k, scale + 8 * k, min(_AHEAD, count - k), n, x, like)
 

@@ -23,6 +23,7 @@ from gemproj.backends.numba.lanes import (
     size_of,
     spread,
     store,
+    stream,
     types_of,
 )
 
@@ -39,7 +40,7 @@ def widen(typing_context, source, n, target, like, to):
         stored, real = types_of(context, signature.args[-2:])
 
         def copy(at, vector):
-            value = read(builder, source, at, stored, vector.count, real)
+            value = stream(builder, source, at, stored, vector.count, real)
             store(builder, value, builder.add(target, builder.mul(at, size_of(real))))
 
         along(builder, n, ir.VectorType(real, BYTES // bytes_of(real)), 1, copy)
@@ -72,7 +73,7 @@ def add_scaled(typing_context, source, step, chosen, scale, count, n, target, li
                 row = builder.add(source, builder.mul(index, step))
                 factor = spread(builder, load(builder, builder.add(scale, offset), F64), vector)
                 for place, total in zip(places, totals, strict=True):
-                    value = read(builder, row, place, stored, vector.count, F64)
+                    value = stream(builder, row, place, stored, vector.count, F64)
                     multiply_add(builder, factor, value, total)
             for place, total in zip(places, totals, strict=True):
                 store(builder, builder.load(total), builder.add(target, builder.mul(place, I64(8))))
@@ -134,8 +135,8 @@ def add_few(typing_context, source, row, column, vector, columns, t, sums, like,
                 if turned:
                     found = separated(builder, source, at, rows, stored, count, real)
                 else:
-                    found = [read(builder, place, at, stored, count, real) for place in places]
-                return [*found, read(builder, vector, at, stored, count, real)]
+                    found = [stream(builder, place, at, stored, count, real) for place in places]
+                return [*found, stream(builder, vector, at, stored, count, real)]
 
             return read_all
 
