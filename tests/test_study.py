@@ -200,6 +200,15 @@ def test_each_method_has_the_same_number_of_settings(tmp_path):
         assert best == max(tried, key=lambda point: point[1] - abs(point[0] - 3e-4))
 
 
+def test_what_is_taken_over_was_chosen_with_fewer_tasks():
+    committed = Results(Path(__file__).parents[1] / "docs/results/study/runs/agnews10.jsonl")
+    for name, point in STREAMS["agnews20"].fixed.items():
+        assert point == plan.chosen("agnews10", name, committed)
+    waiting = plan.todo("agnews20", Results(Path("none.jsonl")))
+    assert {run.phase for run in waiting} == {"report"}
+    assert {(run.rate, run.knob) for run in waiting if run.method == "gem-margin-4"} == {(1e-3, 0.5)}
+
+
 def answers(results, stream, name, score):
     """Put results of tuning into a store, as far as they are asked for."""
     while waiting := [run for run in plan.todo(stream, results, [name]) if run.phase == "tune"]:

@@ -71,7 +71,8 @@ def points(stream: str, name: str, results: Results) -> list[Point]:
 
 def chosen(stream: str, name: str, results: Results) -> Point | None:
     """Return the setting with which a method is reported, its own or that of the method it is like."""
-    return _tuned(stream, METHODS[name].like or name, results)[1]
+    name = METHODS[name].like or name
+    return STREAMS[stream].fixed.get(name) or _tuned(stream, name, results)[1]
 
 
 def tune(

@@ -51,7 +51,7 @@ class Run:
     @property
     def key(self) -> str:
         """What tells it from other runs, with a hash of all settings that shape it."""
-        free = ("title", "methods", "seeds")
+        free = ("title", "methods", "fixed", "seeds")
         setting = {name: value for name, value in vars(self.setting).items() if name not in free}
         method = METHODS[self.method]
         own = {"learner": describe(method.learner), "changes": method.changes, "joint": method.joint}
