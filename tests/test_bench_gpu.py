@@ -287,13 +287,13 @@ def test_a_part_that_hangs_or_fails_takes_nothing_from_the_others(monkeypatch, t
     }
     put(monkeypatch, torch.cuda, is_available=lambda: True, get_device_name=lambda: "A GPU")
     monkeypatch.setattr(__main__, "command", lambda part, seconds: [sys.executable, "-c", codes[part]])
-    monkeypatch.setattr(__main__, "LEAST", 1.0)
+    monkeypatch.setattr(__main__, "LEAST", 4.0)
     out = tmp_path / "report.md"
     assert __main__.main(["--seconds", "0", "--out", str(out)]) == 1
     text = out.read_text()
     assert text == capsys.readouterr().out
     assert text.startswith("A GPU, torch ")
-    for ending in ("Correctness: right", "Sanitizer: killed, 1 s", "Speed: something is wrong"):
+    for ending in ("Correctness: right", "Sanitizer: killed, ", "Speed: something is wrong"):
         assert ending in text
     assert "begun" in text
     assert "Training: ended with code 3" in text

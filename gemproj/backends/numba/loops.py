@@ -228,9 +228,10 @@ def _add_columns(line, start, n, like, lam, scale, x):
         add_separated(source, lam.ctypes.data, t, done, x.ctypes.data, like)
     elif row == like.itemsize and t >= LANES:
         done, whole = n // LANES * LANES, t // LANES * LANES
-        scale[:whole] = lam[:whole]
-        scale[whole : whole + LANES] = 0.0
-        scale[LANES + whole - (t - whole) : LANES + whole] = lam[whole:]
+        for r in range(whole + LANES):
+            scale[r] = lam[r] if r < whole else 0.0
+        for r in range(whole, t):
+            scale[r + whole + LANES - t] = lam[r]
         add_dots(source, column, scale.ctypes.data, t, done, x.ctypes.data, like)
     for c in range(done, n):
         for r in range(t):
