@@ -187,9 +187,11 @@ MEMORIES = {
     if (policy, size) != ("reservoir", 100)  # as it is
 }
 MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", TwoMoments)}
-METHODS |= CHEAPER | MEMORIES | MOMENTS
+# Where tuning has chosen different rates for both, what of their difference is due to that.
+SAME = {"replay-same": replace(METHODS["replay"], title="Replay, settings of GEM", like="gem-margin")}
+METHODS |= CHEAPER | MEMORIES | MOMENTS | SAME
 # Steps of SGD are gradients already; with ten labels a promise for each is a hundred constraints.
-ON_DIGITS = tuple(name for name in BASIC if name not in ("gem-step", "gem-label"))
+ON_DIGITS = (*(name for name in BASIC if name not in ("gem-step", "gem-label")), *SAME)
 DIGITS: dict[str, Any] = {
     "methods": ON_DIGITS,
     "optimizer": "sgd",
