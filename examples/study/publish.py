@@ -9,7 +9,7 @@ from ..lora_agnews.figures import save
 from . import compare, figures, plan, report
 from .compare import Record
 from .results import Results
-from .settings import BUDGETS, CHEAPER, LADDERS, MEMORIES, METHODS, STREAMS, Method
+from .settings import BUDGETS, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS, Method
 
 OVER_STREAM = ("plain", "agem", "gem", "gem-bound", "gpm", "replay", "der", "gem-margin", "gem-kl")
 
@@ -50,7 +50,7 @@ def page(stream: str, records: Sequence[Record]) -> str:
     times = compare.timed(runs, records)
     if EXACT in runs and set(SHORTCUTS) & set(runs):
         parts.append(report.after_each_task(runs, METHODS, EXACT, SHORTCUTS))
-    for names, timed in ((CHEAPER, times), (MEMORIES, None)):
+    for names, timed in ((SAME, None), (CHEAPER, times), (MEMORIES, None)):
         if set(names) & set(runs):
             parts.append(report.variants(runs, METHODS, names, timed))
     if all(name in runs for ladder in LADDERS for name in ladder):
@@ -62,9 +62,9 @@ def page(stream: str, records: Sequence[Record]) -> str:
 
 
 def named(stream: str) -> dict[str, Method]:
-    """Return the methods of a stream that do not merely vary others in rows, age or memory."""
-    names = (name for name in STREAMS[stream].methods if name not in CHEAPER and name not in MEMORIES)
-    return {name: METHODS[name] for name in names}
+    """Return the methods of a stream that do not merely vary others in settings, rows, age or memory."""
+    vary = {*SAME, *CHEAPER, *MEMORIES}
+    return {name: METHODS[name] for name in STREAMS[stream].methods if name not in vary}
 
 
 def stored(runs: Mapping[str, list[Record]]) -> list[Record]:
