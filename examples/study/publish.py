@@ -27,12 +27,13 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     runs = compare.reported(records, METHODS, stream, "rows")
     times = compare.timed(runs, records)
     main = {name: runs[name] for name in named(stream) if name in runs}
+    with_same = {name: runs[name] for name in runs if name in main or name in SAME}
     ladders = [[name for name in ladder if name in times] for ladder in LADDERS]
     kept = [one | {"method": METHODS[one["method"]].like or one["method"]} for one in stored(runs)]
     for name, drawing, needed, what in (
         ("cost", figures.accuracy_and_cost, "plain", (main, METHODS, times)),
         ("stream", figures.accuracy_over_stream, "plain", (main, METHODS, OVER_STREAM)),
-        ("differences", figures.paired_differences, "replay", (main, METHODS)),
+        ("differences", figures.paired_differences, "replay", (with_same, METHODS)),
         ("exact", figures.after_each_task, EXACT, (runs, METHODS, EXACT, SHORTCUTS)),
         ("rows", figures.ladders, LADDERS[1][1], (runs, METHODS, times, ladders)),
         ("memory", figures.memory, next(iter(MEMORIES)), (kept, METHODS)),
