@@ -8,7 +8,7 @@ from statistics import mean
 from typing import Any
 
 from .results import Record, Results
-from .settings import MEMORIES, METHODS, STREAMS, TIMED, TUNING_SEEDS
+from .settings import MEMORIES, METHODS, SAME, STREAMS, TIMED, TUNING_SEEDS
 from .train import Run
 
 Point = tuple[float, float]  # learning rate and knob
@@ -29,9 +29,9 @@ def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run
 def to_time(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run]:
     """Return the runs that are left to be timed, one at a time and with nothing measured but times.
 
-    What is stored does not change what a step costs.
+    Neither what is stored nor a weight changes what a step costs.
     """
-    names = (name for name in methods or STREAMS[stream].methods if name not in MEMORIES)
+    names = (name for name in methods or STREAMS[stream].methods if name not in MEMORIES and name not in SAME)
     return missing([one for name in names for one in wanted(stream, name, "time", results)], results)
 
 
