@@ -100,14 +100,11 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
             line = lines[k]
             start = max(piece * columns - line[FIRST_COLUMN], 0)
             stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
+            # Few rows are multiplied where they lie.
+            in_place = few and line[VECTOR_STEP] == like.itemsize and adjacent(line, t, like)
             while start < stop:
                 here = min(n, stop - start)
-                if (
-                    few
-                    and here >= MULTIPLE
-                    and line[VECTOR_STEP] == like.itemsize
-                    and adjacent(line, t, like)
-                ):
+                if in_place and here >= MULTIPLE:
                     here -= here % MULTIPLE
                     row, column = line[ROW_STEP], line[COLUMN_STEP]
                     source, vector = line[ROWS] + start * column, line[VECTOR] + start * like.itemsize

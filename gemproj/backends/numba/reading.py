@@ -17,7 +17,7 @@ from gemproj.backends.numba.columns import TURNED, separate, transpose
 from gemproj.backends.numba.jit import fast
 from gemproj.backends.numba.vectors import widen
 
-# Columns that are turned into rows at a time, and the least number of columns in a tile.
+# The least number of columns in a tile.
 LEAST = 256
 
 
