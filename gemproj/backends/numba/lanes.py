@@ -17,7 +17,7 @@ HEIGHT = 3 if "sse2" in _FEATURES and BYTES < 64 else 4
 # Partial sums of one product, in float64; and what numbers of columns have to be a multiple of.
 LANES, MULTIPLE = BYTES // 8, BYTES
 # Bytes between what is read from memory and what is asked for.
-_AHEAD = 2048
+_AHEAD = 4096
 I16, I32, I64, F32, F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 
 
@@ -60,7 +60,7 @@ def stream(builder, address, at, stored, count, real):
         ahead = builder.inttoptr(builder.add(place, I64(_AHEAD)), cgutils.voidptr_t)
         kind = ir.FunctionType(ir.VoidType(), [ahead.type, I32, I32, I32])
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(prefetch, [ahead, I32(0), I32(3), I32(1)])  # data, to be read, into the nearest cache
+        builder.call(prefetch, [ahead, I32(0), I32(2), I32(1)])  # data, to be read, into the second-level cache
     return read(builder, place, I64(0), stored, count, real)
 
 

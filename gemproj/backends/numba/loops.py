@@ -22,8 +22,8 @@ from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
 from gemproj.backends.numba.reading import LEAST, adjacent, aligned, read_rows, read_vector, view
 from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, widen
 
-# Bytes of a tile that stay in the first-level cache.
-_TILE = 24 << 10
+# Bytes of a tile: less than half of a first-level cache, through which what is asked for passes, too.
+_TILE = 12 << 10
 # Groups of gradients that pass while a tile of G stays in cache, and rows that are added at a time.
 _CROWDS = 16
 _AHEAD = 10
