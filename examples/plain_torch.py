@@ -41,7 +41,7 @@ def train(project: bool, steps: int) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    gem = GEM(model, optimizer, loss, label="y", on="both", metric="adam") if project else None
+    gem = GEM(model, optimizer, loss, on="both", metric="adam") if project else None
     for task in range(TASKS):
         for step in range(steps):
             optimizer.zero_grad()

@@ -49,7 +49,7 @@ def solve_dual(
         "exact", "pgd", "fista", "agem", "quadprog", "osqp" or "gem2017"; an object such as
         ``PGD(steps=5)``; or any callable ``(K, b, warm_start) -> multipliers``.
     h : array, shape (..., t), optional
-        Right-hand side: slack where negative, repair where positive. A positive h can be infeasible.
+        Right-hand side: a tolerance where negative, repair where positive. A positive h can be infeasible.
     margin : float or array, shape (..., t), default 0
         GEM's memory strength: a lower bound of the multipliers, which is the projection of
         ``g + G.T @ margin``. Equality constraints have none.
