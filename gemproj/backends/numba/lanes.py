@@ -60,7 +60,8 @@ def stream(builder, address, at, stored, count, real):
         ahead = builder.inttoptr(builder.add(place, I64(_AHEAD)), cgutils.voidptr_t)
         kind = ir.FunctionType(ir.VoidType(), [ahead.type, I32, I32, I32])
         prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(prefetch, [ahead, I32(0), I32(2), I32(1)])  # data, to be read, into the second-level cache
+        # Data, to be read, into the second-level cache.
+        builder.call(prefetch, [ahead, I32(0), I32(2), I32(1)])
     return read(builder, place, I64(0), stored, count, real)
 
 
