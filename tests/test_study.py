@@ -260,6 +260,17 @@ def test_results_of_other_data_are_not_mixed(tmp_path):
         Results(path).add({"key": "b"}, {**ABOUT, "hashes": {"data": "0b"}})
 
 
+@pytest.mark.parametrize("timing", [False, True])
+def test_what_cannot_be_kept_is_not_run(timing, tmp_path, monkeypatch):
+    monkeypatch.setitem(STREAMS, "tiny", TINY)
+    monkeypatch.setattr(plan, "todo", lambda *names: [] if timing else ["a run"])
+    monkeypatch.setattr(plan, "to_time", lambda *names: ["a run"])
+    monkeypatch.setattr(runs, "work", lambda *given: pytest.fail("it was run"))
+    runs.results_of("tiny", tmp_path).add({"key": "a"}, ABOUT)
+    with pytest.raises(SetupError, match="another backbone"):
+        runs.complete(["tiny"], [], tmp_path, 1, timing, Console(quiet=True))
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is full")
 def test_a_full_disk_is_an_error(tmp_path):
     path = tmp_path / "tiny.jsonl"

@@ -56,14 +56,19 @@ class Results:
     def __contains__(self, key: str) -> bool:
         return key in self.records
 
+    def check(self, hashes: Mapping[str, str]) -> None:
+        """Raise where the records depend on other data or another backbone than these."""
+        if self._about and hashes != self._about["hashes"]:
+            raise SetupError(
+                f"{self.path} has results of other data or another backbone, {self._about['hashes']}; found "
+                f"{hashes}. A backbone that is trained on another processor differs by rounding: go on where "
+                "these results were made, copy its cache, or use another folder for results."
+            )
+
     def add(self, record: Record, about: Mapping[str, Any]) -> None:
         """Append a record, which has a key, and what is to be known about it."""
         about = json.loads(json.dumps(about))
-        if self._about and about["hashes"] != self._about["hashes"]:
-            raise SetupError(
-                f"{self.path} has results of other data or another backbone, {self._about['hashes']}; found "
-                f"{about['hashes']}. Use the same, or another folder for results."
-            )
+        self.check(about["hashes"])
         lines = [json.dumps(record) + "\n"]
         if about != self._about:
             lines.insert(0, json.dumps({"about": about}) + "\n")

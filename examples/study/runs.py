@@ -37,15 +37,17 @@ def complete(
     With `timing`, steps are timed, too, one run at a time, after all others.
     """
     for name in names or STREAMS:
-        streams.prepare(STREAMS[name].kind, **STREAMS[name].options)
+        hashes = streams.prepare(STREAMS[name].kind, **STREAMS[name].options)
         results = results_of(name, folder)
 
         def keep(run: Run, result: dict[str, Any], results: Results = results) -> None:
             results.add(run.record(result), result["about"])
 
         while waiting := plan.todo(name, results, methods):
+            results.check(hashes)  # before anything is run in vain
             console.print(f"[bold]{name}[/]  {len(waiting)} runs, {jobs} at a time")
             work(waiting, keep, jobs, console)
         if timing and (waiting := plan.to_time(name, results, methods)):
+            results.check(hashes)
             console.print(f"[bold]{name}[/]  {len(waiting)} runs to be timed")
             work(waiting, keep, 1, console)
