@@ -26,7 +26,7 @@ from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, widen
 _TILE = 12 << 10
 # Groups of gradients that pass while a tile of G stays in cache, and rows that are added at a time.
 _CROWDS = 16
-_AHEAD = 10
+_TOGETHER = 10
 _BLOCK = HEIGHT * HEIGHT * LANES
 
 
@@ -188,8 +188,8 @@ def add_pieces(totals):
 @fast
 def _add_active(rows, step, n, like, active, scale, count, x):
     """Add active rows times their scale to x; a few at a time: processors follow few streams of memory."""
-    for k in range(0, count, _AHEAD):
-        add_scaled(rows, step, active + 8 * k, scale + 8 * k, min(_AHEAD, count - k), n, x, like)
+    for k in range(0, count, _TOGETHER):
+        add_scaled(rows, step, active + 8 * k, scale + 8 * k, min(_TOGETHER, count - k), n, x, like)
 
 
 @fast
