@@ -36,7 +36,7 @@ def return_to_rows(
     design stay as they are; the coordinates then serve the certificates.
     """
     lost = _lost(problem, sol, resolved)
-    if not lost.any():
+    if not np.count_nonzero(lost):
         return sol
     t, batch = problem.t, problem.batch
     K = np.broadcast_to(sol.gram.K, (*batch, t, t))
@@ -61,6 +61,8 @@ def _lost(problem: Problem, sol: DualSolution, resolved: np.ndarray | None) -> n
     wide = sol._rounding < 1e-12
     if resolved is not None and wide:
         trusted = _TRUST_SMALL if problem.columns * (problem.t + 1) <= SMALL else RESOLVED
+        if not resolved.ndim:  # plain numbers are the fastest to look at
+            return np.array(resolved.item() < trusted or sol.status.item() & _STALLED > 0)
         return (resolved < trusted) | (sol.status & _STALLED > 0)
     # Where the method does not say which rows are active, or K is too coarse to tell, any row may be.
     unit = normalise(sol.gram.K, sol.gram.b, None, None, None)

@@ -9,29 +9,33 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
+from multiprocessing import get_context
 from pathlib import Path
 
-import numpy as np
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from sklearn.decomposition import TruncatedSVD
-from sklearn.feature_extraction.text import TfidfVectorizer
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from .backbone import locate, quiet
+from .backbone import locate
 from .config import Config
+from .pretrain import BATCH, EMBEDDING_SCALE, LR, SEED, THREADS, pretrain
 from .stream import Experience, merge
 
-END, PAD = "<|endoftext|>", "<|pad|>"
 LIBRARIES = ("torch", "transformers", "tokenizers", "scikit-learn", "numpy")
-BATCH, LR, SEED = 32, 2e-3, 0
-EMBEDDING_SCALE = 0.1  # root mean square of the word vectors before language modelling
-THREADS = 2  # fixed: sums in another order make another model
+AVX512 = ("F", "CD", "_SKX", "_CLX", "_CNL", "_ICL", "_SPR")  # what NumPy has code for, by version
+# Libraries choose their code by the processor, and each code rounds in its own way. With these variables all
+# x86 processors with AVX2 make the same model, bit for bit; other settings of MKL hold on Intel's only.
+SAME_EVERYWHERE = {
+    "MKL_CBWR": "COMPATIBLE",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "OPENBLAS_CORETYPE": "Haswell",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V4 " + " ".join(f"AVX512{x}" for x in AVX512),
+}
 
 
 def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Path, console: Console) -> Path:
@@ -59,19 +63,17 @@ def cached(config: Config, texts: Sequence[str], cache: Path) -> Path:
     """Return the folder of this model, there already or not; its name is a hash of all that shapes it."""
     shape = [config.small_layers, config.small_width, config.small_vocabulary, config.small_steps]
     majors = [version(name).split(".")[0] for name in LIBRARIES]
-    recipe = [shape, config.max_length, BATCH, LR, SEED, EMBEDDING_SCALE, THREADS, majors, list(texts)]
+    recipe = [shape, config.max_length, BATCH, LR, SEED, EMBEDDING_SCALE, THREADS, SAME_EVERYWHERE]
+    recipe += [majors, list(texts)]
     return cache / f"small-gpt2-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:20]}"
 
 
 def prepare(config: Config, texts: Sequence[str], folder: Path, on_step: Callable[[int], None]) -> None:
     """Write the pretrained model and its tokenizer into a folder, which appears complete or not at all."""
-    quiet()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="draft-", dir=folder.parent) as parent:
         draft = Path(parent, "model")
-        tokenizer = train_tokenizer(texts, config.small_vocabulary)
-        train_model(config, tokenizer, texts, on_step).save_pretrained(draft)
-        tokenizer.save_pretrained(draft)
+        _in_own_process(config, texts, draft, on_step)
         try:
             draft.rename(folder)
         except OSError:
@@ -79,89 +81,36 @@ def prepare(config: Config, texts: Sequence[str], folder: Path, on_step: Callabl
                 raise
 
 
-def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """Learn a byte-level BPE vocabulary."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END, PAD],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
+def _in_own_process(
+    config: Config, texts: Sequence[str], folder: Path, on_step: Callable[[int], None]
+) -> None:
+    """Pretrain in a new process: libraries read the variables above when they are loaded."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=pretrain, args=(config, folder, theirs), daemon=True)
+    with _environment(SAME_EVERYWHERE):
+        process.start()
+    theirs.close()
+    try:
+        ours.send(texts)
+        while True:
+            on_step(ours.recv())
+    except (EOFError, ConnectionError):  # the process has ended
+        process.join()
+    finally:
+        process.terminate()
+        process.join()
+    if process.exitcode != 0:
+        raise RuntimeError(f"pretraining ended with exit status {process.exitcode}; its error stands above")
 
 
-def train_model(
-    config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], on_step: Callable[[int], None]
-) -> GPT2LMHeadModel:
-    """Model the language of the texts for a fixed number of steps, one article a row."""
-    rows = tokenizer(
-        list(texts), truncation=True, max_length=config.max_length, padding=True, return_tensors="pt"
-    )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = initial_model(config, tokenizer, texts).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, config.small_steps, pct_start=0.1)
-        for step in range(config.small_steps):
-            chosen = torch.randint(len(texts), (BATCH,))
-            tokens, mask = rows["input_ids"][chosen], rows["attention_mask"][chosen]
-            loss = model(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            on_step(step + 1)
-    torch.set_num_threads(threads)
-    return model.eval()
-
-
-def initial_model(
-    config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]
-) -> GPT2LMHeadModel:
-    """Return a model whose first layer already averages meaningful word vectors.
-
-    A minute of training would not teach it that. So the value and output maps of the first attention start
-    near the identity, and attention itself starts out uniform.
-    """
-    width = config.small_width
-    shape = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=config.max_length,
-        n_embd=width,
-        n_layer=config.small_layers,
-        n_head=max(1, width // 32),
-        activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one operation
-        resid_pdrop=0.0,  # dropout took half of a training step here, and the adapters have their own
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = GPT2LMHeadModel(shape)
-    attention = model.transformer.h[0].attn
-    with torch.no_grad():
-        model.transformer.wte.weight.copy_(word_vectors(width, tokenizer, texts))
-        attention.c_attn.weight[:, -width:] += torch.eye(width)
-        attention.c_proj.weight += torch.eye(width)
-    return model
-
-
-def word_vectors(width: int, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> torch.Tensor:
-    """Return (vocabulary, width) vectors: normalised right singular vectors of the articles' tf-idf."""
-    tfidf = TfidfVectorizer(
-        analyzer=tokenizer.tokenize, vocabulary=tokenizer.get_vocab(), lowercase=False, sublinear_tf=True
-    )
-    vectors = TruncatedSVD(width, random_state=SEED).fit(tfidf.fit_transform(texts)).components_.T
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    directions = vectors / np.maximum(
-        lengths, 1e-3 * lengths.max()
-    )  # a token that is hardly seen stays short
-    return torch.from_numpy(directions * EMBEDDING_SCALE * width**0.5).float()
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """Change environment variables for processes that start meanwhile."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

@@ -61,8 +61,7 @@ class Results:
         if self._about and hashes != self._about["hashes"]:
             raise SetupError(
                 f"{self.path} has results of other data or another backbone, {self._about['hashes']}; found "
-                f"{hashes}. A backbone that is trained on another processor differs by rounding: go on where "
-                "these results were made, copy its cache, or use another folder for results."
+                f"{hashes}. Remove the file, and its runs are done again, or use another folder for results."
             )
 
     def add(self, record: Record, about: Mapping[str, Any]) -> None:

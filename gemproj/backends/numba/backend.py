@@ -83,7 +83,8 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
             one = normalise(Ks[i if len(Ks) > 1 else 0], bs[i], low, None, lam[i])
             near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
             apart[i] = resolution(one.K, near)
-        status[apart < RESOLVED] |= int(Status.UNRESOLVED)
+            if apart[i] < RESOLVED:
+                status[i] |= int(Status.UNRESOLVED)
     batch, lam = shape[:-1], lam.reshape(shape).astype(b.dtype, copy=False)
     return Outcome(lam, pivots.reshape(batch), status.reshape(batch), apart.reshape(batch))
 
