@@ -35,6 +35,7 @@ SAME_EVERYWHERE = {
     "OPENBLAS_CORETYPE": "Haswell",
     "OPENBLAS_NUM_THREADS": "1",
     "NPY_DISABLE_CPU_FEATURES": "X86_V4 " + " ".join(f"AVX512{x}" for x in AVX512),
+    "OMP_WAIT_POLICY": "passive",  # changes no number, and leaves the cores to others
 }
 
 
