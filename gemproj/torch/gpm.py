@@ -67,8 +67,7 @@ class SubspaceProjector:
         self._bases: dict[str, Tensor] = {}
         for name, (m, *_) in self._layers.items():
             W = _rows(m, m.weight)
-            dtype = torch.promote_types(W.dtype, torch.float32)
-            self._bases[name] = W.new_empty(W.shape[1], 0, dtype=dtype)
+            self._bases[name] = W.new_empty(W.shape[1], 0, dtype=torch.promote_types(W.dtype, torch.float32))
 
     def __repr__(self) -> str:
         ranks = ", ".join(f"{name!r}: {M.shape[1]} of {M.shape[0]}" for name, M in self._bases.items())
