@@ -1,7 +1,10 @@
 """The small backbone and its cache, and the adapters on top."""
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +56,26 @@ def test_a_failed_pretraining_is_an_error_and_leaves_nothing(tmp_path, capfd):
         small.prepare(CONFIG, [], tmp_path / "model", lambda done: None)
     assert "Traceback" in capfd.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_script_needs_no_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from examples.lora_agnews import small\n"
+        "from tests.test_agnews_backbone import CONFIG, TEXTS\n"
+        f"small.prepare(CONFIG, TEXTS, Path({str(tmp_path / 'model')!r}), print)\n"
+    )
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-3:] == ["1", "2", "3"]
+    assert (tmp_path / "model" / "config.json").is_file()
 
 
 def test_an_interrupted_pretraining_leaves_nothing(tmp_path):

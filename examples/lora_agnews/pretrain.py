@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import signal
+import sys
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,17 +25,17 @@ EMBEDDING_SCALE = 0.1  # root mean square of the word vectors before language mo
 THREADS = 2  # fixed: sums in another order make another model
 
 
-def pretrain(config: Config, folder: Path, pipe: Connection) -> None:
-    """Receive texts, send how many steps are done, and write a model and its tokenizer into a folder.
+def main(given: Path, folder: Path) -> None:
+    """Read settings and texts, print how many steps are done, and write a model and its tokenizer.
 
     For a process of its own, see `small`: it sets the threads and the seed of torch.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    texts = pipe.recv()
+    config, texts = pickle.loads(given.read_bytes())
     tokenizer = train_tokenizer(texts, config.small_vocabulary)
-    train_model(config, tokenizer, texts, pipe.send).save_pretrained(folder)
+    train_model(config, tokenizer, texts, partial(print, flush=True)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -121,3 +123,7 @@ def word_vectors(width: int, tokenizer: PreTrainedTokenizerFast, texts: Sequence
         lengths, 1e-3 * lengths.max()
     )  # a token that is hardly seen stays short
     return torch.from_numpy(directions * EMBEDDING_SCALE * width**0.5).float()
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))

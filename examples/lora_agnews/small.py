@@ -10,19 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
-from multiprocessing import get_context
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from . import pretrain
 from .backbone import locate
 from .config import Config
-from .pretrain import BATCH, EMBEDDING_SCALE, LR, SEED, THREADS, pretrain
+from .pretrain import BATCH, EMBEDDING_SCALE, LR, SEED, THREADS
 from .stream import Experience, merge
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "scikit-learn", "numpy")
@@ -86,32 +88,17 @@ def _in_own_process(
     config: Config, texts: Sequence[str], folder: Path, on_step: Callable[[int], None]
 ) -> None:
     """Pretrain in a new process: libraries read the variables above when they are loaded."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=pretrain, args=(config, folder, theirs), daemon=True)
-    with _environment(SAME_EVERYWHERE):
-        process.start()
-    theirs.close()
-    try:
-        ours.send(texts)
-        while True:
-            on_step(ours.recv())
-    except (EOFError, ConnectionError):  # the process has ended
-        process.join()
-    finally:
-        process.terminate()
-        process.join()
-    if process.exitcode != 0:
-        raise RuntimeError(f"pretraining ended with exit status {process.exitcode}; its error stands above")
-
-
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Change environment variables for processes that start meanwhile."""
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    given = folder.with_suffix(".given")
+    given.write_bytes(pickle.dumps((config, texts)))
+    command = [sys.executable, "-m", pretrain.__name__, str(given), str(folder)]
+    environment = os.environ | SAME_EVERYWHERE | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            for line in process.stdout or ():
+                if line.strip().isdecimal():  # libraries may print, too
+                    on_step(int(line))
+        except BaseException:
+            process.terminate()
+            raise
+    if process.returncode:
+        raise RuntimeError(f"pretraining ended with exit status {process.returncode}; its error stands above")
