@@ -25,7 +25,7 @@ from rich.console import Console
 from examples.lora_agnews.config import SetupError
 from examples.study import plan, publish, runs, settings, skill, streams, train
 from examples.study.learners import Setup
-from examples.study.results import Results
+from examples.study.results import Results, results_of
 from examples.study.settings import METHODS, STREAMS, TUNING_SEEDS
 from tests.tiny import TINY, one_by_one
 
@@ -266,7 +266,7 @@ def test_what_cannot_be_kept_is_not_run(timing, tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "todo", lambda *names: [] if timing else ["a run"])
     monkeypatch.setattr(plan, "to_time", lambda *names: ["a run"])
     monkeypatch.setattr(runs, "work", lambda *given: pytest.fail("it was run"))
-    runs.results_of("tiny", tmp_path).add({"key": "a"}, ABOUT)
+    results_of("tiny", tmp_path).add({"key": "a"}, ABOUT)
     with pytest.raises(SetupError, match="another backbone"):
         runs.complete(["tiny"], [], tmp_path, 1, timing, Console(quiet=True))
 
@@ -338,3 +338,5 @@ def test_committed_pages_follow_from_committed_runs():
             text = publish.page(path.stem, plan.published(path.stem, Results(path)))
         page = folder / f"{path.stem}.md"
         assert text == (page.read_text("utf-8") if page.exists() else "")
+    for name, text in publish.overview(folder).items():
+        assert text == (folder / name).read_text("utf-8")

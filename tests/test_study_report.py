@@ -14,7 +14,7 @@ from matplotlib.text import Text
 
 from examples.lora_agnews.figures import STYLE, save
 from examples.lora_agnews.metrics import METRICS
-from examples.study import compare, figures, report
+from examples.study import across, compare, figures, report
 
 
 @dataclass(frozen=True)
@@ -301,3 +301,25 @@ def test_times_are_those_of_runs_that_had_the_machine_to_themselves():
     assert [len(times[name]) for name in ("plain", "replay")] == [3, 2]
     ratio = compare.mean_step(times["replay"]) / compare.mean_step(times["plain"])
     assert ratio == pytest.approx(4, rel=0.1)
+
+
+def test_tables_over_streams_leave_out_what_nobody_ran(records):
+    runs = compare.reported(records, METHODS, "permuted", "rows")
+    streams = {"First": runs, "Second": {"gem": runs["gem"][:1], "replay": runs["replay"]}, "Third": {}}
+    pairs = {"Replay": ("gem", "replay"), "Plain": ("gem", "plain"), "GPM": ("gem", "gpm")}
+    gain = np.array([0.03, 0.05, 0.04, 0.04])
+    half = 100 * compare.interval(gain).half
+    expected = {"Seeds": "4", "Replay": f"**+4.0 ± {half:.1f}**", "Plain": f"**+9.0 ± {half:.1f}**"}
+    found = rows_of(across.differences("", streams, pairs))
+    assert found == {"First": expected, "Second": {"Seeds": "1", "Replay": "+3.0 (one seed)", "Plain": "-"}}
+    turned = rows_of(across.differences("", streams, pairs, turned=True))
+    assert {name: row["First"] for name, row in turned.items()} == expected
+
+
+def test_methods_are_compared_where_rate_and_weight_are_the_same(records):
+    runs = compare.reported(records, METHODS, "permuted", "rows")
+    assert len(rows_of(across.at_equal_settings("", {"First": runs}, "gem", ("replay", "plain")))) == 0
+    same = {"gem": runs["gem"], "replay": [run("replay", seed, knob=0.3) for seed in range(4)]}
+    row = rows_of(across.at_equal_settings("", {"First": same}, "gem", ("plain", "replay")))["First"]
+    assert (row["Rate"], row["Weight"], row["AvgAcc"][:6]) == ("0.03", "0.3", "**+9.0")
+    assert row["Lowest of past tasks"] == "+0.0 ± 0.0"  # the same curve

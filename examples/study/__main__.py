@@ -36,7 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
 
     def job() -> None:
-        from . import publish, runs, settings  # torch takes seconds to import; --help should not wait
+        from . import (
+            publish,
+            results,
+            runs,
+            settings,
+        )  # torch takes seconds to import; --help should not wait
 
         methods = tuple(filter(None, given.methods.split(",")))
         runs.check(given.streams, methods)
@@ -44,8 +49,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             jobs = given.jobs or command.cores()
             runs.complete(given.streams, methods, given.out, jobs, given.time, console)
         for name in given.streams or settings.STREAMS:
-            for path in publish.publish(name, runs.results_of(name, given.out), given.out):
+            for path in publish.publish(name, results.results_of(name, given.out), given.out):
                 console.print(f"[bold]written[/]   {path}")
+        given.out.mkdir(parents=True, exist_ok=True)
+        for file, text in publish.overview(given.out).items():
+            (given.out / file).write_text(text, encoding="utf-8")
 
     return command.finish(job, console)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..lora_agnews.figures import save
-from . import compare, figures, plan, report
+from . import across, compare, figures, plan, report
 from .compare import Record
-from .results import Results
-from .settings import BUDGETS, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS, Method
+from .results import Results, results_of
+from .settings import BASIC, BUDGETS, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS, Method
 
 OVER_STREAM = ("plain", "agem", "gem", "gem-bound", "gpm", "replay", "der", "gem-margin", "gem-kl")
 
@@ -72,3 +72,43 @@ def stored(runs: Mapping[str, list[Record]]) -> list[Record]:
     """Return the runs of all policies and sizes of the memory, with those of the methods they vary."""
     names = dict.fromkeys(name for one in MEMORIES for name in (METHODS[one].like, one))
     return [run for name in names for run in runs.get(name, [])]
+
+
+def overview(folder: Path) -> dict[str, str]:
+    """Return the tables over all streams, from the runs in a folder, by the name of their file."""
+    streams = {}
+    for name, setting in STREAMS.items():
+        records = plan.published(name, results_of(name, folder))
+        streams[setting.title] = compare.reported(records, METHODS, name, "rows")
+    title = {name: method.title for name, method in METHODS.items()}
+    others = [name for name in BASIC if name not in ("replay", "joint")]
+    varied = {title[name]: (name, METHODS[name].like) for name in CHEAPER}
+    same = "minus that of the same method with 10 (digits) or 16 (articles) fresh rows of each task a step."
+    tables = {
+        "projection": across.at_equal_settings(
+            "GEM with a margin minus replay at the same learning rate and weight.",
+            streams,
+            "gem-margin",
+            ("replay", *SAME),
+        ),
+        "exactness": across.differences(
+            "Final average accuracy of exact GEM minus that of others.",
+            streams,
+            {title[name]: (EXACT, name) for name in SHORTCUTS},
+        ),
+        "replay": across.differences(
+            "Final average accuracy minus that of replay.",
+            streams,
+            {title[name]: (name, "replay") for name in others},
+            turned=True,
+        ),
+        "rows": across.differences(f"Final average accuracy {same}", streams, varied, turned=True),
+        "rows-lowest": across.differences(
+            f"Lowest accuracy of past tasks {same}",
+            streams,
+            varied,
+            compare.lowest_past_accuracy,
+            turned=True,
+        ),
+    }
+    return {f"overview-{name}.md": text + "\n" for name, text in tables.items()}

@@ -79,3 +79,8 @@ class Results:
         except OSError as error:
             raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
         self.records[record["key"]], self._about = record, about
+
+
+def results_of(stream: str, folder: Path) -> Results:
+    """Return the finished runs of a stream."""
+    return Results(folder / "runs" / f"{stream}.jsonl")

@@ -12,14 +12,9 @@ from examples.lora_agnews.config import SetupError
 from examples.lora_agnews.workers import work
 
 from . import plan, streams
-from .results import Results
+from .results import Results, results_of
 from .settings import METHODS, STREAMS
 from .train import Run
-
-
-def results_of(stream: str, folder: Path) -> Results:
-    """Return the finished runs of a stream."""
-    return Results(folder / "runs" / f"{stream}.jsonl")
 
 
 def check(names: Sequence[str], methods: Sequence[str]) -> None:
