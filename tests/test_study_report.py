@@ -323,3 +323,12 @@ def test_methods_are_compared_where_rate_and_weight_are_the_same(records):
     row = rows_of(across.at_equal_settings("", {"First": same}, "gem", ("plain", "replay")))["First"]
     assert (row["Rate"], row["Weight"], row["AvgAcc"][:6]) == ("0.03", "0.3", "**+9.0")
     assert row["Lowest of past tasks"] == "+0.0 ± 0.0"  # the same curve
+
+
+def test_steps_are_compared_where_they_were_timed_alone(records):
+    runs = compare.reported(records, METHODS, "permuted", "rows")
+    alone = {name: [run(name, seed, step=0.02 * k, phase="time") for seed in (0, 1)] for k, name in
+             enumerate(("plain", "gem"), 1)}  # fmt: skip
+    text = across.steps("Times.", {"First": runs | alone, "Second": runs}, {"gem": "GEM", "replay": "Replay"})
+    assert text.startswith("Times.\n\n")
+    assert rows_of(text) == {"GEM": {"First": "2.0"}, "Replay": {"First": "-"}}

@@ -63,6 +63,19 @@ def at_equal_settings(
     return f"{caption} {NOTE}\n\n{_markdown(lines)}"
 
 
+def steps(caption: str, times: Mapping[str, Runs], titles: Mapping[str, str], plain: str = "plain") -> str:
+    """Return the table of how long steps take, in plain steps, on the streams where they were timed alone."""
+    lines = [["Method", *titles.values()]]
+    for title, runs in times.items():
+        alone = {
+            name: compare.mean_step(found) for name, found in runs.items() if found[0]["phase"] == "time"
+        }
+        if plain in alone:
+            cells = (f"{alone[name] / alone[plain]:.1f}" if name in alone else "-" for name in titles)
+            lines.append([title, *cells])
+    return f"{caption}\n\n{_markdown(lines, turned=True)}"
+
+
 def seeds(row: list[Interval | None]) -> str:
     """Return the number of seeds of differences, or from the least to the largest."""
     counts = sorted({one.n for one in row if one})

@@ -12,7 +12,7 @@ from .results import Results, results_of
 from .settings import BASIC, BUDGETS, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS, Method
 
 OVER_STREAM = ("plain", "agem", "gem", "gem-bound", "gpm", "replay", "der", "gem-margin", "gem-kl")
-
+COSTS = ("replay", "replay-4", "replay-all", "agem", "igem3", "gem", "gem-margin", *LADDERS[1][1:])
 EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness matter?
 
 
@@ -76,10 +76,11 @@ def stored(runs: Mapping[str, list[Record]]) -> list[Record]:
 
 def overview(folder: Path) -> dict[str, str]:
     """Return the tables over all streams, from the runs in a folder, by the name of their file."""
-    streams = {}
+    streams, times = {}, {}
     for name, setting in STREAMS.items():
         records = plan.published(name, results_of(name, folder))
-        streams[setting.title] = compare.reported(records, METHODS, name, "rows")
+        streams[setting.title] = runs = compare.reported(records, METHODS, name, "rows")
+        times[setting.title] = compare.timed(runs, records)
     title = {name: method.title for name, method in METHODS.items()}
     others = [name for name in BASIC if name not in ("replay", "joint")]
     varied = {title[name]: (name, METHODS[name].like) for name in CHEAPER}
@@ -101,6 +102,11 @@ def overview(folder: Path) -> dict[str, str]:
             streams,
             {title[name]: (name, "replay") for name in others},
             turned=True,
+        ),
+        "cost": across.steps(
+            "Time of a step in plain steps: means over two seeds and all steps after the first task.",
+            times,
+            {name: title[name] for name in COSTS},
         ),
         "rows": across.differences(f"Final average accuracy {same}", streams, varied, turned=True),
         "rows-lowest": across.differences(
