@@ -110,7 +110,7 @@ def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, othe
     axes.axhline(0, color=INK, linewidth=0.8)
     names = [name for name in others if name in runs]
     tasks, shown = np.arange(2, len(runs[reference][0]["boundaries"]) + 1), list[Interval]()
-    asides = np.linspace(-0.15, 0.15, len(names))
+    asides = np.linspace(-0.15, 0.15, len(names)) if len(names) > 1 else [0.0]
     for name, marker, aside in zip(names, cycle(MARKERS), asides, strict=False):
         found = [compare.paired(runs[reference], runs[name], compare.after(int(k))) for k in tasks]
         line = [one for one in found if one]
