@@ -316,6 +316,15 @@ def test_tables_over_streams_leave_out_what_nobody_ran(records):
     assert {name: row["First"] for name, row in turned.items()} == expected
 
 
+def test_a_single_line_of_differences_stands_at_its_tasks(records):
+    runs = compare.reported(records, METHODS, "permuted", "rows")
+    for others in (["replay"], ["replay", "plain", "cheap"]):
+        (axes,) = figures.after_each_task(runs, METHODS, "gem", others).axes
+        lines = [container[0].get_xdata() for container in axes.containers]
+        assert len(lines) == len(others)
+        np.testing.assert_allclose(np.mean(lines, axis=0), [2, 3])
+
+
 def test_methods_are_compared_where_rate_and_weight_are_the_same(records):
     runs = compare.reported(records, METHODS, "permuted", "rows")
     assert len(rows_of(across.at_equal_settings("", {"First": runs}, "gem", ("replay", "plain")))) == 0
@@ -329,6 +338,8 @@ def test_steps_are_compared_where_they_were_timed_alone(records):
     runs = compare.reported(records, METHODS, "permuted", "rows")
     alone = {name: [run(name, seed, step=0.02 * k, phase="time") for seed in (0, 1)] for k, name in
              enumerate(("plain", "gem"), 1)}  # fmt: skip
-    text = across.steps("Times.", {"First": runs | alone, "Second": runs}, {"gem": "GEM", "replay": "Replay"})
+    text = across.relative_times(
+        "Times.", {"First": runs | alone, "Second": runs}, {"gem": "GEM", "replay": "Replay"}
+    )
     assert text.startswith("Times.\n\n")
     assert rows_of(text) == {"GEM": {"First": "2.0"}, "Replay": {"First": "-"}}

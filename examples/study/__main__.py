@@ -36,12 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(highlight=False)
 
     def job() -> None:
-        from . import (
-            publish,
-            results,
-            runs,
-            settings,
-        )  # torch takes seconds to import; --help should not wait
+        # Torch takes seconds to import; --help should not wait.
+        from . import publish, results, runs, settings
 
         methods = tuple(filter(None, given.methods.split(",")))
         runs.check(given.streams, methods)
@@ -54,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given.out.mkdir(parents=True, exist_ok=True)
         for file, text in publish.overview(given.out).items():
             (given.out / file).write_text(text, encoding="utf-8")
+            console.print(f"[bold]written[/]   {given.out / file}")
 
     return command.finish(job, console)
 

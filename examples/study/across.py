@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from ..lora_agnews.report import markdown_table
 from . import compare
 from .compare import Interval, Measure, Runs
-from .report import DIFFERENCES
+from .report import DIFFERENCES, difference
 
 NOTE = (
     "Percentage points, paired over the seeds: mean ± half of the 95 % interval of Student's t, bold "
@@ -37,15 +37,16 @@ def differences(
     turned : bool
         Whether a stream has a column and a pair a row.
     """
-    found = {
-        title: [compare.paired(runs.get(a, []), runs.get(b, []), measure) for a, b in pairs.values()]
-        for title, runs in streams.items()
+    shown = {
+        head: pair
+        for head, pair in pairs.items()
+        if any(set(pair) <= runs.keys() for runs in streams.values())
     }
-    found = {title: row for title, row in found.items() if any(row)}
-    shown = [k for k, _ in enumerate(pairs) if any(row[k] for row in found.values())]
-    corner = "Method" if turned else "Stream"
-    lines = [[corner, "Seeds", *(head for k, head in enumerate(pairs) if k in shown)]]
-    lines += [[title, seeds(row), *(short(row[k]) for k in shown)] for title, row in found.items()]
+    lines = [["Method" if turned else "Stream", "Seeds", *shown]]
+    for title, runs in streams.items():
+        row = [compare.paired(runs.get(a, []), runs.get(b, []), measure) for a, b in shown.values()]
+        if any(row):
+            lines.append([title, *cells(row)])
     return f"{caption} {NOTE}\n\n{_markdown(lines, turned)}"
 
 
@@ -53,17 +54,19 @@ def at_equal_settings(
     caption: str, streams: Mapping[str, Runs], method: str, baselines: tuple[str, ...]
 ) -> str:
     """Return the table of a method minus the baseline that has its learning rate and main setting."""
-    lines = [["Stream", "Seeds", "Rate", "Weight", *MEASURED]]
+    lines = [["Stream", "Rate", "Weight", "Seeds", *MEASURED]]
     for title, runs in streams.items():
         own = _setting(runs, method)
-        alike = [name for name in baselines if own and _setting(runs, name) == own]
-        if own and alike:
+        alike = [name for name in baselines if _setting(runs, name) == own]
+        if own is not None and alike:
             row = [compare.paired(runs[method], runs[alike[0]], DIFFERENCES[head]) for head in MEASURED]
-            lines.append([title, seeds(row), *(f"{value:g}" for value in own), *map(short, row)])
+            lines.append([title, *(f"{value:g}" for value in own), *cells(row)])
     return f"{caption} {NOTE}\n\n{_markdown(lines)}"
 
 
-def steps(caption: str, times: Mapping[str, Runs], titles: Mapping[str, str], plain: str = "plain") -> str:
+def relative_times(
+    caption: str, times: Mapping[str, Runs], titles: Mapping[str, str], plain: str = "plain"
+) -> str:
     """Return the table of how long steps take, in plain steps, on the streams where they were timed alone."""
     lines = [["Method", *titles.values()]]
     for title, runs in times.items():
@@ -71,23 +74,16 @@ def steps(caption: str, times: Mapping[str, Runs], titles: Mapping[str, str], pl
             name: compare.mean_step(found) for name, found in runs.items() if found[0]["phase"] == "time"
         }
         if plain in alone:
-            cells = (f"{alone[name] / alone[plain]:.1f}" if name in alone else "-" for name in titles)
-            lines.append([title, *cells])
+            steps = (f"{alone[name] / alone[plain]:.1f}" if name in alone else "-" for name in titles)
+            lines.append([title, *steps])
     return f"{caption}\n\n{_markdown(lines, turned=True)}"
 
 
-def seeds(row: list[Interval | None]) -> str:
-    """Return the number of seeds of differences, or from the least to the largest."""
+def cells(row: Sequence[Interval | None]) -> list[str]:
+    """Return the number of seeds of differences, from the least to the largest, and the differences."""
     counts = sorted({one.n for one in row if one})
-    return " to ".join(map(str, counts[:: max(1, len(counts) - 1)]))
-
-
-def short(found: Interval | None) -> str:
-    """Return a difference in percentage points, bold where its interval excludes zero."""
-    if found is None:
-        return "-"
-    text = f"{100 * found.mean:+.1f}" + (f" ± {100 * found.half:.1f}" if found.n > 1 else " (one seed)")
-    return f"**{text}**" if found.excludes_zero else text
+    seeds = " to ".join(map(str, counts[:: max(1, len(counts) - 1)]))
+    return [seeds, *(difference(one, brief=True) for one in row)]
 
 
 def _setting(runs: Runs, name: str) -> tuple[float, float] | None:

@@ -110,8 +110,7 @@ def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, othe
     axes.axhline(0, color=INK, linewidth=0.8)
     names = [name for name in others if name in runs]
     tasks, shown = np.arange(2, len(runs[reference][0]["boundaries"]) + 1), list[Interval]()
-    asides = np.linspace(-0.15, 0.15, len(names)) if len(names) > 1 else [0.0]
-    for name, marker, aside in zip(names, cycle(MARKERS), asides, strict=False):
+    for name, marker, aside in zip(names, cycle(MARKERS), 0.15 * side_by_side(len(names)), strict=False):
         found = [compare.paired(runs[reference], runs[name], compare.after(int(k))) for k in tasks]
         line = [one for one in found if one]
         look = {"color": methods[name].colour, "marker": marker, "markersize": 5, "capsize": 2}
@@ -194,7 +193,7 @@ def memory(records: Iterable[Record], methods: Mapping[str, Any]) -> Figure:
         for name, group in _by("method", records, methods).items()
         for policy, found in _by("policy", group, policies).items()
     }
-    for ((name, policy), line), aside in zip(lines.items(), np.linspace(-1, 1, len(lines)), strict=True):
+    for ((name, policy), line), aside in zip(lines.items(), side_by_side(len(lines)), strict=True):
         marker, dashes = looks[policy]
         x, points = 1.08**aside * np.array(list(line)), line.values()
         look = {"color": methods[name].colour, "linestyle": dashes, "marker": marker, "capsize": 2}
@@ -217,6 +216,11 @@ def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
         if not best or points[name][1] > points[best[-1]][1]:
             best.append(name)
     return best
+
+
+def side_by_side(lines: int) -> np.ndarray:
+    """Return how far each line of several is moved aside, from -1 to 1; a single one is not."""
+    return np.linspace(-1, 1, lines) if lines > 1 else np.zeros(lines)
 
 
 def _by(key: str, records: Iterable[Record], order: Iterable[Any] = ()) -> dict[Any, list[Record]]:

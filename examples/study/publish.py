@@ -103,7 +103,7 @@ def overview(folder: Path) -> dict[str, str]:
             {title[name]: (name, "replay") for name in others},
             turned=True,
         ),
-        "cost": across.steps(
+        "cost": across.relative_times(
             "Time of a step in plain steps: means over two seeds and all steps after the first task.",
             times,
             {name: title[name] for name in COSTS},

@@ -182,14 +182,18 @@ def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, othe
     return f"{caption}\n\n{markdown_table(head, rows)}"
 
 
-def difference(found: Interval | None) -> str:
-    """Return a difference in percentage points with its interval, bold where that excludes zero."""
+def difference(found: Interval | None, brief: bool = False) -> str:
+    """Return a difference in percentage points with its interval, bold where that excludes zero.
+
+    The interval is given by its ends, or with `brief` by half of its length.
+    """
     if found is None:
         return "-"
     mean, half = 100 * found.mean, 100 * found.half
     if found.n == 1:
         return f"{mean:+.1f} (one seed)"
-    text = f"{mean:+.1f} [{mean - half:+.1f}, {mean + half:+.1f}]"
+    ends = f"± {half:.1f}" if brief else f"[{mean - half:+.1f}, {mean + half:+.1f}]"
+    text = f"{mean:+.1f} {ends}"
     return f"**{text}**" if found.excludes_zero else text
 
 

@@ -232,10 +232,10 @@ AT_LOWER_RATE = ("plain", "replay", "gem-margin", *(name for name in CHEAPER if 
 LOWER_RATE = {"plain": (3e-4, 0.0), "replay": (1e-3, 2.0), "gem-margin": (1e-3, 2.0)}
 
 
-def news(tasks: int, methods: tuple[str, ...], **changes: Any) -> Setting:
+def news(tasks: int, methods: tuple[str, ...], title: str = "", **changes: Any) -> Setting:
     """Return the setting of a stream of so many tasks of articles, short enough for a thousand runs."""
     options = {"tasks": tasks, "rows": 1_000, "max_length": 24, "dropout": False}
-    title = changes.pop("title", f"AG News, {tasks} tasks")
+    title = title or f"AG News, {tasks} tasks"
     return Setting(title, "agnews", methods=methods, options=options, **NEWS, **changes)
 
 
