@@ -1,4 +1,4 @@
-"""Gradient projection for continual learning: exact GEM at the price of A-GEM.
+"""Gradient projection for continual learning: exact GEM, with a certificate for every answer.
 
 Three stages, data flowing one way: ``(G, g) -> gram -> (K, b) -> method -> multipliers -> combine -> x``.
 """

@@ -8,7 +8,7 @@ from processes import all_reduces, check, same_everywhere
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch import GEM, GradientProjector, stream
+from gemproj.torch import GEM, GradientProjector, SubspaceProjector, stream
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.losses import CrossEntropy, Distillation
 
@@ -58,6 +58,13 @@ def recall_joins_the_memories():
         torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
         same_everywhere(projector.constraints)
     assert all(p.grad is None for p in many.parameters())
+    projector = GradientProjector(many.parameters())
+    projector.recall(torch.compile(many), mine, loss)
+    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
+    with pytest.raises(ValueError, match="a part that is wrapped in DistributedDataParallel"):
+        projector.recall(torch.nn.Sequential(many), mine, loss)
+    with pytest.raises(ValueError, match="would remember different things"):
+        SubspaceProjector(many)
     # Without the wrapping class, by a group.
     plain = net()
     projector = GradientProjector(plain.parameters(), group=dist.group.WORLD)
@@ -139,6 +146,10 @@ def errors_on_every_process():
     with expect(ZeroDivisionError, "unlucky"):
         projector.recall(many, full, unlucky)
     assert len(projector.constraints) == 0
+    rising = GradientProjector(many.parameters(), refresh="rising")
+    rising.recall(many, full, loss)
+    with expect(ZeroDivisionError, "unlucky"):  # in the forward passes that look for losses that rise
+        rising.recall(many, full, unlucky)
     projector.recall(many, full, loss)
     with expect(OSError, "no such memory"):
         projector.recall(many, empty(), loss)

@@ -169,6 +169,22 @@ def test_a_task_that_is_being_learned_can_be_left_out():
         gem.remove()
 
 
+def test_a_state_without_rows_has_constraints_from_the_first_step_on():
+    model = perceptron()
+    gem = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    gem.end_task([task(1)])
+    for _ in range(2):
+        loss(model, rival(task(1))).backward()
+        gem.projector.recall(model, gem.memory.batches(), loss)
+    state = gem.state_dict()
+    assert state["projector"]["constraints"] is None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seldom = GEM(model, optimizer, loss, interval=4)
+    seldom.load_state_dict(state)
+    optimizer.step()
+    assert seldom.last.constraints == 1
+
+
 def test_what_is_removed_projects_no_more():
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -190,6 +206,11 @@ def test_what_is_removed_projects_no_more():
         ({"loss": None}, TypeError, "loss must be a function of model and batch; found NoneType"),
         ({"per_task": 0}, ValueError, "per_task must be at least 1"),
         ({"sample": 0}, ValueError, "sample must be at least 1"),
+        ({"memory": {}}, TypeError, "memory must be an EpisodicMemory; found dict"),
+        ({"margin": [0.5]}, TypeError, "margin must be a number or a tensor.*found list"),
+        ({"penalty": "high"}, TypeError, "penalty must be a number or a tensor.*found str"),
+        ({"kappa": 0.5}, ValueError, "kappa and room are for a bound"),
+        ({"room": False}, ValueError, "kappa and room are for a bound"),
         ({"microbatch": 0}, ValueError, "microbatch must be at least 1"),
         ({"on": "update"}, ValueError, "on must be one of"),
         ({"on": "both", "metric": "adam"}, ValueError, "second moments"),

@@ -127,6 +127,18 @@ def test_distillation_with_labels_is_a_sum():
     )
 
 
+def test_the_mask_may_be_a_place_in_a_tuple():
+    before, batch = tokens(0)
+    now, _ = tokens(1)
+    mask = (batch["labels"] != -100).long()
+    by_key = Distillation(lambda values, b: values, mask="mask")
+    by_place = Distillation(lambda values, b: values, mask=1)
+    stored = by_key.outputs(before, batch)
+    expected = by_key(now, {"mask": mask}, stored)
+    assert not torch.allclose(expected, by_key(now, {}, stored))
+    torch.testing.assert_close(by_place(now, (batch["labels"], mask), stored), expected)
+
+
 def test_what_losses_refuse():
     values, batch = tokens()
     with pytest.raises(ValueError, match="labels 'y' is not in the batch; found keys"):

@@ -142,6 +142,14 @@ def test_memory_yields_tasks_in_order_and_samples_their_union():
     assert memory.nbytes == 3 * 3 * 8 * 2
 
 
+def test_a_sample_is_on_one_device_where_tasks_are_on_several():
+    memory = EpisodicMemory(4)
+    memory.add(torch.zeros(4, 2, device="meta"), 0)
+    memory.add(torch.zeros(4, 2), 1)
+    assert memory.sample(8).shape == (8, 2)
+    assert memory.sample(8).device.type == "meta"
+
+
 def test_memory_holds_copies():
     memory, batch = EpisodicMemory(per_task=4), torch.zeros(4, 2)
     memory.add(batch, task=0)

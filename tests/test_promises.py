@@ -511,6 +511,19 @@ def test_rows_are_computed_where_losses_rise():
         assert seen == [False, False]  # forward passes only
 
 
+def test_a_loss_that_is_not_a_number_is_an_error_also_where_only_rising_ones_are_computed():
+    model, batch = learned()
+    tasks = [batch, rival(batch)]
+    projector = GradientProjector(model.parameters(), refresh="rising")
+    projector.recall(model, tasks, EACH)
+    bad = (torch.full_like(batch[0], torch.nan), batch[1])
+    projector.recall(model, [tasks[0], bad], EACH)
+    assert projector.last is None
+    loss(model, batch).backward()
+    with pytest.raises(ValueError, match="G is not finite: row 1"):
+        projector.project_()
+
+
 def test_below_their_bounds_rising_losses_need_no_new_rows():
     model, batch = learned()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -569,23 +582,30 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
 
 
 def test_logs_have_the_largest_excess():
-    from gemproj.torch.stats import log_means
+    from gemproj.torch.stats import LogMeans
 
     model, batch = learned()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     gem = GEM(model, optimizer, EACH, bound=0.0)
     gem.end_task([batch])
-    steps = []
+    steps, means = [], LogMeans()
+    assert means.take() == {}
     for _ in range(5):
         unlearn(model, optimizer, batch, 1)
         steps.append(gem.last)
-    assert float(log_means(steps)["gem/excess"]) == max(float(step.excess.max()) for step in steps)
+        means.add(gem.last)
+    taken = means.take()
+    assert means.take() == {}
+    assert float(taken["gem/excess"]) == max(float(step.excess.max()) for step in steps)
+    assert float(taken["gem/worst_cosine"]) == min(step.worst_cosine for step in steps)
+    assert float(taken["gem/cosine"]) == pytest.approx(sum(step.cosine for step in steps) / 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     gem = GEM(model, optimizer, EACH)
     gem.end_task([batch])
     unlearn(model, optimizer, batch, 1)
     assert gem.last.excess is None
-    assert "gem/excess" not in log_means([gem.last])
+    means.add(gem.last)
+    assert "gem/excess" not in means.take()
 
 
 def test_what_promises_refuse():

@@ -12,6 +12,7 @@ from models import cosines, flat, loss, perceptron, rival, rows, task  # noqa: E
 
 from gemproj import GEM2017, project  # noqa: E402
 from gemproj.torch import GradientProjector  # noqa: E402
+from gemproj.torch.optimizer_step import OptimizerStep  # noqa: E402
 
 MODES = [("step", "euclidean"), ("step", "adam"), ("both", "euclidean"), ("both", "adam")]
 OPTIMIZERS = {
@@ -479,6 +480,20 @@ def test_detached_and_unconstrained_steps_are_left_alone():
     optimizer.step()
     step = before - flat(model)
     torch.testing.assert_close(step, 0.1 * flat(p.grad for p in model.parameters()))
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_no_margin_makes_a_step_of_one_that_a_fused_optimizer_skips(overflow):
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    projector = GradientProjector(model.parameters(), on="step", margin=0.5)
+    projector.recall(model, past_tasks(), loss)
+    # On an accelerator, where nobody waits to ask, only this flag tells.
+    optimizer.found_inf = torch.tensor(float(overflow))
+    step, before = OptimizerStep(projector._vector, optimizer), flat(model)
+    step.begin()
+    projector.project_step(step, [True] * len(list(model.parameters())))
+    assert torch.equal(flat(model), before) == overflow
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -11,8 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel
 
-from gemproj.integrations._base import FrameworkGEM, world_group
-from gemproj.torch.parameters import mesh_of
+from gemproj.integrations._base import FrameworkGEM
 
 
 class AcceleratedGEM(FrameworkGEM):
@@ -21,11 +20,12 @@ class AcceleratedGEM(FrameworkGEM):
     def _attach_prepared(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Attach; the forward pass of a prepared model runs in the precision of training."""
         refuse_engine(AcceleratorState())
-        model, scaler = extract_model_from_parallel(model), getattr(optimizer, "scaler", None)
-        sharded = any(mesh_of(p) is not None for p in model.parameters())
+        # A compiled model would be changed by what extracts the one within it.
+        model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
+        scaler = getattr(optimizer, "scaler", None)
         while isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        self._attach(model, optimizer, group=None if sharded else world_group(), scaler=scaler)
+        self._attach(model, optimizer, scaler=scaler)
 
     def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
         """Write the part of this process to a file in the checkpoint."""

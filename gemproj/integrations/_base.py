@@ -6,6 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Projection
 from gemproj.torch.batches import Batch, Loss
@@ -16,30 +17,9 @@ _OF_THE_MODEL = ("groups", "gate", "rows_device")
 
 
 class FrameworkGEM:
-    """A `gemproj.torch.GEM` that is made when a framework hands out the model and the optimizer.
+    """A `gemproj.torch.GEM` that is made when a framework hands out the model and the optimizer."""
 
-    Parameters
-    ----------
-    memory : EpisodicMemory
-        The past tasks. In several processes each has its own examples of the same tasks.
-    loss : callable
-        As in `gemproj.torch.GEM`.
-    **options
-        Of `gemproj.torch.GEM`.
-
-    Attributes
-    ----------
-    memory : EpisodicMemory
-    gem : gemproj.torch.GEM or None
-        That of the present or last training.
-    """
-
-    def __init__(
-        self,
-        memory: EpisodicMemory,
-        loss: Loss = model_loss,
-        **options: Any,
-    ) -> None:
+    def __init__(self, memory: EpisodicMemory, loss: Loss = model_loss, **options: Any) -> None:
         self.memory = memory
         self.gem: GEM | None = None
         self._loss, self._options = loss, options
@@ -101,10 +81,12 @@ class FrameworkGEM:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         loss: Loss | None = None,
-        **given: Any,
+        scaler: Any = None,
     ) -> None:
         self._detach()
-        self.gem = GEM(model, optimizer, loss or self._loss, memory=self.memory, **given, **self._options)
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        options = {"group": dist.group.WORLD if several else None, "scaler": scaler} | self._options
+        self.gem = GEM(model, optimizer, loss or self._loss, memory=self.memory, **options)
         self._resume()
 
     def _resume(self) -> None:
@@ -115,9 +97,3 @@ class FrameworkGEM:
     def _detach(self) -> None:
         if self.gem is not None:
             self.gem.remove()
-
-
-def world_group() -> Any:
-    """Return the group of all processes, None where there is one."""
-    several = torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1
-    return torch.distributed.group.WORLD if several else None

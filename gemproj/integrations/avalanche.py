@@ -15,7 +15,7 @@ except ImportError as error:
 import torch
 from torch import Tensor
 
-from gemproj.integrations._base import FrameworkGEM, world_group
+from gemproj.integrations._base import FrameworkGEM
 from gemproj.methods._method import check_count
 from gemproj.torch import EpisodicMemory
 
@@ -36,7 +36,7 @@ class _Plugin(FrameworkGEM, SupervisedPlugin, supports_distributed=True):  # typ
             x, y, *_, task = batch
             return strategy._criterion(avalanche_forward(model, x, task), y)
 
-        self._attach(strategy.model, strategy.optimizer, loss=loss, group=world_group())
+        self._attach(strategy.model, strategy.optimizer, loss=loss)
 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Remember some patterns of the experience."""

@@ -14,9 +14,9 @@ except ImportError as error:
 
 import torch
 
-from gemproj.integrations._base import FrameworkGEM, world_group
+from gemproj.integrations._base import FrameworkGEM
 from gemproj.torch import Projection
-from gemproj.torch.stats import log_means
+from gemproj.torch.stats import LogMeans
 
 _REFUSED = {
     DeepSpeedStrategy: "DeepSpeed keeps gradients in flat buffers of its own, where no callback sees them",
@@ -97,17 +97,28 @@ class GEMCallback(FrameworkGEM, Callback):
             loss.outputs = in_precision(self._loss.outputs)
 
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._attach(pl_module, trainer.optimizers[0], loss=loss, group=world_group(), scaler=scaler)
+        self._attach(pl_module, trainer.optimizers[0], loss=loss, scaler=scaler)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Log what the step did, if there was one."""
         if self.last is None or self.last is self._logged:
             return
         self._logged = self.last
-        numbers = log_means([self.last])
-        if numbers:
+        means = LogMeans()
+        means.add(self.last)
+        if numbers := means.take():
             values = {name: torch.as_tensor(n, dtype=torch.float32) for name, n in numbers.items()}
             pl_module.log_dict(values)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory and the state of the projector; of shards without the rows.
+
+        Lightning saves what process 0 returns and gives it to all of them, and each has other columns.
+        """
+        state = super().state_dict()
+        if self.projector is not None and self.projector.sharded:
+            state["projector"]["constraints"] = None
+        return state
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the optimizer alone from now on."""

@@ -16,7 +16,7 @@ except ImportError as error:
     ) from error
 
 from gemproj.integrations._accelerate import AcceleratedGEM, file_in, read
-from gemproj.torch.stats import Projection, log_means
+from gemproj.torch.stats import LogMeans, Projection
 
 
 class GEMCallback(AcceleratedGEM, TrainerCallback):
@@ -99,7 +99,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
     ) -> None:
         """Attach to the optimizer."""
         self._attach_prepared(model, optimizer)
-        self._steps: list[Projection] = []  # since the last log
+        self._means = LogMeans()
         self._noted: Projection | None = None
         if state.global_step:
             self.load_state_dict(self._find(args, state.global_step))
@@ -112,7 +112,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         """Take note of what the step did; nothing is read from a device before it is logged."""
         if self.last is not None and self.last is not self._noted:
             self._noted = self.last
-            self._steps.append(self.last)
+            self._means.add(self.last)
         elif not getattr(optimizer, "step_was_skipped", False):
             raise RuntimeError(
                 f"The steps of optim={args.optim!r} are not taken by optimizer.step(), so they cannot be "
@@ -123,8 +123,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         """Add what happened since the last log."""
         if not ({"loss", "train_loss"} & set(logs or ())):
             return  # an evaluation
-        numbers = {name: float(value) for name, value in log_means(self._steps).items()}
-        self._steps = []
+        numbers = {name: float(value) for name, value in self._means.take().items()}
         logs.update(numbers)
         state.log_history[-1].update(numbers)  # a copy of logs, made before callbacks are called
 

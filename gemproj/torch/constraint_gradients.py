@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from gemproj.methods._method import check_count
 from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, output_of, parts
 from gemproj.torch.bound import rounding
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
+from gemproj.torch.parameters import mesh_of
 
 Refresh = Literal["all", "cyclic", "rising"]
 
@@ -20,6 +22,33 @@ Refresh = Literal["all", "cyclic", "rising"]
 def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Return the loss that a model of transformers computes itself: ``model(**batch).loss``."""
     return output_of(model, batch, "loss")
+
+
+def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
+    """Return the module to compute gradients with, and the DistributedDataParallel around it, if any.
+
+    That one's own forward pass would expect a backward pass that reduces ``.grad``.
+    """
+    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    if isinstance(inner, DistributedDataParallel):
+        return inner.module, inner
+    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+        raise ValueError(
+            "model has a part that is wrapped in DistributedDataParallel, by which its processes cannot be "
+            "found. Wrap the whole model, and pass what that returns."
+        )
+    return model, None
+
+
+def check_whole(model: torch.nn.Module) -> None:
+    """Raise for a model whose processes would have to work together."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
+    if unwrapped(model)[1] is not None or any(mesh_of(p) is not None for p in model.parameters()):
+        raise ValueError(
+            "model is wrapped in DistributedDataParallel or sharded, and its processes would remember "
+            "different things. Pass the replica itself (model.module), and the same batches on every process."
+        )
 
 
 def from_batches(
@@ -63,20 +92,22 @@ def from_batches(
         for part, n in parts(tasks[k], counts[k], microbatch, passes[k]):
             yield part, call_loss(loss, model, part).mean(), topology.weight(n, totals[k])
 
+    if same and due and refresh == "cyclic":
+        due = [turn % len(tasks)]
+    elif same and due and refresh == "rising":
+        now = torch.zeros_like(kept.values[0])
+        with topology.passes(), preserved_state(model, G.vector.device, training), torch.no_grad():
+            for k in due:
+                for _, value, weight in weighted(k):
+                    now[k] += weight * value
+        losses = topology.sum_values(now)
+        _, last, bounds = kept.values
+        least = last if tolerance is None else torch.maximum(last, bounds + tolerance)
+        # Not "greater": a row whose loss is NaN is due, too, and then an error.
+        risen = ~(losses <= least + rounding(losses, G.vector.dtype))
+        due = torch.nonzero(risen).flatten().tolist()
+        kept = kept._replace(values=torch.stack([losses, losses, bounds]))
     with topology.passes(), preserved_state(model, G.vector.device, training):
-        if same and due and refresh == "cyclic":
-            due = [turn % len(tasks)]
-        elif same and due and refresh == "rising":
-            with torch.no_grad():
-                now = torch.zeros_like(kept.values[0])
-                for k in due:
-                    for _, value, weight in weighted(k):
-                        now[k] += weight * value
-            losses = topology.sum_values(now)
-            _, last, bounds = kept.values
-            least = last if tolerance is None else torch.maximum(last, bounds + tolerance)
-            due = torch.nonzero(losses > least + rounding(losses, G.vector.dtype)).flatten().tolist()
-            kept = kept._replace(values=torch.stack([losses, losses, bounds]))
         G.open(len(tasks), smoothing if same else 0.0, scale)
         for k in due:
             for part, value, weight in weighted(k):

@@ -80,9 +80,9 @@ class Local:
         """
         return None
 
-    def sum_shards(self, numbers: Tensor) -> Tensor:
+    def sum_shards(self, values: Tensor) -> Tensor:
         """Sum, in place, what processes have measured on the columns that they own."""
-        return numbers
+        return values
 
     def sum_values(self, values: Tensor) -> Tensor:
         """Sum, in place, numbers that have the `weight` of the examples of each process."""
@@ -168,8 +168,8 @@ class Sharded(Replicated):
     def weight(self, n: int, total: int) -> float:  # noqa: D102
         return self.world * n / total
 
-    def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:  # noqa: D102
-        return reached
+    reduce = Local.reduce  # nothing to sum: each process has columns of its own
+    sum_shards = Replicated.sum_values
 
     @contextmanager
     def measurement(self, t: int, problems: int = 1) -> Iterator[None]:  # noqa: D102
@@ -195,10 +195,6 @@ class Sharded(Replicated):
             return Measured(Gram(*whole), WIDE_ROUNDING if double else NARROW_ROUNDING)
 
         return reduce
-
-    def sum_shards(self, numbers: Tensor) -> Tensor:  # noqa: D102
-        dist.all_reduce(numbers, group=self._group)
-        return numbers
 
 
 def project(

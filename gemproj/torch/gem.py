@@ -27,7 +27,7 @@ class GEM:
 
     ::
 
-        gem = GEM(model, optimizer, loss, per_task=100, on="both")
+        gem = GEM(model, optimizer, loss, per_task=100, rows=16, margin=0.5)
         for loader in stream:
             for batch in loader:
                 optimizer.zero_grad()
@@ -43,7 +43,8 @@ class GEM:
     Parameters
     ----------
     model : torch.nn.Module
-        Make a new object, with the same `memory`, after freezing parameters or adding adapters.
+        After freezing parameters or adding adapters call `remove`, and make a new object with the same
+        `memory`.
     optimizer : torch.optim.Optimizer
     loss : callable
         ``loss(model, batch)`` returns the mean over the examples, or one number for each, which a
@@ -128,6 +129,8 @@ class GEM:
             raise ValueError(
                 "refresh='rising' compares losses on the same examples; rows and sample draw others."
             )
+        if not isinstance(memory, EpisodicMemory | None):
+            raise TypeError(f"memory must be an EpisodicMemory; found {type(memory).__name__}.")
         self.memory = EpisodicMemory(per_task, label) if memory is None else memory
         if promise == "label" and self.memory.label is None:
             raise ValueError("promise='label' needs label: where the labels of a batch are.")
@@ -187,8 +190,7 @@ class GEM:
         """Return the memory, the warm start and, where they are reused, the constraints."""
         p = self.projector
         reused = p.interval > 1 or p.smoothing > 0.0 or p.refresh != "all"
-        projector = self.projector.state_dict(constraints=reused)
-        return {"memory": self.memory.state_dict(), "projector": projector}
+        return {"memory": self.memory.state_dict(), "projector": p.state_dict(constraints=reused)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned."""
@@ -210,7 +212,7 @@ class GEM:
         device = self.projector.device
         batches = self.memory.batches(self.exclude, n=self._rows, per=self._promise)
         if self._sample is not None:
-            past = any(self.exclude is None or task != self.exclude for task in self.memory.tasks)
+            past = set(self.memory.tasks) - {self.exclude}
             batches = iter([self.memory.sample(self._sample, self.exclude)] if past else [])
         for batch in batches:
             yield tree_map(lambda leaf: leaf.to(device), batch)

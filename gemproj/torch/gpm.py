@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gemproj._arrays import wide_dtype
 from gemproj.methods._method import check_number
-from gemproj.torch.constraint_gradients import preserved_state
+from gemproj.torch.constraint_gradients import check_whole, preserved_state
 from gemproj.torch.optimizer_step import before_steps
 
 _ROWS = 1 << 13  # inputs that are converted to float64 at a time
@@ -53,8 +53,7 @@ class SubspaceProjector:
     """
 
     def __init__(self, model: nn.Module, threshold: float = 0.95) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
+        check_whole(model)
         self.model, self.threshold = model, threshold
         self._check_threshold()
         shared: dict[int, list[tuple[str, Any]]] = {}  # modules that share a weight share a basis

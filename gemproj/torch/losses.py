@@ -162,7 +162,8 @@ class Distillation:
         terms = torch.where(before.isneginf(), 0.0, before.exp() * (before - now))
         divergence = terms.sum(-1) * self._temperature**2
         counts = torch.ones_like(divergence, dtype=torch.bool)
-        if callable(self._mask) or (isinstance(batch, Mapping) and self._mask in batch):
+        given = self._mask in batch if isinstance(batch, Mapping) else isinstance(self._mask, int)
+        if callable(self._mask) or given:
             mask = field_of(batch, self._mask, "mask")
             # Of a classifier of sequences, the mask is about tokens and the logits are not.
             counts = mask.bool() if mask.shape == divergence.shape else counts

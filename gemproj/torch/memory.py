@@ -158,10 +158,8 @@ class EpisodicMemory:
         outputs, losses
             As in `add`.
         """
-        batch = self._store(task).all().batch
-        examples = remembered(batch, outputs, losses)
-        flatten(examples)  # raises unless there is one row for each example
-        self._store(task).record(examples.outputs, examples.losses)
+        store = self._store(task)
+        store.record(remembered(store.all().batch, outputs, losses))
 
     def batch(self, task: Hashable) -> Batch | Remembered:
         """Return a copy of all examples of one task as one batch, in the order of their slots.
@@ -217,7 +215,13 @@ class EpisodicMemory:
             If there is no example to draw.
         """
         check_count(n, "n", 1)
-        stores = list(self._others(exclude, needed=True).values())
+        stores = list(self._others(exclude).values())
+        if not stores:
+            raise ValueError(
+                "The memory is empty: nothing to draw from."
+                if exclude is None
+                else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
+            )
         total = sum(len(store) for store in stores)
         drawn = torch.randperm(total, generator=self._random, device="cpu")[:n]
         picks, start = [], 0
@@ -230,7 +234,10 @@ class EpisodicMemory:
             raise ValueError(
                 "Outputs or losses are stored with some tasks only, so that they cannot be mixed."
             )
-        return plain(tree_unflatten([torch.cat(parts) for parts in zip(*leaves, strict=True)], specs[0]))
+        columns = zip(*leaves, strict=True)
+        # Tasks may have been stored on different devices, as after loading a checkpoint.
+        joined = [torch.cat([part.to(first.device) for part in (first, *rest)]) for first, *rest in columns]
+        return plain(tree_unflatten(joined, specs[0]))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the stored examples, of the state of the policy, and of the random state.
@@ -273,15 +280,8 @@ class EpisodicMemory:
         """Return what a state must agree in."""
         return {"per_task": self.per_task, "policy": self.policy, "labelled": self.label is not None}
 
-    def _others(self, exclude: Hashable, needed: bool = False) -> dict[Hashable, Store]:
-        others = {task: store for task, store in self._stores.items() if exclude is None or task != exclude}
-        if needed and not others:
-            raise ValueError(
-                "The memory is empty: nothing to draw from."
-                if exclude is None
-                else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
-            )
-        return others
+    def _others(self, exclude: Hashable) -> dict[Hashable, Store]:
+        return {task: store for task, store in self._stores.items() if exclude is None or task != exclude}
 
 
 def _readable(nbytes: int) -> str:

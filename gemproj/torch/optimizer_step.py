@@ -36,6 +36,12 @@ class OptimizerStep:
     def __init__(self, vector: ParameterVector, optimizer: torch.optim.Optimizer) -> None:
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}.")
+        own = isinstance(optimizer, torch.optim.Optimizer)
+        if own and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise TypeError(
+                f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass that one, or "
+                "for Accelerate use gemproj.integrations.accelerate.GEM."
+            )
         self._vector = vector
         self.optimizer = optimizer
         self._buffers: tuple[Tensor, Tensor] | None = None  # before, step: allocated with the first step
@@ -92,11 +98,11 @@ class OptimizerStep:
 
     def learning_rate(self) -> float:
         """Return the largest learning rate, which converts gradient units into those of steps."""
-        rates = [group["lr"] for group in self._groups().values() if "lr" in group]
+        rates = [group["lr"] for group in self._groups().values() if group.get("lr") is not None]
         if not rates:
             raise ValueError(
                 f"{type(self.optimizer).__name__} has no learning rate to convert a margin, a penalty or a "
-                "bound between units of gradients and of its steps; use on='gradient' or on='both'."
+                "bound between units of gradients and of its steps; use an optimizer that has one."
             )
         return max(float(rate) for rate in rates)
 
@@ -121,7 +127,8 @@ class OptimizerStep:
             second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
             if second is None or "betas" not in group:
                 self._refuse_metric()
-            correction = 1 - group["betas"][1] ** _number(state["step"])
+            steps = state.get("step", group.get("step"))  # some optimizers count in the group
+            correction = 1 - group["betas"][1] ** _number(steps)
             root = torch.maximum((local(second) / correction).sqrt_(), part)
             part.copy_((root + group["eps"]) / _number(group["lr"]))
         return w
@@ -196,7 +203,7 @@ class ProjectedOptimizer:
     def _project_gradient(self) -> None:
         projector = self._projector
         wanted = projector.on != "step" and not self._skipped
-        rate = None if projector.bound is None else self._step.learning_rate()
+        rate = self._step.learning_rate() if wanted and projector.bound is not None else None
         self._done = projector.project_(rate) if wanted else projector.skip()
         if projector.on != "gradient":
             # Optimizers and other hooks may drop gradients within the step.

@@ -54,6 +54,13 @@ class ParameterVector:
         self.parameters = chosen
         self.names = [names[id(p)] for p in chosen]
         shards = self.local()
+        for p, shard in zip(chosen, shards, strict=True):
+            computes = mesh_of(p).device_type if mesh_of(p) is not None else p.device.type
+            if shard.device.type != computes:
+                raise ValueError(
+                    f"parameters are offloaded: they lie on {shard.device}, the model computes on {computes}."
+                    " Train without offloading of parameters and optimizer (CPUOffloadPolicy, offload_*)."
+                )
         devices = {p.device for p in shards}
         if len(devices) > 1:
             raise ValueError(f"parameters must be on one device; found {', '.join(map(str, devices))}.")
@@ -180,7 +187,25 @@ class ParameterVector:
         return Local() if group is None else Replicated(self.device, group)
 
     def _owns(self, parameter: Tensor, group: Any) -> bool:
-        return not self.topology.collective or _owns(parameter, group)
+        """Return whether this rank contributes its local shard to global sums; replicas count once.
+
+        Of a replicated shard, the rank at coordinate zero contributes. A parameter on a mesh of some ranks
+        only is taken to be replicated on the others (in two-dimensional parallelism, what tensor parallelism
+        leaves alone); the mesh with the first rank contributes.
+        """
+        if not self.topology.collective:
+            return True
+        mesh = mesh_of(parameter)
+        if mesh is None:
+            return dist.get_rank(group) == 0
+        coordinate = mesh.get_coordinate()
+        placed: Any = parameter
+        first = dist.get_global_rank(group, 0) if group is not None else 0
+        return (
+            coordinate is not None
+            and first in mesh.mesh.flatten().tolist()
+            and all(c == 0 for c, at in zip(coordinate, placed.placements, strict=True) if at.is_replicate())
+        )
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -229,23 +254,3 @@ def _placement(parameter: Tensor) -> tuple[int, ...]:
         return ()
     placed: Any = parameter
     return (mesh.size(), *(not at.is_replicate() for at in placed.placements))
-
-
-def _owns(parameter: Tensor, group: Any) -> bool:
-    """Return whether this rank contributes its local shard to global sums; replicas count once.
-
-    Of a replicated shard, the rank at coordinate zero contributes. A parameter on a mesh of some ranks
-    only is taken to be replicated on the others (in two-dimensional parallelism, what tensor parallelism
-    leaves alone); the mesh with the first rank contributes.
-    """
-    mesh = mesh_of(parameter)
-    if mesh is None:
-        return dist.get_rank(group) == 0
-    coordinate = mesh.get_coordinate()
-    placed: Any = parameter
-    first = dist.get_global_rank(group, 0) if group is not None else 0
-    return (
-        coordinate is not None
-        and first in mesh.mesh.flatten().tolist()
-        and all(c == 0 for c, at in zip(coordinate, placed.placements, strict=True) if at.is_replicate())
-    )

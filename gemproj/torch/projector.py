@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any, get_args
 
 import torch
@@ -148,6 +149,8 @@ class GradientProjector(RecalledConstraints):
             raise ValueError("bound and equality exclude each other: an equality has no side to stay on.")
         if bound is not None and groups is not None:
             raise ValueError("bound and groups exclude each other: a loss has no bound for each group.")
+        if bound is None and (kappa != 1.0 or room is not True):
+            raise ValueError("kappa and room are for a bound; without one, no loss may rise.")
         if gate and groups is None:
             raise ValueError("gate is for groups; without them, nothing happens where nothing is violated.")
         super().__init__(parameters, group, rows_dtype, rows_device, smoothing, interval)
@@ -246,6 +249,10 @@ class GradientProjector(RecalledConstraints):
         options = self._options()
         if self.on == "both":
             options = replace(options, margin=0.0)
+        skipped = getattr(step.optimizer, "found_inf", None)
+        if skipped is not None and _has_units(options):
+            # A fused optimizer takes no step after an overflow, and the margin must not make one.
+            options = replace(options, margin=options.margin * (skipped == 0))
         # In Adam's metric, multipliers are in units of gradients as they are.
         if self.metric == "euclidean" and _has_units(options):
             rate = step.learning_rate()
@@ -261,6 +268,12 @@ class GradientProjector(RecalledConstraints):
         return sol
 
     def _options(self) -> Options:
+        for name in ("margin", "penalty"):
+            if not isinstance(value := getattr(self, name), Tensor | Real | None):
+                raise TypeError(
+                    f"{name} must be a number or a tensor with one entry per constraint; found "
+                    f"{type(value).__name__}."
+                )
         return check_options(self.method, margin=self.margin, penalty=self.penalty, equality=self.equality)
 
     def _project(

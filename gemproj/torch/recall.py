@@ -9,13 +9,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from gemproj._solution import DualSolution
 from gemproj.methods._method import check_count, check_number
 from gemproj.torch.batches import Batch, Loss
 from gemproj.torch.bound import LossBound
-from gemproj.torch.constraint_gradients import Refresh, from_batches, from_losses, model_loss
+from gemproj.torch.constraint_gradients import Refresh, from_batches, from_losses, model_loss, unwrapped
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated
 from gemproj.torch.optimizer_step import On, ProjectedOptimizer
@@ -69,6 +68,11 @@ class RecalledConstraints:
         return self._matrix.rows
 
     @property
+    def sharded(self) -> bool:
+        """Whether this process has columns of its own."""
+        return self._vector.topology.collective
+
+    @property
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self._vector.device
@@ -119,7 +123,9 @@ class RecalledConstraints:
             ``loss(model, batch)`` returns the mean over the examples, or one number for each. By default
             ``model(**batch).loss``, as models of transformers compute it.
         microbatch : int, optional
-            Most examples in one forward pass; the gradient is that of the mean over all of them.
+            Most examples in one forward pass; the gradient is that of the mean over all of them. A loss that
+            is a mean over tokens, as that of models of transformers, is weighted by examples there, and over
+            processes; `gemproj.torch.losses.CrossEntropy` is a mean over examples.
         training : bool, default False
             Whether to compute the losses in the mode in which the model trains.
         scale : float, default 1
@@ -136,11 +142,9 @@ class RecalledConstraints:
                 f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
                 "attach(optimizer) once, before the loop."
             )
-        if isinstance(model, DistributedDataParallel):
-            if self._vector.topology.world == 1:
-                self._vector.topology = Replicated(self._vector.device, model.process_group)
-            # Its own forward pass would expect a backward pass that reduces .grad.
-            model = model.module
+        model, parallel = unwrapped(model)
+        if parallel is not None and self._vector.topology.world == 1:
+            self._vector.topology = Replicated(self._vector.device, parallel.process_group)
         due: list[int] = []
         if self._calls % self.interval == 0:
             start = time.perf_counter()
@@ -203,7 +207,9 @@ class RecalledConstraints:
         else:
             self._matrix.load_state_dict(state["constraints"])
         self._warm = {name: lam.to(self._vector.device, copy=True) for name, lam in state["warm"].items()}
-        self._calls, self._ages = state["calls"], list(state["ages"])
+        # Without rows they are due at the next call, whatever the interval of the saved projector was.
+        self._calls = 0 if state["constraints"] is None else state["calls"]
+        self._ages = list(state["ages"])
         self.last = None
 
     def _demand(self, bound: LossBound, rate: float) -> Any:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
 from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
-from gemproj.torch.constraint_gradients import call_loss, preserved_state
+from gemproj.torch.constraint_gradients import call_loss, preserved_state, unwrapped
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.zero import vector_of
 
@@ -50,8 +49,7 @@ def remember(
         return
     if model is None:
         raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
-    if isinstance(model, DistributedDataParallel):
-        model = model.module  # whose own forward pass would wait for the other processes
+    model, _ = unwrapped(model)
     vector = vector_of(model.parameters(), group)
     topology, device = vector.topology, vector.device
     numbers = {"tasks with examples": 0}

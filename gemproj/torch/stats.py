@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -71,40 +70,55 @@ class Projection:
         return None if self.cosines is None or not len(self.cosines) else float(self.cosines.min())
 
 
-def log_means(steps: Iterable[Projection]) -> dict[str, Tensor | float]:
-    """Return the numbers that training loops log: means over steps, and the smallest worst cosine.
+class LogMeans:
+    """The numbers that training loops log: means over steps, and the smallest worst cosine.
 
     Nothing is read from a device; steps without constraints do not count.
-
-    Returns
-    -------
-    dict
-        ``gem/violations``, ``gem/active``, ``gem/cosine``, ``gem/worst_cosine`` (scalar tensors) and
-        ``gem/seconds``; with a bound ``gem/excess``, the largest excess of a loss over it. Empty if no step
-        counts.
     """
-    rows, excess, seconds = [], [], 0.0
-    for step in steps:
-        if step.solution is None or step.cosines is None:
-            continue
-        sol, wide = step.solution, step.cosines.dtype
-        numbers = [sol.violated.sum(), sol.active.sum(), _cosine(sol), step.cosines.min()]
-        rows.append(torch.stack([number.to(wide) for number in numbers]))
+
+    def __init__(self) -> None:
+        self._steps, self._seconds = 0, 0.0
+        self._total: list[Tensor] = []  # sums, smallest cosine and, with a bound, largest excess
+
+    def add(self, step: Projection) -> None:
+        """Count a step."""
+        sol, cosines = step.solution, step.cosines
+        if sol is None or cosines is None:
+            return
+        means = [sol.violated.sum(), sol.active.sum(), _cosine(sol)]
+        found = [torch.stack([number.to(cosines.dtype) for number in means]), cosines.min()]
         if step.excess is not None:
-            excess.append(step.excess.max())
-        seconds += step.seconds
-    if not rows:
-        return {}
-    table = torch.stack(rows)
-    means = table.mean(0)
-    return {
-        "gem/violations": means[0],
-        "gem/active": means[1],
-        "gem/cosine": means[2],
-        "gem/worst_cosine": table[:, 3].min(),
-        "gem/seconds": seconds / len(rows),
-        **({"gem/excess": torch.stack(excess).max()} if excess else {}),
-    }
+            found.append(step.excess.max())
+        if self._total:
+            sums, worst, *excess = zip(self._total, found, strict=True)
+            found = [torch.add(*sums), torch.minimum(*worst), *(torch.maximum(*pair) for pair in excess)]
+        self._total = found
+        self._steps, self._seconds = self._steps + 1, self._seconds + step.seconds
+
+    def take(self) -> dict[str, Tensor | float]:
+        """Return the numbers of the steps since the last call.
+
+        Returns
+        -------
+        dict
+            ``gem/violations``, ``gem/active``, ``gem/cosine``, ``gem/worst_cosine`` (scalar tensors) and
+            ``gem/seconds``; with a bound ``gem/excess``, the largest excess of a loss over it. Empty if no
+            step counts.
+        """
+        if not self._steps:
+            return {}
+        sums, worst, *excess = self._total
+        violations, active, cosine = sums / self._steps
+        numbers = {
+            "gem/violations": violations,
+            "gem/active": active,
+            "gem/cosine": cosine,
+            "gem/worst_cosine": worst,
+            "gem/seconds": self._seconds / self._steps,
+            **({"gem/excess": excess[0]} if excess else {}),
+        }
+        self._steps, self._seconds, self._total = 0, 0.0, []
+        return numbers
 
 
 def _cosine(sol: DualSolution) -> Tensor:

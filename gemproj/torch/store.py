@@ -47,12 +47,12 @@ class Store:
         self._write(flatten(examples)[0], list(source), list(source.values()))
         self._queues = {}
 
-    def record(self, outputs: Any, losses: Any) -> None:
-        """Replace outputs and losses of all examples."""
-        examples = Remembered(self.all().batch, outputs, losses)
-        leaves, _ = flatten(examples)
+    def record(self, examples: Remembered) -> None:
+        """Replace all examples by the same ones with other outputs and losses."""
+        leaves, _ = flatten(examples)  # raises unless there is one row for each example
         self._allocate(examples)
-        self._write(leaves, list(range(len(self))), list(range(len(self))))
+        rows = list(range(len(self)))
+        self._write(leaves, rows, rows)
 
     def all(self) -> Remembered:
         """Return copies of all examples, in the order of their slots."""

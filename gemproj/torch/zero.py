@@ -95,7 +95,7 @@ class ZeroOptimizer:
     def __init__(self, zero: Any) -> None:
         if getattr(zero, "swap_optimizer", False):
             raise ValueError(
-                "optimizer keeps its state on NVMe, out of reach of a projection. Offload it to the CPU."
+                "optimizer keeps its state on NVMe, out of reach of a projection. Keep it on the device."
             )
         self.zero = zero
         self._before: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -208,11 +208,7 @@ class ZeroStep(OptimizerStep):
 class _Zero(Sharded):
     """Shards whose gradients are summed over processes by `ZeroVector.placed`, not by the backward pass."""
 
-    def weight(self, n: int, total: int) -> float:
-        return n / total
-
-    def sum_values(self, values: Tensor) -> Tensor:
-        return self.sum_shards(values)
+    weight, sum_values = Local.weight, Sharded.sum_shards
 
 
 def with_hooks(optimizer: Any) -> Any:
