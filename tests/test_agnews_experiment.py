@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from examples.lora_agnews import corpus, experiment, metrics, small, stream, train
+from examples.lora_agnews import backbone, data, experiment, metrics, runs, small, stream, train
 from examples.lora_agnews.__main__ import main
 from examples.lora_agnews.config import METHODS, MINI, PAPER
 from examples.lora_agnews.data import Articles
@@ -32,7 +33,7 @@ class Finished:
 
     def run(self):
         screen = io.StringIO()
-        articles = Articles(*corpus.generate([100] * 4), "generated", "for a test")
+        articles = Articles(*data.generate([100] * 4), "generated", "for a test")
         experiment.run(MINI, articles, self.cache, self.out, 2, Console(file=screen, width=120))
         return screen.getvalue()
 
@@ -45,7 +46,7 @@ def finished(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stage(finished):
     """What a run needs: stream and backbone."""
-    texts, labels = corpus.generate([100] * 4)
+    texts, labels = data.generate([100] * 4)
     experiences = stream.build(texts, labels, MINI.experiences, MINI.rows, MINI.dominant_share)
     return experiences, next(finished.cache.iterdir())
 
@@ -96,22 +97,49 @@ def test_a_second_call_keeps_finished_runs(finished):
 
 
 def test_pretraining_sees_the_training_texts_only(stage, tmp_path):
-    train = stream.merge(experience.train for experience in stage[0])
-    assert small.cached(MINI, train.texts, tmp_path).name == stage[1].name  # a hash of the texts, too
-    assert not set(train.texts) & set(stream.merge(experience.test for experience in stage[0]).texts)
+    train, test = (
+        [text for experience in stage[0] for text in getattr(experience, part).texts]
+        for part in ("train", "test")
+    )
+    assert small.cached(MINI, train, tmp_path).name == stage[1].name  # a hash of the texts, too
+    assert not set(train) & set(test)
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_and_a_run_is_deterministic(stage, method):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    first = train.run(MINI, method, 3, *stage)
+    first = runs.Run(MINI, method, 3, *stage)(lambda *state: None)
     if method in ("plain", "igem", "replay"):
-        second = train.run(MINI, method, 3, *stage)
+        second = runs.Run(MINI, method, 3, *stage)(lambda *state: None)
         for key in ("accuracies", "curve", "guarantee", "metrics"):
             assert first[key] == second[key]
     torch.set_num_threads(threads)
     assert (first["seconds"]["projections"] > 0) == (method not in ("plain", "replay", "replay-few"))
+
+
+@pytest.mark.parametrize("method", ["plain", "gem", "agem"])
+def test_no_graph_has_more_rows_than_a_microbatch_whatever_is_measured(stage, method, monkeypatch):
+    sizes = {"learning": [], "measuring": []}
+
+    def watch(module, kind):
+        loss = module.batch_loss
+
+        def watched(model, batch):
+            if torch.is_grad_enabled():
+                sizes[kind].append(len(batch["labels"]))
+            return loss(model, batch)
+
+        monkeypatch.setattr(module, "batch_loss", watched)
+
+    watch(backbone, "measuring")
+    watch(train, "learning")
+    threads = torch.get_num_threads()
+    runs.Run(replace(MINI, microbatch=5), method, 3, *stage)(lambda *state: None)
+    torch.set_num_threads(threads)
+    assert max(sizes["learning"]) == 5
+    # The constraints of GEM are what is measured.
+    assert max(sizes["measuring"], default=0) == (0 if method == "gem" else 5)
 
 
 def test_what_gemproj_logs_is_printed(monkeypatch):

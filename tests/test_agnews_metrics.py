@@ -6,7 +6,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from examples.lora_agnews import mega, metrics  # noqa: E402
+from examples.lora_agnews import metrics  # noqa: E402
+from examples.study import mega  # noqa: E402
 
 R = [  # rows: before training, then after each of three tasks
     [0.25, 0.20, 0.30],

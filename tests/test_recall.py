@@ -219,7 +219,9 @@ def test_parameters_that_were_frozen_since_are_an_error(net):
     projector = GradientProjector(net.parameters())
     projector.recall(net, TASKS, loss)
     next(net.parameters()).requires_grad_(False)
-    with pytest.raises(ValueError, match=r"1 of the \d+ parameters .* no longer require.*new projector.*remove"):
+    with pytest.raises(
+        ValueError, match=r"1 of the \d+ parameters .* no longer require.*new projector.*remove"
+    ):
         projector.recall(net, TASKS, loss)
     assert not len(projector.constraints)
 

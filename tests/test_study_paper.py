@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import GPT2Config
 
 from examples.lora_agnews import __main__ as agnews
-from examples.lora_agnews import backbone, corpus, pretrain
+from examples.lora_agnews import backbone, data, pretrain
 from examples.lora_agnews import runs as lora_runs
 from examples.lora_agnews.config import PRESETS, SetupError
 from examples.study import one_step, paper, paper_figures, paper_report, published, random_backbone
@@ -128,7 +128,7 @@ def test_random_weights_make_a_backbone_for_a_step_of_the_experiment(tmp_path, c
 
 
 def test_its_tokenizer_may_be_gpt2s(tmp_path, capsys):
-    own = pretrain.train_tokenizer(corpus.generate([20] * 4)[0], 400)
+    own = pretrain.train_tokenizer(data.generate([20] * 4)[0], 400)
     own.backend_tokenizer.model.save(str(tmp_path))  # vocab.json and merges.txt
     found = random_backbone.gpt2_tokenizer(tmp_path)
     words = "Stocks rise"

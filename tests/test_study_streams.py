@@ -14,9 +14,8 @@ pytest.importorskip("mnist1d")
 
 import torch
 
-from examples.lora_agnews import corpus, data
+from examples.lora_agnews import data
 from examples.lora_agnews.config import SetupError
-from examples.lora_agnews.data import DataError
 from examples.study.streams import KINDS, digits, load, prepare
 
 SMALL = {"tasks": 3, "rows": 60, "hidden": 8}
@@ -32,7 +31,7 @@ def cache(tmp_path_factory):
 def options(cache):
     """Return the options of a small stream of each kind."""
     pytest.importorskip("peft")
-    texts, labels = corpus.generate([80] * 4)
+    texts, labels = data.generate([80] * 4)
     news, own = cache / "train.csv", [cache / "first.csv", cache / "second.jsonl"]
     title, rest = [text.split(". ", 1)[0] for text in texts], [text.split(". ", 1)[1] for text in texts]
     rows = zip(labels, title, rest, strict=True)
@@ -173,7 +172,7 @@ def test_a_malformed_file_is_named_with_its_line(name, content, message, tmp_pat
 
 
 def no_hub():
-    raise DataError("no network")
+    raise SetupError("no network")
 
 
 @pytest.mark.parametrize(

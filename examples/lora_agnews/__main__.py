@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         config = replace(PRESETS[given["preset"]], **settings)
         needed = stream.rows_needed(config.experiences, config.rows, config.dominant_share)
         per_class = [sum(column) for column in zip(*needed, strict=True)]
-        articles = data.load(*data.named(given["data"], "--data"), per_class)
+        articles = data.load(given["data"], "--data", per_class)
 
         from . import experiment  # torch and transformers take seconds to import; --help should not wait
 

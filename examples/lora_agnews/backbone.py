@@ -73,7 +73,7 @@ def trained(folder: Path) -> int:
     quiet()
     with torch.device("meta"):
         model = _adapted(GPT2ForSequenceClassification(_shape(folder, len(CLASSES))))
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return model.get_nb_trainable_parameters()[0]
 
 
 def encode(split: Split, tokenizer: PreTrainedTokenizerBase, config: Config) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
-"""Batches of encoded examples: rows, parts, shuffled ones; and the accuracy on them."""
+"""Batches of encoded examples: rows, parts, shuffled ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 Batch = dict[str, Tensor]
 
@@ -16,14 +16,14 @@ def rows(batch: Batch, which: slice | Tensor) -> Batch:
 
 
 def parts(batch: Batch, size: int) -> Iterator[Batch]:
-    """Yield a batch in parts of so many rows."""
+    """Yield a batch in parts of so many rows, sorted by length if there is more than one."""
     batch = by_length(batch, size)
     for start in range(0, len(batch["labels"]), size):
         yield rows(batch, slice(start, start + size))
 
 
 def by_length(batch: Batch, size: int) -> Batch:
-    """Sort texts by their length where there are parts of so many, for less padding in each."""
+    """Sort texts by their length if they will be taken in parts of so many, for less padding in each."""
     if len(batch["labels"]) <= size or "attention_mask" not in batch:
         return batch
     return rows(batch, batch["attention_mask"].sum(dim=1).argsort(stable=True))
@@ -34,19 +34,3 @@ def batches(examples: Batch, size: int, epochs: int, generator: torch.Generator)
     for _ in range(epochs):
         for chosen in torch.randperm(len(examples["labels"]), generator=generator).split(size):
             yield rows(examples, chosen)
-
-
-@torch.no_grad()
-def accuracy(
-    model: nn.Module,
-    examples: Batch,
-    size: int,
-    logits: Callable[[nn.Module, Batch], Tensor],
-) -> float:
-    """Return the share of examples that the model classifies correctly, in parts of so many."""
-    model.eval()
-    right = 0
-    for part in parts(examples, size):
-        right += int((logits(model, part).argmax(dim=1) == part["labels"]).sum())
-    model.train()
-    return right / len(examples["labels"])

@@ -1,26 +1,32 @@
-"""Where the articles come from: a folder with the original CSV, the hub, or the built-in corpus."""
+"""Where the articles come from: a folder with the original CSV, the hub, or a corpus generated here.
+
+The corpus is written from templates, so that the experiment runs without any download. Each of its articles
+has a main topic, but its words come from that topic only part of the time; the rest come from words that two
+topics share, or from any topic at all. A classifier has to weigh evidence; none is perfect.
+"""
 
 from __future__ import annotations
 
 import csv
 import html
+import json
 import os
 import re
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
+from typing import Any
 
-from . import corpus
-from .config import SetupError
+from .config import CLASSES, SetupError
 
 HUB_NAME = "fancyzhx/ag_news"
-
-
-class DataError(SetupError):
-    """The data are missing, malformed, or too few."""
+CORPUS_SEED = 2004
+OWN = 0.4  # probability that a sentence part of the corpus speaks of the article's own topic
+SHARED = 0.42  # ... in words that a second topic uses as well; otherwise any topic may speak
+WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("vocabulary.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
@@ -33,30 +39,26 @@ class Articles:
     reason: str
 
 
-def named(folder: Path | None, option: str) -> tuple[Path | None, str]:
-    """Return the folder of the data and who named it: an option, or else ``$AGNEWS_DIR``."""
-    if folder is None and (found := os.environ.get("AGNEWS_DIR")):
-        return Path(found), "the environment variable AGNEWS_DIR"
-    return folder, option
-
-
-def load(folder: Path | None, origin: str, rows_per_class: Sequence[int] | None = None) -> Articles:
+def load(folder: Path | None, option: str, rows_per_class: Sequence[int] | None = None) -> Articles:
     """Return the articles of the first source that has them; if a folder is named, no other is tried.
 
-    `origin` tells who named it. Of a generated corpus, `rows_per_class` tells how much to write; without it,
-    none is generated.
+    The folder is named by an option, or else by ``$AGNEWS_DIR``. Of a generated corpus, `rows_per_class`
+    tells how much to write; without it, none is generated.
     """
+    origin = option
+    if folder is None and (named := os.environ.get("AGNEWS_DIR")):
+        folder, origin = Path(named), "the environment variable AGNEWS_DIR"
     if folder is not None:
         if not folder.is_dir():
-            raise DataError(f"{folder}: no such folder, named by {origin}")
+            raise SetupError(f"{folder}: no such folder, named by {origin}")
         rows = read_csv(folder / "train.csv")
         return Articles(*rows, "AG News, train.csv", f"in {folder}, named by {origin}")
     try:
         rows = read_hub()
-    except DataError as error:
+    except SetupError as error:
         if rows_per_class is None:
-            raise DataError(f"{error}; set AGNEWS_DIR to a folder with AG News' train.csv") from None
-        generated = corpus.generate(rows_per_class)
+            raise SetupError(f"{error}; set AGNEWS_DIR to a folder with AG News' train.csv") from None
+        generated = generate(rows_per_class)
         return Articles(*generated, "built-in generated news corpus", f"no data folder is named, and {error}")
     return Articles(*rows, f"AG News, {HUB_NAME} through datasets", "no data folder is named")
 
@@ -66,12 +68,12 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
     texts, labels = [], []
     for line, row in csv_rows(path, "rows of label, title, description are"):
         if len(row) != 3:
-            raise DataError(f"{path}, line {line}: 3 fields expected, {len(row)} found")
+            raise SetupError(f"{path}, line {line}: 3 fields expected, {len(row)} found")
         if row[0] not in ("1", "2", "3", "4"):
-            raise DataError(f"{path}, line {line}: the label must be 1, 2, 3 or 4, not {row[0]!r}")
+            raise SetupError(f"{path}, line {line}: the label must be 1, 2, 3 or 4, not {row[0]!r}")
         text = tidy(f"{row[1].strip()}. {row[2]}")
         if not text.strip(". "):
-            raise DataError(f"{path}, line {line}: title and description are empty")
+            raise SetupError(f"{path}, line {line}: title and description are empty")
         texts.append(text)
         labels.append(int(row[0]) - 1)
     return tuple(texts), tuple(labels)
@@ -80,7 +82,7 @@ def read_csv(path: Path) -> tuple[tuple[str, ...], tuple[int, ...]]:
 def csv_rows(path: Path, expected: str) -> Iterator[tuple[int, list[str]]]:
     """Yield the rows of a CSV file, at least one, each with the number of its first line."""
     if not path.is_file():
-        raise DataError(f"{path}: no such file ({expected} expected there)")
+        raise SetupError(f"{path}: no such file ({expected} expected there)")
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.reader(file, strict=True)
         line = 1
@@ -89,9 +91,9 @@ def csv_rows(path: Path, expected: str) -> Iterator[tuple[int, list[str]]]:
                 yield line, row
                 line = rows.line_num + 1
         except (csv.Error, UnicodeDecodeError) as error:
-            raise DataError(f"{path}, line {line}: {error}") from None
+            raise SetupError(f"{path}, line {line}: {error}") from None
     if line == 1:
-        raise DataError(f"{path}, line 1: the file is empty")
+        raise SetupError(f"{path}, line 1: the file is empty")
 
 
 def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -104,7 +106,7 @@ def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:
         rows = datasets.load_dataset(HUB_NAME, split="train")
     except Exception as error:
         reason = reason or f"loading it failed: {error}".splitlines()[0]
-        raise DataError(f"{HUB_NAME} is not available: {reason}") from error
+        raise SetupError(f"{HUB_NAME} is not available: {reason}") from error
     return tuple(tidy(text) for text in rows["text"]), tuple(int(label) for label in rows["label"])
 
 
@@ -121,10 +123,9 @@ def unreachable_hub() -> str:
         return ""
     except OSError as error:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later
-        if "huggingface_hub" in sys.modules:
-            from huggingface_hub import constants
+        from huggingface_hub import constants
 
-            constants.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = True  # it may have been imported before
         return f"the hub cannot be reached ({getattr(error, 'reason', error)})"
     return ""
 
@@ -142,3 +143,35 @@ def tidy(text: str) -> str:
     text = re.sub(r"<[^<>]*>", " ", text)
     text = text.replace("\\$", "$").replace("\\", " ")
     return " ".join(text.split())
+
+
+def generate(rows_per_class: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Write that many articles of each class, no two of them alike; return shuffled texts and labels."""
+    random = Random(CORPUS_SEED)
+    articles: dict[str, int] = {}
+    for label, wanted in enumerate(rows_per_class):
+        full = len(articles) + wanted
+        while len(articles) < full:
+            templates = random.choice(WORDS["titles"]), random.choice(WORDS["bodies"])
+            text = " ".join(_fill(template, CLASSES[label], random) for template in templates)
+            articles.setdefault(text, label)
+    order = list(articles.items())
+    random.shuffle(order)
+    return tuple(text for text, _ in order), tuple(label for _, label in order)
+
+
+def _fill(template: str, topic: str, random: Random) -> str:
+    words = {role: random.choice(_draw(topic, random)[role]) for role in ("who", "did", "what", "more")}
+    words |= {role: random.choice(WORDS[role]) for role in ("city", "day", "aside")}
+    sentences = template.format(number=random.randint(2, 90), **words).rstrip(".").split(". ")
+    return ". ".join(sentence[:1].upper() + sentence[1:] for sentence in sentences) + "."
+
+
+def _draw(topic: str, random: Random) -> dict[str, list[str]]:
+    """Draw the word lists that one sentence part is taken from."""
+    draw = random.random()
+    if draw < OWN:
+        return WORDS["topics"][topic]
+    if draw < OWN + SHARED:
+        return random.choice([shared for shared in WORDS["shared"] if topic in shared["topics"]])
+    return random.choice(list(WORDS["topics"].values()))

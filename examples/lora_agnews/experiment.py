@@ -42,7 +42,7 @@ def run(
     todo = [runs.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
     workers = min(jobs or (command.cores() if config.device == "cpu" else 1), len(todo))
     console.print(f"[bold]runs[/]      {len(todo)} on {config.device}, {workers} at a time, into {out}")
-    records = runs.compare(todo, out / "runs", workers, console)
+    records = runs.complete(todo, out / "runs", workers, console)
 
     machine = {"python": platform.python_version(), "system": platform.system(), "cpu": platform.machine()}
     if torch.cuda.is_available():

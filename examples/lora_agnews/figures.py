@@ -40,10 +40,10 @@ def draw(records: Sequence[Record], summary: Summary, out: Path) -> list[Path]:
     return [save(out / f"{drawing.__name__}.png", drawing, records, summary) for drawing in drawings]
 
 
-def save(path: Path, drawing: Callable[..., Figure], *arguments: Any, **options: Any) -> Path:
+def save(path: Path, drawing: Callable[..., Figure], *arguments: Any) -> Path:
     """Draw a figure in the style of all figures, write it as a file, and return the path."""
     with plt.rc_context(STYLE):
-        figure = drawing(*arguments, **options)
+        figure = drawing(*arguments)
         figure.savefig(path)
         plt.close(figure)
     return path

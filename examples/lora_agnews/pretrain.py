@@ -5,8 +5,7 @@ from __future__ import annotations
 import pickle
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +34,7 @@ def main(given: Path, folder: Path) -> None:
     logging.disable_progress_bar()
     config, texts = pickle.loads(given.read_bytes())
     tokenizer = train_tokenizer(texts, config.small_vocabulary)
-    train_model(config, tokenizer, texts, partial(print, flush=True)).save_pretrained(folder)
+    train_model(config, tokenizer, texts).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -54,10 +53,8 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 
 
-def train_model(
-    config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], on_step: Callable[[int], None]
-) -> GPT2LMHeadModel:
-    """Model the language of the texts for a fixed number of steps, one article a row."""
+def train_model(config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> GPT2LMHeadModel:
+    """Model the language of the texts for a fixed number of steps, one article a row; print each step."""
     rows = tokenizer(
         list(texts), truncation=True, max_length=config.max_length, padding=True, return_tensors="pt"
     )
@@ -76,7 +73,7 @@ def train_model(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        on_step(step + 1)
+        print(step + 1, flush=True)  # the parent process reads it
     return model.eval()
 
 
@@ -119,9 +116,8 @@ def word_vectors(width: int, tokenizer: PreTrainedTokenizerFast, texts: Sequence
     )
     vectors = TruncatedSVD(width, random_state=SEED).fit(tfidf.fit_transform(texts)).components_.T
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    directions = vectors / np.maximum(
-        lengths, 1e-3 * lengths.max()
-    )  # a token that is hardly seen stays short
+    # A token that is hardly seen stays short.
+    directions = vectors / np.maximum(lengths, 1e-3 * lengths.max())
     return torch.from_numpy(directions * EMBEDDING_SCALE * width**0.5).float()
 
 

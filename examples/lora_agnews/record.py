@@ -6,7 +6,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
 from itertools import accumulate
 from math import nan
 from typing import Any
@@ -18,35 +17,16 @@ from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
 from . import metrics
-from .batch import Batch, accuracy, rows
+from .batch import Batch, parts, rows
 
 PHASES = ("batch", "constraints", "projection", "optimizer")
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """When and how is measured: settings of an experiment.
+class Recorder:
+    """Watches one run, as its settings say: a `Config` here, and a `Setting` in the study.
 
     With an `eval_interval` of 0 accuracies are measured at the end only; with a `probe_interval` of 0 no
     step is probed.
-    """
-
-    epochs: int
-    batch_size: int
-    eval_batch_size: int
-    eval_rows: int
-    eval_interval: int
-    probe_interval: int
-    device: str
-
-    @classmethod
-    def of(cls, config: Any) -> Schedule:
-        """Take them from a configuration that has more."""
-        return cls(**{one.name: getattr(config, one.name) for one in fields(cls)})
-
-
-class Recorder:
-    """Watches one run.
 
     A step v is theta before minus theta after. To first order it raises the loss of task k where its cosine
     with that task's gradient is negative. The same is asked of the gradient that the optimizer was given,
@@ -55,7 +35,7 @@ class Recorder:
 
     def __init__(
         self,
-        schedule: Schedule,
+        config: Any,
         model: nn.Module,
         train: Sequence[Batch],
         test: Sequence[Batch],
@@ -63,24 +43,28 @@ class Recorder:
         loss: Callable[[nn.Module, Batch], Tensor],
         logits: Callable[[nn.Module, Batch], Tensor],
     ) -> None:
-        self.schedule, self.model, self.on_step = schedule, model, on_step
+        self.config, self.model, self.on_step = config, model, on_step
         self.loss, self.logits = loss, logits
-        steps = (schedule.epochs * -(-len(task["labels"]) // schedule.batch_size) for task in train)
-        self.boundaries = list(accumulate(steps))
-        self.test, self.glimpse = test, [rows(part, slice(schedule.eval_rows)) for part in test]
-        self.device = torch.device(schedule.device)
+        steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
+        self.step, self.boundaries = 0, list(accumulate(steps))
+        self.test, self.few_test_rows = test, [rows(task, slice(config.eval_rows)) for task in test]
+        self.device = torch.device(config.device)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.probes: list[dict[str, float]] = []
-        self.held: list[float] = []  # losses on the stored examples of each task, when they were stored
+        self.loss_when_stored: list[float] = []  # of each task's stored examples
         self.R = [self._accuracies(test)]
-        self.curve: list[dict[str, Any]] = [{"step": 0, "accuracy": self._accuracies(self.glimpse)}]
+        self.curve: list[dict[str, Any]] = [{"step": 0, "accuracy": self._accuracies(self.few_test_rows)}]
 
     def start(
-        self, parameters: Sequence[nn.Parameter], memory: EpisodicMemory, projector: Any, own: bool
+        self,
+        parameters: Sequence[nn.Parameter],
+        memory: EpisodicMemory,
+        projector: Any,
+        holds_all_tasks: bool,
     ) -> None:
-        """Note what is watched, and whether the projector holds the gradients of all tasks as its own."""
+        """Note what is watched, and whether the projector's constraints are the gradients of all tasks."""
         self.parameters, self.memory, self.projector = parameters, memory, projector
-        self.witness = projector if own else GradientProjector(parameters)
+        self.checker = projector if holds_all_tasks else GradientProjector(parameters)
         ones = torch.ones(2, sum(p.numel() for p in parameters), device=parameters[0].device)
         project(ones, -ones[0])  # compiling and loading is not timed
 
@@ -90,40 +74,39 @@ class Recorder:
         start = self._now()
         yield
         self.seconds[phase].append(self._now() - start)
-        self.timed.add(phase)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self) -> None:
         """Begin a step, the first one being number 1."""
-        self.step = step
-        self.timed: set[str] = set()  # the phases of this step
-        self.probed = len(self.memory) > 0 and self._due(self.schedule.probe_interval)
+        self.step += 1
+        self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
 
     def before_update(self) -> None:
         """Compute the gradients of all tasks where the method has not, and note the parameters."""
         if self.probed:
-            if not (self.witness is self.projector and "constraints" in self.timed):
-                self.witness.recall(self.model, self.memory.batches(), self.loss)
+            if self.checker is not self.projector:
+                microbatch = getattr(self.config, "microbatch", None)  # the study takes all rows at once
+                self.checker.recall(self.model, self.memory.batches(), self.loss, microbatch=microbatch)
             self.before = _flat(self.parameters)
 
     def after_update(self) -> None:
         """Write down what the step has done."""
-        if "constraints" in self.timed and self.projector.on != "gradient":  # projected in optimizer.step
+        if len(self.memory) and self.projector.on != "gradient":  # projected in optimizer.step
             spent = self.projector.last.seconds - self.seconds["constraints"][-1]
             self.seconds["optimizer"][-1] -= spent
             self.seconds["projection"].append(spent)
         if self.probed:
-            G = self.witness.constraints.cpu().double()
+            G = self.checker.constraints.cpu().double()
             gradient, update = _flat(p.grad for p in self.parameters), self.before - _flat(self.parameters)
             worst = {"gradient": worst_cosine(G, gradient), "update": worst_cosine(G, update)}
             self.probes.append({"step": self.step} | worst)
-        if self._due(self.schedule.eval_interval):
-            self.curve.append({"step": self.step, "accuracy": self._accuracies(self.glimpse)})
+        if self._due(self.config.eval_interval):
+            self.curve.append({"step": self.step, "accuracy": self._accuracies(self.few_test_rows)})
         self.on_step(self.step, self.boundaries[-1], f"task {len(self.R)}/{len(self.test)}")
 
     def end_task(self) -> None:
         """Measure the accuracy on all tasks."""
         self.R.append(self._accuracies(self.test, last=len(self.R) == len(self.test)))
-        self.held.append(self._held_loss(self.memory.tasks[-1]))
+        self.loss_when_stored.append(self._stored_loss(self.memory.tasks[-1]))
         if len(self.R) == 2:
             self.seconds.clear()  # until here every method is plain fine-tuning
 
@@ -134,8 +117,8 @@ class Recorder:
         """
         later_steps = self.boundaries[-1] - self.boundaries[0]
         projections = self.seconds["projection"]
-        past = zip(self.memory.tasks[:-1], self.held[:-1], strict=True)
-        rises = [self._held_loss(task) - then for task, then in past]
+        past = zip(self.memory.tasks[:-1], self.loss_when_stored[:-1], strict=True)
+        rises = [self._stored_loss(task) - then for task, then in past]
         cosines = {v: [probe[v] for probe in self.probes] for v in ("gradient", "update")}
         return {
             "accuracies": self.R,
@@ -154,13 +137,22 @@ class Recorder:
     def _due(self, interval: int) -> bool:
         return interval > 0 and (self.step % interval == 0 or self.step in self.boundaries)
 
-    def _accuracies(self, parts: Sequence[Batch], last: bool = False) -> list[float]:
-        if not (last or self.schedule.eval_interval):
-            return [nan] * len(parts)
-        return [accuracy(self.model, part, self.schedule.eval_batch_size, self.logits) for part in parts]
+    def _accuracies(self, tasks: Sequence[Batch], last: bool = False) -> list[float]:
+        if not (last or self.config.eval_interval):
+            return [nan] * len(tasks)
+        return [self._accuracy(task) for task in tasks]
 
     @torch.no_grad()
-    def _held_loss(self, task: Hashable) -> float:
+    def _accuracy(self, examples: Batch) -> float:
+        self.model.eval()
+        right = 0
+        for part in parts(examples, self.config.eval_batch_size):
+            right += int((self.logits(self.model, part).argmax(dim=1) == part["labels"]).sum())
+        self.model.train()
+        return right / len(examples["labels"])
+
+    @torch.no_grad()
+    def _stored_loss(self, task: Hashable) -> float:
         self.model.eval()
         batch: Any = self.memory.batch(task)
         loss = float(self.loss(self.model, batch))

@@ -13,7 +13,7 @@ from .methods import METHODS
 from .metrics import METRICS, mean_std
 from .record import PHASES
 
-Record = dict[str, Any]  # what train.run returns
+Record = dict[str, Any]  # what a run returns
 Summary = dict[str, dict[str, Any]]
 CAPTIONS = {
     "accuracy": "Accuracy after the whole stream. {spread}.",
@@ -22,11 +22,6 @@ CAPTIONS = {
     "guarantee": "Share of measured steps that point against a stored task: cos(g_k, v) < -0.001 for some k, "
     "where v is the gradient handed to the optimizer, or the step that the optimizer makes of it. Last "
     "column: the worst cosine of such a step. {spread}.",
-}
-HEADS = {
-    "accuracy": ["Method", "AvgAcc (%)", "BWT", "FWT", "Forgetting"],
-    "cost": ["Method", "Projection", "Batch", "Constraint gradients", "Optimizer", "Whole step"],
-    "guarantee": ["Method", "Violated by gradient (%)", "Violated by step (%)", "Worst cosine"],
 }
 
 
@@ -49,28 +44,34 @@ def summarize(records: Sequence[Record]) -> Summary:
     return summary
 
 
-def tables(summary: Summary) -> dict[str, list[list[str]]]:
-    """Return the rows of the three tables as text."""
-    found: dict[str, list[list[str]]] = {name: [] for name in HEADS}
+def tables(summary: Summary) -> dict[str, list[dict[str, str]]]:
+    """Return the rows of the three tables: the text of each cell, by the heading of its column."""
+    found: dict[str, list[dict[str, str]]] = {name: [] for name in CAPTIONS}
     for name, numbers in summary.items():
-        title, (percent, *others) = METHODS[name].title, METRICS
+        method = METHODS[name]
         ms = {phase: 1e3 * seconds["mean"] for phase, seconds in numbers["seconds_per_step"].items()}
-        constraints = significant(ms["constraints"]) if METHODS[name].batches else "-"
-        violated = (plus_minus(numbers[f"{v}_violated"], 100, 0) for v in ("gradient", "update"))
-        found["accuracy"].append(
-            [title, plus_minus(numbers[percent], 100, 1), *(plus_minus(numbers[key], 1, 3) for key in others)]
-        )
-        found["cost"].append(
-            [
-                title,
-                plus_minus(numbers["seconds_per_projection"], 1e3),
-                significant(ms["batch"]),
-                constraints,
-                significant(ms["optimizer"]),
-                significant(sum(ms.values())),
-            ]
-        )
-        found["guarantee"].append([title, *violated, f"{numbers['worst_update_cosine']:.2f}"])
+        rows = {
+            "accuracy": {
+                "AvgAcc (%)": plus_minus(numbers["average_accuracy"], 100, 1),
+                "BWT": plus_minus(numbers["backward_transfer"], 1, 3),
+                "FWT": plus_minus(numbers["forward_transfer"], 1, 3),
+                "Forgetting": plus_minus(numbers["forgetting"], 1, 3),
+            },
+            "cost": {
+                "Projection": plus_minus(numbers["seconds_per_projection"], 1e3),
+                "Batch": significant(ms["batch"]),
+                "Constraint gradients": significant(ms["constraints"]) if method.constrained else "-",
+                "Optimizer": significant(ms["optimizer"]),
+                "Whole step": significant(sum(ms.values())),
+            },
+            "guarantee": {
+                "Violated by gradient (%)": plus_minus(numbers["gradient_violated"], 100, 0),
+                "Violated by step (%)": plus_minus(numbers["update_violated"], 100, 0),
+                "Worst cosine": f"{numbers['worst_update_cosine']:.2f}",
+            },
+        }
+        for table, row in rows.items():
+            found[table].append({"Method": method.title} | row)
     return found
 
 
@@ -78,10 +79,10 @@ def show(summary: Summary, console: Console) -> None:
     """Print the tables on the screen."""
     for name, rows in tables(summary).items():
         table = Table(box=SIMPLE_HEAD, caption=_caption(name, summary), caption_justify="left")
-        for k, column in enumerate(HEADS[name]):
-            table.add_column(column, justify="right" if k else "left")
+        for k, heading in enumerate(rows[0]):
+            table.add_column(heading, justify="right" if k else "left")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*row.values())
         console.print(table)
         console.print()
 
@@ -90,7 +91,8 @@ def markdown(summary: Summary) -> str:
     """Return the tables in GitHub's Markdown."""
     parts = []
     for name, rows in tables(summary).items():
-        parts += [_caption(name, summary), markdown_table(HEADS[name], rows)]
+        cells = [list(row.values()) for row in rows]
+        parts += [_caption(name, summary), markdown_table(list(rows[0]), cells)]
     return "\n\n".join(parts) + "\n"
 
 

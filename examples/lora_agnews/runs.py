@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from . import train
-from .config import Config, SetupError
+from . import backbone, stream, train
+from .config import Config
 from .methods import METHODS
-from .stream import Experience
+from .record import Recorder
 from .workers import VERSIONS, Tell, work
 
 
@@ -27,7 +27,7 @@ class Run:
     config: Config
     method: str
     seed: int
-    experiences: Sequence[Experience]
+    experiences: Sequence[stream.Experience]
     folder: Path
 
     @property
@@ -44,20 +44,33 @@ class Run:
         return f"{self.method}-seed{self.seed}-{digest[:12]}.json"
 
     @staticmethod
-    def found(result: dict[str, Any]) -> str:
+    def brief(result: dict[str, Any]) -> str:
         """Say in a few words what was found."""
         return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
 
     def __call__(self, tell: Tell) -> dict[str, Any]:
-        """Learn, and tell how far it is."""
-        if self.config.device == "cpu":
+        """Learn the stream in an order of the seed's, tell how far it is, and return what was measured."""
+        config = self.config
+        if config.device == "cpu":
             torch.set_num_threads(1)
-        start, stage = time.perf_counter(), (self.experiences, self.folder)
-        result = train.run(self.config, self.method, self.seed, *stage, tell)
-        return result | {"wall_seconds": time.perf_counter() - start}
+        start = time.perf_counter()
+        model, tokenizer = backbone.load(self.folder, self.seed, config.dropout)
+        model.to(config.device)
+        tasks = [self.experiences[k] for k in stream.order(config.experiences, self.seed)]
+        train_rows = [backbone.encode(task.train, tokenizer, config) for task in tasks]
+        test_rows = [backbone.encode(task.test, tokenizer, config) for task in tasks]
+        record = Recorder(config, model, train_rows, test_rows, tell, backbone.batch_loss, backbone.logits)
+        train.learn(config, METHODS[self.method], self.seed, model, train_rows, record)
+        return {
+            "method": self.method,
+            "seed": self.seed,
+            "order": [task.name for task in tasks],
+            **record.result(),
+            "wall_seconds": time.perf_counter() - start,
+        }
 
 
-def compare(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> list[dict[str, Any]]:
+def complete(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> list[dict[str, Any]]:
     """Do all runs that have no file in the folder yet, and return the results of all."""
     folder.mkdir(parents=True, exist_ok=True)
     waiting = [run for run in runs if not (folder / run.file).is_file()]
@@ -72,11 +85,4 @@ def compare(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> l
 
     if waiting:
         work(waiting, keep, jobs, console)
-    return [_read(folder / run.file) for run in runs]
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SetupError(f"{path} is damaged ({error}); remove it, and the run is done again") from None
+    return [json.loads((folder / run.file).read_text(encoding="utf-8")) for run in runs]

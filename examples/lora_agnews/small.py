@@ -24,8 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from . import pretrain
 from .backbone import locate
 from .config import Config
-from .pretrain import BATCH, EMBEDDING_SCALE, LR, SEED, THREADS
-from .stream import Experience, merge
+from .stream import Experience
 
 LIBRARIES = ("torch", "transformers", "tokenizers", "scikit-learn", "numpy")
 AVX512 = ("F", "CD", "_SKX", "_CLX", "_CNL", "_ICL", "_SPR")  # what NumPy has code for, by version
@@ -47,7 +46,7 @@ def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Pa
         folder = locate(config.backbone)
         console.print(f"[bold]backbone[/]  {config.backbone}")
         return folder
-    texts = merge(e.train for e in experiences).texts
+    texts = [text for experience in experiences for text in experience.train.texts]
     folder = cached(config, texts, cache)
     told = "[bold]backbone[/]  small GPT-2,"
     if folder.is_dir():
@@ -66,8 +65,8 @@ def cached(config: Config, texts: Sequence[str], cache: Path) -> Path:
     """Return the folder of this model, there already or not; its name is a hash of all that shapes it."""
     shape = [config.small_layers, config.small_width, config.small_vocabulary, config.small_steps]
     majors = [version(name).split(".")[0] for name in LIBRARIES]
-    recipe = [shape, config.max_length, BATCH, LR, SEED, EMBEDDING_SCALE, THREADS, SAME_EVERYWHERE]
-    recipe += [majors, list(texts)]
+    training = [pretrain.BATCH, pretrain.LR, pretrain.SEED, pretrain.EMBEDDING_SCALE, pretrain.THREADS]
+    recipe = [shape, config.max_length, *training, SAME_EVERYWHERE, majors, list(texts)]
     return cache / f"small-gpt2-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:20]}"
 
 

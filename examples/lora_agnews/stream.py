@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .config import CLASSES
-from .data import DataError
+from .config import CLASSES, SetupError
 
 SPLIT_SEED = 0  # rows and split are the same for every run seed; only the order of the experiences is not
 TRAIN_SHARE = 0.8
@@ -59,7 +58,9 @@ def build(
             f"{name} {total:,} needed, {len(pool):,} found"
             for name, total, pool in zip(CLASSES, totals, pools, strict=True)
         )
-        raise DataError(f"too few different articles for {experiences} experiences of {rows:,} rows: {found}")
+        raise SetupError(
+            f"too few different articles for {experiences} experiences of {rows:,} rows: {found}"
+        )
     decks = [iter(pool) for pool in pools]
     stream = []
     for k, counts in enumerate(needed):
@@ -75,11 +76,6 @@ def order(experiences: int, seed: int) -> list[int]:
     positions = list(range(experiences))
     random.Random(seed).shuffle(positions)
     return positions
-
-
-def merge(splits: Iterable[Split]) -> Split:
-    """Return all rows in one split."""
-    return _split([row for split in splits for row in zip(split.texts, split.labels, strict=True)])
 
 
 def _split(rows: Sequence[tuple[str, int]]) -> Split:

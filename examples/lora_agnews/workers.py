@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from importlib.metadata import version
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-import gemproj
-
 BAR = 24
-VERSIONS = {library.__name__: library.__version__ for library in (gemproj, torch)}
 # Asked without an import, which takes seconds that not all workers need.
-VERSIONS |= {name: version(name) for name in ("transformers", "peft")}
+VERSIONS = {name: importlib.metadata.version(name) for name in ("gemproj", "torch", "transformers", "peft")}
 
 Tell = Callable[[int, int, str], None]  # of steps done, steps in total, and a word
 
@@ -35,12 +31,8 @@ def work(
     context = _context(type(runs[0]).__module__)
     name, note = TextColumn("{task.description:<20}"), TextColumn("{task.fields[note]}")
     columns = name, BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(), note
-    screen: dict[str, Any] = {
-        "console": console,
-        "refresh_per_second": 4,
-        "auto_refresh": console.is_terminal,
-    }
-    with Progress(*columns, **screen) as progress:
+    screen = Progress(*columns, console=console, refresh_per_second=4, auto_refresh=console.is_terminal)
+    with screen as progress:
         told = context.SimpleQueue()
         hidden: Any = {"start": False, "total": None, "visible": False, "note": ""}
         bars = {run.title: progress.add_task(run.title, **hidden) for run in runs}
@@ -59,7 +51,7 @@ def work(
                     run, result = futures[future], future.result()
                     keep(run, result)
                     progress.update(bars[run.title], visible=False)
-                    line = f"{run.title:<20} {'━' * BAR} {result['wall_seconds']:5.0f} s, {run.found(result)}"
+                    line = f"{run.title:<20} {'━' * BAR} {result['wall_seconds']:5.0f} s, {run.brief(result)}"
                     progress.console.print(f"[green]finished[/]  {line}")
             pool.shutdown()
         except BaseException:

@@ -20,7 +20,7 @@ import torch
 from examples.lora_agnews import backbone, data, train
 from examples.lora_agnews.config import CLASSES, PAPER, Config, SetupError
 from examples.lora_agnews.methods import METHODS
-from examples.lora_agnews.record import PHASES, Recorder, Schedule
+from examples.lora_agnews.record import PHASES, Recorder
 from examples.lora_agnews.report import markdown_table, significant
 from examples.lora_agnews.stream import Split
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         others = {name: getattr(given, name) for name in ("microbatch", "max_length", "device")}
         config = replace(PAPER, methods=tuple(given.methods.split(",")), **shape, **others)
         folder = backbone.locate(given.backbone)
-        articles = data.load(*data.named(given.data, "--data"), [TASKS * given.rows * given.max_length] * 4)
+        articles = data.load(given.data, "--data", [TASKS * given.rows * given.max_length] * 4)
     except SetupError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -101,7 +101,7 @@ def measured(config: Config, name: str, folder: Path, texts: Sequence[str]) -> l
     tasks = [backbone.encode(split, tokenizer, config) for split in splits]
     short = backbone.encode(Split(("News.",), (0,)), tokenizer, config)  # evaluation is not measured
     learned = model, tasks, [short] * TASKS, lambda done, total, note: None
-    meter = Meter(Schedule.of(config), *learned, backbone.batch_loss, backbone.logits)
+    meter = Meter(config, *learned, backbone.batch_loss, backbone.logits)
     train.learn(config, METHODS[name], 0, model, tasks, meter)
     found: dict[str, Any] = meter.result()
     seconds, most = found["seconds"]["per_step"], meter.peak_bytes

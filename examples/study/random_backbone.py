@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast, PreTrainedTokenizerFast
 
-from examples.lora_agnews import backbone, corpus, data, pretrain
+from examples.lora_agnews import backbone, data, pretrain
 from examples.lora_agnews.config import SetupError
 
 VOCABULARY, CONTEXT, HEAD = 50_257, 1_024, 64  # GPT-2's: tokens, positions, width of an attention head
@@ -59,7 +59,7 @@ def gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 
 def learned_tokenizer(folder: Path | None) -> PreTrainedTokenizerFast:
     """Learn a tokenizer from articles, of GPT-2's size if they have that many different parts."""
-    texts = data.read_csv(folder / "train.csv")[0] if folder else corpus.generate([1_000] * 4)[0]
+    texts = data.read_csv(folder / "train.csv")[0] if folder else data.generate([1_000] * 4)[0]
     return pretrain.train_tokenizer(texts, VOCABULARY)
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from examples.lora_agnews.mega import mega1, mega2
 from gemproj import PGD
 
 from .learners import Balanced, DistilledReplay, Learner, Projected, Replay, Setup, Subspaces, TwoMoments
+from .mega import mega1, mega2
 from .penalties import EWC, SI
 
 TUNING_SEEDS = (100, 101, 102, 103, 104)

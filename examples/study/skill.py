@@ -133,7 +133,7 @@ class Run:
         return f"{self.setting}-{self.method}-{self.phase}-{numbers}-{digest.of_values(shaping)}"
 
     @staticmethod
-    def found(result: Mapping[str, Any]) -> str:
+    def brief(result: Mapping[str, Any]) -> str:
         """Say in a few words what was found."""
         return f"loss on X {result['loss']['x']:.3f}, on Y {result['loss']['y']:.3f}"
 

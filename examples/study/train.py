@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from examples.lora_agnews.batch import batches, rows
-from examples.lora_agnews.record import Recorder, Schedule
+from examples.lora_agnews.record import Recorder
 from examples.lora_agnews.workers import VERSIONS, Tell
 from gemproj.torch.losses import CrossEntropy
 
@@ -59,7 +59,7 @@ class Run:
         return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{digest.of_values([setting, own])}"
 
     @staticmethod
-    def found(result: Mapping[str, Any]) -> str:
+    def brief(result: Mapping[str, Any]) -> str:
         """Say in a few words what was found."""
         return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
 
@@ -103,11 +103,10 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
     memory = setting.per_task, setting.policy, setting.rows
     setup = Setup(stream, optimizer, run.knob, *memory, run.seed)
     learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
-    schedule = Schedule.of(setting)
-    if run.phase != "report":
-        schedule = replace(schedule, eval_interval=0, probe_interval=0)  # only the end counts
+    # Where nothing is reported, only the end counts.
+    measured = setting if run.phase == "report" else replace(setting, eval_interval=0, probe_interval=0)
     record = Recorder(
-        schedule,
+        measured,
         model,
         [task.train for task in tasks],
         [task.test for task in stream.tasks],
@@ -115,17 +114,16 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
         lambda model, batch: cross_entropy(model, batch).mean(),
         stream.logits,
     )
-    record.start(setup.parameters, stored, learner.projector, own=False)
+    record.start(setup.parameters, stored, learner.projector, holds_all_tasks=False)
     shuffler = torch.Generator().manual_seed(run.seed)
     torch.manual_seed(run.seed)  # of dropout
     model.train()
-    step, diverged = 0, False
+    diverged = False
     for k, task in enumerate(tasks):
         for batch in batches(task.train, setting.batch_size, setting.epochs, shuffler):
-            step += 1
             if diverged:
                 continue
-            record.begin_step(step)
+            record.begin_step()
             with record.time("batch"):
                 optimizer.zero_grad()
                 loss = learner.loss(batch)

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...lora_agnews.data import DataError, csv_rows
+from ...lora_agnews.config import SetupError
+from ...lora_agnews.data import csv_rows
 from ...lora_agnews.stream import SPLIT_SEED, TRAIN_SHARE, Experience, Split
 from ..stream import Stream
 from . import text
@@ -40,14 +41,14 @@ def files(
         Of the model: see `agnews`.
     """
     if len(paths) < 2:
-        raise DataError(f"paths must name at least 2 files, one for each task; got {len(paths)}")
+        raise SetupError(f"paths must name at least 2 files, one for each task; got {len(paths)}")
     if tests is not None and len(tests) != len(paths):
-        raise DataError(f"tests must name a file for each of the {len(paths)} paths, got {len(tests)}")
+        raise SetupError(f"tests must name a file for each of the {len(paths)} paths, got {len(tests)}")
     config = text.configure(preset, settings)
     read = [_deal(Path(path), Path(tests[k]) if tests else None) for k, path in enumerate(paths)]
     classes = sorted({label for parts in read for part in parts for _, label in part})
     if len(classes) < 2:
-        raise DataError(
+        raise SetupError(
             f"all rows of {', '.join(map(str, paths))} have the label {classes[0]!r}; 2 are needed"
         )
     experiences = [
@@ -69,7 +70,7 @@ def _deal(path: Path, test_path: Path | None) -> tuple[list[Row], list[Row]]:
         train, rest = rows[:cut], rows[cut:]
     if not (train and rest):
         found = f"{len(train)} different texts to train on and {len(rest)} to test on"
-        raise DataError(f"{path}: {found}; give more rows, or rows that are not in the test file")
+        raise SetupError(f"{path}: {found}; give more rows, or rows that are not in the test file")
     return train, rest
 
 
@@ -80,12 +81,12 @@ def _split(rows: Sequence[Row], classes: Sequence[str]) -> Split:
 def _read(path: Path) -> Iterator[Row]:
     readers = {".csv": _read_csv, ".jsonl": _read_jsonl}
     if path.suffix not in readers:
-        raise DataError(f"{path}: the name must end in {' or '.join(readers)}")
+        raise SetupError(f"{path}: the name must end in {' or '.join(readers)}")
     for line, found, label in readers[path.suffix](path):
         if not isinstance(found, str) or not found.strip():
-            raise DataError(f"{path}, line {line}: text must be a string that is not empty, found {found!r}")
+            raise SetupError(f"{path}, line {line}: text must be a string that is not empty, found {found!r}")
         if isinstance(label, bool) or not isinstance(label, str | int) or not str(label).strip():
-            raise DataError(f"{path}, line {line}: label must be a string or an integer, found {label!r}")
+            raise SetupError(f"{path}, line {line}: label must be a string or an integer, found {label!r}")
         yield " ".join(found.split()), str(label).strip()
 
 
@@ -93,11 +94,11 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any, Any]]:
     rows = csv_rows(path, "columns text and label are")
     _, header = next(rows)
     if not {"text", "label"} <= set(header):
-        raise DataError(f"{path}, line 1: name the columns text and label; found {', '.join(header)}")
+        raise SetupError(f"{path}, line 1: name the columns text and label; found {', '.join(header)}")
     at = header.index("text"), header.index("label")
     for line, row in rows:
         if row and len(row) != len(header):
-            raise DataError(
+            raise SetupError(
                 f"{path}, line {line}: {len(header)} fields expected as in line 1, {len(row)} found"
             )
         if row:
@@ -106,7 +107,7 @@ def _read_csv(path: Path) -> Iterator[tuple[int, Any, Any]]:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, Any, Any]]:
     if not path.is_file():
-        raise DataError(f"{path}: no such file (lines with the keys text and label are expected there)")
+        raise SetupError(f"{path}: no such file (lines with the keys text and label are expected there)")
     with path.open("rb") as file:
         for line, content in enumerate(file, 1):
             if not content.strip():
@@ -114,8 +115,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any, Any]]:
             try:
                 row = json.loads(content)
             except ValueError as error:  # also of characters that are not UTF-8
-                raise DataError(f"{path}, line {line}: no JSON: {error}") from None
+                raise SetupError(f"{path}, line {line}: no JSON: {error}") from None
             if not isinstance(row, dict) or not {"text", "label"} <= set(row):
                 found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
-                raise DataError(f"{path}, line {line}: the keys text and label are needed; found {found}")
+                raise SetupError(f"{path}, line {line}: the keys text and label are needed; found {found}")
             yield line, row["text"], row["label"]

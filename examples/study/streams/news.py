@@ -12,7 +12,7 @@ from ...lora_agnews.config import CLASSES
 from ..stream import Stream
 from . import text
 
-_load = lru_cache(maxsize=1)(data.load)  # a worker has many runs, each with its own stream
+_load = lru_cache(maxsize=1)(data.load)  # a worker has many runs in one environment, each with its own stream
 
 SETTINGS = ("rows", "dominant_share", *text.MODEL)
 
@@ -43,7 +43,7 @@ def agnews(
         Settings of the preset to be changed: `rows` of a task, `dominant_share`, and those of the model.
     """
     config = text.configure(preset, settings, SETTINGS, experiences=tasks)
-    articles = _load(*data.named(Path(data_folder) if data_folder else None, "data_folder"))
+    articles = _load(Path(data_folder) if data_folder else None, "data_folder")
     dealt = experiences.build(
         articles.texts, articles.labels, config.experiences, config.rows, config.dominant_share
     )

@@ -17,7 +17,7 @@ Weights = Callable[[float, float, float, float, float], tuple[float, float]]
 class MEGA:
     """Weigh the gradient g of a batch against the gradient r on the memory by their losses.
 
-    A balance rather than a projection. It has the methods of a `GradientProjector` that the loop calls.
+    A balance rather than a projection. It takes the place of a `GradientProjector`.
 
     Parameters
     ----------
@@ -48,9 +48,6 @@ class MEGA:
         x = combine(self.r, [u * part for part in g], b.new_tensor([v]))
         for p, part in zip(self.parameters, x, strict=True):
             p.grad = part
-
-    def reset(self) -> None:
-        """Nothing is carried from step to step."""
 
 
 def mega1(rr: float, rg: float, gg: float, loss: float, reference: float) -> tuple[float, float]:
