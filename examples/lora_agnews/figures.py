@@ -60,7 +60,7 @@ def final_accuracy(records: Sequence[Record], summary: Summary) -> Figure:
     ticks(axes, [METHODS[name].title for name in summary])
     axes.set_ylim(0, 100)
     axes.set_ylabel("Final average accuracy (%)")
-    return noted(figure, "Dots: seeds. Error bars: standard deviation across seeds.")
+    return noted(figure, f"Dots: seeds. Error bars: {_spread(records)}.")
 
 
 def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
@@ -82,7 +82,8 @@ def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
             axes.plot(steps, mean, color=method.colour, label=method.title, linewidth=1.6, **dashes)
             if len(values) > 1:
                 std = values.std(axis=0, ddof=1)
-                axes.fill_between(steps, mean - std, mean + std, color=method.colour, alpha=0.13, linewidth=0)
+                low, high = np.clip((mean - std, mean + std), 0, 100)
+                axes.fill_between(steps, low, high, color=method.colour, alpha=0.13, linewidth=0)
         axes.axvspan(edges[i], edges[i + 1], color="#f3f3f3", zorder=0)
         for edge in edges[1:-1]:
             axes.axvline(edge, color="#999999", linewidth=0.8, linestyle=":")
@@ -93,7 +94,7 @@ def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
         axes.set_visible(False)
     figure.supylabel("Test accuracy (%)", fontsize=10)
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
-    return noted(figure, "Grey: the task is being learned. Bands: standard deviation across seeds.")
+    return noted(figure, f"Grey: the task is being learned. Bands: {_spread(records)}.")
 
 
 def transfer(records: Sequence[Record], summary: Summary) -> Figure:
@@ -110,8 +111,8 @@ def transfer(records: Sequence[Record], summary: Summary) -> Figure:
     axes.spines["bottom"].set_visible(False)
     ticks(axes, [f"{metric}\n({better} is better)" for metric, better in metrics.items()])
     axes.set_ylabel("Difference in accuracy")
-    figure.legend(loc="outside upper center", ncols=6)
-    return noted(figure, "Error bars: standard deviation across seeds.")
+    figure.legend(loc="outside upper center", ncols=4)
+    return noted(figure, f"Error bars: {_spread(records)}.")
 
 
 def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
@@ -142,7 +143,7 @@ def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
     keys: Any = [plt.Rectangle((0, 0), 1, 1, **look) for look in looks]
     names = ["One projection", "Constraint gradients of a step"]
     figure.legend(keys, names, loc="outside upper center", ncols=2)
-    note = "Means; error bars: standard deviation across seeds.\nMethods that do not project are left out."
+    note = f"Means; error bars: {_spread(records)}.\nMethods that do not project are left out."
     return noted(figure, note)
 
 
@@ -158,6 +159,11 @@ def ticks(axes: Axes, names: Sequence[str]) -> None:
     """Name the groups of bars."""
     axes.set_xticks(range(len(names)), names)
     axes.tick_params(axis="x", length=0)
+
+
+def _spread(records: Sequence[Record]) -> str:
+    """Return what error bars are."""
+    return f"standard deviation across {len({record['seed'] for record in records})} seeds"
 
 
 def noted(figure: Figure, text: str) -> Figure:

@@ -51,8 +51,8 @@ METHODS = {
         "GEM, step", "#56B4E9", all_tasks, lambda c: {"margin": c.margin, "on": "both", "metric": "adam"}
     ),
     "replay": Method("Replay", "#009E73", replayed=one_sample),
-    "gem-few": Method("GEM, study", "#882255", few_rows, lambda c: {"margin": c.weight}, policy="reservoir"),
+    "gem-few": Method("GEM, tuned", "#882255", few_rows, lambda c: {"margin": c.weight}, policy="reservoir"),
     "replay-few": Method(
-        "Replay, study", "#44AA99", replayed=few_rows, weight=lambda c: c.weight, policy="reservoir"
+        "Replay, tuned", "#CC79A7", replayed=few_rows, weight=lambda c: c.weight, policy="reservoir"
     ),
 }

@@ -99,7 +99,7 @@ def accuracy_over_stream(runs: Runs, methods: Mapping[str, Any], selection: Sequ
             axes.fill_between(seen, mean - half, mean + half, **band)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("Tasks learned")
-    axes.set_ylabel("Mean accuracy on them (%)")
+    axes.set_ylabel("Mean accuracy on the tasks learned so far (%)")
     figure.legend(loc="outside right center", handlelength=3)
     return noted(figure, _note((line[-1] for line in lines.values()), "Bands"))
 
@@ -110,10 +110,12 @@ def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, othe
     axes.axhline(0, color=INK, linewidth=0.8)
     names = [name for name in others if name in runs]
     tasks, shown = np.arange(2, len(runs[reference][0]["boundaries"]) + 1), list[Interval]()
-    for name, marker, aside in zip(names, cycle(MARKERS), 0.15 * side_by_side(len(names)), strict=False):
+    looks = zip(cycle(MARKERS), cycle(DASHES), 0.15 * side_by_side(len(names)), strict=False)
+    for name, (marker, dashes, aside) in zip(names, looks, strict=False):
         found = [compare.paired(runs[reference], runs[name], compare.after(int(k))) for k in tasks]
         line = [one for one in found if one]
-        look = {"color": methods[name].colour, "marker": marker, "markersize": 5, "capsize": 2}
+        look = {"color": methods[name].colour, "linestyle": dashes, "marker": marker}
+        look |= {"markersize": 5, "capsize": 2}
         bars = [100 * _bar(one) for one in line]
         means = [100 * one.mean for one in line]
         axes.errorbar(tasks + aside, means, bars, elinewidth=1, label=methods[name].title, **look)
@@ -121,7 +123,7 @@ def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, othe
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("Tasks learned")
     axes.set_ylabel(f"{methods[reference].title} minus the other (percentage points)")
-    figure.legend(loc="outside right center")
+    figure.legend(loc="outside right center", handlelength=3)
     return noted(figure, _note(shown) + " Paired by seed.")
 
 
@@ -152,7 +154,7 @@ def paired_differences(runs: Runs, methods: Mapping[str, Any], baseline: str = "
     axes.spines["left"].set_visible(False)
     axes.set_xlabel(f"Final average accuracy minus that of {methods[baseline].title} (percentage points)")
     shown = [found for *_, found in rows if found]
-    return noted(figure, _note(shown) + " Paired by seed. Filled: zero lies outside.")
+    return noted(figure, _note(shown) + " Paired by seed. Filled: the interval excludes zero.")
 
 
 def losses(
@@ -206,7 +208,7 @@ def memory(records: Iterable[Record], methods: Mapping[str, Any]) -> Figure:
     axes.set_ylabel("Final average accuracy (%)")
     figure.legend(loc="outside right center", handlelength=3)
     note = _note(point for line in lines.values() for point in line.values())
-    return noted(figure, note + " Points of the same size stand side by side.")
+    return noted(figure, note + " Points of the same memory size stand side by side.")
 
 
 def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
