@@ -125,8 +125,11 @@ def to_numpy(a: Array) -> np.ndarray:
 
 
 def from_numpy(a: Any, xp: Any, device: Any) -> Array:
-    """Return a NumPy array in another library and on another device, as a view where that is possible."""
-    if xp is _NUMPY:
+    """Return a NumPy array in another library and on another device, as a view where that is possible.
+
+    What is not NumPy's passes through: arrays that are on the device already, numbers and None.
+    """
+    if xp is _NUMPY or not isinstance(a, np.ndarray | np.generic):
         return a
     if xp.__name__.endswith("torch"):
         if not np.ndim(a):

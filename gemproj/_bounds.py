@@ -54,17 +54,6 @@ class Bounds(NamedTuple):
         """Return which constraints slacks ``G x - h`` violate, boolean (..., t): equalities by any sign."""
         return slack < 0 if self.equality is None else (slack < 0) | (self.equality & (slack > 0))
 
-    def lower_like(self, lam: Array) -> Array:
-        """Return all lower bounds, with -inf where there is none."""
-        xp = namespace(lam)
-        lower = xp.zeros_like(lam) if self.base is None else self.base
-        unbounded = self.unbounded
-        return lower if unbounded is None else xp.where(unbounded, xp.full_like(lam, -math.inf), lower)
-
-    def upper_like(self, lam: Array) -> Array:
-        """Return all upper bounds, with inf where there is none."""
-        return namespace(lam).full_like(lam, math.inf) if self.upper is None else self.upper
-
 
 PLAIN = Bounds()
 
@@ -174,13 +163,13 @@ def _shaped(value: Any, name: str, like: Array) -> Array:
         ) from None
 
 
-def _check_values(h: Array | None, margin: Array | None, penalty: Array | None) -> None:
-    """Raise for values out of range, where looking at them is free."""
+def _check_values(h: np.ndarray | None, margin: np.ndarray | None, penalty: np.ndarray | None) -> None:
+    """Raise for values out of range, on the CPU, where looking at them is free."""
     for name, value in (("h", h), ("margin", margin)):
-        if value is not None and not np.isfinite(to_numpy(value)).all():
-            raise ValueError(f"{name} must be finite; found {to_numpy(value)}.")
+        if value is not None and not np.isfinite(value).all():
+            raise ValueError(f"{name} must be finite; found {value}.")
     for name, value in (("margin", margin), ("penalty", penalty)):
-        if value is not None and not (to_numpy(value) >= 0.0).all():
-            raise ValueError(f"{name} must be at least 0; found {to_numpy(value)}.")
-    if margin is not None and penalty is not None and bool((to_numpy(penalty) < to_numpy(margin)).any()):
-        raise ValueError(f"penalty must be at least margin, {to_numpy(margin)}; found {to_numpy(penalty)}.")
+        if value is not None and not (value >= 0.0).all():
+            raise ValueError(f"{name} must be at least 0; found {value}.")
+    if margin is not None and penalty is not None and (penalty < margin).any():
+        raise ValueError(f"penalty must be at least margin, {margin}; found {penalty}.")

@@ -20,7 +20,7 @@ from gemproj._arrays import (
 )
 from gemproj._blocks import shape
 from gemproj._certificate import infeasible_rows
-from gemproj._constants import WIDE_RANGE
+from gemproj._constants import NARROW_RANGE, WIDE_RANGE
 from gemproj._problem import Problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
@@ -49,22 +49,18 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
         raise ValueError(
             f"The leading dimensions of K {shape(K)} and b {shape(b)} do not broadcast."
         ) from None
+    if gg is not None and shape(gg) != batch:
+        raise ValueError(f"gg must have shape {batch}, one squared norm per problem; found {shape(gg)}.")
     wide, t = wide_dtype(xp, device), b.shape[-1]
-    K, b = (xp.astype(detach(a), wide, copy=False) for a in (K, b))
+    K, b, gg = (a if a is None else xp.astype(detach(a), wide, copy=False) for a in (K, b, gg))
     b = xp.broadcast_to(b, (*batch, t))
-    if tuple(K.shape[:-2]) and tuple(K.shape[:-2]) != batch:
+    if K.ndim > 2 and shape(K)[:-2] != batch:
         K = xp.broadcast_to(K, (*batch, t, t))
     if on_host(device):
-        K, b = to_numpy(K), to_numpy(b)
+        K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
     if gg is None:
-        own = namespace(b)
-        squares = b * b * inverse(own.linalg.diagonal(K))
-        gg = own.max(squares, axis=-1) if t else own.sum(b, axis=-1)
-    elif tuple(gg.shape) != batch:
-        raise ValueError(f"gg must have shape {batch}, one squared norm per problem; found {shape(gg)}.")
-    else:
-        gg = xp.astype(detach(gg), wide, copy=False)
-        gg = to_numpy(gg) if on_host(device) else gg
+        xp = namespace(b)
+        gg = xp.max(b * b * inverse(xp.linalg.diagonal(K)), axis=-1) if t else xp.sum(b, axis=-1)
     return Gram(K, b, gg)
 
 
@@ -93,6 +89,13 @@ def check_range(problem: Problem, gram: Gram) -> None:
             f"{row}{name} is too small: entries of at most {largest[i]:.1e}, whose squares leave the range "
             f"of float64. Scale {name} up; rows of G may be scaled freely."
         )
+
+
+def fits_float32(gram: Gram) -> np.ndarray:
+    """Return for which problems, boolean (...), no product left the range of float32; on the CPU."""
+    low, high = NARROW_RANGE
+    squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
+    return np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)
 
 
 def check_finite(gram: Gram) -> None:

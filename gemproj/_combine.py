@@ -17,7 +17,7 @@ def combine(
     """Return ``x = g + G.T @ multipliers`` (``g + diag(1/w) @ G.T @ multipliers`` with a metric w).
 
     Multipliers stay in float64 to the end, whatever the dtype of `g`, and x is rounded once. Rows whose
-    multiplier is zero are not read on the CPU.
+    multiplier is zero need not be finite.
 
     Parameters
     ----------
@@ -40,34 +40,33 @@ def combine(
     problem = check_problem(G, g, metric)
     expected = (*problem.batch, problem.t)
     lam = check_multipliers(multipliers, "multipliers", expected, problem.xp, problem.device)
-    x = output(problem, out)
-    write_rows(problem, lam, x)
-    return returned(problem, x, out)
+    x = blocks_for_x(problem, out)
+    write_x(problem, lam, x)
+    return as_asked(problem, x, out)
 
 
 def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     """Write the x of a solution of this problem; x may be g itself."""
-    write_rows(problem, sol.multipliers, x)
-    if sol._factor is not None and all(v.dtype == problem.wide for v in problem.vector):
-        polish(problem, sol, x)
+    write_x(problem, sol.multipliers, x)
+    polish(problem, sol, x)
 
 
-def output(problem: Problem, out: Blocks | None) -> list[Array]:
+def blocks_for_x(problem: Problem, out: Blocks | None) -> list[Array]:
     """Return the blocks that x is written to; checked before any work is done."""
     if out is not None:
         return check_out(out, problem)
     return problem.empty() if problem.host else problem.empty_views()
 
 
-def returned(problem: Problem, x: list[Array], out: Any) -> Any:
-    """Return x as the caller wants it."""
+def as_asked(problem: Problem, x: list[Array], out: Any) -> Any:
+    """Return x as the caller asked for it: in `out`, or in a container like the one of g."""
     if out is None:
         return problem.pack(x)
     note_written(x)
     return out
 
 
-def write_rows(problem: Problem, lam: Array, x: list[Array]) -> None:
+def write_x(problem: Problem, lam: Array, x: list[Array]) -> None:
     """Write ``g + G'lam`` to x, for multipliers as t-space has them."""
     if problem.host and not lam.any():
         for to, v in zip(x, problem.vector, strict=True):

@@ -18,6 +18,8 @@ NEAR_ZERO = 1e-9
 # Smallest eigenvalue of the normalised Gram matrix of active rows below which K has lost too many
 # digits: x is then off by 1e-16 / 1e-4 or more.
 RESOLVED = 1e-4
+# A cheap lower bound of that eigenvalue is enough above this; below it the eigenvalue itself is computed.
+CLOSE = 0.05
 # Pivots per row before the least-index rule, which cannot cycle; the search ends at twice as many.
 BUDGET, PATIENCE = 6, 2
 # Searches in a row, each from a fresh tableau, because updates add rounding.

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import to_numpy
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse
@@ -94,8 +93,8 @@ def solve_on_rows(A: np.ndarray, u: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _whole(gram: Gram) -> np.ndarray:
-    K, b, gg = (to_numpy(a) for a in gram)
-    return np.block([[K, b[:, None]], [b[None, :], gg[None, None]]])
+    """Return the Gram matrix (t + 1, t + 1) of the rows [G; g]."""
+    return np.block([[gram.K, gram.b[:, None]], [gram.b, gram.gg]])
 
 
 def _unit_diagonal(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

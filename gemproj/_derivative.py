@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from gemproj._arrays import Array
 from gemproj._problem import Problem
-from gemproj._refine import solve_free
+from gemproj._refine import solve_on_free
 from gemproj._solution import DualSolution
 
 
@@ -63,7 +63,7 @@ def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: lis
 
     # Where rows nearly cancel, the rounding of z along them is taken out once more.
     for _ in range(1 if sol._factor is None else 2):
-        step = solve_free(sol, xp.where(free, along(p), xp.zeros_like(z)))
+        step = solve_on_free(sol, xp.where(free, along(p), xp.zeros_like(z)))
         z = z + step
         p = [v - xp.matmul(step[..., None, :], a)[..., 0, :] for a, v in zip(rows, p, strict=True)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace, on_host
@@ -151,13 +152,9 @@ def solve_measured(
     measured: Measured, options: Options, start: Array | None, xp: Any, device: Any
 ) -> DualSolution:
     """Stage 2 alone, for a user with arrays of the library `xp`; on the CPU the result has NumPy's."""
-
-    def to_caller(a: Array) -> Array:
-        return from_numpy(a, xp, device) if on_host(device) and a is not None else a
-
     if on_host(device):
         check_finite(measured.gram)
-    sol, _ = _solve(measured, options, start, to_caller)
+    sol, _ = run_method(measured, options, start, partial(from_numpy, xp=xp, device=device))
     return check_feasible(sol) if isinstance(options.method, Exact) else sol
 
 
@@ -188,7 +185,7 @@ def solve_problem(
             check_finite(measured.gram)
     elif problem.host:
         check_range(problem, measured.gram)
-    sol, resolved = _solve(measured, options, start, problem.to_caller, only_multipliers)
+    sol, resolved = run_method(measured, options, start, problem.to_caller, only_multipliers)
     if all_reduce is None:
         if options.refine:
             sol = refine_directly(problem, sol, options.refine)
@@ -197,7 +194,7 @@ def solve_problem(
     return check_feasible(sol) if isinstance(options.method, Exact) else sol
 
 
-def _solve(
+def run_method(
     measured: Measured,
     options: Options,
     start: Array | None,
@@ -208,7 +205,8 @@ def _solve(
     gram, dropped, method = measured.gram, None, options.method
     xp, device = namespace(gram.b), device_of(gram.b)
     host = on_host(device)
-    # Then the backend leaves out rows that are not finite, and the status may be missing.
+    # Where only multipliers are wanted, the backend leaves out rows that are not finite, and the status may
+    # be missing.
     bare = only_multipliers and not host and options.plain and isinstance(method, Method)
     if not host and not bare:
         K, b, dropped = drop_not_finite(gram.K, gram.b)
@@ -221,10 +219,9 @@ def _solve(
         start = clip(start if base is None else start - base, dual.lower, dual.upper)
     if isinstance(method, Method):
         found = solver_for(dual.b)(method, dual, start, only_multipliers=bare)
-        lam, iterations, status, resolved = found
     else:
-        lam, iterations, status = call(method, dual.K, dual.b, start, to_caller), 0, int(Status.APPROXIMATE)
-        resolved = None
+        found = call(method, dual.K, dual.b, start, to_caller)
+    lam, iterations, status, resolved = found
     if isinstance(status, int) and not bare:
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
     if base is not None:

@@ -55,7 +55,7 @@ class Problem:
     shared : bool
         Whether all problems of the batch have the same G, which is stored once.
     backend : object
-        What runs stages 1 and 3, see `gemproj.backends.select`.
+        What runs stages 1 and 3, see `gemproj.backends.select`; None in a problem that `replace` makes.
     """
 
     xp: Any
@@ -67,7 +67,7 @@ class Problem:
     weight: list[Array] | None
     keys: Any
     shared: bool = False
-    backend: Any = None
+    backend: Any = field(default=None, init=False)
     host: bool = field(init=False)
     shapes: list[tuple[int, ...]] = field(init=False)
     columns: int = field(init=False)
@@ -100,14 +100,14 @@ class Problem:
         """Return problem i of the batch, as views."""
         vector = [a[(*i, ...)] for a in self.vector]
         if self.shared:
-            return replace(self, batch=(), vector=vector, shared=False, backend=None)
+            return replace(self, batch=(), vector=vector, shared=False)
         rows = [a[(*i, ...)] for a in self.rows]
         weight = None if self.weight is None else [a[(*i, ...)] for a in self.weight]
-        return replace(self, batch=(), rows=rows, vector=vector, weight=weight, backend=None)
+        return replace(self, batch=(), rows=rows, vector=vector, weight=weight)
 
     def to_caller(self, a: Array) -> Array:
         """Return an array of t-space, which is NumPy's on the CPU, in the library of G and g."""
-        return from_numpy(a, self.xp, self.device) if self.host and a is not None else a
+        return from_numpy(a, self.xp, self.device)
 
     def to_host(self, a: Array) -> Array:
         """Return an array of the library of G and g as t-space has it: NumPy's on the CPU."""

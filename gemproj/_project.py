@@ -9,7 +9,7 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks
 from gemproj._blocks import blocks_of
-from gemproj._combine import combine_into, output, returned
+from gemproj._combine import as_asked, blocks_for_x, combine_into
 from gemproj._dual import solve_problem
 from gemproj._options import check_options
 from gemproj._problem import check_problem
@@ -83,10 +83,10 @@ def project(
         return project_operator(G, g, method, h, margin, penalty, equality, metric, warm_start, out, refine)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     problem = check_problem(G, g, metric)
-    x = output(problem, out)
+    x = blocks_for_x(problem, out)
     sol = solve_problem(problem, options, warm_start, only_multipliers=True)
     combine_into(problem, sol, x)
-    return returned(problem, x, out)
+    return as_asked(problem, x, out)
 
 
 def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:

@@ -8,12 +8,12 @@ import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
 from gemproj._bounds import standard_form
-from gemproj._constants import OPTIMAL_WITHIN, RESOLVED
+from gemproj._constants import EPS, OPTIMAL_WITHIN, RESOLVED
 from gemproj._coordinates import SMALL, from_rows, settle, solve_on_rows
 from gemproj._problem import Problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
-from gemproj._tspace import Gram, clip, inverse, normalise, snap, solve_on
+from gemproj._tspace import Gram, clip, inverse, normalise, snap, solve_on, times_rows
 from gemproj.backends import select
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._faces import Factorisation
@@ -46,10 +46,10 @@ def return_to_rows(
     lower, upper = sol.lower, sol.upper
     for i in map(tuple, np.argwhere(lost)):
         gram = Gram(K[i], sol.gram.b[i], sol.gram.gg[i])
-        factor[i] = from_rows(problem.at(i) if batch else problem, gram, sol._rounding)
+        factor[i] = from_rows(problem.at(i), gram, sol._rounding)
         if isinstance(method, Exact):
             h = None if sol.bounds.h is None else sol.bounds.h[i]
-            found, pivots, ended = _solve(factor[i], h, lower[i], upper[i], lam[i])
+            found, pivots, ended = solve_in_coordinates(factor[i], h, lower[i], upper[i], lam[i])
             # Rows of norm zero, or left out, keep their multipliers.
             lam[i] = np.where(factor[i][:, :t].any(axis=0), found, lam[i])
             status[i] = status[i] & ~(Status.UNRESOLVED | Status.STALLED) | ended
@@ -65,14 +65,14 @@ def _lost(problem: Problem, sol: DualSolution, resolved: np.ndarray | None) -> n
             return np.array(resolved.item() < trusted or sol.status.item() & _STALLED > 0)
         return (resolved < trusted) | (sol.status & _STALLED > 0)
     # Where the method does not say which rows are active, or K is too coarse to tell, any row may be.
-    unit = normalise(sol.gram.K, sol.gram.b, None, None, None)
+    unit = normalise(sol.gram.K, sol.gram.b)
     return resolution(unit.K, np.ones(unit.b.shape, dtype=bool)) < (RESOLVED if wide else _TRUST_NARROW)
 
 
-def _solve(
+def solve_in_coordinates(
     F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, start: np.ndarray
 ) -> tuple[np.ndarray, int, Status]:
-    """Solve one problem in coordinates, of rows of any norm; return lam, pivots and status."""
+    """Solve one problem from its coordinates F, of rows of any norm; return lam, pivots and status."""
     base = np.where(np.isfinite(lower), lower, 0.0)
     A, a = F[:, :-1], F[:, -1] + F[:, :-1] @ base
     right = np.zeros(len(base)) if h is None else h
@@ -88,7 +88,7 @@ def _solve(
     first = np.clip((start - base)[rows] * scale, least, most)
     unit, pivots, residual = solve_active_set(Factorisation(A, a, right), least, most, first)
     lam[rows] += unit / scale
-    status = Status.OPTIMAL if residual <= OPTIMAL_WITHIN * 2.0**-52 else Status.STALLED
+    status = Status.OPTIMAL if residual <= OPTIMAL_WITHIN * EPS else Status.STALLED
     # What the rounding of multipliers leaves along their rows tells whether float64 can hold them.
     if settle(A, a, unit, (unit > least) & (unit < most), right)[1] > _HOPELESS:
         status |= Status.UNRESOLVED
@@ -124,9 +124,7 @@ def direct_slack(problem: Problem, lam: Array, h: Array | None) -> Array:
     with problem.without_autocast():
         for lead, tile in stacked(problem, problem.wide):
             part, G, g = weights[(*lead, ...)], tile[..., : problem.t, :], tile[..., problem.t :, :]
-            # Zero times what is not finite is not zero, and a row that was left out may hold that.
-            used = xp.any(part != 0, axis=-2)[..., None]
-            x = g + xp.matmul(part, xp.where(used, G, xp.zeros_like(G)))
+            x = g + times_rows(part, G)
             total[(*lead, ...)] += xp.matmul(x, xp.matrix_transpose(G))
     return s + xp.reshape(total, lam.shape)
 
@@ -135,34 +133,30 @@ def polish(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     """Take the rounding of large multipliers out of x: ``G_P x = h_P`` for the free rows P, in place.
 
     Where rows nearly cancel, multipliers are large, and so is the rounding of ``g + G'lam``. One more
-    read and one more combination, for float64 problems that `return_to_rows` has solved.
+    read and one more combination, for float64 problems that `return_to_rows` has solved, and no others.
     """
-    step = np.zeros(sol.multipliers.shape)
-    for i in map(tuple, np.argwhere(sol.refined)):
-        one = problem.at(i) if problem.batch else problem
-        one = replace(one, vector=[a[(*i, ...)] for a in x], weight=None, backend=None)
-        s = direct_slack(one, np.zeros(problem.t), None if sol.bounds.h is None else sol.bounds.h[i])
-        step[i] = -solve_free(sol, np.where(np.isfinite(s), s, 0.0), i)
-    moved = replace(problem, vector=x, backend=None)
+    factor = sol._factor
+    if factor is None or any(v.dtype != problem.wide for v in problem.vector):
+        return
+    moved, step, free = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.free
+    for i in map(tuple, np.argwhere(factor.any(axis=(-2, -1)))):
+        h = None if sol.bounds.h is None else sol.bounds.h[i]
+        s = direct_slack(replace(moved.at(i), weight=None), np.zeros(problem.t), h)
+        step[i] = -solve_on_rows(factor[i][:, :-1], np.where(np.isfinite(s), s, 0.0), free[i])
     select(moved).combine(moved, step, x)
 
 
-def solve_free(sol: DualSolution, u: Array, i: tuple[int, ...] = ()) -> Array:
-    """Return ``K_PP^-1 u_P`` for the free rows P and zero for the others, of problem i of the batch.
+def solve_on_free(sol: DualSolution, u: Array) -> Array:
+    """Return ``K_PP^-1 u_P`` for the free rows P and zero for the others.
 
     Numerically dependent free rows get one of the solutions.
     """
-    K, b, _ = sol.gram
-    free = sol.free[i] if i else sol.free
-    if i and K.ndim == b.ndim + 1:
-        K = K[i]
-    unit = normalise(K, u, None, None, None)
+    free, unit = sol.free, normalise(sol.gram.K, u)
     z = solve_on(unit.K, unit.b, free) * unit.scale
     if sol._factor is None:
         return z
     xp, device = namespace(z), device_of(z)
     z, u, free = np.array(to_numpy(z)), to_numpy(u), to_numpy(free)
-    F = sol._factor[i] if i else sol._factor
-    for j in map(tuple, np.argwhere(F.any(axis=(-2, -1)))):
-        z[j] = solve_on_rows(F[j][:, :-1], u[j], free[j])
+    for i in map(tuple, np.argwhere(sol._factor.any(axis=(-2, -1)))):
+        z[i] = solve_on_rows(sol._factor[i][:, :-1], u[i], free[i])
     return from_numpy(z, xp, device)

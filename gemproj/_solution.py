@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -61,12 +62,16 @@ class DualSolution:
     @property
     def lower(self) -> Array:
         """Lower bounds of the multipliers, shape (..., t): 0, the margin, or -inf for an equality."""
-        return self.bounds.lower_like(self.multipliers)
+        lam, base, unbounded = self.multipliers, self.bounds.base, self.bounds.unbounded
+        xp = namespace(lam)
+        lower = xp.zeros_like(lam) if base is None else base
+        return lower if unbounded is None else xp.where(unbounded, xp.full_like(lam, -math.inf), lower)
 
     @property
     def upper(self) -> Array:
         """Upper bounds of the multipliers, shape (..., t): infinity, or the penalty."""
-        return self.bounds.upper_like(self.multipliers)
+        lam, upper = self.multipliers, self.bounds.upper
+        return namespace(lam).full_like(lam, math.inf) if upper is None else upper
 
     @property
     def active(self) -> Array:
@@ -95,7 +100,10 @@ class DualSolution:
 
     @property
     def refined(self) -> Array:
-        """Boolean (...): whether the multipliers come from G itself, because K had lost the digits."""
+        """Boolean (...): whether the CPU went back from K to G, because K had lost digits.
+
+        This is not about the option `refine`.
+        """
         xp, device = namespace(self.status), device_of(self.status)
         if self._factor is None:
             return xp.zeros_like(self.status, dtype=xp.bool)
@@ -172,7 +180,7 @@ class DualSolution:
         def move(a: Any) -> Any:
             if isinstance(a, tuple):  # Gram and Bounds
                 return type(a)(*map(move, a))
-            return from_numpy(a, xp, device) if isinstance(a, np.ndarray | np.generic) else a
+            return from_numpy(a, xp, device)
 
         names = ("multipliers", "gram", "bounds", "iterations", "status")
         return replace(self, **{name: move(getattr(self, name)) for name in names})

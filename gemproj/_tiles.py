@@ -55,16 +55,16 @@ def stacked(problem: Problem, dtype: Any) -> Iterator[tuple[tuple[Any, ...], Arr
     """
     xp, t, buffer = problem.xp, problem.t, None
     m = math.prod(problem.batch) if problem.shared else 1
-    for k, lead, index, size in tiles(problem):
-        vector = problem.vector[k][index]
+    for k, lead, at, size in tiles(problem):
+        vector = problem.vector[k][at]
         batch = () if problem.shared else tuple(vector.shape[: len(problem.batch)])
         if buffer is None or size > buffer.shape[-1] or buffer.shape[:-2] != batch:
             buffer = xp.empty((*batch, t + m, size), dtype=dtype, device=problem.device)
         tile = buffer[..., :size]
-        tile[..., :t, :] = xp.reshape(problem.rows[k][index], (*batch, t, size))
+        tile[..., :t, :] = xp.reshape(problem.rows[k][at], (*batch, t, size))
         tile[..., t:, :] = xp.reshape(vector, (*batch, m, size))
         if problem.weight is not None:
-            weight = xp.reshape(problem.weight[k][index], (*batch, size))
+            weight = xp.reshape(problem.weight[k][at], (*batch, size))
             root = xp.sqrt(xp.astype(weight, dtype))[..., None, :]
             tile[..., :t, :] /= root
             tile[..., t:, :] *= root

@@ -59,7 +59,13 @@ class Unit(NamedTuple):
     scale: Array  # multipliers of the given problem = scale * multipliers of this one
 
 
-def normalise(K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None) -> Unit:
+def normalise(
+    K: Array,
+    b: Array,
+    lower: Array | None = None,
+    upper: Array | None = None,
+    start: Array | None = None,
+) -> Unit:
     """Scale the rows of G to norm one and b to maximum one; neither the feasible set nor x moves.
 
     A row of norm zero constrains nothing: its multiplier is decoupled and ends at zero.
@@ -98,6 +104,16 @@ def matvec(K: Array, v: Array) -> Array:
     """Return K v for every problem of a batch, summed in the same order for each of them."""
     xp = namespace(K)
     return xp.sum(K * v[..., None, :], axis=-1)
+
+
+def times_rows(weights: Array, rows: Array) -> Array:
+    """Return weights (..., m, t) times rows (..., t, n), without rows that no weight uses.
+
+    Zero times what is not finite is not zero, and a row that was left out may hold that.
+    """
+    xp = namespace(weights)
+    used = xp.any(weights != 0, axis=-2)[..., None]
+    return xp.matmul(weights, xp.where(used, rows, xp.zeros_like(rows)))
 
 
 def clip(lam: Array, lower: Array | None, upper: Array | None) -> Array:
@@ -179,4 +195,4 @@ def submatrix(K: Array, rows: Array) -> Array:
     """Return K for the chosen rows, boolean (..., t), and the identity for the others."""
     xp = namespace(K)
     chosen = rows[..., :, None] & rows[..., None, :]
-    return xp.where(chosen, K, identity_like(K) * xp.ones_like(K))
+    return xp.where(chosen, K, identity_like(K))

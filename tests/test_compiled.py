@@ -226,7 +226,7 @@ def test_loops_compiled_ahead_are_those_that_are_called(rng):
     from gemproj.backends.numba.ahead import compile_all
 
     compile_all([np.float32, np.float64])
-    functions = [loops.add_products, loops.add_rows, loops.add_shared_products, search.search]
+    functions = [loops.sum_products, loops.write_combination, loops.sum_shared_products, search.search]
     before = [len(function.signatures) for function in functions]
     for dtype in (np.float32, np.float64):
         for t, d in ((3, 50), (9, 140_000)):

@@ -90,7 +90,7 @@ def test_degenerate_integer_problems_against_exact_arithmetic(rng):
         assert_close(project(G, g), expected, atol=1e-11)
         # The method for large t on the same small problems.
         K, b, _ = gram(G, g)
-        unit = normalise(K, b, None, None, None)
+        unit = normalise(K, b)
         lam = solve_active_set(Tableau(unit.K, unit.b), None, None, None)[0]
         assert_close(combine(G, g, lam * unit.scale), expected, atol=1e-11)
 

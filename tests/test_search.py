@@ -26,7 +26,7 @@ def compiled(K, b, lower, upper, start):
     def rows(a):
         return _NONE if a is None else a[None].copy()
 
-    lam, pivots, status, apart = np.empty((1, t)), np.empty(1, int), np.empty(1, int), np.empty(1)
+    lam, pivots, status, resolved = np.empty((1, t)), np.empty(1, int), np.empty(1, int), np.empty(1)
     search(
         K[None].copy(),
         b[None].copy(),
@@ -35,11 +35,10 @@ def compiled(K, b, lower, upper, start):
         rows(start),
         0,
         1,
-        0.05,
         lam,
         pivots,
         status,
-        apart,
+        resolved,
     )
     return lam[0], int(pivots[0]), int(status[0])
 

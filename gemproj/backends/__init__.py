@@ -26,7 +26,11 @@ _PORTABLE = Portable()
 
 
 class Backend(Protocol):
-    """Stages 1 and 3 on the arrays of one kind of problem."""
+    """Stages 1 and 3 on the arrays of one kind of problem.
+
+    The problem is an argument of both, and never kept: it keeps its backend, and a cycle would keep G in
+    memory for a while.
+    """
 
     name: str
 

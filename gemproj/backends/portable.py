@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, from_numpy, namespace, to_numpy
-from gemproj._checks import drop_not_finite
-from gemproj._constants import CHUNK, EPS, LARGE, NARROW_RANGE, NARROW_ROUNDING, WIDE_ROUNDING
+from gemproj._arrays import Array, namespace
+from gemproj._checks import drop_not_finite, fits_float32
+from gemproj._constants import CHUNK, EPS, LARGE, NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tiles import stacked, tiles
-from gemproj._tspace import Gram, Measured, Standard
+from gemproj._tspace import Gram, Measured, Standard, times_rows
 from gemproj.methods import Method, Outcome
 
 
@@ -28,15 +29,13 @@ class Portable:
         if not problem.host or problem.columns < LARGE or problem.has_float64():
             return Measured(_sum_products(problem, problem.wide), rounding)
         narrow = _sum_products(problem, problem.xp.float32)
-        squares = np.diagonal(narrow.K, axis1=-2, axis2=-1)
-        low, high = NARROW_RANGE
-        fits = np.all((squares > low) & (squares < high), axis=-1) & (narrow.gg > low) & (narrow.gg < high)
+        fits = fits_float32(narrow)
         if not fits.all():
             # Problem by problem, so that none of a batch changes the bits of another.
             wide = _sum_products(problem, problem.wide)
             rows = np.all(fits) if problem.shared else fits[..., None, None]
-            fits = [rows, fits[..., None], fits]
-            narrow = Gram(*(np.where(ok, a, b) for ok, a, b in zip(fits, narrow, wide, strict=True)))
+            masks = rows, fits[..., None], fits
+            narrow = Gram(*(np.where(ok, a, b) for ok, a, b in zip(masks, narrow, wide, strict=True)))
         return Measured(narrow, NARROW_ROUNDING)
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
@@ -45,14 +44,15 @@ class Portable:
         flat = (-1, t) if problem.shared else (*lam.shape[:-1], 1, t)
         weights = namespace(lam).reshape(lam, flat)
         with problem.without_autocast():
-            for k, lead, index, size in tiles(problem):
-                part, vector, piece = weights[(*lead, ...)], problem.vector[k][index], x[k][index]
+            for k, lead, at, size in tiles(problem):
+                part, vector, piece = weights[(*lead, ...)], problem.vector[k][at], x[k][at]
                 batch = () if problem.shared else part.shape[:-2]
-                rows = xp.astype(xp.reshape(problem.rows[k][index], (*batch, t, size)), problem.wide)
-                step = _product(part, rows, problem)
+                rows = xp.astype(xp.reshape(problem.rows[k][at], (*batch, t, size)), problem.wide)
+                # On the CPU NumPy multiplies, with the same bits whatever the size of the batch.
+                step = problem.to_caller(times_rows(part, problem.to_host(rows)))
                 step = xp.reshape(step, vector.shape)
                 if problem.weight is not None:
-                    step = step / problem.weight[k][index]
+                    step = step / problem.weight[k][at]
                 piece[...] = xp.astype(vector + step, piece.dtype)
 
 
@@ -65,48 +65,28 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
     return found._replace(multipliers=xp.where(dropped, xp.zeros_like(b), found.multipliers))
 
 
-def _product(weights: Array, rows: Array, problem: Problem) -> Array:
-    """Return weights (..., m, t) times rows (..., t, n), without rows that no weight uses.
-
-    Zero times what is not finite is not zero, and a row that was left out may hold that. On the CPU
-    NumPy multiplies, with the same bits whatever the size of the batch.
-    """
-    if problem.host:
-        rows, xp = to_numpy(rows), namespace(weights)
-    else:
-        xp = problem.xp
-    used = xp.any(weights != 0, axis=-2)[..., None]
-    product = xp.matmul(weights, xp.where(used, rows, xp.zeros_like(rows)))
-    return from_numpy(product, problem.xp, problem.device) if problem.host else product
-
-
 def _sum_products(problem: Problem, dtype: Any) -> Gram:
     """Return K, b and |g|^2, from products in `dtype` that are summed in the widest dtype."""
     t, batch = problem.t, problem.batch
-    lead = () if problem.shared else batch
-    m = int(np.prod(batch)) if problem.shared else 1
-    shape = (*lead, t + m, t)
-    if problem.host:
-        total, squares = np.zeros(shape), np.zeros((*lead, m))
-    else:
-        options = {"dtype": problem.wide, "device": problem.device}
-        total, squares = problem.xp.zeros(shape, **options), problem.xp.zeros((*lead, m), **options)
+    # With a shared G there is one tile for all problems, with all gradients as rows.
+    outer, m = ((), math.prod(batch)) if problem.shared else (batch, 1)
+    total, squares = (
+        problem.to_host(problem.xp.zeros(shape, dtype=problem.wide, device=problem.device))
+        for shape in ((*outer, t + m, t), (*outer, m))
+    )
     xp = namespace(total)
     with problem.without_autocast():
-        for at, tile in stacked(problem, dtype):
+        for lead, tile in stacked(problem, dtype):
             G, g = tile[..., :t, :], tile[..., t:, :]
             # Not the tile times its own transpose, which takes a path in NumPy that is slow for few rows.
-            multiply = _sum_chunks if dtype != problem.wide else _times_transpose
-            total[(*at, ...)] += multiply(tile, G)
+            if dtype == problem.wide:
+                total[(*lead, ...)] += xp.matmul(tile, xp.matrix_transpose(G))
+            else:
+                total[(*lead, ...)] += _sum_chunks(tile, G)
             g = xp.astype(g, total.dtype, copy=False)
-            squares[(*at, ...)] += xp.sum(g * g, axis=-1)
+            squares[(*lead, ...)] += xp.sum(g * g, axis=-1)
     K, b = total[..., :t, :], xp.reshape(total[..., t:, :], (*batch, t))
     return Gram(K, b, xp.reshape(squares, batch))
-
-
-def _times_transpose(left: Array, right: Array) -> Array:
-    xp = namespace(left)
-    return xp.matmul(left, xp.matrix_transpose(right))
 
 
 def _sum_chunks(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from gemproj._constants import BUDGET, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
+from gemproj._tspace import natural_residual
 from gemproj.methods._faces import Factorisation, Tableau
 
 
@@ -45,22 +46,18 @@ def solve_active_set(
     upper = np.full(t, np.inf) if upper is None else upper
     lam = np.zeros(t) if start is None else np.clip(start, lower, upper)
     best, pivots = np.zeros(t), 0
-    smallest = _residual(best, faces.slack(best), lower, upper)
+    smallest = natural_residual(best, faces.slack(best), lower, upper)
     for _ in range(SEARCHES):
         search = _Search(faces, lower, upper, lam)
         search.run(budget=BUDGET * t)
         pivots += search.pivots
         lam = search.lam
-        residual = _residual(lam, faces.slack(lam), lower, upper)
+        residual = natural_residual(lam, faces.slack(lam), lower, upper)
         if residual < smallest:
             best, smallest = lam, residual
         if smallest <= ROUNDING * (1.0 + np.abs(best).sum()):
             break
     return best, pivots, smallest
-
-
-def _residual(lam: np.ndarray, s: np.ndarray, lower: np.ndarray, upper: np.ndarray) -> float:
-    return float(np.max(np.abs(lam - np.clip(lam - s, lower, upper)), initial=0.0))
 
 
 class _Search:
@@ -85,9 +82,8 @@ class _Search:
                 # A row that leaves in the move it entered for did so by rounding: not again at once.
                 tabu[entered] = entered >= 0 and not self.faces.free[entered]
             s = self._trial()
-            shut = self.faces.free | tabu | (self.upper <= self.lower)
             violation = np.where(self.lam >= self.upper, s, np.where(np.isinf(self.lower), np.abs(s), -s))
-            violation = np.where(shut, 0.0, violation)
+            violation[self.faces.free | tabu | (self.upper <= self.lower)] = 0.0
             violated = violation > self.faces.rounding(self.lam)
             if not violated.any() or self.pivots > PATIENCE * budget:
                 return

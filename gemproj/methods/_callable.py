@@ -8,11 +8,12 @@ import numpy as np
 
 from gemproj._arrays import Array, detach, device_of, namespace, on_host, to_numpy
 from gemproj._blocks import shape
+from gemproj.methods._method import Outcome, Status
 
 
 def call(
     method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
-) -> Array:
+) -> Outcome:
     """Call a function of the user with copies, as it may work in place, of the library it expects."""
     xp = namespace(b)
     K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
@@ -29,4 +30,4 @@ def call(
         lam = to_numpy(lam)
         if not np.isfinite(lam).all():
             raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
-    return lam
+    return Outcome(lam, 0, int(Status.APPROXIMATE))

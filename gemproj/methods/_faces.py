@@ -1,7 +1,8 @@
-"""The minimum over any set of free multipliers, and what follows for the others: under an active-set search.
+"""Faces of the feasible box: the sets of free multipliers that an active-set search goes through.
 
-Either a tableau of K, which costs one rank-one update per pivot, or an orthogonal factorisation of the rows,
-for which they may be nearly dependent.
+The other multipliers are held. The minimum over the free ones, and the slack of the other rows there, come
+from a tableau of K, which costs one rank-one update per pivot, or from an orthogonal factorisation of the
+rows, for which they may be nearly dependent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from gemproj._tspace import dependent_below, sweep
 
 
 class Tableau:
-    """The minimum over any set of free multipliers, from [K | b] swept on that set."""
+    """A face by its tableau: [K | b] swept on the set of free multipliers."""
 
     def __init__(self, K: np.ndarray, b: np.ndarray) -> None:
         self.K, self.b = K, b
@@ -80,7 +81,7 @@ class Tableau:
 
 
 class Factorisation:
-    """The same in coordinates: K = A'A and b = A'a - h, not formed."""
+    """A face in coordinates: K = A'A and b = A'a - h, not formed. For the methods, see `Tableau`."""
 
     def __init__(self, A: np.ndarray, a: np.ndarray, h: np.ndarray | None = None) -> None:
         self.A, self.a = A, a

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
-from gemproj._constants import MOST_ROWS, MOST_SETS, NEAR_ZERO, RESOLVED
+from gemproj._constants import CLOSE, MOST_ROWS, MOST_SETS, NEAR_ZERO, RESOLVED
 from gemproj._tspace import matvec, normalise, smallest_pivot
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._enumeration import enumerate_active_sets
@@ -18,8 +18,6 @@ from gemproj.methods.fista import FISTA
 
 # Enumeration holds the tableaux of all active sets of all problems at once.
 _MOST_ELEMENTS = 1 << 22
-# Rows that are farther apart than this, by a bound that is cheap, are not looked at more closely.
-CLOSE = 0.05
 
 
 @dataclass(frozen=True)

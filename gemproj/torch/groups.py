@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import namespace
-from gemproj._combine import write_rows
+from gemproj._combine import write_x
 from gemproj._dual import solve_problem
 from gemproj._options import Options
 from gemproj._solution import DualSolution
@@ -91,5 +91,5 @@ def project_groups(
     if changed:
         for problems, lam in zip(here, sol.multipliers, strict=True):
             for problem in problems:
-                write_rows(problem, problem.to_host(lam), problem.vector)
+                write_x(problem, problem.to_host(lam), problem.vector)
     return sol, changed

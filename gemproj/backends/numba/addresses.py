@@ -11,8 +11,8 @@ from gemproj._problem import Problem
 
 # Columns of the address table, which has a line per block and problem; strides in bytes. Address of the first
 # row, strides of rows and columns; addresses of g and x, each with its stride; first column, their number.
-ADDRESSES = 9
-ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(ADDRESSES)
+FIELDS = 9
+ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(FIELDS)
 # By bytes, of what is known to be real floating point. NumPy has no bfloat16, only its bits.
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 

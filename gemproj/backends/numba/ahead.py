@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from gemproj.backends.numba.addresses import ADDRESSES
-from gemproj.backends.numba.loops import add_pieces, add_products, add_rows, add_shared_products
+from gemproj.backends.numba.addresses import FIELDS
+from gemproj.backends.numba.loops import add_pieces, sum_products, sum_shared_products, write_combination
 from gemproj.backends.numba.search import search
 
 
@@ -22,15 +22,15 @@ def compile_all(dtypes: Sequence[Any] = (np.float32, np.float64, np.uint16)) -> 
         uint16 stands for bfloat16.
     """
     start = time.perf_counter()
-    lines, totals = np.empty((0, ADDRESSES), dtype=np.int64), np.empty((1, 1, 2, 2))
+    lines, totals = np.empty((0, FIELDS), dtype=np.int64), np.empty((1, 1, 2, 2))
     none, counts = np.empty((0, 0)), np.empty(0, dtype=np.int64)
     for dtype in dtypes:
         like = np.empty(0, dtype)
         for sums in (np.empty(0), np.empty(0, np.float32)):
             if dtype is not np.float64 or sums.dtype == np.float64:
-                add_products(lines, 1, 0, 0, 1, 1, 512, like, sums, totals)
-                add_shared_products(lines, 0, 0, 0, 1, 512, like, sums, totals)
-        add_rows(lines, 1, 0, 0, 1, 1, False, like, none)
+                sum_products(lines, 1, 0, 0, 1, 1, 512, like, sums, totals)
+                sum_shared_products(lines, 0, 0, 0, 1, 512, like, sums, totals)
+        write_combination(lines, 1, 0, 0, 1, 1, False, like, none)
     add_pieces(totals)
-    search(totals[0], none, none, none, none, 0, 0, 0.05, none, counts, counts, np.empty(0))
+    search(totals[0], none, none, none, none, 0, 0, none, counts, counts, np.empty(0))
     return time.perf_counter() - start

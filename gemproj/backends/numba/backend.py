@@ -9,25 +9,18 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array
-from gemproj._constants import (
-    CHUNK,
-    FEW_ROWS,
-    LARGE,
-    NARROW_RANGE,
-    NARROW_ROUNDING,
-    RESOLVED,
-    WIDE_ROUNDING,
-)
+from gemproj._checks import fits_float32
+from gemproj._constants import CHUNK, CLOSE, FEW_ROWS, LARGE, NARROW_ROUNDING, RESOLVED, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tspace import Gram, Measured, Standard, matvec, normalise
 from gemproj.backends.numba.addresses import locate, locate_output
 from gemproj.backends.numba.lanes import HEIGHT
-from gemproj.backends.numba.loops import add_pieces, add_products, add_rows, add_shared_products
+from gemproj.backends.numba.loops import add_pieces, sum_products, sum_shared_products, write_combination
 from gemproj.backends.numba.search import search
 from gemproj.backends.numba.threads import cores, share
 from gemproj.backends.portable import Portable
 from gemproj.methods import Exact, Method, Outcome, Status
-from gemproj.methods.exact import CLOSE, nearly_active, resolution
+from gemproj.methods.exact import nearly_active, resolution
 
 # Most and fewest columns of a piece, the unit of work of a thread: a sixteenth of all columns in between.
 # Sums depend on this, but not on the number of threads.
@@ -59,37 +52,37 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
     if type(method) is not Exact or not b.shape[-1]:
         return method.solve(K, b, lower, upper, start)
     shape, t = b.shape, b.shape[-1]
-    Ks, bs = _rows(K, (-1, t, t)), _rows(b, (-1, t))
+    Ks, bs = _contiguous(K, (-1, t, t)), _contiguous(b, (-1, t))
     count = len(bs)
     bounds = [
-        _NONE if a is None else _rows(np.broadcast_to(a, shape), (-1, t)) for a in (lower, upper, start)
+        _NONE if a is None else _contiguous(np.broadcast_to(a, shape), (-1, t)) for a in (lower, upper, start)
     ]
-    lam, apart = np.empty((count, t)), np.empty(count)
+    lam, resolved = np.empty((count, t)), np.empty(count)
     pivots, status = np.empty((2, count), dtype=np.int64)
-    step, unclear = max(1, _WORK // t**2), []
+    step, to_resolve = max(1, _WORK // t**2), []
 
     def work(i: int) -> None:
         first, last = i * step, min(count, (i + 1) * step)
-        unclear.append(search(Ks, bs, *bounds, first, last, CLOSE, lam, pivots, status, apart))
+        to_resolve.append(search(Ks, bs, *bounds, first, last, lam, pivots, status, resolved))
 
     share(work, -(-count // step))
-    if any(unclear):
+    if any(to_resolve):
         if len(Ks) == 1 and count > 1:
             # No principal submatrix has a smaller eigenvalue than the whole (Cauchy's interlacing).
-            whole = normalise(Ks[0], bs[0], None, None, None).K
-            apart = np.maximum(apart, np.linalg.eigvalsh(whole)[0])
-        for i in np.flatnonzero(apart < CLOSE):
+            whole = normalise(Ks[0], bs[0]).K
+            resolved = np.maximum(resolved, np.linalg.eigvalsh(whole)[0])
+        for i in np.flatnonzero(resolved < CLOSE):
             low = None if lower is None else bounds[0][i]
-            one = normalise(Ks[i if len(Ks) > 1 else 0], bs[i], low, None, lam[i])
+            one = normalise(Ks[i if len(Ks) > 1 else 0], bs[i], low, start=lam[i])
             near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
-            apart[i] = resolution(one.K, near)
-            if apart[i] < RESOLVED:
+            resolved[i] = resolution(one.K, near)
+            if resolved[i] < RESOLVED:
                 status[i] |= int(Status.UNRESOLVED)
     batch, lam = shape[:-1], lam.reshape(shape).astype(b.dtype, copy=False)
-    return Outcome(lam, pivots.reshape(batch), status.reshape(batch), apart.reshape(batch))
+    return Outcome(lam, pivots.reshape(batch), status.reshape(batch), resolved.reshape(batch))
 
 
-def _rows(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+def _contiguous(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return an array in float64, without gaps."""
     return np.ascontiguousarray(a, dtype=np.float64).reshape(shape)
 
@@ -100,7 +93,7 @@ class Numba:
     Parameters
     ----------
     problem : Problem
-        Not kept: it keeps this object, and a cycle would keep G in memory for a while.
+        Not kept, see `Backend`.
     lines, dtype
         From `gemproj.backends.numba.addresses.locate`.
     """
@@ -121,13 +114,14 @@ class Numba:
         t, n, shared = problem.t, problem.t + 1, problem.shared
         chunk, sums = (_WIDE_CHUNK, _WIDE) if self.wide else (CHUNK, _NARROW)
         totals = np.empty((self.problems, self.pieces, n, n))
-        blocks, add = len(problem.rows), add_shared_products if shared else add_products
+        blocks, add = len(problem.rows), sum_shared_products if shared else sum_products
 
         def work(first: int, last: int) -> None:
             pieces = () if shared else (self.pieces,)
             add(self.lines, blocks, first, last, *pieces, self.piece, chunk, self.like, sums, totals)
 
-        # One unit is a number read; eight products take as long.
+        # Work, in units of the time to read a number, in which eight products are made: each number is read
+        # once and multiplied with n others. With a shared G about one unit per row, column and group.
         count = -(-self.problems // HEIGHT) if shared else self.problems
         numbers = count * problem.columns * n * (1 if shared else (8 + n) // 8)
         _in_threads(work, count * self.pieces, numbers, problem)
@@ -137,7 +131,7 @@ class Numba:
         # With a shared G only the first matrix is whole; of the others, the last row is.
         K = totals[0, 0, :t, :t] if shared else total[..., :t, :t]
         gram = Gram(K, total[..., t, :t], total[..., t, t])
-        return Measured(gram, WIDE_ROUNDING) if self.wide else _in_range(gram, problem)
+        return Measured(gram, WIDE_ROUNDING) if self.wide else _remake_out_of_range(gram, problem)
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
@@ -148,21 +142,21 @@ class Numba:
         blocks = len(problem.rows)
 
         def work(first: int, last: int) -> None:
-            add_rows(self.lines, blocks, first, last, self.pieces, self.piece, problem.shared, self.like, lam)
+            write_combination(
+                self.lines, blocks, first, last, self.pieces, self.piece, problem.shared, self.like, lam
+            )
 
         numbers = self.problems * problem.columns * (problem.t + 2)
         _in_threads(work, self.problems * self.pieces, numbers, problem)
 
 
-def _in_range(gram: Gram, problem: Problem) -> Measured:
+def _remake_out_of_range(gram: Gram, problem: Problem) -> Measured:
     """Make what has left the range of float32 sums anew, problem by problem: no other one changes a bit."""
-    low, high = NARROW_RANGE
-    squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
-    fits = np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)
+    fits = fits_float32(gram)
     if problem.shared and not fits.all():
         return Portable().gram(problem)
     for i in map(tuple, np.argwhere(~fits)):
-        one = Portable().gram(problem.at(i) if problem.batch else problem).gram
+        one = Portable().gram(problem.at(i)).gram
         for to, value in zip(gram, one, strict=True):
             to[i] = value
     return Measured(gram, NARROW_ROUNDING)

@@ -18,18 +18,6 @@ def _bits_of(typing_context, number):
     return types.uint32(types.float32), generate
 
 
-def readable(like: Any) -> Any:
-    """Return an array of the dtype that entries of an array like `like` are read in."""
-    raise NotImplementedError("for compiled code only")
-
-
-@overload(readable)
-def _readable(like):
-    if like.dtype == types.uint16:
-        return lambda like: np.empty(0, np.float32)
-    return lambda like: like
-
-
 def entry(value: Any, like: Any) -> Any:
     """Return a float64 as an array like `like` stores it, rounded once to the nearest, ties to even."""
     raise NotImplementedError("for compiled code only")

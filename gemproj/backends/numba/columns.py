@@ -18,7 +18,6 @@ from gemproj.backends.numba.lanes import (
     multiply_add,
     separated,
     shuffle,
-    size_of,
     spread,
     store,
     stream,
@@ -47,7 +46,7 @@ def separate(typing_context, source, n, t, target, row, like, to):
                 cgutils.for_range(builder, builder.sdiv(n, I64(count))) as loop,
             ):
                 at = builder.mul(loop.index, I64(count))
-                place = builder.add(target, builder.mul(at, size_of(wanted)))
+                place = builder.add(target, builder.mul(at, I64(bytes_of(wanted))))
                 for value in separated(builder, source, at, rows, stored, count, real):
                     store(builder, converted(builder, value, wanted), place)
                     place = builder.add(place, row)

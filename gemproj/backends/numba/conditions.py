@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from gemproj._constants import NEAR_ZERO
+from gemproj._constants import CLOSE, NEAR_ZERO
 from gemproj.backends.numba.jit import strict
 
 
 @strict
-def size_of(lam):
+def norm1(lam):
     """Return the sum of absolute values."""
     total = 0.0
     for i in range(lam.size):
@@ -72,7 +72,7 @@ def normalise(given_K, given_b, unit_K, unit_b, per_norm):
 @strict
 def find_near(lam, s, lower, indices):
     """List the active and nearly active rows, as in `gemproj.methods.exact`; return their number."""
-    near, count = NEAR_ZERO * (1.0 + size_of(lam)), 0
+    near, count = NEAR_ZERO * (1.0 + norm1(lam)), 0
     for i in range(lam.size):
         if lam[i] > lower[i] or s[i] <= near:
             indices[count] = i
@@ -81,10 +81,10 @@ def find_near(lam, s, lower, indices):
 
 
 @strict
-def resolution(K, rows, L, close):
-    """Return a lower bound of the smallest eigenvalue of K on some rows, good unless below `close`.
+def resolution(K, rows, L):
+    """Return a lower bound of the smallest eigenvalue of K on some rows, good unless below CLOSE.
 
-    Gershgorin's, or `close`, if K less that on its diagonal has a Cholesky factor.
+    Gershgorin's, or CLOSE, if K less that on its diagonal has a Cholesky factor.
     """
     result = 1.0
     for i in rows:
@@ -92,7 +92,7 @@ def resolution(K, rows, L, close):
         for j in rows:
             across += abs(K[i, j])
         result = min(result, 1.0 - (across - abs(K[i, i])))
-    if result >= close:
+    if result >= CLOSE:
         return result
     for a in range(rows.size):
         for b in range(a + 1):
@@ -101,8 +101,8 @@ def resolution(K, rows, L, close):
                 left -= L[a, k] * L[b, k]
             if a > b:
                 L[a, b] = left / L[b, b]
-            elif left <= close + 1e-12:
+            elif left <= CLOSE + 1e-12:
                 return result
             else:
-                L[a, a] = np.sqrt(left - close)
-    return close
+                L[a, a] = np.sqrt(left - CLOSE)
+    return CLOSE

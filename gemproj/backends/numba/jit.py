@@ -10,8 +10,6 @@ from typing import Any
 import numba
 from numba.core import event
 
-_SECONDS = 25
-
 
 def fast(function: Any) -> Any:
     """Compile sums so that they may run in any order, which lets them be vectorised; NaN stays NaN."""
@@ -52,7 +50,7 @@ class _Announcement(event.Listener):
         if self.waiting and event.data["dispatcher"].py_func.__module__.startswith(__package__):
             self.waiting = False
             logging.getLogger("gemproj").info(
-                "Compiling loops for this machine; this takes about %d seconds, once.", _SECONDS
+                "Compiling loops for this machine; this takes about 25 seconds, once."
             )
 
     def on_end(self, event: Any) -> None:

@@ -42,20 +42,15 @@ def bytes_of(stored):
     return {F64: 8, F32: 4, I16: 2}[stored]
 
 
-def size_of(stored):
-    """Return the same as a number of compiled code."""
-    return I64(bytes_of(stored))
-
-
 def read(builder, address, at, stored, count, real):
     """Return entries from `at` on in a wider dtype."""
-    place = builder.add(address, builder.mul(at, size_of(stored)))
+    place = builder.add(address, builder.mul(at, I64(bytes_of(stored))))
     return widened(builder, load(builder, place, ir.VectorType(stored, count), bytes_of(stored)), real)
 
 
 def stream(builder, address, at, stored, count, real):
     """Do the same in a pass through memory, asking for what lies ahead: processors fetch too little of it."""
-    place = builder.add(address, builder.mul(at, size_of(stored)))
+    place = builder.add(address, builder.mul(at, I64(bytes_of(stored))))
     if count > 1:
         ahead = builder.inttoptr(builder.add(place, I64(_AHEAD)), cgutils.voidptr_t)
         kind = ir.FunctionType(ir.VoidType(), [ahead.type, I32, I32, I32])

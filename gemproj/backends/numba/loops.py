@@ -31,10 +31,10 @@ _BLOCK = HEIGHT * HEIGHT * LANES
 
 
 @fast
-def _tile_columns(rows, most, like):
-    """Return the number of columns of a tile with so many rows."""
-    fitting = _TILE // (rows * like.itemsize) // MULTIPLE * MULTIPLE
-    return min(most, max(LEAST, fitting))
+def _columns_of(line, piece, piece_columns):
+    """Return where the columns of a piece start and stop in the block of a line."""
+    start = max(piece * piece_columns - line[FIRST_COLUMN], 0)
+    return start, min((piece + 1) * piece_columns - line[FIRST_COLUMN], line[COLUMNS])
 
 
 @fast
@@ -79,7 +79,7 @@ def _collect(sums, rows, total):
 
 
 @fast
-def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_like, totals):
+def sum_products(lines, blocks, first, last, pieces, piece_columns, chunk, like, sum_like, totals):
     """Write the products of the rows [G; g] over pieces ``first .. last - 1`` of the problems to totals.
 
     Each piece has a matrix (t + 1, t + 1) of its own in totals (problems, pieces, ...). Products of at
@@ -87,7 +87,8 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
     """
     rows = totals.shape[2]
     t, groups = rows - 1, (rows + HEIGHT - 1) // HEIGHT
-    n = _tile_columns(rows, chunk, sum_like)
+    fitting = _TILE // (rows * sum_like.itemsize) // MULTIPLE * MULTIPLE
+    n = min(chunk, max(LEAST, fitting))
     few = 0 < t < HEIGHT
     all_sums = aligned(groups * (groups + 1) // 2 * _BLOCK, totals)
     whole_tile = aligned(rows * n, sum_like)
@@ -98,8 +99,7 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
         all_sums[:] = 0.0
         for k in range(problem * blocks, (problem + 1) * blocks):
             line = lines[k]
-            start = max(piece * columns - line[FIRST_COLUMN], 0)
-            stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
+            start, stop = _columns_of(line, piece, piece_columns)
             # Few rows are multiplied where they lie.
             in_place = few and line[VECTOR_STEP] == like.itemsize and adjacent(line, t, like)
             while start < stop:
@@ -119,7 +119,7 @@ def add_products(lines, blocks, first, last, pieces, columns, chunk, like, sum_l
 
 
 @fast
-def add_shared_products(lines, blocks, first, last, columns, chunk, like, sum_like, totals):
+def sum_shared_products(lines, blocks, first, last, piece_columns, chunk, like, sum_like, totals):
     """Do the same for problems of one G, which is read once for many gradients; K only for problem 0.
 
     `first` and `last` count groups of HEIGHT gradients, those of piece 0 before those of piece 1.
@@ -141,8 +141,7 @@ def add_shared_products(lines, blocks, first, last, columns, chunk, like, sum_li
         all_sums[:] = 0.0
         for k in range(blocks):
             line = lines[k]
-            start = max(piece * columns - line[FIRST_COLUMN], 0)
-            stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
+            start, stop = _columns_of(line, piece, piece_columns)
             while start < stop:
                 here = min(n, stop - start)
                 read_rows(line, start, here, t, like, tile, step, sum_like)
@@ -238,7 +237,7 @@ def _add_columns(line, start, n, like, lam, scale, x):
 
 
 @fast
-def add_rows(lines, blocks, first, last, pieces, columns, shared, like, lam):
+def write_combination(lines, blocks, first, last, pieces, piece_columns, shared, like, lam):
     """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself.
 
     Pieces of a problem follow each other; with one G for all, which is `shared`, problems of a piece do.
@@ -256,8 +255,7 @@ def add_rows(lines, blocks, first, last, pieces, columns, shared, like, lam):
         for k in range(blocks):
             line = lines[problem * blocks + k]
             columns_follow = line[COLUMN_STEP] == like.itemsize
-            start = max(piece * columns - line[FIRST_COLUMN], 0)
-            stop = min((piece + 1) * columns - line[FIRST_COLUMN], line[COLUMNS])
+            start, stop = _columns_of(line, piece, piece_columns)
             while start < stop:
                 here = min(n, stop - start)
                 place = line[ROWS] + start * line[COLUMN_STEP]

@@ -12,7 +12,6 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from gemproj.backends.numba.addresses import COLUMN_STEP, ROW_STEP, ROWS, VECTOR, VECTOR_STEP
-from gemproj.backends.numba.bfloat16 import readable
 from gemproj.backends.numba.columns import TURNED, separate, transpose
 from gemproj.backends.numba.jit import fast
 from gemproj.backends.numba.vectors import widen
@@ -70,7 +69,7 @@ def adjacent(line, t, like):
 def read_rows(line, start, n, t, like, tile, step, to):
     """Copy n columns of G, which may be stored by rows, by columns or in any other way, to rows of a tile."""
     row, column, done, turned = line[ROW_STEP], line[COLUMN_STEP], 0, 0
-    source, height = line[ROWS] + start * column, 32 // readable(like).itemsize
+    source, height = line[ROWS] + start * column, 32 // max(4, like.itemsize)  # bfloat16 is read as float32
     if column != like.itemsize and row == like.itemsize:
         done = n // TURNED * TURNED
         if t < 8 and adjacent(line, t, like):

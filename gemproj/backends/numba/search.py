@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from gemproj import _constants
-from gemproj._constants import BUDGET, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
+from gemproj._constants import BUDGET, CLOSE, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
 from gemproj.backends.numba.conditions import (
     find_near,
+    norm1,
     normalise,
     residual,
     resolution,
-    size_of,
     slackness,
     slope,
 )
@@ -43,14 +43,6 @@ def _sweep(T, k):
 
 # Loops, because whole arrays at once take numba seconds to compile.
 @strict
-def _fill(T, K, b):
-    for i in range(b.size):
-        for j in range(b.size):
-            T[i, j] = K[i, j]
-        T[i, b.size] = b[i]
-
-
-@strict
 def _clear(flags):
     for i in range(flags.size):
         flags[i] = False
@@ -64,7 +56,10 @@ def _start(T, K, b, lower, free, lam):
     far apart are taken, and multipliers stay small.
     """
     t = b.size
-    _fill(T, K, b)
+    for i in range(t):
+        for j in range(t):
+            T[i, j] = K[i, j]
+        T[i, t] = b[i]
     swept = np.zeros(t, np.bool_)
     for equality in (True, False):
         while True:
@@ -179,7 +174,7 @@ def _run(T, lam, lower, upper, free, tabu, s):
             # A row that leaves in the move it entered for did so by rounding: not again at once.
             if entered >= 0 and not free[entered]:
                 tabu[entered] = True
-        worst, entered = ROUNDING * (1.0 + size_of(lam)), -1
+        worst, entered = ROUNDING * (1.0 + norm1(lam)), -1
         for i in range(t):
             if free[i] or tabu[i] or upper[i] <= lower[i]:
                 continue
@@ -197,7 +192,7 @@ def _run(T, lam, lower, upper, free, tabu, s):
             pivots += 1
             continue
         made = -1
-        if abs(s[entered]) > EXCHANGE * (1.0 + size_of(lam)):
+        if abs(s[entered]) > EXCHANGE * (1.0 + norm1(lam)):
             made = _exchange(T, lam, lower, upper, free, entered, -1.0 if s[entered] > 0.0 else 1.0)
         if made > 0:
             _clear(tabu)
@@ -208,15 +203,15 @@ def _run(T, lam, lower, upper, free, tabu, s):
 
 
 @strict
-def search(Ks, bs, lowers, uppers, starts, first, last, close, lams, pivots, status, apart):
+def search(Ks, bs, lowers, uppers, starts, first, last, lams, pivots, status, resolved):
     """Solve problems ``first .. last - 1`` of a batch, of rows of any norm, as `solve_active_set` does.
 
     Problems are K (problems, t, t), or one K for all, and b (problems, t); `lowers`, `uppers` and `starts`
-    may be empty. Writes the multipliers, the number of pivots, the status, and a lower bound of the
-    smallest eigenvalue of K on the active and nearly active rows, which is good where it is not small.
-    Returns for how many problems that is below `close`, so that a closer look is wanted.
+    may be empty. Writes the multipliers, the number of pivots, the status, and how well K resolves the active
+    and nearly active rows: a lower bound of its smallest eigenvalue on them, which is good where it is not
+    small. Returns for how many problems that is below CLOSE, so that a closer look is wanted.
     """
-    t, unclear = bs.shape[1], 0
+    t, to_resolve = bs.shape[1], 0
     T, K, b, s = np.empty((t, t + 1)), np.empty((t, t)), np.empty(t), np.empty(t)
     now, best, per_norm = np.empty(t), np.empty(t), np.empty(t)
     lower, upper = np.empty(t), np.empty(t)
@@ -248,15 +243,15 @@ def search(Ks, bs, lowers, uppers, starts, first, last, close, lams, pivots, sta
                 smallest = found
                 for i in range(t):
                     best[i] = now[i]
-            if smallest <= ROUNDING * (1.0 + size_of(best)):
+            if smallest <= ROUNDING * (1.0 + norm1(best)):
                 break
         slope(K, b, best, s)
         met = smallest <= _OPTIMAL_WITHIN and slackness(best, s, upper) <= _OPTIMAL_WITHIN
         for i in range(t):
             met = met and given[i, i] < np.inf
         status[p] = 0 if met else _STALLED
-        apart[p] = resolution(K, near[: find_near(best, s, lower, near)], T, close)
-        unclear += 1 if apart[p] < close else 0
+        resolved[p] = resolution(K, near[: find_near(best, s, lower, near)], T)
+        to_resolve += 1 if resolved[p] < CLOSE else 0
         for i in range(t):
             lams[p, i] = best[i] * (size * per_norm[i])
-    return unclear
+    return to_resolve

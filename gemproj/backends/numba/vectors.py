@@ -20,7 +20,6 @@ from gemproj.backends.numba.lanes import (
     read,
     separated,
     shuffle,
-    size_of,
     spread,
     store,
     stream,
@@ -41,7 +40,7 @@ def widen(typing_context, source, n, target, like, to):
 
         def copy(at, vector):
             value = stream(builder, source, at, stored, vector.count, real)
-            store(builder, value, builder.add(target, builder.mul(at, size_of(real))))
+            store(builder, value, builder.add(target, builder.mul(at, I64(bytes_of(real)))))
 
         along(builder, n, ir.VectorType(real, BYTES // bytes_of(real)), 1, copy)
         return context.get_dummy_value()
@@ -59,11 +58,11 @@ def add_scaled(typing_context, source, step, chosen, scale, count, n, target, li
     def generate(context, builder, signature, args):
         source, step, chosen, scale, count, n, target, _ = args
         (stored,) = types_of(context, signature.args[-1:])
+        unroll = 4
 
         def add(at, vector):
-            unroll = 4 if vector.count > 1 else 1
             totals, places = [], []
-            for u in range(unroll):
+            for u in range(unroll if vector.count > 1 else 1):
                 places.append(builder.add(at, I64(u * vector.count)))
                 value = load(builder, builder.add(target, builder.mul(places[u], I64(8))), vector)
                 totals.append(cgutils.alloca_once_value(builder, value))
@@ -78,7 +77,7 @@ def add_scaled(typing_context, source, step, chosen, scale, count, n, target, li
             for place, total in zip(places, totals, strict=True):
                 store(builder, builder.load(total), builder.add(target, builder.mul(place, I64(8))))
 
-        along(builder, n, ir.VectorType(F64, LANES), 4, add)
+        along(builder, n, ir.VectorType(F64, LANES), unroll, add)
         return context.get_dummy_value()
 
     return types.none(*(types.int64,) * 7, like), generate
@@ -126,7 +125,7 @@ def add_few(typing_context, source, row, column, vector, columns, t, sums, like,
         source, row, column, vector, columns, t, sums = args[:7]
         stored, real = types_of(context, signature.args[-2:])
         count = BYTES // bytes_of(real)
-        by_rows = builder.icmp_signed("==", column, size_of(stored))
+        by_rows = builder.icmp_signed("==", column, I64(bytes_of(stored)))
 
         def entries(rows, turned):
             places = [builder.add(source, builder.mul(row, I64(r))) for r in range(rows)]
