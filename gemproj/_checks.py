@@ -60,7 +60,10 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
         K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
     if gg is None:
         xp = namespace(b)
-        gg = xp.max(b * b * inverse(xp.linalg.diagonal(K)), axis=-1) if t else xp.sum(b, axis=-1)
+        squares = b * b * inverse(xp.linalg.diagonal(K))
+        if not on_host(device):  # there rows that are not finite are left out
+            squares = xp.where(xp.isfinite(squares), squares, xp.zeros_like(squares))
+        gg = xp.max(squares, axis=-1) if t else xp.sum(b, axis=-1)
     return Gram(K, b, gg)
 
 

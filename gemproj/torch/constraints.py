@@ -107,8 +107,8 @@ class ConstraintMatrix:
         if frozen:
             raise ValueError(
                 f"{frozen} of the {len(self.vector.parameters)} parameters of this projector no longer "
-                "require a gradient. Make a new projector or GEM after freezing parameters or adding adapters, "
-                "and remove() the old one."
+                "require a gradient. Make a new projector or GEM after freezing parameters or adding "
+                "adapters, and remove() the old one."
             )
         if self._pinned:  # copies of the old rows may still be on their way
             torch.cuda.current_stream(self.vector.device).synchronize()

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from gemproj._arrays import Blocks, on_host, wide_dtype
-from gemproj._combine import combine_into
+from gemproj._combine import as_asked, blocks_for_x, combine_into
 from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._dual import solve_problem
 from gemproj._options import check_options
-from gemproj._problem import check_out, check_problem
+from gemproj._problem import check_problem
 from gemproj._tspace import Gram, Measured
 from gemproj.methods import AnyMethod
 
@@ -251,9 +251,9 @@ def project(
         if problem.batch:
             raise ValueError(f"G must have shape (t, n), one problem; found a batch of {problem.batch}.")
         options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
-        x = [torch.empty_like(v) for v in problem.vector] if out is None else check_out(out, problem)
+        x = blocks_for_x(problem, out)
         numbers["constraints"] = problem.t
     sol = solve_problem(problem, options, warm_start, all_reduce=shards.gram_sum(problem.has_float64()))
     combine_into(problem, sol, x)
-    projected = problem.pack(x) if out is None else out
+    projected = as_asked(problem, x, out)
     return (projected, sol.to(problem.xp, problem.device)) if solution else projected
