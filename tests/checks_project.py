@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from processes import all_reduces, check, same_everywhere
+from processes import all_reduces, check, expect, same_everywhere
 
 import gemproj
 from gemproj import PGD
@@ -38,6 +38,7 @@ def close(x, expected, dtype=torch.float64):
 
 @check(2)
 def any_option():
+    below = torch.tensor([-300.0, -0.2, -400.0], dtype=torch.float64)  # under and over G g
     for dtype in (torch.float64, torch.float32):
         G, g, w = problem(dtype)
         at = mine()
@@ -51,6 +52,9 @@ def any_option():
             {"metric": w},
             {"metric": w, "margin": 0.1, "penalty": 0.5},
             {"warm_start": torch.full((T,), 0.5, dtype=dtype)},
+            {"h": torch.tensor([0.5, -0.2, 3.0], dtype=torch.float64)},
+            {"equality": True, "h": below},
+            {"equality": torch.tensor([True, False, True]), "h": below, "metric": w},
         ):
             expected = gemproj.project(G, g, **options)
             assert not torch.equal(expected, g)
@@ -96,7 +100,7 @@ def blocks_and_out():
     close(own, expected)
 
 
-@check(2)
+@check(4)
 def own_group():
     """A group of some processes; the others do something else."""
     G, g, _ = problem()
@@ -145,31 +149,19 @@ def errors_on_every_process():
     bad[1, 0] = float("inf")
     with pytest.raises(ValueError, match="G is not finite: row 1"):
         project(bad[:, at], g[at])
-    with (
-        pytest.raises(ValueError, match="g must have shape")
-        if odd
-        else pytest.raises(RuntimeError, match="Another process failed")
-    ):
+    with expect(odd, ValueError, "g must have shape"):
         project(G[:, at], g[at][odd:])
     zero = w.clone()
     zero[0] = 0.0
-    with (
-        pytest.raises(ValueError, match="metric must be pos")
-        if odd
-        else pytest.raises(RuntimeError, match="Another process failed")
-    ):
+    with expect(odd, ValueError, "metric must be pos"):
         project(G[:, at], g[at], metric=zero[at])
-    with (
-        pytest.raises(ValueError, match="out must")
-        if odd
-        else pytest.raises(RuntimeError, match="Another process failed")
-    ):
+    with expect(odd, ValueError, "out must"):
         project(G[:, at], g[at], out=torch.empty(len(g[at]) + odd, dtype=g.dtype))
-    with (
-        pytest.raises(TypeError, match="G must be an")
-        if odd
-        else pytest.raises(RuntimeError, match="Another process failed")
-    ):
+    with expect(odd, TypeError, "G must be an"):
         project([1.0] if odd else G[:, at], g[at])
+    both, h = torch.cat([G, -2.0 * G[1:2]]), torch.tensor([0.0, 1.0, 0.0, -1.0], dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"h is infeasible: .* in rows 1, 3 at once"):
+        project(both[:, at], g[at], h=h)
+    close(project(both[:, at], g[at], h=h, penalty=0.5), gemproj.project(both, g, h=h, penalty=0.5)[at])
     with pytest.raises(ValueError, match="one problem; found a batch"):
         project(G[None, :, at], g[None, at])

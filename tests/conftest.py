@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import gemproj
+from gemproj.backends.numba import installed
 
 settings.register_profile(
     "default",
@@ -98,6 +99,32 @@ def host(request) -> Library:
     """Return a library where values are looked at, and wrong ones are errors."""
     pytest.importorskip(request.param)
     return Library(request.param)
+
+
+@pytest.fixture
+def one_thread():
+    """Have torch use one thread, and afterwards as many as before, whatever the test has set."""
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def any_size_in_threads(monkeypatch):
+    """Have compiled loops share out problems of any size among threads, not only large ones."""
+    if installed():
+        monkeypatch.setattr("gemproj.backends.numba.backend._WORTH_THREADS", 0)
+
+
+@pytest.fixture
+def fresh_state():
+    """Forget what Accelerate keeps for a process, before and after; yield a function that does it in between."""
+    state = pytest.importorskip("accelerate.state").AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    yield lambda: state._reset_state(reset_partial_state=True)
+    state._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

@@ -34,6 +34,12 @@ def flat(tensors):
     return torch.cat([t.detach().double().reshape(-1) for t in tensors])
 
 
+def assert_same_weights(model, other, tolerance=1e-9):
+    """Compare weights; the tolerance is relative to the largest, as small ones are known no better."""
+    found, expected = flat(model), flat(other)
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
 def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
 
@@ -45,3 +51,17 @@ def rows(model, tasks, loss=loss):
 
 def cosines(G, step):
     return (G @ step) / (G.norm(dim=1) * step.norm())
+
+
+def adam_weights(model, optimizer, G):
+    """Adam's metric from its published formula; its second moment is no less than those of the constraints."""
+    least = G.abs().amax(0).split([p.numel() for p in model.parameters()])
+    parts = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state[p]
+            v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+            v_hat = v / (1 - group["betas"][1] ** float(state["step"]))
+            root = torch.maximum(v_hat.sqrt().reshape(-1), least[len(parts)])
+            parts.append((root + group["eps"]) / float(group["lr"]))
+    return torch.cat(parts)

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -86,6 +87,13 @@ def same_everywhere(tensor):
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, tensor.contiguous())
     assert all(torch.equal(everyone[0], one) for one in everyone), everyone
+
+
+def expect(odd, error, text):
+    """Return the context of an error on one process, which is `odd`, of which others hear only that it is there."""
+    if odd:
+        return pytest.raises(error, match=text)
+    return pytest.raises(RuntimeError, match="Another process failed")
 
 
 @contextmanager

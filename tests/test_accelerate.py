@@ -1,8 +1,6 @@
 """GEM in a loop of Accelerate does what a plain loop does, and its checkpoints bring everything back."""
 
 import contextlib
-import importlib
-import sys
 
 import pytest
 
@@ -13,18 +11,13 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from models import flat, loss, perceptron, rival, rows, task  # noqa: E402
+from models import assert_same_weights, flat, loss, perceptron, rival, rows, task  # noqa: E402
 
 import gemproj.torch  # noqa: E402
 from gemproj.integrations.accelerate import GEM  # noqa: E402
 from gemproj.torch import EpisodicMemory, GradientProjector  # noqa: E402
 
-
-@pytest.fixture(autouse=True)
-def fresh_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def batches(seed, n=6, dtype=torch.float64):
@@ -82,7 +75,7 @@ def test_a_loop_of_accelerate_takes_the_steps_of_a_plain_loop(on):
     for k in range(3):
         train(accelerator, prepared, optimizer, batches(k))
         gem.end_task(batches(k))
-    torch.testing.assert_close(flat(prepared), flat(model), rtol=1e-9, atol=0.0)
+    assert_same_weights(prepared, model)
 
 
 def begin(interval=2):
@@ -95,7 +88,7 @@ def begin(interval=2):
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_a_checkpoint_brings_back_memory_constraints_and_warm_start(interval, tmp_path):
+def test_a_checkpoint_brings_back_memory_constraints_and_warm_start(interval, tmp_path, fresh_state):
     accelerator, model, optimizer, memory, _ = begin(interval)
     for k in (0, 1):
         for batch in batches(k):
@@ -108,7 +101,7 @@ def test_a_checkpoint_brings_back_memory_constraints_and_warm_start(interval, tm
     train(accelerator, model, optimizer, batches(4))
     expected = flat(model)
 
-    AcceleratorState._reset_state(reset_partial_state=True)
+    fresh_state()
     accelerator, model, optimizer, memory, _ = begin(interval)
     accelerator.load_state(tmp_path)
     assert memory.tasks == [0, 1]
@@ -116,7 +109,7 @@ def test_a_checkpoint_brings_back_memory_constraints_and_warm_start(interval, tm
     train(accelerator, model, optimizer, batches(4))
     assert torch.equal(flat(model), expected)
 
-    AcceleratorState._reset_state(reset_partial_state=True)
+    fresh_state()
     gem, state = begin(interval)[-1], torch.load(tmp_path / "gem.pt", weights_only=True)
     gem.load_state_dict(state)
     # Rows that were not kept are due at the next step.
@@ -132,12 +125,12 @@ def test_a_prepared_optimizer_is_for_the_object_of_accelerate():
         gemproj.torch.GEM(model, optimizer, memory=memory)
 
 
-def test_a_checkpoint_without_gem_is_refused(tmp_path):
+def test_a_checkpoint_without_gem_is_refused(tmp_path, fresh_state):
     accelerator, _, _, _, gem = begin()
     gem.remove()
     accelerator.save_state(tmp_path)
     assert not list(tmp_path.glob("gem*"))
-    AcceleratorState._reset_state(reset_partial_state=True)
+    fresh_state()
     with pytest.raises(FileNotFoundError, match=r"has no gem\.pt; of such files it has none"):
         begin()[0].load_state(tmp_path)
 
@@ -203,10 +196,3 @@ def test_engines_out_of_reach_are_refused(kind, version, message, monkeypatch):
     expected = contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message)
     with expected:
         GEM(accelerator, model, optimizer, EpisodicMemory(), loss=loss)
-
-
-def test_the_install_line_is_told(monkeypatch):
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "gemproj.integrations.accelerate")
-    with pytest.raises(ImportError, match=r"pip install 'gemproj\[accelerate\]'"):
-        importlib.import_module("gemproj.integrations.accelerate")

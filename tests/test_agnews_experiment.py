@@ -106,20 +106,19 @@ def test_pretraining_sees_the_training_texts_only(stage, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_and_a_run_is_deterministic(stage, method):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def test_every_method_runs_and_a_run_is_deterministic(stage, method, one_thread):
     first = runs.Run(MINI, method, 3, *stage)(lambda *state: None)
     if method in ("plain", "igem", "replay"):
         second = runs.Run(MINI, method, 3, *stage)(lambda *state: None)
         for key in ("accuracies", "curve", "guarantee", "metrics"):
             assert first[key] == second[key]
-    torch.set_num_threads(threads)
     assert (first["seconds"]["projections"] > 0) == (method not in ("plain", "replay", "replay-few"))
 
 
 @pytest.mark.parametrize("method", ["plain", "gem", "agem"])
-def test_no_graph_has_more_rows_than_a_microbatch_whatever_is_measured(stage, method, monkeypatch):
+def test_no_graph_has_more_rows_than_a_microbatch_whatever_is_measured(
+    stage, method, one_thread, monkeypatch
+):
     sizes = {"learning": [], "measuring": []}
 
     def watch(module, kind):
@@ -134,9 +133,7 @@ def test_no_graph_has_more_rows_than_a_microbatch_whatever_is_measured(stage, me
 
     watch(backbone, "measuring")
     watch(train, "learning")
-    threads = torch.get_num_threads()
     runs.Run(replace(MINI, microbatch=5), method, 3, *stage)(lambda *state: None)
-    torch.set_num_threads(threads)
     assert max(sizes["learning"]) == 5
     # The constraints of GEM are what is measured.
     assert max(sizes["measuring"], default=0) == (0 if method == "gem" else 5)

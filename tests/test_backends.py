@@ -48,7 +48,11 @@ def draw(t, d, dtype=torch.float64, batch=()):
 @pytest.mark.parametrize("layout", ["rows", "columns", "blocks", "batch"])
 def test_stages_are_their_formulas(backend, layout, dtype, t, d):
     G, g = draw(t, d, dtype, (2,) if layout == "batch" else ())
-    rows, vector, lam = G.double(), g.double(), torch.rand((*g.shape[:-1], t), dtype=torch.float64)
+    rows, vector, lam = (
+        G.double(),
+        g.double(),
+        torch.linspace(0.1, 0.9, t, dtype=torch.float64).expand(*g.shape[:-1], t),
+    )
     if layout == "columns":
         G = G.mT.contiguous().mT
     given = ([G[:, :3], G[:, 3:]], [g[:3], g[3:]]) if layout == "blocks" else (G, g)

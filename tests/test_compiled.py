@@ -251,19 +251,16 @@ def test_compilation_is_announced_once(caplog, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("t", [2, 12])
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_same_bits_for_any_number_of_threads(t, library, rng, monkeypatch):
+def test_same_bits_for_any_number_of_threads(t, library, rng, monkeypatch, one_thread, any_size_in_threads):
     d = 500_000
     G, g = rng.standard_normal((t, d), dtype=np.float32), rng.standard_normal(d, dtype=np.float32)
     torch = pytest.importorskip("torch")
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3, 7):
-            monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
-            torch.set_num_threads(threads)
-            arrays = (G, g) if library == "numpy" else (torch.from_numpy(G), torch.from_numpy(g))
-            results.append(np.asarray(project(*arrays)))
-    finally:
-        torch.set_num_threads(before)
+    results = []
+    for threads in (1, 2, 3, 7):
+        monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+        torch.set_num_threads(threads)
+        arrays = (G, g) if library == "numpy" else (torch.from_numpy(G), torch.from_numpy(g))
+        results.append(np.asarray(project(*arrays)))
     for x in results[1:]:
         np.testing.assert_array_equal(x, results[0])
 
@@ -281,7 +278,8 @@ def test_share_calls_each_once_and_passes_errors_on():
         share(fail, 100, 4)
 
 
-def test_several_threads_may_project_at_once(rng):
+def test_several_threads_may_project_at_once(rng, monkeypatch, any_size_in_threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
     G, g = rng.standard_normal((4, 300_000), dtype=np.float32), rng.standard_normal(300_000, dtype=np.float32)
     expected, found = project(G, g), []
     threads = [threading.Thread(target=lambda: found.append(project(G, g))) for _ in range(6)]
@@ -301,7 +299,7 @@ import atexit, os
 os.environ["OMP_NUM_THREADS"] = "3"
 import numpy as np
 from gemproj import project
-G, g = np.ones((2, 400_000)), -np.ones(400_000)
+G, g = np.ones((2, 1_000_000)), -np.ones(1_000_000)
 x = project(G, g)
 if hasattr(os, "fork"):
     child = os.fork()

@@ -12,7 +12,7 @@ import pytest
 from devices import DEVICE, make_device, skip_without_kernels
 from problems import assert_close
 
-from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dual
+from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -186,9 +186,50 @@ def test_refinement_on_a_device(device):
     assert any(gained)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"h": torch.tensor([0.3, -0.2, 0.1, 0.0])},
+        {"equality": torch.tensor([True, False, False, True]), "h": torch.tensor([0.3, 0.0, 0.1, -0.2])},
+        {"margin": 0.1},
+        {"penalty": 0.05},
+        {"penalty": torch.tensor([0.02, 5.0, 0.3, 0.1]), "h": torch.tensor([0.3, -0.2, 0.1, 0.0])},
+        {"margin": torch.tensor([0.1, 0.0, 0.3, 0.2]), "equality": torch.tensor([True, False, False, False])},
+    ],
+    ids=lambda options: " and ".join(options),
+)
+def test_refinement_keeps_what_the_options_ask_for(device, options):
+    """On rows that need none it changes nothing, within bounds and with a right-hand side too."""
+    G, g = draw(4, 60)
+    expected = on_cpu(project, G, g, **options)
+    assert (expected - on_cpu(project, G, g)).norm() > 1e-3
+    with device():
+        for times in (1, 3):
+            assert_close(project(G, g, refine=times, **to(DEVICE, options)), expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("t", [2, 4, 12])
+def test_an_infeasible_right_hand_side_is_a_status(device, t):
+    """Where nothing is looked at, nothing can be raised; other problems of the batch are as they were."""
+    G, g = draw(2, t, 60)
+    h = torch.zeros(2, t + 1, dtype=torch.float64, device=DEVICE)
+    G = torch.cat([G, -2.0 * G[:, 1:2]], dim=1)
+    h[:, 1], h[0, t] = 1.0, -1.0  # x cannot be above 1 and below 1/2 along row 1
+    h[1, t] = -4.0
+    expected, penalised = on_cpu(project, G[1], g[1], h=h[1]), on_cpu(project, G, g, h=h, penalty=2.0)
+    with device():
+        found, soft = ([int(s) for s in solve_dual(G, g, h=h, penalty=c).status] for c in (None, 2.0))
+        x, bent = project(G, g, h=h), project(G, g, h=h, penalty=2.0)
+    assert found[0] & Status.INFEASIBLE
+    assert found[1] == Status.OPTIMAL
+    assert not any(status & Status.INFEASIBLE for status in soft)
+    assert_close(x[1], expected, atol=1e-12)
+    assert_close(bent, penalised, atol=1e-12)
+
+
 def test_what_the_kernels_cannot_read_takes_the_portable_form(device):
     G, g = draw(3, 40)
-    weight = torch.rand(40, dtype=torch.float64, device=DEVICE) + 0.1
+    weight = torch.linspace(0.1, 1.1, 40, dtype=torch.float64, device=DEVICE)
     strided = G.T.contiguous().T
     expected = on_cpu(project, G, g), on_cpu(lambda G, g, w: project(G, g, metric=w), G, g, weight)
     with device(), no_waiting():
@@ -246,3 +287,14 @@ def test_arrays_of_cupy_in_its_default_stream_and_another(device, t, d, own):
     with device():
         _, error, bound = order.in_cupy_stream(own, t, d)
     assert error <= bound
+
+
+def test_certificates_where_a_row_of_k_is_not_finite():
+    K = torch.eye(3, dtype=torch.float64)
+    K[1, 1] = torch.nan
+    b = torch.tensor([-1.0, torch.nan, 2.0], dtype=torch.float64)
+    with make_device(False):
+        sol = solve_gram(K.to(DEVICE), b.to(DEVICE))
+        assert int(sol.status) == int(Status.ROW_DROPPED)
+        assert sol.multipliers.tolist() == [1.0, 0.0, 0.0]
+        assert float(sol.error_bound()) < 1e-12

@@ -6,12 +6,7 @@ pytest.importorskip("torch")
 pytest.importorskip("rich")
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    state = pytest.importorskip("accelerate.state")
-    state.AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    state.AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def means(table):

@@ -185,6 +185,22 @@ def test_a_state_without_rows_has_constraints_from_the_first_step_on():
     assert seldom.last.constraints == 1
 
 
+def test_a_state_of_another_model_changes_nothing():
+    model, other = perceptron(), torch.nn.Linear(6, 3, dtype=torch.float64)
+    gem, theirs = (
+        GEM(one, torch.optim.SGD(one.parameters(), lr=0.1), loss, interval=2) for one in (model, other)
+    )
+    theirs.end_task([task(2)], "theirs")
+    theirs.projector.recall(other, theirs.memory.batches(), loss)
+    gem.end_task([task(1)], "ours")
+    gem.projector.recall(model, gem.memory.batches(), loss)
+    G = gem.projector.constraints.clone()
+    with pytest.raises(ValueError, match="belongs to another model"):
+        gem.load_state_dict(theirs.state_dict())
+    assert gem.memory.tasks == ["ours"]
+    assert torch.equal(gem.projector.constraints, G)
+
+
 def test_what_is_removed_projects_no_more():
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -8,18 +8,11 @@ pytest.importorskip("torch")
 pytest.importorskip("rich", reason="needs the extra examples")
 pytest.importorskip("matplotlib", reason="needs the extra examples")
 
-import torch
 
 from examples import keep_a_skill
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The matrices are small, and threads would wait for those of other tests."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+# The matrices are small, and threads would wait for those of other tests.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_the_languages_share_half_of_their_rules():

@@ -550,13 +550,13 @@ def test_nothing_waits_for_the_device(t):
 
 @gpu
 @pytest.mark.parametrize("t", [2, 8, 32, 100])
-@pytest.mark.parametrize("split", [False, True])
-def test_graph_replays_on_new_data(t, split):
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_graph_replays_on_new_data(t, in_blocks):
     G, g = randn(t, 100_000), randn(100_000)
     out = torch.empty_like(g)
 
     def run():
-        if split:
+        if in_blocks:
             rows, vector = [G[:, :60_000], G[:, 60_000:]], [g[:60_000], g[60_000:]]
             K, b, _ = split(gram(rows, vector))
             combine(rows, vector, solve(K, b, method=Exact()).multipliers, [out[:60_000], out[60_000:]])

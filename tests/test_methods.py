@@ -222,6 +222,25 @@ def test_methods_on_a_batch_and_every_library(xp, rng):
             assert_close(whole[i], method(K[i], b[i]), rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    "method", [PGD(), PGD(step_size="power"), FISTA(), AGEM(), GEM2017(), Quadprog(), OSQP()], ids=repr
+)
+@pytest.mark.parametrize("t", [3, 12])
+def test_many_gradients_on_one_G_are_those_one_by_one(method, t, xp, rng):
+    if isinstance(method, GEM2017 | Quadprog | OSQP):
+        pytest.importorskip("osqp" if isinstance(method, OSQP) else "quadprog")
+    G, gs = rng.standard_normal((t, 40)) - 0.2, rng.standard_normal((2, 3, 40)) + 0.2
+    sol = solve_dual(xp.array(G), xp.array(gs), method=method)
+    assert tuple(sol.gram.K.shape) == (t, t)  # measured once
+    assert tuple(sol.status.shape) == (2, 3)
+    assert np.any(xp.numpy(sol.multipliers) > 0)
+    X = xp.numpy(project(xp.array(G), xp.array(gs), method=method))
+    for i in np.ndindex(2, 3):
+        one = solve_dual(G, gs[i], method=method)
+        assert_close(xp.numpy(sol.multipliers)[i], one.multipliers, atol=1e-12)
+        assert_close(X[i], project(G, gs[i], method=method), atol=1e-12)
+
+
 def test_nicknames_are_default_objects():
     assert set(METHODS) == {"exact", "pgd", "fista", "agem", "quadprog", "osqp", "gem2017"}
     for method in METHODS.values():

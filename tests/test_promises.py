@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import cosines, flat, loss, perceptron, rival, rows, task  # noqa: E402
+from models import adam_weights, cosines, flat, loss, perceptron, rival, rows, task  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 
 from gemproj import project  # noqa: E402
@@ -101,6 +101,35 @@ def test_a_bound_is_a_right_hand_side(on, kappa, room):
             step = project(G, step, h=cap(step, h))
         torch.testing.assert_close(before - flat(model), step, rtol=1e-7, atol=1e-10)
         torch.testing.assert_close(gem.last.excess, excess, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("on", ["gradient", "step", "both"])
+def test_losses_that_cannot_all_come_back_are_an_error_that_names_them_unless_there_is_a_penalty(on):
+    def signed(model, batch):
+        return batch[2] * EACH(model, batch)
+
+    model, batch = learned()
+    sign, memory = torch.ones(len(batch[1]), dtype=torch.float64), EpisodicMemory()
+    past = [(*batch, sign), (*task(5, 24), sign), (*batch, -sign)]  # the last wants what the first forbids
+    for k, one in enumerate(past):
+        memory.add(one, k, losses=signed(model, one).detach() - 0.05)
+    before = flat(model)
+    for penalty in (None, 0.1):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+        gem = GEM(model, optimizer, signed, memory=memory, bound=0.01, penalty=penalty, on=on)
+        optimizer.zero_grad()
+        loss(model, rival(batch)).backward()
+        given = flat(p.grad for p in model.parameters())
+        if penalty is not None:
+            optimizer.step()
+            assert gem.last.num_active
+            return
+        message = r"h is infeasible: .* in rows 0, 2 at once.*penalty"
+        with pytest.raises(ValueError, match=message if on != "step" else f"was undone.*{message}"):
+            optimizer.step()
+        assert torch.equal(flat(model), before)
+        assert torch.equal(flat(p.grad for p in model.parameters()), given)
+        gem.remove()
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "adam"])
@@ -397,6 +426,44 @@ def test_each_group_has_a_cone_of_its_own(groups, key, options):
     torch.testing.assert_close(gem.last.cosine, cosine.item())
 
 
+@pytest.mark.parametrize("options", [{}, {"margin": 0.3}, {"penalty": 1.0}, {"equality": True}], ids=str)
+@pytest.mark.parametrize("metric", ["euclidean", "adam"])
+@pytest.mark.parametrize("on", ["step", "both"])
+def test_each_group_has_a_cone_of_its_own_for_steps(on, metric, options):
+    rate, (model, batch) = 0.02, learned()
+    plain, tasks = copy.deepcopy(model), [batch, task(5), task(6)]
+    optimizers = [torch.optim.Adam(one.parameters(), lr=rate) for one in (model, plain)]
+    gem = GEM(model, optimizers[0], loss, groups="module", on=on, metric=metric, **options)
+    for one in tasks:
+        gem.end_task([one])
+    G, before = rows(model, tasks), flat(model)
+    columns = groups_of(model, lambda name: name.split(".")[0])
+
+    def by_group(v, options, weight=None):
+        x = v.clone()
+        for at in columns:
+            x[at] = project(G[:, at], v[at], metric=None if weight is None else weight[at], **options)
+        return x
+
+    for one in (model, plain):
+        loss(one, rival(batch)).backward()
+    if on == "both":
+        x = by_group(flat(p.grad for p in plain.parameters()), options)
+        torch.nn.utils.vector_to_parameters(x, [p.grad for p in plain.parameters()])
+        options = {name: value for name, value in options.items() if name != "margin"}
+    for optimizer in optimizers:
+        optimizer.step()
+    step = before - flat(plain)
+    weight = adam_weights(plain, optimizers[1], G) if metric == "adam" else None
+    if metric == "euclidean":  # margins and penalties are in units of gradients
+        options = {name: value if name == "equality" else rate * value for name, value in options.items()}
+    expected = by_group(step, options, weight)
+    torch.testing.assert_close(before - flat(model), expected, rtol=1e-7, atol=1e-10)
+    for other in (step, project(G, step, metric=weight, **options)):
+        assert (other - expected).norm() > 1e-3 * expected.norm()
+    torch.testing.assert_close(gem.last.cosines, cosines(G, expected), rtol=1e-6, atol=1e-9)
+
+
 @pytest.mark.parametrize("conflict", [True, False])
 def test_a_gate_leaves_groups_alone_unless_the_whole_conflicts(conflict):
     model, batch = learned()
@@ -573,12 +640,20 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
     torch.save([part.state_dict() for part in (model, optimizer, gem)], stored)
     unlearn(model, optimizer, batch, 4)
     expected = flat(model)
-    model, optimizer, gem, _ = begin()
-    stored.seek(0)
-    for part, state in zip((model, optimizer, gem), torch.load(stored, weights_only=True), strict=True):
-        part.load_state_dict(state)
-    unlearn(model, optimizer, batch, 4)
-    assert torch.equal(flat(model), expected)
+
+    def go_on(remembers):
+        model, optimizer, gem, _ = begin()
+        stored.seek(0)
+        of_model, of_optimizer, of_gem = torch.load(stored, weights_only=True)
+        model.load_state_dict(of_model)
+        optimizer.load_state_dict(of_optimizer)
+        if remembers:
+            gem.load_state_dict(of_gem)
+        unlearn(model, optimizer, batch, 4)
+        return flat(model)
+
+    assert torch.equal(go_on(remembers=True), expected)
+    assert (go_on(remembers=False) - expected).abs().max() > 1e-4  # so the state of GEM matters
 
 
 def test_logs_have_the_largest_excess():

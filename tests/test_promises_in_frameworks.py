@@ -39,9 +39,7 @@ def memory():
 
 
 def by_hand(promise, options, tasks=TASKS):
-    model = perceptron()
-    excess = []
-    kept = memory()
+    model, kept, excess, active = perceptron(), memory(), [], 0
     for k in range(tasks):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.0)
         gem = GEM(model, optimizer, promise, memory=kept, **options)
@@ -50,7 +48,9 @@ def by_hand(promise, options, tasks=TASKS):
             loss(model, batch).backward()
             optimizer.step()
             excess.append(gem.last.excess)
+            active += gem.last.num_active
         gem.end_task(batches(k))
+    assert active
     return model, excess
 
 
@@ -92,13 +92,10 @@ def test_lightning(promise, options):
 
 
 @pytest.mark.parametrize(("promise", "options"), PROMISES, ids=IDS)
-def test_accelerate(promise, options):
+def test_accelerate(promise, options, fresh_state):
     accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState
-
     from gemproj.integrations.accelerate import GEM as AcceleratedGEM
 
-    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(cpu=True)
     model, kept = perceptron(), memory()
     for k in range(TASKS):
@@ -113,15 +110,12 @@ def test_accelerate(promise, options):
         gem.end_task(batches(k))
         gem.remove()
     torch.testing.assert_close(flat(model), flat(by_hand(promise, options)[0]), rtol=1e-9, atol=1e-12)
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(("promise", "options"), PROMISES, ids=IDS)
-def test_transformers(promise, options, tmp_path):
+def test_transformers(promise, options, fresh_state, tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState
-
     from gemproj.integrations.transformers import GEMCallback
 
     class Network(torch.nn.Module):
@@ -134,7 +128,6 @@ def test_transformers(promise, options, tmp_path):
                 {"loss": torch.nn.functional.cross_entropy(self.net(x), y)} if y is not None else self.net(x)
             )
 
-    AcceleratorState._reset_state(reset_partial_state=True)
     model, gem, logs = Network(), GEMCallback(memory(), promise, **options), []
     for k in range(TASKS):
         arguments = transformers.TrainingArguments(
@@ -165,13 +158,10 @@ def test_transformers(promise, options, tmp_path):
         assert logs[: len(expected)] == pytest.approx(expected, rel=1e-6, abs=1e-12)
     else:
         assert not logs
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def test_a_group_may_be_any_part_of_a_name():
+def test_a_group_may_be_any_part_of_a_name(fresh_state):
     accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState
-
     from gemproj.integrations.accelerate import GEM as AcceleratedGEM
 
     model = perceptron()
@@ -179,7 +169,6 @@ def test_a_group_may_be_any_part_of_a_name():
     prepared = accelerator.prepare(torch.nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=0.1))
     gem = AcceleratedGEM(accelerator, *prepared, memory(), groups=lambda name: name.split(".")[1])
     assert len(gem.projector._groups) == 2
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def test_what_a_model_can_do_is_stored_before_training(tmp_path):

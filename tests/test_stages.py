@@ -122,6 +122,32 @@ def test_out_is_written_in_place(xp, rng):
     assert_close(flat(xp, gs), expected, atol=1e-13)
 
 
+def test_combine_writes_into_out(xp, rng):
+    """G and g are blocks or not; there is a metric or not; out is g or not."""
+    G, g, w = rng.standard_normal((3, 60)), rng.standard_normal(60), rng.random(60) + 0.5
+    lam = rng.standard_normal(3)
+    for weight, expected in ((None, g + lam @ G), (w, g + lam @ G / w)):
+        metric = None if weight is None else xp.array(weight)
+        own, new = xp.array(g), xp.array(np.zeros(60))
+        for out in (new, own):
+            assert combine(xp.array(G), own, xp.array(lam), metric=metric, out=out) is out
+            assert_close(xp.numpy(out), expected, atol=1e-13)
+        (Gs, gs), (_, ws) = blocks_of(xp, G, g), blocks_of(xp, G, w)
+        out = gs if weight is None else blocks_of(xp, G, 0 * g)[1]
+        assert combine(Gs, gs, xp.array(lam), metric=None if weight is None else ws, out=out) is out
+        assert_close(flat(xp, out), expected, atol=1e-13)
+
+
+def test_many_gradients_on_one_G_are_written_in_place(xp, rng):
+    for t, d in ((3, 60), (12, 40_000)):
+        G, gs = rng.standard_normal((t, d)) - 0.2, rng.standard_normal((2, 2, d)) + 0.2
+        expected = [project(G, one) for one in gs.reshape(4, d)]
+        own, new = xp.array(gs), xp.array(0 * gs)
+        for out in (new, own):
+            assert project(xp.array(G), own, out=out) is out
+            assert_close(xp.numpy(out).reshape(4, d), np.stack(expected), atol=1e-11)
+
+
 def test_strided_and_transposed_inputs(xp, rng):
     G, g = rng.standard_normal((60, 3)), rng.standard_normal(120)
     strided = xp.array(G).T, xp.array(g)[::2]
@@ -186,6 +212,23 @@ def test_penalty_limits(rng):
     assert_close(project(G, g, penalty=1e6), project(G, g), atol=1e-12)
     sol = solve_dual(G, g, penalty=0.5, margin=0.5)
     np.testing.assert_array_equal(sol.multipliers, np.full(12, 0.5))
+
+
+@pytest.mark.parametrize("d", [20, 140_000])
+def test_gram_in_a_metric(xp, d, rng):
+    """K = G diag(1/w) G', b = G g, gg = g' diag(w) g: products in the coordinates of the metric."""
+    G, g, w = rng.standard_normal((3, d)), rng.standard_normal(d), rng.random(d) + 0.5
+    expected = (G / w) @ G.T, G @ g, w @ g**2
+    cut = [slice(0, d // 3), slice(d // 3, d)]
+    for dtype, tolerance in (("float64", 1e-13), ("float32", 1e-6)):
+        arrays = [xp.array(a, dtype) for a in (G, g, w)]
+        blocks = [[a[..., at] for at in cut] for a in arrays]
+        for rows, vector, weight in (arrays, blocks):
+            for found, exact in zip(gram(rows, vector, metric=weight), expected, strict=True):
+                assert_close(xp.numpy(found), exact, atol=tolerance * d)
+        many = gram(arrays[0], xp.array(np.stack([g, -g]), dtype), metric=arrays[2])
+        assert_close(xp.numpy(many.b), np.stack([expected[1], -expected[1]]), atol=tolerance * d)
+        assert_close(xp.numpy(many.gg), np.full(2, expected[2]), atol=tolerance * d)
 
 
 def test_metric_is_a_change_of_coordinates(xp, rng):

@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import cosines, flat, loss, perceptron, rival, rows, task  # noqa: E402
+from models import adam_weights, cosines, flat, loss, perceptron, rival, rows, task  # noqa: E402
 
 from gemproj import GEM2017, project  # noqa: E402
 from gemproj.torch import GradientProjector  # noqa: E402
@@ -51,6 +51,12 @@ def attach(model, make, **options):
     return optimizer, projector
 
 
+def oppose(model, projector, dtype=torch.float64):
+    """Compute the constraints, and a gradient that violates one of them."""
+    projector.recall(model, past_tasks(dtype), loss)
+    loss(model, conflicting(dtype)).backward()
+
+
 def adamw(parameters, **options):
     return torch.optim.AdamW(parameters, **({"lr": 0.02} | options))
 
@@ -75,22 +81,6 @@ def learn(model, optimizer, projector, data, steps, after=lambda: None):
         assert projector.last.worst_cosine == pytest.approx(float(seen.min()), abs=2e-6)
         worst.append(float(seen.min()))
     return min(worst)
-
-
-def test_adamw_violates_although_its_gradient_does_not():
-    model = perceptron()
-    optimizer, projector = attach(model, adamw)
-    data, violations = conflicting(), 0
-    for _ in range(10):
-        projector.recall(model, past_tasks(), loss)
-        optimizer.zero_grad()
-        loss(model, data).backward()
-        optimizer.step()
-        given = flat(p.grad for p in model.parameters())
-        assert float(cosines(projector.constraints, given).min()) > -1e-12
-        assert projector.last.solution.kkt_residual() < 1e-9
-        violations += projector.last.worst_cosine < -1e-3
-    assert violations >= 5
 
 
 @cache
@@ -121,8 +111,7 @@ def test_no_step_violates(name, on, metric):
 def test_rounding_of_weights_is_part_of_the_report(dtype):
     model = perceptron(dtype)
     optimizer, projector = attach(model, adamw, on="both")
-    projector.recall(model, past_tasks(dtype), loss)
-    loss(model, conflicting(dtype)).backward()
+    oppose(model, projector, dtype)
     G, before = projector.constraints.double(), flat(model)
     optimizer.step()
     seen = cosines(G, before - flat(model))
@@ -138,27 +127,12 @@ def test_autocast_of_the_caller_reaches_neither_projection_nor_report(on, metric
     for enabled in (False, True):
         model = perceptron(torch.float32)
         optimizer, projector = attach(model, adamw, on=on, metric=metric)
-        projector.recall(model, past_tasks(torch.float32), loss)
-        loss(model, conflicting(torch.float32)).backward()
+        oppose(model, projector, torch.float32)
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             optimizer.step()
         results.append([flat(model), projector.last.cosines])
     for plain, cast in zip(*results, strict=True):
         assert torch.equal(plain, cast)
-
-
-def adam_weights(model, optimizer, G):
-    """Adam's metric from its published formula; its second moment is no less than those of the constraints."""
-    least = G.abs().amax(0).split([p.numel() for p in model.parameters()])
-    parts = []
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            state = optimizer.state[p]
-            v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
-            v_hat = v / (1 - group["betas"][1] ** float(state["step"]))
-            root = torch.maximum(v_hat.sqrt().reshape(-1), least[len(parts)])
-            parts.append((root + group["eps"]) / float(group["lr"]))
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("margin", [0.0, 0.01])
@@ -284,9 +258,7 @@ def test_gradient_and_step_each_start_from_their_own_multipliers():
         return torch.full_like(b, float(len(starts)))
 
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    projector = GradientProjector(model.parameters(), spy, on="both")
-    projector.attach(optimizer)
+    optimizer, projector = attach(model, sgd, method=spy, on="both")
     for _ in range(2):
         projector.recall(model, past_tasks(), loss)
         optimizer.zero_grad()
@@ -311,8 +283,7 @@ def test_a_row_of_zeros_has_no_slope(on):
 def test_penalty_bounds_the_multipliers_of_a_step_too(metric):
     model = perceptron()
     optimizer, projector = attach(model, adamw, on="step", metric=metric, penalty=1e-4)
-    projector.recall(model, past_tasks(), loss)
-    loss(model, conflicting()).backward()
+    oppose(model, projector)
     optimizer.step()
     top = float(projector.last.step.multipliers.max())
     assert top == pytest.approx(1e-4 * (0.02 if metric == "euclidean" else 1.0))
@@ -374,24 +345,36 @@ def test_errors():
         projector.attach(torch.optim.lr_scheduler.StepLR(optimizer, 1))
     optimizer = torch.optim.Adamax(model.parameters())  # it has betas, but no second moments
     projector.attach(optimizer)
-    projector.recall(model, past_tasks(), loss)
-    loss(model, conflicting()).backward()
+    oppose(model, projector)
     with pytest.raises(ValueError, match=r"second moments.*found Adamax"):
         optimizer.step()
 
 
-def test_a_step_that_cannot_be_projected_is_undone():
+def failing(K, b, warm_start):
+    raise RuntimeError("no answer")
+
+
+@pytest.mark.parametrize(
+    ("on", "method", "rate", "error", "message"),
+    [
+        (
+            "both",
+            "exact",
+            torch.inf,
+            ValueError,
+            "step of SGD could not be projected and was undone.*not finite",
+        ),
+        ("step", failing, 0.1, RuntimeError, "no answer"),
+    ],
+    ids=["not finite", "no answer"],
+)
+def test_a_step_that_cannot_be_projected_is_undone(on, method, rate, error, message):
     model = perceptron()
-    optimizer = torch.optim.SGD(
-        [{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1
-    )
-    projector = GradientProjector(model.parameters(), on="both")
-    projector.attach(optimizer)
-    projector.recall(model, past_tasks(), loss)
-    loss(model, conflicting()).backward()
+    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": rate}]
+    optimizer, projector = attach(model, lambda p: torch.optim.SGD(groups, lr=0.1), on=on, method=method)
+    oppose(model, projector)
     before = flat(model)
-    optimizer.param_groups[1]["lr"] = float("inf")
-    with pytest.raises(ValueError, match=r"step of SGD could not be projected and was undone.*not finite"):
+    with pytest.raises(error, match=message):
         optimizer.step()
     assert torch.equal(before, flat(model))
 
@@ -422,22 +405,6 @@ def test_nearly_dependent_rows_on_a_part_of_the_parameters(metric):
     before = flat(model)
     optimizer.step()
     assert float(cosines(G, before - flat(model)).min()) > -1e-6
-
-
-def test_a_method_that_fails_leaves_no_step():
-    def failing(K, b, warm_start):
-        raise RuntimeError("no answer")
-
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    projector = GradientProjector(model.parameters(), failing, on="step")
-    projector.attach(optimizer)
-    projector.recall(model, past_tasks(), loss)
-    loss(model, conflicting()).backward()
-    before = flat(model)
-    with pytest.raises(RuntimeError, match="no answer"):
-        optimizer.step()
-    assert torch.equal(before, flat(model))
 
 
 def test_attaching_twice_is_an_error_and_again_is_not():
@@ -578,8 +545,7 @@ def test_bounds_of_a_step_need_a_learning_rate_and_a_margin_of_the_gradient_does
     for on, allowed in (("both", True), ("step", False)):
         model = perceptron()
         optimizer, projector = attach(model, Signs, on=on, margin=0.1)
-        projector.recall(model, past_tasks(), loss)
-        loss(model, conflicting()).backward()
+        oppose(model, projector)
         if allowed:
             optimizer.step()
             assert projector.last.worst_cosine > -1e-10

@@ -29,13 +29,7 @@ from examples.study.results import Results, results_of
 from examples.study.settings import METHODS, STREAMS, TUNING_SEEDS
 from tests.tiny import TINY, one_by_one
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 ADAM = ("gem-step", "gem-moments")
 
@@ -314,7 +308,6 @@ def test_a_killed_study_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
     monkeypatch.setattr(runs, "work", one_by_one)
     runs.complete(["tiny"], ["plain"], tmp_path, 1, False, Console(quiet=True))
     assert file.read_bytes().startswith(begun[: begun.rfind(b"\n") + 1])
-    torch.set_num_threads(1)
     expected = [without_times(done("plain", seed=seed, knob=0.0)) for seed in TINY.seeds]
     assert [without_times(record) for record in Results(file).records.values()] == expected
 

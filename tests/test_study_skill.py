@@ -18,15 +18,13 @@ from examples.study.skill import METHODS, RATES, SETTINGS, Run
 
 
 @pytest.fixture
-def tiny(monkeypatch):
-    threads = torch.get_num_threads()
+def tiny(monkeypatch, one_thread):
     monkeypatch.setattr(skill, "PRETRAINING", 4)
     for name, setting in SETTINGS.items():
         monkeypatch.setitem(SETTINGS, name, replace(setting, steps=3))
     skill.pretrained.cache_clear()
     yield
     skill.pretrained.cache_clear()
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize(

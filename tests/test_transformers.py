@@ -29,11 +29,7 @@ from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
 LENGTH, LABELS = 6, 4
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 def network(peft=False, dtype=torch.float64, dropout=0.0):

@@ -197,8 +197,8 @@ class GEM:
         lacking = {"memory", "projector"} - state.keys()
         if lacking:
             raise ValueError(f"state has no {min(lacking)!r}: it is not of a GEM.")
-        self.memory.load_state_dict(state["memory"])
         self.projector.load_state_dict(state["projector"])
+        self.memory.load_state_dict(state["memory"])
 
     @torch.compiler.disable
     def _compute_constraints(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
