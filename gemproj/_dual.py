@@ -123,7 +123,7 @@ def solve_gram(
         (t, t) store K once.
     gg : array, shape (...), optional
         Squared norm of g, which certificates are relative to. By default the smallest that b allows,
-        ``max(b_i^2 / K_ii)``: certificates are then larger than those of `solve_dual`, never smaller.
+        ``b' K^+ b``: certificates are then larger than those of `solve_dual`, never smaller.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
 

@@ -275,6 +275,25 @@ def test_leading_dimensions_broadcast(xp, rng):
         project(xp.array(G), xp.array(np.zeros((5, 9))))
 
 
+@pytest.mark.parametrize("kind", ["generic", "mixed norms", "repeated", "zero row"])
+def test_the_default_square_of_g_is_the_smallest_that_b_allows(kind, rng):
+    G, g, *_ = draw(rng, kind, 5, 40)
+    K, b, gg = gram(G, g)
+    smallest = float(solve_gram(K, b).gram.gg)
+    assert smallest == pytest.approx(float(np.sum((np.linalg.pinv(_unit(G)) @ (_unit(G) @ g)) ** 2)), rel=1e-6)
+    assert smallest <= gg * (1 + 1e-12)
+    many = solve_gram(K, np.stack([b, -2.0 * b]))
+    np.testing.assert_allclose(many.gram.gg, [smallest, 4.0 * smallest], rtol=1e-12)
+    if kind in ("generic", "mixed norms"):  # others are dependent, which K alone cannot tell
+        assert float(solve_gram(K, b).error_bound()) < 1e-9
+
+
+def _unit(G):
+    """Rows of norm one; zero stays zero."""
+    norms = np.linalg.norm(G, axis=1, keepdims=True)
+    return G / np.where(norms > 0, norms, 1.0)
+
+
 def test_solve_gram_starts_from_t_space_numbers(xp, rng):
     G, g = rng.standard_normal((2, 5, 30)) - 0.1, rng.standard_normal((2, 30)) + 0.1
     K, b, gg = gram(G, g)
