@@ -280,7 +280,9 @@ def test_the_default_square_of_g_is_the_smallest_that_b_allows(kind, rng):
     G, g, *_ = draw(rng, kind, 5, 40)
     K, b, gg = gram(G, g)
     smallest = float(solve_gram(K, b).gram.gg)
-    assert smallest == pytest.approx(float(np.sum((np.linalg.pinv(_unit(G)) @ (_unit(G) @ g)) ** 2)), rel=1e-6)
+    assert smallest == pytest.approx(
+        float(np.sum((np.linalg.pinv(_unit(G)) @ (_unit(G) @ g)) ** 2)), rel=1e-6
+    )
     assert smallest <= gg * (1 + 1e-12)
     many = solve_gram(K, np.stack([b, -2.0 * b]))
     np.testing.assert_allclose(many.gram.gg, [smallest, 4.0 * smallest], rtol=1e-12)
