@@ -270,10 +270,7 @@ class GradientProjector(RecalledConstraints):
     def _options(self) -> Options:
         for name in ("margin", "penalty"):
             if not isinstance(value := getattr(self, name), Tensor | Real | None):
-                raise TypeError(
-                    f"{name} must be a number or a tensor with one entry per constraint; found "
-                    f"{type(value).__name__}."
-                )
+                raise TypeError(f"{name} must be a number or a tensor (t,); found {type(value).__name__}.")
         return check_options(self.method, margin=self.margin, penalty=self.penalty, equality=self.equality)
 
     def _project(
