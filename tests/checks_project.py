@@ -93,7 +93,9 @@ def blocks_and_out():
     named = [dict(zip("ab", blocks(a), strict=True)) for a in (G, g, w)]
     close(torch.cat(list(project(named[0], named[1], metric=named[2]).values())), expected)
     out = torch.empty_like(g[at])
+    version = out._version
     assert project(G[:, at], g[at], metric=w[at], out=out) is out
+    assert out._version > version  # by which autograd refuses to use what was there before
     close(out, expected)
     own = g[at].clone()
     project(G[:, at], own, metric=w[at], out=own)
