@@ -24,7 +24,7 @@ from gemproj._constants import NARROW_RANGE, WIDE_RANGE
 from gemproj._problem import Problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
-from gemproj._tspace import Gram, inverse, matvec, solve_on
+from gemproj._tspace import Gram, inverse
 from gemproj.methods import Status
 
 
@@ -59,20 +59,12 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     if on_host(device):
         K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
     if gg is None:
-        gg = _smallest_square(*drop_not_finite(K, b)[:2]) if t else namespace(b).sum(b, axis=-1)
+        xp = namespace(b)
+        squares = b * b * inverse(xp.linalg.diagonal(K))
+        if not on_host(device):  # there rows that are not finite are left out
+            squares = xp.where(xp.isfinite(squares), squares, xp.zeros_like(squares))
+        gg = xp.max(squares, axis=-1) if t else xp.sum(b, axis=-1)
     return Gram(K, b, gg)
-
-
-def _smallest_square(K: Array, b: Array) -> Array:
-    """Return the smallest ``|g|^2`` of any g with ``G g = b``, which is ``b' K^+ b``, shape (...)."""
-    xp, per_norm = namespace(b), inverse(namespace(b).sqrt(namespace(b).linalg.diagonal(K)))
-    cosines, slopes = K * per_norm[..., :, None] * per_norm[..., None, :], b * per_norm
-    if on_host(device_of(b)):
-        lam = matvec(np.linalg.pinv(cosines, hermitian=True), slopes)
-    else:  # a pseudoinverse waits for the device
-        lam = solve_on(cosines, slopes, slopes == slopes)
-    # No less than one row alone asks for, where rounding has hidden others.
-    return xp.maximum(xp.sum(slopes * lam, axis=-1), xp.max(slopes * slopes, axis=-1))
 
 
 def check_range(problem: Problem, gram: Gram) -> None:

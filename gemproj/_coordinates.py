@@ -12,7 +12,7 @@ import numpy as np
 
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
-from gemproj._tspace import Gram, inverse
+from gemproj._tspace import Gram, inverse, normalise
 
 # Singular values of unit columns below this many units of rounding, relative to the largest one, are zero.
 _CUTOFF = 64.0 * float(np.finfo(np.float64).eps)
@@ -21,7 +21,14 @@ SMALL = 1 << 17
 
 
 def from_gram(gram: Gram) -> np.ndarray:
-    """Return coordinates (t + 1, t + 1) from K, b and |g|^2; they resolve angles of 1e-7."""
+    """Return coordinates (t + 1, t + 1) from K, b and |g|^2; they resolve angles of 1e-7.
+
+    A ``|g|^2`` below ``b' K^+ b``, the smallest of any g with ``G g = b``, is raised to that, since an
+    indefinite matrix has no coordinates: the default of `solve_gram` may be below.
+    """
+    unit = normalise(gram.K, gram.b)
+    z = np.linalg.pinv(unit.K, rcond=1e-14, hermitian=True) @ unit.b
+    gram = gram._replace(gg=np.maximum(gram.gg, (gram.b * unit.scale) @ z))
     n, cosines = _unit_diagonal(_whole(gram))
     squares, basis = np.linalg.eigh(cosines)
     return (basis * np.sqrt(np.maximum(squares, 0.0))).T * n

@@ -122,8 +122,8 @@ def solve_gram(
         Linear term; leading dimensions of K and b are broadcast. Many right-hand sides (m, t) on one K
         (t, t) store K once.
     gg : array, shape (...), optional
-        Squared norm of g, which certificates are relative to. By default the smallest that b allows,
-        ``b' K^+ b``: certificates are then larger than those of `solve_dual`, never smaller.
+        Squared norm of g, which certificates are relative to. By default the largest that one row asks for,
+        ``max(b_i^2 / K_ii)``: certificates are then larger than those of `solve_dual`, never smaller.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from problems import KINDS, arbitrary, assert_close, draw
 
 from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual, solve_gram
+from gemproj._coordinates import from_gram
+from gemproj._tspace import Gram
 
 
 def soft_gem(G, g, c):
@@ -276,16 +278,20 @@ def test_leading_dimensions_broadcast(xp, rng):
 
 
 @pytest.mark.parametrize("kind", ["generic", "mixed norms", "repeated", "zero row"])
-def test_the_default_square_of_g_is_the_smallest_that_b_allows(kind, rng):
+def test_coordinates_have_a_g_that_b_allows(kind, rng):
     G, g, *_ = draw(rng, kind, 5, 40)
     K, b, gg = gram(G, g)
-    smallest = float(solve_gram(K, b).gram.gg)
+    a = from_gram(solve_gram(K, b).gram)[:, -1]  # g in coordinates
+    smallest = float(a @ a)
     assert smallest == pytest.approx(
         float(np.sum((np.linalg.pinv(_unit(G)) @ (_unit(G) @ g)) ** 2)), rel=1e-6
     )
     assert smallest <= gg * (1 + 1e-12)
     many = solve_gram(K, np.stack([b, -2.0 * b]))
-    np.testing.assert_allclose(many.gram.gg, [smallest, 4.0 * smallest], rtol=1e-12)
+    np.testing.assert_allclose(many.gram.gg[1], 4.0 * many.gram.gg[0], rtol=1e-12)
+    assert many.gram.gg[0] <= smallest * (1 + 1e-12)
+    a = from_gram(Gram(K, b, gg))[:, -1]
+    assert float(a @ a) == pytest.approx(float(gg), rel=1e-12)  # one that b allows stays
     if kind in ("generic", "mixed norms"):  # others are dependent, which K alone cannot tell
         assert float(solve_gram(K, b).error_bound()) < 1e-9
 

@@ -85,8 +85,8 @@ class LogMeans:
         sol, cosines = step.solution, step.cosines
         if sol is None or cosines is None:
             return
-        means = [sol.violated.sum(), sol.active.sum(), _cosine(sol)]
-        found = [torch.stack([number.to(cosines.dtype) for number in means]), cosines.min()]
+        numbers = [sol.violated.sum(), sol.active.sum(), _cosine(sol)]
+        found = [torch.stack([number.to(cosines.dtype) for number in numbers]), cosines.min()]
         if step.excess is not None:
             found.append(step.excess.max())
         if self._total:
