@@ -55,12 +55,12 @@ def final_accuracy(records: Sequence[Record], summary: Summary) -> Figure:
     for x, (name, numbers) in enumerate(summary.items()):
         bar(axes, x, numbers["average_accuracy"], 100, 0.62, color=METHODS[name].colour)
         values = [100 * r["metrics"]["average_accuracy"] for r in records if r["method"] == name]
-        spread = np.linspace(0.12, 0.24, len(values))  # beside the error bar
-        axes.scatter(x + spread, values, s=16, color="white", edgecolor=INK, linewidth=0.8, zorder=4)
+        aside = np.linspace(0.12, 0.24, len(values))  # beside the error bar
+        axes.scatter(x + aside, values, s=16, color="white", edgecolor=INK, linewidth=0.8, zorder=4)
     ticks(axes, [METHODS[name].title for name in summary])
     axes.set_ylim(0, 100)
     axes.set_ylabel("Final average accuracy (%)")
-    return noted(figure, f"Dots: seeds. Error bars: {_spread(records)}.")
+    return noted(figure, f"Dots: seeds. Error bars: {spread(records)}.")
 
 
 def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
@@ -94,7 +94,7 @@ def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
         axes.set_visible(False)
     figure.supylabel("Test accuracy (%)", fontsize=10)
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
-    return noted(figure, f"Grey: the task is being learned. Bands: {_spread(records)}.")
+    return noted(figure, f"Grey: the task is being learned. Bands: {spread(records)}.")
 
 
 def transfer(records: Sequence[Record], summary: Summary) -> Figure:
@@ -112,7 +112,7 @@ def transfer(records: Sequence[Record], summary: Summary) -> Figure:
     ticks(axes, [f"{metric}\n({better} is better)" for metric, better in metrics.items()])
     axes.set_ylabel("Difference in accuracy")
     figure.legend(loc="outside upper center", ncols=4)
-    return noted(figure, f"Error bars: {_spread(records)}.")
+    return noted(figure, f"Error bars: {spread(records)}.")
 
 
 def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
@@ -143,7 +143,7 @@ def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
     keys: Any = [plt.Rectangle((0, 0), 1, 1, **look) for look in looks]
     names = ["One projection", "Constraint gradients of a step"]
     figure.legend(keys, names, loc="outside upper center", ncols=2)
-    note = f"Means; error bars: {_spread(records)}.\nMethods that do not project are left out."
+    note = f"Means; error bars: {spread(records)}.\nMethods that do not project are left out."
     return noted(figure, note)
 
 
@@ -161,7 +161,7 @@ def ticks(axes: Axes, names: Sequence[str]) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _spread(records: Sequence[Record]) -> str:
+def spread(records: Sequence[Record]) -> str:
     """Return what error bars are."""
     return f"standard deviation across {len({record['seed'] for record in records})} seeds"
 

@@ -9,13 +9,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..lora_agnews import figures
-from ..lora_agnews.figures import INK, bar, noted, plt, ticks
+from ..lora_agnews.figures import INK, bar, noted, plt, spread, ticks
 from ..lora_agnews.methods import METHODS
 from ..lora_agnews.report import Record, Summary, significant
 from . import published
 
 TRANSFER = ("Backward transfer", "Forward transfer", "Forgetting")
-ERRORS = "Error bars: standard deviation across seeds."
 
 
 def final_accuracy(records: Sequence[Record], summary: Summary, here: str) -> Figure:
@@ -29,13 +28,13 @@ def final_accuracy(records: Sequence[Record], summary: Summary, here: str) -> Fi
     figure, (left, _) = _beside(draw, summary, here)
     left.set_ylim(0, 100)
     left.set_ylabel("Final average accuracy (%)")
-    return noted(figure, ERRORS)
+    return noted(figure, f"Error bars: {spread(records)}.")
 
 
 def accuracy_over_steps(records: Sequence[Record], summary: Summary, here: str) -> Figure:
     """One panel for each task; the paper gives no numbers for this figure."""
     figure = figures.accuracy_over_steps(records, summary)
-    bands = "Grey: the task is being learned. Bands: standard deviation across seeds."
+    bands = f"Grey: the task is being learned. Bands: {spread(records)}."
     return noted(figure, f"{here}. The paper draws this figure, too, but gives no numbers for it.\n{bands}")
 
 
@@ -58,7 +57,7 @@ def transfer(records: Sequence[Record], summary: Summary, here: str) -> Figure:
     keys: Any = [plt.Rectangle((0, 0), 1, 1, color=METHODS[name].colour) for name in summary]
     titles = [METHODS[name].title for name in summary]
     figure.legend(keys, titles, loc="outside upper center", ncols=6)
-    return noted(figure, f"{ERRORS} Higher is better, but for forgetting.")
+    return noted(figure, f"Error bars: {spread(records)}. Higher is better, but for forgetting.")
 
 
 def projection_time(records: Sequence[Record], summary: Summary, here: str) -> Figure:
@@ -82,7 +81,7 @@ def projection_time(records: Sequence[Record], summary: Summary, here: str) -> F
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter("")
     left.set_ylabel("Mean projection (ms, log scale)")
-    return noted(figure, f"{ERRORS} Methods that do not project are left out.")
+    return noted(figure, f"Error bars: {spread(records)}. Methods that do not project are left out.")
 
 
 FIGURES = (final_accuracy, accuracy_over_steps, transfer, projection_time)
