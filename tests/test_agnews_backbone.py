@@ -26,9 +26,20 @@ CONFIG = replace(MINI, small_steps=3)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    found = small.cached(CONFIG, TEXTS, tmp_path_factory.mktemp("cache"))
-    small.prepare(CONFIG, TEXTS, found, lambda done: None)
-    return found
+    """Return a pretrained model, which a script has made that has no guard for its main process."""
+    cache = tmp_path_factory.mktemp("cache")
+    folder, script = small.cached(CONFIG, TEXTS, cache), cache / "script.py"
+    script.write_text(
+        "from pathlib import Path\n"
+        "from examples.lora_agnews import small\n"
+        "from tests.test_agnews_backbone import CONFIG, TEXTS\n"
+        f"small.prepare(CONFIG, TEXTS, Path({str(folder)!r}), print)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-3:] == ["1", "2", "3"]
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -58,26 +69,6 @@ def test_a_failed_pretraining_is_an_error_and_leaves_nothing(tmp_path, capfd):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_script_needs_no_guard(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "from pathlib import Path\n"
-        "from examples.lora_agnews import small\n"
-        "from tests.test_agnews_backbone import CONFIG, TEXTS\n"
-        f"small.prepare(CONFIG, TEXTS, Path({str(tmp_path / 'model')!r}), print)\n"
-    )
-    root = Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env=os.environ | {"PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-3:] == ["1", "2", "3"]
-    assert (tmp_path / "model" / "config.json").is_file()
-
-
 def test_an_interrupted_pretraining_leaves_nothing(tmp_path):
     def interrupt(done):
         raise KeyboardInterrupt
@@ -87,12 +78,14 @@ def test_an_interrupted_pretraining_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_model_that_another_process_made_meanwhile_is_kept(tmp_path):
-    def other(done):
-        (tmp_path / "model").mkdir(exist_ok=True)
+def test_a_model_that_another_process_made_meanwhile_is_kept(tmp_path, monkeypatch):
+    def other_is_faster(config, texts, draft, on_step):
+        for path in (draft, tmp_path / "model"):
+            path.mkdir()
         (tmp_path / "model" / "theirs").touch()
 
-    small.prepare(CONFIG, TEXTS, tmp_path / "model", other)
+    monkeypatch.setattr(small, "_in_own_process", other_is_faster)
+    small.prepare(CONFIG, TEXTS, tmp_path / "model", print)
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == [
         "model",
         "model/theirs",

@@ -176,7 +176,9 @@ def test_blocks_whose_entries_are_not_equally_far_apart_are_read_portably(rng):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
-@pytest.mark.parametrize(("t", "d"), [(1, 40), (2, 5000), (7, 333), (14, 17_610), (9, 140_000)])
+@pytest.mark.parametrize(
+    ("t", "d"), [(1, 40), (2, 5000), (7, 333), (11, 999), (12, 500), (14, 17_610), (9, 140_000)]
+)
 def test_columns_of_tensors_are_read_where_they_lie(t, d, dtype, rng):
     torch = pytest.importorskip("torch")
     memories = torch.from_numpy(rng.standard_normal((d, t))).to(getattr(torch, dtype))

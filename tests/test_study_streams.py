@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ pytest.importorskip("mnist1d")
 
 import torch
 
-from examples.lora_agnews import data
+from examples.lora_agnews import data, small
 from examples.lora_agnews.config import SetupError
 from examples.study.streams import KINDS, digits, load, prepare
 
@@ -123,14 +124,17 @@ def test_split_deals_every_class_out_once():
         assert classes == [sorted(set(task.test["labels"].tolist())) for task in tasks]
 
 
-def test_files_are_the_tasks_in_their_order_and_test_files_are_kept_apart(options, cache):
+def test_files_are_the_tasks_in_their_order_and_test_files_are_kept_apart(options, monkeypatch):
     paths = options["files"]["paths"]
     stream = load("files", 5, **options["files"])
+    folder = stream.model.get_base_model().name_or_path
     assert [task.name for task in stream.tasks] == ["first", "second"]
     assert [len(task.train["labels"]) for task in stream.tasks] == [32, 48]
     both = options["files"] | {"paths": paths, "tests": [paths[1], paths[1]]}
     with pytest.raises(SetupError, match=r"second\.jsonl: 0 different texts to train on and 60 to test on"):
         load("files", 5, **both)
+    # Other texts to train on would make another model, which is nothing that is looked at here.
+    monkeypatch.setattr(small, "cached", lambda *given: Path(folder))
     swapped = load("files", 5, **options["files"] | {"tests": paths[::-1]})
     assert [len(task.test["labels"]) for task in swapped.tasks] == [60, 40]
     assert swapped.model.get_base_model().num_labels == 4

@@ -10,8 +10,8 @@ from gemproj.backends.numba.lanes import (
     BYTES,
     F32,
     F64,
+    I32,
     I64,
-    LANES,
     bytes_of,
     converted,
     load,
@@ -22,10 +22,13 @@ from gemproj.backends.numba.lanes import (
     store,
     stream,
     types_of,
+    widened,
 )
 
 # Columns that are turned into rows at a time.
 TURNED = 16
+# Most rows past a multiple of 8 that are read one by one.
+ALONE = 3
 
 
 @intrinsic
@@ -90,58 +93,6 @@ def add_separated(typing_context, source, scale, t, n, target, like):
 
 
 @intrinsic
-def add_dots(typing_context, source, column, scale, t, n, target, like):
-    """Do the same for n columns of t >= LANES rows, `column` bytes apart; n is a multiple of LANES.
-
-    If t is no multiple of LANES, `scale` ends with the numbers of the last LANES rows, and zeros for those of
-    them that came before.
-    """
-
-    def generate(context, builder, signature, args):
-        source, column, scale, t, n, target, _ = args
-        (stored,) = types_of(context, signature.args[-1:])
-        vector = ir.VectorType(F64, LANES)
-        zeros = ir.Constant(vector, [0.0] * LANES)
-        steps, last = builder.sdiv(builder.add(t, I64(LANES - 1)), I64(LANES)), builder.sub(t, I64(LANES))
-
-        with cgutils.for_range(builder, builder.sdiv(n, I64(LANES))) as group:
-            at = builder.mul(group.index, I64(LANES))
-            places = [builder.mul(column, builder.add(at, I64(c))) for c in range(LANES)]
-            places = [builder.add(source, place) for place in places]
-            totals = [cgutils.alloca_once(builder, vector) for _ in places]
-            for total in totals:
-                builder.store(zeros, total)
-            with cgutils.for_range(builder, steps) as loop:
-                given = builder.mul(loop.index, I64(LANES))
-                entry = builder.select(builder.icmp_signed("<", given, last), given, last)
-                factor = load(builder, builder.add(scale, builder.mul(given, I64(8))), vector)
-                used = builder.fcmp_unordered("!=", factor, zeros)
-                for place, total in zip(places, totals, strict=True):
-                    value = stream(builder, place, entry, stored, LANES, F64)
-                    value = builder.select(used, value, zeros)
-                    multiply_add(builder, factor, value, total)
-            address = builder.add(target, builder.mul(at, I64(8)))
-            sums = _sums(builder, [builder.load(total) for total in totals])
-            store(builder, builder.fadd(load(builder, address, vector), sums), address)
-        return context.get_dummy_value()
-
-    return types.none(*(types.int64,) * 6, like), generate
-
-
-def _sums(builder, vectors):
-    """Return the vector of the sums of vectors, which are as many as each has entries."""
-    while len(vectors) > 1:
-        run, half = len(vectors), len(vectors) // 2  # adjacent entries that belong to one sum
-        starts = range(0, vectors[0].type.count, run)
-        mask = [i for k in starts for j in (k, k + vectors[0].type.count) for i in range(j, j + half)]
-        vectors = [
-            builder.fadd(shuffle(builder, x, y, mask), shuffle(builder, x, y, [i + half for i in mask]))
-            for x, y in zip(vectors[:half], vectors[half:], strict=True)
-        ]
-    return vectors[0]
-
-
-@intrinsic
 def transpose(typing_context, source, column, target, row, like, to):
     """Copy TURNED columns, `column` bytes apart, of 8 rows, in float64 of 4, into rows `row` bytes apart.
 
@@ -151,30 +102,84 @@ def transpose(typing_context, source, column, target, row, like, to):
     def generate(context, builder, signature, args):
         source, column, target, row = args[:4]
         stored, wanted = types_of(context, signature.args[-2:])
-        real = F64 if stored == F64 else F32
-        n = 16 // bytes_of(real)  # entries in a lane of 128 bits, within which it costs least to move them
-
-        def columns(first):
-            """Return vectors of column ``first + j`` in one half and ``first + n + j`` in the other."""
-            vectors = []
-            for j in range(first, first + n):
-                places = [builder.add(source, builder.mul(column, I64(c))) for c in (j, j + n)]
-                halves = [stream(builder, place, I64(0), stored, 2 * n, real) for place in places]
-                vectors.append(shuffle(builder, halves[0], halves[1], range(4 * n)))
-            return vectors
-
-        for first in range(0, TURNED, 4 * n):
-            left = _turned(builder, columns(first))
-            right = _turned(builder, columns(first + 2 * n))
-            for r in range(2 * n):
-                # Lanes 0 and 2 hold the first n rows, lanes 1 and 3 the others.
-                lanes = [range(k * n, (k + 1) * n) for k in range(r // n, 8, 2)]
-                value = shuffle(builder, left[r % n], right[r % n], [i for lane in lanes for i in lane])
+        for first, rows in _transposed(builder, source, column, stored):
+            for r, value in enumerate(rows):
                 offset = builder.add(builder.mul(row, I64(r)), I64(first * bytes_of(wanted)))
                 store(builder, converted(builder, value, wanted), builder.add(target, offset))
         return context.get_dummy_value()
 
     return types.none(*(types.int64,) * 4, like, to), generate
+
+
+@intrinsic
+def add_transposed(typing_context, source, column, scale, target, like):
+    """Add the products of such columns and `scale`, 8 or 4 float64 numbers, to TURNED float64 numbers.
+
+    What is multiplied by zero need not be finite.
+    """
+
+    def generate(context, builder, signature, args):
+        source, column, scale, target, _ = args
+        (stored,) = types_of(context, signature.args[-1:])
+        for first, rows in _transposed(builder, source, column, stored):
+            place = builder.add(target, I64(8 * first))
+            vector = ir.VectorType(F64, rows[0].type.count)
+            total = cgutils.alloca_once_value(builder, load(builder, place, vector))
+            for r, value in enumerate(rows):
+                factor = load(builder, builder.add(scale, I64(8 * r)), F64)
+                with builder.if_then(builder.fcmp_unordered("!=", factor, F64(0.0))):
+                    wide = converted(builder, value, F64)
+                    multiply_add(builder, spread(builder, factor, vector), wide, total)
+            store(builder, builder.load(total), place)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 4, like), generate
+
+
+@intrinsic
+def add_gathered(typing_context, source, step, scale, target, like):
+    """Add TURNED numbers, `step` bytes apart, times a float64 number to as many float64 numbers."""
+
+    def generate(context, builder, signature, args):
+        source, step, scale, target, _ = args
+        (stored,) = types_of(context, signature.args[-1:])
+        vector = ir.VectorType(F64, TURNED)
+        values = ir.Constant(ir.VectorType(stored, TURNED), ir.Undefined)
+        for c in range(TURNED):
+            place = builder.add(source, builder.mul(step, I64(c)))
+            values = builder.insert_element(values, load(builder, place, stored, bytes_of(stored)), I32(c))
+        total = cgutils.alloca_once_value(builder, load(builder, target, vector))
+        factor = spread(builder, load(builder, scale, F64), vector)
+        multiply_add(builder, factor, widened(builder, values, F64), total)
+        store(builder, builder.load(total), target)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 4, like), generate
+
+
+def _transposed(builder, source, column, stored):
+    """Yield where TURNED columns, some at a time, begin, and a vector of their entries for each row."""
+    real = F64 if stored == F64 else F32
+    n = 16 // bytes_of(real)  # entries in a lane of 128 bits, within which it costs least to move them
+
+    def columns(first):
+        """Return vectors of column ``first + j`` in one half and ``first + n + j`` in the other."""
+        vectors = []
+        for j in range(first, first + n):
+            places = [builder.add(source, builder.mul(column, I64(c))) for c in (j, j + n)]
+            halves = [stream(builder, place, I64(0), stored, 2 * n, real) for place in places]
+            vectors.append(shuffle(builder, halves[0], halves[1], range(4 * n)))
+        return vectors
+
+    for first in range(0, TURNED, 4 * n):
+        left = _turned(builder, columns(first))
+        right = _turned(builder, columns(first + 2 * n))
+        rows = []
+        for r in range(2 * n):
+            # Lanes 0 and 2 hold the first n rows, lanes 1 and 3 the others.
+            lanes = [range(k * n, (k + 1) * n) for k in range(r // n, 8, 2)]
+            rows.append(shuffle(builder, left[r % n], right[r % n], [i for lane in lanes for i in lane]))
+        yield first, rows
 
 
 def _turned(builder, vectors):
