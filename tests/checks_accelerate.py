@@ -22,13 +22,8 @@ def processes_bring_and_keep_examples_of_their_own():
     from gemproj.integrations.accelerate import GEM
 
     rank = dist.get_rank()
-    environment = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": 2,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 1,
-    }
+    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
     os.environ |= {name: str(value) for name, value in environment.items()}
     accelerator = Accelerator(cpu=True)
     past = [rival(task(k, 4), 0) for k in range(6)]

@@ -12,12 +12,12 @@ from gemproj.torch.distributed import project
 T, D = 3, 257
 
 
-def problem(dtype=torch.float64, t=T):
-    """Draw the whole problem, alike on every process; its gradient violates constraints."""
+def problem(dtype=torch.float64):
+    """Draw the whole problem, alike on every process, whose gradient violates constraints; which part is mine."""
     generator = torch.Generator().manual_seed(1)
-    G = torch.randn(t, D, generator=generator, dtype=dtype)
+    G = torch.randn(T, D, generator=generator, dtype=dtype)
     g = torch.randn(D, generator=generator, dtype=dtype) - 0.8 * G.sum(0)
-    return G, g, torch.rand(D, generator=generator, dtype=dtype) + 0.5
+    return G, g, torch.rand(D, generator=generator, dtype=dtype) + 0.5, mine()
 
 
 def mine(d=D):
@@ -30,9 +30,7 @@ def mine(d=D):
 
 
 def close(x, expected, dtype=torch.float64):
-    atol = (
-        float(expected.norm()) * {torch.float64: 1e-12, torch.float32: 1e-6}[dtype] if expected.numel() else 0
-    )
+    atol = {torch.float64: 1e-12, torch.float32: 1e-6}[dtype] * float(expected.norm())
     torch.testing.assert_close(x, expected, rtol=0, atol=atol)
 
 
@@ -40,8 +38,7 @@ def close(x, expected, dtype=torch.float64):
 def any_option():
     below = torch.tensor([-300.0, -0.2, -400.0], dtype=torch.float64)  # under and over G g
     for dtype in (torch.float64, torch.float32):
-        G, g, w = problem(dtype)
-        at = mine()
+        G, g, w, at = problem(dtype)
         for options in (
             {},
             {"method": PGD(steps=3)},
@@ -80,12 +77,11 @@ def large_float32():
 
 @check(2)
 def blocks_and_out():
-    G, g, w = problem()
-    at, cut = mine(), 11
+    G, g, w, at = problem()
     expected = gemproj.project(G, g, metric=w)[at]
 
     def blocks(a):
-        return [a[..., at][..., :cut], a[..., at][..., cut:]]
+        return [a[..., at][..., :11], a[..., at][..., 11:]]
 
     x = project(blocks(G), blocks(g), metric=blocks(w))
     assert isinstance(x, list)
@@ -105,7 +101,7 @@ def blocks_and_out():
 @check(4)
 def own_group():
     """A group of some processes; the others do something else."""
-    G, g, _ = problem()
+    G, g, *_ = problem()
     group = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         at = slice(0, 100) if dist.get_rank() else slice(100, D)
@@ -114,24 +110,21 @@ def own_group():
 
 @check(2)
 def no_constraints():
-    G, g, _ = problem()
-    at = mine()
+    G, g, _, at = problem()
     close(project(G[:0, at], g[at]), g[at])
 
 
 @check(2)
 def rows_of_any_norm():
     """Squares outside of the range of float64 are measured in units, as on one process, where they fit."""
-    G, g, _ = problem()
+    G, g, _, at = problem()
     for scale in (1e-60, 1e60):
-        at = mine()
         close(project(scale * G[:, at], g[at]), gemproj.project(G, g)[at])
 
 
 @check(2, 4)
 def exchanges_t_squared_numbers():
-    G, g, _ = problem()
-    at = mine()
+    G, g, _, at = problem()
     with all_reduces() as seen:
         project(G[:, at], g[at])
     assert [n for dtype, n in seen if dtype == torch.float64] == [T * T + T + 1], seen
@@ -140,17 +133,15 @@ def exchanges_t_squared_numbers():
 
 @check(2)
 def errors_on_every_process():
-    G, g, w = problem()
-    at, odd = mine(), dist.get_rank() == 0  # process 0 has columns, process 1 has none
+    G, g, w, at = problem()
+    odd = dist.get_rank() == 0  # process 0 has columns, process 1 has none
     with pytest.raises(ValueError, match="disagree on the number of constraints"):
         project(G[odd:, at], g[at])
     bad = G.clone()
-    bad[1, 0] = float("nan")
-    with pytest.raises(ValueError, match="G is not finite: row 1"):
-        project(bad[:, at], g[at])
-    bad[1, 0] = float("inf")
-    with pytest.raises(ValueError, match="G is not finite: row 1"):
-        project(bad[:, at], g[at])
+    for value in ("nan", "inf"):
+        bad[1, 0] = float(value)
+        with pytest.raises(ValueError, match="G is not finite: row 1"):
+            project(bad[:, at], g[at])
     with expect(odd, ValueError, "g must have shape"):
         project(G[:, at], g[at][odd:])
     zero = w.clone()

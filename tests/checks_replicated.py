@@ -4,23 +4,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks_sharded import flat, loss, net, rival, task, train
-from processes import all_reduces, check, expect, same_everywhere
+from models import EACH, logits
+from processes import all_reduces, check, expect, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gemproj.torch import GEM, GradientProjector, SubspaceProjector, stream
 from gemproj.torch.constraints import ConstraintMatrix
-from gemproj.torch.losses import CrossEntropy, Distillation
+from gemproj.torch.losses import Distillation
 
 # Examples of each past task that a process remembers: unequal, and none at all.
 REMEMBERED = [[5, 0, 2, 1], [0, 4, 1, 3]]
 
 
-def logits(model, batch):
-    return model(batch[0])
-
-
-EACH = CrossEntropy(logits, labels=1)
 # With labels: right after they were stored, the gradient of a divergence alone would be rounding.
 SAID = Distillation(logits, labels=EACH, weight=0.1)
 PROMISES = [
@@ -33,13 +29,6 @@ PROMISES = [
 ]
 
 
-def share(batch, sizes):
-    """Return this process's part of a batch, of which processes have so many examples each."""
-    rank = dist.get_rank()
-    start = sum(sizes[:rank])
-    return tuple(leaf[start : start + sizes[rank]] for leaf in batch)
-
-
 def past():
     """Draw what all processes together remember, and this one's part of it."""
     sizes = [one[: dist.get_world_size()] for one in REMEMBERED]
@@ -47,20 +36,24 @@ def past():
     return together, [share(batch, one) for batch, one in zip(together, sizes, strict=True)]
 
 
+def same_rows(projector, alone):
+    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
+    same_everywhere(projector.constraints)
+
+
 @check(2)
 def recall_joins_the_memories():
     together, mine = past()
     one, many = net(), DistributedDataParallel(net())
     alone, projector = GradientProjector(one.parameters()), GradientProjector(many.parameters())
+    alone.recall(one, together, loss)
     for options in ({}, {"microbatch": 2}, {"scale": 4.0}):
-        alone.recall(one, together, loss)
         projector.recall(many, mine, loss, **options)
-        torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
-        same_everywhere(projector.constraints)
+        same_rows(projector, alone)
     assert all(p.grad is None for p in many.parameters())
     projector = GradientProjector(many.parameters())
     projector.recall(torch.compile(many), mine, loss)
-    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
+    same_rows(projector, alone)
     with pytest.raises(ValueError, match="a part that is wrapped in DistributedDataParallel"):
         projector.recall(torch.nn.Sequential(many), mine, loss)
     with pytest.raises(ValueError, match="would remember different things"):
@@ -69,15 +62,14 @@ def recall_joins_the_memories():
     plain = net()
     projector = GradientProjector(plain.parameters(), group=dist.group.WORLD)
     projector.recall(plain, mine, loss)
-    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
+    same_rows(projector, alone)
 
 
 @check(2, 4)
 def trains_as_one_process_does():
-    world = dist.get_world_size()
     together, mine = past()
-    now = [rival(10 + k, 4 * world) for k in range(4)]
-    parts = [share(batch, [4] * world) for batch in now]
+    now = [rival(10 + k, 4 * dist.get_world_size()) for k in range(4)]
+    parts = [share(batch) for batch in now]
     for options in (
         {},
         {"margin": 0.1},
@@ -94,16 +86,15 @@ def trains_as_one_process_does():
 
 @check(2)
 def constrain_averages():
-    rank, world = dist.get_rank(), dist.get_world_size()
     one, many = net(), net()
     alone = GradientProjector(one.parameters())
     projector = GradientProjector(many.parameters(), group=dist.group.WORLD)
-    batches = [task(k, 3 * world) for k in range(2)]
+    batches = [task(k, 6) for k in range(2)]
     alone.constrain(loss(one, batch) for batch in batches)
-    projector.constrain(loss(many, share(batch, [3] * world)) for batch in batches)
-    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
+    projector.constrain(loss(many, share(batch)) for batch in batches)
+    same_rows(projector, alone)
     # Only one process's loss depends on the last layer: all know that a row reaches it.
-    projector.constrain([loss(many, task(0, 3)) if rank == 0 else many[0](task(0, 3)[0]).sum()])
+    projector.constrain([many[0](task(0, 3)[0]).sum() if dist.get_rank() else loss(many, task(0, 3))])
     many[0](task(5, 4)[0]).sum().neg().backward()
     projector.project_()
     same_everywhere(torch.stack([torch.tensor(float(p.grad is not None)) for p in many.parameters()]))
@@ -212,7 +203,7 @@ def compare_gem(spread, promise, options):
             for step in range(3):
                 optimizer.zero_grad()
                 now = rival(10 * k + step, 4 * world)
-                loss(model, share(now, [4] * world) if several else now).backward()
+                loss(model, share(now) if several else now).backward()
                 optimizer.step()
                 active += gem.last.num_active
             sizes = [4 * world - 2 * (world - 1)] + [2] * (world - 1)

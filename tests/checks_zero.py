@@ -10,16 +10,17 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from checks_replicated import EACH, SAID, share
+from checks_replicated import SAID
 from deepspeed.utils import safe_get_full_fp32_param
-from models import flat, loss, perceptron, rival, task
-from processes import check, same_everywhere
+from models import EACH, flat, loss, perceptron, rival, task
+from processes import check, same_everywhere, share
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector
 
 # DeepSpeed would compile an operator of its own for processes of one machine.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
+CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
 PROMISES = [
     (loss, {"margin": 0.05}),
     (loss, {"metric": "adam", "penalty": 0.5, "interval": 2}),
@@ -40,8 +41,7 @@ def adamw(parameters):
 def engine_for(model, stage, make=adamw, **config):
     """Return the model under DeepSpeed; in stage 3 some parameters are partitioned, and some gathered."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 10}
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True} | config
-    config["zero_optimization"] = zero
+    config = CONFIG | config | {"zero_optimization": zero}
     return deepspeed.initialize(model=model, optimizer=make(model.parameters()), config=config)[0]
 
 
@@ -49,16 +49,16 @@ def whole(engine):
     return flat(safe_get_full_fp32_param(p) for p in engine.module.parameters())
 
 
-def train(model, promise, options, take_step, mine=lambda batch, *sizes: batch, zero=None):
+def train(model, promise, options, take_step, mine=lambda batch, sizes=None: batch, zero=None):
     """Train on three tasks; `take_step` trains on a batch."""
     gem = GEM(model, zero or take_step.optimizer, promise, per_task=100, on="step", **options)
     violated = 0
     for k in range(3):
         for step in range(3):
-            take_step(mine(rival(task(10 * k + step, 8, torch.float32)), 4, 4))
+            take_step(mine(rival(task(10 * k + step, 8, torch.float32))))
             violated += gem.last.num_violated
         # Memories of unequal size.
-        gem.end_task([mine(task(k, 8, torch.float32), 6, 2)])
+        gem.end_task([mine(task(k, 8, torch.float32), [6, 2])])
     return gem, int(violated)
 
 
@@ -80,10 +80,6 @@ def plainly(model, make=adamw):
     return take_step
 
 
-def own(batch, *sizes):
-    return share(batch, sizes)
-
-
 @check(2)
 def deepspeed_trains_as_one_process():
     """In one check, since DeepSpeed keeps its process groups."""
@@ -94,7 +90,7 @@ def deepspeed_trains_as_one_process():
         assert violated
         for stage in (1, 2, 3) if number == 0 else (1 + number % 3, 1 + (number + 1) % 3):
             engine = engine_for(perceptron(torch.float32), stage)
-            gem, _ = train(engine.module, promise, options, of_engine(engine), own, engine.optimizer)
+            gem, _ = train(engine.module, promise, options, of_engine(engine), share, engine.optimizer)
             found = whole(engine)
             same_everywhere(found)
             torch.testing.assert_close(found, flat(one), rtol=2e-4, atol=2e-5)
@@ -112,9 +108,9 @@ def low_precision():
     for stage in (1, 2, 3):
         engine = engine_for(perceptron(), stage, bf16={"enabled": True})
         gem = GEM(engine.module, engine.optimizer, in_bfloat16, on="step")
-        gem.end_task([own(task(0, 8, torch.bfloat16), 5, 3)])
+        gem.end_task([share(task(0, 8, torch.bfloat16), [5, 3])])
         for step in range(4):
-            engine.backward(loss(engine, own(rival(task(step, 8, torch.bfloat16)), 4, 4)))
+            engine.backward(loss(engine, share(rival(task(step, 8, torch.bfloat16)))))
             engine.step()
             assert gem.last.worst_cosine > -1e-6  # the shards have float32
         same_everywhere(whole(engine))
@@ -156,10 +152,7 @@ def accelerated():
     for stage in (1, 3):
         AcceleratorState._reset_state(reset_partial_state=True)
         plugin = DeepSpeedPlugin(zero_stage=stage)
-        plugin.deepspeed_config |= {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_allow_untested_optimizer": True,
-        }
+        plugin.deepspeed_config |= CONFIG
         # With cpu=True it would leave DeepSpeed out.
         gloo = InitProcessGroupKwargs(backend="gloo")
         accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])
@@ -170,12 +163,12 @@ def accelerated():
         )
         for k in range(3):
             for step in range(3):
-                batch = own(rival(task(10 * k + step, 8, torch.float32)), 4, 4)
+                batch = share(rival(task(10 * k + step, 8, torch.float32)))
                 accelerator.backward(loss(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
                 assert gem.last.constraints == k
-            gem.end_task([own(task(k, 8, torch.float32), 6, 2)])
+            gem.end_task([share(task(k, 8, torch.float32), [6, 2])])
         torch.testing.assert_close(whole(model), flat(one), rtol=2e-4, atol=2e-5)
 
 
@@ -202,8 +195,7 @@ def trainer():
     from gemproj.integrations.transformers import GEMCallback
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    zero = {"stage": 2}
-    config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": zero, "gradient_clipping": 1.0}
+    config = CONFIG | {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0}
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
@@ -215,7 +207,7 @@ def trainer():
             save_strategy="no",
             disable_tqdm=True,
             ddp_backend="gloo",
-            deepspeed=config | {"zero_allow_untested_optimizer": True},
+            deepspeed=config | {"zero_optimization": {"stage": 2}},
         )
         gem = GEMCallback(EpisodicMemory(100), model_loss, on="step", metric="adam")
         kept = task(0, 32, torch.float32)

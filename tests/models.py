@@ -1,7 +1,10 @@
 """Tiny models, batches and loops that the tests of training share."""
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
+
+from gemproj.torch.losses import CrossEntropy, Distillation
 
 
 def perceptron(dtype=torch.float64, seed=0):
@@ -22,10 +25,47 @@ def rival(batch, shift=1):
     return batch[0], (batch[1] + shift) % 3
 
 
+def labels(batch):
+    """Return the labels of a batch, a pair or a mapping."""
+    return batch["y"] if isinstance(batch, dict) else batch[1]
+
+
+def logits(model, batch):
+    return model(batch["x"] if isinstance(batch, dict) else batch[0])
+
+
 def loss(model, batch):
-    """Return the mean loss of a batch, a pair or a mapping."""
-    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else batch[:2]
-    return cross_entropy(model(x), y)
+    """Return the mean loss of a batch."""
+    return cross_entropy(logits(model, batch), labels(batch))
+
+
+SMALL = 2.0**-22
+
+
+def half_loss(model, batch):
+    """Return a loss so small that its gradient vanishes in float16, unless it is scaled."""
+    with torch.autocast("cpu", torch.float16):
+        out = logits(model, batch)
+    return cross_entropy(out.float(), labels(batch)) * SMALL
+
+
+EACH = CrossEntropy(logits, labels=labels)
+SAID = Distillation(logits)
+
+
+def promises(logits=logits, labels=labels):
+    """Make promises, and options that need different parts of GEM, for the loops of other libraries."""
+    each = CrossEntropy(logits, labels=labels)
+    said = Distillation(logits, labels=each, weight=0.2)
+    distilled = {"bound": 0.01, "kappa": 0.5, "rows": 5, "on": "both", "metric": "adam"}
+    return [
+        pytest.param(said, distilled, id="distilled and bound"),
+        pytest.param(
+            each, {"bound": 0.0, "room": False, "promise": "label", "on": "step"}, id="labels and bound"
+        ),
+        pytest.param(said, {"rows": 3, "smoothing": 0.5, "margin": 0.3}, id="smoothed"),
+        pytest.param(each, {"groups": "module", "gate": True, "on": "both"}, id="groups"),
+    ]
 
 
 def flat(tensors):
@@ -42,6 +82,25 @@ def assert_same_weights(model, other, tolerance=1e-9):
 
 def trainable(model):
     return [p for p in model.parameters() if p.requires_grad]
+
+
+def gradient(model):
+    """Return the gradient as a vector; entries of parameters that have none are left out."""
+    return flat(p.grad for p in trainable(model) if p.grad is not None)
+
+
+def moved(model, step):
+    """Take a step; return by how much it has lowered the trainable parameters."""
+    before = flat(trainable(model))
+    step()
+    return before - flat(trainable(model))
+
+
+def take(model, optimizer, batch):
+    """Train on a batch; return its gradient, and the step as it is seen from outside."""
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    return gradient(model), moved(model, optimizer.step)
 
 
 def rows(model, tasks, loss=loss):

@@ -82,6 +82,20 @@ def _process(rank, folder):
             print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)  # shown where a test fails
 
 
+def share(batch, sizes=None):
+    """Return this process's part of a batch, of which processes have so many examples each, or all the same."""
+    world = dist.get_world_size()
+    sizes = sizes or [len(batch[0]) // world] * world
+    return tuple(leaf.split(sizes)[dist.get_rank()] for leaf in batch)
+
+
+def gathered(thing):
+    """Return what each process has for this."""
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, thing)
+    return everyone
+
+
 def same_everywhere(tensor):
     """Check that a tensor has the same bits on all processes."""
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]

@@ -11,11 +11,23 @@ from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
-from models import assert_same_weights, flat, loss, perceptron, rival, rows, task  # noqa: E402
+from models import (  # noqa: E402
+    SMALL,
+    assert_same_weights,
+    flat,
+    gradient,
+    half_loss,
+    loss,
+    perceptron,
+    promises,
+    rival,
+    rows,
+    task,
+)
 
 import gemproj.torch  # noqa: E402
 from gemproj.integrations.accelerate import GEM  # noqa: E402
-from gemproj.torch import EpisodicMemory, GradientProjector  # noqa: E402
+from gemproj.torch import EpisodicMemory  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -45,102 +57,97 @@ def train(accelerator, model, optimizer, stream):
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("on", ["gradient", "step", "both"])
-def test_a_loop_of_accelerate_takes_the_steps_of_a_plain_loop(on):
-    model = perceptron()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    memory, active = EpisodicMemory(per_task=8, label="y"), 0
-    projector = GradientProjector(model.parameters(), on=on, interval=2)
-    projector.attach(optimizer)
-    for k in range(3):
-        projector.reset()
-        stream = batches(k)
-        for first, second in zip(stream[::2], stream[1::2], strict=True):
-            optimizer.zero_grad()
-            for batch in (first, second):
-                (loss(model, batch) / 2).backward()
-            projector.recall(model, memory.batches(), loss)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
-            active += projector.last.num_active
-        for batch in stream:
-            memory.add(batch, k)
-    assert active > 0
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    prepared = perceptron()
-    prepared, optimizer = accelerator.prepare(prepared, torch.optim.AdamW(prepared.parameters(), lr=0.05))
-    memory = EpisodicMemory(per_task=8, label="y")
-    gem = GEM(accelerator, prepared, optimizer, memory, loss=loss, on=on, interval=2)
-    for k in range(3):
-        train(accelerator, prepared, optimizer, batches(k))
-        gem.end_task(batches(k))
-    assert_same_weights(prepared, model)
-
-
-def begin(interval=2):
+def begin(promised=loss, **options):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = perceptron()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.05))
-    memory = EpisodicMemory(per_task=8, label="y")
-    gem = GEM(accelerator, model, optimizer, memory, loss=loss, method="pgd", on="both", interval=interval)
-    return accelerator, model, optimizer, memory, gem
+    gem = GEM(accelerator, model, optimizer, remembered(), promised, **options)
+    return accelerator, model, optimizer, gem
+
+
+EVERY_OTHER = [pytest.param(loss, {"on": on, "interval": 2}, id=on) for on in ("gradient", "step", "both")]
+
+
+@pytest.mark.parametrize(("promise", "options"), [*EVERY_OTHER, *promises()])
+def test_a_loop_of_accelerate_takes_the_steps_of_a_plain_loop(promise, options):
+    plain, active = perceptron(), 0
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    gem = gemproj.torch.GEM(plain, optimizer, promise, memory=remembered(), **options)
+    for k in range(3):
+        stream = batches(k)
+        for window in zip(stream[::2], stream[1::2], strict=True):
+            optimizer.zero_grad()
+            for batch in window:
+                (loss(plain, batch) / 2).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            optimizer.step()
+            active += gem.last.num_active
+        gem.end_task(stream)
+    assert active
+
+    accelerator, model, optimizer, gem = begin(promise, **options)
+    for k in range(3):
+        train(accelerator, model, optimizer, batches(k))
+        gem.end_task(batches(k))
+    assert_same_weights(model, plain)
 
 
 @pytest.mark.parametrize("interval", [1, 3])
 def test_a_checkpoint_brings_back_memory_constraints_and_warm_start(interval, tmp_path, fresh_state):
-    accelerator, model, optimizer, memory, _ = begin(interval)
+    options = {"method": "pgd", "on": "both", "interval": interval}
+    accelerator, model, optimizer, gem = begin(**options)
     for k in (0, 1):
-        for batch in batches(k):
-            memory.add(batch, k)
+        gem.end_task(batches(k))
     train(accelerator, model, optimizer, batches(2))
     accelerator.save_state(tmp_path)
     rows = torch.load(tmp_path / "gem.pt", weights_only=True)["projector"]["constraints"]
     assert (rows is None) == (interval == 1)  # those that would be recomputed are not kept
-    memory.add(batches(3)[0], 3)
+    gem.memory.add(batches(3)[0], 3)
     train(accelerator, model, optimizer, batches(4))
     expected = flat(model)
 
     fresh_state()
-    accelerator, model, optimizer, memory, _ = begin(interval)
+    accelerator, model, optimizer, gem = begin(**options)
     accelerator.load_state(tmp_path)
-    assert memory.tasks == [0, 1]
-    memory.add(batches(3)[0], 3)
+    assert gem.memory.tasks == [0, 1]
+    gem.memory.add(batches(3)[0], 3)
     train(accelerator, model, optimizer, batches(4))
     assert torch.equal(flat(model), expected)
 
     fresh_state()
-    gem, state = begin(interval)[-1], torch.load(tmp_path / "gem.pt", weights_only=True)
+    gem, state = begin(**options)[-1], torch.load(tmp_path / "gem.pt", weights_only=True)
     gem.load_state_dict(state)
     # Rows that were not kept are due at the next step.
     assert gem.projector.state_dict()["calls"] == (0 if interval == 1 else state["projector"]["calls"])
 
 
 def test_a_prepared_optimizer_is_for_the_object_of_accelerate():
-    _, model, optimizer, memory, gem = begin()
+    _, model, optimizer, gem = begin()
     gem.remove()
     with pytest.raises(
         TypeError, match=r"AcceleratedOptimizer wraps another one.*integrations.accelerate.GEM"
     ):
-        gemproj.torch.GEM(model, optimizer, memory=memory)
+        gemproj.torch.GEM(model, optimizer)
 
 
-def test_a_checkpoint_without_gem_is_refused(tmp_path, fresh_state):
-    accelerator, _, _, _, gem = begin()
+def test_what_is_removed_is_in_no_checkpoint_and_projects_no_more(tmp_path, fresh_state):
+    accelerator, model, optimizer, gem = begin()
+    gem.memory.add(batches(0)[0], 0)
     gem.remove()
     accelerator.save_state(tmp_path)
     assert not list(tmp_path.glob("gem*"))
+    train(accelerator, model, optimizer, batches(1))
+    assert gem.last is None
     fresh_state()
     with pytest.raises(FileNotFoundError, match=r"has no gem\.pt; of such files it has none"):
         begin()[0].load_state(tmp_path)
 
 
-def test_what_is_removed_projects_no_more():
-    accelerator, model, optimizer, memory, gem = begin()
-    memory.add(batches(0)[0], 0)
-    gem.remove()
-    train(accelerator, model, optimizer, batches(1))
-    assert gem.last is None
+def test_a_group_may_be_any_part_of_a_name():
+    accelerator, model = Accelerator(cpu=True), perceptron()
+    prepared = accelerator.prepare(torch.nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=0.1))
+    gem = GEM(accelerator, *prepared, remembered(), groups=lambda name: name.split(".")[1])
+    assert len(gem.projector._groups) == 2
 
 
 def test_constraints_have_the_precision_of_training():
@@ -151,7 +158,7 @@ def test_constraints_have_the_precision_of_training():
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     gem = GEM(accelerator, model, optimizer, memory, loss=loss)
     accelerator.backward(loss(model, next(memory.batches())))
-    trained = flat(p.grad for p in model.parameters())
+    trained = gradient(model)
     optimizer.step()
     assert torch.equal(gem.projector.constraints[0].double(), trained)
     assert not torch.equal(trained, full)
@@ -159,21 +166,15 @@ def test_constraints_have_the_precision_of_training():
 
 def test_constraints_in_float16_have_the_scale_of_training():
     accelerator = Accelerator(cpu=True)
-    model, small = perceptron(torch.float32), 2.0**-22
-
-    def half_loss(model, batch):
-        with torch.autocast("cpu", torch.float16):
-            out = model(batch["x"])
-        return torch.nn.functional.cross_entropy(out.float(), batch["y"]) * small
-
+    model = perceptron(torch.float32)
     memory = remembered(0, dtype=torch.float32)
     full = rows(model, memory.batches())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**26)
     optimizer = AcceleratedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), scaler=scaler)
     gem = GEM(accelerator, model, optimizer, memory, loss=half_loss)
-    scaler.scale(loss(model, next(memory.batches())) * small).backward()
+    scaler.scale(loss(model, next(memory.batches())) * SMALL).backward()
     optimizer.step()
-    assert float((gem.projector.constraints.double() / small - full).norm() / full.norm()) < 0.01
+    assert float((gem.projector.constraints.double() / SMALL - full).norm() / full.norm()) < 0.01
 
 
 @pytest.mark.parametrize(

@@ -63,10 +63,8 @@ def kernels():
 @pytest.fixture
 def gpu(monkeypatch, kernels):
     """The CPU as a device, on which nothing has to be waited for, and a graph is its call."""
-    put(
-        monkeypatch, torch.cuda, Event=Event, Stream=object, stream=nullcontext, synchronize=lambda: None,
-        set_sync_debug_mode=lambda mode: None,
-    )  # fmt: skip
+    put(monkeypatch, torch.cuda, Event=Event, Stream=object, stream=nullcontext)
+    put(monkeypatch, torch.cuda, synchronize=lambda: None, set_sync_debug_mode=lambda mode: None)
     for module in (order, speed):
         put(monkeypatch, module, as_graph=lambda call: call)
     put(monkeypatch, device, FLUSH=1, FEWEST=1, MOST=1, WARM_CALLS=1, HOST_CALLS=1)
@@ -126,7 +124,7 @@ def test_correctness(gpu, small, capsys):
 
 @pytest.mark.parametrize("kernels", [True])
 def test_kernels_that_err_are_seen(gpu, small, monkeypatch, capsys):
-    stages = __import__("gemproj.backends.triton.stages", fromlist=["_combine"])
+    stages = importlib.import_module("gemproj.backends.triton.stages")
     monkeypatch.setattr(stages._combine, "combine", lambda at, lam, out: out[0].fill_(-1.0))
     kind = "kind", torch.float32, [problems.Case(torch.ones(1, 5), -torch.ones(5), {})]
     put(monkeypatch, correctness, cases=lambda: [kind], check_backend=lambda checks, name: None)
@@ -148,13 +146,8 @@ def test_waits_and_other_bits_are_counted(gpu, monkeypatch):
 def test_graphs_are_captured_after_a_first_call(monkeypatch):
     log = []
     graph = SimpleNamespace(replay=lambda: log.append("replay"))
-    put(
-        monkeypatch,
-        torch.cuda,
-        CUDAGraph=lambda: graph,
-        graph=nullcontext,
-        synchronize=lambda: log.append("wait"),
-    )
+    put(monkeypatch, torch.cuda, CUDAGraph=lambda: graph, graph=nullcontext)
+    put(monkeypatch, torch.cuda, synchronize=lambda: log.append("wait"))
     device.as_graph(lambda: log.append("call"))()
     assert log == ["call", "wait", "call", "replay"]
 
@@ -182,12 +175,8 @@ def test_sanitizer(tool, code, verdict, tmp_path, monkeypatch, capsys):
     if tool is not None:
         path.write_text(f"#!/bin/sh\n{tool}\n")
         path.chmod(0o755)
-    put(
-        monkeypatch,
-        sanitizer,
-        SANITIZER=str(path),
-        SCRIPT=["sh", "-c", "echo $PYTORCH_NO_CUDA_MEMORY_CACHING"],
-    )
+    script = ["sh", "-c", "echo $PYTORCH_NO_CUDA_MEMORY_CACHING"]
+    put(monkeypatch, sanitizer, SANITIZER=str(path), SCRIPT=script)
     assert sanitizer.main(1.0) == code
     table = rows(capsys.readouterr().out)[2:]
     assert [row[0] for row in table] == ["by itself", "memcheck", "racecheck"]
@@ -220,8 +209,7 @@ def test_a_call_that_cannot_be_captured_leaves_its_cell_empty(gpu, monkeypatch):
     def fail(call):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(speed, "as_graph", fail)
-    monkeypatch.setattr(speed, "COPIED", 1)
+    put(monkeypatch, speed, as_graph=fail, COPIED=1)
     assert speed.Speed()._replayed(lambda: None) is None
 
 
@@ -259,11 +247,8 @@ def test_suites_share_out_tests_and_tell_what_failed(monkeypatch, capsys, tmp_pa
     assert sorted(items) == ["b", "d"]
     suites.pytest_runtest_logstart("a")
     failed = SimpleNamespace(reprcrash=SimpleNamespace(message="assert 1\tor 2\nmore"))
-    for when, outcome, reason in (
-        ("setup", "passed", None),
-        ("call", "failed", failed),
-        ("teardown", "passed", None),
-    ):
+    for when, outcome in (("setup", "passed"), ("call", "failed"), ("teardown", "passed")):
+        reason = failed if outcome == "failed" else None
         report = SimpleNamespace(when=when, outcome=outcome, nodeid="a", longrepr=reason)
         suites.pytest_runtest_logreport(report)
     suites.pytest_runtest_logstart("b")
@@ -287,8 +272,7 @@ def test_a_part_that_hangs_or_fails_takes_nothing_from_the_others(monkeypatch, t
         "training": "import sys; print('wrong'); sys.exit(3)",
     }
     put(monkeypatch, torch.cuda, is_available=lambda: True, get_device_name=lambda: "A GPU")
-    monkeypatch.setattr(__main__, "command", lambda part, seconds: [sys.executable, "-c", codes[part]])
-    monkeypatch.setattr(__main__, "LEAST", 4.0)
+    put(monkeypatch, __main__, command=lambda part, seconds: [sys.executable, "-c", codes[part]], LEAST=4.0)
     out = tmp_path / "report.md"
     assert __main__.main(["--seconds", "0", "--out", str(out)]) == 1
     text = out.read_text()
@@ -315,17 +299,8 @@ def test_it_needs_no_more_than_what_machines_with_a_gpu_have(monkeypatch):
     """No rich and typer, nor what other reports draw and compare with."""
     for name in [name for name in sys.modules if name.startswith("asv_benchmarks")]:
         monkeypatch.delitem(sys.modules, name)
-    for name in (
-        "typer",
-        "rich",
-        "matplotlib",
-        "pandas",
-        "scipy",
-        "threadpoolctl",
-        "mpmath",
-        "quadprog",
-        "osqp",
-    ):
+    others = ["typer", "rich", "matplotlib", "pandas", "scipy", "threadpoolctl", "mpmath", "quadprog", "osqp"]
+    for name in others:
         monkeypatch.setitem(sys.modules, name, None)
     package = importlib.import_module("asv_benchmarks.reports.gpu")
     names = [module.name for module in pkgutil.iter_modules(package.__path__)]

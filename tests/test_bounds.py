@@ -140,10 +140,15 @@ def test_infeasible_right_hand_sides_name_their_rows(host, scale, rng):
         project(host.array(G), host.array(rng.standard_normal((3, 5))), h=host.array(np.full(2, 0.1)))
 
 
+def _unit(G):
+    """Rows of norm one; zero stays zero."""
+    norms = np.linalg.norm(G, axis=1, keepdims=True)
+    return G / np.where(norms > 0, norms, 1.0)
+
+
 def null_space(G, g):
     """Take the span of the rows out of g."""
-    n = np.linalg.norm(G, axis=-1, keepdims=True)
-    _, sizes, V = np.linalg.svd(G / np.where(n > 0, n, 1.0), full_matrices=False)
+    _, sizes, V = np.linalg.svd(_unit(G), full_matrices=False)
     V = V[sizes > 1e-10]
     for _ in range(2):
         g = g - V.T @ (V @ g)
@@ -159,11 +164,8 @@ def test_equality_is_the_null_space(xp, kind, dtype):
         G, g = map(xp.numpy, arrays)
         expected, size = null_space(G, g), np.linalg.norm(g)
         sol = solve_dual(*arrays, equality=True)
-        assert_close(
-            xp.numpy(project(*arrays, equality=True)),
-            expected,
-            atol=size * (1e-11 if dtype == "float64" else 2e-6),
-        )
+        x = xp.numpy(project(*arrays, equality=True))
+        assert_close(x, expected, atol=size * (1e-11 if dtype == "float64" else 2e-6))
         assert float(sol.kkt_residual()) < 1e-10
         assert abs(float(sol.duality_gap())) < 1e-10
         if int(sol.status) == Status.OPTIMAL:
@@ -193,10 +195,8 @@ def test_equalities_among_inequalities_are_rows_of_both_signs(xp, rng):
         sol = solve_dual(xp.array(G), xp.array(g), equality=mask)
         assert np.all(xp.numpy(sol.violated)[mask])
         # A penalised equality is |G x| on both sides.
-        weights = np.concatenate([np.full(t, 0.2), np.full(mask.sum(), 0.2)])
-        assert_close(
-            xp.project(G, g, equality=mask, penalty=0.2), project(both, g, penalty=weights), atol=1e-11
-        )
+        expected = project(both, g, penalty=np.full(len(both), 0.2))
+        assert_close(xp.project(G, g, equality=mask, penalty=0.2), expected, atol=1e-11)
 
 
 def test_active_and_violated_equalities(xp):
@@ -232,12 +232,8 @@ def test_bounds_and_right_hand_sides_in_batches_blocks_and_a_metric(xp, rng):
     x = xp.project(G, g, h=xp.array(h), **options)
     for i in range(3):
         assert_close(x[i], project(G[i], g[i], h=h[i], **options), atol=1e-13)
-    parts = project(
-        [xp.array(G[0, :, :7]), xp.array(G[0, :, 7:])],
-        [xp.array(g[0, :7]), xp.array(g[0, 7:])],
-        h=h[0],
-        **options,
-    )
+    rows, vector = ([xp.array(a[0, ..., :7]), xp.array(a[0, ..., 7:])] for a in (G, g))
+    parts = project(rows, vector, h=h[0], **options)
     assert_close(np.concatenate([xp.numpy(p) for p in parts]), x[0], atol=1e-13)
     w = rng.random(20) + 0.5
     root = np.sqrt(w)
@@ -283,9 +279,8 @@ def test_coordinates_have_a_g_that_b_allows(kind, rng):
     K, b, gg = gram(G, g)
     a = from_gram(solve_gram(K, b).gram)[:, -1]  # g in coordinates
     smallest = float(a @ a)
-    assert smallest == pytest.approx(
-        float(np.sum((np.linalg.pinv(_unit(G)) @ (_unit(G) @ g)) ** 2)), rel=1e-6
-    )
+    in_span = np.linalg.pinv(_unit(G)) @ (_unit(G) @ g)
+    assert smallest == pytest.approx(float(in_span @ in_span), rel=1e-6)
     assert smallest <= gg * (1 + 1e-12)
     many = solve_gram(K, np.stack([b, -2.0 * b]))
     np.testing.assert_allclose(many.gram.gg[1], 4.0 * many.gram.gg[0], rtol=1e-12)
@@ -294,12 +289,6 @@ def test_coordinates_have_a_g_that_b_allows(kind, rng):
     assert float(a @ a) == pytest.approx(float(gg), rel=1e-12)  # one that b allows stays
     if kind in ("generic", "mixed norms"):  # others are dependent, which K alone cannot tell
         assert float(solve_gram(K, b).error_bound()) < 1e-9
-
-
-def _unit(G):
-    """Rows of norm one; zero stays zero."""
-    norms = np.linalg.norm(G, axis=1, keepdims=True)
-    return G / np.where(norms > 0, norms, 1.0)
 
 
 def test_solve_gram_starts_from_t_space_numbers(xp, rng):
@@ -312,11 +301,10 @@ def test_solve_gram_starts_from_t_space_numbers(xp, rng):
     loose = solve_gram(xp.array(K), xp.array(b), method="agem")
     exact = solve_gram(xp.array(K), xp.array(b), xp.array(gg), method="agem")
     assert np.all(xp.numpy(loose.kkt_residual()) >= xp.numpy(exact.kkt_residual()))
-    many = solve_gram(
-        xp.array(K[0]), xp.array(b), h=xp.array(np.full(5, 0.1)), penalty=1.0, warm_start=xp.array(b * 0)
-    )
+    h = np.full(5, 0.1)
+    many = solve_gram(xp.array(K[0]), xp.array(b), h=xp.array(h), penalty=1.0, warm_start=xp.array(b * 0))
     for i in range(2):
-        one = solve_gram(K[0], b[i], h=np.full(5, 0.1), penalty=1.0)
+        one = solve_gram(K[0], b[i], h=h, penalty=1.0)
         assert_close(xp.numpy(many.multipliers)[i], one.multipliers, atol=1e-14)
 
 

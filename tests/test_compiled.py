@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -35,6 +36,11 @@ def portable(monkeypatch):
             return function(*args, **options)
 
     return call
+
+
+def accuracy(t, d, dtype):
+    """Large float32 problems of many rows are summed in float32, also by the portable form."""
+    return 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
 
 
 def located(G, g):
@@ -70,12 +76,11 @@ def layouts(rng, t, d, dtype):
     ("t", "d"), [(1, 1), (2, 7), (3, 1025), (4, 3000), (5, 70_001), (10, 2049), (13, 150_000)]
 )
 def test_gram_and_combine_are_the_portable_ones(t, d, dtype, rng, portable):
-    # Large float32 problems of many rows are summed in float32 by both.
-    tolerance = 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
+    tolerance = accuracy(t, d, dtype)
     for name, G, g in layouts(rng, t, d, dtype):
         assert located(G, g), name
         K, b, gg = gram(G, g)
-        K0, b0, gg0 = portable(gram, G, g) if dtype == "float64" else portable(gram, *widened(G, g))
+        K0, b0, gg0 = portable(gram, *widened(G, g))
         n = np.sqrt(np.diagonal(K0, axis1=-2, axis2=-1))
         assert np.abs((K - K0) / n[..., None, :] / n[..., :, None]).max() < tolerance, name
         assert np.abs((b - b0) / n / np.sqrt(gg0)[..., None]).max() < tolerance, name
@@ -86,16 +91,12 @@ def test_gram_and_combine_are_the_portable_ones(t, d, dtype, rng, portable):
         eps = np.finfo(dtype).eps
         for a, a0 in zip(*((x, x0) if isinstance(x, list) else ([x], [x0])), strict=True):
             assert a.dtype == dtype
-            # Rounded once; where float64 is the dtype itself, once per row.
-            assert np.abs(a - a0).max() <= eps * (0.51 if dtype == "float32" else t + 2) * np.abs(a0).max(), (
-                name
-            )
+            units = 0.51 if dtype == "float32" else t + 2  # rounded once; in float64 itself, once per row
+            assert np.abs(a - a0).max() <= eps * units * np.abs(a0).max(), name
 
 
 def widened(G, g):
-    if isinstance(G, list):
-        return [a.astype(float) for a in G], [a.astype(float) for a in g]
-    return G.astype(float), g.astype(float)
+    return ([b.astype(float) for b in a] if isinstance(a, list) else a.astype(float) for a in (G, g))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -104,10 +105,10 @@ def test_rows_of_multiplier_zero_are_not_read(t, dtype, rng):
     lam = np.where(np.arange(t) % 2, 1.0 + np.arange(t), 0.0)
     for name, G, g in layouts(rng, t, 3001, dtype):
         if not isinstance(G, list) and G.flags.writeable:
-            expected = combine(G, g, np.broadcast_to(lam, G.shape[:-1]).copy())
+            each = np.broadcast_to(lam, G.shape[:-1]).copy()
+            expected = combine(G, g, each)
             G[..., ::2, :] = np.nan
-            found = combine(G, g, np.broadcast_to(lam, G.shape[:-1]).copy())
-            np.testing.assert_array_equal(found, expected, err_msg=name)
+            np.testing.assert_array_equal(combine(G, g, each), expected, err_msg=name)
 
 
 def test_not_a_number_stays_in_its_row(rng):
@@ -185,7 +186,7 @@ def test_columns_of_tensors_are_read_where_they_lie(t, d, dtype, rng):
     g = torch.from_numpy(rng.standard_normal(d)).to(memories.dtype)
     columns, rows = memories.t(), memories.t().contiguous()
     assert located(columns, g)
-    tolerance = 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
+    tolerance = accuracy(t, d, dtype)
     for a, b in zip(gram(columns, g), gram(rows, g), strict=True):
         assert_close(a, b, atol=tolerance * float(gram(rows, g).K.max()))
     lam = torch.from_numpy(rng.random(t))
@@ -205,7 +206,7 @@ def test_columns_of_tensors_are_read_where_they_lie(t, d, dtype, rng):
 def test_many_gradients_on_one_constraint_matrix(t, d, m, dtype, rng, monkeypatch):
     G, g = rng.standard_normal((t, d)).astype(dtype), rng.standard_normal((*m, d)).astype(dtype)
     lam = rng.random((*m, t)) * (rng.random((*m, t)) < 0.6)
-    tolerance = 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
+    tolerance = accuracy(t, d, dtype)
     for rows in (G, np.asfortranarray(G)):
         assert located(rows, g)
         found, apart = gram(rows, g), gram(np.broadcast_to(G, (*m, t, d)), g)
@@ -283,15 +284,10 @@ def test_share_calls_each_once_and_passes_errors_on():
 def test_several_threads_may_project_at_once(rng, monkeypatch, any_size_in_threads):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
     G, g = rng.standard_normal((4, 300_000), dtype=np.float32), rng.standard_normal(300_000, dtype=np.float32)
-    expected, found = project(G, g), []
-    threads = [threading.Thread(target=lambda: found.append(project(G, g))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 6
-    for x in found:
-        np.testing.assert_array_equal(x, expected)
+    expected = project(G, g)
+    with ThreadPoolExecutor(6) as pool:
+        for x in pool.map(lambda _: project(G, g), range(6)):
+            np.testing.assert_array_equal(x, expected)
 
 
 def test_projections_of_a_forked_child_and_at_the_end_of_the_process():

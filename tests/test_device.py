@@ -5,6 +5,7 @@ Where there is no GPU, the CPU is taken for one.
 
 import re
 from contextlib import contextmanager, nullcontext
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,10 +31,8 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal
 class NoWaiting(dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.split(".")[0]
-        masked = name in ("index", "index_put_") and any(
-            a is not None and a.dtype == torch.bool for a in args[1]
-        )
-        if name in WAITING or masked:
+        indices = args[1] if name in ("index", "index_put_") else []
+        if name in WAITING or any(a is not None and a.dtype == torch.bool for a in indices):
             raise AssertionError(f"{func} makes the CPU wait for the device")
         return func(*args, **(kwargs or {}))
 
@@ -93,21 +92,16 @@ OPTIONS = {
     "pgd": {"method": PGD(steps=3)},
     "fista": {"method": FISTA(steps=30)},
 }
-CASES = [(name, shape) for name in OPTIONS for shape in ((6, 300), (2, 1, 9, 30))]
-CASES += [
-    (name, shape) for name in ("exact", "penalty") for shape in ((1, 9), (2, 2100), (12, 40), (3, 2, 70))
-]
+CASES = [*product(OPTIONS, [(6, 300), (2, 1, 9, 30)])]
+CASES += [*product(["exact", "penalty"], [(1, 9), (2, 2100), (12, 40), (3, 2, 70)])]
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
 def test_same_answer_without_waiting(device, name, shape):
-    options = OPTIONS[name]
+    options = to(DEVICE, OPTIONS[name])
     G, g = draw(*shape)
-    options = to(DEVICE, options)
     expected = on_cpu(project, G, g, **options)
-    certificate = on_cpu(
-        lambda *args, **options: solve_dual(*args, **options).kkt_residual(), G, g, **options
-    )
+    certificate = on_cpu(lambda *args, **given: solve_dual(*args, **given).kkt_residual(), G, g, **options)
     # Above eight rows the portable search of active sets runs on the CPU, and says so.
     waits = not device.kernels and "method" not in options and shape[-2] > (5 if "penalty" in options else 8)
     with device():

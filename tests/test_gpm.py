@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 import gemproj  # noqa: E402
 from gemproj.torch import SubspaceProjector  # noqa: E402
-from gemproj.torch.gpm import grow, patches  # noqa: E402
+from gemproj.torch.gpm import grow  # noqa: E402
 
 nn = torch.nn
 
@@ -24,8 +24,8 @@ def low_rank(n, d, rank):
     return torch.randn(n, rank) @ torch.randn(rank, d)
 
 
-def orthonormal(M):
-    torch.testing.assert_close(M.mT @ M, torch.eye(M.shape[1], dtype=M.dtype), rtol=0, atol=1e-5)
+def orthonormal(M, accuracy):
+    torch.testing.assert_close(M.mT @ M, torch.eye(M.shape[1], dtype=M.dtype), rtol=0, atol=accuracy)
 
 
 def learn(model, batch):
@@ -49,6 +49,10 @@ LAYERS = {
         lambda: nn.Conv2d(8, 6, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=2, padding_mode="reflect"),
         (1, 8, 3, 3),
     ),
+    "conv2d, circular, unbatched": (
+        lambda: nn.Conv2d(8, 6, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), padding_mode="circular"),
+        (8, 3, 3),
+    ),
     "conv2d, same": (lambda: nn.Conv2d(6, 3, 3, padding="same"), (1, 6, 3, 3)),
 }  # fmt: skip
 
@@ -63,7 +67,7 @@ def test_new_weights_do_what_the_old_ones_did_to_past_inputs(layer, dtype):
     (M,) = projector.bases.values()
     assert 0 < M.shape[1] < M.shape[0]
     assert M.dtype == dtype
-    orthonormal(M)
+    orthonormal(M, 1e-5)
     learn(model, 3.0 * torch.randn(shape, dtype=dtype))
     before, plain = model(past).detach(), model.weight.grad.clone()
     projector.project_()
@@ -85,8 +89,7 @@ def test_it_is_the_projection_with_equalities(rank):
     rows = projector.bases[""].mT
     assert rows.shape == (rank, 12)
     projector.project_()
-    options = {"equality": True}
-    expected = gemproj.project(rows.expand(5, -1, -1), dW, **options)
+    expected = gemproj.project(rows.expand(5, -1, -1), dW, equality=True)
     torch.testing.assert_close(model.weight.grad, expected, rtol=0, atol=1e-13)
 
 
@@ -124,7 +127,7 @@ def test_a_basis_is_never_more_than_a_basis():
         x = torch.randn(3, 5, dtype=torch.float64) * 10.0 ** -(k % 5)
         M = grow(M, x.mT @ x, 1.0)
         assert M.shape[1] <= 5
-        torch.testing.assert_close(M.mT @ M, torch.eye(M.shape[1]).double(), rtol=0, atol=1e-13)
+        orthonormal(M, 1e-13)
     assert M.shape == (5, 5)
     assert grow(M[:, :2], torch.zeros(5, 5).double(), 1.0).shape == (5, 2)
 
@@ -135,22 +138,8 @@ def test_small_directions_do_not_lean_towards_the_basis():
     mix = 1e6 * torch.rand(5, 5, dtype=torch.float64)
     M = grow(known, known @ mix @ mix.mT @ known.mT / 1e6 + 1e-7 * new @ new.mT, 1.0)
     assert M.shape == (20, 6)
-    torch.testing.assert_close(M.mT @ M, torch.eye(6).double(), rtol=0, atol=1e-14)
+    orthonormal(M, 1e-14)
     assert abs(float(M[:, 5] @ new[:, 0])) > 0.9
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_patches_are_what_a_convolution_multiplies_by(groups):
-    conv = nn.Conv2d(
-        4, 6, (3, 2), stride=(2, 1), padding=(1, 2), dilation=(1, 2), groups=groups, padding_mode="circular"
-    )
-    x = torch.randn(2, 4, 7, 6)
-    matrix = conv.weight.reshape(6, -1)
-    inputs = patches(conv, x).reshape(2, groups, -1, 1, matrix.shape[1])
-    found = (inputs * matrix.reshape(groups, 1, 6 // groups, -1)).sum(-1)
-    expected = (conv(x) - conv.bias[:, None, None]).flatten(2).reshape(2, groups, 6 // groups, -1).mT
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(patches(conv, x[0]), patches(conv, x[:1]))
 
 
 def test_scale_of_the_inputs_does_not_matter():
@@ -267,8 +256,8 @@ def test_memory_does_not_grow_with_examples():
 def test_only_trainable_maps_are_chosen():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     model[0].weight.requires_grad_(False)
-    assert list(SubspaceProjector(model).bases) == ["1", "3"]
     projector = SubspaceProjector(model)
+    assert list(projector.bases) == ["1", "3"]
     projector.remember([torch.randn(3, 4)])
     assert repr(projector).startswith("SubspaceProjector(threshold=0.95, directions={'1': ")
 
@@ -294,8 +283,9 @@ def test_low_precision_weights_and_autocast():
         plain = model.weight.grad.float()
         projector.project_()
     assert model.weight.grad.dtype == torch.bfloat16
+    expected = plain - plain @ M @ M.mT
     torch.testing.assert_close(
-        model.weight.grad.float(), plain - plain @ M @ M.mT, rtol=1e-2, atol=1e-2 * float(plain.norm())
+        model.weight.grad.float(), expected, rtol=1e-2, atol=1e-2 * float(plain.norm())
     )
 
 
@@ -309,9 +299,7 @@ def test_channels_last_gradients():
     grad = model.weight.grad
     projector.project_()
     assert model.weight.grad is grad
-    torch.testing.assert_close(
-        nn.functional.conv2d(past, grad), torch.zeros(1, 5, 3, 3), rtol=0, atol=1e-4 * float(grad.norm())
-    )
+    assert nn.functional.conv2d(past, grad).abs().max() <= 1e-4 * grad.norm()
 
 
 def test_state_survives_a_checkpoint():
@@ -327,9 +315,8 @@ def test_state_survives_a_checkpoint():
     assert all(torch.equal(M, second.bases[name]) for name, M in first.bases.items())
     state["bases"]["0"].zero_()
     assert second.bases["0"].any()
-    with pytest.raises(
-        ValueError, match=r"belongs to another model: inputs \{'0': 6, '1': 8\}, but \{'0': 3\} here"
-    ):
+    text = r"belongs to another model: inputs \{'0': 6, '1': 8\}, but \{'0': 3\} here"
+    with pytest.raises(ValueError, match=text):
         SubspaceProjector(nn.Sequential(nn.Linear(3, 3)), 0.9).load_state_dict(state)
 
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ if not torch.cuda.is_available() and not isinstance(
     pytest.skip("Triton was imported before it could be told to interpret", allow_module_level=True)
 
 from devices import interpret_faster  # noqa: E402
+from torch.utils._pytree import tree_map  # noqa: E402
 
 import gemproj  # noqa: E402
 from gemproj import FISTA, PGD, Exact  # noqa: E402
@@ -57,8 +59,16 @@ def randn(*shape, dtype=torch.float32):
     return torch.randn(shape, dtype=torch.float64).to(dtype).to(DEVICE)
 
 
-def gram(rows, vector):
-    return gram_of(lay_out(rows, vector)).squeeze(0)
+def float64(values):
+    return torch.tensor(values, dtype=torch.float64, device=DEVICE)
+
+
+def as_blocks(a):
+    return [a] if isinstance(a, torch.Tensor) else a
+
+
+def gram(G, g):
+    return gram_of(lay_out(as_blocks(G), as_blocks(g))).squeeze(0)
 
 
 def gram_of(at):
@@ -70,22 +80,30 @@ def split(total):
     return total[..., :-1, :-1], total[..., :-1, -1], total[..., -1, -1]
 
 
-def combine(rows, vector, lam, out):
-    at = lay_out(rows, vector)
-    assert stage3.supports(at, out)
-    stage3.combine(at, lam[None], out)
+def combine(G, g, lam, out=None):
+    """Write into `out`, or into new memory, none of which may stay as it is."""
+    out = tree_map(lambda v: torch.full_like(v, float("nan")), g) if out is None else out
+    at = lay_out(as_blocks(G), as_blocks(g))
+    assert stage3.supports(at, as_blocks(out))
+    stage3.combine(at, lam[None], as_blocks(out))
+    return out
+
+
+def solved(K, b, method=METHODS[0], **options):
+    """Solve with the kernels what lies on the CPU."""
+    options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    return solve(K.to(DEVICE), b.to(DEVICE), method=method, **options)
 
 
 def close(a, b, scale=1.0):
     torch.testing.assert_close(a, b, rtol=0.0, atol=1e-13 * float(scale))
 
 
-def check_gram(found, G, g):
+def check_gram(G, g, found=None):
+    """Compare with the portable form what the kernels find, or what they found of more rows or in a batch."""
+    found = gram(G, g) if found is None else found
     # In float64 the portable form sums in float64 too.
-    if isinstance(G, list):
-        expected = gemproj.gram([a.double() for a in G], [a.double() for a in g])
-    else:
-        expected = gemproj.gram(G.double(), g.double())
+    expected = gemproj.gram(*tree_map(torch.Tensor.double, (G, g)))
     scale = float(expected.K.abs().max() + expected.gg.max())
     for a, b in zip(split(found), expected, strict=True):
         close(a, b, scale)
@@ -97,21 +115,18 @@ def check_gram(found, G, g):
 
 @pytest.mark.parametrize(("t", "d"), SIZES)
 def test_gram(t, d):
-    G, g = randn(t, d), randn(d)
-    check_gram(gram([G], [g]), G, g)
+    check_gram(randn(t, d), randn(d))
 
 
 @pytest.mark.parametrize("rows", NARROW)
 @pytest.mark.parametrize("vector", NARROW)
 def test_gram_dtypes(rows, vector):
-    G, g = randn(3, 100, dtype=rows), randn(100, dtype=vector)
-    check_gram(gram([G], [g]), G, g)
+    check_gram(randn(3, 100, dtype=rows), randn(100, dtype=vector))
 
 
 @pytest.mark.parametrize("t", [2, 9])
 def test_gram_of_rows_with_gaps(t):
-    G, g = randn(2 * t, 1500)[::2, 3:1203], randn(1200)
-    check_gram(gram([G], [g]), G, g)
+    check_gram(randn(2 * t, 1500)[::2, 3:1203], randn(1200))
 
 
 def blocks(t):
@@ -125,48 +140,45 @@ def test_gram_of_blocks(t):
     G, g = blocks(t)
     if not stage1.supports(lay_out(G, g)):
         pytest.skip("this Triton does not compile products of many rows of 16 bits")
-    check_gram(gram(G, g), G, g)
+    check_gram(G, g)
 
 
 def test_gram_of_alike_blocks():
     shapes = [(64, 16), (640,), (32, 32)]
-    G, g = [randn(2, *s) for s in shapes], [randn(*s) for s in shapes]
-    check_gram(gram(G, g), G, g)
+    check_gram([randn(2, *s) for s in shapes], [randn(*s) for s in shapes])
 
 
 @pytest.mark.parametrize("t", [2, 9])
 def test_an_odd_block_takes_nothing_from_the_others(t):
     """Loads are wide where a block begins, and what is cut off it."""
-    G, g = [randn(t, n) for n in (3, 1001, 640, 5, 1024)], [randn(n) for n in (3, 1001, 640, 5, 1024)]
-    at = lay_out(G, g)
-    check_gram(gram(G, g), G, g)
-    cut = at.cut(64, 7)
+    sizes = (3, 1001, 640, 5, 1024)
+    G, g = [randn(t, n) for n in sizes], [randn(n) for n in sizes]
+    check_gram(G, g)
+    cut = lay_out(G, g).cut(64, 7)
     assert cut.parts == 7
     lines = cut.table.get()[cut.parts + 1 :].reshape(-1, 5).cpu()
     assert len(lines) > len(G)
     assert not (lines[:, :2] % 16).any()
     assert sorted(n % 64 for n in lines[:, 3].tolist() if n % 64) == [3, 5, 1001 % 64]
-    assert int(lines[:, 3].sum()) == sum(map(torch.numel, g))
-    lam, out = torch.ones(t, dtype=torch.float64, device=DEVICE), [torch.empty_like(v) for v in g]
-    combine(G, g, lam, out)
-    for x, rows, v in zip(out, G, g, strict=True):
+    assert int(lines[:, 3].sum()) == sum(sizes)
+    for x, rows, v in zip(combine(G, g, float64([1.0] * t)), G, g, strict=True):
         torch.testing.assert_close(x, v + rows.sum(0), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("t", "d"), [(2, 64), (8, 33), (9, 40), (3, 2100)])
 def test_gram_batch(t, d):
     G, g = randn(3, t, d), randn(3, d)
-    check_gram(gram_of(lay_out_batch(G, g)), G, g)
-    check_gram(gram_of(lay_out_batch(G[::2, :, 1:], g[::2, 1:])), G[::2, :, 1:], g[::2, 1:])
+    for rows, vector in ((G, g), (G[::2, :, 1:], g[::2, 1:])):
+        check_gram(rows, vector, gram_of(lay_out_batch(rows, vector)))
 
 
 @gpu  # the interpreter runs one program after the other
 @pytest.mark.parametrize("t", [1, 8, 17])
 def test_gram_repeats_to_the_last_bit(t):
     G, g = randn(t, 2100), randn(2100)  # in two parts
-    first = gram([G], [g])
+    first = gram(G, g)
     for _ in range(2):
-        assert torch.equal(first, gram([G], [g]))
+        assert torch.equal(first, gram(G, g))
 
 
 @pytest.mark.parametrize(("t", "bad"), [(3, 1), (8, 7), (17, 16), (70, 64)])
@@ -174,11 +186,11 @@ def test_gram_repeats_to_the_last_bit(t):
 def test_gram_keeps_what_is_not_finite_in_its_row(t, bad, value):
     G, g = randn(t, 300), randn(300)
     G[bad, 7] = value
-    total = gram([G], [g])
+    total = gram(G, g)
     assert not torch.isfinite(total[bad, bad])
     assert not torch.isfinite(total[bad, -1])
     keep = torch.arange(t + 1) != bad
-    check_gram(total[keep][:, keep], G[keep[:-1]], g)
+    check_gram(G[keep[:-1]], g, total[keep][:, keep])
 
 
 @pytest.mark.parametrize("parts", [1, 2, 33])
@@ -187,7 +199,7 @@ def test_partial_sums_are_added(parts, monkeypatch):
     monkeypatch.setattr(stage1, "_LEAST", 4)
     monkeypatch.setattr(stage1, "processors", lambda device: parts)
     G, g = randn(1, 32 * parts), randn(32 * parts)
-    check_gram(gram([G], [g]), G, g)
+    check_gram(G, g)
     cut = lay_out([G], [g]).cut(4, 8 * parts)
     assert (cut.share, cut.parts) == (4, 8 * parts)
 
@@ -201,7 +213,7 @@ def test_a_new_x_needs_no_new_table():
     first, second = problem.empty_views(), problem.empty_views()
     assert first[0].data_ptr() != second[0].data_ptr()
     assert all(a.data_ptr() % 256 == first[0].data_ptr() % 256 for a in first)
-    lam = torch.tensor([0.5, 0.0, 2.0], dtype=torch.float64, device=DEVICE)
+    lam = float64([0.5, 0.0, 2.0])
     for x in (first, second, g):
         expected = [v.double() + lam @ rows.double() for v, rows in zip(g, G, strict=True)]
         combine(G, g, lam, x)
@@ -212,7 +224,7 @@ def test_a_new_x_needs_no_new_table():
 
 
 def test_a_triton_that_cannot_launch_is_told_once(monkeypatch):
-    trial = __import__("gemproj.backends.triton.trial", fromlist=["launch"])
+    trial = import_module("gemproj.backends.triton.trial")
 
     def failing(device):
         raise RuntimeError("Failed to find C compiler")
@@ -221,7 +233,7 @@ def test_a_triton_that_cannot_launch_is_told_once(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(trial, "launch", failing)
-    works = __import__("gemproj.backends.triton", fromlist=["_works"])._works
+    works = import_module("gemproj.backends.triton")._works
     works.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="portable operations are: Failed to find C compiler"):
@@ -238,7 +250,7 @@ def test_a_triton_that_cannot_launch_is_told_once(monkeypatch):
 
 def test_arrays_of_cupy_are_worked_on_in_its_stream(monkeypatch):
     """CuPy has current streams of its own; 0 and 1 stand for the default one."""
-    stages = __import__("gemproj.backends.triton.stages", fromlist=["_stream_of"])
+    stages = import_module("gemproj.backends.triton.stages")
     device = SimpleNamespace(id=0)
     current, entered = SimpleNamespace(ptr=0), []
     cupy = SimpleNamespace(cuda=SimpleNamespace(get_current_stream=lambda device: current))
@@ -286,6 +298,12 @@ def t_space(t, batch=2):
     return G, K, b
 
 
+def same_x(lam, expected, G):
+    """Compare what multipliers mean: repeated rows share theirs in any way."""
+    moved, size = (((a[:, None] @ G)[:, 0]).abs().amax(-1) for a in (expected - lam, expected))
+    assert (moved <= 1e-10 * (1.0 + size)).all()
+
+
 @pytest.mark.parametrize("method", METHODS, ids=repr)
 @pytest.mark.parametrize("t", [1, 3, 8, 17])
 @pytest.mark.parametrize("bounded", [False, True])
@@ -298,16 +316,12 @@ def test_solve(method, t, bounded):
     start = start if upper is None else torch.minimum(start, upper)
     for first in (None, start):
         expected = method.solve(K, b, None, upper, first)
-        found = solve(*(a if a is None else a.to(DEVICE) for a in (K, b)), method=method,
-                      upper=None if upper is None else upper.to(DEVICE), start=None if first is None else first.to(DEVICE))  # fmt: skip
+        found = solved(K, b, method, upper=upper, start=first)
         lam = found.multipliers.cpu()
         assert lam.shape == b.shape
         assert (lam >= 0).all() or isinstance(method, PGD)
         assert upper is None or (lam <= upper * (1 + 1e-15)).all()
-        # What multipliers mean: repeated rows share theirs in any way.
-        moved = ((expected.multipliers - lam)[:, None] @ G)[:, 0]
-        size = 1.0 + (expected.multipliers[:, None] @ G).abs().amax((-1, -2))
-        assert (moved.abs().amax(-1) <= 1e-10 * size).all()
+        same_x(lam, expected.multipliers, G)
         if isinstance(method, Exact):
             same = torch.as_tensor(found.status).cpu() | 8, torch.as_tensor(expected.status) | 8
             assert torch.equal(*same)
@@ -318,24 +332,22 @@ def test_solve(method, t, bounded):
 @pytest.mark.parametrize(("t", "bounded"), [(4, True), (7, False)])
 def test_many_problems_are_searched_one_by_one(t, bounded, monkeypatch):
     """Enumeration takes a whole processor for each."""
-    stage2 = __import__("gemproj.backends.triton.solve", fromlist=["processors"])
+    stage2 = import_module("gemproj.backends.triton.solve")
     monkeypatch.setattr(stage2, "processors", lambda device: 4)
     G, K, b = t_space(t, batch=5)
     upper = 0.5 / K.diagonal(dim1=-2, dim2=-1).clamp(min=1e-9).sqrt() if bounded else None
     expected = Exact().solve(K, b, None, upper).multipliers
     for count in (4, 5):
-        given = (a[:count].to(DEVICE) for a in (K, b))
-        found = solve(*given, method=Exact(), upper=None if upper is None else upper[:count].to(DEVICE))
+        found = solved(K[:count], b[:count], upper=upper[:count] if bounded else None)
         assert isinstance(found.iterations, torch.Tensor) == (count > 4)
-        moved = ((expected[:count] - found.multipliers.cpu())[:, None] @ G[:count])[:, 0]
-        assert moved.abs().max() <= 1e-10 * (1.0 + (expected[:, None] @ G).abs().max())
+        same_x(found.multipliers.cpu(), expected[:count], G[:count])
 
 
 @pytest.mark.parametrize("method", [Exact(), PGD(steps=4, step_size="power"), FISTA(steps=5)], ids=repr)
 def test_solve_more_rows_than_registers_hold(method):
     _, K, b = t_space(70, batch=1)
     expected, norm = method.solve(K, b).multipliers[0], K[0].diagonal().sqrt()
-    found = solve(K[0].to(DEVICE), b[0].to(DEVICE), method=method).multipliers.cpu()
+    found = solved(K[0], b[0], method).multipliers.cpu()
     close(found * norm, expected * norm, 1e4)
 
 
@@ -345,46 +357,40 @@ def test_resolution(t):
     G[1] = G[0] + 1e-5 * G[1]
     for g, lost in ((-G[0] - G[1], True), (G.sum(0), False)):
         K, b, _ = gemproj.gram(G, g)
-        found = solve(K.to(DEVICE), b.to(DEVICE), method=Exact())
-        expected = Exact().solve(K, b)
+        found, expected = solved(K, b), Exact().solve(K, b)
         assert int(found.status) == int(expected.status) == 8 * lost
-        alone = solve(K.to(DEVICE), b.to(DEVICE), method=Exact(), only_multipliers=True)
+        alone = solved(K, b, only_multipliers=True)
         assert torch.equal(alone.multipliers, found.multipliers)
         assert int(alone.status) == 0
 
 
 @pytest.mark.parametrize("t", [1, 3, 9])
 def test_no_conflict_gives_exact_zeros(t):
-    K, b = torch.eye(t, dtype=torch.float64, device=DEVICE), torch.ones(t, dtype=torch.float64, device=DEVICE)
-    found = solve(K, b, method=Exact())
-    assert not found.multipliers.any()
-    assert int(found.status) == 0
-    assert not solve(K, b, method=Exact(), upper=0.0).multipliers.any()
-    zero = solve(0 * K, 0 * b, method=Exact())
-    assert not zero.multipliers.any()
-    assert int(zero.status) == 0
+    K, b = torch.eye(t).double(), torch.ones(t).double()
+    for found in (solved(K, b), solved(0 * K, 0 * b), solved(K, b, upper=0.0)):
+        assert not found.multipliers.any()
+        assert int(found.status) == 0
 
 
 @pytest.mark.parametrize("method", [Exact(), PGD(steps=9)], ids=repr)
 def test_one_bound_for_all(method):
-    K = torch.eye(3, dtype=torch.float64, device=DEVICE)
-    b = torch.tensor([-5.0, -0.25, 1.0], dtype=torch.float64, device=DEVICE)
-    assert solve(K, b, method=method, upper=0.5).multipliers.tolist() == pytest.approx([0.5, 0.25, 0.0])
+    K, b = torch.eye(3).double(), torch.tensor([-5.0, -0.25, 1.0]).double()
+    assert solved(K, b, method, upper=0.5).multipliers.tolist() == pytest.approx([0.5, 0.25, 0.0])
 
 
 def test_step_size_does_not_know_the_padding():
     # A star: of the bounds of its largest eigenvalue the Frobenius norm is the smallest.
     K, b = torch.eye(5, dtype=torch.float64), -torch.ones(5, dtype=torch.float64)
     K[0, 1:] = K[1:, 0] = 0.49
-    found = solve(K.to(DEVICE), b.to(DEVICE), method=PGD(steps=1))
+    found = solved(K, b, PGD(steps=1))
     close(found.multipliers.cpu(), PGD(steps=1).solve(K, b).multipliers)
 
 
 @pytest.mark.parametrize("t", [3, 9])
 def test_nan_ends(t):
-    K = torch.full((t, t), float("nan"), dtype=torch.float64, device=DEVICE)
+    K = torch.full((t, t), float("nan"), dtype=torch.float64)
     for upper in (None, 1.0):
-        solve(K, K[0].contiguous(), method=Exact(), upper=upper)
+        solved(K, K[0].contiguous(), upper=upper)
 
 
 def natural_residual(K, b, lam, lower, upper):
@@ -415,8 +421,7 @@ def test_bounds_and_right_hand_sides(method, t, d, signed, bounded):
     K, b = G @ G.mT, (G @ (3.0 * g - x).mT)[..., 0] + slack  # h = G x - slack can be met
     lower = torch.zeros_like(b).masked_fill(equal, -torch.inf)
     upper = 2.0 * torch.rand_like(b) if bounded else torch.full_like(b, torch.inf)
-    bounds = {"lower": lower.to(DEVICE) if signed else None, "upper": upper.to(DEVICE) if bounded else None}
-    found = solve(K.to(DEVICE), b.to(DEVICE), method=method, **bounds)
+    found = solved(K, b, method, lower=lower if signed else None, upper=upper if bounded else None)
     assert natural_residual(K, b, found.multipliers.cpu(), lower, upper) < (1e-13 if exact else 1e-8)
     assert not exact or not (found.status & 2).any()
 
@@ -428,7 +433,7 @@ def test_a_row_that_enters_and_leaves_is_barred():
     G = torch.cat([G, -G[::3]])
     for g in torch.randn(6, 2, dtype=torch.float64):
         K, b, _ = gemproj.gram(G, g)
-        found, expected = solve(K.to(DEVICE), b.to(DEVICE), method=Exact()), Exact().solve(K, b)
+        found, expected = solved(K, b), Exact().solve(K, b)
         close(found.multipliers.cpu() @ G, expected.multipliers @ G, 100.0)
         assert int(found.status) & 2 == 0
 
@@ -439,28 +444,22 @@ def test_a_row_that_enters_and_leaves_is_barred():
 @pytest.mark.parametrize(("t", "d"), [(1, 1), (2, 7), (3, 5000), (8, 1000), (33, 1000)])
 def test_combine(t, d):
     G, g, lam = randn(t, d), randn(d), randn(t, dtype=torch.float64)
-    out = torch.full_like(g, float("nan"))
-    combine([G], [g], lam, [out])
-    exact = g.double() + lam @ G.double()
+    out, exact, again = combine(G, g, lam), g.double() + lam @ G.double(), g.clone()
     close(out.double(), exact, 1e7 * exact.abs().max() / 4)  # half a unit of float32, and sums
-    again = g.clone()
-    combine([G], [again], lam, [again])
-    assert torch.equal(out, again)
+    assert torch.equal(out, combine(G, again, lam, again))
 
 
 def test_combine_blocks():
     G, g = blocks(3)
-    lam = torch.tensor([1.0, 0.0, -2.0], dtype=torch.float64, device=DEVICE)
-    out = [torch.empty_like(a) for a in g]
-    combine(G, g, lam, out)
-    for x, a, v in zip(out, G, g, strict=True):
+    lam = float64([1.0, 0.0, -2.0])
+    for x, a, v in zip(combine(G, g, lam), G, g, strict=True):
         torch.testing.assert_close(x, (v.double() + torch.tensordot(lam, a.double(), 1)).to(v.dtype))
 
 
 @pytest.mark.parametrize("d", [5, 64, 2000])
 def test_combine_batch(d):
     G, g, lam = randn(3, 4, d), randn(3, d), randn(3, 4, dtype=torch.float64)
-    out = torch.empty_like(g)
+    out = torch.full_like(g, float("nan"))
     stage3.combine(lay_out_batch(G, g), lam, [out])
     torch.testing.assert_close(out, (g.double() + (lam[:, None] @ G.double())[:, 0]).float())
 
@@ -468,9 +467,7 @@ def test_combine_batch(d):
 def test_combine_does_not_read_rows_without_multiplier():
     G, g = randn(3, 600), randn(600)
     G[1] = float("nan")
-    lam = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64, device=DEVICE)
-    out = torch.empty_like(g)
-    combine([G], [g], lam, [out])
+    out = combine(G, g, float64([1.0, 0.0, 2.0]))
     torch.testing.assert_close(out, g + G[0] + 2.0 * G[2])
 
 
@@ -479,19 +476,23 @@ def test_combine_rounds_once(dtype, unit):
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("the interpreter cuts off what does not fit into bfloat16")
     # Just above half a unit above one: in float32 that is a tie, which goes down to even.
-    G = torch.tensor([[1.0, -1.0]], dtype=torch.float64, device=DEVICE)
-    g = torch.tensor([1.0, -1.0], dtype=dtype, device=DEVICE)
-    lam = torch.tensor([unit * (1 + 2.0**-30)], dtype=torch.float64, device=DEVICE)
-    combine([G], [g], lam, [g])
+    G, g = float64([[1.0, -1.0]]), float64([1.0, -1.0]).to(dtype)
+    combine(G, g, float64([unit * (1 + 2.0**-30)]), g)
     assert g.tolist() == [1.0 + 2 * unit, -1.0 - 2 * unit]
 
 
 # What the interpreter does not see
 
 
-def test_all_kernels_compile(tmp_path):
+@pytest.fixture
+def report():
     for package in ("rich", "typer"):
         pytest.importorskip(package)
+    return import_module("asv_benchmarks.reports.kernels")
+
+
+@pytest.mark.usefixtures("report")
+def test_all_kernels_compile(tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     out = tmp_path / "kernels.md"
@@ -508,11 +509,8 @@ def test_all_kernels_compile(tmp_path):
     assert all(int(kernel[4].replace(",", "")) <= 99 << 10 for kernel in kernels)
 
 
-def test_the_page_of_the_kernels_is_about_these():
+def test_the_page_of_the_kernels_is_about_these(report):
     """Nothing that it was made from has changed, and it has all that can be asked for."""
-    for package in ("rich", "typer"):
-        pytest.importorskip(package)
-    report = pytest.importorskip("asv_benchmarks.reports.kernels")
     digest, rows = report.listed()
     # No kernel is compiled again for another number of rows, nor for its divisors.
     assert ["few_rows", "t = 5, float32"] in rows
@@ -530,8 +528,9 @@ def test_the_page_of_the_kernels_is_about_these():
 
 
 def project(G, g, out):
-    K, b, _ = split(gram([G], [g]))
-    combine([G], [g], solve(K, b, method=Exact()).multipliers, [out])
+    """Project by the kernels alone."""
+    K, b, _ = split(gram(G, g))
+    combine(G, g, solve(K, b, method=Exact()).multipliers, out)
 
 
 @gpu
@@ -554,20 +553,12 @@ def test_nothing_waits_for_the_device(t):
 def test_graph_replays_on_new_data(t, in_blocks):
     G, g = randn(t, 100_000), randn(100_000)
     out = torch.empty_like(g)
-
-    def run():
-        if in_blocks:
-            rows, vector = [G[:, :60_000], G[:, 60_000:]], [g[:60_000], g[60_000:]]
-            K, b, _ = split(gram(rows, vector))
-            combine(rows, vector, solve(K, b, method=Exact()).multipliers, [out[:60_000], out[60_000:]])
-        else:
-            project(G, g, out)
-
-    run()
+    parts = [a.split([60_000, 40_000], dim=-1) if in_blocks else a for a in (G, g, out)]
+    project(*parts)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run()
+        project(*parts)
     for _ in range(2):
         G.copy_(randn(t, 100_000)), g.copy_(randn(100_000))
         graph.replay()

@@ -2,6 +2,7 @@
 
 import io
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,9 +13,10 @@ pytest.importorskip("lightning", reason="needs the extra lightning")
 import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
+from models import EACH, loss, promises  # noqa: E402
 
 from gemproj.integrations.lightning import GEMCallback  # noqa: E402
-from gemproj.torch import EpisodicMemory, GradientProjector  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
 
 ACCUMULATE, CLIP = 2, 0.3
 
@@ -26,14 +28,14 @@ class Classifier(pl.LightningModule):
         torch.manual_seed(0)
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
 
-    def loss(self, batch):
-        return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+    def forward(self, x):
+        return self.net(x)
 
     def training_step(self, batch, batch_idx):
         if self.automatic_optimization:
-            return self.loss(batch)
+            return loss(self, batch)
         optimizer = self.optimizers()
-        self.manual_backward(self.loss(batch) / ACCUMULATE)
+        self.manual_backward(loss(self, batch) / ACCUMULATE)
         if batch_idx % ACCUMULATE == ACCUMULATE - 1:
             self.clip_gradients(optimizer, CLIP, "norm")
             optimizer.step()
@@ -57,10 +59,14 @@ class Batches:
         return len(self.batches)
 
 
-def task(k, batches=8):
+def task(k, dtype=torch.float32):
     """Tasks that contradict each other: the same inputs, other labels."""
-    x = torch.randn(batches, 6, 4, generator=torch.Generator().manual_seed(0))
-    return Batches([(part, ((part[:, 0] > 0) + k) % 3) for part in x])
+    x = torch.randn(8, 6, 4, generator=torch.Generator().manual_seed(0))
+    return Batches([(part.to(dtype), ((part[:, 0] > 0) + k) % 3) for part in x])
+
+
+def callback(promised=loss, **options):
+    return GEMCallback(EpisodicMemory(10, label=1), promised, **options)
 
 
 def trainer(gem, epochs=1, accumulate=ACCUMULATE, clip=CLIP, **options):
@@ -76,9 +82,8 @@ def trainer(gem, epochs=1, accumulate=ACCUMULATE, clip=CLIP, **options):
     )
 
 
-def by_lightning(model, options, tasks=2, make=trainer):
-    gem = GEMCallback(EpisodicMemory(10), Classifier.loss, **options)
-    seen = []
+def by_lightning(model, options, tasks=2, make=trainer, promise=loss):
+    gem, seen = callback(promise, **options), []
     for k in range(tasks):
         make(gem).fit(model, task(k))
         seen.append(gem.projector.last)
@@ -86,32 +91,29 @@ def by_lightning(model, options, tasks=2, make=trainer):
     return gem, seen
 
 
-def by_hand(model, options, tasks=2, context=nullcontext, scaler=None):
-    memory, seen, active = EpisodicMemory(10), [], 0
+def by_hand(model, options, tasks=2, promise=None, context=nullcontext, scaler=None):
+    memory, seen, active = EpisodicMemory(10, label=1), [], 0
     scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    dtype = next(model.parameters()).dtype
 
-    def loss(model, batch):
+    def in_context(model, batch):
         with context():
-            return model.loss(batch)
+            return loss(model, batch)
 
     for k in range(tasks):
         optimizer = model.configure_optimizers()
-        projector = GradientProjector(model.parameters(), **options)
-        projector.attach(optimizer)
-        for i, batch in enumerate(task(k)):
-            scaler.scale(loss(model, batch) / ACCUMULATE).backward()
+        gem = GEM(model, optimizer, promise or in_context, memory=memory, scaler=scaler, **options)
+        for i, batch in enumerate(task(k, dtype)):
+            scaler.scale(in_context(model, batch) / ACCUMULATE).backward()
             if i % ACCUMULATE == ACCUMULATE - 1:
                 scaler.unscale_(optimizer)
-                scale = scaler.get_scale() / 1024 if scaler.is_enabled() else 1.0
-                projector.recall(model, memory.batches(), loss, scale=scale)
                 torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
-                active += projector.last.num_active
-        seen.append(projector.last)
-        for batch in task(k):
-            memory.add(batch, k)
+                active += gem.last.num_active
+        seen.append(gem.last)
+        gem.end_task(task(k, dtype))
     assert active  # or a loop without the callback would end at the same weights
     return seen
 
@@ -148,11 +150,19 @@ def test_fits_as_a_loop_by_hand(options, manual):
     assert gem.memory.tasks == [0, 1, 2]
 
 
+@pytest.mark.parametrize(("promise", "options"), promises())
+def test_has_the_promises_of_a_loop_by_hand_in_double_precision(promise, options):
+    model, other = Classifier(), Classifier().double()
+    by_lightning(model, options, 3, lambda gem: trainer(gem, precision="64-true"), promise)
+    by_hand(other, options, 3, promise)
+    assert_same(model, other)
+
+
 @pytest.mark.parametrize("on", ["gradient", "both"])
 def test_constraints_have_the_precision_of_training(on):
     model, other = Classifier(), Classifier()
     by_lightning(model, {"on": on}, make=lambda gem: trainer(gem, precision="bf16-mixed"))
-    by_hand(other, {"on": on}, context=lambda: torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+    by_hand(other, {"on": on}, context=partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False))
     assert_same(model, other)
 
 
@@ -165,11 +175,7 @@ def test_batches_are_converted_as_for_training():
 
 def test_after_training_batches_go_where_the_module_is(monkeypatch):
     """When `fit` ends, Lightning moves the module to the CPU, but not its own idea of the device."""
-
-    def each(module, batch):
-        return torch.nn.functional.cross_entropy(module.net(batch[0]), batch[1], reduction="none")
-
-    module, gem = Classifier(), GEMCallback(EpisodicMemory(per_task=6), each, bound=0.0)
+    module, gem = Classifier(), callback(EACH, bound=0.0)
     loop = trainer(gem)
     loop.fit(module, task(0))
     monkeypatch.setattr(type(loop.strategy), "root_device", torch.device("meta"))
@@ -189,19 +195,14 @@ def test_a_gradient_scaler_runs_the_closure_before_the_step(on):
 
     shared = scaler()
     by_lightning(model, {"on": on}, make=make)
-    by_hand(
-        other,
-        {"on": on},
-        context=lambda: torch.autocast("cpu", torch.half, cache_enabled=False),
-        scaler=scaler(),
-    )
+    half = partial(torch.autocast, "cpu", torch.half, cache_enabled=False)
+    by_hand(other, {"on": on}, context=half, scaler=scaler())
     assert_same(model, other)
     assert shared.get_scale() > 2.0**10
 
 
 def test_logs_what_the_projector_did():
-    gem = GEMCallback(EpisodicMemory(10), Classifier.loss, on="both")
-    model = Classifier()
+    gem, model = callback(on="both"), Classifier()
     first = trainer(gem)
     first.fit(model, task(0))
     assert not any(name.startswith("gem/") for name in first.logged_metrics)
@@ -224,7 +225,7 @@ def test_logs_what_the_projector_did():
 @pytest.mark.parametrize("weights_only", [None, True])
 def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path, weights_only):
     options = {"on": "both", "metric": "adam", "interval": 3}  # rows of the checkpoint serve after it
-    gem, model = GEMCallback(EpisodicMemory(10, seed=5), Classifier.loss, **options), Classifier()
+    gem, model = GEMCallback(EpisodicMemory(10, label=1, seed=5), loss, **options), Classifier()
     trainer(gem).fit(model, task(0))
     gem.end_task(task(0))
     start = io.BytesIO()
@@ -235,14 +236,14 @@ def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path, weights_
 
     start.seek(0)
     weights, remembered = torch.load(start, weights_only=True)
-    other, before = Classifier(), GEMCallback(EpisodicMemory(10), Classifier.loss, **options)
+    other, before = Classifier(), callback(**options)
     other.load_state_dict(weights)
     before.memory.load_state_dict(remembered)
     interrupted = trainer(before, epochs=2)
     interrupted.fit(other, task(1))
     interrupted.save_checkpoint(tmp_path / "half.ckpt")
 
-    resumed, after = Classifier(), GEMCallback(EpisodicMemory(10), Classifier.loss, **options)
+    resumed, after = Classifier(), callback(**options)
     trainer(after, epochs=4).fit(
         resumed, task(1), ckpt_path=tmp_path / "half.ckpt", weights_only=weights_only
     )
@@ -254,7 +255,7 @@ def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path, weights_
 
 
 def test_a_checkpoint_has_no_rows_of_shards(monkeypatch):
-    gem = GEMCallback(EpisodicMemory(10), Classifier.loss, interval=3)
+    gem = callback(interval=3)
     gem.end_task(task(0))
     trainer(gem).fit(Classifier(), task(1))
     assert gem.state_dict()["projector"]["constraints"] is not None
@@ -272,7 +273,7 @@ def test_leaves_the_optimizer_alone_afterwards():
         (Classifier(), nullcontext()),
         (Failing(), pytest.raises(RuntimeError, match="on purpose")),
     ):
-        one = trainer(GEMCallback(EpisodicMemory(10), Classifier.loss))
+        one = trainer(callback())
         with ending:
             one.fit(model, task(0))
         (optimizer,) = one.optimizers
@@ -282,15 +283,15 @@ def test_leaves_the_optimizer_alone_afterwards():
 
 def test_refuses_what_it_cannot_do():
     with pytest.raises(TypeError, match="loss must be a function of model and batch; found NoneType"):
-        GEMCallback(EpisodicMemory(), None)
+        callback(None)
     with pytest.raises(ValueError, match="on must be one of"):
-        GEMCallback(EpisodicMemory(), Classifier.loss, on="all")
+        callback(on="all")
 
     class Two(Classifier):
         def configure_optimizers(self):
             return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
 
-    gem = GEMCallback(EpisodicMemory(), Classifier.loss)
+    gem = callback()
     with pytest.raises(ValueError, match="one optimizer; found 2"):
         trainer(gem, accumulate=1, clip=None).fit(Two(manual=True), task(0))
     for strategy in (DeepSpeedStrategy, FSDPStrategy):

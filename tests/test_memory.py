@@ -52,6 +52,7 @@ def same(left, right):
     return left.tasks == right.tasks and all(torch.equal(a, b) for a, b in pairs)
 
 
+LABELS = torch.zeros(2, dtype=torch.long)
 streams = st.lists(st.integers(0, 4), min_size=1, max_size=80)
 capacities = st.integers(1, 12)
 
@@ -217,9 +218,8 @@ def through(memory, other, folder):
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_memory_goes_on_as_if_never_interrupted(policy, tmp_path):
-    through_it, without = (
-        EpisodicMemory(per_task=4, label=lambda batch: batch["y"], seed=3, policy=policy) for _ in range(2)
-    )
+    options = {"per_task": 4, "seed": 3, "policy": policy}
+    through_it, without = (EpisodicMemory(label=lambda batch: batch["y"], **options) for _ in range(2))
 
     def add(memory, labels, task):
         batch = numbered(labels)
@@ -283,42 +283,30 @@ def test_a_state_and_its_memory_do_not_follow_each_other():
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("options", "change", "text"),
     [
-        ({"per_task": 5}, "state has per_task=4 but this memory has 5"),
-        ({"policy": "ring"}, "state has policy='reservoir' but this memory has 'ring'"),
+        ({"per_task": 5}, None, "state has per_task=4 but this memory has 5"),
+        ({"policy": "ring"}, None, "state has policy='reservoir' but this memory has 'ring'"),
+        ({"label": None}, None, "state has labelled=True but this memory has False"),
+        ({}, dict.clear, "state has no 'per_task'"),
+        ({}, lambda state: state["tasks"][0].update(labels=LABELS), "2 labels and 3 arrivals for 4 slots"),
+        ({}, lambda state: state["tasks"][0].update(batch=LABELS), "2 examples of a task but 3 labels"),
     ],
 )
-def test_state_of_other_settings_is_refused(options, text):
-    state = EpisodicMemory(per_task=4, label="y").state_dict()
-    memory = EpisodicMemory(**{"per_task": 4, "label": "y", **options})
-    memory.add(numbered([1, 2]), task=0)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(options, change, text):
+    memory, other = (EpisodicMemory(**{"per_task": 4, "label": "y"} | more) for more in ({}, options))
+    memory.add(numbered([1, 2, 1]), task=0)
+    other.add(numbered([1, 2]), task=1)
+    state = memory.state_dict()
+    if change:
+        change(state)
     with pytest.raises(ValueError, match=text):
-        memory.load_state_dict(state)
-    assert memory.tasks == [0]
-
-
-def test_state_of_other_labels_or_no_memory_is_refused():
-    labelled, plain = EpisodicMemory(label="y", policy="ring"), EpisodicMemory(policy="ring")
-    with pytest.raises(ValueError, match="state has labelled=True but this memory has False"):
-        plain.load_state_dict(labelled.state_dict())
-    with pytest.raises(ValueError, match="state has no 'per_task'"):
-        plain.load_state_dict({"rows": torch.zeros(2)})
-    plain.add(torch.zeros(3), task=0)
-    for change, text in (
-        ({"labels": torch.zeros(2, dtype=torch.int64)}, "state has 2 labels and 3 arrivals for 100 slots"),
-        ({"batch": torch.zeros(4)}, "state has 4 examples of a task but 3 labels"),
-    ):
-        state = plain.state_dict()
-        state["tasks"][0].update(change)
-        with pytest.raises(ValueError, match=text):
-            plain.load_state_dict(state)
-    assert plain.batch(0).shape == (3,)
+        other.load_state_dict(state)
+    assert other.tasks == [1]
+    assert other.batch(1)["x"].tolist() == [0, 1]
 
 
 # --- errors -------------------------------------------------------------------------------------
-
-LABELS = torch.zeros(2, dtype=torch.long)
 
 
 @pytest.mark.parametrize(
@@ -340,40 +328,34 @@ def test_errors_of_the_memory(batch, error, text):
     assert len(next(memory.batches())["y"]) == 2
 
 
-def test_errors_of_sparse_examples_and_names():
-    memory = EpisodicMemory()
-    with pytest.raises(TypeError, match=r"found torch\.sparse_coo: call to_dense"):
-        memory.add(torch.eye(3).to_sparse(), task=0)
-    with pytest.raises(ValueError, match="task must not be None"):
-        memory.add(torch.zeros(3), task=None)
-    with pytest.raises(TypeError, match=r"use task\.item\(\)"):
-        memory.add(torch.zeros(3), task=torch.tensor(1))
-    with pytest.raises(ValueError, match=r"No examples of task 1; the memory holds tasks \[\]"):
-        memory.batch(1)
-
-
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("call", "error", "text"),
     [
-        ({"per_task": 0}, "per_task must be at least 1"),
-        ({"policy": "fifo"}, "policy must be one of reservoir, balanced, ring; found 'fifo'"),
-        ({"policy": ["ring"]}, "policy must be one of"),
-        ({"policy": "balanced"}, "policy='balanced' needs label"),
+        (lambda: EpisodicMemory().add(torch.eye(3).to_sparse(), 0), TypeError, r"found torch\.sparse_coo: call to_dense"),
+        (lambda: EpisodicMemory().add(torch.zeros(3), None), ValueError, "task must not be None"),
+        (lambda: EpisodicMemory().add(torch.zeros(3), torch.tensor(1)), TypeError, r"use task\.item\(\)"),
+        (lambda: EpisodicMemory().batch(1), ValueError, r"No examples of task 1; the memory holds tasks \[\]"),
+        (lambda: EpisodicMemory().sample(3), ValueError, "memory is empty"),
+        (lambda: EpisodicMemory().batches(per="class"), ValueError, "per must be 'task', 'label' or 'example'; found 'class'"),
+        (lambda: EpisodicMemory().batches(per="label"), ValueError, "per='label' needs label"),
+        (lambda: EpisodicMemory().batches(n=0), ValueError, "n must be at least 1"),
+        (lambda: EpisodicMemory(0), ValueError, "per_task must be at least 1"),
+        (lambda: EpisodicMemory(policy="fifo"), ValueError, "policy must be one of reservoir, balanced, ring; found 'fifo'"),
+        (lambda: EpisodicMemory(policy=["ring"]), ValueError, "policy must be one of"),
+        (lambda: EpisodicMemory(policy="balanced"), ValueError, "policy='balanced' needs label"),
     ],
-)
-def test_errors_of_settings(options, text):
-    with pytest.raises(ValueError, match=text):
-        EpisodicMemory(**options)
+)  # fmt: skip
+def test_errors_say_what_is_wrong(call, error, text):
+    with pytest.raises(error, match=text):
+        call()
 
 
-def test_nothing_to_draw():
-    empty, now = EpisodicMemory(), EpisodicMemory()
-    now.add(torch.zeros(2), task="now")
-    with pytest.raises(ValueError, match="memory is empty"):
-        empty.sample(3)
+def test_nothing_to_draw_but_what_is_excluded():
+    memory = EpisodicMemory()
+    memory.add(torch.zeros(2), task="now")
     with pytest.raises(ValueError, match="nothing to draw from but task 'now'"):
-        now.sample(3, exclude="now")
-    assert list(now.batches(exclude="now")) == []
+        memory.sample(3, exclude="now")
+    assert list(memory.batches(exclude="now")) == []
 
 
 @given(st.integers(1, 12), st.integers(1, 15), st.integers(0, 5))
@@ -401,12 +383,6 @@ def test_draws_for_each_label_and_for_each_example():
     each = [x.tolist() for x, _ in memory.batches(exclude=1, per="example")]
     assert sorted(each) == [[i] for i in range(7)]
     assert [len(x) for x, _ in memory.batches(n=3, per="example")] == [1] * 6
-    with pytest.raises(ValueError, match="per must be 'task', 'label' or 'example'; found 'class'"):
-        memory.batches(per="class")
-    with pytest.raises(ValueError, match="per='label' needs label"):
-        EpisodicMemory().batches(per="label")
-    with pytest.raises(ValueError, match="n must be at least 1"):
-        memory.batches(n=0)
 
 
 def test_outputs_and_losses_stay_with_their_examples():

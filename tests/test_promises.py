@@ -3,33 +3,39 @@
 import copy
 import io
 from functools import cache
+from itertools import product
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import adam_weights, cosines, flat, loss, perceptron, rival, rows, task  # noqa: E402
-from torch.nn.functional import cross_entropy  # noqa: E402
+from models import (  # noqa: E402
+    EACH,
+    SAID,
+    adam_weights,
+    cosines,
+    flat,
+    gradient,
+    loss,
+    moved,
+    perceptron,
+    rival,
+    rows,
+    take,
+    task,
+)
 
 from gemproj import project  # noqa: E402
 from gemproj._tspace import Gram  # noqa: E402
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Remembered, stream  # noqa: E402
 from gemproj.torch.bound import LossBound  # noqa: E402
 from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
-from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
 
 
-def logits(model, batch):
-    return model(batch[0])
-
-
-EACH = CrossEntropy(logits, labels=1)
-SAID = Distillation(logits)
-
-
-def learned(n=24):
+def learned(n=24, dtype=torch.float64):
     """A model that has learned a task, and that task."""
-    return copy.deepcopy(learned_once(n))
+    model, (x, y) = copy.deepcopy(learned_once(n))
+    return model.to(dtype), (x.to(dtype), y)
 
 
 @cache
@@ -37,38 +43,62 @@ def learned_once(n):
     model, batch = perceptron(), task(0, n)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     for _ in range(60):
-        optimizer.zero_grad()
-        loss(model, batch).backward()
-        optimizer.step()
+        take(model, optimizer, batch)
     return model, batch
+
+
+def begin(promised=loss, *more, rate=0.05, make=torch.optim.SGD, n=24, dtype=torch.float64, **options):
+    """A model that has learned a task, GEM with a memory of this task and of more, and the task."""
+    model, batch = learned(n, dtype)
+    optimizer = make(model.parameters(), lr=rate)
+    gem = GEM(model, optimizer, promised, **options)
+    for one in (batch, *more):
+        gem.end_task([one])
+    return model, optimizer, gem, batch
 
 
 def unlearn(model, optimizer, batch, steps):
     """Train on a task that contradicts the batch."""
     for _ in range(steps):
-        optimizer.zero_grad()
-        loss(model, rival(batch)).backward()
-        optimizer.step()
+        take(model, optimizer, rival(batch))
+
+
+def parts_of(batch, promise):
+    """Return the examples of each constraint."""
+    if promise == "task":
+        return [batch]
+    n = len(batch[1])
+    masks = [batch[1] == y for y in batch[1].unique()] if promise == "label" else torch.eye(n).bool()
+    return [tuple(leaf[mask] for leaf in batch) for mask in masks]
+
+
+def give(model, g):
+    """Set the gradient of a model."""
+    for p, part in zip(model.parameters(), g.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad = part.view_as(p).clone()
+
+
+def counting():
+    """Return a promise, and a list to which every call adds whether it is differentiated."""
+    seen = []
+
+    def promise(model, batch):
+        seen.append(torch.is_grad_enabled())
+        return EACH(model, batch)
+
+    return promise, seen
 
 
 def test_a_margin_is_replay_with_that_weight_inside_the_cone():
-    model, batch = learned()
     margin = torch.tensor([0.7, 0.2], dtype=torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss, margin=margin)
-    gem.end_task([batch])
-    gem.end_task([task(5)])
+    model, optimizer, gem, batch = begin(loss, task(5), rate=0.1, margin=margin)
     for now in (batch, rival(batch)):
         G = rows(model, [batch, task(5)])
-        optimizer.zero_grad()
-        loss(model, now).backward()
-        g, before = flat(p.grad for p in model.parameters()), flat(model)
+        g, step = take(model, optimizer, now)
         replayed = g + margin @ G
-        optimizer.step()
-        found = (before - flat(model)) / 0.1
-        torch.testing.assert_close(found, project(G, replayed), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(step / 0.1, project(G, replayed), rtol=1e-9, atol=1e-12)
         if (G @ replayed > 0).all():
-            torch.testing.assert_close(found, replayed, rtol=1e-9, atol=1e-12)
+            torch.testing.assert_close(step / 0.1, replayed, rtol=1e-9, atol=1e-12)
     assert gem.last.num_violated
 
 
@@ -84,12 +114,10 @@ def test_a_bound_is_a_right_hand_side(on, kappa, room):
         memory = EpisodicMemory()
         memory.add(batch, 0, losses=EACH(model, batch).detach() + stored - 0.05)
         gem = GEM(model, optimizer, EACH, memory=memory, bound=tolerance, kappa=kappa, room=room, on=on)
-        G, before = rows(model, [batch]), flat(model)
-        loss(model, rival(batch)).backward()
-        g = flat(p.grad for p in model.parameters())
+        G = rows(model, [batch])
+        g, found = take(model, optimizer, rival(batch))
         excess = torch.tensor([0.05 - stored - tolerance], dtype=torch.float64)
         h = kappa * (excess if room else excess.clamp(min=0.0))
-        optimizer.step()
 
         def cap(v, h):
             return torch.minimum(h, G.norm(dim=1) * v.norm())  # noqa: B023
@@ -99,7 +127,7 @@ def test_a_bound_is_a_right_hand_side(on, kappa, room):
         step = rate * g
         if on != "gradient":
             step = project(G, step, h=cap(step, h))
-        torch.testing.assert_close(before - flat(model), step, rtol=1e-7, atol=1e-10)
+        torch.testing.assert_close(found, step, rtol=1e-7, atol=1e-10)
         torch.testing.assert_close(gem.last.excess, excess, rtol=1e-9, atol=1e-12)
 
 
@@ -119,7 +147,7 @@ def test_losses_that_cannot_all_come_back_are_an_error_that_names_them_unless_th
         gem = GEM(model, optimizer, signed, memory=memory, bound=0.01, penalty=penalty, on=on)
         optimizer.zero_grad()
         loss(model, rival(batch)).backward()
-        given = flat(p.grad for p in model.parameters())
+        given = gradient(model)
         if penalty is not None:
             optimizer.step()
             assert gem.last.num_active
@@ -128,7 +156,7 @@ def test_losses_that_cannot_all_come_back_are_an_error_that_names_them_unless_th
         with pytest.raises(ValueError, match=message if on != "step" else f"was undone.*{message}"):
             optimizer.step()
         assert torch.equal(flat(model), before)
-        assert torch.equal(flat(p.grad for p in model.parameters()), given)
+        assert torch.equal(gradient(model), given)
         gem.remove()
 
 
@@ -136,10 +164,9 @@ def test_losses_that_cannot_all_come_back_are_an_error_that_names_them_unless_th
 @pytest.mark.parametrize("promise", [EACH, SAID], ids=["labels", "outputs"])
 def test_a_bound_holds_where_a_promise_to_first_order_drifts(promise, metric):
     def drift(bound):
-        model, batch = learned()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
-        gem = GEM(model, optimizer, promise, per_task=24, on="step", metric=metric, bound=bound)
-        gem.end_task([batch])
+        model, optimizer, gem, batch = begin(
+            promise, rate=0.03, make=torch.optim.AdamW, per_task=24, on="step", metric=metric, bound=bound
+        )
         (held,) = gem.memory.batches()
         given = (held.outputs,) if promise is SAID else ()
         before = promise(model, batch, *given).mean().detach()
@@ -168,58 +195,39 @@ def test_losses_come_with_the_rows():
 
 
 def test_losses_are_followed_while_rows_are_reused():
-    model, batch = learned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    gem = GEM(model, optimizer, EACH, bound=0.5, interval=4)
-    gem.end_task([batch])
+    model, optimizer, gem, batch = begin(EACH, rate=1e-4, bound=0.5, interval=4)
     start = loss(model, batch).item()
     for age in range(4):
-        optimizer.zero_grad()
-        loss(model, rival(batch)).backward()
         now = loss(model, batch).item()
-        optimizer.step()
+        take(model, optimizer, rival(batch))
         assert gem.last.age == age
         # To first order: what is missing is quadratic in steps of 1e-4.
         assert abs(float(gem.last.excess) + 0.5 - (now - start)) < 1e-2 * abs(now - start) + 1e-12
     assert now > start
 
 
-def test_promises_for_each_label_and_for_each_example():
-    model, batch = learned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    by_label = [tuple(leaf[batch[1] == y] for leaf in batch) for y in batch[1].unique()]
-    by_example = [tuple(leaf[i : i + 1] for leaf in batch) for i in range(24)]
-    for promise, parts in (("task", [batch]), ("label", by_label), ("example", by_example)):
-        gem = GEM(model, optimizer, loss, per_task=24, label=1, promise=promise)
-        gem.end_task([batch])
-        loss(model, rival(batch)).backward()
-        G, before = rows(model, parts), flat(model)
-        optimizer.step()
-        kept = gem.projector.constraints
-        # A balanced memory of all examples keeps their order.
-        torch.testing.assert_close(kept, G)
-        assert cosines(G, before - flat(model)).min() > -1e-9
-        gem.remove()
-    with pytest.raises(ValueError, match="promise='label' needs label"):
-        GEM(model, optimizer, loss, promise="label")
+@pytest.mark.parametrize("promise", ["task", "label", "example"])
+def test_promises_for_each_label_and_for_each_example(promise):
+    model, optimizer, gem, batch = begin(per_task=24, label=1, promise=promise)
+    G = rows(model, parts_of(batch, promise))
+    _, step = take(model, optimizer, rival(batch))
+    # A balanced memory of all examples keeps their order.
+    torch.testing.assert_close(gem.projector.constraints, G)
+    assert cosines(G, step).min() > -1e-9
 
 
 def test_fresh_rows_are_those_that_the_memory_draws():
-    model, batch = learned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    gem, memory = GEM(model, optimizer, loss, rows=5), EpisodicMemory()
-    gem.end_task([batch])
+    model, optimizer, gem, batch = begin(rows=5)
+    memory = EpisodicMemory()
     memory.add(batch, 0)
     for _ in range(6):
-        (some,) = memory.batches(n=5)
-        G = rows(model, [some])
-        loss(model, rival(batch)).backward()
-        optimizer.step()
+        G = rows(model, list(memory.batches(n=5)))
+        take(model, optimizer, rival(batch))
         torch.testing.assert_close(gem.projector.constraints, G)
 
 
 def test_smoothing_is_a_running_mean_of_the_rows():
-    model, _batch = learned()
+    model, _ = learned()
     projector = GradientProjector(model.parameters(), smoothing=0.8)
     expected = None
     for k in range(4):
@@ -237,59 +245,43 @@ def test_smoothing_is_a_running_mean_of_the_rows():
     torch.testing.assert_close(projector.constraints, new[1:])
 
 
-def test_equalities_leave_the_losses_of_masked_rows_where_they_are():
-    model, batch = learned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+@pytest.mark.parametrize("on", ["gradient", "step"])
+def test_equalities_leave_the_losses_of_masked_rows_where_they_are(on):
     mask = torch.tensor([True, False, True])
-    gem = GEM(model, optimizer, loss, label=1, promise="label", equality=mask)
-    gem.end_task([batch])
-    parts = [tuple(leaf[batch[1] == y] for leaf in batch) for y in batch[1].unique()]
-    for now in (batch, rival(batch)):
-        G, before = rows(model, parts), flat(model)
-        loss(model, now).backward()
-        optimizer.step()
-        slopes = cosines(G, before - flat(model))
+    model, optimizer, gem, batch = begin(label=1, promise="label", equality=mask, on=on)
+    for now, side in ((batch, 1.0), (rival(batch), -1.0)):
+        G = rows(model, parts_of(batch, "label"))
+        g, step = take(model, optimizer, now)
+        assert (side * G[mask] @ g > 0).any()
+        slopes = cosines(G, step)
         assert slopes[mask].abs().max() < 1e-9
         assert slopes[~mask] > -1e-9
+        assert gem.last.num_active >= 2
 
 
 def test_hundreds_of_equalities():
-    model, batch = learned(n=200)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    gem = GEM(model, optimizer, loss, per_task=200, promise="example", equality=True, on="both")
-    gem.end_task([batch])
-    some = [tuple(leaf[i : i + 1] for leaf in batch) for i in range(200)]
-    G, before = rows(model, some), flat(model)
-    loss(model, rival(batch)).backward()
-    optimizer.step()
-    step = before - flat(model)
+    options = {"per_task": 200, "promise": "example", "equality": True, "on": "both"}
+    model, optimizer, _, batch = begin(rate=0.01, make=torch.optim.Adam, n=200, **options)
+    G = rows(model, parts_of(batch, "example"))
+    _, step = take(model, optimizer, rival(batch))
     # More rows than parameters, and directions are left: outputs depend on differences of logits only.
-    assert len(G) > len(before) > torch.linalg.matrix_rank(G)
+    assert len(G) > len(step) > torch.linalg.matrix_rank(G)
     assert (G @ step).abs().max() < 1e-9 < step.norm()
 
 
 @pytest.mark.parametrize("on", ["gradient", "both"])
 def test_rows_in_half_precision_are_a_projection_for_rounded_rows(on):
-    model, batch = learned()
-    model = model.float()
-    parts = [
-        tuple(leaf.float() if leaf.is_floating_point() else leaf for leaf in one) for one in (batch, task(5))
-    ]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss, rows_dtype=torch.bfloat16, on=on)
-    for one in parts:
-        gem.end_task([one])
-    G, before = rows(model, parts), flat(model)
-    loss(model, rival(parts[0])).backward()
-    g = flat(p.grad for p in model.parameters())
-    optimizer.step()
+    other = task(5, dtype=torch.float32)
+    model, optimizer, gem, batch = begin(
+        loss, other, rate=0.1, dtype=torch.float32, rows_dtype=torch.bfloat16, on=on
+    )
+    G = rows(model, [batch, other])
+    g, step = take(model, optimizer, rival(batch))
     kept = gem.projector.constraints
     assert kept.dtype == torch.bfloat16
     torch.testing.assert_close(kept.double(), G, rtol=2.0**-8, atol=0.0)
-    step = before - flat(model)
-    expected = project(kept.double(), g)
     # Parameters of size one are float32: a step is known to about 1e-7.
-    torch.testing.assert_close(step / 0.1, expected, rtol=0.0, atol=3e-6)
+    torch.testing.assert_close(step / 0.1, project(kept.double(), g), rtol=0.0, atol=3e-6)
     torch.testing.assert_close(gem.last.cosines, cosines(kept.double(), step), rtol=1e-4, atol=1e-5)
     assert cosines(G, step).min() > -0.002
     with pytest.raises(TypeError, match="rows_dtype must be a floating-point dtype"):
@@ -311,11 +303,7 @@ def test_rows_that_are_read_tile_by_tile(options, monkeypatch):
     """As those of another dtype or on another device are; here they are neither, to compare them."""
 
     def train():
-        model, batch = learned()
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-        gem = GEM(model, optimizer, EACH, **options)
-        for one in (batch, task(5)):
-            gem.end_task([one])
+        model, optimizer, gem, batch = begin(EACH, task(5), rate=0.02, make=torch.optim.Adam, **options)
         unlearn(model, optimizer, batch, 5)
         return flat(model), gem.last.cosines
 
@@ -334,8 +322,8 @@ def test_where_rows_are_kept():
         assert projector.constraints.device.type == "cpu"
         loss(model, rival(past)).backward()
         assert projector.project_().num_violated == 1
-        g = flat(p.grad for p in model.parameters()).cpu()
-        assert cosines(projector.constraints.double(), g).item() == pytest.approx(0.0, abs=1e-6)
+        cosine = cosines(projector.constraints.double(), gradient(model).cpu())
+        assert cosine.item() == pytest.approx(0.0, abs=1e-6)
     elsewhere = list(perceptron().to("meta").parameters())
     assert GradientProjector(elsewhere, rows_device="meta").constraints.device.type == "meta"
     for parameters, device in ((perceptron().parameters(), "meta"), (elsewhere, "meta:1")):
@@ -403,41 +391,18 @@ def groups_of(model, key):
     ],
     ids=["tensor", "module", "callable"],
 )
-@pytest.mark.parametrize("options", [{}, {"margin": 0.3}, {"penalty": 0.2}, {"equality": True}], ids=str)
-def test_each_group_has_a_cone_of_its_own(groups, key, options):
-    model, batch = learned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss, groups=groups, **options)
-    gem.end_task([batch])
-    gem.end_task([task(5)])
-    gem.end_task([task(6)])  # three rows: more than the last bias has entries, less one
-    G, before = rows(model, [batch, task(5), task(6)]), flat(model)
-    loss(model, rival(batch)).backward()
-    g = flat(p.grad for p in model.parameters())
-    expected, columns = g.clone(), groups_of(model, key)
-    for at in columns:
-        expected[at] = project(G[:, at], g[at], **options)
-    optimizer.step()
-    torch.testing.assert_close((before - flat(model)) / 0.1, expected, rtol=1e-7, atol=1e-9)
-    assert gem.last.multipliers.shape == (len(columns), 3)
-    if not options:
-        assert (G @ expected).min() > -1e-12 * g.norm() * G.norm()
-    cosine = torch.nn.functional.cosine_similarity(g, expected, dim=0)
-    torch.testing.assert_close(gem.last.cosine, cosine.item())
-
-
 @pytest.mark.parametrize("options", [{}, {"margin": 0.3}, {"penalty": 1.0}, {"equality": True}], ids=str)
-@pytest.mark.parametrize("metric", ["euclidean", "adam"])
-@pytest.mark.parametrize("on", ["step", "both"])
-def test_each_group_has_a_cone_of_its_own_for_steps(on, metric, options):
-    rate, (model, batch) = 0.02, learned()
-    plain, tasks = copy.deepcopy(model), [batch, task(5), task(6)]
-    optimizers = [torch.optim.Adam(one.parameters(), lr=rate) for one in (model, plain)]
-    gem = GEM(model, optimizers[0], loss, groups="module", on=on, metric=metric, **options)
-    for one in tasks:
-        gem.end_task([one])
-    G, before = rows(model, tasks), flat(model)
-    columns = groups_of(model, lambda name: name.split(".")[0])
+@pytest.mark.parametrize(
+    ("on", "metric"), [("gradient", "euclidean"), *product(["step", "both"], ["euclidean", "adam"])]
+)
+def test_each_group_has_a_cone_of_its_own(on, metric, groups, key, options):
+    rate, make = (0.1, torch.optim.SGD) if on == "gradient" else (0.02, torch.optim.Adam)
+    more = [task(5), task(6)]  # with the first, more rows than the last bias has entries, less one
+    model, optimizer, gem, batch = begin(
+        loss, *more, rate=rate, make=make, groups=groups, on=on, metric=metric, **options
+    )
+    G, columns, plain = rows(model, [batch, *more]), groups_of(model, key), learned()[0]
+    _, found = take(model, optimizer, rival(batch))
 
     def by_group(v, options, weight=None):
         x = v.clone()
@@ -445,44 +410,41 @@ def test_each_group_has_a_cone_of_its_own_for_steps(on, metric, options):
             x[at] = project(G[:, at], v[at], metric=None if weight is None else weight[at], **options)
         return x
 
-    for one in (model, plain):
-        loss(one, rival(batch)).backward()
-    if on == "both":
-        x = by_group(flat(p.grad for p in plain.parameters()), options)
-        torch.nn.utils.vector_to_parameters(x, [p.grad for p in plain.parameters()])
+    alone = make(plain.parameters(), lr=rate)
+    loss(plain, rival(batch)).backward()
+    if on != "step":
+        g = gradient(plain)
+        give(plain, x := by_group(g, options))
+        torch.testing.assert_close(gem.last.cosine, cosines(g[None], x).item())
+        if not options:
+            assert (G @ x).min() > -1e-12 * g.norm() * G.norm()
         options = {name: value for name, value in options.items() if name != "margin"}
-    for optimizer in optimizers:
-        optimizer.step()
-    step = before - flat(plain)
-    weight = adam_weights(plain, optimizers[1], G) if metric == "adam" else None
-    if metric == "euclidean":  # margins and penalties are in units of gradients
-        options = {name: value if name == "equality" else rate * value for name, value in options.items()}
-    expected = by_group(step, options, weight)
-    torch.testing.assert_close(before - flat(model), expected, rtol=1e-7, atol=1e-10)
-    for other in (step, project(G, step, metric=weight, **options)):
-        assert (other - expected).norm() > 1e-3 * expected.norm()
+    step = expected = moved(plain, alone.step)
+    if on != "gradient":
+        weight = adam_weights(plain, alone, G) if metric == "adam" else None
+        if metric == "euclidean":  # margins and penalties are in units of gradients
+            options = {name: value if name == "equality" else rate * value for name, value in options.items()}
+        expected = by_group(step, options, weight)
+        for other in (step, project(G, step, metric=weight, **options)):
+            assert (other - expected).norm() > 1e-3 * expected.norm()
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(gem.last.cosines, cosines(G, expected), rtol=1e-6, atol=1e-9)
+    assert gem.last.multipliers.shape == (len(columns), 3)
 
 
 @pytest.mark.parametrize("conflict", [True, False])
 def test_a_gate_leaves_groups_alone_unless_the_whole_conflicts(conflict):
-    model, batch = learned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss, groups="tensor", gate=True)
-    gem.end_task([batch])
-    row, before = rows(model, [batch])[0], flat(model)
-    first = model[0].weight
+    model, optimizer, gem, batch = begin(rate=0.1, groups="tensor", gate=True)
+    row, first = rows(model, [batch])[0], slice(model[0].weight.numel())
     # Against the row in the first parameter; with it in the others, more or less strongly.
     signs = torch.full_like(row, 0.1 if conflict else 100.0)
-    signs[: first.numel()] = -1.0
+    signs[first] = -1.0
     g = signs * row
-    for p, part in zip(model.parameters(), g.split([p.numel() for p in model.parameters()]), strict=True):
-        p.grad = part.view_as(p).clone()
     assert (row @ g < 0) == conflict
-    optimizer.step()
-    step = (before - flat(model)) / 0.1
+    give(model, g)
+    step = moved(model, optimizer.step) / 0.1
     if conflict:
-        assert step[: first.numel()] @ row[: first.numel()] > -1e-12
+        assert step[first] @ row[first] > -1e-12
     else:
         torch.testing.assert_close(step, g)
         assert not gem.last.solution.optimal.all()
@@ -494,38 +456,24 @@ def test_a_gate_sees_equalities_violated_from_either_side():
         projector = GradientProjector(model.parameters(), groups="tensor", gate=True, equality=True)
         projector.recall(model, [batch], loss)
         row = projector.constraints[0].clone()
-        for p, part in zip(
-            model.parameters(), row.split([p.numel() for p in model.parameters()]), strict=True
-        ):
-            p.grad = sign * part.view_as(p).clone()
+        give(model, sign * row)
         assert projector.project_().num_violated
-        assert abs(row @ flat(p.grad for p in model.parameters())) < 1e-12 * row @ row
+        assert abs(row @ gradient(model)) < 1e-12 * row @ row
 
 
 @pytest.mark.parametrize(("said", "options"), [(SAID, {}), (EACH, {"bound": 0.0})])
 def test_a_task_may_end_in_several_parts(said, options):
-    model, batch = learned()
+    batch, memories = learned()[1], []
     halves = [tuple(leaf[part] for leaf in batch) for part in (slice(12), slice(12, 24))]
-    gem = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), said, **options)
-    for half in halves:
-        gem.end_task([half], "a")
-    whole = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), said, **options)
-    whole.end_task([batch], "a")
-    found, expected = gem.memory.batch("a"), whole.memory.batch("a")
+    for parts in (halves, [batch]):
+        model, _ = learned()
+        gem = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), said, **options)
+        for part in parts:
+            gem.end_task([part], "a")
+        memories.append(gem.memory.batch("a"))
+    found, expected = memories
     torch.testing.assert_close(found.outputs, expected.outputs)
     torch.testing.assert_close(found.losses, expected.losses)
-
-
-def test_what_groups_refuse():
-    model, _ = learned()
-    with pytest.raises(ValueError, match="named_parameters"):
-        GradientProjector(model.parameters(), groups="module")
-    with pytest.raises(ValueError, match="groups must be 'tensor', 'module' or a function"):
-        GradientProjector(model.named_parameters(), groups="layer")
-    with pytest.raises(ValueError, match="bound and groups exclude each other"):
-        GradientProjector(model.named_parameters(), groups="tensor", bound=0.0)
-    with pytest.raises(ValueError, match="gate is for groups"):
-        GradientProjector(model.parameters(), gate=True)
 
 
 @pytest.mark.parametrize("interval", [1, 2])
@@ -544,9 +492,7 @@ def test_cyclic_rows_are_computed_in_turn(interval):
             expected[turn] = rows(model, tasks)[turn]
             ages[turn] = 0
         torch.testing.assert_close(projector.constraints, expected)
-        optimizer.zero_grad()
-        loss(model, task(9)).backward()
-        optimizer.step()
+        take(model, optimizer, task(9))
         assert projector.last.age == max(ages)
         ages = [age + 1 for age in ages]
     projector.recall(model, tasks[:2], loss)  # another number of tasks: all are new
@@ -557,24 +503,19 @@ def test_rows_are_computed_where_losses_rise():
     model, batch = learned()
     tasks = [batch, rival(batch)]
     projector = GradientProjector(model.parameters(), refresh="rising")
-    seen = []
-
-    def counting(model, batch):
-        seen.append(torch.is_grad_enabled())
-        return EACH(model, batch)
-
+    promise, seen = counting()
     expected = rows(model, tasks)
-    assert projector.recall(model, tasks, counting, microbatch=10)
+    assert projector.recall(model, tasks, promise, microbatch=10)
     before = flat(model)
     for k, step in enumerate(expected):  # a step along a row lowers its loss, and raises the other one
         torch.nn.utils.vector_to_parameters(before - 0.01 * step, model.parameters())
-        projector.recall(model, tasks, counting, microbatch=10)
+        projector.recall(model, tasks, promise, microbatch=10)
         fresh = rows(model, tasks)
         torch.testing.assert_close(projector.constraints[1 - k], fresh[1 - k])
         assert not torch.allclose(projector.constraints[k], fresh[k])
         torch.testing.assert_close(projector._matrix.losses, torch.stack([loss(model, one) for one in tasks]))
         seen.clear()
-        assert not projector.recall(model, tasks, counting)
+        assert not projector.recall(model, tasks, promise)
         assert seen == [False, False]  # forward passes only
 
 
@@ -592,23 +533,14 @@ def test_a_loss_that_is_not_a_number_is_an_error_also_where_only_rising_ones_are
 
 
 def test_below_their_bounds_rising_losses_need_no_new_rows():
-    model, batch = learned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    backward = []
-
-    def counting(model, batch):
-        backward.append(torch.is_grad_enabled())
-        return EACH(model, batch)
-
-    gem = GEM(model, optimizer, counting, on="both", refresh="rising", bound=0.1)
-    gem.end_task([batch])
-    gem.end_task([task(7)])
+    promise, seen = counting()
+    model, optimizer, _, batch = begin(promise, task(7), on="both", refresh="rising", bound=0.1)
     before = loss(model, batch).item()
-    backward.clear()
+    seen.clear()
     unlearn(model, optimizer, batch, 40)
     assert before + 0.05 < loss(model, batch).item() < before + 0.11
-    assert len(backward) - sum(backward) == 2 * 39  # forward passes
-    assert 2 < sum(backward) < 60
+    assert seen.count(False) == 2 * 39  # forward passes
+    assert 2 < seen.count(True) < 60
 
 
 OPTIONS = [
@@ -627,14 +559,16 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("promise", [EACH, SAID], ids=["labels", "outputs"])
 def test_a_checkpoint_goes_on_to_the_bit(promise, options):
-    def begin():
-        model, batch = learned()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        return model, optimizer, GEM(model, optimizer, promise, per_task=12, label=1, **options), batch
+    batch = learned()[1]
 
-    model, optimizer, gem, batch = begin()
-    gem.end_task([batch])
-    gem.end_task([task(7)])
+    def start():
+        model, _ = learned()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        return model, optimizer, GEM(model, optimizer, promise, per_task=12, label=1, **options)
+
+    model, optimizer, gem = start()
+    for one in (batch, task(7)):
+        gem.end_task([one])
     unlearn(model, optimizer, batch, 4)
     stored = io.BytesIO()
     torch.save([part.state_dict() for part in (model, optimizer, gem)], stored)
@@ -642,13 +576,11 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
     expected = flat(model)
 
     def go_on(remembers):
-        model, optimizer, gem, _ = begin()
+        model, optimizer, gem = start()
         stored.seek(0)
-        of_model, of_optimizer, of_gem = torch.load(stored, weights_only=True)
-        model.load_state_dict(of_model)
-        optimizer.load_state_dict(of_optimizer)
-        if remembers:
-            gem.load_state_dict(of_gem)
+        parts = [model, optimizer, gem] if remembers else [model, optimizer]
+        for part, state in zip(parts, torch.load(stored, weights_only=True), strict=remembers):
+            part.load_state_dict(state)
         unlearn(model, optimizer, batch, 4)
         return flat(model)
 
@@ -659,10 +591,7 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
 def test_logs_have_the_largest_excess():
     from gemproj.torch.stats import LogMeans
 
-    model, batch = learned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    gem = GEM(model, optimizer, EACH, bound=0.0)
-    gem.end_task([batch])
+    model, optimizer, gem, batch = begin(EACH, rate=0.3, bound=0.0)
     steps, means = [], LogMeans()
     assert means.take() == {}
     for _ in range(5):
@@ -674,36 +603,46 @@ def test_logs_have_the_largest_excess():
     assert float(taken["gem/excess"]) == max(float(step.excess.max()) for step in steps)
     assert float(taken["gem/worst_cosine"]) == min(step.worst_cosine for step in steps)
     assert float(taken["gem/cosine"]) == pytest.approx(sum(step.cosine for step in steps) / 5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-    gem = GEM(model, optimizer, EACH)
-    gem.end_task([batch])
+    model, optimizer, gem, batch = begin(EACH, rate=0.3)
     unlearn(model, optimizer, batch, 1)
     assert gem.last.excess is None
     means.add(gem.last)
     assert "gem/excess" not in means.take()
 
 
-def test_what_promises_refuse():
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bound": -1.0}, "bound must be finite and at least 0"),
+        ({"bound": 0.0, "kappa": 1.5}, "kappa must be at most 1; found 1.5"),
+        ({"bound": 0.0, "smoothing": 1.0}, "smoothing must be below 1"),
+        ({"bound": 0.0, "rows": 0}, "rows must be at least 1"),
+        ({"bound": 0.0, "promise": "class"}, "promise must be"),
+        ({"promise": "label"}, "promise='label' needs label"),
+        ({"bound": 0.0, "equality": True}, "bound and equality exclude each other"),
+        ({"refresh": "rising", "rows": 3}, "refresh='rising' compares losses on the same examples"),
+        ({"refresh": "robin"}, "refresh must be one of 'all', 'cyclic', 'rising'; found 'robin'"),
+        ({"sample": 5, "rows": 3}, "sample is one constraint"),
+        ({"groups": "layer"}, "groups must be 'tensor', 'module' or a function"),
+        ({"groups": "tensor", "bound": 0.0}, "bound and groups exclude each other"),
+        ({"gate": True}, "gate is for groups"),
+    ],
+    ids=str,
+)
+def test_options_that_are_refused(options, message):
+    model = perceptron()
+    with pytest.raises(ValueError, match=message):
+        GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, **options)
+
+
+def test_groups_of_modules_need_names():
+    with pytest.raises(ValueError, match="named_parameters"):
+        GradientProjector(perceptron().parameters(), groups="module")
+
+
+def test_what_a_bound_needs():
     model, batch = learned()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for name, wrong, message in (
-        ("bound", -1.0, "bound must be finite and at least 0"),
-        ("kappa", 1.5, "kappa must be at most 1; found 1.5"),
-        ("smoothing", 1.0, "smoothing must be below 1"),
-        ("rows", 0, "rows must be at least 1"),
-        ("promise", "class", "promise must be"),
-    ):
-        options = {"bound": 0.0, name: wrong}
-        with pytest.raises(ValueError, match=message):
-            GEM(model, optimizer, loss, **options)
-    with pytest.raises(ValueError, match="bound and equality exclude each other"):
-        GEM(model, optimizer, loss, bound=0.0, equality=True)
-    with pytest.raises(ValueError, match="refresh='rising' compares losses on the same examples"):
-        GEM(model, optimizer, loss, refresh="rising", rows=3)
-    with pytest.raises(ValueError, match="refresh must be one of 'all', 'cyclic', 'rising'; found 'robin'"):
-        GEM(model, optimizer, loss, refresh="robin")
-    with pytest.raises(ValueError, match="sample is one constraint"):
-        GEM(model, optimizer, loss, sample=5, rows=3)
     gem = GEM(model, optimizer, loss, bound=0.0)
     with pytest.raises(ValueError, match=r"one loss for each example, shape \(24,\); found \(\)"):
         gem.end_task([batch])
@@ -713,7 +652,6 @@ def test_what_promises_refuse():
     loss(model, batch).backward()
     with pytest.raises(ValueError, match="bound needs the losses that examples had"):
         optimizer.step()
-    gem.remove()
     projector = GradientProjector(model.parameters(), bound=0.0)
     projector.recall(model, [Remembered(batch, losses=EACH(model, batch).detach())], loss)
     with pytest.raises(ValueError, match="attach"):
@@ -728,21 +666,19 @@ def test_the_rounding_of_a_loss_is_no_excess():
     gram = Gram(K, torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64))
     for dtype, first in ((torch.float32, 0.0), (torch.float64, 1e-7)):
         h = LossBound(0.0).demand(losses, stored, 1.0, dtype)(gram)
-        torch.testing.assert_close(h, torch.tensor([first, 1e-3, -1e-7], dtype=torch.float64))
+        torch.testing.assert_close(
+            h, torch.tensor([first, 1e-3, -1e-7], dtype=torch.float64), rtol=0, atol=1e-12
+        )
 
 
 def test_a_loss_that_is_at_its_bound_to_rounding_is_left_alone():
     """Where the divergence from the outputs is rounding, and its gradient too, nothing is to be repaired."""
-    model, batch = learned()
-    model = model.float()
-    batch = (batch[0].float(), batch[1])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, SAID, per_task=24, bound=0.0)
-    gem.end_task([batch])
-    before = flat(model)
-    cross_entropy(model(batch[0]), batch[1]).backward()
-    g = flat(p.grad for p in model.parameters())
-    optimizer.step()
-    step = before - flat(model)
+    model, batch = learned(dtype=torch.float32)
+    optimizer, memory = torch.optim.SGD(model.parameters(), lr=0.1), EpisodicMemory()
+    outputs = SAID.outputs(model, batch)
+    memory.add(batch, 0, outputs=outputs, losses=SAID(model, batch, outputs).detach() - 1e-7)
+    gem = GEM(model, optimizer, SAID, memory=memory, bound=0.0)
+    g, step = take(model, optimizer, batch)
+    assert gem.last.excess > 0
     # At most the component along one row of noise goes.
     assert step.norm() <= 0.1 * g.norm() * (1 + 1e-5)

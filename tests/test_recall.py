@@ -89,38 +89,34 @@ def test_training_mode_draws_masks_and_moves_statistics(net):
     assert not torch.allclose(projector.constraints, still)
 
 
-def test_a_failing_loss_leaves_no_constraints_and_no_traces(net):
-    projector = GradientProjector(net.parameters())
-    projector.recall(net, TASKS, loss)
+def failing(model, data):
+    torch.rand(1)
+    if len(data["x"]) == 5:
+        raise RuntimeError("no such task")
+    return loss(model, data)
+
+
+def broken():
+    yield TASKS[0]
+    raise OSError("no such task")
+
+
+@pytest.mark.parametrize(
+    ("batches", "function", "error"), [(lambda: TASKS, failing, RuntimeError), (broken, loss, OSError)]
+)
+def test_a_failing_loss_or_batch_leaves_no_constraints_and_no_traces(net, batches, function, error):
+    projector = GradientProjector(net.parameters(), interval=2)
+    for _ in range(2):
+        projector.recall(net, TASKS, loss)
+    assert len(projector.constraints) == 3
     random = torch.get_rng_state()
-
-    def failing(model, data):
-        torch.rand(1)
-        if len(data["x"]) == 5:
-            raise RuntimeError("no such task")
-        return loss(model, data)
-
-    projector.interval = 2
-    projector.reset()
     for _ in range(2):  # what has failed is still due
-        with pytest.raises(RuntimeError, match="no such task"):
-            projector.recall(net, TASKS, failing)
-    assert len(projector.constraints) == 0
+        with pytest.raises(error, match="no such task"):
+            projector.recall(net, batches(), function)
+        assert len(projector.constraints) == 0
     assert net.training
     assert net.drop.training
     assert torch.equal(torch.get_rng_state(), random)
-
-
-def test_batches_that_cannot_be_read_leave_no_constraints(net):
-    def broken():
-        yield TASKS[0]
-        raise OSError("no such memory")
-
-    projector = GradientProjector(net.parameters())
-    projector.recall(net, TASKS, loss)
-    with pytest.raises(OSError, match="no such memory"):
-        projector.recall(net, broken(), loss)
-    assert len(projector.constraints) == 0
 
 
 def test_an_interval_uses_rows_again_until_the_next_task(net):
@@ -178,9 +174,7 @@ def test_gradient_checkpointing():
         projectors[0].recall(net, [batch(1) | {"x": batch(1)["x"].requires_grad_()}], loss, training=True)
 
 
-def test_memory_goes_in_as_it_is():
-    torch.manual_seed(0)
-    net = Net().double()
+def test_memory_goes_in_as_it_is(net):
     memory = EpisodicMemory(per_task=6)
     for task in range(2):
         memory.add(batch(task, n=20), task=task)
@@ -192,36 +186,38 @@ def test_memory_goes_in_as_it_is():
     assert projector.constraints.shape[0] == 1
 
 
-def test_errors(net):
-    projector = GradientProjector(net.parameters())
-    with pytest.raises(ValueError, match=r"examples of every past task; found \[8, 0\]"):
-        projector.recall(net, [batch(1), batch(2, n=0)], loss)
-    with pytest.raises(ValueError, match=r"batches\[1\]: All tensors"):
-        projector.recall(net, [batch(1), {"x": torch.ones(3, 4), "y": torch.ones(2)}], loss)
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (([batch(1), batch(2, n=0)], loss), ValueError, r"examples of every past task; found \[8, 0\]"),
+        (([batch(1), {"x": torch.ones(3, 4), "y": torch.ones(2)}], loss), ValueError, r"batches\[1\]: All tensors"),
+        ((TASKS, lambda model, data: 1.0), TypeError, r"loss.* must return a tensor.*found float"),
+        ((TASKS, lambda model, data: torch.ones(())), ValueError, "require a gradient"),
+        ((TASKS, torch.ones(())), TypeError, "loss must be a function of model and batch; found Tensor"),
+        ((batch(1), loss), TypeError, r"memory.batches\(\).*found dict"),
+        ((EpisodicMemory(), loss), TypeError, r"memory.batches\(\).*found EpisodicMemory"),
+        ((EpisodicMemory().batches, loss), TypeError, r"memory.batches\(\).*found method"),
+        (([list(batch(1).values())],), TypeError, r"batches must be mappings.*found list.*Pass loss"),
+    ],
+)  # fmt: skip
+def test_errors_of_what_is_recalled(net, given, error, text):
+    with pytest.raises(error, match=text):
+        GradientProjector(net.parameters()).recall(net, *given)
+
+
+def test_errors_of_counts(net):
     with pytest.raises(ValueError, match="microbatch must be at least 1"):
-        projector.recall(net, TASKS, loss, microbatch=0)
+        GradientProjector(net.parameters()).recall(net, TASKS, loss, microbatch=0)
     with pytest.raises(ValueError, match="interval must be at least 1"):
         GradientProjector(net.parameters(), interval=0)
-    with pytest.raises(TypeError, match=r"loss.* must return a tensor.*found float"):
-        projector.recall(net, TASKS, lambda model, data: 1.0)
-    with pytest.raises(ValueError, match="require a gradient"):
-        projector.recall(net, TASKS, lambda model, data: torch.ones(()))
-    with pytest.raises(TypeError, match="loss must be a function of model and batch; found Tensor"):
-        projector.recall(net, TASKS, loss(net, batch(1)).mean())
-    for wrong in (batch(1), EpisodicMemory(), EpisodicMemory().batches):
-        with pytest.raises(TypeError, match=rf"memory.batches\(\).*found {type(wrong).__name__}"):
-            projector.recall(net, wrong, loss)
-    with pytest.raises(TypeError, match=r"batches must be mappings.*found list.*Pass loss"):
-        projector.recall(net, [list(batch(1).values())])
 
 
 def test_parameters_that_were_frozen_since_are_an_error(net):
     projector = GradientProjector(net.parameters())
     projector.recall(net, TASKS, loss)
     next(net.parameters()).requires_grad_(False)
-    with pytest.raises(
-        ValueError, match=r"1 of the \d+ parameters .* no longer require.*new projector.*remove"
-    ):
+    text = r"1 of the \d+ parameters .* no longer require.*new projector.*remove"
+    with pytest.raises(ValueError, match=text):
         projector.recall(net, TASKS, loss)
     assert not len(projector.constraints)
 

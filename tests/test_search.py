@@ -9,8 +9,6 @@ from gemproj.backends.numba import installed
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._faces import Factorisation, Tableau
 
-_NONE = np.empty((0, 0))
-
 
 def portable(K, b, lower, upper, start):
     return solve_active_set(Tableau(K, b), lower, upper, start)
@@ -21,25 +19,9 @@ def compiled(K, b, lower, upper, start):
         pytest.skip("numba is missing or switched off")
     from gemproj.backends.numba.search import search
 
-    t = len(b)
-
-    def rows(a):
-        return _NONE if a is None else a[None].copy()
-
-    lam, pivots, status, resolved = np.empty((1, t)), np.empty(1, int), np.empty(1, int), np.empty(1)
-    search(
-        K[None].copy(),
-        b[None].copy(),
-        rows(lower),
-        rows(upper),
-        rows(start),
-        0,
-        1,
-        lam,
-        pivots,
-        status,
-        resolved,
-    )
+    given = (np.empty((0, 0)) if a is None else a[None].copy() for a in (K, b, lower, upper, start))
+    lam, pivots, status, resolved = np.empty((1, len(b))), np.empty(1, int), np.empty(1, int), np.empty(1)
+    search(*given, 0, 1, lam, pivots, status, resolved)
     return lam[0], int(pivots[0]), int(status[0])
 
 

@@ -13,41 +13,38 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 2e-2, "float16": 3e-
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("shape", [(1, 7), (3, 50), (2, 4, 33), (0, 5), (3, 1), (2, 0, 4), (6, 4097)])
 def test_gram_and_combine_against_numpy(xp, dtype, shape, rng):
-    G, g = (
-        rng.standard_normal(shape).astype(dtype),
-        rng.standard_normal(shape[:-2] + shape[-1:]).astype(dtype),
-    )
-    K, b, gg = gram(xp.array(G, dtype), xp.array(g, dtype))
-    G64, g64 = G.astype(float), g.astype(float)
-    assert_close(xp.numpy(K), G64 @ np.swapaxes(G64, -1, -2), rtol=1e-12, atol=1e-11)
-    assert_close(xp.numpy(b), np.einsum("...td,...d->...t", G64, g64), rtol=1e-12, atol=1e-11)
-    assert_close(xp.numpy(gg), np.sum(g64**2, -1), rtol=1e-12)
+    arrays = [xp.array(rng.standard_normal(s), dtype) for s in (shape, shape[:-2] + shape[-1:])]
+    G, g = map(xp.numpy, arrays)
+    K, b, gg = gram(*arrays)
+    assert_close(xp.numpy(K), G @ np.swapaxes(G, -1, -2), rtol=1e-12, atol=1e-11)
+    assert_close(xp.numpy(b), np.einsum("...td,...d->...t", G, g), rtol=1e-12, atol=1e-11)
+    assert_close(xp.numpy(gg), np.sum(g**2, -1), rtol=1e-12)
     lam = rng.random(shape[:-1])
-    x = combine(xp.array(G, dtype), xp.array(g, dtype), xp.array(lam))
-    assert_close(
-        xp.numpy(x), g64 + np.einsum("...td,...t->...d", G64, lam), atol=1e-5 if dtype == "float32" else 1e-12
-    )
+    x, expected = combine(*arrays, xp.array(lam)), g + np.einsum("...td,...t->...d", G, lam)
+    assert_close(xp.numpy(x), expected, atol=1e-5 if dtype == "float32" else 1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 def test_result_has_the_library_dtype_and_shape_of_g(xp, dtype, rng):
     if (dtype == "bfloat16" and xp.name != "torch") or (dtype == "float16" and xp.name == "array_api_strict"):
         pytest.skip(f"{xp.name} has no {dtype}")
-    G, g = rng.standard_normal((4, 64)) - 0.3, np.full(64, 0.3)
-    arrays = xp.array(G, dtype), xp.array(g, dtype)
-    x = project(*arrays)
-    assert type(x) is type(arrays[1])
-    assert x.dtype == arrays[1].dtype
+    G, g = xp.array(rng.standard_normal((4, 64)) - 0.3, dtype), xp.array(np.full(64, 0.3), dtype)
+    x = project(G, g)
+    assert type(x) is type(g)
+    assert x.dtype == g.dtype
     assert tuple(x.shape) == (64,)
-    rounded = xp.numpy(arrays[0]), xp.numpy(arrays[1])
-    assert_close(xp.numpy(x), project(*rounded), atol=TOLERANCE[dtype])
+    assert_close(xp.numpy(x), project(xp.numpy(G), xp.numpy(g)), atol=TOLERANCE[dtype])
 
 
-def blocks_of(xp, G, g):
-    """Cut (t, 60) columns into parameters of shape (4, 5), (), (3, 13)."""
-    cuts, shapes = [20, 21], [(4, 5), (), (3, 13)]
-    Gs = [xp.array(p.reshape(len(G), *s)) for p, s in zip(np.split(G, cuts, axis=1), shapes, strict=True)]
-    return Gs, [xp.array(p.reshape(s)) for p, s in zip(np.split(g, cuts), shapes, strict=True)]
+def blocks_of(xp, G, g, shapes=((4, 5), (), (3, 13)), dtype="float64"):
+    """Cut columns into parameters of these shapes."""
+    cuts = np.cumsum([int(np.prod(s)) for s in shapes])[:-1]
+
+    def cut(a):
+        parts = zip(np.split(a, cuts, axis=-1), shapes, strict=True)
+        return [xp.array(part.reshape((*a.shape[:-1], *s)), dtype) for part, s in parts]
+
+    return cut(G), cut(g)
 
 
 def flat(xp, blocks):
@@ -75,12 +72,8 @@ def test_large_float32_problems_need_no_conversion(xp, rng):
     G, g = rng.standard_normal((t, d), dtype=np.float32) - 0.1, rng.standard_normal(d, dtype=np.float32) + 0.1
     G64, g64 = G.astype(float), g.astype(float)
     exact_K, exact_b, expected = G64 @ G64.T, G64 @ g64, project(G64, g64)
-    cuts, shapes = [600_000, 600_001], [(4, 150_000), (), (100, 1, 1000)]
-    Gs = [
-        xp.array(p.reshape(t, *s), "float32") for p, s in zip(np.split(G, cuts, axis=1), shapes, strict=True)
-    ]
-    gs = [xp.array(p.reshape(s), "float32") for p, s in zip(np.split(g, cuts), shapes, strict=True)]
-    for problem in [(xp.array(G, "float32"), xp.array(g, "float32")), (Gs, gs)]:
+    blocks = blocks_of(xp, G, g, [(4, 150_000), (), (100, 1, 1000)], "float32")
+    for problem in [(xp.array(G, "float32"), xp.array(g, "float32")), blocks]:
         K, b, _ = gram(*problem)
         scale = np.sqrt(np.outer(np.diagonal(exact_K), np.diagonal(exact_K)))
         assert np.max(np.abs(xp.numpy(K) - exact_K) / scale) < 1e-7
@@ -258,14 +251,8 @@ def test_a_device_is_never_waited_for(rng):
     G, g = rng.standard_normal((4, 3, 20)) - 0.3, rng.standard_normal((4, 20)) + 0.3
     with pytest.raises(RuntimeError):
         np.asarray(there(G))
-    for options in (
-        {},
-        {"method": "pgd"},
-        {"method": "fista"},
-        {"method": "agem"},
-        {"margin": 0.1},
-        {"penalty": 0.1},
-    ):
+    methods = [{"method": name} for name in ("pgd", "fista", "agem")]
+    for options in ({}, *methods, {"margin": 0.1}, {"penalty": 0.1}):
         assert_close(back(project(there(G), there(g), **options)), project(G, g, **options), atol=1e-12)
     bad = G.copy()
     bad[1, 2, 5], bad[2, 0, 0] = np.nan, np.inf

@@ -81,55 +81,53 @@ def test_methods_that_store_examples_have_the_same_bytes():
 
 
 def test_until_there_is_a_memory_all_methods_are_alike():
-    first = {
-        name: done(name)["accuracies"][1] for name in settings.BASIC if name not in ("joint", "gem-step")
-    }
-    assert len(set(map(tuple, first.values()))) == 1
+    alike = [name for name in settings.BASIC if name not in ("joint", "gem-step")]
+    assert len({tuple(done(name)["accuracies"][1]) for name in alike}) == 1
 
 
-def learner_of(name, knob):
+def learner_of(name, knob=0.0, like=None, optimizer=torch.optim.SGD, rate=0.1):
+    """Return a learner, of the same model as another one if there is one, and a batch of each task."""
     stream = streams.load("permuted", 0, tasks=3, rows=40, hidden=8)
-    setup = Setup(stream, torch.optim.SGD(stream.model.parameters(), lr=0.1), knob, 8, "reservoir", 8, 0)
-    return METHODS[name].learner(setup), stream
+    setup = Setup(stream, optimizer(stream.model.parameters(), lr=rate), knob, 8, "reservoir", 8, 0)
+    learner = METHODS[name].learner(setup)
+    learner.model = like.model if like else learner.model
+    return learner, [task.train for task in stream.tasks]
+
+
+def first(n, batch):
+    return {name: values[:n] for name, values in batch.items()}
 
 
 def test_replay_adds_the_mean_loss_of_each_past_task():
-    learner, stream = learner_of("replay", 0.7)
-    first, second, third = (task.train for task in stream.tasks)
-    plain, _ = learner_of("plain", 0.0)
-    plain.model = learner.model
-    kept = [{name: values[:8] for name, values in batch.items()} for batch in (first, second)]
+    learner, (*past, now) = learner_of("replay", 0.7)
+    plain, _ = learner_of("plain", like=learner)
+    kept = [first(8, batch) for batch in past]
     for k, batch in enumerate(kept):
         learner.end_task(k, batch)
-    expected = plain.loss(third) + 0.7 * sum(plain.loss(batch) for batch in kept)
-    torch.testing.assert_close(learner.loss(third), expected)
+    expected = plain.loss(now) + 0.7 * sum(plain.loss(batch) for batch in kept)
+    torch.testing.assert_close(learner.loss(now), expected)
 
 
 def test_replay_with_divergence_adds_nothing_of_it_before_a_step():
     """The divergence from what the model has just said is zero: what is left is replay."""
-    distilled, stream = learner_of("der", 0.7)
-    batch, now = stream.tasks[0].train, stream.tasks[1].train
-    few = {name: values[:6] for name, values in batch.items()}
-    replay, _ = learner_of("replay", 0.7)
-    replay.model = distilled.model
+    distilled, (batch, now, _) = learner_of("der", 0.7)
+    replay, _ = learner_of("replay", 0.7, like=distilled)
     for learner in (distilled, replay):
-        learner.end_task(0, few)
+        learner.end_task(0, first(6, batch))
     torch.testing.assert_close(distilled.loss(now), replay.loss(now))
 
 
 @pytest.mark.parametrize("name", ["ewc", "si"])
 def test_a_penalty_is_quadratic_around_the_old_weights(name):
-    learner, stream = learner_of(name, 2.0)
-    batch = stream.tasks[0].train
+    learner, (batch, *_) = learner_of(name, 2.0)
     optimizer = learner.setup.optimizer
     for _ in range(3):
         optimizer.zero_grad()
         learner.loss(batch).backward()
         optimizer.step()
         learner.end_step()
-    plain, _ = learner_of("plain", 0.0)
-    plain.model = learner.model
-    learner.end_task(0, {key: values[:8] for key, values in batch.items()})
+    plain, _ = learner_of("plain", like=learner)
+    learner.end_task(0, first(8, batch))
     torch.testing.assert_close(learner.loss(batch), plain.loss(batch))
     assert all((w >= 0).all() for w in learner.importance)
     assert max(float(w.max()) for w in learner.importance) > 0
@@ -143,35 +141,32 @@ def test_a_penalty_is_quadratic_around_the_old_weights(name):
 
 
 def test_importances_of_ewc_are_mean_squares_of_gradients():
-    learner, stream = learner_of("ewc", 1.0)
-    few = {name: values[:2] for name, values in stream.tasks[0].train.items()}
-    learner.end_task(0, few)
+    learner, (batch, *_) = learner_of("ewc", 1.0)
+    learner.end_task(0, first(2, batch))
     rows = []
     for i in range(2):
-        loss = learner.cross_entropy(learner.model, {k: v[i : i + 1] for k, v in few.items()}).sum()
+        loss = learner.cross_entropy(learner.model, {k: v[i : i + 1] for k, v in batch.items()}).sum()
         rows.append(torch.autograd.grad(loss, learner.parameters)[0])
     torch.testing.assert_close(learner.importance[0], (rows[0] ** 2 + rows[1] ** 2) / 2)
 
 
 def test_two_moments_of_adam():
     """Without a violated constraint nothing is changed; with one, the second moment is that of the gradient."""
-    stream = streams.load("permuted", 0, tasks=3, rows=40, hidden=8)
-    optimizer = torch.optim.AdamW(stream.model.parameters(), lr=1e-3)
-    setup = Setup(stream, optimizer, 0.0, 8, "reservoir", 8, 0)
-    learner, record = METHODS["gem-moments"].learner(setup), train.Recorder.__new__(train.Recorder)
+    learner, (batch, *_) = learner_of("gem-moments", optimizer=torch.optim.AdamW, rate=1e-3)
+    optimizer, parameters = learner.setup.optimizer, learner.setup.parameters
+    record = train.Recorder.__new__(train.Recorder)
     record.time = lambda phase: contextlib.nullcontext()
-    learner.loss(stream.tasks[0].train).backward()
+    learner.loss(batch).backward()
     optimizer.step()
-    few = {name: values[:8] for name, values in stream.tasks[0].train.items()}
-    learner.end_task(0, few)
-    before = [optimizer.state[p]["exp_avg_sq"].clone() for p in setup.parameters]
+    learner.end_task(0, first(8, batch))
+    before = [optimizer.state[p]["exp_avg_sq"].clone() for p in parameters]
     optimizer.zero_grad()
-    (-learner.loss(few)).backward()  # against the constraint
-    raw = [p.grad.clone() for p in setup.parameters]
+    (-learner.loss(first(8, batch))).backward()  # against the constraint
+    raw = [p.grad.clone() for p in parameters]
     learner.constrain(record, None)
-    assert not torch.allclose(raw[0], setup.parameters[0].grad)
+    assert not torch.allclose(raw[0], parameters[0].grad)
     optimizer.step()
-    for p, g, v in zip(setup.parameters, raw, before, strict=True):
+    for p, g, v in zip(parameters, raw, before, strict=True):
         torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], 0.999 * v + 0.001 * g.square())
 
 
@@ -237,12 +232,8 @@ def test_results_come_back_and_a_line_that_was_cut_off_is_done_again(tmp_path):
 
 def test_damage_is_an_error_that_names_the_line(tmp_path):
     path = tmp_path / "tiny.jsonl"
-    for text in (
-        '{"key": "a"}\n{"key": "b"\n{"key": "c"}\n',
-        '{"key": "a"}\n[3]\n',
-        '{"key": "a"}\n{"x": 1}\n',
-    ):
-        path.write_text(text)
+    for damaged in ('{"key": "b"\n{"key": "c"}', "[3]", '{"x": 1}'):
+        path.write_text(f'{{"key": "a"}}\n{damaged}\n')
         with pytest.raises(SetupError, match="line 2 is damaged"):
             Results(path)
 
@@ -325,11 +316,9 @@ def test_committed_pages_follow_from_committed_runs():
     found = sorted((folder / "runs").glob("*.jsonl"))
     assert found
     for path in found:
-        if path.stem == "skill":
-            text = skill.page(Results(path))
-        else:
-            text = publish.page(path.stem, plan.published(path.stem, Results(path)))
-        page = folder / f"{path.stem}.md"
+        name, results = path.stem, Results(path)
+        text = skill.page(results) if name == "skill" else publish.page(name, plan.published(name, results))
+        page = folder / f"{name}.md"
         assert text == (page.read_text("utf-8") if page.exists() else "")
     for name, text in publish.overview(folder).items():
         assert text == (folder / name).read_text("utf-8")

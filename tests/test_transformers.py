@@ -1,6 +1,7 @@
 """GEM under a Trainer does what a plain loop does; its numbers are logged, and it resumes to the bit."""
 
 import contextlib
+import copy
 import shutil
 from types import SimpleNamespace
 
@@ -13,6 +14,8 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
+from models import SAID, flat, perceptron, promises, trainable  # noqa: E402
+from models import task as points  # noqa: E402
 from transformers import (  # noqa: E402
     GPT2Config,
     GPT2ForSequenceClassification,
@@ -24,7 +27,9 @@ from transformers import (  # noqa: E402
 )
 
 from gemproj.integrations.transformers import GEMCallback  # noqa: E402
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory  # noqa: E402
+from gemproj.torch.constraint_gradients import model_loss  # noqa: E402
+from gemproj.torch.losses import model_logits  # noqa: E402
 
 LENGTH, LABELS = 6, 4
 
@@ -80,9 +85,20 @@ def arguments(folder, **changes):
     return TrainingArguments(str(folder), **(options | changes))
 
 
-def learn(gem, model, task, folder, **changes):
-    trainer = Trainer(model, arguments(folder, **changes), train_dataset=examples(task), callbacks=[gem])
-    trainer.train()
+def make(model, task, folder, *callbacks, collate=default_data_collator, **changes):
+    return Trainer(
+        model,
+        arguments(folder, **changes),
+        train_dataset=examples(task),
+        eval_dataset=examples(task + 1),
+        data_collator=collate,
+        callbacks=[*callbacks],
+    )
+
+
+def learn(*given, resume=None, **options):
+    trainer = make(*given, **options)
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -94,7 +110,7 @@ def remembered(*tasks):
 
 
 def trained(model):
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters() if p.requires_grad])
+    return flat(trainable(model))
 
 
 class Watching(TrainerCallback):
@@ -112,44 +128,36 @@ class Watching(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("peft", "options"),
+    ("peft", "promise", "options"),
     [
-        (False, {"on": "gradient", "margin": 0.05}),
-        (False, {"on": "both", "metric": "adam", "interval": 2}),
-        (True, {"on": "gradient"}),
-        (True, {"on": "both"}),
+        pytest.param(False, model_loss, {"margin": 0.05}, id="margin"),
+        pytest.param(False, model_loss, {"on": "both", "metric": "adam", "interval": 2}, id="adam"),
+        pytest.param(True, model_loss, {}, id="adapters"),
+        pytest.param(True, model_loss, {"on": "both"}, id="adapters, both"),
+        *(pytest.param(False, *one.values, id=one.id) for one in promises(model_logits, "labels")),
     ],
 )
-def test_a_trainer_takes_the_steps_of_a_plain_loop(peft, options, tmp_path):
+def test_a_trainer_takes_the_steps_of_a_plain_loop(peft, promise, options, tmp_path):
     seen = []  # the batches of each task, in the order of the trainer
 
     def collate(features):
-        batch = default_data_collator(features)
-        seen[-1].append(batch)
-        return batch
+        seen[-1].append(default_data_collator(features))
+        return seen[-1][-1]
 
-    model, memory = network(peft), EpisodicMemory(per_task=8, label="labels")
-    gem = GEMCallback(memory, microbatch=3, **options)
+    model, logged = network(peft), []
+    gem = GEMCallback(remembered(), promise, microbatch=3, **options)
     for task in range(3):
         seen.append([])
-        trainer = Trainer(
-            model,
-            arguments(tmp_path),
-            train_dataset=examples(task),
-            data_collator=collate,
-            callbacks=[gem],
-        )
+        trainer = make(model, task, tmp_path, gem, collate=collate, logging_steps=1)
         trainer.model_accepts_loss_kwargs = False  # else sums of losses, for models that do not count items
         trainer.train()
-        memory.add(default_data_collator(examples(task)), task)
+        logged += [log["gem/excess"] for log in trainer.state.log_history if "gem/excess" in log]
+        gem.end_task([default_data_collator(examples(task))])
 
-    plain, memory, active = network(peft), EpisodicMemory(per_task=8, label="labels"), 0
+    plain, memory, active, excess = network(peft), remembered(), 0, []
     for task in range(3):
-        projector = GradientProjector(plain.parameters(), **options)
-        optimizer = torch.optim.AdamW(
-            [p for p in plain.parameters() if p.requires_grad], lr=0.05, weight_decay=0.0
-        )
-        projector.attach(optimizer)
+        optimizer = torch.optim.AdamW(trainable(plain), lr=0.05, weight_decay=0.0)
+        gem = GEM(plain, optimizer, promise, memory=memory, microbatch=3, **options)
         schedule = get_linear_schedule_with_warmup(optimizer, 2, 6)
         epochs = [seen[task][:5], seen[task][5:]]
         assert [len(epoch) for epoch in epochs] == [5, 5]
@@ -159,26 +167,24 @@ def test_a_trainer_takes_the_steps_of_a_plain_loop(peft, options, tmp_path):
                 for batch in window:
                     (plain(**batch).loss / len(window)).backward()
                 torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-                projector.recall(plain, memory.batches(), microbatch=3)
                 optimizer.step()
                 schedule.step()
-                active += projector.last.num_active
-        memory.add(default_data_collator(examples(task)), task)
+                active += gem.last.num_active
+                if gem.last.excess is not None and len(gem.last.excess):
+                    excess.append(float(gem.last.excess.max()))
+        gem.end_task([default_data_collator(examples(task))])
     assert active > 3
     moved = torch.linalg.norm(trained(plain) - trained(network(peft)))
     assert torch.linalg.norm(trained(model) - trained(plain)) < 1e-9 * moved
+    assert bool(excess) == ("bound" in options)
+    assert logged == pytest.approx(excess, rel=1e-6, abs=1e-12)
 
 
 def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
     gem = GEMCallback(remembered(0, 1))
     watching, early = Watching(gem), Watching(gem)
-    trainer = Trainer(
-        network(),
-        arguments(tmp_path, eval_strategy="steps", eval_steps=4, logging_steps=4),
-        train_dataset=examples(2),
-        eval_dataset=examples(3),
-        callbacks=[early, watching],
-    )
+    changes = {"eval_strategy": "steps", "eval_steps": 4, "logging_steps": 4}
+    trainer = make(network(), 2, tmp_path, early, watching, **changes)
     gem.attach(trainer)
     gem.attach(trainer)
     assert trainer.callback_handler.callbacks.count(gem) == 1
@@ -198,7 +204,7 @@ def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
 
 
 def test_without_attach_the_history_has_the_numbers(tmp_path):
-    trainer = learn(GEMCallback(remembered(0)), network(), 1, tmp_path)
+    trainer = learn(network(), 1, tmp_path, GEMCallback(remembered(0)))
     assert ["gem/cosine" in log for log in trainer.state.log_history] == [True, True, True, False]
 
 
@@ -215,7 +221,7 @@ def uninterrupted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     AcceleratorState._reset_state(reset_partial_state=True)
     model = network(peft=True, dropout=0.2)
-    trainer = learn(gem_of(0, 1), model, 2, folder, **RESUMABLE)
+    trainer = learn(model, 2, folder, gem_of(0, 1), **RESUMABLE)
     return folder, trained(model).clone(), trainer.state.log_history
 
 
@@ -226,8 +232,7 @@ def test_a_resumed_training_ends_with_the_same_bits(uninterrupted, tmp_path):
         here.mkdir()
         shutil.copytree(folder / f"checkpoint-{step}", here / f"checkpoint-{step}")
         model, gem = network(peft=True, dropout=0.2), gem_of()
-        trainer = Trainer(model, arguments(here, **RESUMABLE), train_dataset=examples(2), callbacks=[gem])
-        trainer.train(resume_from_checkpoint=True)
+        trainer = learn(model, 2, here, gem, resume=True, **RESUMABLE)
         assert gem.memory.tasks == [0, 1]
         assert torch.equal(trained(model), expected)
         for old, new in zip(history[:-1], trainer.state.log_history[:-1], strict=True):
@@ -236,34 +241,23 @@ def test_a_resumed_training_ends_with_the_same_bits(uninterrupted, tmp_path):
             }
 
 
-@pytest.mark.parametrize("how", ["load", "arguments", "nothing"])
+@pytest.mark.parametrize("how", ["load", "arguments", "nothing", "load another step"])
 def test_a_checkpoint_elsewhere_is_named_by_the_caller(how, uninterrupted, tmp_path):
     folder, expected, _ = uninterrupted
-    checkpoint = folder / "checkpoint-4"
+    checkpoint = str(folder / "checkpoint-4")
     model, gem = network(peft=True, dropout=0.2), gem_of()
     changes = RESUMABLE | {"save_strategy": "no"}
     if how == "arguments":
-        changes["resume_from_checkpoint"] = str(checkpoint)
-    trainer = Trainer(model, arguments(tmp_path, **changes), train_dataset=examples(2), callbacks=[gem])
-    if how == "nothing":
+        changes["resume_from_checkpoint"] = checkpoint
+    trainer = make(model, 2, tmp_path, gem, **changes)
+    if how.startswith("load"):
+        gem.load(checkpoint if how == "load" else folder / "checkpoint-2")
+    if how in ("load", "arguments"):
+        trainer.train(resume_from_checkpoint=checkpoint)
+        assert torch.equal(trained(model), expected)
+    else:
         with pytest.raises(ValueError, match=r"resumes at step 4, but .* Call GEMCallback\.load\(folder\)"):
-            trainer.train(resume_from_checkpoint=str(checkpoint))
-        return
-    if how == "load":
-        gem.load(checkpoint)
-    trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert torch.equal(trained(model), expected)
-
-
-def test_a_state_of_another_step_is_not_taken(uninterrupted, tmp_path):
-    folder, _, _ = uninterrupted
-    gem = gem_of()
-    trainer = Trainer(
-        network(peft=True), arguments(tmp_path, **RESUMABLE), train_dataset=examples(2), callbacks=[gem]
-    )
-    gem.load(folder / "checkpoint-2")
-    with pytest.raises(ValueError, match="resumes at step 4"):
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+            trainer.train(resume_from_checkpoint=checkpoint)
 
 
 def test_constraints_have_the_precision_of_training(tmp_path):
@@ -271,7 +265,7 @@ def test_constraints_have_the_precision_of_training(tmp_path):
     model.transformer.h[0].mlp.c_fc.register_forward_hook(
         lambda module, args, out: kinds.add((module.training, out.dtype))
     )
-    learn(GEMCallback(remembered(0)), model, 1, tmp_path, bf16=True)
+    learn(model, 1, tmp_path, GEMCallback(remembered(0)), bf16=True)
     assert kinds == {(True, torch.bfloat16), (False, torch.bfloat16)}
 
 
@@ -280,10 +274,7 @@ def test_checkpointed_layers_are_refused_where_gradients_would_miss_them(tmp_pat
         model, gem = network(), GEMCallback(remembered(0), training=training)
         watching = Watching(gem)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-        trainer = Trainer(
-            model, arguments(tmp_path, max_steps=1), train_dataset=examples(1), callbacks=[gem, watching]
-        )
-        trainer.train()
+        learn(model, 1, tmp_path, gem, watching, max_steps=1)
         return watching.constraints[0]
 
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
@@ -341,7 +332,7 @@ def test_a_training_that_broke_off_leaves_no_second_hook(tmp_path):
             raise KeyboardInterrupt
 
     model, gem, failing = network(), GEMCallback(remembered(0)), Failing()
-    trainer = Trainer(model, arguments(tmp_path), train_dataset=examples(1), callbacks=[gem, failing])
+    trainer = make(model, 1, tmp_path, gem, failing)
     with contextlib.suppress(KeyboardInterrupt):
         trainer.train()
     trainer.remove_callback(failing)
@@ -365,7 +356,7 @@ def test_a_training_that_broke_off_leaves_no_second_hook(tmp_path):
 
 def test_end_task_takes_a_loader_and_wants_fixed_shapes(tmp_path):
     gem = GEMCallback(EpisodicMemory(per_task=8, label="labels"))
-    trainer = learn(gem, network(), 0, tmp_path)
+    trainer = learn(network(), 0, tmp_path, gem)
     assert not any(key.startswith("gem/") for log in trainer.state.log_history for key in log)
     gem.end_task(trainer.get_train_dataloader())
     assert gem.memory.tasks == [0]
@@ -373,3 +364,22 @@ def test_end_task_takes_a_loader_and_wants_fixed_shapes(tmp_path):
     short = default_data_collator([{**one, "input_ids": one["input_ids"][:3]} for one in examples(1)])
     with pytest.raises(ValueError, match="Pad sequences to a fixed length"):
         gem.end_task([short])
+
+
+def test_what_a_model_can_do_is_stored_before_training():
+    model, sizes, batch = perceptron(), [], points(0, 24)
+    model.register_forward_pre_hook(lambda model, given: sizes.append(len(given[0])))
+    gem = GEMCallback(EpisodicMemory(per_task=10, label=1), SAID, bound=0.1, microbatch=3)
+    with pytest.raises(ValueError, match="model is needed"):
+        copy.deepcopy(gem).end_task([batch])
+    gem.end_task([batch], model=model)
+    assert max(sizes) == 3
+    stored = gem.memory.batch(0)
+    torch.testing.assert_close(stored.outputs, SAID.outputs(model, stored.batch))
+    torch.testing.assert_close(stored.losses, SAID(model, stored.batch, stored.outputs).detach())
+    assert model.training
+    # The examples again, with the model as it is by then.
+    with torch.no_grad():
+        model[2].bias.add_(torch.arange(3.0))
+    gem.end_task([], 0, model=model)
+    torch.testing.assert_close(gem.memory.batch(0).outputs, SAID.outputs(model, stored.batch))

@@ -16,6 +16,7 @@ from gemproj.backends.numba.lanes import (
     converted,
     load,
     multiply_add,
+    read,
     separated,
     shuffle,
     spread,
@@ -27,8 +28,8 @@ from gemproj.backends.numba.lanes import (
 
 # Columns that are turned into rows at a time.
 TURNED = 16
-# Most rows past a multiple of 8 that are read one by one.
-ALONE = 3
+# Columns, and their entries, whose products are summed side by side.
+QUAD = 4
 
 
 @intrinsic
@@ -93,6 +94,74 @@ def add_separated(typing_context, source, scale, t, n, target, like):
 
 
 @intrinsic
+def add_dots(typing_context, source, column, scale, t, n, target, like):
+    """Do the same for n columns of any t, `column` bytes apart; n is a multiple of QUAD.
+
+    Products of each column are summed QUAD side by side, and then these sums of QUAD columns; rows that are
+    left are added one by one.
+    """
+
+    def generate(context, builder, signature, args):
+        source, column, scale, t, n, target, _ = args
+        (stored,) = types_of(context, signature.args[-1:])
+        vector, size = ir.VectorType(F64, QUAD), bytes_of(stored)
+        zeros = ir.Constant(vector, [0.0] * QUAD)
+
+        def place_of(address, entry, size):
+            return builder.add(address, builder.mul(entry, I64(size)))
+
+        def add(entry, places, totals, read_some):
+            factor = load(builder, place_of(scale, entry, 8), vector)
+            used = builder.fcmp_unordered("!=", factor, zeros)
+            for place, total in zip(places, totals, strict=True):
+                value = read_some(builder, place, entry, stored, QUAD, F64)
+                multiply_add(builder, factor, builder.select(used, value, zeros), total)
+
+        with cgutils.for_range(builder, builder.sdiv(n, I64(QUAD))) as group:
+            at = builder.mul(group.index, I64(QUAD))
+            places = [builder.add(source, builder.mul(column, builder.add(at, I64(c)))) for c in range(QUAD)]
+            totals = [cgutils.alloca_once_value(builder, zeros) for _ in places]
+            with cgutils.for_range(builder, builder.sdiv(t, I64(2 * QUAD))) as loop:
+                entry = builder.mul(loop.index, I64(2 * QUAD))
+                add(entry, places, totals, stream)
+                add(builder.add(entry, I64(QUAD)), places, totals, read)
+            done = builder.mul(builder.sdiv(t, I64(2 * QUAD)), I64(2 * QUAD))
+            whole = builder.mul(builder.sdiv(t, I64(QUAD)), I64(QUAD))
+            with builder.if_then(builder.icmp_signed("<", done, whole)):
+                add(done, places, totals, read)
+            address = place_of(target, at, 8)
+            sums = _sums(builder, [builder.load(total) for total in totals])
+            total = cgutils.alloca_once_value(builder, builder.fadd(load(builder, address, vector), sums))
+            with cgutils.for_range(builder, builder.sub(t, whole)) as loop:
+                entry = builder.add(whole, loop.index)
+                factor = load(builder, place_of(scale, entry, 8), F64)
+                with builder.if_then(builder.fcmp_unordered("!=", factor, F64(0.0))):
+                    values = ir.Constant(ir.VectorType(stored, QUAD), ir.Undefined)
+                    for c, place in enumerate(places):
+                        value = load(builder, place_of(place, entry, size), stored, size)
+                        values = builder.insert_element(values, value, I32(c))
+                    values = widened(builder, values, F64)
+                    multiply_add(builder, spread(builder, factor, vector), values, total)
+            store(builder, builder.load(total), address)
+        return context.get_dummy_value()
+
+    return types.none(*(types.int64,) * 6, like), generate
+
+
+def _sums(builder, vectors):
+    """Return the vector of the sums of vectors, which are as many as each has entries."""
+    while len(vectors) > 1:
+        run, half = len(vectors), len(vectors) // 2  # adjacent entries that belong to one sum
+        starts = range(0, vectors[0].type.count, run)
+        mask = [i for k in starts for j in (k, k + vectors[0].type.count) for i in range(j, j + half)]
+        vectors = [
+            builder.fadd(shuffle(builder, x, y, mask), shuffle(builder, x, y, [i + half for i in mask]))
+            for x, y in zip(vectors[:half], vectors[half:], strict=True)
+        ]
+    return vectors[0]
+
+
+@intrinsic
 def transpose(typing_context, source, column, target, row, like, to):
     """Copy TURNED columns, `column` bytes apart, of 8 rows, in float64 of 4, into rows `row` bytes apart.
 
@@ -102,84 +171,30 @@ def transpose(typing_context, source, column, target, row, like, to):
     def generate(context, builder, signature, args):
         source, column, target, row = args[:4]
         stored, wanted = types_of(context, signature.args[-2:])
-        for first, rows in _transposed(builder, source, column, stored):
-            for r, value in enumerate(rows):
+        real = F64 if stored == F64 else F32
+        n = 16 // bytes_of(real)  # entries in a lane of 128 bits, within which it costs least to move them
+
+        def columns(first):
+            """Return vectors of column ``first + j`` in one half and ``first + n + j`` in the other."""
+            vectors = []
+            for j in range(first, first + n):
+                places = [builder.add(source, builder.mul(column, I64(c))) for c in (j, j + n)]
+                halves = [stream(builder, place, I64(0), stored, 2 * n, real) for place in places]
+                vectors.append(shuffle(builder, halves[0], halves[1], range(4 * n)))
+            return vectors
+
+        for first in range(0, TURNED, 4 * n):
+            left = _turned(builder, columns(first))
+            right = _turned(builder, columns(first + 2 * n))
+            for r in range(2 * n):
+                # Lanes 0 and 2 hold the first n rows, lanes 1 and 3 the others.
+                lanes = [range(k * n, (k + 1) * n) for k in range(r // n, 8, 2)]
+                value = shuffle(builder, left[r % n], right[r % n], [i for lane in lanes for i in lane])
                 offset = builder.add(builder.mul(row, I64(r)), I64(first * bytes_of(wanted)))
                 store(builder, converted(builder, value, wanted), builder.add(target, offset))
         return context.get_dummy_value()
 
     return types.none(*(types.int64,) * 4, like, to), generate
-
-
-@intrinsic
-def add_transposed(typing_context, source, column, scale, target, like):
-    """Add the products of such columns and `scale`, 8 or 4 float64 numbers, to TURNED float64 numbers.
-
-    What is multiplied by zero need not be finite.
-    """
-
-    def generate(context, builder, signature, args):
-        source, column, scale, target, _ = args
-        (stored,) = types_of(context, signature.args[-1:])
-        for first, rows in _transposed(builder, source, column, stored):
-            place = builder.add(target, I64(8 * first))
-            vector = ir.VectorType(F64, rows[0].type.count)
-            total = cgutils.alloca_once_value(builder, load(builder, place, vector))
-            for r, value in enumerate(rows):
-                factor = load(builder, builder.add(scale, I64(8 * r)), F64)
-                with builder.if_then(builder.fcmp_unordered("!=", factor, F64(0.0))):
-                    wide = converted(builder, value, F64)
-                    multiply_add(builder, spread(builder, factor, vector), wide, total)
-            store(builder, builder.load(total), place)
-        return context.get_dummy_value()
-
-    return types.none(*(types.int64,) * 4, like), generate
-
-
-@intrinsic
-def add_gathered(typing_context, source, step, scale, target, like):
-    """Add TURNED numbers, `step` bytes apart, times a float64 number to as many float64 numbers."""
-
-    def generate(context, builder, signature, args):
-        source, step, scale, target, _ = args
-        (stored,) = types_of(context, signature.args[-1:])
-        vector = ir.VectorType(F64, TURNED)
-        values = ir.Constant(ir.VectorType(stored, TURNED), ir.Undefined)
-        for c in range(TURNED):
-            place = builder.add(source, builder.mul(step, I64(c)))
-            values = builder.insert_element(values, load(builder, place, stored, bytes_of(stored)), I32(c))
-        total = cgutils.alloca_once_value(builder, load(builder, target, vector))
-        factor = spread(builder, load(builder, scale, F64), vector)
-        multiply_add(builder, factor, widened(builder, values, F64), total)
-        store(builder, builder.load(total), target)
-        return context.get_dummy_value()
-
-    return types.none(*(types.int64,) * 4, like), generate
-
-
-def _transposed(builder, source, column, stored):
-    """Yield where TURNED columns, some at a time, begin, and a vector of their entries for each row."""
-    real = F64 if stored == F64 else F32
-    n = 16 // bytes_of(real)  # entries in a lane of 128 bits, within which it costs least to move them
-
-    def columns(first):
-        """Return vectors of column ``first + j`` in one half and ``first + n + j`` in the other."""
-        vectors = []
-        for j in range(first, first + n):
-            places = [builder.add(source, builder.mul(column, I64(c))) for c in (j, j + n)]
-            halves = [stream(builder, place, I64(0), stored, 2 * n, real) for place in places]
-            vectors.append(shuffle(builder, halves[0], halves[1], range(4 * n)))
-        return vectors
-
-    for first in range(0, TURNED, 4 * n):
-        left = _turned(builder, columns(first))
-        right = _turned(builder, columns(first + 2 * n))
-        rows = []
-        for r in range(2 * n):
-            # Lanes 0 and 2 hold the first n rows, lanes 1 and 3 the others.
-            lanes = [range(k * n, (k + 1) * n) for k in range(r // n, 8, 2)]
-            rows.append(shuffle(builder, left[r % n], right[r % n], [i for lane in lanes for i in lane]))
-        yield first, rows
 
 
 def _turned(builder, vectors):

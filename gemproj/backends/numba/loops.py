@@ -16,10 +16,10 @@ from gemproj.backends.numba.addresses import (
     VECTOR_STEP,
 )
 from gemproj.backends.numba.bfloat16 import entry
-from gemproj.backends.numba.columns import TURNED, add_gathered, add_separated, add_transposed
+from gemproj.backends.numba.columns import QUAD, TURNED, add_dots, add_separated
 from gemproj.backends.numba.jit import fast
 from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
-from gemproj.backends.numba.reading import LEAST, adjacent, aligned, read_rows, read_vector, squares, view
+from gemproj.backends.numba.reading import LEAST, adjacent, aligned, read_rows, read_vector, view
 from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, widen
 
 # Bytes of a tile: less than half of a first-level cache, through which what is asked for passes, too.
@@ -215,33 +215,21 @@ def _find_active(lam, active, scale):
 
 
 @fast
-def _add_columns(line, start, n, like, lam, scale, x):
+def _add_columns(line, start, n, like, lam, scratch, x):
     """Add the products of n columns and lam to x."""
     row, column, t, done = line[ROW_STEP], line[COLUMN_STEP], lam.size, 0
-    source, target = line[ROWS] + start * column, x.ctypes.data
-    height, turned = squares(t, like)
+    source, scale, target = line[ROWS] + start * column, lam.ctypes.data, x.ctypes.data
     if row == like.itemsize and t < 8 and adjacent(line, t, like):
         done = n // TURNED * TURNED
-        add_separated(source, lam.ctypes.data, t, done, target, like)
-    elif row == like.itemsize and t >= height:
-        done = n // TURNED * TURNED
-        for r in range(0, turned, height):
-            first = min(r, t - height)
-            for i in range(height):  # the last square may overlap the one before
-                scale[r + i] = lam[first + i] if first + i >= r else 0.0
-        for c in range(0, done, TURNED):
-            for r in range(0, turned, height):
-                place = source + c * column + min(r, t - height) * row
-                add_transposed(place, column, scale.ctypes.data + 8 * r, target + 8 * c, like)
-            for r in range(turned, t):
-                if lam[r] != 0.0:
-                    place = source + c * column + r * row
-                    add_gathered(place, column, lam.ctypes.data + 8 * r, target + 8 * c, like)
+        add_separated(source, scale, t, done, target, like)
+    elif row == like.itemsize:
+        done = n // QUAD * QUAD
+        add_dots(source, column, scale, t, done, target, like)
     for c in range(done, n):
         for r in range(t):
             if lam[r] != 0.0:
-                widen(source + c * column + r * row, 1, scale.ctypes.data, like, lam)
-                x[c] += lam[r] * scale[0]
+                widen(source + c * column + r * row, 1, scratch.ctypes.data, like, lam)
+                x[c] += lam[r] * scratch[0]
 
 
 @fast
@@ -253,7 +241,7 @@ def write_combination(lines, blocks, first, last, pieces, piece_columns, shared,
     """
     problems, t = lam.shape
     n = 1024
-    x, active, scale = aligned(n, lam), np.empty(t, np.int64), np.empty(t + 8)
+    x, active, scale = aligned(n, lam), np.empty(t, np.int64), np.empty(t)
     chosen, factors = active.ctypes.data, scale.ctypes.data
     while first < last:
         problem, piece = (

@@ -12,7 +12,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from gemproj.backends.numba.addresses import COLUMN_STEP, ROW_STEP, ROWS, VECTOR, VECTOR_STEP
-from gemproj.backends.numba.columns import ALONE, TURNED, separate, transpose
+from gemproj.backends.numba.columns import TURNED, separate, transpose
 from gemproj.backends.numba.jit import fast
 from gemproj.backends.numba.vectors import widen
 
@@ -66,27 +66,18 @@ def adjacent(line, t, like):
 
 
 @fast
-def squares(t, like):
-    """Return the rows of a square that is transposed, and how many of t rows are read in squares.
-
-    A few rows that are left are read entry by entry, more with some of those before them.
-    """
-    height = 32 // max(4, like.itemsize)  # bfloat16 is read as float32
-    return height, t - t % height if t % height <= ALONE else t
-
-
-@fast
 def read_rows(line, start, n, t, like, tile, step, to):
     """Copy n columns of G, which may be stored by rows, by columns or in any other way, to rows of a tile."""
     row, column, done, turned = line[ROW_STEP], line[COLUMN_STEP], 0, 0
-    source, (height, in_squares) = line[ROWS] + start * column, squares(t, like)
+    source, height = line[ROWS] + start * column, 32 // max(4, like.itemsize)  # bfloat16 is read as float32
     if column != like.itemsize and row == like.itemsize:
         done = n // TURNED * TURNED
         if t < 8 and adjacent(line, t, like):
             separate(source, done, t, tile, step, like, to)
             turned = t
         elif t >= height:
-            turned = in_squares
+            # A few rows that are left are copied entry by entry, more with some of those before them.
+            turned = t - t % height if t % height <= 3 else t
             for c in range(0, done, TURNED):
                 for r in range(0, turned, height):
                     first = min(r, t - height)
