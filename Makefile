@@ -10,11 +10,10 @@ STAMP := $(VENV)/.installed
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-# The environment is rebuilt when what it is made from changes. Modules are compiled when they are imported: most
-# of those of the large packages never are.
+# The environment is rebuilt when what it is made from changes.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --no-compile --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
 demo: $(STAMP)  ## Train on AG News with and without projection; table and figures at the end.
