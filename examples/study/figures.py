@@ -29,7 +29,8 @@ def accuracy_and_cost(
 ) -> Figure:
     """Accuracy against the time of a step; the line is the best accuracy at that cost or below.
 
-    Times are those of `times`, by default of the same runs.
+    The line leaves out joint training, where no task comes after another. Times are those of `times`, by
+    default of the same runs.
     """
     times = times or runs
     figure, axes = plt.subplots(figsize=(8, 5.4))
@@ -42,15 +43,16 @@ def accuracy_and_cost(
             look = {"color": methods[name].colour, "marker": marker, "markeredgecolor": "white"}
             cost, accuracy = points[name]
             axes.errorbar(cost, accuracy.mean, _bar(accuracy), markersize=7.5, elinewidth=1.2, **look)
-    best = [points[name] for name in pareto({name: (cost, y.mean) for name, (cost, y) in points.items()})]
+    in_turn = {name: (cost, y.mean) for name, (cost, y) in points.items() if not methods[name].joint}
+    best = [points[name] for name in pareto(in_turn)]
     steps = {"drawstyle": "steps-post", "color": INK, "linewidth": 0.8, "zorder": 1}
     axes.plot([cost for cost, _ in best], [accuracy.mean for _, accuracy in best], **steps)
     _accuracy_against_cost(axes, methods[plain].title)
     figure.legend(loc="outside upper center", ncols=4, handletextpad=0.2)
-    noted(
-        figure,
-        _note(accuracy for _, accuracy in points.values()) + " Line: the best accuracy at that cost or less.",
+    line = " Line: the best accuracy at that cost or less" + (
+        "." if len(in_turn) == len(runs) else ", Joint aside."
     )
+    noted(figure, _note(accuracy for _, accuracy in points.values()) + line)
     label_points(axes, {methods[name].title: point for name, point in points.items()}, best)
     return figure
 
