@@ -123,6 +123,7 @@ def add_dots(typing_context, source, column, scale, t, n, target, like):
             totals = [cgutils.alloca_once_value(builder, zeros) for _ in places]
             with cgutils.for_range(builder, builder.sdiv(t, I64(2 * QUAD))) as loop:
                 entry = builder.mul(loop.index, I64(2 * QUAD))
+                # What lies ahead is asked for once for both.
                 add(entry, places, totals, stream)
                 add(builder.add(entry, I64(QUAD)), places, totals, read)
             done = builder.mul(builder.sdiv(t, I64(2 * QUAD)), I64(2 * QUAD))
