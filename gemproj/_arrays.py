@@ -42,7 +42,7 @@ def common_namespace(arrays: Sequence[Array]) -> Any:
     TypeError
         For arrays of different libraries.
     """
-    if len({type(a) for a in arrays}) == 1:
+    if len(arrays) == 1 or len(set(map(type, arrays))) == 1:
         return namespace(arrays[0])
     try:
         return array_api_compat.array_namespace(*arrays)
@@ -58,9 +58,10 @@ def device_of(a: Array) -> Any:
     return a.device if is_torch(a) else array_api_compat.device(a)
 
 
-def devices_of(arrays: Sequence[Array]) -> set[Any]:
-    """Return the devices of arrays of one library."""
-    return set(map(_DEVICE if is_torch(arrays[0]) else device_of, arrays))
+def all_on(device: Any, arrays: Sequence[Array]) -> bool:
+    """Return whether arrays of one library are all on `device`."""
+    found = list(map(_DEVICE if is_torch(arrays[0]) else device_of, arrays))
+    return found.count(device) == len(found)
 
 
 def on_host(device: Any) -> bool:
@@ -82,9 +83,10 @@ def is_array(a: Any) -> bool:
 def is_real_floating(a: Array) -> bool:
     """Return whether an array has a real floating-point dtype."""
     key = (type(a), a.dtype)
-    if key not in _REAL_FLOATING:
-        _REAL_FLOATING[key] = bool(namespace(a).isdtype(a.dtype, "real floating"))
-    return _REAL_FLOATING[key]
+    found = _REAL_FLOATING.get(key)
+    if found is None:
+        found = _REAL_FLOATING[key] = bool(namespace(a).isdtype(a.dtype, "real floating"))
+    return found
 
 
 def is_torch(a: Any) -> bool:

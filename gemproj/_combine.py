@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from gemproj._arrays import Array, Blocks, note_written
 from gemproj._problem import Problem, check_multipliers, check_out, check_problem
 from gemproj._refine import polish
@@ -68,7 +70,7 @@ def as_asked(problem: Problem, x: list[Array], out: Any) -> Any:
 
 def write_x(problem: Problem, lam: Array, x: list[Array]) -> None:
     """Write ``g + G'lam`` to x, for multipliers as t-space has them."""
-    if problem.host and not lam.any():
+    if problem.host and not np.count_nonzero(lam):
         for to, v in zip(x, problem.vector, strict=True):
             if to is not v:
                 to[...] = v

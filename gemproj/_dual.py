@@ -175,8 +175,9 @@ def solve_problem(
     saves a device some twenty launches. `all_reduce` sums the Gram matrix over the processes that hold
     shards of G; then there is no way back to G.
     """
-    start, expected = None, (*problem.batch, problem.t)
+    start = None
     if warm_start is not None:
+        expected = (*problem.batch, problem.t)
         start = check_multipliers(warm_start, "warm_start", expected, problem.xp, problem.device)
     measured = select(problem).gram(problem)
     if all_reduce is not None:

@@ -11,15 +11,14 @@ import numpy as np
 
 from gemproj._arrays import (
     DTYPE,
-    REQUIRES_GRAD,
     SHAPE,
     Array,
     Blocks,
+    all_on,
     common_namespace,
     detach,
     detach_all,
     device_of,
-    devices_of,
     from_numpy,
     is_array,
     is_real_floating,
@@ -70,13 +69,15 @@ class Problem:
     backend: Any = field(default=None, init=False)
     host: bool = field(init=False)
     shapes: list[tuple[int, ...]] = field(init=False)
+    sizes: list[int] = field(init=False)
     columns: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.host, lead = on_host(self.device), len(self.batch)
         self.shapes = [v.shape for v in self.vector]
         # To cut nothing off a shape of torch takes longer than all the rest.
-        self.columns = sum([math.prod(of_block[lead:] if lead else of_block) for of_block in self.shapes])
+        self.sizes = [math.prod(of_block[lead:] if lead else of_block) for of_block in self.shapes]
+        self.columns = sum(self.sizes)
 
     @property
     def wide(self) -> Any:
@@ -154,16 +155,14 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
     rows, keys = as_blocks(G, "G")
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
-    xp = common_namespace([*rows, *vector, *(weight or [])])
-    device = device_of(vector[0])
+    arrays = [*rows, *vector, *(weight or ())]
+    xp, device = common_namespace(arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
-        given = [("G", rows), ("g", vector)] + ([] if weight is None else [("metric", weight)])
-        for name, arrays in given:
-            for found in devices_of(arrays) - {device}:
-                raise ValueError(
-                    f"{name} is on device {found} but g is on {device}; move all arrays to one device."
-                )
-            detach_all(arrays)
+        if not all_on(device, arrays):
+            _find_odd_device(device, {"G": rows, "g": vector, "metric": weight or []})
+        detach_all(arrays)
+        n = len(rows)
+        rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and on_host(device):
         for w in weight:
             if not bool(xp.all((w > 0) & xp.isfinite(w))):
@@ -216,6 +215,16 @@ def _blocks_problem(
     return problem
 
 
+def _find_odd_device(device: Any, given: dict[str, list[Array]]) -> None:
+    """Raise for the first array that is not on `device`."""
+    for name, arrays in given.items():
+        for found in map(device_of, arrays):
+            if found != device:
+                raise ValueError(
+                    f"{name} is on device {found} but g is on {device}; move all arrays to one device."
+                )
+
+
 def _find_odd_block(problem: Problem) -> None:
     """Raise for the first block whose shape does not fit."""
     t, weight, keys = problem.t, problem.weight, problem.keys
@@ -246,34 +255,26 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
         )
-    if len(blocks) == 1 or not (problem.is_torch and _alike(blocks, problem)):
-        for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
+    for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
+        if o is not g or isinstance(o, np.ndarray):
             _check_block("" if len(blocks) == 1 else f"[{k}]", o, g, problem)
     detach_all(blocks)
     return blocks
 
 
-def _alike(blocks: list[Array], problem: Problem) -> bool:
-    """Return whether tensors can take x without another look at each."""
-    vector = problem.vector
-    if all(o is v for o, v in zip(blocks, vector, strict=True)):
-        return True
-    same = list(map(SHAPE, blocks)) == problem.shapes and list(map(DTYPE, blocks)) == list(map(DTYPE, vector))
-    return same and devices_of(blocks) == {problem.device} and not any(map(REQUIRES_GRAD, blocks))
-
-
 def _check_block(where: str, o: Array, g: Array, problem: Problem) -> None:
-    if tuple(o.shape) != tuple(g.shape) or o.dtype != g.dtype:
+    if o.shape != g.shape or o.dtype != g.dtype:
         raise ValueError(
             f"out{where} must have the shape and dtype of g{where}, {shape(g)} {g.dtype}; "
             f"found {shape(o)} {o.dtype}."
         )
-    if device_of(o) != problem.device:
+    if isinstance(o, np.ndarray):
+        if not o.flags.writeable:
+            raise ValueError(f"out{where} is read-only; pass an array that can be written.")
+    elif device_of(o) != problem.device:
         raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
-    if problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
+    elif problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
         raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
-    if isinstance(o, np.ndarray) and not o.flags.writeable:
-        raise ValueError(f"out{where} is read-only; pass an array that can be written.")
 
 
 def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:

@@ -105,5 +105,9 @@ def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:
         return True
     if not torch.is_grad_enabled():
         return False
-    given = [arg for arg in (G, g, *others) if arg is not None and type(arg) is not float]
-    return any(getattr(a, "requires_grad", False) for arg in given for a in blocks_of(arg))
+    for arg in (G, g, *others):
+        if arg is not None and type(arg) is not float:
+            for a in blocks_of(arg):
+                if getattr(a, "requires_grad", False):
+                    return True
+    return False

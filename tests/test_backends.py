@@ -28,7 +28,7 @@ def backend(request, monkeypatch):
     @contextmanager
     def context():
         with monkeypatch.context() as patch:
-            patch.setenv("GEMPROJ_BACKEND", request.param)
+            patch.setattr("gemproj.backends.wanted", request.param)
             with make_device(kernels=True) if request.param == "triton" else nullcontext():
                 yield request.param
 
@@ -105,7 +105,7 @@ def test_dependent_rows_and_a_batch_with_one_odd_problem(backend):
 
 
 def test_a_backend_that_does_not_exist_is_an_error(monkeypatch):
-    monkeypatch.setenv("GEMPROJ_BACKEND", "cuda")
+    monkeypatch.setattr("gemproj.backends.wanted", "cuda")
     with pytest.raises(ValueError, match="portable, numba or triton; found 'cuda'"):
         project(*draw(2, 5))
 

@@ -114,7 +114,7 @@ def test_error_bound_holds_whatever_the_rank(problem, method, margin):
 
 def test_error_bound_knows_the_rounding_of_float32_sums(rng, monkeypatch):
     """Nearly parallel float32 rows: the Gram matrix is off by more than float64 rounding."""
-    monkeypatch.setenv("GEMPROJ_BACKEND", "portable")  # which sums in float32 for any number of rows
+    monkeypatch.setattr("gemproj.backends.wanted", "portable")  # which sums in float32 for any number of rows
     d = 150_000
     base = rng.standard_normal(d)
     for tilt in (1.0, 0.1):

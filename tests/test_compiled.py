@@ -32,7 +32,7 @@ def portable(monkeypatch):
 
     def call(function, *args, **options):
         with monkeypatch.context() as patch:
-            patch.setenv("GEMPROJ_BACKEND", "portable")
+            patch.setattr("gemproj.backends.wanted", "portable")
             return function(*args, **options)
 
     return call

@@ -59,7 +59,7 @@ def device(request, monkeypatch):
     @contextmanager
     def context():
         with monkeypatch.context() as patch, make_device(context.kernels):
-            patch.setenv("GEMPROJ_BACKEND", request.param)
+            patch.setattr("gemproj.backends.wanted", request.param)
             yield
 
     context.kernels = request.param == "triton"

@@ -2,7 +2,8 @@
 
 ``portable`` serves every library and device. ``numba`` (extra `fast`) is the default on the CPU for
 NumPy and torch. ``triton`` serves CUDA devices and is chosen by ``GEMPROJ_BACKEND=triton`` only, as long
-as no measurement shows that it wins. ``GEMPROJ_BACKEND=portable`` switches both off.
+as no measurement shows that it wins. ``GEMPROJ_BACKEND=portable`` switches both off. The variable is read
+when the package is imported: to look it up takes as long as a twentieth of a small projection.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gemproj.methods import Method, Outcome
 __all__ = ["Backend", "Portable", "select", "solver_for"]
 
 _PORTABLE = Portable()
+wanted = os.environ.get("GEMPROJ_BACKEND", "")
 
 
 class Backend(Protocol):
@@ -57,7 +59,7 @@ class Solver(Protocol):
 def select(problem: Problem) -> Backend:
     """Return the backend of a problem, which keeps it for later stages."""
     if problem.backend is None:
-        module = _module(problem.host, os.environ.get("GEMPROJ_BACKEND", ""))
+        module = _module(problem.host, wanted)
         found = None if module is None else module.bind(problem)
         problem.backend = _PORTABLE if found is None else found
     return problem.backend
@@ -66,24 +68,24 @@ def select(problem: Problem) -> Backend:
 def solver_for(b: Array) -> Solver:
     """Return what runs stage 2 for arrays of t-space: NumPy's, or on a device."""
     host = isinstance(b, np.ndarray)
-    module = _module(host, os.environ.get("GEMPROJ_BACKEND", ""))
+    module = _module(host, wanted)
     if module is None or (not host and not module.available(b.device)):
         return solve
     return module.solve
 
 
 @lru_cache(maxsize=16)
-def _module(host: bool, wanted: str) -> Any:
+def _module(host: bool, name: str) -> Any:
     """Return the module with the fast backend for the CPU or for devices, as far as it is wanted."""
-    if wanted not in ("", "portable", "numba", "triton"):
-        raise ValueError(f"GEMPROJ_BACKEND must be portable, numba or triton; found {wanted!r}.")
-    if host and wanted == "numba" and not installed():
+    if name not in ("", "portable", "numba", "triton"):
+        raise ValueError(f"GEMPROJ_BACKEND must be portable, numba or triton; found {name!r}.")
+    if host and name == "numba" and not installed():
         raise ImportError("GEMPROJ_BACKEND=numba needs numba: pip install 'gemproj[fast]'.")
-    if host and wanted != "portable" and installed():
+    if host and name != "portable" and installed():
         from gemproj.backends.numba import backend
 
         return backend
-    if not host and wanted == "triton":
+    if not host and name == "triton":
         from gemproj.backends.triton import stages
 
         return stages

@@ -5,7 +5,6 @@ Without a GPU the CPU stands in, so that tests can run every part before there i
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -41,7 +40,7 @@ def cpu_as_device(kernels: bool) -> Iterator[None]:
 
 def backend(name: str) -> AbstractContextManager[Any]:
     """Choose the backend of the public functions for a while."""
-    return patch.dict(os.environ, {"GEMPROJ_BACKEND": name})
+    return patch("gemproj.backends.wanted", name)
 
 
 def as_graph(call: Call) -> Call:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gemproj.backends.numba.addresses import FIELDS
+from gemproj.backends.numba.addresses import FIELDS, address
 from gemproj.backends.numba.loops import add_pieces, sum_products, sum_shared_products, write_combination
 from gemproj.backends.numba.search import search
 
@@ -26,6 +26,8 @@ def compile_all(dtypes: Sequence[Any] = (np.float32, np.float64, np.uint16)) -> 
     none, counts = np.empty((0, 0)), np.empty(0, dtype=np.int64)
     for dtype in dtypes:
         like = np.empty(0, dtype)
+        if dtype is not np.uint16:
+            address(like), address(like[:, None])
         for sums in (np.empty(0), np.empty(0, np.float32)):
             if dtype is not np.float64 or sums.dtype == np.float64:
                 sum_products(lines, 1, 0, 0, 1, 1, 512, like, sums, totals)

@@ -58,7 +58,7 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
         _NONE if a is None else _contiguous(np.broadcast_to(a, shape), (-1, t)) for a in (lower, upper, start)
     ]
     lam, resolved = np.empty((count, t)), np.empty(count)
-    pivots, status = np.empty((2, count), dtype=np.int64)
+    pivots, status = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     step, to_resolve = max(1, _WORK // t**2), []
 
     def work(i: int) -> None:
@@ -78,13 +78,13 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
             resolved[i] = resolution(one.K, near)
             if resolved[i] < RESOLVED:
                 status[i] |= int(Status.UNRESOLVED)
-    batch, lam = shape[:-1], lam.reshape(shape).astype(b.dtype, copy=False)
-    return Outcome(lam, pivots.reshape(batch), status.reshape(batch), resolved.reshape(batch))
+    batch = shape[:-1]
+    return Outcome(lam.reshape(shape), pivots.reshape(batch), status.reshape(batch), resolved.reshape(batch))
 
 
 def _contiguous(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array in float64, without gaps."""
-    return np.ascontiguousarray(a, dtype=np.float64).reshape(shape)
+    """Return an array without gaps."""
+    return np.ascontiguousarray(a).reshape(shape)
 
 
 class Numba:
@@ -138,7 +138,7 @@ class Numba:
         if not locate_output(self.lines, problem.batch, x):
             Portable().combine(problem, lam, x)
             return
-        lam = np.ascontiguousarray(lam, dtype=np.float64).reshape(self.problems, problem.t)
+        lam = _contiguous(lam, (self.problems, problem.t))
         blocks = len(problem.rows)
 
         def work(first: int, last: int) -> None:

@@ -47,7 +47,9 @@ class _Announcement(event.Listener):
     """Announce the first compilation, once."""
 
     def on_start(self, event: Any) -> None:
-        if self.waiting and event.data["dispatcher"].py_func.__module__.startswith(__package__):
+        module = event.data["dispatcher"].py_func.__module__
+        # Addresses of arrays, which take no time to compile, are needed for each new kind of array.
+        if self.waiting and module.startswith(__package__) and not module.endswith("addresses"):
             self.waiting = False
             logging.getLogger("gemproj").info(
                 "Compiling loops for this machine; this takes about 25 seconds, once."
