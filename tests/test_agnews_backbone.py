@@ -15,9 +15,10 @@ pytest.importorskip("sklearn")
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2Model
 
+from examples.common.batch import parts
+from examples.common.command import SetupError
 from examples.lora_agnews import backbone, data, small, train
-from examples.lora_agnews.batch import parts
-from examples.lora_agnews.config import MINI, SetupError
+from examples.lora_agnews.config import MINI
 from examples.lora_agnews.stream import Split
 
 TEXTS, LABELS = data.generate([80] * 4)

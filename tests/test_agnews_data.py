@@ -6,8 +6,8 @@ import urllib.request
 
 import pytest
 
+from examples.common.command import SetupError
 from examples.lora_agnews import data, stream
-from examples.lora_agnews.config import SetupError
 
 TEXTS = tuple(f"article {label} {k}" for label in range(4) for k in range(100))
 LABELS = tuple(label for label in range(4) for _ in range(100))

@@ -17,7 +17,8 @@ import torch
 from PIL import Image
 from rich.console import Console
 
-from examples.lora_agnews import backbone, data, experiment, metrics, runs, small, stream, train
+from examples.common import metrics
+from examples.lora_agnews import backbone, data, experiment, runs, small, stream, train
 from examples.lora_agnews.__main__ import main
 from examples.lora_agnews.config import METHODS, MINI, PAPER
 from examples.lora_agnews.data import Articles

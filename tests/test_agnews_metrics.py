@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from examples.lora_agnews import metrics  # noqa: E402
+from examples.common import metrics  # noqa: E402
 from examples.study import mega  # noqa: E402
 
 R = [  # rows: before training, then after each of three tasks

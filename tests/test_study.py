@@ -22,7 +22,7 @@ import psutil
 import torch
 from rich.console import Console
 
-from examples.lora_agnews.config import SetupError
+from examples.common.command import SetupError
 from examples.study import plan, publish, runs, settings, skill, streams, train
 from examples.study.learners import Setup
 from examples.study.results import Results, results_of

@@ -14,10 +14,11 @@ import torch
 from PIL import Image
 from transformers import GPT2Config
 
+from examples.common.command import SetupError
 from examples.lora_agnews import __main__ as agnews
 from examples.lora_agnews import backbone, data, pretrain
 from examples.lora_agnews import runs as lora_runs
-from examples.lora_agnews.config import PRESETS, SetupError
+from examples.lora_agnews.config import PRESETS
 from examples.study import one_step, paper, paper_figures, paper_report, published, random_backbone
 from tests.tiny import one_by_one
 

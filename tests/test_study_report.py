@@ -12,8 +12,8 @@ pytest.importorskip("matplotlib", reason="needs the extra examples")
 
 from matplotlib.text import Text
 
-from examples.lora_agnews.figures import STYLE, save
-from examples.lora_agnews.metrics import METRICS
+from examples.common.drawing import STYLE, save
+from examples.common.metrics import METRICS
 from examples.study import across, compare, figures, report
 
 

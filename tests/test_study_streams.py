@@ -15,8 +15,8 @@ pytest.importorskip("mnist1d")
 
 import torch
 
+from examples.common.command import SetupError
 from examples.lora_agnews import data, small
-from examples.lora_agnews.config import SetupError
 from examples.study.streams import KINDS, digits, load, prepare
 
 SMALL = {"tasks": 3, "rows": 60, "hidden": 8}

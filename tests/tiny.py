@@ -17,6 +17,6 @@ TINY = replace(
 
 
 def one_by_one(waiting, keep, jobs, console):
-    """Stand for `examples.lora_agnews.workers.work` without processes."""
+    """Stand for `examples.common.workers.work` without processes."""
     for run in waiting:
         keep(run, {"wall_seconds": 0.0} | run(lambda *state: None))

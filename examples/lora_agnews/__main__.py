@@ -16,8 +16,10 @@ from typing import Any
 
 from rich.console import Console
 
-from . import command, data, stream
-from .config import PRESETS, Config, cache_folder
+from ..common import command
+from ..common.command import cache_folder
+from . import data, stream
+from .config import PRESETS, Config
 
 
 def parser() -> ArgumentParser:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .config import CLASSES, Config, SetupError
+from ..common.command import SetupError
+from .config import CLASSES, Config
 from .data import unreachable_hub
 from .stream import Split
 

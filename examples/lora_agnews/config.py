@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
+
+from ..common.command import SetupError
 
 METHODS = ("plain", "agem", "gem", "igem", "gem-step", "replay", "gem-few", "replay-few")
 CLASSES = ("World", "Sports", "Business", "Sci/Tech")
-
-
-class SetupError(ValueError):
-    """The experiment cannot start as it was asked for; the message says what to change."""
-
-
-def cache_folder() -> Path:
-    """Return the folder for what is made once and kept, in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gemproj")
 
 
 def setting(default: Any, text: str) -> Any:

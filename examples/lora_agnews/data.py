@@ -20,7 +20,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from .config import CLASSES, SetupError
+from ..common.command import SetupError
+from .config import CLASSES
 
 HUB_NAME = "fancyzhx/ag_news"
 CORPUS_SEED = 2004

@@ -14,10 +14,12 @@ from rich.markup import escape
 
 from gemproj import project
 
-from . import backbone, command, figures, report, runs, small, stream
-from .config import Config, SetupError
+from ..common import command
+from ..common.command import SetupError
+from ..common.workers import VERSIONS
+from . import backbone, figures, report, runs, small, stream
+from .config import Config
 from .data import Articles
-from .workers import VERSIONS
 
 
 def run(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from gemproj import project
 from gemproj.torch import EpisodicMemory, GradientProjector
 
-from . import metrics
-from .batch import Batch, parts, rows
+from ..common import metrics
+from ..common.batch import Batch, parts, rows
 
 PHASES = ("batch", "constraints", "projection", "optimizer")
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from ..common.metrics import METRICS, mean_std
+from ..common.tables import markdown_table, plus_minus, significant
 from .methods import METHODS
-from .metrics import METRICS, mean_std
 from .record import PHASES
 
 Record = dict[str, Any]  # what a run returns
@@ -94,29 +95,6 @@ def markdown(summary: Summary) -> str:
         cells = [list(row.values()) for row in rows]
         parts += [_caption(name, summary), markdown_table(list(rows[0]), cells)]
     return "\n\n".join(parts) + "\n"
-
-
-def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in GitHub's Markdown, all columns but the first one aligned to the right."""
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def significant(value: float, digits: int = 3) -> str:
-    """Return a positive number with so many significant digits, and never in scientific notation."""
-    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
-
-
-def plus_minus(value: Mapping[str, float | None], scale: float, decimals: int | None = None) -> str:
-    """Return mean ± deviation, with fixed decimals or else significant digits."""
-    if value["mean"] is None:
-        return "-"
-    mean = scale * value["mean"]
-    text = significant(mean) if decimals is None else f"{mean:.{decimals}f}"
-    if value["std"] is None:
-        return text
-    std = scale * value["std"]
-    return f"{text} ± {significant(std, 2) if decimals is None else f'{std:.{decimals}f}'}"
 
 
 def _caption(name: str, summary: Summary) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ..common.workers import VERSIONS, Tell, work
 from . import backbone, stream, train
 from .config import Config
 from .methods import METHODS
 from .record import Recorder
-from .workers import VERSIONS, Tell, work
 
 
 @dataclass(frozen=True)

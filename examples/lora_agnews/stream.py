@@ -6,7 +6,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .config import CLASSES, SetupError
+from ..common.command import SetupError
+from .config import CLASSES
 
 SPLIT_SEED = 0  # rows and split are the same for every run seed; only the order of the experiences is not
 TRAIN_SHARE = 0.8

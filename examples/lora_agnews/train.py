@@ -9,8 +9,8 @@ from torch import nn
 
 from gemproj.torch import EpisodicMemory, GradientProjector
 
+from ..common.batch import Batch, batches, by_length, parts
 from .backbone import batch_loss
-from .batch import Batch, batches, by_length, parts
 from .config import Config
 from .methods import Method, all_tasks
 from .record import Recorder

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from examples.lora_agnews import command
+from examples.common import command
 
 
 def parser() -> ArgumentParser:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ..lora_agnews.report import markdown_table
+from ..common.tables import markdown_table
 from . import compare
 from .compare import Interval, Measure, Runs
 from .report import DIFFERENCES, difference

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
-from ..lora_agnews.metrics import mean_std
+from ..common.metrics import mean_std
 
 Record = dict[str, Any]  # one run
 Runs = dict[str, list[Record]]  # by method, one for each seed

@@ -1,4 +1,4 @@
-"""The study's figures; `lora_agnews.figures.save` writes one. Error bars and bands are 95 % intervals.
+"""The study's figures; `common.drawing.save` writes one. Error bars and bands are 95 % intervals.
 
 Methods come as a mapping from keys to objects with `title`, `colour` and `family`.
 """
@@ -14,8 +14,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
+from ..common.drawing import INK, noted, plt
 from ..keep_a_skill import front
-from ..lora_agnews.figures import INK, noted, plt
 from . import compare
 from .compare import Interval, Record, Runs, interval
 from .labels import label_points

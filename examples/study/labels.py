@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.text import Text
 
-from ..lora_agnews.figures import INK
+from ..common.drawing import INK
 from .compare import Interval
 
 Point = tuple[float, Interval]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.lora_agnews.batch import rows as select
+from examples.common.batch import rows as select
 from examples.lora_agnews.record import Recorder
 from gemproj.torch import EpisodicMemory, GradientProjector, SubspaceProjector
 from gemproj.torch.losses import CrossEntropy, Distillation

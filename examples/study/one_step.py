@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 
+from examples.common.command import SetupError
+from examples.common.tables import markdown_table, significant
 from examples.lora_agnews import backbone, data, train
-from examples.lora_agnews.config import CLASSES, PAPER, Config, SetupError
+from examples.lora_agnews.config import CLASSES, PAPER, Config
 from examples.lora_agnews.methods import METHODS
 from examples.lora_agnews.record import PHASES, Recorder
-from examples.lora_agnews.report import markdown_table, significant
 from examples.lora_agnews.stream import Split
 
 from . import peaks

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.common.command import SetupError
+from examples.common.drawing import save
 from examples.lora_agnews import __main__ as agnews
-from examples.lora_agnews import backbone, config, figures, report
-from examples.lora_agnews.config import SetupError
+from examples.lora_agnews import backbone, config, report
 from examples.study import paper_figures, paper_report, published
 
 MEDIUM, VARIABLE = "gpt2-medium", "AGNEWS_BACKBONE"
@@ -88,7 +89,7 @@ def write(out: Path) -> None:
     name = f"GPT-2 of {shape}" if given["backbone"] == "small" else given["backbone"]
     here = f"{name}, {results['environment'].get('gpu', given['device'].upper())}"
     for drawing in paper_figures.FIGURES:
-        figures.save(out / f"{drawing.__name__}.png", drawing, records, summary, here)
+        save(out / f"{drawing.__name__}.png", drawing, records, summary, here)
     print(f"tables and figures are in {out}")
 
 

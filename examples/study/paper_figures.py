@@ -8,10 +8,12 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..common.drawing import INK, bar, noted, plt, ticks
+from ..common.tables import significant
 from ..lora_agnews import figures
-from ..lora_agnews.figures import INK, bar, noted, plt, spread, ticks
+from ..lora_agnews.figures import spread
 from ..lora_agnews.methods import METHODS
-from ..lora_agnews.report import Record, Summary, significant
+from ..lora_agnews.report import Record, Summary
 from . import published
 
 TRANSFER = ("Backward transfer", "Forward transfer", "Forgetting")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..common.metrics import METRICS
+from ..common.tables import markdown_table, plus_minus, significant
 from ..lora_agnews.methods import METHODS
-from ..lora_agnews.metrics import METRICS
-from ..lora_agnews.report import Summary, markdown_table, plus_minus, significant
+from ..lora_agnews.report import Summary
 from . import published
 from .compare import Runs, average_accuracy, paired
 

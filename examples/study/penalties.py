@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from examples.lora_agnews.batch import rows
+from examples.common.batch import rows
 
 from .learners import Learner, Setup
 from .stream import Batch

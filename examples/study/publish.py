@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..lora_agnews.figures import save
+from ..common.drawing import save
 from . import across, compare, figures, plan, report
 from .compare import Record
 from .results import Results, results_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..lora_agnews.metrics import METRICS
+from ..common.metrics import METRICS
 
 BACKBONE = "GPT-2 medium (355M), NVIDIA H100"
 SEEDS = (0, 2, 5, 7, 11)

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast, PreTrainedTokenizerFast
 
+from examples.common.command import SetupError
 from examples.lora_agnews import backbone, data, pretrain
-from examples.lora_agnews.config import SetupError
 
 VOCABULARY, CONTEXT, HEAD = 50_257, 1_024, 64  # GPT-2's: tokens, positions, width of an attention head
 SEED = 0

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any
 
-from ..lora_agnews.metrics import mean_std
-from ..lora_agnews.report import markdown_table, plus_minus
+from ..common.metrics import mean_std
+from ..common.tables import markdown_table, plus_minus
 from . import compare
 from .compare import Interval, Measure, Record, Runs
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from examples.lora_agnews.config import SetupError
+from examples.common.command import SetupError
 
 Record = dict[str, Any]
 

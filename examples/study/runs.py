@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from examples.lora_agnews.config import SetupError
-from examples.lora_agnews.workers import work
+from examples.common.command import SetupError
+from examples.common.workers import work
 
 from . import plan, streams
 from .results import Results, results_of

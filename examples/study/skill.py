@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples import keep_a_skill
+from examples.common import command
+from examples.common.command import SetupError
+from examples.common.drawing import save
+from examples.common.metrics import mean_std
+from examples.common.tables import markdown_table, plus_minus
+from examples.common.workers import VERSIONS, Tell, work
 from examples.keep_a_skill import ENTROPY, KL, LENGTH, TEXT, WIDTH, WORDS, learn, texts_of
-from examples.lora_agnews import command
 from examples.lora_agnews.backbone import LORA
-from examples.lora_agnews.config import SetupError
-from examples.lora_agnews.figures import save
-from examples.lora_agnews.metrics import mean_std
-from examples.lora_agnews.report import markdown_table, plus_minus
-from examples.lora_agnews.workers import VERSIONS, Tell, work
 
 from . import compare, digest, figures, plan
 from .compare import Record

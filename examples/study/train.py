@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from examples.lora_agnews.batch import batches, rows
+from examples.common.batch import batches, rows
+from examples.common.workers import VERSIONS, Tell
 from examples.lora_agnews.record import Recorder
-from examples.lora_agnews.workers import VERSIONS, Tell
 from gemproj.torch.losses import CrossEntropy
 
 from . import digest, streams

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...lora_agnews.config import SetupError
+from ...common.command import SetupError
 from ..stream import Stream
 
 KINDS = {  # module and function

@@ -13,7 +13,7 @@ from scipy import ndimage
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 
-from ...lora_agnews.config import SetupError
+from ...common.command import SetupError
 from ..stream import Stream, Task
 from .images import CLASSES, at_least_one, batch, build
 

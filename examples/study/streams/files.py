@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...lora_agnews.config import SetupError
+from ...common.command import SetupError
 from ...lora_agnews.data import csv_rows
 from ...lora_agnews.stream import SPLIT_SEED, TRAIN_SHARE, Experience, Split
 from ..stream import Stream

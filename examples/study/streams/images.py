@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...lora_agnews.config import SetupError
+from ...common.command import SetupError
 from .. import digest
 from ..stream import Batch, Stream, Task
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...lora_agnews.config import cache_folder
+from ...common.command import cache_folder
 from ..stream import Stream, Task
 from .images import CLASSES, at_least_one, batch, build
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from rich.console import Console
 
+from ...common.command import SetupError, cache_folder
 from ...lora_agnews import backbone, small
-from ...lora_agnews.config import PRESETS, Config, SetupError, cache_folder
+from ...lora_agnews.config import PRESETS, Config
 from ...lora_agnews.stream import Experience
 from .. import digest
 from ..stream import Stream, Task

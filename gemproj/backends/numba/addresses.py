@@ -87,10 +87,10 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
         # Lazily negated tensors, and tensors without storage, have no memory to read.
         if a.is_neg() or (not a.data_ptr() and a.numel()):
             return None
-        size = a.element_size()
-        strides = tuple([step * size for step in a.stride()])
-        step = size if a.is_contiguous() else _step(tuple(a.shape[lead:]), strides[lead:], size)
-        return None if step is None else (a.data_ptr(), strides[:lead], step)
+        size, strides = a.element_size(), a.stride()
+        step = 1 if a.is_contiguous() else _step(tuple(a.shape[lead:]), strides[lead:], 1)
+        before = tuple([size * stride for stride in strides[:lead]])
+        return None if step is None else (a.data_ptr(), before, size * step)
     return None
 
 

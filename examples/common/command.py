@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 
-from .config import SetupError
+
+class SetupError(ValueError):
+    """The experiment cannot start as it was asked for; the message says what to change."""
+
+
+def cache_folder() -> Path:
+    """Return the folder for what is made once and kept, in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gemproj")
 
 
 def finish(job: Callable[[], None], console: Console) -> int:

@@ -1,0 +1,1 @@
+"""What the demo and the study share: command lines, worker processes, batches, metrics, tables, figures."""

@@ -1,0 +1,59 @@
+"""How figures look and are written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # before pyplot: no window, also without a display
+
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+INK = "#333333"
+STYLE = {
+    "figure.dpi": 200,
+    "figure.constrained_layout.use": True,
+    "figure.constrained_layout.wspace": 0.06,
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": "#e5e5e5",
+    "legend.frameon": False,
+}
+
+
+def save(path: Path, drawing: Callable[..., Figure], *arguments: Any) -> Path:
+    """Draw a figure in the style of all figures, write it as a file, and return the path."""
+    with plt.rc_context(STYLE):
+        figure = drawing(*arguments)
+        figure.savefig(path)
+        plt.close(figure)
+    return path
+
+
+def bar(axes: Axes, x: float, estimate: Any, scale: float, width: float, **look: Any) -> None:
+    """Draw a mean as a bar, with its standard deviation if there is one."""
+    axes.bar(x, scale * estimate["mean"], width, **look)
+    if estimate["std"] is not None:
+        mean, std = scale * estimate["mean"], scale * estimate["std"]
+        axes.errorbar(x, mean, std, color=INK, capsize=3, linewidth=1.1, zorder=3)
+
+
+def ticks(axes: Axes, names: Sequence[str]) -> None:
+    """Name the groups of bars."""
+    axes.set_xticks(range(len(names)), names)
+    axes.tick_params(axis="x", length=0)
+
+
+def noted(figure: Figure, text: str) -> Figure:
+    """Write below a figure, small, what its error bars are; return the figure."""
+    figure.supxlabel(text, fontsize=8, color="#666666")
+    return figure
