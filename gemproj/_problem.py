@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from operator import is_
 from typing import Any
 
 import numpy as np
 
 from gemproj._arrays import (
     DTYPE,
+    REQUIRES_GRAD,
     SHAPE,
     Array,
     Blocks,
@@ -155,13 +157,14 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
     rows, keys = as_blocks(G, "G")
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
-    arrays = [*rows, *vector, *(weight or ())]
+    n, arrays = len(rows), [*rows, *vector, *(weight or ())]
     xp, device = common_namespace(arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
         if not all_on(device, arrays):
-            _find_odd_device(device, {"G": rows, "g": vector, "metric": weight or []})
+            k, found = next((k, found) for k, found in enumerate(map(device_of, arrays)) if found != device)
+            name = ("G", "g", "metric")[k // n]
+            raise ValueError(f"{name} is on device {found} but g is on {device}; move all to one device.")
         detach_all(arrays)
-        n = len(rows)
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and on_host(device):
         for w in weight:
@@ -215,16 +218,6 @@ def _blocks_problem(
     return problem
 
 
-def _find_odd_device(device: Any, given: dict[str, list[Array]]) -> None:
-    """Raise for the first array that is not on `device`."""
-    for name, arrays in given.items():
-        for found in map(device_of, arrays):
-            if found != device:
-                raise ValueError(
-                    f"{name} is on device {found} but g is on {device}; move all arrays to one device."
-                )
-
-
 def _find_odd_block(problem: Problem) -> None:
     """Raise for the first block whose shape does not fit."""
     t, weight, keys = problem.t, problem.weight, problem.keys
@@ -255,11 +248,20 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
         )
-    for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
-        if o is not g or isinstance(o, np.ndarray):
+    if len(blocks) == 1 or not (problem.is_torch and _alike(blocks, problem)):
+        for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
             _check_block("" if len(blocks) == 1 else f"[{k}]", o, g, problem)
     detach_all(blocks)
     return blocks
+
+
+def _alike(blocks: list[Array], problem: Problem) -> bool:
+    """Return whether tensors can take x without another look at each."""
+    vector = problem.vector
+    if all(map(is_, blocks, vector)):
+        return True
+    same = list(map(SHAPE, blocks)) == problem.shapes and list(map(DTYPE, blocks)) == list(map(DTYPE, vector))
+    return same and all_on(problem.device, blocks) and not any(map(REQUIRES_GRAD, blocks))
 
 
 def _check_block(where: str, o: Array, g: Array, problem: Problem) -> None:
