@@ -1,5 +1,8 @@
 """The same properties on every backend: which one runs must not be seen from outside."""
 
+import os
+import subprocess
+import sys
 from contextlib import contextmanager, nullcontext
 
 import numpy as np
@@ -102,6 +105,14 @@ def test_dependent_rows_and_a_batch_with_one_odd_problem(backend):
         alone = project(G[2], g[2])
     assert torch.all((G @ x[..., None])[..., 0] > -1e-9)
     torch.testing.assert_close(x[2], alone, rtol=0, atol=1e-13)
+
+
+def test_the_environment_chooses_the_backend():
+    code = "import numpy as np, gemproj._problem as p, gemproj.backends as b; "
+    code += "print(b.select(p.check_problem(np.ones((1, 2)), np.ones(2))).name)"
+    environment = os.environ | {"GEMPROJ_BACKEND": "portable"}
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == "portable", found.stderr
 
 
 def test_a_backend_that_does_not_exist_is_an_error(monkeypatch):
