@@ -10,7 +10,6 @@ from gemproj.backends.numba.lanes import (
     BYTES,
     F32,
     F64,
-    I32,
     I64,
     bytes_of,
     converted,
@@ -23,7 +22,6 @@ from gemproj.backends.numba.lanes import (
     store,
     stream,
     types_of,
-    widened,
 )
 
 # Columns that are turned into rows at a time.
@@ -95,23 +93,26 @@ def add_separated(typing_context, source, scale, t, n, target, like):
 
 @intrinsic
 def add_dots(typing_context, source, column, scale, t, n, target, like):
-    """Do the same for n columns of any t, `column` bytes apart; n is a multiple of QUAD.
+    """Do the same for n columns of at least QUAD rows, `column` bytes apart; n is a multiple of QUAD.
 
-    Products of each column are summed QUAD side by side, and then these sums of QUAD columns; rows that are
-    left are added one by one.
+    Products of each column are summed QUAD side by side, and then these sums of QUAD columns. Rows that are
+    left are read with some of those before them, whose products are not added again.
     """
 
     def generate(context, builder, signature, args):
         source, column, scale, t, n, target, _ = args
         (stored,) = types_of(context, signature.args[-1:])
-        vector, size = ir.VectorType(F64, QUAD), bytes_of(stored)
-        zeros = ir.Constant(vector, [0.0] * QUAD)
+        vector = ir.VectorType(F64, QUAD)
+        zeros, lanes = (
+            ir.Constant(vector, [0.0] * QUAD),
+            ir.Constant(ir.VectorType(I64, QUAD), list(range(QUAD))),
+        )
 
-        def place_of(address, entry, size):
-            return builder.add(address, builder.mul(entry, I64(size)))
-
-        def add(entry, places, totals, read_some):
-            factor = load(builder, place_of(scale, entry, 8), vector)
+        def add(entry, places, totals, read_some, since=None):
+            factor = load(builder, builder.add(scale, builder.mul(entry, I64(8))), vector)
+            if since is not None:
+                new = builder.icmp_signed(">=", lanes, spread(builder, since, lanes.type))
+                factor = builder.select(new, factor, zeros)
             used = builder.fcmp_unordered("!=", factor, zeros)
             for place, total in zip(places, totals, strict=True):
                 value = read_some(builder, place, entry, stored, QUAD, F64)
@@ -130,20 +131,12 @@ def add_dots(typing_context, source, column, scale, t, n, target, like):
             whole = builder.mul(builder.sdiv(t, I64(QUAD)), I64(QUAD))
             with builder.if_then(builder.icmp_signed("<", done, whole)):
                 add(done, places, totals, read)
-            address = place_of(target, at, 8)
+            with builder.if_then(builder.icmp_signed("<", whole, t)):
+                last = builder.sub(t, I64(QUAD))
+                add(last, places, totals, read, since=builder.sub(whole, last))
+            address = builder.add(target, builder.mul(at, I64(8)))
             sums = _sums(builder, [builder.load(total) for total in totals])
-            total = cgutils.alloca_once_value(builder, builder.fadd(load(builder, address, vector), sums))
-            with cgutils.for_range(builder, builder.sub(t, whole)) as loop:
-                entry = builder.add(whole, loop.index)
-                factor = load(builder, place_of(scale, entry, 8), F64)
-                with builder.if_then(builder.fcmp_unordered("!=", factor, F64(0.0))):
-                    values = ir.Constant(ir.VectorType(stored, QUAD), ir.Undefined)
-                    for c, place in enumerate(places):
-                        value = load(builder, place_of(place, entry, size), stored, size)
-                        values = builder.insert_element(values, value, I32(c))
-                    values = widened(builder, values, F64)
-                    multiply_add(builder, spread(builder, factor, vector), values, total)
-            store(builder, builder.load(total), address)
+            store(builder, builder.fadd(load(builder, address, vector), sums), address)
         return context.get_dummy_value()
 
     return types.none(*(types.int64,) * 6, like), generate

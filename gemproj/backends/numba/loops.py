@@ -222,14 +222,13 @@ def _add_columns(line, start, n, like, lam, scratch, x):
     if row == like.itemsize and t < 8 and adjacent(line, t, like):
         done = n // TURNED * TURNED
         add_separated(source, scale, t, done, target, like)
-    elif row == like.itemsize:
+    elif row == like.itemsize and t >= QUAD:
         done = n // QUAD * QUAD
         add_dots(source, column, scale, t, done, target, like)
-    for c in range(done, n):
-        for r in range(t):
-            if lam[r] != 0.0:
-                widen(source + c * column + r * row, 1, scratch.ctypes.data, like, lam)
-                x[c] += lam[r] * scratch[0]
+    for r in range(t):
+        for c in range(done, n if lam[r] != 0.0 else done):
+            widen(source + c * column + r * row, 1, scratch.ctypes.data, like, lam)
+            x[c] += lam[r] * scratch[0]
 
 
 @fast
