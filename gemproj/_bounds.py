@@ -155,6 +155,8 @@ def _shaped(value: Any, name: str, like: Array) -> Array:
     elif getattr(value, "requires_grad", False):
         value = value.detach()
     try:
+        if value.ndim == 1 and value.shape[0] != like.shape[-1]:
+            raise ValueError
         return xp.broadcast_to(value, like.shape)
     except (ValueError, RuntimeError):
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from gemproj._dual import solve_problem
 from gemproj._options import check_options
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
-from gemproj.methods import METHODS, Exact, as_method
+from gemproj.methods import METHODS, Exact, Method, as_method
 
 # The arguments of an operator are tensors, numbers and strings; this is what the strings stand for.
 _methods: dict[str, Any] = {}
@@ -142,12 +143,29 @@ class _Derivative(torch.autograd.Function):
         return tuple(v.reshape(n) for v, n in zip(found, shapes, strict=False)), (0,) * len(found)
 
 
-@torch.compiler.assume_constant_result
 def _name(method: Any) -> str:
+    """Return the string that stands for a method."""
+    if torch.compiler.is_compiling() and isinstance(method, Method):
+        # torch.compile knows of an object that the compiled function makes only its class and fields.
+        kind = type(method)
+        values = {name: getattr(method, name) for name in _fields(kind)}
+        if all(type(value) in (bool, int, float, str, type(None)) for value in values.values()):
+            return _named(kind, **values)
+    return _named(method)
+
+
+@torch.compiler.assume_constant_result
+def _named(method: Any, **values: Any) -> str:
+    method = method(**values) if isinstance(method, type) else method
     # The repr of the methods of this package says all that they are; that of others may not.
     name = repr(method) if type(method) in _NAMED else f"{type(method).__name__} at {id(method)}"
     _methods[name] = method
     return name
+
+
+@torch.compiler.assume_constant_result
+def _fields(kind: type[Method]) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind) if field.init)
 
 
 def _tensor(value: Any, like: Tensor) -> Tensor | None:
@@ -286,5 +304,5 @@ def _mapped(
             front.append(a)
             continue
         shapes.append(tuple(a.shape))
-        front.append(a.reshape(size, *(1,) * (rank - max(0, own[i])), *a.shape[1:]) if own[i] >= 0 else a)
+        front.append(a.reshape(size, *(1,) * (rank - own[i]), *a.shape[1:]))  # own is -1 for a number
     return front, shapes

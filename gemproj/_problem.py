@@ -163,7 +163,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
         if not all_on(device, arrays):
             k, found = next((k, found) for k, found in enumerate(map(device_of, arrays)) if found != device)
             name = ("G", "g", "metric")[k // n]
-            raise ValueError(f"{name} is on device {found} but g is on {device}; move all to one device.")
+            raise ValueError(f"{name} is on device {found} but g is on {device}; use one for all arrays.")
         detach_all(arrays)
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and on_host(device):

@@ -20,7 +20,7 @@ from gemproj.methods._method import Status
 _ROWS_RESOLVE, _GRAM_RESOLVES = 3e-14, 1e-7
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False, repr=False, slots=True)
 class DualSolution:
     """Multipliers with all that is needed to judge them; no certificate costs anything until asked for.
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gemproj import PGD, project
+from gemproj import GEM2017, PGD, project
 
 torch = pytest.importorskip("torch")
 GradientProjector = pytest.importorskip("gemproj.torch").GradientProjector
@@ -35,6 +35,19 @@ def test_one_graph_with_the_numbers_of_eager_mode(problem, options):
     compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
     for sign in (1.0, -1.0):  # with constraints active, and with none, where x is g
         assert torch.equal(compiled(problem[0], sign * problem[1]), step(problem[0], sign * problem[1]))
+
+
+def test_methods_that_the_compiled_function_makes(problem):
+    """torch.compile knows of such objects little more than their class."""
+
+    def step(G, g, steps=7):
+        x = project(G.reshape(3, 50), g.reshape(50), method=PGD(steps=steps))
+        return project(G.reshape(3, 50), x, method=GEM2017(memory_strength=0.9))
+
+    assert torch.equal(torch.compile(step, fullgraph=True, backend=BACKEND)(*problem), step(*problem))
+    compiled = torch.compile(step, backend=BACKEND)  # breaks the graph where steps differ
+    for steps in (2, 5, 50):
+        assert torch.equal(compiled(*problem, steps), step(*problem, steps))
 
 
 def test_blocks_metric_warm_start_and_out(problem):

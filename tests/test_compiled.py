@@ -13,7 +13,7 @@ import pytest
 from problems import assert_close
 
 import gemproj
-from gemproj import Exact, combine, gram, project
+from gemproj import Exact, combine, gram, project, solve_gram
 from gemproj._problem import check_problem
 from gemproj._tspace import Standard
 from gemproj.backends import select
@@ -228,15 +228,28 @@ def test_many_gradients_on_one_constraint_matrix(t, d, m, dtype, rng, monkeypatc
 
 
 def test_loops_compiled_ahead_are_those_that_are_called(rng):
-    from gemproj.backends.numba import loops, search
+    from gemproj.backends.numba import addresses, loops, search
     from gemproj.backends.numba.ahead import compile_all
 
     compile_all([np.float32, np.float64])
     functions = [loops.sum_products, loops.write_combination, loops.sum_shared_products, search.search]
+    functions.append(addresses.address)
     before = [len(function.signatures) for function in functions]
     for dtype in (np.float32, np.float64):
         for t, d in ((3, 50), (9, 140_000)):
-            project(rng.standard_normal((t, d)).astype(dtype), rng.standard_normal(d).astype(dtype))
+            G, g = rng.standard_normal((t, d)).astype(dtype), rng.standard_normal(d).astype(dtype)
+            ones = np.broadcast_to(1.0, t)  # cannot be written
+            project(G, g)
+            project(G.T.copy().T, g, penalty=0.5, warm_start=ones)
+            project(G.reshape(1, t, d), g, equality=np.arange(t) > 1)
+            project([G.reshape(t, 2, 1, -1)], [g.reshape(2, 1, -1)])
+            for a in (G, g):
+                a.flags.writeable = False
+            project(G, g, margin=ones)
+            combine(G, g, ones)
+            K = G @ G.T
+            K.flags.writeable = False
+            solve_gram(K, G @ g)
     assert [len(function.signatures) for function in functions] == before
 
 

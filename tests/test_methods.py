@@ -1,5 +1,7 @@
 """Each method against its formula, its theorem or its source."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from problems import arbitrary, assert_close, known
 
 from gemproj import AGEM, FISTA, GEM2017, OSQP, PGD, Exact, Quadprog, Status, gram, project, solve_dual
-from gemproj.methods import METHODS
+from gemproj.methods import METHODS, Method, Outcome
 from gemproj.methods.pgd import largest_eigenvalue_bound, power_iteration
 
 
@@ -97,6 +99,21 @@ def test_callables_cannot_change_the_solution_behind_its_back(rng):
     sol = solve_dual(G, g, method=in_place)
     assert_close(sol.gram.b, G @ g, atol=1e-14)
     assert_close(sol.gram.K, G @ G.T, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64])
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_method_may_return_any_dtype(dtype, columns, rng):
+    @dataclass(frozen=True)
+    class Rounded(Method):
+        def solve(self, K, b, lower=None, upper=None, warm_start=None):
+            return Outcome((1.0 + np.arange(b.shape[-1])).astype(dtype), 0, int(Status.APPROXIMATE))
+
+    G, g = rng.standard_normal((9, 640)), rng.standard_normal(640)
+    expected = g + np.arange(1.0, 10.0) @ G
+    sol = solve_dual(G, g, method=Rounded())
+    assert sol.multipliers.dtype == np.float64
+    assert_close(project(G.T.copy().T if columns else G, g, method=Rounded()), expected, rtol=1e-12)
 
 
 def test_pgd_is_algorithm_1_of_the_paper(rng):

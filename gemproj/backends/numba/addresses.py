@@ -54,8 +54,10 @@ def locate(problem: Problem) -> tuple[np.ndarray, type] | None:
 def locate_output(lines: np.ndarray, batch: tuple[int, ...], x: list[Array]) -> bool:
     """Write the addresses of x to the table; False if its entries are not equally far apart in memory."""
     places = [place for a in x if (place := _place(a, len(batch)))]
-    # Nor where all problems would be written to one place.
-    if len(places) < len(x) or (len(lines) > len(x) and 0 in places[0][1]):
+    # Nor where several entries, or all problems, would be written to one place.
+    if len(places) < len(x) or not all(place[2] for place in places):
+        return False
+    if len(lines) > len(x) and 0 in places[0][1]:
         return False
     if batch:
         lines[:, OUT_STEP] = places[0][2]
@@ -82,7 +84,12 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
         if not (flags.aligned and a.dtype.isnative):
             return None
         step = size if flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], size)
-        return None if step is None else (address(a), a.strides[:lead], step)
+        if step is None:
+            return None
+        # Compiled for these kinds of arrays by `compile_all`; each other one would be compiled when it comes.
+        compiled = flags.carray and a.ndim in (1, 2)
+        place = address(a) if compiled else a.__array_interface__["data"][0]
+        return place, a.strides[:lead], step
     if _is_plain_tensor(kind):
         # Lazily negated tensors, and tensors without storage, have no memory to read.
         if a.is_neg() or (not a.data_ptr() and a.numel()):

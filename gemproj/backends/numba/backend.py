@@ -52,10 +52,10 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
     if type(method) is not Exact or not b.shape[-1]:
         return method.solve(K, b, lower, upper, start)
     shape, t = b.shape, b.shape[-1]
-    Ks, bs = _contiguous(K, (-1, t, t)), _contiguous(b, (-1, t))
+    Ks, bs = _float64(K, (-1, t, t)), _float64(b, (-1, t))
     count = len(bs)
     bounds = [
-        _NONE if a is None else _contiguous(np.broadcast_to(a, shape), (-1, t)) for a in (lower, upper, start)
+        _NONE if a is None else _float64(np.broadcast_to(a, shape), (-1, t)) for a in (lower, upper, start)
     ]
     lam, resolved = np.empty((count, t)), np.empty(count)
     pivots, status = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
@@ -82,9 +82,11 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
     return Outcome(lam.reshape(shape), pivots.reshape(batch), status.reshape(batch), resolved.reshape(batch))
 
 
-def _contiguous(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array without gaps."""
-    return np.ascontiguousarray(a).reshape(shape)
+def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array of the kind that loops are compiled for and can read without looking: no gaps."""
+    if a.dtype != np.float64 or not a.flags.carray:
+        a = np.array(a, np.float64, order="C")
+    return a.reshape(shape)
 
 
 class Numba:
@@ -138,7 +140,7 @@ class Numba:
         if not locate_output(self.lines, problem.batch, x):
             Portable().combine(problem, lam, x)
             return
-        lam = _contiguous(lam, (self.problems, problem.t))
+        lam = _float64(lam, (self.problems, problem.t))
         blocks = len(problem.rows)
 
         def work(first: int, last: int) -> None:

@@ -103,10 +103,8 @@ def add_dots(typing_context, source, column, scale, t, n, target, like):
         source, column, scale, t, n, target, _ = args
         (stored,) = types_of(context, signature.args[-1:])
         vector = ir.VectorType(F64, QUAD)
-        zeros, lanes = (
-            ir.Constant(vector, [0.0] * QUAD),
-            ir.Constant(ir.VectorType(I64, QUAD), list(range(QUAD))),
-        )
+        zeros = ir.Constant(vector, [0.0] * QUAD)
+        lanes = ir.Constant(ir.VectorType(I64, QUAD), list(range(QUAD)))
 
         def add(entry, places, totals, read_some, since=None):
             factor = load(builder, builder.add(scale, builder.mul(entry, I64(8))), vector)

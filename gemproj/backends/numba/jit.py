@@ -48,8 +48,7 @@ class _Announcement(event.Listener):
 
     def on_start(self, event: Any) -> None:
         module = event.data["dispatcher"].py_func.__module__
-        # Addresses of arrays, which take no time to compile, are needed for each new kind of array.
-        if self.waiting and module.startswith(__package__) and not module.endswith("addresses"):
+        if self.waiting and module.startswith(__package__):
             self.waiting = False
             logging.getLogger("gemproj").info(
                 "Compiling loops for this machine; this takes about 25 seconds, once."

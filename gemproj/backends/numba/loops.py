@@ -226,7 +226,9 @@ def _add_columns(line, start, n, like, lam, scratch, x):
         done = n // QUAD * QUAD
         add_dots(source, column, scale, t, done, target, like)
     for r in range(t):
-        for c in range(done, n if lam[r] != 0.0 else done):
+        if lam[r] == 0.0:
+            continue
+        for c in range(done, n):
             widen(source + c * column + r * row, 1, scratch.ctypes.data, like, lam)
             x[c] += lam[r] * scratch[0]
 
