@@ -26,6 +26,7 @@ WRONG_VALUES = [
     (lambda: project(G, g, margin=-0.5), "margin must be finite and at least 0; found -0.5"),
     (lambda: project(G, g, margin=np.array([0.0, -1.0, 0.0])), "margin must be at least 0; found"),
     (lambda: project(G, g, margin=np.ones(2)), r"margin must be a number or have shape \(3,\)"),
+    (lambda: project(G, g, margin=np.ones(1)), r"margin must be .* \(3,\), .*found \(1,\)"),
     (lambda: project(G, g, h=np.ones(2)), r"h must be a number or have shape \(3,\), .*found \(2,\)"),
     (lambda: project(G, g, h=np.full(3, np.nan)), "h must be finite"),
     (lambda: project(G, g, equality=True, method="agem"), "equality cannot be combined with method AGEM"),

@@ -168,6 +168,14 @@ def test_transforms_of_torch_func():
     h = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     found = torch.func.vmap(lambda h: project(G, g, h=h))(h)
     torch.testing.assert_close(found, torch.stack([project(G, g, h=one) for one in h]), rtol=0, atol=1e-14)
+    for name in ("h", "margin", "penalty"):  # a number for each problem
+        numbers = h[:, 0].requires_grad_()
+        found = torch.func.vmap(lambda G, one, name=name: project(G, g, **{name: one}))(Gs, numbers)
+        each = [project(G, g, **{name: one}) for G, one in zip(Gs, numbers, strict=True)]
+        torch.testing.assert_close(found, torch.stack(each), rtol=0, atol=1e-14)
+        (gradient,) = torch.autograd.grad(found.square().sum(), numbers)
+        (expected,) = torch.autograd.grad(torch.stack(each).square().sum(), numbers)
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-13)
     of_each = torch.func.vmap(torch.func.grad(lambda v, G: project(G, v).square().sum()), (0, None))(gs, Gs)
     single = torch.func.grad(lambda v: project(Gs, v).square().sum())(gs[1])
     torch.testing.assert_close(of_each[1], single, rtol=0, atol=1e-13)

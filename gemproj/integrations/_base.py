@@ -53,13 +53,13 @@ class FrameworkGEM:
         batches : iterable
             The examples, such as the loader of the task; padded to a fixed length.
         task : hashable, optional
-            By default the number of tasks stored before.
+            By default the number of tasks stored before, or the next integer that no task is named after.
         model : torch.nn.Module, optional
-            Before the first training: the model whose outputs and losses are stored, where the loss or a
-            bound needs them.
+            The model whose outputs and losses are stored, where the loss or a bound needs them: by default
+            that of the last training.
         """
         if self.gem is not None:
-            self.gem.end_task(batches, task)
+            self.gem.end_task(batches, task, model=model)
             return
         given = {name: self._options[name] for name in ("microbatch", "training") if name in self._options}
         bounded = self._options.get("bound") is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,9 @@ class GEM:
     model : torch.nn.Module
         After freezing parameters or adding adapters call `remove`, and make a new object with the same
         `memory`.
-    optimizer : torch.optim.Optimizer
+    optimizer : torch.optim.Optimizer or list of them
+        What moves the trainable parameters of the model, and no others. Of several, such as Muon and AdamW,
+        each projects its own part, before or after the others; constraints are computed once for all.
     loss : callable
         ``loss(model, batch)`` returns the mean over the examples, or one number for each, which a
         `bound` needs; by default ``model(**batch).loss``. Runs under no autocast but its own. If it has a
@@ -97,7 +99,7 @@ class GEM:
     def __init__(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss: Loss = model_loss,
         per_task: int = 100,
         label: Field | None = None,
@@ -139,12 +141,21 @@ class GEM:
         self._model, self._loss, self._sample, self._scaler = model, loss, sample, scaler
         self._rows, self._promise, self._group = rows, promise, group
         self._options: dict[str, Any] = {"microbatch": microbatch, "training": training}
-        optimizer = with_hooks(optimizer)
-        if isinstance(optimizer, ZeroOptimizer):
-            self._scaler = optimizer
-        self.projector.attach(optimizer).remove()  # reports an optimizer that does not fit
-        hook = optimizer.register_step_pre_hook(self._compute_constraints)
-        self._handles: list[Any] = [hook, self.projector.attach(optimizer)]  # hooks are called in this order
+        self._tasks: tuple[Hashable, ...] | None = None  # of the rows; None for any
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        self._optimizers = [with_hooks(one) for one in optimizers]
+        if len(optimizers) > 1 and self.projector.bound is not None:
+            raise ValueError("bound is about a whole step, and each optimizer takes a part of it; pass one.")
+        self._stepped: set[int] = set()  # the optimizers that have used the constraints as they are
+        self._handles: list[Any] = []
+        for one in self._optimizers:
+            if isinstance(one, ZeroOptimizer):
+                self._scaler = one
+            self.projector.attach(one).remove()  # reports an optimizer that does not fit
+        self._check_parameters(whole=True)
+        for one in self._optimizers:  # hooks are called in this order
+            self._handles.append(one.register_step_pre_hook(self._compute_constraints))
+            self._handles.append(self.projector.attach(one))
 
     def __repr__(self) -> str:
         return f"GEM({self.memory!r}, {self.projector!r})"
@@ -154,32 +165,35 @@ class GEM:
         """Statistics of the last step; see `Projection`."""
         return self.projector.last
 
-    def end_task(self, batches: Iterable[Batch], task: Hashable = None) -> None:
+    def end_task(
+        self, batches: Iterable[Batch], task: Hashable = None, *, model: torch.nn.Module | None = None
+    ) -> None:
         """Store examples of the task that has been learned, and forget its warm start.
 
         Before training it stores what the model can do already. What the loss or a bound needs of the
-        model, its outputs and losses, is computed with it as it is now, for the kept examples.
+        model, its outputs and losses, is computed with it as it is now, for the kept examples: also for
+        those that an earlier call has stored for the same task.
 
         Parameters
         ----------
         batches : iterable
             The examples, such as the loader of the task.
         task : hashable, optional
-            By default the number of tasks stored before.
+            By default the number of tasks stored before, or the next integer that no task is named after.
+        model : torch.nn.Module, optional
+            Another model whose outputs and losses are stored.
         """
         remember(
             self.memory,
             batches,
             task,
-            self._model,
+            self._model if model is None else model,
             self._loss,
             bounded=self.projector.bound is not None,
             group=self._group,
             **self._options,
         )
-        last = self.projector.last
-        self.projector.reset()
-        self.projector.last = last
+        self._forget()
 
     def remove(self) -> None:
         """Detach from the optimizer."""
@@ -187,10 +201,11 @@ class GEM:
             handle.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memory, the warm start and, where they are reused, the constraints."""
+        """Return the memory, `exclude`, the warm start and, where they are reused, the constraints."""
         p = self.projector
         reused = p.interval > 1 or p.smoothing > 0.0 or p.refresh != "all"
-        return {"memory": self.memory.state_dict(), "projector": p.state_dict(constraints=reused)}
+        state = {"memory": self.memory.state_dict(), "projector": p.state_dict(constraints=reused)}
+        return state | {"exclude": self.exclude}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned."""
@@ -199,20 +214,62 @@ class GEM:
             raise ValueError(f"state has no {min(lacking)!r}: it is not of a GEM.")
         self.projector.load_state_dict(state["projector"])
         self.memory.load_state_dict(state["memory"])
+        self.exclude = state.get("exclude")
+        self._tasks = None
 
     @torch.compiler.disable
     def _compute_constraints(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if will_skip(optimizer):
             return
+        self._check_parameters()
+        # Optimizers that take turns share the constraints of one point.
+        if self._stepped and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            return
+        self._stepped = {id(optimizer)}
+        if self._tasks not in (None, self._past()):
+            self._forget()  # row k was of another task
+        self._tasks = self._past()
         scaled = self._scaler is not None and self._scaler.is_enabled()
         scale = self._scaler.get_scale() / _HEADROOM if scaled else 1.0
         self.projector.recall(self._model, self._batches(), self._loss, scale=scale, **self._options)
+
+    def _past(self) -> tuple[Hashable, ...]:
+        return tuple(task for task in self.memory.tasks if task != self.exclude)
+
+    def _forget(self) -> None:
+        """Forget constraints and warm start, but not the statistics of the last step."""
+        last, self._tasks = self.projector.last, None
+        self.projector.reset()
+        self.projector.last = last
+
+    def _check_parameters(self, whole: bool = False) -> None:
+        """Raise if the optimizers move what is not projected; with `whole`, if they lack some of it."""
+        mine = {id(p) for p in self.projector.parameters}
+        held = {
+            id(p)
+            for one in self._optimizers
+            for group in one.param_groups
+            for p in group["params"]
+            if p.requires_grad
+        }
+        if held - mine:
+            raise ValueError(
+                f"optimizer moves {len(held - mine)} parameters that are not projected, so that nothing "
+                "would be promised. Pass a model that has all of its parameters; after unfreezing or adding "
+                "some, call remove() and make a new GEM with the same memory."
+            )
+        if whole and mine - held:
+            raise ValueError(
+                f"optimizer lacks {len(mine - held)} of the {len(mine)} trainable parameters of the model. "
+                "Freeze those that stay, with requires_grad_(False); if other optimizers move them, pass a "
+                "list of all."
+            )
 
     def _batches(self) -> Iterator[Batch]:
         device = self.projector.device
         batches = self.memory.batches(self.exclude, n=self._rows, per=self._promise)
         if self._sample is not None:
-            past = set(self.memory.tasks) - {self.exclude}
-            batches = iter([self.memory.sample(self._sample, self.exclude)] if past else [])
+            batches = iter([self.memory.sample(self._sample, self.exclude)] if self._past() else [])
         for batch in batches:
             yield tree_map(lambda leaf: leaf.to(device), batch)

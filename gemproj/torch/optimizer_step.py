@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -52,18 +53,19 @@ class OptimizerStep:
             )
 
     def check_projectable(self, on: On, metric: Metric) -> None:
-        """Raise for optimizers whose steps cannot be projected, as far as can be told before a step."""
+        """Raise for optimizers that cannot be projected, as far as can be told before a step."""
+        name, groups = type(self.optimizer).__name__, self._groups().values()
+        if any(group.get("maximize") for group in groups):
+            raise ValueError(
+                f"{name} with maximize=True steps along its gradient, and constraints are for steps against "
+                "it. Minimise the negative loss instead."
+            )
         if on == "gradient":
             return
-        name = type(self.optimizer).__name__
         if name in _UNFIT:
             raise ValueError(f"The steps of {name} cannot be projected: {_UNFIT[name]}. Use on='gradient'.")
-        if any(group.get("maximize") for group in self._groups().values()):
-            raise ValueError(
-                f"{name} with maximize=True steps towards larger losses, against which constraints hold it. "
-                "Minimise the negative loss instead, or use on='gradient'."
-            )
-        if metric == "adam" and not all("betas" in group for group in self._groups().values()):
+        # Adamax has betas, but keeps largest gradients.
+        if metric == "adam" and (name == "Adamax" or not all("betas" in group for group in groups)):
             self._refuse_metric()
 
     def begin(self) -> None:
@@ -71,6 +73,13 @@ class OptimizerStep:
         if self._buffers is None:
             self._buffers = self._vector.empty(), self._vector.empty()
         torch._foreach_copy_(self._vector.split(self._buffers[0]), self._vector.local())
+
+    def held(self) -> list[bool] | None:
+        """Return which parameters the optimizer holds; None for all of them."""
+        groups = self._groups()
+        if len(groups) == len(self._vector.parameters):
+            return None
+        return [id(p) in groups for p in self._vector.parameters]
 
     def moving(self) -> list[bool]:
         """Return which parameters the optimizer moves: those with a gradient and a nonzero rate."""
@@ -150,6 +159,9 @@ class OptimizerStep:
         }
 
 
+_attached: WeakKeyDictionary[Any, ProjectedOptimizer] = WeakKeyDictionary()  # by optimizer
+
+
 class ProjectedOptimizer:
     """The hooks of a projector in an optimizer, returned by `GradientProjector.attach`.
 
@@ -162,25 +174,31 @@ class ProjectedOptimizer:
         Of the optimizer to attach to.
     """
 
+    _projector: Any
+
     def __init__(self, projector: Any, step: OptimizerStep) -> None:
         step.check_projectable(projector.on, projector.metric)
+        other: ProjectedOptimizer | None = _attached.get(step.optimizer)
+        if other is not None and other._hooks:
+            raise ValueError(
+                f"{'This' if other._projector is projector else 'Another'} projector is attached to this "
+                "optimizer already, and both would act. Attach once, before the loop, or call remove() on "
+                "the other GEM, or on what its attach returned; two losses of a task go into one function."
+            )
         self._projector, self._step = projector, step
         self._done: Projection | None = None
-        self._hooks = [
+        self._hooks: list[Any] = [
             step.optimizer.register_step_pre_hook(self._begin),
             before_steps(step.optimizer, self._project_gradient),
             step.optimizer.register_step_post_hook(self._finish),
         ]
+        _attached[step.optimizer] = self
 
     def remove(self) -> None:
         """Detach the projector from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether this is attached to the optimizer."""
-        return bool(self._hooks) and self._step.optimizer is optimizer
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -204,7 +222,7 @@ class ProjectedOptimizer:
         projector = self._projector
         wanted = projector.on != "step" and not self._skipped
         rate = self._step.learning_rate() if wanted and projector.bound is not None else None
-        self._done = projector.project_(rate) if wanted else projector.skip()
+        self._done = projector.project_(rate, self._step.held()) if wanted else projector.skip()
         if projector.on != "gradient":
             # Optimizers and other hooks may drop gradients within the step.
             self._moving = self._step.moving()

@@ -180,7 +180,9 @@ class GradientProjector(RecalledConstraints):
         return self.bound is not None or _has_units(options) or isinstance(options.method, GEM2017)
 
     @torch.compiler.disable
-    def project_(self, learning_rate: float | None = None) -> Projection:
+    def project_(
+        self, learning_rate: float | None = None, moving: Sequence[bool] | None = None
+    ) -> Projection:
         """Project the gradients of the parameters in place; does nothing without constraints.
 
         A parameter without a gradient counts as zero. It gets one if a constraint depends on it.
@@ -189,6 +191,9 @@ class GradientProjector(RecalledConstraints):
         ----------
         learning_rate : float, optional
             Needed with a `bound`, which is about steps. An attached optimizer gives its own.
+        moving : sequence of bool, optional
+            For each parameter, whether it takes part; by default all do. An attached optimizer gives those
+            that it holds.
 
         Returns
         -------
@@ -209,16 +214,20 @@ class GradientProjector(RecalledConstraints):
                         "bound is about steps: attach(optimizer), or pass the learning_rate of the step."
                     )
                 options = replace(options, h=self._demand(self.bound, learning_rate))
-            sol, changed = self._project("gradient", g, options)
+            sol, changed = self._project("gradient", g, options, moving)
             if changed:
-                self._vector.write_gradient(g, self._matrix.reached)
+                wanted = self._matrix.reached
+                if moving is not None:
+                    wanted = [a and b for a, b in zip(wanted, moving, strict=True)]
+                self._vector.write_gradient(g, wanted)
         return self._record(sol, start)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> ProjectedOptimizer:
         """Project in every ``optimizer.step()`` from now on, and see what it applies.
 
         The gradient is projected before the step (or after each evaluation of a closure), the step itself
-        right after it; `last` then has the cosine between each constraint and the applied step. A parameter
+        right after it; `last` then has the cosine between each constraint and the applied step. Only what
+        the optimizer holds is projected: where several share the parameters, attach to each. A parameter
         without gradient, or with a learning rate of zero, stays. The optimizer's state is not changed.
 
         With a `torch.amp.GradScaler`, ``scaler.step`` unscales first; with ``fused=True`` and a margin, a
@@ -230,13 +239,7 @@ class GradientProjector(RecalledConstraints):
         ProjectedOptimizer
             Call its ``remove()`` to detach.
         """
-        step = step_of(self._vector, optimizer)
-        if any(handle.holds(step.optimizer) for handle in self._attached):
-            raise ValueError(
-                "This projector is attached to this optimizer already; attach once, before the loop, or call "
-                "remove() on what attach returned."
-            )
-        handle = ProjectedOptimizer(self, step)
+        handle = ProjectedOptimizer(self, step_of(self._vector, optimizer))
         self._attached.add(handle)
         return handle
 

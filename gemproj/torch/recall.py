@@ -68,6 +68,11 @@ class RecalledConstraints:
         return self._matrix.rows
 
     @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that are projected."""
+        return self._vector.parameters
+
+    @property
     def sharded(self) -> bool:
         """Whether this process has columns of its own."""
         return self._vector.topology.collective

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import itertools
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,32 +36,27 @@ def remember(
     batches : iterable
         The examples, such as the loader of the task.
     task : hashable or None
-        None for the number of tasks stored before.
+        None for the number of tasks stored before, or the next integer that no task is named after.
     model, loss, microbatch, training, group
         As in `gemproj.torch.GEM`. The model may be None where nothing of it is stored.
     bounded : bool, default False
         Whether to store the loss of each example, for a bound.
     """
-    task = len(memory) if task is None else task
+    if task is None:
+        task = next(k for k in itertools.count(len(memory)) if k not in memory.tasks)
     outputs = getattr(loss, "outputs", None)
     if not (bounded or outputs is not None):
-        for batch in batches:
-            memory.add(batch, task)
+        _add_all(memory, batches, task)
         return
     if model is None:
         raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
     model, _ = unwrapped(model)
     vector = vector_of(model.parameters(), group)
     topology, device = vector.topology, vector.device
-    numbers = {"tasks with examples": 0}
-    with topology.agreement(numbers):
+    with topology.agreement({}):
         if task in memory.tasks:
             memory.record(task)  # drops what is computed anew for all of its examples
-        for batch in batches:
-            memory.add(batch, task)
-        numbers["tasks with examples"] = int(task in memory.tasks)
-    if task not in memory.tasks:
-        return
+        _add_all(memory, batches, task)
     batch = tree_map(lambda leaf: leaf.to(device), memory.batch(task))
     count = count_examples(batch)
     _, (most,) = topology.plan([count])
@@ -73,6 +69,24 @@ def remember(
                 losses.append(_one_each(call_loss(loss, model, Remembered(part, stored)), part)[:n])
     joined = None if outputs is None else tree_map(lambda *leaves: torch.cat(leaves), *found)
     memory.record(task, outputs=joined, losses=torch.cat(losses) if bounded else None)
+
+
+def _add_all(memory: EpisodicMemory, batches: Iterable[Batch], task: Hashable) -> None:
+    """Offer all examples to the memory; raise where a new task has none, or where these are not batches."""
+    one = isinstance(batches, Tensor | Mapping) or (
+        isinstance(batches, tuple) and all(isinstance(part, Tensor) for part in batches)
+    )
+    if one:
+        raise TypeError(
+            "batches must be an iterable of batches, such as a loader; found one batch, of type "
+            f"{type(batches).__name__}. Pass [batch]."
+        )
+    for batch in batches:
+        memory.add(batch, task)
+    if task not in memory.tasks:
+        raise ValueError(
+            "batches hold no example. An iterator can be read once only: pass the loader itself."
+        )
 
 
 def _one_each(losses: Tensor, batch: Batch) -> Tensor:

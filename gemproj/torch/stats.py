@@ -46,7 +46,7 @@ class Projection:
 
     @property
     def num_violated(self) -> int:
-        """Number of constraints that the gradient violated."""
+        """Number of constraints that the gradient violated; with groups, those of all groups."""
         return 0 if self.solution is None else int(self.solution.violated.sum())
 
     @property

@@ -1,0 +1,169 @@
+"""What is projected is what the optimizers hold; and whose constraints these are."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from models import EACH, cosines, flat, gradient, loss, moved, perceptron, rival, rows, task  # noqa: E402
+
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
+from gemproj.torch.losses import CrossEntropy  # noqa: E402
+
+
+def sgd(parameters, rate=0.1, **options):
+    return torch.optim.SGD(parameters, lr=rate, **options)
+
+
+def memory():
+    """Store a batch of each of two tasks."""
+    memory = EpisodicMemory(per_task=12)
+    for k in range(2):
+        memory.add(task(k), k)
+    return memory
+
+
+def forgets(model):
+    """Learn what both tasks forbid."""
+    for k in range(2):
+        loss(model, rival(task(k))).backward()
+
+
+def test_only_what_the_optimizer_holds_is_projected():
+    """What it lacks does not move, whatever its gradient is."""
+    model = perceptron()
+    optimizer, projector = sgd(model[2].parameters()), GradientProjector(model.parameters())
+    projector.attach(optimizer)
+    (-loss(model, task(0)) - loss(model, task(1))).backward()
+    for p in model[0].parameters():  # which hides the conflict from a projection of everything
+        p.grad = -10 * p.grad if p.ndim > 1 else None
+    left = model[0].weight.grad.clone()
+    projector.recall(model, memory().batches(), loss)
+    held = flat(model[2].parameters()).numel()
+    G = projector.constraints[:, -held:].clone()
+    assert (G @ gradient(model[2]) < 0).any()
+    step = moved(model[2], optimizer.step)
+    assert float((G @ step).min()) > -1e-14
+    assert torch.equal(model[0].weight.grad, left)
+    assert model[0].bias.grad is None
+
+
+@pytest.mark.parametrize("on", ["gradient", "step"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_several_optimizers_keep_the_promise_together(on, turned):
+    model, calls = perceptron(), []
+
+    def counting(model, batch):
+        calls.append(len(batch))
+        return loss(model, batch)
+
+    optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters(), momentum=0.9)]
+    if turned:
+        optimizers.reverse()
+    GEM(model, optimizers, counting, memory=memory(), on=on, margin=0.5)
+    plain = perceptron()
+    for _ in range(2):  # with the second step there is momentum
+        calls.clear()
+        G = rows(model, [task(0), task(1)])
+        model.zero_grad()
+        forgets(model)
+        before, g = flat(model), gradient(model)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert len(calls) == 2  # one for each task, not for each optimizer
+        step = before - flat(model)
+        assert (G @ g < 0).any()
+        if on == "step" or torch.equal(before, flat(plain)):
+            assert float(cosines(G, step).min()) > -1e-12
+        if torch.equal(before, flat(plain)):  # SGD: in each part the margin is added once
+            split = flat(model[0]).numel()
+            for part in (slice(0, split), slice(split, None)):
+                lam = torch.linalg.lstsq(G[:, part].T, step[part] / 0.1 - g[part]).solution
+                assert float(lam.min()) > 0.5 - 1e-9
+
+
+def test_a_bound_is_about_one_step():
+    model = perceptron()
+    with pytest.raises(ValueError, match="bound is about a whole step"):
+        GEM(model, [sgd(model[0].parameters()), sgd(model[2].parameters())], EACH, bound=0.0)
+
+
+def test_what_the_optimizers_lack_is_an_error():
+    model = perceptron()
+    with pytest.raises(ValueError, match=r"lacks 2 of the 4 trainable parameters.*requires_grad_\(False\)"):
+        GEM(model, sgd(model[2].parameters()), loss)
+    model[0].requires_grad_(False)
+    GEM(model, sgd(model[2].parameters()), loss)
+
+
+def test_what_nothing_projects_is_an_error():
+    model = perceptron()
+    with pytest.raises(ValueError, match="moves 2 parameters that are not projected"):
+        GEM(model[0], sgd(model.parameters()), loss)
+    model[0].requires_grad_(False)
+    optimizer = sgd(model.parameters())
+    GEM(model, optimizer, loss, memory=memory())
+    model[0].requires_grad_(True)
+    forgets(model)
+    before = flat(model)
+    with pytest.raises(ValueError, match="after unfreezing"):
+        optimizer.step()
+    assert torch.equal(flat(model), before)
+
+
+def test_a_second_gem_waits_for_the_first_one():
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    first = GEM(model, optimizer, loss)
+    with pytest.raises(ValueError, match=r"Another projector is attached.*remove\(\)"):
+        GEM(model, optimizer, loss)
+    first.remove()
+    GEM(model, optimizer, loss)
+
+
+@pytest.mark.parametrize("options", [{"interval": 5}, {"smoothing": 0.9}, {"refresh": "rising"}], ids=str)
+def test_rows_are_those_of_the_tasks_that_are_not_left_out(options):
+    model = perceptron()
+    optimizer = sgd(model.parameters(), 0.0)
+    gem = GEM(model, optimizer, loss, memory=memory(), **options)
+    for exclude, left in ((0, 1), (1, 0)):  # one row each time
+        gem.exclude = exclude
+        forgets(model)
+        optimizer.step()
+        torch.testing.assert_close(gem.projector.constraints, rows(model, [task(left)]))
+    assert gem.last.constraints == 1
+    other = perceptron()
+    again = GEM(other, sgd(other.parameters()), loss, per_task=12)
+    again.load_state_dict(gem.state_dict())
+    assert again.exclude == 1
+
+
+def test_names_of_tasks_are_not_taken_twice():
+    model = perceptron()
+    gem = GEM(model, sgd(model.parameters()), loss)
+    gem.end_task([task(0)], task=1)
+    gem.end_task([task(1)])
+    gem.end_task([task(2)], "c")
+    gem.end_task([task(3)])
+    assert gem.memory.tasks == [1, 2, "c", 3]
+
+
+@pytest.mark.parametrize("bound", [None, 0.0])
+def test_an_end_without_examples_is_an_error(bound):
+    model = perceptron()
+    gem = GEM(model, sgd(model.parameters()), EACH, bound=bound)
+    loader = iter([task(0)])
+    gem.end_task(loader)
+    with pytest.raises(ValueError, match=r"no example.*read once"):
+        gem.end_task(loader)
+    for one in (task(0), task(0)[0], {"x": task(0)[0]}):
+        with pytest.raises(TypeError, match=r"one batch.*Pass \[batch\]"):
+            gem.end_task(one)
+    assert gem.memory.tasks == [0]
+
+
+def test_the_losses_stored_are_those_of_the_model_that_is_named():
+    model, other = perceptron(), perceptron(seed=1)
+    gem = GEM(model, sgd(model.parameters()), CrossEntropy(lambda m, b: m(b[0]), labels=1), bound=0.0)
+    gem.end_task([task(0)], model=other)
+    stored = gem.memory.batch(0)
+    torch.testing.assert_close(stored.losses.mean(), loss(other, stored.batch).detach())
