@@ -11,11 +11,13 @@ import importlib.metadata
 import platform
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import numpy as np
 
 import gemproj
-from gemproj import GEM2017, solve_dual
+from gemproj import GEM2017, combine, gram, project, solve_dual
+from gemproj._constants import LARGE
 from gemproj.methods import METHODS
 
 OPTIONAL = {
@@ -42,16 +44,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compile_loops() -> None:
-    """Compile the loops for float32, float64 and bfloat16, and keep them on disk."""
+    """Compile the loops for float32, float64 and bfloat16, and keep them on disk: call all of them once."""
     from gemproj.backends.numba import installed
 
     if not installed():
         print("There is nothing to compile: numba is not installed. pip install 'gemproj[fast]'")
         return
-    from gemproj.backends.numba.ahead import compile_all
-
     print("Compiling loops for float32, float64 and bfloat16; this takes about a minute, once.")
-    print(f"Done in {compile_all():.0f} seconds.")
+    start, libraries = time.perf_counter(), {"float32": "numpy", "float64": "numpy"}
+    if find_spec("torch") is not None:
+        libraries["bfloat16"] = "torch"
+    for dtype, library in libraries.items():
+        xp = importlib.import_module(library)
+        for t, d in ((2, 64), (9, LARGE)):  # products summed in float64, and in float32
+            G, gs = (xp.ones((n, d), dtype=getattr(xp, dtype)) for n in (t, 2))
+            gram(G, gs)
+            project(G, -gs[0])
+            combine(G, gs[0], xp.ones(t, dtype=xp.float64))
+    print(f"Done in {time.perf_counter() - start:.0f} seconds.")
 
 
 def report() -> None:

@@ -35,13 +35,7 @@ _NUMPY = namespace(np.empty(0))
 
 
 def common_namespace(arrays: Sequence[Array]) -> Any:
-    """Return the namespace that all arrays share.
-
-    Raises
-    ------
-    TypeError
-        For arrays of different libraries.
-    """
+    """Return the namespace that all arrays share; a TypeError tells of different ones."""
     if len(arrays) == 1 or len(set(map(type, arrays))) == 1:
         return namespace(arrays[0])
     try:

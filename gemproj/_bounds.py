@@ -83,10 +83,7 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> Standard:
 def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -> Bounds:
     """Return the bounds that the options of `project` stand for, for multipliers shaped `like` b.
 
-    Raises
-    ------
-    TypeError, ValueError
-        For options of another shape, and on the CPU for values out of range.
+    Options of another shape are an error, and on the CPU values out of range.
     """
     no_margin = is_number(margin) and not margin
     none = penalty is None or (is_number(penalty) and penalty == math.inf)

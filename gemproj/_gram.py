@@ -18,14 +18,8 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
     Parameters
     ----------
-    G : array, shape (..., t, d), or blocks
-        Constraint gradients as rows. Or a sequence or mapping of arrays ``G[k]`` of shape
-        ``(t, *shape_k)``: one problem whose Gram matrix is the sum over the blocks.
-    g : array, shape (..., d), or blocks
-        The proposed gradient; blocks ``g[k]`` have shape ``(*shape_k)``. Leading dimensions of G and g
-        are broadcast; many gradients (m, d) for one G (t, d) measure K once.
-    metric : array or blocks, shaped like `g`, optional
-        Positive weights w of the distance ``sum(w * (x - g)**2)``.
+    G, g, metric
+        As in `solve_dual`. The Gram matrix of blocks is the sum over them.
 
     Returns
     -------

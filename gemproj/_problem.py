@@ -145,15 +145,7 @@ class Problem:
 
 
 def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
-    """Check `G`, `g` and `metric` against each other and return them as one problem.
-
-    Raises
-    ------
-    TypeError
-        For something that is not an array, has no real floating-point dtype, or mixes libraries.
-    ValueError
-        For shapes, keys, lengths or devices that do not fit together.
-    """
+    """Check `G`, `g` and `metric` by themselves and against each other; return them as one problem."""
     rows, keys = as_blocks(G, "G")
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]

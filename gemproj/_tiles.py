@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from gemproj._arrays import Array, to_numpy
 from gemproj._problem import Problem
@@ -14,20 +14,12 @@ from gemproj._problem import Problem
 _HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
 
 
-class Tile(NamedTuple):
-    """A piece of one block: ``vector[block][at]`` has `size` columns; `lead` selects from the batch."""
+def tiles(problem: Problem) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...], int]]:
+    """Yield (block, lead, at, size) for tiles that cover all columns, in order.
 
-    block: int
-    lead: tuple[Any, ...]
-    at: tuple[Any, ...]
-    size: int
-
-
-def tiles(problem: Problem) -> Iterator[Tile]:
-    """Yield tiles that cover all columns, in order.
-
-    The number of columns in a tile does not depend on the batch, nor do, therefore, the bits of sums
-    over tiles. With a shared G a tile holds the columns of all gradients.
+    ``vector[block][at]`` has `size` columns; `lead` selects from the batch. The number of columns in a
+    tile does not depend on the batch, nor do, therefore, the bits of sums over tiles. With a shared G a
+    tile holds the columns of all gradients.
     """
     elements = _HOST_TILE if problem.host else _DEVICE_TILE
     vectors = math.prod(problem.batch) if problem.shared else 1
@@ -36,14 +28,14 @@ def tiles(problem: Problem) -> Iterator[Tile]:
     for k, vector in enumerate(problem.vector):
         for index, size in _cover(tuple(vector.shape[lead_dims:]), columns):
             if not problem.batch or problem.shared:
-                yield Tile(k, (), (..., *index), size)
+                yield k, (), (..., *index), size
                 continue
             # A large batch is cut along its first axis, so that memory stays bounded.
             inner = math.prod(problem.batch[1:]) * (problem.t + 1) * max(1, size)
             step = max(1, 8 * elements // max(1, inner))
             for start in range(0, problem.batch[0], step):
                 lead = slice(start, min(start + step, problem.batch[0]))
-                yield Tile(k, (lead,), (lead, ..., *index), size)
+                yield k, (lead,), (lead, ..., *index), size
 
 
 def stacked(problem: Problem, dtype: Any) -> Iterator[tuple[tuple[Any, ...], Array]]:

@@ -228,10 +228,10 @@ def test_many_gradients_on_one_constraint_matrix(t, d, m, dtype, rng, monkeypatc
 
 
 def test_loops_compiled_ahead_are_those_that_are_called(rng):
+    from gemproj.__main__ import compile_loops
     from gemproj.backends.numba import addresses, loops, search
-    from gemproj.backends.numba.ahead import compile_all
 
-    compile_all([np.float32, np.float64])
+    compile_loops()
     functions = [loops.sum_products, loops.write_combination, loops.sum_shared_products, search.search]
     functions.append(addresses.address)
     before = [len(function.signatures) for function in functions]
@@ -387,19 +387,6 @@ def test_search_tells_what_it_cannot_solve():
     far = run(1e20 * np.eye(2), -1e-10 * np.ones(2), np.full(2, 1e300))  # overflows when scaled
     assert far.status == 0
     assert_close(far.multipliers, [1e-30, 1e-30], atol=0.0, rtol=1e-12)
-
-
-def test_threads_warn_as_their_caller_does():
-    seen = []
-
-    def work(i):
-        seen.append((threading.get_ident(), np.geterr()["over"]))
-        time.sleep(0.01)
-
-    with np.errstate(over="ignore"):
-        share(work, 12, 3)
-    assert len({thread for thread, _ in seen}) > 1
-    assert {wish for _, wish in seen} == {"ignore"}
 
 
 def test_threads_stop_before_an_error_is_raised():

@@ -1,5 +1,8 @@
 """What is projected is what the optimizers hold; and whose constraints these are."""
 
+import gc
+import weakref
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -118,6 +121,16 @@ def test_a_second_gem_waits_for_the_first_one():
         GEM(model, optimizer, loss)
     first.remove()
     GEM(model, optimizer, loss)
+
+
+def test_nothing_outlives_the_optimizer():
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    gem = GEM(model, optimizer, loss, memory=memory(), on="step")
+    left = [weakref.ref(one) for one in (optimizer, gem.projector)]
+    del optimizer, gem
+    gc.collect()
+    assert [one() for one in left] == [None, None]
 
 
 @pytest.mark.parametrize("options", [{"interval": 5}, {"smoothing": 0.9}, {"refresh": "rising"}], ids=str)

@@ -9,6 +9,7 @@ when the package is imported: to look it up takes as long as a twentieth of a sm
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -16,10 +17,10 @@ import numpy as np
 
 from gemproj._arrays import Array
 from gemproj._problem import Problem
-from gemproj._tspace import Measured, Standard
+from gemproj._tspace import Measured
 from gemproj.backends.numba import installed
 from gemproj.backends.portable import Portable, solve
-from gemproj.methods import Method, Outcome
+from gemproj.methods import Outcome
 
 __all__ = ["Backend", "Portable", "select", "solver_for"]
 
@@ -43,19 +44,6 @@ class Backend(Protocol):
         """Stage 3: write ``g + G'lam`` to x, rounded once. x may be g itself."""
 
 
-class Solver(Protocol):
-    """Stage 2."""
-
-    def __call__(
-        self, method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False
-    ) -> Outcome:
-        """Return what ``method.solve`` would.
-
-        With `only_multipliers`, on a device, nothing else is read of the result, and rows of K and b that are
-        not finite are to be left out.
-        """
-
-
 def select(problem: Problem) -> Backend:
     """Return the backend of a problem, which keeps it for later stages."""
     if problem.backend is None:
@@ -65,8 +53,8 @@ def select(problem: Problem) -> Backend:
     return problem.backend
 
 
-def solver_for(b: Array) -> Solver:
-    """Return what runs stage 2 for arrays of t-space: NumPy's, or on a device."""
+def solver_for(b: Array) -> Callable[..., Outcome]:
+    """Return what runs stage 2, as `portable.solve` does, for arrays of t-space: NumPy's, or on a device."""
     host = isinstance(b, np.ndarray)
     module = _module(host, wanted)
     if module is None or (not host and not module.available(b.device)):

@@ -57,7 +57,11 @@ class Portable:
 
 
 def solve(method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False) -> Outcome:
-    """Call the method, on a device where asked without rows that are not finite."""
+    """Return what ``method.solve`` does.
+
+    With `only_multipliers`, on a device, nothing else is read of the result, and rows of K and b that are not
+    finite are left out.
+    """
     if not only_multipliers:
         return method.solve(*dual, start)
     K, b, dropped = drop_not_finite(dual.K, dual.b)

@@ -41,13 +41,7 @@ def file_in(folder: str | os.PathLike[str]) -> Path:
 
 
 def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the part of this process in a checkpoint.
-
-    Raises
-    ------
-    FileNotFoundError
-        If the checkpoint was not made by as many processes, or without GEM.
-    """
+    """Return the part of this process in a checkpoint, made by as many processes with GEM."""
     file = file_in(folder)
     if not file.is_file():
         found = sorted(other.name for other in Path(folder).glob("gem*.pt")) or "none"

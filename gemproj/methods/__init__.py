@@ -43,15 +43,7 @@ AnyMethod = str | Method | Multipliers
 
 
 def as_method(method: AnyMethod) -> Method | Multipliers:
-    """Return the method that a name stands for; an object or a callable passes through.
-
-    Raises
-    ------
-    ValueError
-        For an unknown name.
-    TypeError
-        For a method class instead of an object, or something that cannot be called.
-    """
+    """Return the method that a name stands for; an object or a callable passes through."""
     if isinstance(method, str):
         try:
             return METHODS[method.lower()]

@@ -20,26 +20,10 @@ def solve_active_set(
 ) -> tuple[np.ndarray, int, float]:
     """Solve ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper`` for rows of norm one.
 
+    A lower bound is 0, or -inf for an equality; None stands for zeros, and for infinite upper bounds.
     Updates add rounding, so a search that ends with a violated constraint is resumed from faces made
-    afresh.
-
-    Parameters
-    ----------
-    faces : Tableau or Factorisation
-    lower : ndarray, shape (t,), or None
-        0, or -inf for an equality; None stands for zeros.
-    upper : ndarray, shape (t,), or None
-        None stands for infinity.
-    start : ndarray, shape (t,), or None
-        Multipliers to start from.
-
-    Returns
-    -------
-    lam : ndarray, shape (t,)
-        The best iterate: the solution, unless the budget of pivots ran out or there is none.
-    pivots : int
-    residual : float
-        The natural residual, max |lam - clip(lam - s, lower, upper)|.
+    afresh. Returns the best iterate, which is the solution unless the budget of pivots ran out or there is
+    none; the number of pivots; and the natural residual, ``max |lam - clip(lam - s, lower, upper)|``.
     """
     t = len(faces.free)
     lower = np.zeros(t) if lower is None else lower

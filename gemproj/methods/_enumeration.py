@@ -15,12 +15,8 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
     per choice for rows 0 .. k, and in the end 2^t of them (3^t with an upper bound), each with its
     solution. No step depends on a value, so a batch costs no branches and a device is never waited
     for. A row without a lower bound that is not free has the multiplier 0: its natural residual
-    rejects the set, unless the row depends on free ones.
-
-    Returns
-    -------
-    array, shape (..., t)
-        The multipliers of the set with the smallest natural residual, computed anew from K and b.
+    rejects the set, unless the row depends on free ones. The set with the smallest natural residual wins;
+    its multipliers are computed anew from K and b.
     """
     xp = namespace(b)
     t = b.shape[-1]

@@ -52,14 +52,8 @@ class LossBound:
     ) -> Callable[[Gram], Any]:
         """Return h for a step, or with a learning rate for a gradient, as a function of the Gram matrix.
 
-        Parameters
-        ----------
-        losses, stored : Tensor, shape (t,)
-            Losses now, and when their examples were stored.
-        rate : float
-            1 for steps.
-        dtype : torch.dtype
-            In which losses are computed: their rounding is no excess.
+        Losses are those of now and when their examples were stored, (t,). Their rounding, in the `dtype`
+        in which they are computed, is no excess.
         """
         excess = self.excess(losses, stored)
         excess = torch.where((excess > 0.0) & (excess <= rounding(losses, dtype)), 0.0, excess)

@@ -30,15 +30,8 @@ class Kept(NamedTuple):
 class ConstraintMatrix:
     """G, shape (t, d), for a parameter vector, in one buffer that is kept from step to step.
 
-    Rows are written between `open` and `close`; before `close`, or after an error, there are none.
-
-    Parameters
-    ----------
-    vector : ParameterVector
-    dtype : torch.dtype, optional
-        Of the rows, by default that of the vector. Projections are those for rows rounded to it.
-    device : torch.device, optional
-        Of the rows, by default that of the vector.
+    Rows are written between `open` and `close`; before `close`, or after an error, there are none. Their
+    dtype and device are by default those of the vector. Projections are those for rows rounded to it.
 
     Attributes
     ----------

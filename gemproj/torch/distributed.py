@@ -93,15 +93,7 @@ class Local:
 
 
 class Replicated(Local):
-    """Data parallelism: parameters and rows are replicated, each process brings its own examples.
-
-    Parameters
-    ----------
-    device : torch.device
-        Of the parameters.
-    group : ProcessGroup or None
-        By default all processes.
-    """
+    """Data parallelism: parameters and rows are replicated, each process brings its own examples."""
 
     def __init__(self, device: Any, group: Any) -> None:
         self._device, self._group = device, group

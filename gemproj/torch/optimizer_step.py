@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -26,13 +26,7 @@ _UNFIT = {
 
 
 class OptimizerStep:
-    """One step of an optimizer on a parameter vector, theta before minus theta after.
-
-    Parameters
-    ----------
-    vector : ParameterVector
-    optimizer : torch.optim.Optimizer
-    """
+    """One step of an optimizer on a parameter vector, theta before minus theta after."""
 
     def __init__(self, vector: ParameterVector, optimizer: torch.optim.Optimizer) -> None:
         if not hasattr(optimizer, "param_groups"):
@@ -159,27 +153,22 @@ class OptimizerStep:
         }
 
 
-_attached: WeakKeyDictionary[Any, ProjectedOptimizer] = WeakKeyDictionary()  # by optimizer
+_attached: WeakSet[ProjectedOptimizer] = WeakSet()  # each lives as long as its optimizer
 
 
 class ProjectedOptimizer:
     """The hooks of a projector in an optimizer, returned by `GradientProjector.attach`.
 
     They observe the step and call the projector, which knows nothing of them.
-
-    Parameters
-    ----------
-    projector : GradientProjector
-    step : OptimizerStep
-        Of the optimizer to attach to.
     """
 
     _projector: Any
+    _step: OptimizerStep
 
     def __init__(self, projector: Any, step: OptimizerStep) -> None:
         step.check_projectable(projector.on, projector.metric)
-        other: ProjectedOptimizer | None = _attached.get(step.optimizer)
-        if other is not None and other._hooks:
+        other = next((one for one in _attached if one._step.optimizer is step.optimizer), None)
+        if other is not None:
             raise ValueError(
                 f"{'This' if other._projector is projector else 'Another'} projector is attached to this "
                 "optimizer already, and both would act. Attach once, before the loop, or call remove() on "
@@ -192,13 +181,14 @@ class ProjectedOptimizer:
             before_steps(step.optimizer, self._project_gradient),
             step.optimizer.register_step_post_hook(self._finish),
         ]
-        _attached[step.optimizer] = self
+        _attached.add(self)
 
     def remove(self) -> None:
         """Detach the projector from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        _attached.discard(self)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -250,6 +240,11 @@ class ProjectedOptimizer:
         cosines = projector.follow(self._step.taken())
         seconds = done.seconds + self._seconds + time.perf_counter() - start
         projector.last = replace(done, cosines=cosines, seconds=seconds)
+
+
+def is_attached(projector: Any) -> bool:
+    """Return whether a projector is attached to any optimizer."""
+    return any(one._projector is projector for one in _attached)
 
 
 def before_steps(optimizer: torch.optim.Optimizer, change: Callable[[], Any]) -> Any:

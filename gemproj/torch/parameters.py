@@ -157,14 +157,7 @@ class ParameterVector:
                 p.grad = _gradient_like(p, part)
 
     def slices(self, chosen: Iterable[int] | None = None, *, owned: bool = False) -> list[slice]:
-        """Return the columns of the chosen parameters, or the owned ones of these, in few slices.
-
-        Parameters
-        ----------
-        chosen : iterable of int, optional
-            Numbers of parameters, increasing; by default all.
-        owned : bool, default False
-        """
+        """Return the columns of the chosen parameters, in increasing order, or the owned ones of these."""
         slices: list[slice] = []
         for j in range(len(self.sizes)) if chosen is None else chosen:
             start, stop = self._starts[j], self._starts[j + 1]

@@ -13,11 +13,6 @@ import torch
 class Slots:
     """Labels, arrival numbers and counts of the examples of one task; policies read them.
 
-    Parameters
-    ----------
-    capacity : int
-        Number of slots.
-
     Attributes
     ----------
     labels, arrivals : ndarray, shape (capacity,), int64

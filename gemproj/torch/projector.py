@@ -239,9 +239,7 @@ class GradientProjector(RecalledConstraints):
         ProjectedOptimizer
             Call its ``remove()`` to detach.
         """
-        handle = ProjectedOptimizer(self, step_of(self._vector, optimizer))
-        self._attached.add(handle)
-        return handle
+        return ProjectedOptimizer(self, step_of(self._vector, optimizer))
 
     def skip(self) -> Projection:
         """Record a step before which the gradient is not projected."""

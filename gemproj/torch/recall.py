@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from gemproj.torch.bound import LossBound
 from gemproj.torch.constraint_gradients import Refresh, from_batches, from_losses, model_loss, unwrapped
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated
-from gemproj.torch.optimizer_step import On, ProjectedOptimizer
+from gemproj.torch.optimizer_step import On, is_attached
 from gemproj.torch.stats import Projection
 from gemproj.torch.zero import vector_of
 
@@ -52,15 +51,7 @@ class RecalledConstraints:
             raise TypeError(f"rows_dtype must be a floating-point dtype of torch; found {rows_dtype!r}.")
         self._matrix = ConstraintMatrix(self._vector, rows_dtype, _rows_device(rows_device, self.device))
         self.smoothing, self.interval = smoothing, interval
-        self._attached: WeakSet[ProjectedOptimizer] = WeakSet()  # each lives as long as its optimizer
         self.reset()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, too: it is attached to nothing."""
-        return {name: value for name, value in self.__dict__.items() if name != "_attached"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _attached=WeakSet())
 
     @property
     def constraints(self) -> Tensor:
@@ -142,7 +133,7 @@ class RecalledConstraints:
             Whether constraints were computed: at the first call after `reset` and every `interval` calls,
             unless with ``refresh="rising"`` no loss has risen.
         """
-        if self._calls and self.on != "gradient" and not self._attached:
+        if self._calls and self.on != "gradient" and not is_attached(self):
             raise ValueError(
                 f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
                 "attach(optimizer) once, before the loop."

@@ -28,19 +28,10 @@ def remember(
     training: bool = False,
     group: Any = None,
 ) -> None:
-    """Store examples of a task; of those kept, also the outputs that `loss` wants, and their losses.
+    """Store examples of a task; of those kept, also the outputs that `loss` wants.
 
-    Parameters
-    ----------
-    memory : EpisodicMemory
-    batches : iterable
-        The examples, such as the loader of the task.
-    task : hashable or None
-        None for the number of tasks stored before, or the next integer that no task is named after.
-    model, loss, microbatch, training, group
-        As in `gemproj.torch.GEM`. The model may be None where nothing of it is stored.
-    bounded : bool, default False
-        Whether to store the loss of each example, for a bound.
+    With `bounded`, their losses are stored, too. The model may be None where nothing of it is stored.
+    Other arguments are those of `gemproj.torch.GEM` and its `end_task`.
     """
     if task is None:
         task = next(k for k in itertools.count(len(memory)) if k not in memory.tasks)

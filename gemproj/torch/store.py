@@ -17,11 +17,7 @@ from gemproj.torch.policies import Policy, Slots
 class Store:
     """At most `capacity` examples of one task, of which the first ``len(store)`` rows are in use.
 
-    Parameters
-    ----------
-    examples : Remembered
-        Examples of the kind to be stored; none is stored yet.
-    capacity : int
+    It is made from examples of the kind to be stored, and stores none of them.
     """
 
     def __init__(self, examples: Remembered, capacity: int) -> None:

@@ -29,13 +29,7 @@ Reduce = Callable[[Measured], Measured]
 class Stream:
     """The problems of projecting v on some columns, a tile of columns each; each time anew.
 
-    Parameters
-    ----------
-    rows : Tensor, shape (t, d)
-    v : Tensor, shape (d,)
-        Tiles are converted to its dtype and brought to its device.
-    weight : Tensor, shape (d,), optional
-    columns : list of slice
+    Tiles are converted to the dtype of v and brought to its device.
     """
 
     def __init__(self, rows: Tensor, v: Tensor, weight: Tensor | None, columns: Sequence[slice]) -> None:

@@ -84,13 +84,7 @@ class ZeroVector(ParameterVector):
 
 
 class ZeroOptimizer:
-    """What a projector needs of a ZeRO optimizer: hooks around its step, groups and states by parameter.
-
-    Parameters
-    ----------
-    zero : DeepSpeedZeroOptimizer or DeepSpeedZeroOptimizer_Stage3
-        ``engine.optimizer``.
-    """
+    """What a projector needs of a ZeRO optimizer: hooks around its step, groups and states by parameter."""
 
     def __init__(self, zero: Any) -> None:
         if getattr(zero, "swap_optimizer", False):

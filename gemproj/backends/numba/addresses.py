@@ -86,7 +86,7 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
         step = size if flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], size)
         if step is None:
             return None
-        # Compiled for these kinds of arrays by `compile_all`; each other one would be compiled when it comes.
+        # Kinds of arrays that `python -m gemproj --compile` knows; others would be compiled when they come.
         compiled = flags.carray and a.ndim in (1, 2)
         place = address(a) if compiled else a.__array_interface__["data"][0]
         return place, a.strides[:lead], step

@@ -90,15 +90,7 @@ def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Numba:
-    """Compiled loops over arrays where they lie; see `gemproj.backends.Backend`.
-
-    Parameters
-    ----------
-    problem : Problem
-        Not kept, see `Backend`.
-    lines, dtype
-        From `gemproj.backends.numba.addresses.locate`.
-    """
+    """Compiled loops over arrays where they lie, see `Backend`; `lines` and `dtype` are from `locate`."""
 
     name = "numba"
 

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 
-import numpy as np
-
 _pool: ThreadPoolExecutor | None = None
 
 
@@ -37,14 +35,12 @@ def share(work: Callable[[int], None], count: int, threads: int | None = None) -
         return
     threads = cores() if threads is None else threads
     numbers, helpers = itertools.count(), []
-    wanted = np.geterr()  # the caller's wish to be warned or not, which belongs to a thread
     errors: list[BaseException] = []
 
     def drain() -> None:
         try:
-            with np.errstate(**wanted):
-                while not errors and (i := next(numbers)) < count:
-                    work(i)
+            while not errors and (i := next(numbers)) < count:
+                work(i)
         except BaseException as error:
             errors.append(error)
 
