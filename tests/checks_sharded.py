@@ -202,13 +202,6 @@ def what_tensor_parallelism_repeats():
 
 
 @check(2)
-def tensor_parallel_alone_trains_as_one_process():
-    for options in OPTIONS:
-        if "clip" not in options:
-            compare(tensor_only, options)
-
-
-@check(2)
 def frozen_parameters():
     def make(dtype):
         model = net(dtype)

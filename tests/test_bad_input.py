@@ -6,7 +6,6 @@ import torch
 from problems import assert_close
 
 from gemproj import PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
-from gemproj._checks import drop_not_finite
 
 G, g = np.eye(3, 5), -np.ones(5)
 TENSORS, META = (torch.eye(3, 5), -torch.ones(5)), torch.ones(5, device="meta")
@@ -55,6 +54,8 @@ WRONG_VALUES = [
     (lambda: project(G, g, method=lambda K, b, w: b[:1]), "must return multipliers of the type and"),
     (lambda: project(G, g, method=lambda K, b, w: None), "found None"),
     (lambda: gram(TENSORS[0], META), "G is on device cpu but g is on meta"),
+    (lambda: project(G, g, refine=-1), "refine must be at least 0; found -1"),
+    (lambda: project(G, g, refine=1, method="pgd"), "refine needs method 'exact'"),
 ]
 WRONG_TYPES = [
     (lambda: project(G.astype(int), g), "G must have a real floating-point dtype; found int64"),
@@ -82,6 +83,7 @@ WRONG_TYPES = [
     (lambda: project(G, g, warm_start=np.ones(3, complex)), "warm_start must have a real"),
     (lambda: combine(G, g, np.ones(3, complex)), "multipliers must have a real"),
     (lambda: combine(G, g, 1.0), "multipliers must be an array.*found float"),
+    (lambda: project(G, g, refine=1.5), "refine must be an integer; found 1.5"),
 ]
 
 
@@ -127,21 +129,6 @@ def test_one_odd_problem_of_a_batch_changes_no_other_bit(xp, t, d, dtype, odd, r
 def test_numpy_scalars_are_numbers():
     assert_close(project(G, g, margin=np.float32(0.5)), project(G, g, margin=0.5))
     assert PGD(steps=np.int64(5)).steps == 5
-
-
-def test_rows_are_left_out_where_looking_is_not_free(rng):
-    """What a device does, on the CPU: the stage itself looks at no value."""
-    rows, vector = rng.standard_normal((2, 4, 9)) - 0.4, rng.standard_normal((2, 9)) + 0.4
-    K, b, _ = (np.array(a) for a in gram(rows, vector))
-    K[0, 2, :] = K[0, :, 2] = b[0, 2] = np.nan
-    clean_K, clean_b, dropped = drop_not_finite(K, b)
-    np.testing.assert_array_equal(dropped, [[False, False, True, False], [False] * 4])
-    lam = solve_dual(np.delete(rows[0], 2, axis=0), vector[0]).multipliers
-    assert_close(np.delete(Exact()(clean_K, clean_b)[0], 2), lam, atol=1e-12)
-    np.testing.assert_array_equal(clean_K[1], K[1])
-    # Of a g that is not finite, neither is b.
-    b[0] = np.inf
-    assert drop_not_finite(K, b)[2][0].all()
 
 
 def test_stalled_is_reported(monkeypatch, rng):

@@ -311,5 +311,9 @@ def test_solve_gram_starts_from_t_space_numbers(xp, rng):
 def test_x_of_project_is_that_of_its_stages(xp, rng):
     for shape in ((3, 20), (12, 60), (4, 3, 20)):
         G, g = xp.array(rng.standard_normal(shape)), xp.array(rng.standard_normal((*shape[:-2], shape[-1])))
-        sol = solve_gram(*gram(G, g))
-        np.testing.assert_array_equal(xp.numpy(combine(G, g, sol.multipliers)), xp.numpy(project(G, g)))
+        for metric in (None, xp.array(rng.random(tuple(g.shape)) + 0.1)):
+            sol = solve_gram(*gram(G, g, metric=metric))
+            assert np.all(xp.numpy(sol.kkt_residual()) < 1e-14)
+            expected = project(G, g, metric=metric)
+            x = combine(G, g, sol.multipliers, metric=metric)
+            np.testing.assert_array_equal(xp.numpy(x), xp.numpy(expected))

@@ -168,13 +168,6 @@ def test_error_bound_of_multipliers_that_no_method_would_return(rng):
         assert float(solve_dual(G, g, penalty=0.1).error_bound()) < 1e-7
 
 
-def test_residual_tells_wrong_from_right(rng):
-    G, g = rng.standard_normal((4, 9)) - 0.5, rng.standard_normal(9) + 0.5
-    assert float(solve_dual(G, g).kkt_residual()) < 1e-14
-    assert float(judged(G, g, np.zeros(4)).kkt_residual()) > 1e-2
-    assert float(solve_dual(G, g, method="agem").kkt_residual()) > 1e-3
-
-
 def test_certificates_have_the_shape_of_the_batch(xp, rng):
     sol = solve_dual(xp.array(rng.standard_normal((2, 3, 4, 9))), xp.array(rng.standard_normal((2, 3, 9))))
     for value in (sol.kkt_residual(), sol.duality_gap(), sol.error_bound(), sol.cosine(), sol.status):

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import cosines, flat, loss, perceptron, rival, rows, task  # noqa: E402
+from models import SMALL, flat, half_loss, loss, perceptron, rival, rows, task  # noqa: E402
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
 
@@ -87,24 +87,6 @@ def test_gem_takes_the_steps_of_a_loop_by_hand(options):
         assert torch.equal(by_gem(perceptron(), closure=closure, **options), expected)
 
 
-def test_it_needs_only_two_calls_and_leaves_grad_alone():
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss, per_task=12)
-    past = task(1)
-    gem.end_task([past])
-    loss(model, past).backward()  # agrees with the constraint, so that nothing may change
-    before, kept, random = flat(model), flat(p.grad for p in model.parameters()), torch.get_rng_state()
-    G = rows(model, [past])
-    optimizer.step()
-    assert torch.equal(flat(p.grad for p in model.parameters()), kept)
-    assert torch.equal(torch.get_rng_state(), random)
-    torch.testing.assert_close(gem.projector.constraints, G)
-    step = before - flat(model)
-    torch.testing.assert_close(gem.last.cosines, cosines(G, step), rtol=1e-6, atol=1e-9)
-    assert gem.last.constraints == 1
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_step_computes_nothing(fused):
     model = perceptron(torch.float32)
@@ -131,14 +113,7 @@ def test_a_skipped_step_computes_nothing(fused):
 
 
 def test_constraints_in_float16_do_not_vanish():
-    model, small = perceptron(torch.float32), 2.0**-22
-    past = task(1, dtype=torch.float32)
-
-    def half_loss(model, batch):
-        with torch.autocast("cpu", torch.float16):
-            out = model(batch[0])
-        return torch.nn.functional.cross_entropy(out.float(), batch[1]) * small
-
+    model, past = perceptron(torch.float32), task(1, dtype=torch.float32)
     expected = rows(model, [past])
 
     def error(scaler):
@@ -147,7 +122,7 @@ def test_constraints_in_float16_do_not_vanish():
         gem.end_task([past])
         loss(model, past).backward()
         optimizer.step()
-        return float((gem.projector.constraints.double() / small - expected).norm() / expected.norm())
+        return float((gem.projector.constraints.double() / SMALL - expected).norm() / expected.norm())
 
     assert error(None) > 0.1
     assert error(torch.amp.GradScaler("cpu", init_scale=2.0**26)) < 0.01
@@ -227,8 +202,20 @@ def test_what_is_removed_projects_no_more():
         ({"penalty": "high"}, TypeError, "penalty must be a number or a tensor.*found str"),
         ({"kappa": 0.5}, ValueError, "kappa and room are for a bound"),
         ({"room": False}, ValueError, "kappa and room are for a bound"),
+        ({"bound": -1.0}, ValueError, "bound must be finite and at least 0"),
+        ({"bound": 0.0, "kappa": 1.5}, ValueError, "kappa must be at most 1; found 1.5"),
+        ({"bound": 0.0, "equality": True}, ValueError, "bound and equality exclude each other"),
+        ({"bound": 0.0, "groups": "tensor"}, ValueError, "bound and groups exclude each other"),
+        ({"groups": "layer"}, ValueError, "groups must be 'tensor', 'module' or a function"),
+        ({"gate": True}, ValueError, "gate is for groups"),
+        ({"smoothing": 1.0}, ValueError, "smoothing must be below 1"),
+        ({"rows": 0}, ValueError, "rows must be at least 1"),
+        ({"rows": 3, "sample": 5}, ValueError, "sample is one constraint"),
+        ({"rows": 3, "refresh": "rising"}, ValueError, "'rising' compares losses on the same examples"),
+        ({"refresh": "robin"}, ValueError, "must be one of 'all', 'cyclic', 'rising'; found 'robin'"),
+        ({"promise": "class"}, ValueError, "promise must be"),
+        ({"promise": "label"}, ValueError, "promise='label' needs label"),
         ({"microbatch": 0}, ValueError, "microbatch must be at least 1"),
-        ({"on": "update"}, ValueError, "on must be one of"),
         ({"on": "both", "metric": "adam"}, ValueError, "second moments"),
     ],
 )

@@ -174,18 +174,6 @@ def test_gradient_checkpointing():
         projectors[0].recall(net, [batch(1) | {"x": batch(1)["x"].requires_grad_()}], loss, training=True)
 
 
-def test_memory_goes_in_as_it_is(net):
-    memory = EpisodicMemory(per_task=6)
-    for task in range(2):
-        memory.add(batch(task, n=20), task=task)
-    projector = GradientProjector(net.parameters())
-    projector.recall(net, memory.batches(), loss)
-    net.eval()
-    torch.testing.assert_close(projector.constraints, rows(net, list(memory.batches())))
-    projector.recall(net, memory.batches(exclude=1), loss)
-    assert projector.constraints.shape[0] == 1
-
-
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -203,13 +191,6 @@ def test_memory_goes_in_as_it_is(net):
 def test_errors_of_what_is_recalled(net, given, error, text):
     with pytest.raises(error, match=text):
         GradientProjector(net.parameters()).recall(net, *given)
-
-
-def test_errors_of_counts(net):
-    with pytest.raises(ValueError, match="microbatch must be at least 1"):
-        GradientProjector(net.parameters()).recall(net, TASKS, loss, microbatch=0)
-    with pytest.raises(ValueError, match="interval must be at least 1"):
-        GradientProjector(net.parameters(), interval=0)
 
 
 def test_parameters_that_were_frozen_since_are_an_error(net):

@@ -221,20 +221,3 @@ def test_spans_of_nearly_parallel_rows_are_known_less_well():
     G = np.stack([v, [2.0**-30, 0.0, 0.0], [0.0, 2.0, 0.0], u, w])
     g = np.array([0.46875, 1.546875, -0.25])
     assert error(project(G, g), judge.project_precisely(G, g), g) < 1e-8
-
-
-def test_status_tells_what_a_gram_matrix_cannot(rng):
-    G, g = against_the_tilt(rng, 1e-9)
-    K, b, _ = gram(G, g)
-    assert int(Exact().solve(K, b).status) & Status.UNRESOLVED
-    assert int(solve_dual(G, g).status) == Status.OPTIMAL
-
-
-def test_refine_is_checked(rng):
-    G, g = rng.standard_normal((2, 5)), rng.standard_normal(5)
-    with pytest.raises(ValueError, match="refine must be at least 0; found -1"):
-        project(G, g, refine=-1)
-    with pytest.raises(TypeError, match=r"refine must be an integer; found 1.5"):
-        project(G, g, refine=1.5)
-    with pytest.raises(ValueError, match="refine needs method 'exact'"):
-        project(G, g, refine=1, method="pgd")

@@ -86,14 +86,6 @@ def test_a_failing_loss_leaves_no_constraints(model):
     assert projector.project_().solution is None
 
 
-def test_growing_constraints_keep_the_rows_before_them(model):
-    past = [task(k) for k in range(5)]
-    projector = GradientProjector(model.parameters())
-    for t in (1, 2, 5):
-        projector.constrain(loss(model, batch) for batch in past[:t])
-        torch.testing.assert_close(projector.constraints, rows(model, past[:t]).float())
-
-
 def test_gradients_appear_only_where_the_present_constraints_reach(model):
     extra, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     projector = GradientProjector([extra, other])
@@ -190,29 +182,35 @@ def test_states_are_copies(model):
         torch.testing.assert_close(one.state_dict(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_errors_of_the_projector(model):
-    with pytest.raises(ValueError, match="parameters holds none that requires a gradient"):
-        GradientProjector([model[0].bias])
-    with pytest.raises(TypeError, match=r"pass module.parameters\(\)"):
-        GradientProjector(model)
-    with pytest.raises(TypeError, match="parameters must be an iterable of real tensors; found float"):
-        GradientProjector([("weight", 1.0)])
-    with pytest.raises(ValueError, match="margin must be finite and at least 0"):
-        GradientProjector(model.parameters(), margin=-1.0)
-    projector = GradientProjector(model.parameters())
-    with pytest.raises(ValueError, match=r"losses must be scalars.*loss 0 is a tensor of shape \(3,\)"):
-        projector.constrain([torch.ones(3)])
-    with pytest.raises(ValueError, match="loss 0 is float"):
-        projector.constrain([1.0])
-    with pytest.raises(ValueError, match="belongs to another model"):
-        projector.load_state_dict(
-            {"constraints": {"rows": torch.zeros(1, 2), "reached": []}, "warm": {}, "calls": 0, "ages": []}
-        )
-    with pytest.raises(ValueError, match="state has no 'ages': it is not of a GradientProjector"):
-        projector.load_state_dict(model.state_dict())
-    table = torch.nn.Embedding(5, 3, sparse=True)
-    with pytest.raises(TypeError, match="Gradients must be dense"):
-        GradientProjector(table.parameters()).constrain([table(torch.tensor([1])).sum()])
+def make(model, **options):
+    return GradientProjector(model.parameters(), **options)
+
+
+TABLE = torch.nn.Embedding(5, 3, sparse=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "text"),
+    [
+        (lambda m: GradientProjector([m[0].bias]), ValueError, "holds none that requires a gradient"),
+        (lambda m: GradientProjector(m), TypeError, r"pass module.parameters\(\)"),
+        (lambda m: GradientProjector([("weight", 1.0)]), TypeError, "iterable of real tensors; found float"),
+        (lambda m: make(m, margin=-1.0), ValueError, "margin must be finite and at least 0"),
+        (lambda m: make(m, interval=0), ValueError, "interval must be at least 1"),
+        (lambda m: make(m).recall(m, PAST, loss, microbatch=0), ValueError, "microbatch must be at least 1"),
+        (lambda m: make(m).constrain([torch.ones(3)]), ValueError, r"scalars.*loss 0 .* of shape \(3,\)"),
+        (lambda m: make(m).constrain([1.0]), ValueError, "losses must be scalars.*loss 0 is float"),
+        (lambda m: make(TABLE).constrain([TABLE(torch.ones(1).int()).sum()]), TypeError, "must be dense"),
+        (lambda m: make(m).load_state_dict(m.state_dict()), ValueError, "no 'ages': it is not of a Gradient"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_projector(call, error, text, model):
+    with pytest.raises(error, match=text):
+        call(model)
+
+
+def test_gradients_that_are_not_finite_stay_as_they_are(model):
+    projector = make(model)
     projector.constrain([loss(model, task(1))])
     loss(model, task(2)).backward()
     model[0].weight.grad[0, 0] = float("nan")
