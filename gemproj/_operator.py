@@ -148,15 +148,20 @@ def _name(method: Any) -> str:
     if torch.compiler.is_compiling() and isinstance(method, Method):
         # torch.compile knows of an object that the compiled function makes only its class and fields.
         kind = type(method)
-        values = {name: getattr(method, name) for name in _fields(kind)}
-        if all(type(value) in (bool, int, float, str, type(None)) for value in values.values()):
-            return _named(kind, **values)
+        values = {name: getattr(method, name) for name in _fields(kind) or ()}
+        simple = all(type(value) in (bool, int, float, str, type(None)) for value in values.values())
+        if simple and _fields(kind) is not None:
+            return _named_anew(kind, **values)
     return _named(method)
 
 
 @torch.compiler.assume_constant_result
-def _named(method: Any, **values: Any) -> str:
-    method = method(**values) if isinstance(method, type) else method
+def _named_anew(kind: type[Method], **values: Any) -> str:
+    return _named(kind(**values))
+
+
+@torch.compiler.assume_constant_result
+def _named(method: Any) -> str:
     # The repr of the methods of this package says all that they are; that of others may not.
     name = repr(method) if type(method) in _NAMED else f"{type(method).__name__} at {id(method)}"
     _methods[name] = method
@@ -164,8 +169,10 @@ def _named(method: Any, **values: Any) -> str:
 
 
 @torch.compiler.assume_constant_result
-def _fields(kind: type[Method]) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind) if field.init)
+def _fields(kind: type[Method]) -> tuple[str, ...] | None:
+    """Return what an object is made from; None for a class that is no dataclass itself."""
+    own = "__dataclass_fields__" in vars(kind)
+    return tuple(field.name for field in fields(kind) if field.init) if own else None
 
 
 def _tensor(value: Any, like: Tensor) -> Tensor | None:

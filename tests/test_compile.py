@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from gemproj import GEM2017, PGD, project
+from gemproj import GEM2017, PGD, Status, project
+from gemproj.methods import Method, Outcome
 
 torch = pytest.importorskip("torch")
 GradientProjector = pytest.importorskip("gemproj.torch").GradientProjector
@@ -48,6 +49,26 @@ def test_methods_that_the_compiled_function_makes(problem):
     compiled = torch.compile(step, backend=BACKEND)  # breaks the graph where steps differ
     for steps in (2, 5, 50):
         assert torch.equal(compiled(*problem, steps), step(*problem, steps))
+
+
+class Scaled(Method):
+    """A method of the user that is no dataclass."""
+
+    def __init__(self, scale=1.0):
+        object.__setattr__(self, "scale", scale)
+
+    def solve(self, K, b, lower=None, upper=None, warm_start=None):
+        return Outcome(self.scale * np.maximum(-b / np.diagonal(K), 0), 0, int(Status.APPROXIMATE))
+
+
+SCALED = Scaled(0.5)
+
+
+def test_methods_that_are_there_already(problem):
+    def step(G, g):
+        return project(G.reshape(3, 50), g.reshape(50), method=SCALED)
+
+    assert torch.equal(torch.compile(step, fullgraph=True, backend=BACKEND)(*problem), step(*problem))
 
 
 def test_blocks_metric_warm_start_and_out(problem):

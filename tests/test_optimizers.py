@@ -1,5 +1,6 @@
 """What is projected is what the optimizers hold; and whose constraints these are."""
 
+import copy
 import gc
 import weakref
 
@@ -26,9 +27,8 @@ def memory():
 
 
 def forgets(model):
-    """Learn what both tasks forbid."""
-    for k in range(2):
-        loss(model, rival(task(k))).backward()
+    """Learn what both tasks forbid, and something else."""
+    (loss(model, rival(task(5))) - loss(model, task(0)) - loss(model, task(1))).backward()
 
 
 def test_only_what_the_optimizer_holds_is_projected():
@@ -36,7 +36,7 @@ def test_only_what_the_optimizer_holds_is_projected():
     model = perceptron()
     optimizer, projector = sgd(model[2].parameters()), GradientProjector(model.parameters())
     projector.attach(optimizer)
-    (-loss(model, task(0)) - loss(model, task(1))).backward()
+    forgets(model)
     for p in model[0].parameters():  # which hides the conflict from a projection of everything
         p.grad = -10 * p.grad if p.ndim > 1 else None
     left = model[0].weight.grad.clone()
@@ -84,6 +84,84 @@ def test_several_optimizers_keep_the_promise_together(on, turned):
                 assert float(lam.min()) > 0.5 - 1e-9
 
 
+def fresh_slacks(model, *steps):
+    """Take steps, each at a point of its own; return the least product of each with rows at its point."""
+    least = []
+    for step in steps:
+        G, before = rows(model, [task(0), task(1)]), flat(model)
+        step()
+        assert not torch.equal(flat(model), before)
+        least.append(float((G @ (before - flat(model))).min()))
+    return min(least)
+
+
+@pytest.mark.parametrize("case", ["turns", "another rate", "closures", "an end of a task", "an error"])
+def test_optimizers_at_points_of_their_own_have_constraints_of_their_own(case):
+    model, failing = perceptron(), []
+
+    def unlucky(model, batch):
+        if failing:
+            raise RuntimeError("no memory")
+        return loss(model, batch)
+
+    body, head = sgd(model[0].parameters(), 0.5), sgd(model[2].parameters(), 0.5)
+    gem = GEM(model, [body, head], unlucky, memory=memory())
+
+    def closure():
+        model.zero_grad()
+        forgets(model)
+
+    def step(one):
+        def take():
+            closure()
+            one.step()
+
+        return take
+
+    if case == "turns":
+        assert fresh_slacks(model, *map(step, (body, head, body, head))) > -1e-12
+    elif case == "another rate":
+        assert fresh_slacks(model, *map(step, (body, head, head, body, head, head, body))) > -1e-12
+    elif case == "closures":
+        assert fresh_slacks(model, lambda: body.step(closure), lambda: head.step(closure)) > -1e-12
+    elif case == "an end of a task":
+        step(head)()
+        gem.end_task([task(2)])
+        body.step()
+        assert gem.last.constraints == 3
+    else:
+        closure()
+        failing.append(True)
+        with pytest.raises(RuntimeError, match="no memory"):
+            body.step()
+        failing.clear()
+        assert fresh_slacks(model, head.step) > -1e-12
+        assert gem.last.constraints == 2
+
+
+def test_optimizers_may_not_overlap():
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    with pytest.raises(ValueError, match="in several optimizers"):
+        GEM(model, [optimizer, sgd(model[2].parameters())], loss)
+    with pytest.raises(ValueError, match="in several optimizers"):
+        GEM(model, [optimizer, optimizer], loss)
+    GEM(model, optimizer, loss)  # nothing is left of them
+
+
+def test_projectors_of_other_parameters_share_an_optimizer():
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    projectors = [GradientProjector(part.parameters()) for part in (model[0], model[2])]
+    for projector in projectors:
+        projector.attach(optimizer)
+        projector.recall(model, memory().batches(), loss)
+    forgets(model)
+    optimizer.step()
+    for projector in projectors:
+        assert projector.last.worst_cosine > -1e-12
+
+
 def test_a_bound_is_about_one_step():
     model = perceptron()
     with pytest.raises(ValueError, match="bound is about a whole step"):
@@ -92,7 +170,7 @@ def test_a_bound_is_about_one_step():
 
 def test_what_the_optimizers_lack_is_an_error():
     model = perceptron()
-    with pytest.raises(ValueError, match=r"lacks 2 of the 4 trainable parameters.*requires_grad_\(False\)"):
+    with pytest.raises(ValueError, match=r"lacks 2 of the 4 .*'0.weight'.*requires_grad_\(False\)"):
         GEM(model, sgd(model[2].parameters()), loss)
     model[0].requires_grad_(False)
     GEM(model, sgd(model[2].parameters()), loss)
@@ -144,10 +222,33 @@ def test_rows_are_those_of_the_tasks_that_are_not_left_out(options):
         optimizer.step()
         torch.testing.assert_close(gem.projector.constraints, rows(model, [task(left)]))
     assert gem.last.constraints == 1
-    other = perceptron()
-    again = GEM(other, sgd(other.parameters()), loss, per_task=12)
-    again.load_state_dict(gem.state_dict())
-    assert again.exclude == 1
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_what_is_left_out_is_part_of_the_state(later):
+    """Also where another task is left out right after the state was saved or loaded."""
+    ends = []
+    for resumed in (False, True):
+        model = perceptron()
+        optimizer = sgd(model.parameters())
+        gem = GEM(model, optimizer, loss, memory=memory(), interval=5)
+        gem.exclude, ages = 1, []
+        for k in range(6):
+            if k == 3:
+                if resumed:
+                    state = copy.deepcopy(gem.state_dict())
+                    gem.remove()
+                    gem = GEM(model, optimizer, loss, per_task=12, interval=5)
+                    gem.load_state_dict(state)
+                assert gem.exclude == 1
+                gem.exclude = 2 if later else gem.exclude
+            model.zero_grad()
+            forgets(model)
+            optimizer.step()
+            ages.append((gem.last.age, gem.last.constraints))
+        ends.append((ages, flat(model)))
+    assert ends[0][0] == ends[1][0]
+    assert torch.equal(ends[0][1], ends[1][1])
 
 
 def test_names_of_tasks_are_not_taken_twice():
@@ -168,6 +269,8 @@ def test_an_end_without_examples_is_an_error(bound):
     gem.end_task(loader)
     with pytest.raises(ValueError, match=r"no example.*read once"):
         gem.end_task(loader)
+    with pytest.raises(ValueError, match="no example"):
+        gem.end_task(())
     for one in (task(0), task(0)[0], {"x": task(0)[0]}):
         with pytest.raises(TypeError, match=r"one batch.*Pass \[batch\]"):
             gem.end_task(one)

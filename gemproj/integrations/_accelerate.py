@@ -17,15 +17,17 @@ from gemproj.integrations._base import FrameworkGEM
 class AcceleratedGEM(FrameworkGEM):
     """A `FrameworkGEM` for prepared models and optimizers, with a file of its own in checkpoints."""
 
-    def _attach_prepared(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def _attach_prepared(self, model: torch.nn.Module, optimizer: Any) -> None:
         """Attach; the forward pass of a prepared model runs in the precision of training."""
         refuse_engine(AcceleratorState())
         # A compiled model would be changed by what extracts the one within it.
         model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
-        scaler = getattr(optimizer, "scaler", None)
-        while isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-        self._attach(model, optimizer, scaler=scaler)
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        scaler = getattr(optimizers[0], "scaler", None)
+        for k, one in enumerate(optimizers):
+            while isinstance(one, AcceleratedOptimizer):
+                optimizers[k] = one = one.optimizer
+        self._attach(model, optimizers, scaler=scaler)
 
     def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
         """Write the part of this process to a file in the checkpoint."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,14 +72,14 @@ class FrameworkGEM:
         return self.gem.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back the memory, and the projector's state when training begins."""
+        """Bring back the memory, and the rest when training begins."""
         self.memory.load_state_dict(state["memory"])
-        self._resumed = state["projector"]
+        self._resumed = state
 
     def _attach(
         self,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss: Loss | None = None,
         scaler: Any = None,
     ) -> None:
@@ -90,9 +90,13 @@ class FrameworkGEM:
         self._resume()
 
     def _resume(self) -> None:
-        if self._resumed is not None and self.gem is not None:
-            self.gem.projector.load_state_dict(self._resumed)
+        if self._resumed is not None and self._resumed["projector"] is not None and self.gem is not None:
+            self.gem.load_state_dict({**self._resumed, "memory": self.memory.state_dict()})
         self._resumed = None
+
+    def remove(self) -> None:
+        """Detach from the optimizer."""
+        self._detach()
 
     def _detach(self) -> None:
         if self.gem is not None:

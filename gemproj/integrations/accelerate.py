@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ class GEM(AcceleratedGEM):
     ----------
     accelerator : accelerate.Accelerator
     model, optimizer
-        As ``accelerator.prepare`` returned them.
+        As ``accelerator.prepare`` returned them; of several optimizers a list.
     memory : EpisodicMemory
         The past tasks. In several processes each has its own examples of the same tasks.
     loss : callable
@@ -69,7 +69,7 @@ class GEM(AcceleratedGEM):
         self,
         accelerator: Accelerator,
         model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         memory: EpisodicMemory,
         loss: Loss = model_loss,
         **options: Any,

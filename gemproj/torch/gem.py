@@ -47,7 +47,8 @@ class GEM:
         `memory`.
     optimizer : torch.optim.Optimizer or list of them
         What moves the trainable parameters of the model, and no others. Of several, such as Muon and AdamW,
-        each projects its own part, before or after the others; constraints are computed once for all.
+        each projects its own part; constraints are computed once for all that step after the same backward
+        pass.
     loss : callable
         ``loss(model, batch)`` returns the mean over the examples, or one number for each, which a
         `bound` needs; by default ``model(**batch).loss``. Runs under no autocast but its own. If it has a
@@ -141,18 +142,23 @@ class GEM:
         self._model, self._loss, self._sample, self._scaler = model, loss, sample, scaler
         self._rows, self._promise, self._group = rows, promise, group
         self._options: dict[str, Any] = {"microbatch": microbatch, "training": training}
-        self._tasks: tuple[Hashable, ...] | None = None  # of the rows; None for any
+        self._tasks: list[Hashable] | None = None  # of the rows; None for any
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._optimizers = [with_hooks(one) for one in optimizers]
         if len(optimizers) > 1 and self.projector.bound is not None:
             raise ValueError("bound is about a whole step, and each optimizer takes a part of it; pass one.")
-        self._stepped: set[int] = set()  # the optimizers that have used the constraints as they are
+        self._stepped: set[int] = set()  # the optimizers that have used the constraints at this point
         self._handles: list[Any] = []
         for one in self._optimizers:
             if isinstance(one, ZeroOptimizer):
                 self._scaler = one
             self.projector.attach(one).remove()  # reports an optimizer that does not fit
-        self._check_parameters(whole=True)
+        self._check_nothing_else_held()
+        self._check_all_held(dict(model.named_parameters()))
+        if len(optimizers) > 1:
+            stepped = self._stepped  # not self, which would live as long as the model
+            for p in self.projector.parameters:  # a backward pass brings gradients at another point
+                self._handles.append(p.register_post_accumulate_grad_hook(lambda _: stepped.clear()))
         for one in self._optimizers:  # hooks are called in this order
             self._handles.append(one.register_step_pre_hook(self._compute_constraints))
             self._handles.append(self.projector.attach(one))
@@ -205,7 +211,7 @@ class GEM:
         p = self.projector
         reused = p.interval > 1 or p.smoothing > 0.0 or p.refresh != "all"
         state = {"memory": self.memory.state_dict(), "projector": p.state_dict(constraints=reused)}
-        return state | {"exclude": self.exclude}
+        return state | {"exclude": self.exclude, "tasks": self._tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned."""
@@ -214,59 +220,66 @@ class GEM:
             raise ValueError(f"state has no {min(lacking)!r}: it is not of a GEM.")
         self.projector.load_state_dict(state["projector"])
         self.memory.load_state_dict(state["memory"])
-        self.exclude = state.get("exclude")
-        self._tasks = None
+        self.exclude, self._tasks = state.get("exclude", self.exclude), state.get("tasks")
+        self._stepped.clear()
 
     @torch.compiler.disable
     def _compute_constraints(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if will_skip(optimizer):
             return
-        self._check_parameters()
-        # Optimizers that take turns share the constraints of one point.
         if self._stepped and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
             return
-        self._stepped = {id(optimizer)}
         if self._tasks not in (None, self._past()):
             self._forget()  # row k was of another task
-        self._tasks = self._past()
+        self._stepped.clear()
         scaled = self._scaler is not None and self._scaler.is_enabled()
         scale = self._scaler.get_scale() / _HEADROOM if scaled else 1.0
         self.projector.recall(self._model, self._batches(), self._loss, scale=scale, **self._options)
+        self._tasks = self._past()
+        self._stepped.add(id(optimizer))
 
-    def _past(self) -> tuple[Hashable, ...]:
-        return tuple(task for task in self.memory.tasks if task != self.exclude)
+    def _past(self) -> list[Hashable]:
+        return [task for task in self.memory.tasks if task != self.exclude]
 
     def _forget(self) -> None:
         """Forget constraints and warm start, but not the statistics of the last step."""
         last, self._tasks = self.projector.last, None
         self.projector.reset()
         self.projector.last = last
+        self._stepped.clear()
 
-    def _check_parameters(self, whole: bool = False) -> None:
-        """Raise if the optimizers move what is not projected; with `whole`, if they lack some of it."""
-        mine = {id(p) for p in self.projector.parameters}
-        held = {
-            id(p)
-            for one in self._optimizers
-            for group in one.param_groups
-            for p in group["params"]
-            if p.requires_grad
-        }
-        if held - mine:
+    def _held(self) -> list[torch.Tensor]:
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    def _check_all_held(self, named: dict[str, torch.Tensor]) -> None:
+        """Raise unless each parameter that is projected is held by one optimizer."""
+        held = [id(p) for p in self._held()]
+        if len(held) > len(set(held)):
+            raise ValueError("optimizer: parameters are in several optimizers, which would each move them.")
+        lacking = [name for name, p in named.items() if p.requires_grad and id(p) not in set(held)]
+        if lacking:
             raise ValueError(
-                f"optimizer moves {len(held - mine)} parameters that are not projected, so that nothing "
-                "would be promised. Pass a model that has all of its parameters; after unfreezing or adding "
-                "some, call remove() and make a new GEM with the same memory."
+                f"optimizer lacks {len(lacking)} of the {len(self.projector.parameters)} trainable "
+                f"parameters of the model, such as {lacking[0]!r}. Freeze those that stay, with "
+                "requires_grad_(False); if other optimizers move them, pass a list of all."
             )
-        if whole and mine - held:
+
+    def _check_nothing_else_held(self) -> None:
+        """Raise for parameters that optimizers move and nothing projects."""
+        mine = set(map(id, self.projector.parameters))
+        others = [tuple(p.shape) for p in self._held() if id(p) not in mine]
+        if others:
             raise ValueError(
-                f"optimizer lacks {len(mine - held)} of the {len(mine)} trainable parameters of the model. "
-                "Freeze those that stay, with requires_grad_(False); if other optimizers move them, pass a "
-                "list of all."
+                f"optimizer moves {len(others)} parameters that are not projected, the first one of shape "
+                f"{others[0]}, so that nothing would be promised. Pass a model that has all of its "
+                "parameters; after unfreezing or adding some, call remove() and make a new GEM with the same "
+                "memory."
             )
 
     def _batches(self) -> Iterator[Batch]:
+        self._check_nothing_else_held()  # here, where an error is one of all processes
         device = self.projector.device
         batches = self.memory.batches(self.exclude, n=self._rows, per=self._promise)
         if self._sample is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from threading import Lock
 from typing import Any, Literal, NoReturn
 from weakref import WeakSet
 
@@ -67,6 +68,10 @@ class OptimizerStep:
         if self._buffers is None:
             self._buffers = self._vector.empty(), self._vector.empty()
         torch._foreach_copy_(self._vector.split(self._buffers[0]), self._vector.local())
+
+    def shares(self, other: OptimizerStep) -> bool:
+        """Return whether both have a parameter in common."""
+        return not set(map(id, self._vector.parameters)).isdisjoint(map(id, other._vector.parameters))
 
     def held(self) -> list[bool] | None:
         """Return which parameters the optimizer holds; None for all of them."""
@@ -154,6 +159,7 @@ class OptimizerStep:
 
 
 _attached: WeakSet[ProjectedOptimizer] = WeakSet()  # each lives as long as its optimizer
+_lock = Lock()  # of that set: threads may train models of their own
 
 
 class ProjectedOptimizer:
@@ -167,7 +173,7 @@ class ProjectedOptimizer:
 
     def __init__(self, projector: Any, step: OptimizerStep) -> None:
         step.check_projectable(projector.on, projector.metric)
-        other = next((one for one in _attached if one._step.optimizer is step.optimizer), None)
+        other = _find(lambda one: one._step.optimizer is step.optimizer and one._step.shares(step))
         if other is not None:
             raise ValueError(
                 f"{'This' if other._projector is projector else 'Another'} projector is attached to this "
@@ -181,14 +187,16 @@ class ProjectedOptimizer:
             before_steps(step.optimizer, self._project_gradient),
             step.optimizer.register_step_post_hook(self._finish),
         ]
-        _attached.add(self)
+        with _lock:
+            _attached.add(self)
 
     def remove(self) -> None:
         """Detach the projector from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        _attached.discard(self)
+        with _lock:
+            _attached.discard(self)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -244,7 +252,12 @@ class ProjectedOptimizer:
 
 def is_attached(projector: Any) -> bool:
     """Return whether a projector is attached to any optimizer."""
-    return any(one._projector is projector for one in _attached)
+    return _find(lambda one: one._projector is projector) is not None
+
+
+def _find(wanted: Callable[[ProjectedOptimizer], bool]) -> ProjectedOptimizer | None:
+    with _lock:
+        return next(filter(wanted, _attached), None)
 
 
 def before_steps(optimizer: torch.optim.Optimizer, change: Callable[[], Any]) -> Any:

@@ -65,7 +65,7 @@ def remember(
 def _add_all(memory: EpisodicMemory, batches: Iterable[Batch], task: Hashable) -> None:
     """Offer all examples to the memory; raise where a new task has none, or where these are not batches."""
     one = isinstance(batches, Tensor | Mapping) or (
-        isinstance(batches, tuple) and all(isinstance(part, Tensor) for part in batches)
+        isinstance(batches, tuple) and len(batches) > 1 and all(isinstance(part, Tensor) for part in batches)
     )
     if one:
         raise TypeError(
