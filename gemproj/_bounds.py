@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, is_array, namespace, on_host, to_numpy
-from gemproj._tspace import Standard, matvec
+from gemproj._constants import LOOSE
+from gemproj._tspace import Standard, inverse, matvec
 
 
 class Bounds(NamedTuple):
@@ -63,8 +64,6 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> Standard:
     if bounds is PLAIN:
         return Standard(K, b, None, None)
     xp, base, upper = namespace(b), bounds.base, bounds.upper
-    if bounds.h is not None:
-        b = b - bounds.h
     if base is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             b = b + matvec(K, base)
@@ -74,10 +73,26 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> Standard:
                 "and g down."
             )
         upper = None if upper is None else upper - base
+    if bounds.h is not None:
+        b = _subtract(K, b, bounds)
     lower, unbounded = None, bounds.unbounded
     if unbounded is not None:
         lower = xp.where(unbounded, xp.full_like(b, -math.inf), xp.zeros_like(b))
     return Standard(K, b, lower, upper)
+
+
+def _subtract(K: Array, b: Array, bounds: Bounds) -> Array:
+    """Return b - h, where loose rows are less so: they would set the scale for all others."""
+    xp, h = namespace(b), bounds.h
+    norms = xp.sqrt(xp.linalg.diagonal(K))
+    asked = xp.maximum(h, xp.zeros_like(h))
+    most = xp.full_like(b, math.inf)
+    if b.shape[-1]:
+        size = xp.max(xp.maximum(xp.abs(b), asked) * inverse(norms), axis=-1, keepdims=True)
+        most = LOOSE * size * norms
+    if bounds.equality is not None:
+        most = xp.where(bounds.equality, xp.full_like(b, math.inf), most)
+    return xp.minimum(b - h, most)
 
 
 def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -> Bounds:

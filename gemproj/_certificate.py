@@ -93,7 +93,8 @@ def error_bound(
     x(mu) is the projection for a right-hand side that is off by e, what the slacks of the active and
     nearly active rows miss of zero, so the second term is at most ``|e| / sigma``, where sigma is the
     smallest singular value of a basis chosen from these rows, active ones first. The others depend
-    on the basis to rounding, and are satisfied with it by rows that do so exactly.
+    on the basis to rounding, and are satisfied with it by rows that do so exactly, unless h differs: then
+    only weak duality is left.
 
     Coordinates that resolve angles only down to `resolves` cannot tell such rows from independent ones.
     Then weak duality bounds the error: by ``|x|`` for h = 0, or by the root of the duality gap.
@@ -113,8 +114,20 @@ def error_bound(
         )
         sigma = float(np.linalg.svd(A[:, basis], compute_uv=False)[-1]) if basis else 1.0
         bound = float(np.linalg.norm(error[basis])) / sigma + moved + 2.0 * fuzz
+        if _any_missed(A, error, basis, near, fuzz):
+            bound = math.inf
     step = float(np.linalg.norm(A @ (lam - mu)))
     return min(bound + step, _weak_duality(A, a, h, lam, lower, upper, fuzz))
+
+
+def _any_missed(A: np.ndarray, error: np.ndarray, basis: list[int], near: np.ndarray, fuzz: float) -> bool:
+    """Tell whether a near row outside of the basis misses its h by more than rounding times its weights."""
+    rest = near.copy()
+    rest[basis] = False
+    if not (rest.any() and basis):
+        return False
+    weights = np.abs(np.linalg.lstsq(A[:, basis], A[:, rest], rcond=None)[0]).sum(axis=0)
+    return bool((error[rest] > 4.0 * fuzz * (1.0 + weights)).any())
 
 
 def _basis(A: np.ndarray, free: np.ndarray, near: np.ndarray, resolves: float) -> tuple[list[int], bool]:

@@ -10,6 +10,8 @@ DEPENDENT = 45.0
 ROUNDING = 4e-15
 # A dependent row violated by more than this is exchanged for a free one; below, it is left out.
 EXCHANGE = 1e-7
+# Slacks beyond this many times the largest demand or product with g are alike: no constraint.
+LOOSE = 1e7
 # The natural residual of the normalised problem that counts as optimal, in units of rounding: 1e-9.
 OPTIMAL_WITHIN = 4e6
 # A slack below this, in units of 1 + |lam|_1, may be zero: the row takes part in what x is. And weights of

@@ -78,12 +78,14 @@ def solve_in_coordinates(
     right = np.zeros(len(base)) if h is None else h
     n = np.linalg.norm(A, axis=0)
     rows, per_norm = n > 0, inverse(n)
-    size = max(float(np.linalg.norm(a)), float(np.abs(right * per_norm).max(initial=0.0)))
+    right = right * per_norm
+    asked = np.where(np.isinf(lower), np.abs(right), np.maximum(right, 0.0))
+    size = max(float(np.linalg.norm(a)), float(asked.max(initial=0.0)))
     lam = base.copy()
     if size == 0.0 or not rows.any():
         return lam, 0, Status.OPTIMAL
     scale = n[rows] / size
-    A, a, right = A[:, rows] / n[rows], a / size, (right * per_norm)[rows] / size
+    A, a, right = A[:, rows] / n[rows], a / size, right[rows] / size
     least, most = np.where(np.isinf(lower[rows]), -np.inf, 0.0), (upper - base)[rows] * scale
     first = np.clip((start - base)[rows] * scale, least, most)
     unit, pivots, residual = solve_active_set(Factorisation(A, a, right), least, most, first)

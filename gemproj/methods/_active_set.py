@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gemproj._constants import BUDGET, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
+from gemproj._constants import BUDGET, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
 from gemproj._tspace import natural_residual
 from gemproj.methods._faces import Factorisation, Tableau
 
@@ -75,7 +75,7 @@ class _Search:
             entered = int(np.argmax(violation if self.pivots <= budget else violated))
             if not self.faces.dependent(entered):
                 self._pivot(entered)
-            elif violation[entered] <= EXCHANGE * (1.0 + np.abs(self.lam).sum()):
+            elif violation[entered] <= self.faces.uncertainty(entered, self.lam):
                 tabu[entered] = True
             elif self._exchange(entered, -1.0 if s[entered] > 0 else 1.0):
                 tabu[:] = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from gemproj._constants import ROUNDING
+from gemproj._constants import EXCHANGE, ROUNDING
 from gemproj._tspace import dependent_below, sweep
 
 
@@ -79,6 +79,10 @@ class Tableau:
         """Return the rounding of s of `trial`: a constraint is violated only beyond it."""
         return ROUNDING * (1.0 + float(np.abs(lam).sum()))
 
+    def uncertainty(self, j: int, lam: np.ndarray) -> float:
+        """Return how well s of a row that depends on the free rows is known."""
+        return EXCHANGE * (1.0 + float(np.abs(lam).sum()))
+
 
 class Factorisation:
     """A face in coordinates: K = A'A and b = A'a - h, not formed. For the methods, see `Tableau`."""
@@ -142,6 +146,9 @@ class Factorisation:
     def rounding(self, lam: np.ndarray) -> float:
         # Free multipliers, however large, do not enter x.
         return ROUNDING * (1.0 + float(np.abs(lam[~self.free]).sum()))
+
+    def uncertainty(self, j: int, lam: np.ndarray) -> float:
+        return 10 * self.rounding(lam) * (1.0 + float(np.abs(self.weights(j)).sum()))
 
     def _outside(self, v: np.ndarray) -> np.ndarray:
         """Return the part of v that is orthogonal to the free rows; twice is enough."""
