@@ -58,6 +58,8 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
         K = xp.broadcast_to(K, (*batch, t, t))
     if on_host(device):
         K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
+        if (np.diagonal(K, axis1=-2, axis2=-1) < 0.0).any():
+            raise ValueError("K must be a Gram matrix; found a negative number on its diagonal.")
     if gg is None:
         xp = namespace(b)
         squares = b * b * inverse(xp.linalg.diagonal(K))

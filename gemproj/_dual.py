@@ -123,7 +123,8 @@ def solve_gram(
         (t, t) store K once.
     gg : array, shape (...), optional
         Squared norm of g, which certificates are relative to. By default the largest that one row asks for,
-        ``max(b_i^2 / K_ii)``: certificates are then larger than those of `solve_dual`, never smaller.
+        ``max(b_i^2 / K_ii)``: without a margin, certificates are then never smaller than those of
+        `solve_dual`.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
 

@@ -123,12 +123,13 @@ class DualSolution:
         size, xp = self._size(), namespace(s)
         norms = xp.sqrt(xp.linalg.diagonal(self.gram.K))
         found = _certificate.kkt_residual(norms, s, size, self.multipliers, self.lower, self.upper)
-        return xp.maximum(found, moved * inverse(size))
+        return self._unless_lost(xp.maximum(found, moved * inverse(size)))
 
     def duality_gap(self) -> Array:
         """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
         s = self.slack()
-        return _certificate.duality_gap(s, self._size(), self.multipliers, self.lower, self.upper)
+        gap = _certificate.duality_gap(s, self._size(), self.multipliers, self.lower, self.upper)
+        return self._unless_lost(gap)
 
     def error_bound(self) -> Array:
         """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device.
@@ -151,7 +152,6 @@ class DualSolution:
             n = np.linalg.norm(F[:, :t], axis=0)
             rows = n > 0
             if size[i] == 0.0 or not rows.any():
-                bound[i] = np.inf if size[i] == 0.0 and (lam[i] * n).any() else 0.0
                 continue
             # Adding rows with a margin may cancel digits of g: rounding then counts against the sum.
             whole = np.linalg.norm(F[:, t]) + float(np.abs(base) @ n)
@@ -166,7 +166,7 @@ class DualSolution:
                 rounding=rounding * max(1.0, whole / size[i]),
                 resolves=resolves,
             )
-        return from_numpy(bound, namespace(self.status), device_of(self.status))
+        return self._unless_lost(from_numpy(bound, namespace(self.status), device_of(self.status)))
 
     def cosine(self) -> Array:
         """Cosine between g and x, shape (...)."""
@@ -199,6 +199,14 @@ class DualSolution:
                 demand = xp.where(self.bounds.equality, xp.abs(h), demand)
             size = xp.maximum(size, xp.max(demand * inverse(xp.sqrt(xp.linalg.diagonal(K))), axis=-1))
         return size
+
+    def _unless_lost(self, value: Array) -> Array:
+        """Return a certificate, infinite where x must be zero, as what is projected is, and is not."""
+        (K, b, gg), lam, xp = self.gram, self.multipliers, namespace(value)
+        square = gg + xp.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1)
+        whole = gg + xp.sum(lam * lam * xp.linalg.diagonal(K), axis=-1)
+        lost = (self._size() == 0) & (square > 8 * (lam.shape[-1] + 1) * self._rounding * whole)
+        return xp.where(lost, xp.full_like(value, math.inf), value)
 
     def _slack(self) -> tuple[Array, Array]:
         """Return G x - h, and the distance of x from g + G'lam."""

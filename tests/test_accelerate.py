@@ -121,6 +121,27 @@ def test_a_checkpoint_brings_back_memory_constraints_and_warm_start(interval, tm
     assert gem.projector.state_dict()["calls"] == (0 if interval == 1 else state["projector"]["calls"])
 
 
+def test_two_objects_have_two_files(tmp_path, fresh_state):
+    accelerator, *_, first = begin()
+    other = accelerator.prepare(perceptron())
+    parts = accelerator.prepare(
+        *(torch.optim.SGD(part.parameters(), lr=0.1) for part in (other[0], other[2]))
+    )
+    second = GEM(accelerator, other, list(parts), EpisodicMemory(), loss=loss)
+    first.end_task(batches(0), "one")
+    second.end_task(batches(1), "two")
+    second.exclude = "two"
+    accelerator.save_state(tmp_path)
+    second.exclude = None
+    accelerator.load_state(tmp_path)
+    assert (first.memory.tasks, second.memory.tasks) == (["one"], ["two"])
+    assert (first.exclude, second.exclude) == (None, "two")
+    loss(other, batches(0)[0]).backward()
+    for part in parts:
+        part.step()
+    assert len(second.projector.constraints) == 0
+
+
 def test_a_prepared_optimizer_is_for_the_object_of_accelerate():
     _, model, optimizer, gem = begin()
     gem.remove()

@@ -1,5 +1,6 @@
 """Every variant of the problem: right-hand sides, equalities, penalties and margins, one by one and mixed."""
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -102,6 +103,59 @@ def test_right_hand_side_is_a_shift(xp, t, options, rng):
     G, g, x0 = rng.standard_normal((t, 30)), rng.standard_normal(30), rng.standard_normal(30)
     x = xp.project(G, g, h=xp.array(G @ x0), **options)
     assert_close(x, x0 + project(G, g - x0, **options), atol=1e-12)
+
+
+TILT = 2.0**-12
+# Rows that depend on each other, with an h that differs by more than their rounding: G, g, h, options, x.
+TOGETHER = [
+    ([[1, 0], [1, 0], [-1, 1e-4]], [-1, 0], [0, 5e-10, 0], {"warm_start": [1, 0, 0]}, [5e-10, 5e-6]),
+    (
+        [[-2, 2 * TILT], [2 + TILT, -2 * TILT], [4 - TILT, TILT]],
+        [1, -3],
+        [TILT, -TILT, -TILT],
+        {},
+        [0, 0.5],
+    ),
+    ([[1, -2], [-2, 1], [-2, -1]], [-2, 2], [0, 0, -1], {"metric": [0.01, 1e6]}, [0, 0]),
+    ([[-1, 0], [1, 0], [1, 0]], [1, 2], [0, 1 / 3, 1 / 6], {"penalty": [3e6, 1e6, 4e6]}, [1 / 6, 2]),
+]
+
+
+@pytest.mark.parametrize(("G", "g", "h", "options", "x"), TOGETHER)
+def test_right_hand_sides_of_dependent_rows_differ(xp, G, g, h, options, x):
+    G, g, h, x = (np.array(a, dtype=float) for a in (G, g, h, x))
+    options = {name: xp.array(np.array(a, dtype=float)) for name, a in options.items()}
+    sol = solve_dual(xp.array(G), xp.array(g), h=xp.array(h), **options)
+    assert bool(sol.optimal)
+    assert float(sol.error_bound()) < 1e-5  # often from weak duality, the root of the gap
+    assert_close(xp.project(G, g, h=xp.array(h), **options), x, rtol=1e-9, atol=1e-12)
+
+
+def test_more_rows_than_parameters_and_a_right_hand_side():
+    """Always feasible, since h is not positive; one row of many depends on those that are active."""
+    for seed in (97, 98, 99):
+        rng = np.random.default_rng(seed)
+        G, g = rng.standard_normal((100, 30)), 3 * rng.standard_normal(30)
+        h = -np.abs(rng.standard_normal(100)) * rng.choice([0, 1], 100)
+        assert solve_dual(G, g, h=h).optimal
+        assert np.min(G @ project(G, g, h=h) - h) > -1e-11
+
+
+def test_the_bound_sees_what_a_dependent_row_misses():
+    """With h, rows that depend on active ones are not satisfied together with them."""
+    G, g, h = np.array([[1.0, 0], [1, 0], [-1, 1e-4]]), np.array([-1.0, 0]), np.array([0, 5e-10, 0])
+    sol = solve_dual(G, g, h=h)
+    wrong = replace(sol, multipliers=np.array([1.0, 0, 0]), _factor=sol._factor)  # x = 0
+    assert float(wrong.error_bound()) >= 5e-6
+
+
+@pytest.mark.parametrize("t", [2, 5, 12])
+@pytest.mark.parametrize("loose", [1e12, 1e16, 1e300])
+def test_a_loose_row_does_not_set_the_scale(xp, t, loose):
+    h, x = np.zeros(t), np.zeros(t)
+    h[0], x[0] = -loose, -1.0
+    g = -np.logspace(0, -3, t)
+    assert_close(xp.project(np.eye(t), g, h=xp.array(h)), x, atol=1e-15)
 
 
 def test_positive_right_hand_sides_on_dependent_rows(rng):

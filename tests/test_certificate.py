@@ -168,6 +168,18 @@ def test_error_bound_of_multipliers_that_no_method_would_return(rng):
         assert float(solve_dual(G, g, penalty=0.1).error_bound()) < 1e-7
 
 
+@pytest.mark.parametrize("lam", [[5.0, 0.0], [0.02, 0.0]])
+def test_where_the_projected_gradient_is_zero(lam):
+    """Nothing can be relative to it: x is zero, or infinitely wrong."""
+    G, g = np.array([[1.0, 0.0], [-1.0, 0.0]]), np.zeros(2)
+    wrong = solve_dual(G, g, method=lambda K, b, start: np.array(lam))
+    right = solve_dual(G, g, method=lambda K, b, start: np.array(lam)[[0, 0]])  # rows cancel
+    for sol, expected in ((wrong, np.inf), (right, 0.0)):
+        assert [sol.kkt_residual(), sol.duality_gap(), sol.error_bound()] == [expected] * 3
+    exact = solve_dual(np.array([[1.0]]), np.array([-1.0]), margin=1.0)
+    assert [exact.kkt_residual(), exact.error_bound()] == [0.0, 0.0]
+
+
 def test_certificates_have_the_shape_of_the_batch(xp, rng):
     sol = solve_dual(xp.array(rng.standard_normal((2, 3, 4, 9))), xp.array(rng.standard_normal((2, 3, 9))))
     for value in (sol.kkt_residual(), sol.duality_gap(), sol.error_bound(), sol.cosine(), sol.status):

@@ -254,6 +254,22 @@ def test_goes_on_from_a_checkpoint_as_if_nothing_had_happened(tmp_path, weights_
         assert torch.equal(kept[0], other_kept[0])
 
 
+def test_a_checkpoint_that_is_evaluated_leaves_the_memory_alone(tmp_path):
+    class Evaluated(Classifier):
+        def test_step(self, batch, batch_idx):
+            pass
+
+    gem, model = callback(), Evaluated()
+    one = trainer(gem)
+    one.fit(model, task(0))
+    one.save_checkpoint(tmp_path / "before.ckpt")
+    gem.end_task(task(0))
+    one.test(model, task(0), ckpt_path=tmp_path / "before.ckpt")
+    assert gem.memory.tasks == [0]
+    trainer(gem).fit(model, task(1), ckpt_path=tmp_path / "before.ckpt")
+    assert gem.memory.tasks == []
+
+
 def test_a_checkpoint_has_no_rows_of_shards(monkeypatch):
     gem = callback(interval=3)
     gem.end_task(task(0))

@@ -132,10 +132,17 @@ def test_the_mask_may_be_a_place_in_a_tuple():
     now, _ = tokens(1)
     mask = (batch["labels"] != -100).long()
     by_key = Distillation(lambda values, b: values, mask="mask")
+    default = Distillation(lambda values, b: values)
     by_place = Distillation(lambda values, b: values, mask=1)
     stored = by_key.outputs(before, batch)
     expected = by_key(now, {"mask": mask}, stored)
-    assert not torch.allclose(expected, by_key(now, {}, stored))
+    torch.testing.assert_close(default(now, {"attention_mask": mask}, stored), expected)
+    assert not torch.allclose(expected, default(now, {}, stored))
+    with pytest.raises(ValueError, match="mask 'mask' is not in the batch"):
+        by_key(now, {}, stored)
+    for loss, key in ((by_key, "mask"), (default, "attention_mask")):
+        with pytest.raises(ValueError, match=r"mask must have the shape .*\(3, 5\); found \(3, 4\)"):
+            loss(now, {key: mask[:, 1:]}, stored)
     torch.testing.assert_close(by_place(now, (batch["labels"], mask), stored), expected)
 
 

@@ -116,6 +116,13 @@ def test_a_method_may_return_any_dtype(dtype, columns, rng):
     assert_close(project(G.T.copy().T if columns else G, g, method=Rounded()), expected, rtol=1e-12)
 
 
+@pytest.mark.parametrize("method", [*METHODS.values(), PGD(step_size="power")], ids=repr)
+def test_no_rows_leave_the_gradient_alone(method):
+    if isinstance(method, OSQP | Quadprog | GEM2017):
+        pytest.importorskip("osqp" if isinstance(method, OSQP) else "quadprog")
+    assert_close(project(np.zeros((0, 2)), np.ones(2), method=method), np.ones(2))
+
+
 def test_pgd_is_algorithm_1_of_the_paper(rng):
     """Three steps in the space of the parameters, on normalised rows, warm started."""
     G, g = rng.standard_normal((4, 50)) * 10.0 ** rng.uniform(-2, 2, (4, 1)), rng.standard_normal(50)

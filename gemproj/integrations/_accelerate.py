@@ -17,6 +17,8 @@ from gemproj.integrations._base import FrameworkGEM
 class AcceleratedGEM(FrameworkGEM):
     """A `FrameworkGEM` for prepared models and optimizers, with a file of its own in checkpoints."""
 
+    _number = 0  # of several in one checkpoint
+
     def _attach_prepared(self, model: torch.nn.Module, optimizer: Any) -> None:
         """Attach; the forward pass of a prepared model runs in the precision of training."""
         refuse_engine(AcceleratorState())
@@ -32,19 +34,20 @@ class AcceleratedGEM(FrameworkGEM):
     def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
         """Write the part of this process to a file in the checkpoint."""
         Path(folder).mkdir(parents=True, exist_ok=True)
-        torch.save(self.state_dict() | more, file_in(folder))
+        torch.save(self.state_dict() | more, file_in(folder, self._number))
 
 
-def file_in(folder: str | os.PathLike[str]) -> Path:
+def file_in(folder: str | os.PathLike[str], number: int = 0) -> Path:
     """Return the file of this process in a checkpoint: each has its own examples and shards."""
     state = AcceleratorState()
-    name = "gem.pt" if state.num_processes == 1 else f"gem_rank{state.process_index}.pt"
-    return Path(folder) / name
+    name = f"gem_{number}" if number else "gem"
+    rank = f"_rank{state.process_index}" if state.num_processes > 1 else ""
+    return Path(folder) / f"{name}{rank}.pt"
 
 
-def read(folder: str | os.PathLike[str]) -> dict[str, Any]:
+def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
     """Return the part of this process in a checkpoint, made by as many processes with GEM."""
-    file = file_in(folder)
+    file = file_in(folder, number)
     if not file.is_file():
         found = sorted(other.name for other in Path(folder).glob("gem*.pt")) or "none"
         raise FileNotFoundError(

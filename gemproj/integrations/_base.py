@@ -24,6 +24,7 @@ class FrameworkGEM:
         self.gem: GEM | None = None
         self._loss, self._options = loss, options
         self._resumed: Mapping[str, Any] | None = None
+        self._exclude: Hashable = None
         # Bad options are reported now, not when training begins, but for those that depend on the model.
         trial = torch.nn.Linear(1, 1)
         known = {name: value for name, value in options.items() if name not in _OF_THE_MODEL}
@@ -32,6 +33,17 @@ class FrameworkGEM:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing."""
         return self.__dict__ | {"gem": None}
+
+    @property
+    def exclude(self) -> Hashable:
+        """A task to leave out, see `gemproj.torch.GEM`."""
+        return self._exclude if self.gem is None else self.gem.exclude
+
+    @exclude.setter
+    def exclude(self, task: Hashable) -> None:
+        self._exclude = task
+        if self.gem is not None:
+            self.gem.exclude = task
 
     @property
     def projector(self) -> GradientProjector | None:
@@ -84,9 +96,10 @@ class FrameworkGEM:
         scaler: Any = None,
     ) -> None:
         self._detach()
-        several = dist.is_initialized() and dist.get_world_size() > 1
+        exclude, several = self.exclude, dist.is_initialized() and dist.get_world_size() > 1
         options = {"group": dist.group.WORLD if several else None, "scaler": scaler} | self._options
         self.gem = GEM(model, optimizer, loss or self._loss, memory=self.memory, **options)
+        self.gem.exclude = exclude
         self._resume()
 
     def _resume(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ class GEM(AcceleratedGEM):
     Losses on the memory run through the forward pass of the prepared model, in its precision; an
     ``accelerator.autocast()`` around the loss belongs into `loss`. With float16 they are scaled, too.
     Memory and projector are part of ``accelerator.save_state`` and ``load_state``: a file ``gem.pt`` in the
-    folder, or one per process.
+    folder, or one per process, and ``gem_1.pt`` of a second object.
 
     Parameters
     ----------
@@ -77,8 +78,12 @@ class GEM(AcceleratedGEM):
         super().__init__(memory, loss, **options)
         self._attach_prepared(model, optimizer)
 
+        self._numbers: set[int] = accelerator.__dict__.setdefault("_gemproj_numbers", set())
+        self._number = next(k for k in itertools.count() if k not in self._numbers)
+        self._numbers.add(self._number)
+
         def load(models: Any, folder: str) -> None:
-            self.load_state_dict(read(folder))
+            self.load_state_dict(read(folder, self._number))
 
         # Not register_for_checkpointing: that keeps the state of the first process only.
         self._hooks = [
@@ -89,6 +94,7 @@ class GEM(AcceleratedGEM):
     def remove(self) -> None:
         """Detach from the optimizer and from the accelerator's checkpoints."""
         self._detach()
+        self._numbers.discard(self._number)
         for hook in self._hooks:
             hook.remove()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 try:
@@ -72,6 +73,20 @@ class GEMCallback(FrameworkGEM, Callback):
     """
 
     _logged: Projection | None = None
+    _stage = "fit"
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note what begins: a checkpoint that is only evaluated has no say in what is remembered."""
+        self._stage = stage
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note that it has ended."""
+        self._stage = "fit"
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Bring back what a checkpoint holds, to go on with its training."""
+        if self._stage == "fit":
+            super().load_state_dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a task, or go on with the one of a checkpoint."""

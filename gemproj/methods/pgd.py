@@ -82,7 +82,7 @@ def largest_eigenvalue_bound(K: Array) -> Array:
 def power_iteration(K: Array, iterations: int) -> Array:
     """Return the Rayleigh quotient of K after power iterations from a vector of ones, (..., 1)."""
     xp = namespace(K)
-    v = xp.ones_like(K[..., 0, :])
+    v = xp.ones_like(xp.linalg.diagonal(K))
     for _ in range(iterations):
         v = matvec(K, v)
         v = v * inverse(xp.sqrt(xp.sum(v * v, axis=-1, keepdims=True)))

@@ -40,6 +40,13 @@ def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataP
     return model, None
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Give parameters back that FSDP has gathered, as an evaluation leaves them."""
+    for module in model.modules():
+        if callable(getattr(module, "reshard", None)):
+            module.reshard()  # type: ignore[operator]
+
+
 def check_whole(model: torch.nn.Module) -> None:
     """Raise for a model whose processes would have to work together."""
     if not isinstance(model, torch.nn.Module):
@@ -143,9 +150,7 @@ def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor]) -> None:
 @contextmanager
 def preserved_state(model: torch.nn.Module, device: torch.device, training: bool = False) -> Iterator[None]:
     """Restore ``.grad``, module modes and torch's random state; evaluation mode unless `training`."""
-    for module in model.modules():
-        if callable(getattr(module, "reshard", None)):
-            module.reshard()  # type: ignore[operator]  # FSDP: an evaluation leaves parameters gathered
+    reshard(model)
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     modes = [module for module in model.modules() if module.training]
     # Each CUDA or XPU device has a generator of its own; that of MPS cannot be restored.

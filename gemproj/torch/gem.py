@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 from gemproj.methods._method import check_count
 from gemproj.torch.batches import Batch, Field, Loss
-from gemproj.torch.constraint_gradients import model_loss
+from gemproj.torch.constraint_gradients import model_loss, reshard
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.optimizer_step import will_skip
 from gemproj.torch.projector import GradientProjector
@@ -137,6 +137,7 @@ class GEM:
         self.memory = EpisodicMemory(per_task, label) if memory is None else memory
         if promise == "label" and self.memory.label is None:
             raise ValueError("promise='label' needs label: where the labels of a batch are.")
+        reshard(model)
         self.projector = GradientProjector(model.named_parameters(), group=group, **projection)
         self.exclude: Hashable = None
         self._model, self._loss, self._sample, self._scaler = model, loss, sample, scaler

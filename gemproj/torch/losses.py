@@ -14,6 +14,7 @@ from gemproj.torch.batches import Batch, Field, field_of, output_of
 
 # Labels that torch and transformers leave out.
 _IGNORED = -100
+_MASK = "attention_mask"
 
 
 def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -97,7 +98,7 @@ class Distillation:
     dtype : torch.dtype, optional
         Of the stored log-probabilities, such as ``torch.float16``; by default that of the logits.
     mask : key or callable, default "attention_mask"
-        Positions (n, ...) that count, those not zero; a key that the batch does not have counts all.
+        Positions (n, ...) that count, those not zero. Batches need not have the default one; then all count.
     labels : CrossEntropy, optional
         Adds its losses, from the same logits.
     weight : float, default 1
@@ -121,7 +122,7 @@ class Distillation:
         temperature: float = 1.0,
         top: int | None = None,
         dtype: torch.dtype | None = None,
-        mask: Field = "attention_mask",
+        mask: Field = _MASK,
         labels: CrossEntropy | None = None,
         weight: float = 1.0,
     ) -> None:
@@ -162,11 +163,15 @@ class Distillation:
         terms = torch.where(before.isneginf(), 0.0, before.exp() * (before - now))
         divergence = terms.sum(-1) * self._temperature**2
         counts = torch.ones_like(divergence, dtype=torch.bool)
-        given = self._mask in batch if isinstance(batch, Mapping) else isinstance(self._mask, int)
-        if callable(self._mask) or given:
+        # Of a classifier of sequences, the mask is about tokens and the logits are not.
+        if self._mask != _MASK or (isinstance(batch, Mapping) and _MASK in batch and divergence.ndim > 1):
             mask = field_of(batch, self._mask, "mask")
-            # Of a classifier of sequences, the mask is about tokens and the logits are not.
-            counts = mask.bool() if mask.shape == divergence.shape else counts
+            if mask.shape != divergence.shape:
+                raise ValueError(
+                    f"mask must have the shape of the logits without classes, {tuple(divergence.shape)}; "
+                    f"found {tuple(mask.shape)}. Pass another key, or a function of the batch."
+                )
+            counts = mask.bool()
         losses = _means(divergence, counts)
         return losses if self._labels is None else losses + self._weight * self._labels.of(logits, batch)
 

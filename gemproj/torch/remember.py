@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
-from gemproj.torch.constraint_gradients import call_loss, preserved_state, unwrapped
+from gemproj.torch.constraint_gradients import call_loss, preserved_state, reshard, unwrapped
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.zero import vector_of
 
@@ -42,6 +42,7 @@ def remember(
     if model is None:
         raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
     model, _ = unwrapped(model)
+    reshard(model)
     vector = vector_of(model.parameters(), group)
     topology, device = vector.topology, vector.device
     with topology.agreement({}):
