@@ -175,6 +175,21 @@ def a_task_without_examples_stops_every_process():
 
 
 @check(2)
+def rows_are_of_the_same_tasks_and_labels():
+    """As many rows of other labels would be added up."""
+    rank, (x, y) = dist.get_rank(), task(0, 60)
+    keep = (y == rank) | (y == rank + 1)
+    for names, promise in ((["a", "b"][:: 1 - 2 * rank], "task"), (["a"], "label")):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gem = GEM(model, optimizer, loss, group=dist.group.WORLD, label=1, promise=promise)
+        for name in names:
+            gem.end_task([(x[keep], y[keep])], name)
+        with pytest.raises(ValueError, match="disagree on the names of tasks or labels"):
+            optimizer.step()
+
+
+@check(2)
 def gem_trains_as_one_process_does():
     """The one object for a loop, on replicas and on shards, whose memories differ in size."""
     for promise, options in PROMISES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -67,6 +68,7 @@ def from_batches(
     microbatch: int | None = None,
     training: bool = False,
     scale: float = 1.0,
+    names: Sequence[Any] = (),
     smoothing: float = 0.0,
     refresh: Refresh = "all",
     turn: int = 0,
@@ -84,7 +86,7 @@ def from_batches(
         their bounds by more than that.
     """
     topology = G.vector.topology
-    numbers = {"past tasks": 0} | G.vector.signature()
+    numbers = {"past tasks": 0, "names": _digest(names)} | G.vector.signature()
     before, kept = len(G), G.kept()
     G.clear()
     with topology.agreement(numbers):
@@ -198,6 +200,12 @@ def _check(
             "batches must be an iterable of batches, one per past task, such as memory.batches() or "
             f"[memory.sample(n)]; found {type(batches).__name__}."
         )
+
+
+def _digest(names: Sequence[Any]) -> int:
+    """Return a number that tells names of tasks and labels apart; of other objects only the type counts."""
+    plain = [n if isinstance(n, str | int | None) else type(n).__name__ for name in names for n in name]
+    return zlib.crc32(repr(plain).encode())
 
 
 def _count(batch: Batch, k: int) -> int:

@@ -129,9 +129,10 @@ class Replicated(Local):
             raise RuntimeError("Another process failed; its own message says why.")
         for (name, value), high, low in zip(numbers.items(), bounds[::2], bounds[1::2], strict=True):
             if high != -low:
+                found = f"number of {name}: {value} here, {-low} to {high} among all"
                 raise ValueError(
-                    f"Processes disagree on the number of {name}: {value} here, {-low} to {high} among "
-                    "all. Every process must have the same tasks in the same order."
+                    f"Processes disagree on the {'names of tasks or labels' if name == 'names' else found}. "
+                    "Every process must have the same tasks (and labels) in the same order."
                 )
 
     def _gather(self, counts: Sequence[int]) -> list[list[int]]:

@@ -236,7 +236,10 @@ class GEM:
         self._stepped.clear()
         scaled = self._scaler is not None and self._scaler.is_enabled()
         scale = self._scaler.get_scale() / _HEADROOM if scaled else 1.0
-        self.projector.recall(self._model, self._batches(), self._loss, scale=scale, **self._options)
+        names = [] if self._sample is not None else self.memory.names(self.exclude, per=self._promise)
+        self.projector.recall(
+            self._model, self._batches(), self._loss, scale=scale, names=names, **self._options
+        )
         self._tasks = self._past()
         self._stepped.add(id(optimizer))
 

@@ -192,6 +192,11 @@ class EpisodicMemory:
             check_count(n, "n", 1)
         return self._drawn(exclude, n, per)
 
+    def names(self, exclude: Hashable = None, *, per: str = "task") -> list[tuple[Hashable, Any]]:
+        """Return the task, and with ``per="label"`` the label, of what `batches` draws from."""
+        stores = self._others(exclude).items()
+        return [(task, label) for task, store in stores for label, _ in store.groups(per == "label")]
+
     def _drawn(self, exclude: Hashable, n: int | None, per: str) -> Iterator[Batch | Remembered]:
         for store in self._others(exclude).values():
             for label, slots in store.groups(per == "label"):

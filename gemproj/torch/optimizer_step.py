@@ -168,11 +168,9 @@ class ProjectedOptimizer:
     They observe the step and call the projector, which knows nothing of them.
     """
 
-    _projector: Any
-    _step: OptimizerStep
-
     def __init__(self, projector: Any, step: OptimizerStep) -> None:
         step.check_projectable(projector.on, projector.metric)
+        self._projector, self._step = projector, step
         other = _find(lambda one: one._step.optimizer is step.optimizer and one._step.shares(step))
         if other is not None:
             raise ValueError(
@@ -180,7 +178,6 @@ class ProjectedOptimizer:
                 "optimizer already, and both would act. Attach once, before the loop, or call remove() on "
                 "the other GEM, or on what its attach returned; two losses of a task go into one function."
             )
-        self._projector, self._step = projector, step
         self._done: Projection | None = None
         self._hooks: list[Any] = [
             step.optimizer.register_step_pre_hook(self._begin),

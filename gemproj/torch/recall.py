@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,6 +101,7 @@ class RecalledConstraints:
         microbatch: int | None = None,
         training: bool = False,
         scale: float = 1.0,
+        names: Sequence[Any] = (),
     ) -> bool:
         """Replace the constraints by the gradients of the mean loss on each of `batches`.
 
@@ -126,6 +127,8 @@ class RecalledConstraints:
             Whether to compute the losses in the mode in which the model trains.
         scale : float, default 1
             Losses are multiplied by it and rows divided again, for backward passes in float16.
+        names : sequence of tuples, optional
+            What the rows are about, ``memory.names()``: processes that disagree raise.
 
         Returns
         -------
@@ -152,6 +155,7 @@ class RecalledConstraints:
                 microbatch=microbatch,
                 training=training,
                 scale=scale,
+                names=names,
                 smoothing=self.smoothing,
                 refresh=self.refresh,
                 turn=self._calls // self.interval - 1,
