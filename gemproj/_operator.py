@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,14 +14,11 @@ from gemproj._blocks import blocks_of
 from gemproj._combine import combine_into
 from gemproj._derivative import pull_back
 from gemproj._dual import solve_problem
+from gemproj._method_names import method_named, name_of
 from gemproj._options import check_options
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
-from gemproj.methods import METHODS, Exact, Method, as_method
-
-# The arguments of an operator are tensors, numbers and strings; this is what the strings stand for.
-_methods: dict[str, Any] = {}
-_NAMED = {str, *(type(method) for method in METHODS.values())}
+from gemproj.methods import Exact, as_method
 
 
 class _Form(NamedTuple):
@@ -52,7 +48,7 @@ def project_operator(
     options = [_tensor(v, like) for v in (h, margin, penalty, equality)] + [warm_start]
     form = _Form(
         (len(arrays[0]), len(arrays[1]), len(arrays[2])), tuple(a is not None for a in options),
-        isinstance(g, Tensor), _name(method), refine,
+        isinstance(g, Tensor), name_of(method), refine,
     )  # fmt: skip
     tensors = [a for blocks in arrays for a in blocks] + [a for a in options if a is not None]
     if torch.compiler.is_compiling():
@@ -143,38 +139,6 @@ class _Derivative(torch.autograd.Function):
         return tuple(v.reshape(n) for v, n in zip(found, shapes, strict=False)), (0,) * len(found)
 
 
-def _name(method: Any) -> str:
-    """Return the string that stands for a method."""
-    if torch.compiler.is_compiling() and isinstance(method, Method):
-        # torch.compile knows of an object that the compiled function makes only its class and fields.
-        kind = type(method)
-        values = {name: getattr(method, name) for name in _fields(kind) or ()}
-        simple = all(type(value) in (bool, int, float, str, type(None)) for value in values.values())
-        if simple and _fields(kind) is not None:
-            return _named_anew(kind, **values)
-    return _named(method)
-
-
-@torch.compiler.assume_constant_result
-def _named_anew(kind: type[Method], **values: Any) -> str:
-    return _named(kind(**values))
-
-
-@torch.compiler.assume_constant_result
-def _named(method: Any) -> str:
-    # The repr of the methods of this package says all that they are; that of others may not.
-    name = repr(method) if type(method) in _NAMED else f"{type(method).__name__} at {id(method)}"
-    _methods[name] = method
-    return name
-
-
-@torch.compiler.assume_constant_result
-def _fields(kind: type[Method]) -> tuple[str, ...] | None:
-    """Return what an object is made from; None for a class that is no dataclass itself."""
-    own = "__dataclass_fields__" in vars(kind)
-    return tuple(field.name for field in fields(kind) if field.init) if own else None
-
-
 def _tensor(value: Any, like: Tensor) -> Tensor | None:
     """Return an option as a tensor; None, which stands for its default, passes through."""
     if value is None or isinstance(value, Tensor):
@@ -197,7 +161,7 @@ def _solved(
 ) -> tuple[Problem, DualSolution]:  # fmt: skip
     problem = check_problem(*((a[0] if alone else a) if a else None for a in (G, g, metric)))
     options = check_options(
-        _methods[method], h=h, margin=0.0 if margin is None else margin, penalty=penalty,
+        method_named(method), h=h, margin=0.0 if margin is None else margin, penalty=penalty,
         equality=False if equality is None else equality, refine=refine,
     )  # fmt: skip
     return problem, solve_problem(problem, options, warm_start)
@@ -230,8 +194,8 @@ def _project_backward(
     penalty: Tensor | None, equality: Tensor | None, x: list[Tensor], upstream: list[Tensor], alone: bool,
     method: str, refine: int,
 ) -> list[Tensor]:  # fmt: skip
-    if not isinstance(as_method(_methods[method]), Exact):
-        raise ValueError(f"Gradients flow through method 'exact' only; method is {_methods[method]!r}.")
+    if not isinstance(as_method(method_named(method)), Exact):
+        raise ValueError(f"Gradients flow through method 'exact' only; method is {method_named(method)!r}.")
     problem, sol = _solved(G, g, metric, h, margin, penalty, equality, None, alone, method, refine)
     grads = pull_back(problem, sol.to(problem.xp, problem.device), x, upstream)
     arrays = [grads.G, grads.g, grads.metric if metric else []]

@@ -112,10 +112,11 @@ def test_gradients_pass_through(problem):
 
 
 def test_the_operation_keeps_its_promises(problem):
-    from gemproj._operator import _name, _project
+    from gemproj._method_names import name_of
+    from gemproj._operator import _project
 
     G, g = problem
-    _name("exact")
+    name_of("exact")
     h = torch.full((3,), 0.1, dtype=torch.float64)
     arguments = ([G], [g], [], h, None, None, None, None, False, "'exact'", 0)
     torch.library.opcheck(_project, arguments)
