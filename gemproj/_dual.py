@@ -224,7 +224,7 @@ def run_method(
     else:
         found = call(method, dual.K, dual.b, start, to_caller)
     lam, iterations, status, resolved = found
-    if lam.dtype != gram.b.dtype:  # a method of the user
+    if lam.dtype is not gram.b.dtype:  # a method of the user; `!=` takes longer
         lam = xp.astype(lam, gram.b.dtype)
     if isinstance(status, int) and not bare:
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)

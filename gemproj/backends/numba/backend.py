@@ -35,6 +35,7 @@ _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
 _MOST_SHARED = 1 << 20
 # Entries of K that a thread takes at a time.
 _WORK = 1 << 14
+_FLOAT64 = np.dtype(np.float64)
 _NONE, _WIDE, _NARROW = np.empty((0, 0)), np.empty(0), np.empty(0, np.float32)
 
 
@@ -84,7 +85,7 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
 
 def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return an array of the kind that loops are compiled for and can read without looking: no gaps."""
-    if a.dtype != np.float64 or not a.flags.carray:
+    if a.dtype is not _FLOAT64 or not a.flags.carray:  # `!=` takes longer
         a = np.array(a, np.float64, order="C")
     return a.reshape(shape)
 
