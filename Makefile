@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test bench bench-gpu bench-host bench-exchange bench-stale bench-large kernels bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo study test bench bench-gpu bench-exchange bench-stale bench-large bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -30,7 +30,7 @@ test: $(STAMP)  ## Run all tests and the examples of the documentation.
 
 # What runs once more on the portable backend, with other kernels of OpenBLAS, MKL and torch than this machine's:
 # other orders of sums, and no FMA. The strict array library takes that backend anyway.
-NUMERICAL := -k 'not array_api_strict' $(addprefix tests/test_,stages.py exact.py bounds.py refine.py certificate.py)
+NUMERICAL := -k 'not array_api_strict' $(addprefix tests/test_,stages.py exact.py bounds.py feasibility.py refine.py certificate.py)
 OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
@@ -40,17 +40,11 @@ bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 bench-gpu:  ## Check and time everything on an NVIDIA device, with the torch of PYTHON.
 	$(PYTHON) -m asv_benchmarks.reports.gpu --out docs/results/bench-gpu.md $(ARGS)
 
-bench-host: $(STAMP)  ## Time the Python of a projection on a device, with launches replaced by nothing.
-	$(BIN)/python -m asv_benchmarks.reports.host $(ARGS)
-
 bench-exchange: $(STAMP)  ## Measure what a projection that is sharded over processes exchanges.
 	$(BIN)/python -m asv_benchmarks.reports.exchange --out docs/results/exchange.md $(ARGS)
 
 bench-stale: $(STAMP)  ## Measure what constraint gradients that are some steps old do to the promise.
 	$(BIN)/python -m asv_benchmarks.reports.stale --out docs/results/stale-rows.md $(ARGS)
-
-kernels: $(STAMP)  ## Compile all kernels for NVIDIA devices; registers, spills and loads of each.
-	$(BIN)/python -m asv_benchmarks.reports.kernels --out docs/results/kernels.md $(ARGS)
 
 bench-large: $(STAMP)  ## Project the gradient of as many weights as the memory of this machine holds.
 	$(BIN)/python -m asv_benchmarks.reports.large --out docs/results/large.md $(ARGS)

@@ -54,7 +54,7 @@ def learn(on: str | None, epochs: int) -> list[float]:
                     accelerator.backward(loss(model, batch))
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                    optimizer.step()  # projected
+                    optimizer.step()  # projected, then clipped
                     optimizer.zero_grad()
         if gem:
             gem.end_task(loader)
@@ -74,8 +74,10 @@ def main(epochs: int = 4) -> Table:
     """Compare three ways to learn the tasks."""
     table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
     for on in (None, "gradient", "both"):
-        found = learn(on, epochs)
         name = f'GEM, on="{on}"' if on else "fine-tuning"
+        if Accelerator(cpu=True).is_main_process:
+            print(f"{name}: {TASKS} tasks of {epochs} epochs ...", flush=True)
+        found = learn(on, epochs)
         table.add_row(name, *(f"{a:.0%}" for a in [*found, sum(found) / TASKS]))
     if Accelerator(cpu=True).is_main_process:
         Console().print(table)
@@ -83,4 +85,5 @@ def main(epochs: int = 4) -> Table:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
     main()

@@ -72,7 +72,7 @@ def train(project: bool, steps: int) -> list[float]:
     fully_shard(model, mesh=mesh)
     # After fully_shard, which makes other parameters of them; as for the optimizer.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    gem = GEM(model, optimizer, loss, 64, "y", on="both", metric="adam") if project else None
+    gem = GEM(model, optimizer, loss, 64, label="y", on="both", metric="adam") if project else None
     for task in range(TASKS):
         for step in range(steps):
             optimizer.zero_grad()
@@ -88,6 +88,8 @@ def main(steps: int = 80) -> None:
     dist.init_process_group("gloo")
     table = Table("", *(f"task {task}" for task in range(TASKS)), title="Accuracy after the last task (%)")
     for name, project in (("without projection", False), ("with projection", True)):
+        if dist.get_rank() == 0:
+            print(f"{name}: {TASKS} tasks of {steps} steps ...", flush=True)
         table.add_row(name, *(f"{100 * share:.0f}" for share in train(project, steps)))
     if dist.get_rank() == 0:
         Console().print(table)
@@ -95,4 +97,5 @@ def main(steps: int = 80) -> None:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
     main(*map(int, sys.argv[1:]))

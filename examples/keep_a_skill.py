@@ -154,6 +154,7 @@ def compare(seed: int, steps: int) -> list[dict[str, Any]]:
     """Pretrain one model, fine-tune it in each way, and return what each has lost and learned."""
     texts = texts_of(seed)
     torch.manual_seed(seed)
+    print(f"seed {seed}: pretraining, {4 * steps} steps ...", flush=True)
     start = GPT()
     learn(start, texts["pretrain"], 4 * steps, seed)
     said = KL.outputs(start, texts["reference"])
@@ -161,6 +162,7 @@ def compare(seed: int, steps: int) -> list[dict[str, Any]]:
     for method in [None, *METHODS]:
         model, begin = copy.deepcopy(start), time.perf_counter()
         if method is not None:
+            print(f"seed {seed}: {method} ...", flush=True)
             learn(model, texts["tune"], steps, seed, method, texts["reference"])
         row = {"seed": seed, "method": str(method or "before"), "seconds": time.perf_counter() - begin}
         with torch.no_grad():

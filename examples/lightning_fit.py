@@ -89,10 +89,12 @@ def main(arguments: list[str] | None = None) -> None:
     gem = GEMCallback(EpisodicMemory(40), Classifier.loss, on="both", metric="adam")
     table = Table("Method", *(f"Task {k + 1}" for k in range(len(tasks))), "Average", title="Accuracy (%)")
     for name, callback in (("Fine-tuning", None), ("GEM", gem)):
+        print(f"{name}: {len(tasks)} tasks of 4 epochs ...", flush=True)
         found = learn(tasks, epochs=4, gem=callback)
         table.add_row(name, *(f"{100 * one:.0f}" for one in (*found, sum(found) / len(found))))
     Console().print(table)
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
     main()

@@ -56,9 +56,11 @@ def main(steps: int = 300) -> None:
     """Train without and with projection, and print what each has kept."""
     table = Table("", *(f"task {task}" for task in range(TASKS)), title="Accuracy after the last task (%)")
     for name, project in (("without projection", False), ("with projection", True)):
+        print(f"{name}: {TASKS} tasks of {steps} steps ...", flush=True)
         table.add_row(name, *(f"{100 * share:.0f}" for share in train(project, steps)))
     Console().print(table)
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
     main(*map(int, sys.argv[1:]))

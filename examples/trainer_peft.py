@@ -102,12 +102,14 @@ def main(steps: int = 100) -> Table:
     with tempfile.TemporaryDirectory() as folder:
         for on in (None, "gradient", "both"):
             memory = EpisodicMemory(per_task=40)
-            found = learn(GEMCallback(memory, on=on) if on else None, steps, folder)
             name = f'GEM, on="{on}"' if on else "fine-tuning"
+            print(f"{name}: {TASKS} tasks of {steps} steps ...", flush=True)
+            found = learn(GEMCallback(memory, on=on) if on else None, steps, folder)
             table.add_row(name, *(f"{a:.0%}" for a in [*found, sum(found) / TASKS]))
     Console().print(table)
     return table
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
     main()

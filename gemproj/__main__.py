@@ -48,9 +48,12 @@ def compile_loops() -> None:
     from gemproj.backends.numba import installed
 
     if not installed():
-        print("There is nothing to compile: numba is not installed. pip install 'gemproj[fast]'")
+        print("There is nothing to compile: numba is missing. In a checkout: pip install '.[fast]'")
         return
+    from gemproj.backends.numba import jit
+
     print("Compiling loops for float32, float64 and bfloat16; this takes about a minute, once.")
+    jit.announcement.waiting = False  # it has been said
     start, libraries = time.perf_counter(), {"float32": "numpy", "float64": "numpy"}
     if find_spec("torch") is not None:
         libraries["bfloat16"] = "torch"
@@ -70,7 +73,7 @@ def report() -> None:
     print(f"{'core':14s}{_version('numpy')}, {_version('array-api-compat')}")
     for extra, packages in OPTIONAL.items():
         found = ", ".join(map(_version, packages))
-        hint = f"   <- pip install 'gemproj[{extra}]'" if "missing" in found else ""
+        hint = f"   <- in a checkout: pip install '.[{extra}]'" if "missing" in found else ""
         print(f"{extra:14s}{found}{hint}")
     print(f"{'devices':14s}{', '.join(_devices())}\n")
 

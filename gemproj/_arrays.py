@@ -15,7 +15,7 @@ Blocks = Array | Sequence[Array] | Mapping[Any, Array]
 
 # Models have hundreds of blocks: `map` over these takes half the time of a loop.
 DTYPE, SHAPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("shape"), attrgetter("requires_grad")
-_DEVICE = attrgetter("device")
+_DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
 
 # Looking these up takes longer than projecting a small gradient.
 _NAMESPACES: dict[type, Any] = {}
@@ -79,8 +79,17 @@ def is_real_floating(a: Array) -> bool:
     key = (type(a), a.dtype)
     found = _REAL_FLOATING.get(key)
     if found is None:
-        found = _REAL_FLOATING[key] = bool(namespace(a).isdtype(a.dtype, "real floating"))
+        xp = namespace(a)
+        # There is no arithmetic in float8.
+        floating = xp.isdtype(a.dtype, "real floating") and xp.finfo(a.dtype).bits >= 16
+        found = _REAL_FLOATING[key] = bool(floating)
     return found
+
+
+def refuse_masked(a: Any, name: str) -> None:
+    """Raise for an array with a mask, which everything here would ignore."""
+    if isinstance(a, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
 
 
 def is_torch(a: Any) -> bool:
@@ -100,6 +109,22 @@ def detach_all(arrays: list[Array]) -> None:
     """Take the arrays of a list, all of one library, out of autograd."""
     if is_torch(arrays[0]) and any(map(REQUIRES_GRAD, arrays)):
         arrays[:] = map(detach, arrays)
+
+
+def refuse_transformed(arrays: Sequence[Array]) -> None:
+    """Raise for tensors without plain memory of their own: of `torch.func`, sparse, nested or meta ones."""
+    if is_torch(arrays[0]):
+        first = arrays[0]
+        if first.is_nested or first.is_meta or set(map(_LAYOUT, arrays)) != {sys.modules["torch"].strided}:
+            raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
+        functorch = sys.modules["torch"]._C._functorch
+        if functorch.peek_interpreter_stack() is not None and any(
+            map(functorch.is_functorch_wrapped_tensor, arrays)
+        ):
+            raise TypeError(
+                "torch.func transforms (vmap, grad, ...) pass through gemproj.project only. For solutions of "
+                "many problems call this function on arrays with leading dimensions."
+            )
 
 
 def note_written(arrays: Sequence[Array]) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import DTYPE, Array, Blocks, is_array, is_real_floating, is_torch
+from gemproj._arrays import DTYPE, Array, Blocks, is_array, is_real_floating, is_torch, refuse_masked
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
@@ -48,8 +44,7 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
                 f"{name} must be an array (NumPy, torch, CuPy, ...), or a sequence or mapping of arrays; "
                 f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
             )
-        if isinstance(block, np.ma.MaskedArray):
-            raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
+        refuse_masked(block, name)
     for block in dict(zip(map(DTYPE, blocks), blocks, strict=True)).values():
         if not is_real_floating(block):
             raise TypeError(
@@ -75,14 +70,3 @@ def blocks_of(a: Blocks) -> Sequence[Any]:
         return a
     # Arrays before mappings, which take longer to ask for.
     return [a] if hasattr(a, "dtype") or not isinstance(a, Mapping) else list(a.values())
-
-
-@lru_cache(maxsize=16)
-def side_by_side(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[tuple[Any, Any, int]], int]:
-    """Return shape, strides and beginning of arrays in one, each at a multiple of 64, and the end."""
-    places, end = [], 0
-    for of_block in shapes:
-        strides = [*accumulate(of_block[:0:-1], operator.mul, initial=1)][::-1] if of_block else []
-        places.append((of_block, strides, end))
-        end += -(-math.prod(of_block) // 64) * 64
-    return places, end

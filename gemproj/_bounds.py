@@ -19,9 +19,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, from_numpy, is_array, namespace, on_host, to_numpy
+from gemproj._arrays import (
+    Array,
+    detach,
+    device_of,
+    from_numpy,
+    is_array,
+    is_real_floating,
+    namespace,
+    on_host,
+    to_numpy,
+)
 from gemproj._constants import LOOSE
-from gemproj._tspace import Standard, inverse, matvec
+from gemproj._tspace import Standard, inverse, matvec, snap
 
 
 class Bounds(NamedTuple):
@@ -59,10 +69,16 @@ class Bounds(NamedTuple):
 PLAIN = Bounds()
 
 
-def standard_form(K: Array, b: Array, bounds: Bounds) -> Standard:
-    """Subtract h, and move finite lower bounds to zero: the projection of ``g + G'base``."""
+def standard_form(
+    K: Array, b: Array, bounds: Bounds, reach: float | Array = LOOSE
+) -> tuple[Standard, Array | None]:
+    """Subtract h, and move finite lower bounds to zero: the projection of ``g + G'base``.
+
+    Also return which rows were cut, boolean (..., t), or None: slacks beyond `reach` times the size of the
+    problem, (..., 1), would set the scale for all other rows; see `overstepped`.
+    """
     if bounds is PLAIN:
-        return Standard(K, b, None, None)
+        return Standard(K, b, None, None), None
     xp, base, upper = namespace(b), bounds.base, bounds.upper
     if base is not None:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -73,26 +89,55 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> Standard:
                 "and g down."
             )
         upper = None if upper is None else upper - base
+    cut = None
     if bounds.h is not None:
-        b = _subtract(K, b, bounds)
+        b, cut = _subtract(K, b, bounds, upper, reach)
     lower, unbounded = None, bounds.unbounded
     if unbounded is not None:
         lower = xp.where(unbounded, xp.full_like(b, -math.inf), xp.zeros_like(b))
-    return Standard(K, b, lower, upper)
+    return Standard(K, b, lower, upper), cut
 
 
-def _subtract(K: Array, b: Array, bounds: Bounds) -> Array:
-    """Return b - h, where loose rows are less so: they would set the scale for all others."""
-    xp, h = namespace(b), bounds.h
-    norms = xp.sqrt(xp.linalg.diagonal(K))
+def overstepped(dual: Standard, cut: Array, lam: Array) -> Array:
+    """Return for which problems, boolean (...), a row that was cut takes part in the solution lam.
+
+    Elsewhere lam solves the problem that was asked, too: the multipliers of cut rows are zero where the
+    slack is positive, and at the upper bound where it is negative.
+    """
+    xp = namespace(lam)
+    inside = lam != 0
+    if dual.upper is not None:
+        inside = xp.where(dual.b > 0, inside, lam < snap(lam, dual.upper))
+    return xp.any(cut & inside, axis=-1)
+
+
+def _subtract(
+    K: Array, b: Array, bounds: Bounds, upper: Array | None, reach: float | Array
+) -> tuple[Array, Array]:
+    """Return b - h, cut at `reach` times the size of the problem, and where.
+
+    Rows that ask for little are cut, and soft rows that ask for more than they get; no equality without a
+    penalty. The size is that of b and of the demands; a soft row gets no more than its penalty pulls.
+    """
+    xp, h, hard = namespace(b), bounds.h, bounds.unbounded
+    norms, infinite = xp.sqrt(xp.linalg.diagonal(K)), xp.full_like(b, math.inf)
+    per_norm = inverse(norms)
     asked = xp.maximum(h, xp.zeros_like(h))
-    most = xp.full_like(b, math.inf)
-    if b.shape[-1]:
-        size = xp.max(xp.maximum(xp.abs(b), asked) * inverse(norms), axis=-1, keepdims=True)
-        most = LOOSE * size * norms
     if bounds.equality is not None:
-        most = xp.where(bounds.equality, xp.full_like(b, math.inf), most)
-    return xp.minimum(b - h, most)
+        asked = xp.where(bounds.equality, xp.abs(h), asked)
+    asked = asked * per_norm
+    low, size = -infinite, 0.0 * asked
+    if upper is not None:
+        asked = xp.minimum(asked, upper * xp.where(norms > 0, norms, xp.ones_like(norms)))
+    if b.shape[-1]:
+        size = xp.max(xp.maximum(xp.abs(b) * per_norm, asked), axis=-1, keepdims=True)
+    most = reach * size * norms
+    if upper is not None:
+        low = xp.where(xp.isinf(upper), low, -most)
+    if hard is not None:
+        most = xp.where(hard, infinite, most)
+    s = b - h
+    return xp.minimum(xp.maximum(s, low), most), (s > most) | (s < low)
 
 
 def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -> Bounds:
@@ -108,11 +153,11 @@ def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -
     right = None if h is None else _per_row(h, "h", like)
     base = None if no_margin else _per_row(margin, "margin", like)
     upper = None if none else _per_row(penalty, "penalty", like)
+    mask, zero = None if equality is False else _mask(equality, like), xp.zeros_like(like)
     if on_host(device_of(like)):
-        _check_values(right, base, upper)
-    if equality is False:
+        _check_values(right, base, upper, mask)
+    if mask is None:
         return Bounds(base, None, upper, right)
-    mask, zero = _mask(equality, like), xp.zeros_like(like)
     if upper is not None:  # |G x - h| is penalised from both sides
         base = xp.where(mask, xp.where(xp.isinf(upper), zero, -upper), zero if base is None else base)
     elif base is not None:
@@ -127,9 +172,9 @@ def is_number(value: Any) -> bool:
 
 def check_scalar(value: Any, name: str) -> None:
     """Check an option that is one number, or leave arrays to `make_bounds`."""
-    if is_array(value) or isinstance(value, (list, tuple)):
-        return
     if not is_number(value):
+        if is_array(value) or isinstance(value, (list, tuple)):
+            return
         raise TypeError(f"{name} must be a number, or an array of one per constraint; found {value!r}.")
     if not value >= 0.0 or (value == math.inf and name == "margin"):
         finite = "finite and " if name == "margin" else ""
@@ -160,24 +205,34 @@ def _shaped(value: Any, name: str, like: Array) -> Array:
     """Return an array of the library and device of b, broadcast to its shape."""
     xp, device = namespace(like), device_of(like)
     if not (is_array(value) and namespace(value) is xp and device_of(value) == device):
-        host = to_numpy(value) if is_array(value) else np.asarray(value)
-        if host.dtype.kind not in "bfiu":
-            raise TypeError(f"{name} must hold real numbers; found dtype {host.dtype}.")
-        value = from_numpy(host, xp, device)
-    elif getattr(value, "requires_grad", False):
-        value = value.detach()
+        value = from_numpy(real_numbers(value, name), xp, device)
+    elif not is_real_floating(value) and not xp.isdtype(value.dtype, ("bool", "integral")):
+        raise TypeError(f"{name} must hold real numbers; found dtype {value.dtype}.")
+    # A copy: a solution keeps it, and must not change with the array of the caller.
+    value = xp.astype(detach(value), value.dtype, copy=True)
     try:
         if value.ndim == 1 and value.shape[0] != like.shape[-1]:
             raise ValueError
         return xp.broadcast_to(value, like.shape)
     except (ValueError, RuntimeError):
         raise ValueError(
-            f"{name} must be a number or have shape {tuple(like.shape)}, one entry per constraint; "
+            f"{name} must be {'True, False' if name == 'equality' else 'a number'} or have shape "
+            f"{tuple(like.shape)}, one entry per constraint; "
             f"found {tuple(value.shape)}."
         ) from None
 
 
-def _check_values(h: np.ndarray | None, margin: np.ndarray | None, penalty: np.ndarray | None) -> None:
+def real_numbers(value: Any, name: str) -> np.ndarray:
+    """Return an option of another library, or a list, as an array of NumPy."""
+    host = to_numpy(value) if is_array(value) else np.asarray(value)
+    if host.dtype.kind not in "bfiu":
+        raise TypeError(f"{name} must hold real numbers; found dtype {host.dtype}.")
+    return host
+
+
+def _check_values(
+    h: np.ndarray | None, margin: np.ndarray | None, penalty: np.ndarray | None, equality: np.ndarray | None
+) -> None:
     """Raise for values out of range, on the CPU, where looking at them is free."""
     for name, value in (("h", h), ("margin", margin)):
         if value is not None and not np.isfinite(value).all():
@@ -185,5 +240,7 @@ def _check_values(h: np.ndarray | None, margin: np.ndarray | None, penalty: np.n
     for name, value in (("margin", margin), ("penalty", penalty)):
         if value is not None and not (value >= 0.0).all():
             raise ValueError(f"{name} must be at least 0; found {value}.")
-    if margin is not None and penalty is not None and (penalty < margin).any():
+    if margin is None or penalty is None:
+        return
+    if ((penalty < margin) & (True if equality is None else ~equality)).any():  # equalities have no margin
         raise ValueError(f"penalty must be at least margin, {margin}; found {penalty}.")

@@ -11,12 +11,11 @@ import math
 import numpy as np
 
 from gemproj._arrays import Array, namespace
-from gemproj._constants import NEAR_ZERO
+from gemproj._constants import NEAR_ZERO, ROUNDING
 from gemproj._coordinates import settle
 from gemproj._tspace import Gram, inverse, matvec
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._faces import Factorisation
-from gemproj.methods.exact import Exact
 
 
 def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
@@ -26,7 +25,7 @@ def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, 
     size`` and complementarity ``(lam_i - lower_i) |s_i| / size^2``. Without a lower bound a positive slack is
     infeasible, too. With an upper bound c, s_i may be negative at lam_i = c, so feasibility gives way to
     ``max(0, -s_i)`` times the distance of lam_i to c, or to one where that is larger: the rounding of
-    s must not grow with c.
+    s must not grow with c. The lower bound -c of an equality is treated alike.
     """
     xp = namespace(s)
     if not s.shape[-1]:
@@ -39,6 +38,8 @@ def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, 
     below = xp.where(open_above, zero, upper - lam) * norms * per_size
     high, low = xp.maximum(s, zero), xp.maximum(-s, zero)
     weight = xp.where(bounded, xp.abs(above), one)
+    # An equality with a penalty is bounded by it from both sides.
+    weight = xp.where(lower < 0, xp.minimum(weight, one), weight)
     parts = [
         high * weight,
         low * xp.where(open_above, one, xp.minimum(xp.abs(below), one)),
@@ -97,55 +98,84 @@ def error_bound(
     only weak duality is left.
 
     Coordinates that resolve angles only down to `resolves` cannot tell such rows from independent ones.
-    Then weak duality bounds the error: by ``|x|`` for h = 0, or by the root of the duality gap.
+    Then weak duality bounds the error: by ``|x|`` for h = 0, or by the root of the duality gap. Where they
+    come from K, it is K that is perturbed by rounding, and that moves all slacks.
     """
-    mu = solve_active_set(Factorisation(A, a, h), lower, upper, np.clip(lam, lower, upper))[0]
-    free, held = (mu > lower) & (mu < upper), (mu >= upper) & (upper > 0)
-    x, moved = settle(A, a, mu, free, h)
-    s = np.where(held, -1.0, 1.0) * (A.T @ x - h)
+    mu = inside = np.clip(lam, lower, upper)
+    error = _conditions(A.T @ (a + A @ mu) - h, mu, lower, upper)[2]
+    if error.max() > ROUNDING * (1.0 + float(np.abs(mu).sum())):
+        mu = solve_active_set(Factorisation(A, a, h), lower, upper, mu)[0]
+    x, moved = settle(A, a, mu, (mu > lower) & (mu < upper), h)
+    free, s, error = _conditions(A.T @ x - h, mu, lower, upper)
     fuzz = rounding * (1.0 + float(np.abs(mu).sum()))
     near = free | ((s <= NEAR_ZERO) & (upper > 0))
-    basis, dependent = _basis(A, free, near, resolves)
+    basis, weights = _basis(A, free, near, resolves)
+    from_rows = resolves < 1e-10
     bound = math.inf
-    if not dependent or resolves < 1e-10:
-        # The slack of a row at a bound only matters where it has the wrong sign.
-        error = np.where(free, np.abs(s), np.maximum(-s, 0.0)) + rounding * (
-            1.0 + float(np.abs(mu[~free]).sum())
-        )
+    if from_rows or len(basis) == np.count_nonzero(near):
+        known = rounding * (1.0 + float(np.abs(mu[~free]).sum())) if from_rows else fuzz
         sigma = float(np.linalg.svd(A[:, basis], compute_uv=False)[-1]) if basis else 1.0
-        bound = float(np.linalg.norm(error[basis])) / sigma + moved + 2.0 * fuzz
-        if _any_missed(A, error, basis, near, fuzz):
-            bound = math.inf
-    step = float(np.linalg.norm(A @ (lam - mu)))
-    return min(bound + step, _weak_duality(A, a, h, lam, lower, upper, fuzz))
+        if not from_rows:
+            sigma = math.sqrt(max(0.0, sigma**2 - len(mu) * rounding))
+        missed = _missed(error, basis, weights, known, fuzz)
+        bound = missed / sigma + moved + 2.0 * fuzz if sigma else math.inf
+    apart = lam - mu
+    step, much = float(np.linalg.norm(A @ apart)), float(np.abs(apart).sum())
+    step = step + rounding * much if from_rows else math.hypot(step, math.sqrt(rounding) * much)
+    return min(bound + step, _weak_duality(A, a, h, lam, inside, lower, upper, rounding, from_rows))
 
 
-def _any_missed(A: np.ndarray, error: np.ndarray, basis: list[int], near: np.ndarray, fuzz: float) -> bool:
-    """Tell whether a near row outside of the basis misses its h by more than rounding times its weights."""
-    rest = near.copy()
-    rest[basis] = False
-    if not (rest.any() and basis):
-        return False
-    weights = np.abs(np.linalg.lstsq(A[:, basis], A[:, rest], rcond=None)[0]).sum(axis=0)
-    return bool((error[rest] > 4.0 * fuzz * (1.0 + weights)).any())
+def _conditions(
+    s: np.ndarray, lam: np.ndarray, lower: np.ndarray, upper: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return which rows are free, slacks, below zero where a row at a bound is wrong, and what they miss."""
+    free, held = (lam > lower) & (lam < upper), (lam >= upper) & (upper > 0)
+    s = np.where(held, -s, s)
+    return free, s, np.where(free, np.abs(s), np.maximum(-s, 0.0))
 
 
-def _basis(A: np.ndarray, free: np.ndarray, near: np.ndarray, resolves: float) -> tuple[list[int], bool]:
-    """Choose independent rows among the near ones, free ones first; tell whether any was left out."""
+def _missed(error: np.ndarray, basis: list[int], weights: np.ndarray, known: float, fuzz: float) -> float:
+    """Return by how much the rows of the basis miss their h, or rows that depend on them do in their place.
+
+    What such a row misses beyond rounding, e, stands for ``e / |w_i|`` of the row i whose place it
+    may take. Far more than rounding is infinite.
+    """
+    w, worst = np.abs(weights), error[basis]
+    size = 1.0 + w.sum(axis=0)
+    if (error + known > 4.0 * fuzz * size)[w.any(axis=0)].any():
+        return math.inf
+    more = np.where(error > ROUNDING * size + worst @ w, error + worst @ w, 0.0)
+    swapped = np.divide(more, w, out=np.zeros_like(w), where=w > NEAR_ZERO)
+    return float(np.linalg.norm(worst + known + swapped.max(axis=1, initial=0.0)))
+
+
+def _basis(
+    A: np.ndarray, free: np.ndarray, near: np.ndarray, resolves: float
+) -> tuple[list[int], np.ndarray]:
+    """Choose independent rows among the near ones, free ones first; return weights of the others in them.
+
+    The row farthest from those chosen is next. That distance is only known to rounding times its weights.
+    """
     basis: list[int] = []
-    Q = np.zeros((len(A), 0))
-    dependent = False
-    for i in [*np.flatnonzero(free), *np.flatnonzero(near & ~free)]:
-        rest = A[:, i]
-        for _ in range(2):
-            rest = rest - Q @ (Q.T @ rest)
-        length = float(np.linalg.norm(rest))
-        if length <= resolves:
-            dependent = True
-            continue
-        Q = np.concatenate([Q, rest[:, None] / length], axis=1)
-        basis.append(int(i))
-    return basis, dependent
+    rest, Q, weights = A.copy(), np.zeros((len(A), 0)), np.zeros((0, len(near)))
+    for group in (np.flatnonzero(free), np.flatnonzero(near & ~free)):
+        for _ in group:
+            lengths = np.linalg.norm(rest[:, group], axis=0)
+            apart = lengths / (1.0 + np.abs(weights[:, group]).sum(axis=0))
+            if apart.max() <= resolves:
+                break
+            k = int(np.argmax(apart))
+            q, j = rest[:, group[k]] / lengths[k], int(group[k])
+            q -= Q @ (Q.T @ q)
+            q /= np.linalg.norm(q)
+            along = q @ rest
+            Q, basis = np.concatenate([Q, q[:, None]], axis=1), [*basis, j]
+            rest -= np.outer(q, along)
+            along /= lengths[k]
+            weights = np.concatenate([weights - np.outer(weights[:, j], along), along[None]])
+    weights[:, basis] = 0.0
+    weights[:, ~near] = 0.0
+    return basis, weights
 
 
 def _weak_duality(
@@ -153,13 +183,16 @@ def _weak_duality(
     a: np.ndarray,
     h: np.ndarray,
     lam: np.ndarray,
+    inside: np.ndarray,
     lower: np.ndarray,
     upper: np.ndarray,
-    fuzz: float,
+    rounding: float,
+    from_rows: bool,
 ) -> float:
     """Bound the error by the distance of the dual objective at lam from a known primal value."""
-    inside = np.clip(lam, lower, upper)
     x, squared = a + A @ inside, []
+    size = 1.0 + float(np.abs(inside).sum())
+    fuzz = rounding * size
     if np.all(np.where(lower < 0, h == 0.0, h <= 0.0)):  # zero is feasible
         squared.append(float(x @ x) - 2.0 * float(h @ inside))
     if np.isfinite(upper).all() and not np.any(lower < 0):
@@ -168,29 +201,5 @@ def _weak_duality(
         squared.append(float(gap.sum()))
     if not squared:
         return math.inf
-    return math.sqrt(max(0.0, min(squared))) + float(np.linalg.norm(A @ (lam - inside))) + fuzz
-
-
-def infeasible_rows(K: np.ndarray, h: np.ndarray, hard: np.ndarray, equality: np.ndarray) -> np.ndarray:
-    """Return the rows (indices) that contradict each other in ``G x >= h``; none if that is not certain.
-
-    Farkas: multipliers d with ``G'd = 0`` and ``h'd > 0``. They solve a problem of bounds one whose linear
-    term is so small that only null directions of K reach the bounds. Then ``|x| >= h'd / |G'd|`` for
-    every feasible x, and beyond 1e6 times the size of h there is none.
-    """
-    n = np.sqrt(np.diagonal(K))
-    impossible = hard & (n == 0) & np.where(equality, h != 0, h > 0)
-    if impossible.any():
-        return np.flatnonzero(impossible)
-    per_norm = inverse(n)
-    cosines, unit_h = K * per_norm[:, None] * per_norm, np.where(hard, h * per_norm, 0.0)
-    size = float(np.abs(unit_h).max(initial=0.0))
-    if size == 0.0:
-        return np.empty(0, dtype=np.int64)
-    base = np.where(equality, -1.0, 0.0)
-    top = np.where(hard, 1.0, 0.0) - base
-    linear = -1e-9 * unit_h / size
-    d = base + Exact().solve(cosines, linear + cosines @ base, None, top).multipliers
-    d = np.where(np.abs(d) > 1e-3, d, 0.0)
-    gain, length = float(unit_h @ d), math.sqrt(max(0.0, float(d @ cosines @ d)))
-    return np.flatnonzero(d) if gain > 1e6 * size * length else np.empty(0, dtype=np.int64)
+    known = 0.0 if from_rows else fuzz * size  # what K knows of |x|^2
+    return math.sqrt(max(0.0, min(squared)) + known) + float(np.linalg.norm(A @ (lam - inside))) + fuzz

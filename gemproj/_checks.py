@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from gemproj._arrays import (
@@ -15,27 +13,28 @@ from gemproj._arrays import (
     is_real_floating,
     namespace,
     on_host,
+    refuse_masked,
+    refuse_transformed,
     to_numpy,
     wide_dtype,
 )
 from gemproj._blocks import shape
-from gemproj._certificate import infeasible_rows
 from gemproj._constants import NARROW_RANGE, WIDE_RANGE
 from gemproj._problem import Problem
-from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse
-from gemproj.methods import Status
 
 
 def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     """Check the t-space numbers against each other, and return them as t-space has them."""
     given = {"K": K, "b": b} | ({} if gg is None else {"gg": gg})
     for name, a in given.items():
+        refuse_masked(a, name)
         if not is_array(a):
             raise TypeError(f"{name} must be an array (NumPy, torch, CuPy, ...); found {type(a).__name__}.")
         if not is_real_floating(a):
             raise TypeError(f"{name} must have a real floating-point dtype; found {a.dtype}.")
+    refuse_transformed(list(given.values()))
     xp, device = common_namespace(list(given.values())), device_of(b)
     if K.ndim < 2 or K.shape[-1] != K.shape[-2]:
         raise ValueError(f"K must be a Gram matrix of shape (..., t, t); found {shape(K)}.")
@@ -52,14 +51,16 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     if gg is not None and shape(gg) != batch:
         raise ValueError(f"gg must have shape {batch}, one squared norm per problem; found {shape(gg)}.")
     wide, t = wide_dtype(xp, device), b.shape[-1]
-    K, b, gg = (a if a is None else xp.astype(detach(a), wide, copy=False) for a in (K, b, gg))
+    # Copies: a solution keeps them, and must not change with the arrays of the caller.
+    K, b, gg = (a if a is None else xp.astype(detach(a), wide, copy=True) for a in (K, b, gg))
     b = xp.broadcast_to(b, (*batch, t))
     if K.ndim > 2 and shape(K)[:-2] != batch:
         K = xp.broadcast_to(K, (*batch, t, t))
     if on_host(device):
         K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
-        if (np.diagonal(K, axis1=-2, axis2=-1) < 0.0).any():
-            raise ValueError("K must be a Gram matrix; found a negative number on its diagonal.")
+        _check_products(K)
+        if gg is not None and (gg < 0.0).any():
+            raise ValueError(f"gg must be the squared norm of g; found {gg.min()}.")
     if gg is None:
         xp = namespace(b)
         squares = b * b * inverse(xp.linalg.diagonal(K))
@@ -67,6 +68,27 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
             squares = xp.where(xp.isfinite(squares), squares, xp.zeros_like(squares))
         gg = xp.max(squares, axis=-1) if t else xp.sum(b, axis=-1)
     return Gram(K, b, gg)
+
+
+def _check_products(K: np.ndarray) -> None:
+    """Raise for a K that no rows have, whose products may be rounded to two digits."""
+    diagonal = np.diagonal(K, axis1=-2, axis2=-1)
+    if (diagonal < 0.0).any():
+        raise ValueError("K must be a Gram matrix; found a negative number on its diagonal.")
+    t = max(1, K.shape[-1])
+    n = np.sqrt(np.maximum(diagonal, WIDE_RANGE[0])).reshape(-1, t)
+    flat, step = K.reshape(-1, t, t), max(1, 65_536 // t**2)
+    for i in range(0, len(flat), step):  # slabs that stay in cache
+        part = flat[i : i + step]
+        most = n[i : i + step, :, None] * n[i : i + step, None, :]
+        if (np.abs(part) > 1.01 * most).any():
+            raise ValueError(
+                "K must be a Gram matrix, positive semidefinite: found K[i, j]**2 > K[i, i] * K[j, j]."
+            )
+        with np.errstate(invalid="ignore"):  # what is not finite is told later
+            apart = np.abs(part - np.swapaxes(part, -1, -2))
+        if (apart > 0.01 * most).any():
+            raise ValueError("K must be a Gram matrix; found one that is not symmetric.")
 
 
 def check_range(problem: Problem, gram: Gram) -> None:
@@ -83,15 +105,20 @@ def check_range(problem: Problem, gram: Gram) -> None:
     if not problem.has_float64():
         return  # squares of what narrower dtypes hold are in range
     shared = problem.shared
-    largest = np.zeros((*(() if shared else problem.batch), problem.t + (gram.gg.size if shared else 1)))
-    for lead, tile in stacked(problem, problem.wide):
+    rows = problem.t + (gram.gg.size if shared else 1)
+    largest = np.zeros((*(() if shared else problem.batch), rows), np.longdouble)
+    xp, arrays = problem.xp, [*problem.rows, *problem.vector]
+    # Numbers of long double may be zero in float64.
+    dtype = next((a.dtype for a in arrays if xp.finfo(a.dtype).bits > 64), problem.wide)
+    for lead, tile in stacked(problem, dtype):
         part = largest[(*lead, ...)]
         np.maximum(part, np.max(np.abs(tile), axis=-1, initial=0.0), out=part)
     tiny = (largest > 0) & (largest < 1e-140)
     for i in map(tuple, np.argwhere(tiny)):
         name, row = ("g", "") if i[-1] >= problem.t else ("G", f"row {i[-1]} of ")
+        most = np.format_float_scientific(largest[i], precision=1)
         raise ValueError(
-            f"{row}{name} is too small: entries of at most {largest[i]:.1e}, whose squares leave the range "
+            f"{row}{name} is too small: entries of at most {most}, whose squares leave the range "
             f"of float64. Scale {name} up; rows of G may be scaled freely."
         )
 
@@ -108,16 +135,18 @@ def check_finite(gram: Gram) -> None:
     K, b, gg = gram
     if np.isfinite(K).all() and np.isfinite(b).all() and np.isfinite(gg).all():
         return
-    cause = "which holds NaN or infinity, or numbers whose squares overflow; scale it down if it is finite"
+    cause = "NaN or infinity, or numbers whose squares overflow; scale it down if it is finite"
     K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
     for i in np.ndindex(gg.shape):
         where = f"problem {i if len(i) > 1 else i[0]}" if i else ""
         rows = np.flatnonzero(~np.isfinite(np.diagonal(K[i])))
         if len(rows):
             place = f" of {where}" if where else ""
-            raise ValueError(f"G is not finite: row {', '.join(map(str, rows))}{place}, {cause}.")
+            name, hold = ("row", "holds") if len(rows) == 1 else ("rows", "hold")
+            found = f"{name} {', '.join(map(str, rows))}{place}"
+            raise ValueError(f"G is not finite: {found}, which {hold} {cause}.")
         if not np.isfinite(gg[i]):
-            raise ValueError(f"g is not finite{': ' + where if where else ''}, {cause}.")
+            raise ValueError(f"g is not finite{': ' + where if where else ''}, which holds {cause}.")
         if not (np.isfinite(K[i]).all() and np.isfinite(b[i]).all()):
             place = f" in {where}" if where else ""
             raise ValueError(
@@ -134,28 +163,3 @@ def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
     bad, zero = ~xp.isfinite(xp.linalg.diagonal(K) + xp.abs(b)), xp.zeros_like(b)
     K = xp.where(bad[..., :, None] | bad[..., None, :], zero[..., None], K)
     return K, xp.where(bad, zero, b), bad
-
-
-def check_feasible(sol: DualSolution) -> DualSolution:
-    """Report an infeasible h of an exact method: by an error on the CPU, by a status on a device."""
-    h = sol.bounds.h
-    if h is None:
-        return sol
-    stalled = (sol.status & int(Status.STALLED)) != 0
-    xp = namespace(stalled)
-    if not on_host(device_of(stalled)):
-        return replace(sol, status=sol.status + xp.astype(stalled, xp.int64) * int(Status.INFEASIBLE))
-    t = h.shape[-1]
-    K = np.broadcast_to(sol.gram.K, (*h.shape, t))
-    free, hard = np.isinf(sol.lower), np.isinf(sol.upper)
-    zero = np.diagonal(K, axis1=-2, axis2=-1) == 0
-    suspect = stalled | np.any(zero & hard & np.where(free, h != 0, h > 0), axis=-1)
-    for i in map(tuple, np.argwhere(suspect)):
-        rows = infeasible_rows(K[i], h[i], hard[i], free[i])
-        if len(rows):
-            where = f" of problem {i if len(i) > 1 else i[0]}" if i else ""
-            raise ValueError(
-                f"h is infeasible: no x satisfies G @ x >= h in rows {', '.join(map(str, rows))}{where} at "
-                "once. Lower h there, or give a penalty, which allows violations."
-            )
-    return sol

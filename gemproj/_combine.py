@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, note_written
-from gemproj._problem import Problem, check_multipliers, check_out, check_problem
+from gemproj._options import check_multipliers
+from gemproj._problem import Problem, check_out, check_problem
 from gemproj._refine import polish
 from gemproj._solution import DualSolution
 from gemproj.backends import select
@@ -57,7 +58,7 @@ def blocks_for_x(problem: Problem, out: Blocks | None) -> list[Array]:
     """Return the blocks that x is written to; checked before any work is done."""
     if out is not None:
         return check_out(out, problem)
-    return problem.empty() if problem.host else problem.empty_views()
+    return problem.empty()
 
 
 def as_asked(problem: Problem, x: list[Array], out: Any) -> Any:

@@ -10,8 +10,9 @@ DEPENDENT = 45.0
 ROUNDING = 4e-15
 # A dependent row violated by more than this is exchanged for a free one; below, it is left out.
 EXCHANGE = 1e-7
-# Slacks beyond this many times the largest demand or product with g are alike: no constraint.
-LOOSE = 1e7
+# Slacks beyond this many times the largest demand or product with g are alike: no constraint. On the CPU the
+# exact method starts at REACH and goes on to WIDER times as many where x reaches that far.
+LOOSE, REACH, WIDER = 1e7, 8.0, 1e3
 # The natural residual of the normalised problem that counts as optimal, in units of rounding: 1e-9.
 OPTIMAL_WITHIN = 4e6
 # A slack below this, in units of 1 + |lam|_1, may be zero: the row takes part in what x is. And weights of
@@ -30,6 +31,10 @@ SEARCHES = 3
 MOST_SETS = 256
 # Rows from which a first-order method guesses the active set.
 MOST_ROWS = 168
+# The angle down to which coordinates of the rows tell them apart.
+ROWS_RESOLVE = 3e-14
+# Entries of t x t matrices that a batch makes at a time: memory stays bounded whatever its size.
+SLAB = 1 << 20
 # Columns whose products may be summed in float32, which is twice as fast, before sums go on in float64.
 CHUNK = 512
 # Columns of a problem from which that pays, and rows up to which products hide behind memory in float64, too.

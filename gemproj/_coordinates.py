@@ -1,7 +1,7 @@
 """Rows in coordinates: F with ``[G; g] = F'Q'``, Q orthonormal, is a square root of K, b and |g|^2.
 
 In F rows may be dependent up to 1e-14 where K resolves 1e-7. The columns of ``A = F[:, :t]`` are the
-rows of G, and ``a = F[:, t]`` is g. All on the CPU and for one problem.
+rows of G, and ``a = F[:, t]`` is g. All on the CPU, and for one problem unless shapes say otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
-from gemproj._tspace import Gram, inverse, normalise
+from gemproj._tspace import Gram, inverse, matvec, normalise
 
 # Singular values of unit columns below this many units of rounding, relative to the largest one, are zero.
 _CUTOFF = 64.0 * float(np.finfo(np.float64).eps)
@@ -21,17 +21,18 @@ SMALL = 1 << 17
 
 
 def from_gram(gram: Gram) -> np.ndarray:
-    """Return coordinates (t + 1, t + 1) from K, b and |g|^2; they resolve angles of 1e-7.
+    """Return coordinates (..., t + 1, t + 1) from K, b and |g|^2; they resolve angles of 1e-7.
 
     A ``|g|^2`` below ``b' K^+ b``, the smallest of any g with ``G g = b``, is raised to that, since an
     indefinite matrix has no coordinates: the default of `solve_gram` may be below.
     """
     unit = normalise(gram.K, gram.b)
-    z = np.linalg.pinv(unit.K, rcond=1e-14, hermitian=True) @ unit.b
-    gram = gram._replace(gg=np.maximum(gram.gg, (gram.b * unit.scale) @ z))
+    z = matvec(np.linalg.pinv(unit.K, rcond=1e-14, hermitian=True), unit.b)
+    gram = gram._replace(gg=np.maximum(gram.gg, np.sum(gram.b * unit.scale * z, axis=-1)))
     n, cosines = _unit_diagonal(_whole(gram))
     squares, basis = np.linalg.eigh(cosines)
-    return (basis * np.sqrt(np.maximum(squares, 0.0))).T * n
+    roots = np.sqrt(np.maximum(squares, 0.0))[..., None]
+    return roots * np.swapaxes(basis, -1, -2) * n[..., None, :]
 
 
 def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
@@ -100,11 +101,15 @@ def solve_on_rows(A: np.ndarray, u: np.ndarray, rows: np.ndarray) -> np.ndarray:
 
 
 def _whole(gram: Gram) -> np.ndarray:
-    """Return the Gram matrix (t + 1, t + 1) of the rows [G; g]."""
-    return np.block([[gram.K, gram.b[:, None]], [gram.b, gram.gg]])
+    """Return the Gram matrix (..., t + 1, t + 1) of the rows [G; g]."""
+    t = gram.b.shape[-1]
+    whole = np.empty((*gram.b.shape[:-1], t + 1, t + 1))
+    whole[..., :t, :t], whole[..., t, t] = gram.K, gram.gg
+    whole[..., :t, t] = whole[..., t, :t] = gram.b
+    return whole
 
 
 def _unit_diagonal(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Split a Gram matrix into norms and cosines."""
-    n = np.sqrt(np.diagonal(total))
-    return n, total * inverse(n)[:, None] * inverse(n)
+    n = np.sqrt(np.diagonal(total, axis1=-2, axis2=-1))
+    return n, total * inverse(n)[..., :, None] * inverse(n)[..., None, :]

@@ -6,17 +6,20 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace, on_host
-from gemproj._bounds import make_bounds, standard_form
-from gemproj._checks import check_feasible, check_finite, check_gram, check_range, drop_not_finite
-from gemproj._constants import WIDE_ROUNDING
-from gemproj._options import Options, check_options
-from gemproj._problem import Problem, check_multipliers, check_problem
+from gemproj._bounds import Bounds, make_bounds, overstepped, standard_form
+from gemproj._checks import check_finite, check_gram, check_range, drop_not_finite
+from gemproj._constants import LOOSE, REACH, WIDE_ROUNDING, WIDER
+from gemproj._feasibility import check_feasible
+from gemproj._options import Options, check_multipliers, check_options
+from gemproj._problem import Problem, check_problem
 from gemproj._refine import refine_directly, return_to_rows
 from gemproj._solution import DualSolution
-from gemproj._tspace import Measured, clip, snap
+from gemproj._tspace import Gram, Measured, Standard, clip, snap
 from gemproj.backends import select, solver_for
-from gemproj.methods import AnyMethod, Exact, Method, Status
+from gemproj.methods import AnyMethod, Exact, Method, Outcome, Status
 from gemproj.methods._callable import call
 
 
@@ -165,15 +168,13 @@ def solve_problem(
     warm_start: Array | None = None,
     *,
     certify: bool = False,
-    only_multipliers: bool = False,
     all_reduce: Callable[[Measured], Measured] | None = None,
 ) -> DualSolution:
     """Stages 1 and 2, and the way back to G where its Gram matrix does not suffice.
 
     On the CPU all arrays of the result are NumPy's, whatever the library of G: a call costs a fifth of
     torch's. With `certify`, methods that are approximate by design also keep coordinates of G where
-    their certificates would need them. With `only_multipliers` nothing else is read of the result, which
-    saves a device some twenty launches. `all_reduce` sums the Gram matrix over the processes that hold
+    their certificates would need them. `all_reduce` sums the Gram matrix over the processes that hold
     shards of G; then there is no way back to G.
     """
     start = None
@@ -187,12 +188,12 @@ def solve_problem(
             check_finite(measured.gram)
     elif problem.host:
         check_range(problem, measured.gram)
-    sol, resolved = run_method(measured, options, start, problem.to_caller, only_multipliers)
+    sol, resolved = run_method(measured, options, start, problem.to_caller)
     if all_reduce is None:
         if options.refine:
             sol = refine_directly(problem, sol, options.refine)
-        elif problem.host and problem.t and (certify or isinstance(options.method, Exact)):
-            sol = return_to_rows(problem, sol, options.method, resolved)
+        if problem.host and problem.t and (certify or isinstance(options.method, Exact)):
+            sol = return_to_rows(problem, sol, options.method, resolved, certify)
     return check_feasible(sol) if isinstance(options.method, Exact) else sol
 
 
@@ -201,38 +202,64 @@ def run_method(
     options: Options,
     start: Array | None,
     to_caller: Callable[[Array], Array],
-    only_multipliers: bool = False,
 ) -> tuple[DualSolution, Any]:
     """Run the method on the standard form; return the solution and how well K resolves it."""
     gram, dropped, method = measured.gram, None, options.method
     xp, device = namespace(gram.b), device_of(gram.b)
     host = on_host(device)
-    # Where only multipliers are wanted, the backend leaves out rows that are not finite, and the status may
-    # be missing.
-    bare = only_multipliers and not host and options.plain and isinstance(method, Method)
-    if not host and not bare:
+    if not host:
         K, b, dropped = drop_not_finite(gram.K, gram.b)
         gram = gram._replace(K=K, b=b)
     h = options.h(gram) if callable(options.h) else options.h
     bounds = make_bounds(h, options.margin, options.penalty, options.equality, gram.b)
-    dual, base = standard_form(gram.K, gram.b, bounds), bounds.base
+    reach = REACH if host and isinstance(method, Exact) else LOOSE
+    (dual, cut), base = standard_form(gram.K, gram.b, bounds, reach), bounds.base
     if start is not None:
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
         start = clip(start if base is None else start - base, dual.lower, dual.upper)
-    if isinstance(method, Method):
-        found = solver_for(dual.b)(method, dual, start, only_multipliers=bare)
+    if isinstance(method, Exact) and cut is not None:
+        found = _solve_cut(gram, bounds, method, dual, cut, start)
+    elif isinstance(method, Method):
+        found = solver_for(dual.b)(method, dual, start)
     else:
         found = call(method, dual.K, dual.b, start, to_caller)
     lam, iterations, status, resolved = found
     if lam.dtype is not gram.b.dtype:  # a method of the user; `!=` takes longer
         lam = xp.astype(lam, gram.b.dtype)
-    if isinstance(status, int) and not bare:
+    if isinstance(status, int):
         status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
     if base is not None:
         lam = lam + base
     if bounds.upper is not None:  # the bound holds to the last bit, not to the rounding of its scale
         lam = snap(lam, bounds.upper)
+        if bounds.h is not None:  # what a soft row of norm zero asks for, it does not get
+            void = (xp.linalg.diagonal(gram.K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
+            lam = xp.where(void, bounds.upper, lam)
     if dropped is not None:
         lam = xp.where(dropped, xp.zeros_like(lam), lam)
         status = status + xp.astype(xp.any(dropped, axis=-1), status.dtype) * int(Status.ROW_DROPPED)
-    return DualSolution(lam, gram, bounds, iterations, status, measured.rounding), resolved
+    exact = isinstance(method, Exact)
+    return DualSolution(lam, gram, bounds, iterations, status, measured.rounding, _exact=exact), resolved
+
+
+def _solve_cut(
+    gram: Gram, bounds: Bounds, method: Exact, dual: Standard, cut: Array, start: Array | None
+) -> Outcome:
+    """Solve a problem whose loose rows are cut, since they would set the scale for all others.
+
+    Where the solution reaches such a row, the status says so; on the CPU the problem is solved again first,
+    with more of the slack.
+    """
+    xp, reach = namespace(dual.b), np.asarray(REACH)
+    while True:
+        found = solver_for(dual.b)(method, dual, start)
+        beyond = xp.astype(overstepped(dual, cut, found.multipliers), xp.int64) * int(Status.STALLED)
+        found = found._replace(status=found.status | beyond)
+        if not on_host(device_of(cut)) or np.max(reach) >= LOOSE / WIDER:
+            return found
+        again = (found.status & int(Status.STALLED) > 0) & cut.any(axis=-1)
+        if not again.any():
+            return found
+        # Of other problems no bit changes.
+        reach = np.where(again[..., None], reach * WIDER, reach)
+        dual, cut = standard_form(gram.K, gram.b, bounds, reach)

@@ -22,11 +22,11 @@ def name_of(method: Any) -> str:
     """Return the string that stands for a method."""
     if torch.compiler.is_compiling() and isinstance(method, Method):
         # torch.compile knows of an object that the compiled function makes only its class and fields.
-        kind = type(method)
-        values = {name: getattr(method, name) for name in _fields(kind) or ()}
-        simple = all(type(value) in (bool, int, float, str, type(None)) for value in values.values())
-        if simple and _fields(kind) is not None:
-            return _named_anew(kind, **values)
+        names = _fields(type(method))
+        if names is not None:
+            values = {name: getattr(method, name) for name in names}
+            if all(type(value) in (bool, int, float, str, type(None)) for value in values.values()):
+                return _named_anew(type(method), **values)
     return _named(method)
 
 

@@ -6,7 +6,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gemproj._arrays import is_array
+from gemproj._arrays import (
+    Array,
+    detach,
+    is_array,
+    is_real_floating,
+    namespace,
+    on_host,
+    refuse_masked,
+    to_numpy,
+    wide_dtype,
+)
+from gemproj._blocks import shape
 from gemproj._bounds import check_scalar
 from gemproj.methods import AnyMethod, Exact, Method, as_method
 from gemproj.methods._method import check_count
@@ -25,13 +36,6 @@ class Options:
     penalty: Any = None
     equality: Any = False
     refine: int = 0
-
-    @property
-    def plain(self) -> bool:
-        """Whether the problem is GEM's own, ``G x >= 0``, and its answer is not refined."""
-        no_margin = type(self.margin) is float and self.margin == 0.0
-        others = self.h is None and self.penalty is None and self.equality is False
-        return no_margin and others and not self.refine
 
 
 def check_options(
@@ -52,6 +56,12 @@ def check_options(
     if penalty is not None:
         check_scalar(penalty, "penalty")
     check_count(refine, "refine", 0)
+    for name, value in {"h": h, "margin": margin, "penalty": penalty, "equality": equality}.items():
+        refuse_masked(value, name)
+    if not (is_array(equality) or isinstance(equality, (bool, list, tuple))):
+        raise TypeError(
+            f"equality must be True, False or a boolean array of one per constraint; found {equality!r}."
+        )
     accepts = found.accepts if isinstance(found, Method) else {"h", "margin"}
     given = {
         "h": h is not None,
@@ -70,3 +80,28 @@ def check_options(
 @lru_cache(maxsize=64)
 def _named(method: str) -> Options:
     return Options(as_method(method))
+
+
+def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:
+    """Check one number per constraint, shape (..., t), and return it as t-space has it."""
+    check_look_of_multipliers(lam, name, expected, xp)
+    lam = xp.asarray(detach(lam), dtype=wide_dtype(xp, device), device=device)
+    return to_numpy(lam) if on_host(device) else lam
+
+
+def check_look_of_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any) -> None:
+    """Check the library, shape and dtype of one number per constraint."""
+    refuse_masked(lam, name)
+    if not is_array(lam):
+        raise TypeError(f"{name} must be an array of shape {expected}; found {type(lam).__name__}.")
+    if tuple(lam.shape) != expected:
+        raise ValueError(
+            f"{name} must have shape {expected}, one multiplier per constraint; found {shape(lam)}."
+        )
+    if namespace(lam) is not xp:
+        library = xp.__name__.rpartition(".")[2]
+        raise TypeError(
+            f"{name} must be of the library of the other arrays, {library}; found {type(lam).__name__}."
+        )
+    if not is_real_floating(lam):
+        raise TypeError(f"{name} must have a real floating-point dtype; found {lam.dtype}.")

@@ -18,18 +18,15 @@ from gemproj._arrays import (
     Blocks,
     all_on,
     common_namespace,
-    detach,
     detach_all,
     device_of,
     from_numpy,
-    is_array,
-    is_real_floating,
-    namespace,
     on_host,
+    refuse_transformed,
     to_numpy,
     wide_dtype,
 )
-from gemproj._blocks import as_blocks, shape, side_by_side
+from gemproj._blocks import as_blocks, shape
 
 
 @dataclass(eq=False)
@@ -92,8 +89,8 @@ class Problem:
         return self.xp.__name__.endswith("torch")
 
     def has_float64(self) -> bool:
-        """Return whether any entry of G or g is stored as float64."""
-        return any(a.dtype == self.xp.float64 for a in [*self.rows, *self.vector])
+        """Return whether any entry of G or g is stored in more digits than float32 has."""
+        return any(self.xp.finfo(a.dtype).bits > 32 for a in [*self.rows, *self.vector])
 
     def without_autocast(self) -> AbstractContextManager[Any]:
         """Keep `torch.autocast` of the caller away from products and sums."""
@@ -121,20 +118,6 @@ class Problem:
         # Not empty_like: a g that is broadcast has strides that x must not have.
         return [self.xp.empty(tuple(v.shape), dtype=v.dtype, device=self.device) for v in self.vector]
 
-    def empty_views(self) -> list[Array]:
-        """Return the same as views of one array, where they have one dtype and begin at aligned addresses.
-
-        Their distances are the same at every call, by which a kernel finds all from one address.
-        """
-        dtypes = set(map(DTYPE, self.vector))
-        if len(self.vector) == 1 or len(dtypes) > 1:
-            return self.empty()
-        places, size = side_by_side(tuple(self.shapes))
-        flat = self.xp.empty(size, dtype=dtypes.pop(), device=self.device)
-        if self.is_torch:  # one operation each
-            return [flat.as_strided(*place) for place in places]
-        return [self.xp.reshape(flat[start : start + math.prod(shape)], shape) for shape, _, start in places]
-
     def pack(self, arrays: list[Array]) -> Any:
         """Return blocks in a container like the one of g."""
         if self.keys is None:
@@ -144,8 +127,11 @@ class Problem:
         return dict(zip(self.keys, arrays, strict=True))
 
 
-def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem:
-    """Check `G`, `g` and `metric` by themselves and against each other; return them as one problem."""
+def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values: bool = True) -> Problem:
+    """Check `G`, `g` and `metric` by themselves and against each other; return them as one problem.
+
+    Without `values` only types and shapes: tensors that torch.func transforms have no values to look at.
+    """
     rows, keys = as_blocks(G, "G")
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
@@ -156,9 +142,11 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None) -> Problem
             k, found = next((k, found) for k, found in enumerate(map(device_of, arrays)) if found != device)
             name = ("G", "g", "metric")[k // n]
             raise ValueError(f"{name} is on device {found} but g is on {device}; use one for all arrays.")
+        if values:
+            refuse_transformed(arrays)
         detach_all(arrays)
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
-    if weight is not None and on_host(device):
+    if weight is not None and values and on_host(device):
         for w in weight:
             if not bool(xp.all((w > 0) & xp.isfinite(w))):
                 raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
@@ -176,6 +164,7 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
     if of_g[-1:] != (d,):
         raise ValueError(
             f"g must have shape {(*lead, d)} or (..., {d}) to go with G of shape {of_G}; found {of_g}."
+            f"{' If G has one column per constraint, pass G.T.' if of_g[-1:] == (t,) else ''}"
         )
     if w is not None and (w.ndim < 1 or w.shape[-1] != d):
         raise ValueError(f"metric must have the shape of g, {of_g}, or ({d},); found {shape(w)}.")
@@ -269,22 +258,5 @@ def _check_block(where: str, o: Array, g: Array, problem: Problem) -> None:
         raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
     elif problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
         raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
-
-
-def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:
-    """Check one number per constraint, shape (..., t), and return it as t-space has it."""
-    if not is_array(lam):
-        raise TypeError(f"{name} must be an array of shape {expected}; found {type(lam).__name__}.")
-    if tuple(lam.shape) != expected:
-        raise ValueError(
-            f"{name} must have shape {expected}, one multiplier per constraint; found {shape(lam)}."
-        )
-    if namespace(lam) is not xp:
-        library = xp.__name__.rpartition(".")[2]
-        raise TypeError(
-            f"{name} must be of the library of the other arrays, {library}; found {type(lam).__name__}."
-        )
-    if not is_real_floating(lam):
-        raise TypeError(f"{name} must have a real floating-point dtype; found {lam.dtype}.")
-    lam = xp.asarray(detach(lam), dtype=wide_dtype(xp, device), device=device)
-    return to_numpy(lam) if on_host(device) else lam
+    elif problem.is_torch and o.is_inference() and not problem.xp.is_inference_mode_enabled():
+        raise ValueError(f"out{where} was made in inference mode and cannot be written outside of it.")

@@ -11,6 +11,7 @@ from gemproj._arrays import Array, Blocks
 from gemproj._blocks import blocks_of
 from gemproj._combine import as_asked, blocks_for_x, combine_into
 from gemproj._dual import solve_problem
+from gemproj._feasibility import warn_if_missed
 from gemproj._options import check_options
 from gemproj._problem import check_problem
 from gemproj.methods import AnyMethod
@@ -55,6 +56,12 @@ def project(
         x, of the library, device, dtype and shape of `g`, in the container of `g`: `out`, or new arrays
         that share no memory with g.
 
+    Warns
+    -----
+    RuntimeWarning
+        On the CPU, where method "exact" misses the optimality conditions by more than 1e-5 of the size of the
+        problem, and no contradiction in h is certain, which is an error: see `solve_dual`.
+
     Notes
     -----
     For torch tensors it is one operator: under autograd and `torch.func` x has the derivative of the
@@ -84,7 +91,8 @@ def project(
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     problem = check_problem(G, g, metric)
     x = blocks_for_x(problem, out)
-    sol = solve_problem(problem, options, warm_start, only_multipliers=True)
+    sol = solve_problem(problem, options, warm_start)
+    warn_if_missed(sol)
     combine_into(problem, sol, x)
     return as_asked(problem, x, out)
 
@@ -94,7 +102,8 @@ def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:
     torch = sys.modules.get("torch")
     if torch is None or type(g) is np.ndarray:
         return False
-    if not isinstance(next(iter(blocks_of(g)), None), torch.Tensor):
+    leaves = blocks_of(g)
+    if not leaves or not isinstance(leaves[0], torch.Tensor):
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True

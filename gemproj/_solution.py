@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from gemproj import _certificate
-from gemproj._arrays import Array, device_of, from_numpy, namespace, to_numpy
+from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
 from gemproj._bounds import Bounds
-from gemproj._constants import WIDE_ROUNDING
+from gemproj._constants import EPS, ROWS_RESOLVE, WIDE_ROUNDING
 from gemproj._coordinates import from_gram, settle
 from gemproj._tspace import Gram, inverse, matvec
 from gemproj.methods._method import Status
 
-# Angles between rows that coordinates resolve: from the rows themselves, and from K, which has their squares.
-_ROWS_RESOLVE, _GRAM_RESOLVES = 3e-14, 1e-7
+# Angles between rows that coordinates from K resolve, which has their squares.
+_GRAM_RESOLVES = 1e-7
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class DualSolution:
     """Multipliers with all that is needed to judge them; no certificate costs anything until asked for.
 
@@ -53,11 +53,23 @@ class DualSolution:
     _rounding: float = WIDE_ROUNDING
     # Where K had lost the digits, coordinates of [G; g], (..., t + 1, t + 1), else zeros.
     _factor: np.ndarray | None = field(default=None)
+    # Whether the free rows are meant to have zero slack, and x is moved there.
+    _exact: bool = False
 
     def __repr__(self) -> str:
-        t, batch = self.multipliers.shape[-1], tuple(self.status.shape)
-        size = f"t={t}, batch={batch}" if batch else f"t={t}"
-        return f"DualSolution({size}, iterations={self.iterations}, status={self.status})"
+        t, batch, device = self.multipliers.shape[-1], tuple(self.status.shape), device_of(self.status)
+        if not on_host(device):  # to look would wait
+            return f"DualSolution(t={t}, batch={batch}, on {device})"
+        status = to_numpy(self.status)
+        if batch:
+            solved = (
+                f"{np.count_nonzero(status == 0)} of {status.size} problems optimal, t={t}, batch={batch}"
+            )
+            worst = np.max(to_numpy(self.kkt_residual()), initial=0.0)
+            return f"DualSolution({solved}, largest KKT residual {worst:.0e})"
+        ended = "|".join(str(s.name).lower() for s in Status if s & int(status)) or "optimal"
+        active = f"{np.count_nonzero(to_numpy(self.active))} of {t} active"
+        return f"DualSolution({ended}, {active}, KKT residual {float(self.kkt_residual()):.0e})"
 
     @property
     def lower(self) -> Array:
@@ -117,7 +129,7 @@ class DualSolution:
         """Largest violation of the optimality conditions, shape (...), scale-free; 0 at the solution.
 
         Where the multipliers come from G itself, of x as `project` returns it in float64, and including
-        its distance from ``g + G.T @ lam``, which is the rounding of large multipliers.
+        its distance from ``g + G.T @ lam``: the rounding of large multipliers, which other methods keep.
         """
         s, moved = self._slack()
         size, xp = self._size(), namespace(s)
@@ -127,9 +139,9 @@ class DualSolution:
 
     def duality_gap(self) -> Array:
         """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
-        s = self.slack()
-        gap = _certificate.duality_gap(s, self._size(), self.multipliers, self.lower, self.upper)
-        return self._unless_lost(gap)
+        (s, moved), size = self._slack(), self._size()
+        gap = _certificate.duality_gap(s, size, self.multipliers, self.lower, self.upper)
+        return self._unless_lost(gap + (moved * inverse(size)) ** 2)
 
     def error_bound(self) -> Array:
         """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device.
@@ -139,15 +151,14 @@ class DualSolution:
         (nearly dependent rows, on a device), the bound is ``|x|``.
         """
         batch, t = tuple(self.status.shape), self.multipliers.shape[-1]
-        gram = [to_numpy(a) for a in self.gram]
-        K = np.broadcast_to(gram[0], (*batch, t, t))
+        known = from_gram(Gram(*map(to_numpy, self.gram)))
         lam, lower, upper = (to_numpy(a) for a in (self.multipliers, self.lower, self.upper))
         h = np.zeros(lam.shape) if self.bounds.h is None else to_numpy(self.bounds.h)
         size, bound = to_numpy(self._size()), np.zeros(batch)
         for i in np.ndindex(batch):
-            F = None if self._factor is None or not self._factor[i].any() else self._factor[i]
-            rounding, resolves = (self._rounding, _GRAM_RESOLVES) if F is None else (3e-14, _ROWS_RESOLVE)
-            F = from_gram(Gram(K[i], gram[1][i], gram[2][i])) if F is None else F
+            F, rounding, resolves = known[i], self._rounding, _GRAM_RESOLVES
+            if self._factor is not None and self._factor[i].any():
+                F, rounding, resolves = self._factor[i], ROWS_RESOLVE, ROWS_RESOLVE
             base = np.where(np.isfinite(lower[i]), lower[i], 0.0)
             n = np.linalg.norm(F[:, :t], axis=0)
             rows = n > 0
@@ -169,8 +180,9 @@ class DualSolution:
         return self._unless_lost(from_numpy(bound, namespace(self.status), device_of(self.status)))
 
     def cosine(self) -> Array:
-        """Cosine between g and x, shape (...)."""
-        return _certificate.cosine(self.gram, self.multipliers)
+        """Cosine between g and x, shape (...); 1 where either is zero, to rounding."""
+        cosine, zero = _certificate.cosine(self.gram, self.multipliers), self._vanishes()
+        return namespace(zero).where(zero, cosine * 0.0 + 1.0, cosine)
 
     def to(self, xp: Any, device: Any) -> DualSolution:
         """Return the same with arrays of another library, for a solution whose arrays are NumPy's."""
@@ -202,18 +214,28 @@ class DualSolution:
 
     def _unless_lost(self, value: Array) -> Array:
         """Return a certificate, infinite where x must be zero, as what is projected is, and is not."""
-        (K, b, gg), lam, xp = self.gram, self.multipliers, namespace(value)
-        square = gg + xp.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1)
-        whole = gg + xp.sum(lam * lam * xp.linalg.diagonal(K), axis=-1)
-        lost = (self._size() == 0) & (square > 8 * (lam.shape[-1] + 1) * self._rounding * whole)
+        xp = namespace(value)
+        lost = (self._size() == 0) & ~self._vanishes()
         return xp.where(lost, xp.full_like(value, math.inf), value)
 
+    def _vanishes(self) -> Array:
+        """Return where x is zero, to the rounding of K."""
+        (K, b, gg), lam = self.gram, self.multipliers
+        xp = namespace(gg)
+        square = gg + xp.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1)
+        lengths = lam * xp.sqrt(xp.linalg.diagonal(K))
+        whole = gg + xp.sum(lengths * lengths, axis=-1)
+        return square <= 8 * (lam.shape[-1] + 1) * self._rounding * whole
+
     def _slack(self) -> tuple[Array, Array]:
-        """Return G x - h, and the distance of x from g + G'lam."""
-        K, b, gg = self.gram
-        h = self.bounds.h
-        s = matvec(K, self.multipliers) + (b if h is None else b - h)
-        moved = namespace(gg).zeros_like(gg)
+        """Return G x - h, and the rounding of g + G'lam: that of large multipliers."""
+        (K, b, gg), lam, h = self.gram, self.multipliers, self.bounds.h
+        xp = namespace(gg)
+        s = matvec(K, lam) + (b if h is None else b - h)
+        # What an exact method finds is at the rounding of g, or x is moved onto its free rows.
+        moved = xp.zeros_like(gg)
+        if not self._exact:
+            moved = EPS * xp.sum(xp.abs(lam) * xp.sqrt(xp.linalg.diagonal(K)), axis=-1)
         if self._factor is None:
             return s, moved
         s, moved, lam, free = (np.array(to_numpy(a)) for a in (s, moved, self.multipliers, self.free))
@@ -221,9 +243,8 @@ class DualSolution:
         for i in map(tuple, np.argwhere(self._factor.any(axis=(-2, -1)))):
             A, a = self._factor[i][:, :-1], self._factor[i][:, -1]
             here = None if right is None else right[i]
-            # The free rows of an approximate method are not meant to have zero slack.
-            tight = free[i] & ((int(self.status[i]) & Status.APPROXIMATE) == 0)
-            x, moved[i] = settle(A, a, lam[i], tight, here)
+            x, away = settle(A, a, lam[i], free[i] & self._exact, here)
+            moved[i] += away
             s[i] = A.T @ x - (0.0 if here is None else here)
-        xp, device = namespace(gg), device_of(gg)
+        device = device_of(gg)
         return from_numpy(s, xp, device), from_numpy(moved, xp, device)

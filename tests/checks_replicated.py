@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from checks_sharded import flat, loss, net, rival, task, train
 from models import EACH, logits
-from processes import all_reduces, check, expect, same_everywhere, share
+from processes import all_reduces, alone, check, expect, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch import GEM, GradientProjector, SubspaceProjector, stream
+from gemproj.torch import GEM, GradientProjector, stream
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.losses import Distillation
 
@@ -36,8 +36,8 @@ def past():
     return together, [share(batch, one) for batch, one in zip(together, sizes, strict=True)]
 
 
-def same_rows(projector, alone):
-    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-10, atol=1e-14)
+def same_rows(projector, single):
+    torch.testing.assert_close(projector.constraints, single.constraints, rtol=1e-10, atol=1e-14)
     same_everywhere(projector.constraints)
 
 
@@ -45,24 +45,23 @@ def same_rows(projector, alone):
 def recall_joins_the_memories():
     together, mine = past()
     one, many = net(), DistributedDataParallel(net())
-    alone, projector = GradientProjector(one.parameters()), GradientProjector(many.parameters())
-    alone.recall(one, together, loss)
+    single = GradientProjector(one.parameters(), group=alone())
+    projector = GradientProjector(many.parameters())
+    single.recall(one, together, loss)
     for options in ({}, {"microbatch": 2}, {"scale": 4.0}):
         projector.recall(many, mine, loss, **options)
-        same_rows(projector, alone)
+        same_rows(projector, single)
     assert all(p.grad is None for p in many.parameters())
     projector = GradientProjector(many.parameters())
     projector.recall(torch.compile(many), mine, loss)
-    same_rows(projector, alone)
+    same_rows(projector, single)
     with pytest.raises(ValueError, match="a part that is wrapped in DistributedDataParallel"):
         projector.recall(torch.nn.Sequential(many), mine, loss)
-    with pytest.raises(ValueError, match="would remember different things"):
-        SubspaceProjector(many)
     # Without the wrapping class, by a group.
     plain = net()
     projector = GradientProjector(plain.parameters(), group=dist.group.WORLD)
     projector.recall(plain, mine, loss)
-    same_rows(projector, alone)
+    same_rows(projector, single)
 
 
 @check(2, 4)
@@ -78,7 +77,7 @@ def trains_as_one_process_does():
         {"on": "step", "metric": "adam", "penalty": 0.5},
     ):
         one, many = net(), DistributedDataParallel(net())
-        found = train(one, together, now, **options)
+        found = train(one, together, now, group=alone(), **options)
         torch.testing.assert_close(train(many, mine, parts, **options), found, rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(flat(many), flat(one), rtol=1e-9, atol=1e-12)
         same_everywhere(flat(many))
@@ -87,12 +86,12 @@ def trains_as_one_process_does():
 @check(2)
 def constrain_averages():
     one, many = net(), net()
-    alone = GradientProjector(one.parameters())
+    single = GradientProjector(one.parameters(), group=alone())
     projector = GradientProjector(many.parameters(), group=dist.group.WORLD)
     batches = [task(k, 6) for k in range(2)]
-    alone.constrain(loss(one, batch) for batch in batches)
+    single.constrain(loss(one, batch) for batch in batches)
     projector.constrain(loss(many, share(batch)) for batch in batches)
-    same_rows(projector, alone)
+    same_rows(projector, single)
     # Only one process's loss depends on the last layer: all know that a row reaches it.
     projector.constrain([many[0](task(0, 3)[0]).sum() if dist.get_rank() else loss(many, task(0, 3))])
     many[0](task(5, 4)[0]).sum().neg().backward()
@@ -162,16 +161,68 @@ def errors_on_every_process():
 
 
 @check(2)
-def a_task_without_examples_stops_every_process():
-    odd, model = dist.get_rank() == 1, net()
+def a_task_that_one_process_cannot_store_stops_every_process():
+    odd = dist.get_rank() == 1
+    for spread, promise, options in (
+        (DistributedDataParallel, loss, {}),
+        (DistributedDataParallel, EACH, {"bound": 0.0}),
+        (fully_shard, loss, {}),
+        (lambda model: model, SAID, {"group": dist.group.WORLD, "bound": 0.0}),
+    ):
+        model = spread(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gem = GEM(model, optimizer, promise, **options)
+        with expect(odd, ValueError, "batches hold no example"):
+            gem.end_task([] if odd else [task(0, 3)], 0)
+        assert not gem.memory.tasks
+        with expect(odd, ValueError, "leading dimension"):
+            gem.end_task([(task(0, 3)[0][odd:], task(0, 3)[1])], 0)
+        gem.end_task([task(0, 3)], 0)
+        assert len(gem.memory) == 1
+
+
+@check(2)
+def processes_of_which_nothing_is_known_are_an_error():
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, SAID, group=dist.group.WORLD, bound=0.0)
-    with expect(odd, ValueError, "batches hold no example"):
-        gem.end_task([] if odd else [task(0, 3)], 0)
-    with expect(odd, ValueError, "leading dimension"):
-        gem.end_task([(task(0, 3)[0][odd:], task(0, 3)[1])], 0)
-    gem.end_task([task(0, 3)], 0)
-    assert len(gem.memory) == 1
+    with pytest.raises(ValueError, match=r"2 processes are initialised.*DistributedDataParallel"):
+        GEM(model, optimizer, loss)
+    projector = GradientProjector(model.parameters())
+    with pytest.raises(ValueError, match="2 processes are initialised"):
+        projector.recall(model, [task(0, 3)], loss)
+    with pytest.raises(ValueError, match="2 processes are initialised"):
+        projector.constrain([loss(model, task(0, 3))])
+    gem = GEM(model, optimizer, loss, group=alone())
+    for _ in range(dist.get_rank()):  # which nothing waits for
+        gem.end_task([task(0, 3)])
+    optimizer.step()
+    assert gem.last.constraints == dist.get_rank()
+
+
+@check(2)
+def options_that_differ_are_an_error():
+    odd = dist.get_rank() == 1
+    for name, one, other in (
+        ("margin", 0.1, 0.9),
+        ("method", "exact", "agem"),
+        ("method", lambda K, b, start: b, "exact"),
+        ("bound", 0.1, 0.2),
+        ("bound", 0.1, None),
+        ("interval", 1, 2),
+        ("on", "gradient", "step"),
+        ("rows_dtype", torch.float32, torch.float64),
+        ("microbatch", None, 2),
+    ):
+        model = DistributedDataParallel(net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gem = GEM(model, optimizer, EACH, **{name: one if odd else other})
+
+        def store_and_step(gem=gem, optimizer=optimizer):
+            gem.end_task([task(0, 3)])
+            optimizer.step()
+
+        with pytest.raises(ValueError, match=f"disagree on the option {name}.*same options"):
+            store_and_step()
 
 
 @check(2)
@@ -187,6 +238,16 @@ def rows_are_of_the_same_tasks_and_labels():
             gem.end_task([(x[keep], y[keep])], name)
         with pytest.raises(ValueError, match="disagree on the names of tasks or labels"):
             optimizer.step()
+
+
+@check(2)
+def rows_of_examples_are_as_many_though_stored_examples_are_not():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, loss, group=dist.group.WORLD, promise="example", rows=3)
+    gem.end_task([task(0, 10 - 2 * dist.get_rank())])
+    optimizer.step()
+    assert gem.last.constraints == 3
 
 
 @check(2)
@@ -213,7 +274,8 @@ def compare_gem(spread, promise, options):
     for several in (False, True):
         model = spread(net()) if several else net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-        gem = GEM(model, optimizer, promise, per_task=100, **options)
+        group = None if several else alone()
+        gem = GEM(model, optimizer, promise, per_task=100, group=group, **options)
         for k, batch in enumerate(learned):
             for step in range(3):
                 optimizer.zero_grad()

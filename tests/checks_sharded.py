@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from models import perceptron as net
 from models import task
-from processes import all_reduces, check, expect, gathered, same_everywhere, share
+from processes import all_reduces, alone, check, expect, gathered, same_everywhere, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -43,7 +43,7 @@ def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
     trainable = [p for p in model.parameters() if p.requires_grad]
     projector = GradientProjector(trainable, **options)
     optimizer = (optimizer or torch.optim.AdamW)(trainable, lr=0.05)
-    projector.attach(optimizer)
+    attached = projector.attach(optimizer)
     found, active = [], 0
     for batch in now:
         projector.recall(model, past, loss)
@@ -53,7 +53,7 @@ def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
             part = tuple(leaf[k * n : k * n + n] for leaf in batch)
             (loss(model, part) / accumulate).backward()
         if clip:
-            nn.utils.clip_grad_norm_(trainable, clip)
+            attached.clip_grad_norm_(clip)
         optimizer.step()
         # What is counted twice as a whole changes neither multipliers nor cosines, but this.
         size = projector.last.solution.gram.gg.sum().reshape(1)
@@ -138,7 +138,7 @@ def compare(spread, options, dtype=torch.float64, make=net):
     data = past_of_all(dtype), [rival(10 + k, 16, dtype) for k in range(4)]
     one = make(dtype)
     many, part = spread(make(dtype))
-    expected = train(one, *data, **options)
+    expected = train(one, *data, group=alone(), **options)
     own = [[part(batch) for batch in batches] for batches in data]
     # Of the same size, so that the mean of the means is the mean.
     assert len(own[1][0][1]) % options.get("accumulate", 1) == 0
@@ -261,8 +261,8 @@ def parameters_without_gradient():
         torch.manual_seed(0)
         return Heads().double()
 
-    def run(model, past, now):
-        projector = GradientProjector(model.parameters())
+    def run(model, past, now, group=None):
+        projector = GradientProjector(model.parameters(), group=group)
         by_head = nn.functional.cross_entropy
         projector.recall(model, [past], lambda m, b: by_head(m(b[0], 1), b[1]) + by_head(m(b[0], 0), b[1]))
         by_head(model(now[0], 0), now[1]).backward()
@@ -277,7 +277,7 @@ def parameters_without_gradient():
     for head in many.heads:
         fully_shard(head)
     fully_shard(many)
-    expected = run(build(), task(0, 8), rival(3, 8))
+    expected = run(build(), task(0, 8), rival(3, 8), alone())
     found = run(many, share(task(0, 8)), share(rival(3, 8)))
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
@@ -301,9 +301,9 @@ def recall_disturbs_nothing():
             assert one is None or torch.equal(whole(p.grad), one)
         assert model.training
         assert torch.equal(torch.get_rng_state(), state)
-    alone = net()
-    expected = GradientProjector(alone[2].parameters())
-    expected.recall(alone, past_of_all(), loss)
+    one = net()
+    expected = GradientProjector(one[2].parameters(), group=alone())
+    expected.recall(one, past_of_all(), loss)
     rows = [layer_columns(row, model[2]) for row in projector.constraints]
     torch.testing.assert_close(torch.stack(rows), expected.constraints, rtol=1e-9, atol=1e-12)
 
@@ -323,10 +323,10 @@ def layer_columns(row, layer):
 @check(2)
 def memories_of_unequal_size():
     """Processes wait for each other in every pass, so they make the same number of them."""
-    together, alone = task(0, 6), net()
+    together, one = task(0, 6), net()
     model, projector, *_ = begin()
-    expected = GradientProjector(alone.parameters())
-    expected.recall(alone, [together], loss)
+    expected = GradientProjector(one.parameters(), group=alone())
+    expected.recall(one, [together], loss)
     for microbatch in (None, 2, 1):
         projector.recall(model, [share(together, [5, 1])], loss, microbatch=microbatch)
         row = layer_columns(projector.constraints[0], model)

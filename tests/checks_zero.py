@@ -13,7 +13,7 @@ import torch.distributed as dist
 from checks_replicated import SAID
 from deepspeed.utils import safe_get_full_fp32_param
 from models import EACH, flat, loss, perceptron, rival, task
-from processes import check, same_everywhere, share
+from processes import alone, check, same_everywhere, share
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector
 
@@ -86,7 +86,7 @@ def deepspeed_trains_as_one_process():
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "CUDA_VISIBLE_DEVICES": ""}
     for number, (promise, options) in enumerate(PROMISES):
         one = perceptron(torch.float32)
-        plain, violated = train(one, promise, options, plainly(one))
+        plain, violated = train(one, promise, options | {"group": alone()}, plainly(one))
         assert violated
         for stage in (1, 2, 3) if number == 0 else (1 + number % 3, 1 + (number + 1) % 3):
             engine = engine_for(perceptron(torch.float32), stage)
@@ -148,7 +148,7 @@ def accelerated():
     import gemproj.integrations.accelerate
 
     one = perceptron(torch.float32)
-    train(one, loss, {"metric": "adam"}, plainly(one))
+    train(one, loss, {"metric": "adam", "group": alone()}, plainly(one))
     for stage in (1, 3):
         AcceleratorState._reset_state(reset_partial_state=True)
         plugin = DeepSpeedPlugin(zero_stage=stage)

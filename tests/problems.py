@@ -78,8 +78,9 @@ def arbitrary(draw_from, max_t: int = 10, max_d: int = 16) -> tuple[np.ndarray, 
     return rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
 
 
-def rational_projection(G, g):
+def rational_projection(G, g, h=None):
     """Project by trying every active set in exact arithmetic: floats are rationals. For a handful of rows."""
+    h = [Fraction(0 if h is None else float(h[i])) for i in range(len(G))]
     G, g = [[Fraction(float(v)) for v in row] for row in G], [Fraction(float(v)) for v in g]
 
     def dot(a, b):
@@ -100,9 +101,40 @@ def rational_projection(G, g):
 
     for size in range(len(G) + 1):
         for P in combinations(range(len(G)), size):
-            lam = solve([[dot(G[i], G[j]) for j in P] for i in P], [-dot(G[i], g) for i in P])
+            lam = solve([[dot(G[i], G[j]) for j in P] for i in P], [h[i] - dot(G[i], g) for i in P])
             if lam is not None and all(v >= 0 for v in lam):
                 x = [g[k] + sum(v * G[i][k] for v, i in zip(lam, P, strict=True)) for k in range(len(g))]
-                if all(dot(row, x) >= 0 for row in G):
+                if all(dot(row, x) >= v for row, v in zip(G, h, strict=True)):
                     return x
     raise AssertionError("every problem has a solution")
+
+
+def rational_feasible(G, h, equality):
+    """Tell whether some x satisfies ``G x >= h``: the first phase of the simplex method, in exact arithmetic.
+
+    With x = u - v, the sum of what is missing is minimised by Bland's rule, which cannot cycle.
+    """
+    G, h = np.vectorize(Fraction, otypes=[object])(G), np.vectorize(Fraction, otypes=[object])(h)
+    t, n = len(G), 2 * G.shape[1] + len(G)
+    surplus = np.where(np.asarray(equality), 0, -1) * np.eye(t, dtype=int)
+    table = np.column_stack([G, -G, surplus + Fraction(0), h])
+    table[h < 0] *= -1
+    basis, cost = np.arange(n, n + t), -table.sum(axis=0)
+    while np.any(cost[:n] < 0):
+        j = int(np.flatnonzero(cost[:n] < 0)[0])
+        rows = np.flatnonzero(table[:, j] > 0)
+        i = min(rows, key=lambda i: (table[i, n] / table[i, j], basis[i]))
+        table[i], basis[i] = table[i] / table[i, j], j
+        for k in range(t):
+            if k != i:
+                table[k] = table[k] - table[k, j] * table[i]
+        cost = cost - cost[j] * table[i]
+    return cost[n] == 0
+
+
+def small_integers(rng):
+    """Draw G, g, h and equalities of up to 8 rows, of which some 40 % contradict each other."""
+    t, d, m = int(rng.integers(2, 9)), int(rng.integers(1, 5)), int(rng.choice([3, 9, 99]))
+    equality = rng.random(t) < rng.choice([0.0, 0.4])
+    G, h = (rng.integers(-m, m + 1, shape).astype(float) for shape in ((t, d), t))
+    return G, rng.standard_normal(d) * rng.integers(2), h, equality

@@ -89,6 +89,11 @@ def share(batch, sizes=None):
     return tuple(leaf.split(sizes)[dist.get_rank()] for leaf in batch)
 
 
+def alone():
+    """Return the group of this process alone, for a model that no other one trains."""
+    return dist.new_subgroups(1)[0]
+
+
 def gathered(thing):
     """Return what each process has for this."""
     everyone = [None] * dist.get_world_size()

@@ -18,6 +18,7 @@ from models import (  # noqa: E402
     gradient,
     half_loss,
     loss,
+    moved,
     perceptron,
     promises,
     rival,
@@ -79,7 +80,7 @@ def test_a_loop_of_accelerate_takes_the_steps_of_a_plain_loop(promise, options):
             optimizer.zero_grad()
             for batch in window:
                 (loss(plain, batch) / 2).backward()
-            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+            gem.clip_grad_norm_(0.1)
             optimizer.step()
             active += gem.last.num_active
         gem.end_task(stream)
@@ -90,6 +91,108 @@ def test_a_loop_of_accelerate_takes_the_steps_of_a_plain_loop(promise, options):
         train(accelerator, model, optimizer, batches(k))
         gem.end_task(batches(k))
     assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize("framework", [False, True])
+def test_a_margin_is_the_weight_of_replay_also_where_gradients_are_clipped(framework):
+    accelerator, model, optimizer, gem = begin(margin=4.0)
+    if not framework:
+        gem.remove()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        gem = gemproj.torch.GEM(model, optimizer, loss, memory=gem.memory, margin=4.0)
+    gem.memory.add(batches(0)[0], 0)
+    plain = perceptron()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.05)
+    for window in zip(batches(1)[::2], batches(1)[1::2], strict=True):
+        optimizer.zero_grad()
+        reference.zero_grad()
+        for batch in window:
+            (loss(model, batch) / 2).backward()
+            (loss(plain, batch) / 2).backward()
+        norm = gradient(plain).norm()
+        assert norm > 0.1
+        clipped = (
+            accelerator.clip_grad_norm_(model.parameters(), 0.1) if framework else gem.clip_grad_norm_(0.1)
+        )
+        assert float(clipped) == pytest.approx(float(norm))
+        optimizer.step()
+        assert gem.last.num_active == 0  # replay, and nothing else
+        (4.0 * loss(plain, gem.memory.batch(0))).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        reference.step()
+        assert_same_weights(model, plain)
+
+
+def test_steps_have_the_margin_of_clipped_gradients():
+    model, batch, past = perceptron(), batches(1)[0], batches(0)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = gemproj.torch.GEM(model, optimizer, loss, on="step", margin=4.0)
+    gem.end_task([past])
+    (row,) = rows(model, [past])
+    loss(model, batch).backward()
+    g, before = gradient(model), flat(model)
+    gem.clip_grad_norm_(0.1)
+    optimizer.step()
+    assert gem.last.num_active == 0
+    torch.testing.assert_close(before - flat(model), 0.1 * (g + 4.0 * row) * (0.1 / float(g.norm())))
+
+
+def test_optimizers_that_share_a_model_have_their_gradients_clipped_at_once():
+    model = perceptron()
+    parts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    gem = gemproj.torch.GEM(model, parts, loss, margin=4.0)
+    loss(model, batches(0)[0]).backward()
+    gem.clip_grad_norm_(0.1)
+    assert float(gradient(model).norm()) == pytest.approx(0.1, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("size", [1.0, 1e25])
+def test_where_nothing_is_remembered_gradients_are_clipped_as_without_gem(size, kind, fresh_state):
+    weights = []
+    for attached in (False, True):
+        fresh_state()
+        accelerator, model = Accelerator(cpu=True), perceptron(torch.float32)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if attached:
+            GEM(accelerator, model, optimizer, EpisodicMemory(), loss=loss)
+        accelerator.backward(loss(model, batches(0, dtype=torch.float32)[0]) * size)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 0.1, kind)
+        optimizer.step()
+        weights.append((flat(model), norm))
+    assert weights[0][0].isfinite().all()
+    torch.testing.assert_close(*weights)
+
+
+def test_gradients_are_unscaled_where_their_norm_is_measured(monkeypatch):
+    accelerator, model, *_ = begin()
+    accelerator.backward(loss(model, batches(0)[0]))
+    norm = gradient(model).norm()
+
+    def unscale(self):
+        for p in model.parameters():
+            p.grad /= 4
+
+    monkeypatch.setattr(Accelerator, "unscale_gradients", unscale)
+    torch.testing.assert_close(accelerator.clip_grad_norm_(model.parameters(), 0.1), norm / 4)
+
+
+def test_clipping_is_forgotten_with_the_gradients_of_a_dropped_batch():
+    model, batch = perceptron(), batches(1)[0]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = gemproj.torch.GEM(model, optimizer, loss)
+    loss(model, batches(0)[0]).backward()
+    gem.clip_grad_norm_(1e-3)
+    optimizer.zero_grad()
+    loss(model, batch).backward()
+    g = gradient(model)
+    torch.testing.assert_close(moved(model, optimizer.step), 0.1 * g)
+
+
+def test_a_prepared_optimizer_is_detached_from():
+    _, _, optimizer, _ = begin()
+    gemproj.torch.detach(optimizer)
+    assert not optimizer.optimizer._optimizer_step_pre_hooks
 
 
 @pytest.mark.parametrize("interval", [1, 3])

@@ -1,18 +1,31 @@
 """Errors name the argument, what was found and what to do."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
 from problems import assert_close
 
-from gemproj import PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
+from gemproj import PGD, Status, combine, gram, project, solve_dual, solve_gram
 
 G, g = np.eye(3, 5), -np.ones(5)
 TENSORS, META = (torch.eye(3, 5), -torch.ones(5)), torch.ones(5, device="meta")
 READ_ONLY = np.empty(5)
 READ_ONLY.setflags(write=False)
 
+MASKED = np.ma.masked_array(np.ones(3), [False, True, False])
+with torch.inference_mode():
+    INFERENCE = torch.empty(5)
+
 WRONG_VALUES = [
+    (lambda: project(G.T, g), "If G has one column per constraint, pass G.T."),
+    (lambda: solve_gram(np.array([[1.0, 2.0], [2.0, 1.0]]), np.ones(2)), "K must be .* semidefinite"),
+    (lambda: solve_gram(np.array([[1.0, 0.5], [0.2, 1.0]]), np.ones(2)), "K must be .* not symmetric"),
+    (lambda: solve_gram(np.array([[1.0, 1.0], [1.0, 0.0]]), np.ones(2)), "K must be .* semidefinite"),
+    (lambda: solve_gram(np.eye(2), np.ones(2), np.array(-1.0)), "gg must be .*; found -1"),
+    (lambda: project(G, g, equality=np.ones(2, bool)), r"equality must be True, False or have shape \(3,\)"),
+    (lambda: project(*TENSORS, out=INFERENCE), "out was made in inference mode"),
     (lambda: project(G, g[:4]), r"g must have shape \(5,\) or .*found \(4,\)"),
     (lambda: project(G[0], g), r"G must have shape \(..., t, d\).*found \(5,\)"),
     (lambda: project(np.stack([G, G]), np.stack([g] * 3)), "leading dimensions of G .* do not broadcast"),
@@ -58,6 +71,17 @@ WRONG_VALUES = [
     (lambda: project(G, g, refine=1, method="pgd"), "refine needs method 'exact'"),
 ]
 WRONG_TYPES = [
+    (lambda: project(G, g, h=MASKED), r"h must not be a masked array; pass h.filled\(0.0\)"),
+    (lambda: project(G, g, margin=MASKED), "margin must not be a masked array"),
+    (lambda: project(G, g, penalty=MASKED), "penalty must not be a masked array"),
+    (lambda: project(G, g, warm_start=MASKED), "warm_start must not be a masked array"),
+    (lambda: combine(G, g, MASKED), "multipliers must not be a masked array"),
+    (lambda: solve_gram(np.eye(3), MASKED), "b must not be a masked array"),
+    (lambda: project(G, g, h=1j * np.ones(3)), "h must hold real numbers; found dtype complex128"),
+    (lambda: project(G, g, equality=None), "equality must be True, False or a boolean array.*found None"),
+    (lambda: project(TENSORS[0].to_sparse(), TENSORS[1]), "Tensors must be dense; found a sparse"),
+    (lambda: project(TENSORS[0].to("meta"), META), "Tensors must be dense; .* meta tensor"),
+    (lambda: project(TENSORS[0].to(torch.float8_e5m2), TENSORS[1]), "G must have a real floating.*float8"),
     (lambda: project(G.astype(int), g), "G must have a real floating-point dtype; found int64"),
     (lambda: project(G, g.astype(complex)), "g must have a real floating-point dtype; found complex"),
     (lambda: project([[1.0, 0.0]], [1.0]), "G must be an array.*blocks of type list.*numpy.asarray"),
@@ -136,7 +160,7 @@ def test_stalled_is_reported(monkeypatch, rng):
 
     monkeypatch.setattr(exact, "solve_active_set", lambda faces, *_: (np.zeros(20), 0, 1.0))
     K, b, _ = gram(rng.standard_normal((20, 50)), np.ones(50))
-    assert int(Exact().solve(K, b).status) == Status.STALLED
+    assert int(exact.solve_portable(K, b, None, None, None).status) == Status.STALLED
 
 
 @pytest.mark.parametrize("value", [np.inf, 1e200])
@@ -145,6 +169,53 @@ def test_what_is_too_large_far_apart_is_told_without_warnings(value, monkeypatch
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     G, g = np.ones((2, 400_000)), np.ones(400_000)
     G[:, 10], G[0, 300_000], G[1, 300_000] = value, value, -value
-    with pytest.raises(ValueError, match="row 0, 1"):
+    with pytest.raises(ValueError, match="rows 0, 1"):
         project(G, g)
     assert not np.isfinite(np.diagonal(gram(G, g).K)).any()
+
+
+def test_gram_matrices_as_they_are_rounded(rng):
+    """Repeated rows summed in float32, rows of length zero, no rows, and a penalty below margin where none is."""
+    rows = rng.standard_normal((4, 200)).astype(np.float32)
+    rows[3], rows[2] = rows[0], 0.0
+    for K in ((rows @ rows.T).astype(float), np.zeros((0, 0))):
+        assert int(solve_gram(K, -np.ones(len(K))).status) in (Status.OPTIMAL, Status.UNRESOLVED)
+    options = {"margin": np.array([2.0, 0.0, 0.0]), "penalty": 1.0}
+    assert_close(project(G, g, equality=np.array([True, False, False]), **options)[:3], 0.0, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [">f8", "longdouble"])
+def test_whatever_is_not_narrow_is_wide(dtype, rng):
+    tiny = np.array([[1e-200, 0.0]]).astype(dtype)
+    with pytest.raises(ValueError, match=r"row 0 of G is too small: .*1.e-200"):
+        project(tiny, np.array([-1.0, 1.0]).astype(dtype))
+    wide, g_wide = rng.standard_normal((9, 140_000)), rng.standard_normal(140_000)
+    K = gram(wide.astype(dtype), g_wide.astype(dtype)).K
+    assert_close(K, wide @ wide.T, atol=1e-9 * 140_000**0.5)
+
+
+def test_a_solution_does_not_change_with_the_arrays_of_the_caller(host):
+    options = {"h": np.array([-0.1, -0.2]), "margin": np.array([0.1, 0.0]), "penalty": np.array([5.0, 6.0])}
+    options = {name: host.array(a) for name, a in options.items()}
+    K, b, gg = (host.array(a) for a in (np.eye(2), np.array([-1.0, 1.0]), np.array(2.0)))
+    for solve, given in ((solve_dual, (K, b)), (solve_gram, (K, b, gg))):
+        arrays = [host.array(host.numpy(a)) for a in given]
+        bounds = {name: host.array(host.numpy(a)) for name, a in options.items()}
+        sol = solve(*arrays, **bounds)
+        before = [host.numpy(a) for a in (sol.slack(), sol.kkt_residual(), sol.lower, sol.upper, sol.gram.K)]
+        for a in (*arrays, *bounds.values()):
+            a *= 7
+        after = [host.numpy(a) for a in (sol.slack(), sol.kkt_residual(), sol.lower, sol.upper, sol.gram.K)]
+        for one, other in zip(before, after, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_solutions_pickle_and_tell_how_they_ended():
+    sol = solve_dual(np.eye(3), -np.ones(3))
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        assert_close(pickle.loads(pickle.dumps(sol, protocol)).slack(), 0.0, atol=1e-15)
+    assert repr(sol).startswith("DualSolution(optimal, 3 of 3 active, KKT residual ")
+    assert "2 of 2 problems optimal, t=3" in repr(solve_dual(np.eye(3), -np.ones((2, 3))))
+    assert "approximate" in repr(solve_dual(np.eye(3), -np.ones(3), method=PGD(steps=1)))
+    with pytest.raises(AttributeError):
+        sol.multipliers = np.zeros(3)

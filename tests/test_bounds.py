@@ -149,6 +149,12 @@ def test_the_bound_sees_what_a_dependent_row_misses():
     assert float(wrong.error_bound()) >= 5e-6
 
 
+def test_the_bound_sees_a_contradiction_that_is_no_error():
+    """Rows that ask for x >= 1 and x <= 1 - 1e-10: too close for a proof, but there is no x."""
+    sol = solve_dual(np.array([[1.0, 0], [-1, 0]]), np.array([-1.0, 2]), h=np.array([1.0, -1 + 1e-10]))
+    assert sol.error_bound() == np.inf
+
+
 @pytest.mark.parametrize("t", [2, 5, 12])
 @pytest.mark.parametrize("loose", [1e12, 1e16, 1e300])
 def test_a_loose_row_does_not_set_the_scale(xp, t, loose):

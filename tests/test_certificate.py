@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import KINDS, arbitrary, draw, known, rational_projection
+from problems import KINDS, arbitrary, assert_close, draw, known, rational_projection
 
-from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual
+from gemproj import FISTA, OSQP, PGD, Status, combine, gram, project, solve_dual, solve_gram
 
 
 def judged(G, g, lam, **bounds):
@@ -112,6 +112,77 @@ def test_error_bound_holds_whatever_the_rank(problem, method, margin):
         assert bound <= 1e4 * error + 1e-11 * (1 + size**2)
 
 
+@pytest.mark.parametrize(
+    ("rows", "start", "method"),
+    [
+        ([1.0, -0.7], [1e12, 1.3e12], "pgd"),
+        ([1.0, -0.7], [1e8, 1.3e8], "pgd"),
+        ([0.3, -0.7], [1e15, 4.28571428571e14], "fista"),
+    ],
+)
+def test_multipliers_that_cancel_keep_their_rounding(rows, start, method):
+    """What a warm start has in the null space of G' no gradient step takes away."""
+    G, g = np.array(rows)[:, None], np.array([-1.0])
+    sol = solve_dual(G, g, method=method, warm_start=np.array(start))
+    error = true_error(G, g, sol.multipliers)
+    assert 1e-9 < error <= min(float(sol.error_bound()), float(sol.kkt_residual()))
+    assert error**2 <= float(sol.duality_gap())
+
+
+def test_rows_that_only_an_exact_method_takes_for_active():
+    """Multipliers of quadprog are 1e-10 above their bounds, which says nothing of the slack of these rows."""
+    pytest.importorskip("quadprog")
+    G, g = np.array([[0.3, 0.1], [0.7, 0.2], [1.0, 0.0]]), np.array([-5.0, 1.0])
+    sol = solve_dual(G, g, method="quadprog")
+    assert_close(sol.slack(), [0.1, 0.2, 0.0], atol=1e-9)
+    assert float(sol.kkt_residual()) < 1e-9
+    pytest.importorskip("osqp")
+    stalled = solve_dual(G, g, method=OSQP(max_iter=1))
+    assert_close(stalled.slack(), G @ combine(G, g, stalled.multipliers), atol=1e-12)
+
+
+def test_error_bound_of_a_gram_matrix_that_has_lost_digits(rng):
+    """The rounding of K counts against the smallest eigenvalue, not against the angle of rows."""
+    for tilt in 10.0 ** rng.uniform(-7, -2, 60):
+        t = int(rng.integers(2, 5))
+        G = rng.integers(-2, 3, (t, 1)) * rng.standard_normal(4) + tilt * rng.standard_normal((t, 4))
+        g = -rng.random(t) @ G
+        sol = solve_gram(*gram(G, g))
+        assert true_error(G, g, sol.multipliers) <= float(sol.error_bound())
+
+
+@pytest.mark.parametrize("digits", [1, 16])
+def test_error_bound_where_nothing_moves(digits, rng):
+    """h = G g, with two equal rows: x is g, and every row is active."""
+    for _ in range(20):
+        G, g = rng.standard_normal((4, 6)).round(digits), rng.standard_normal(6)
+        G[-1] = 2.0 * G[0]
+        sol = solve_dual(G, g, h=G @ g)
+        assert_close(combine(G, g, sol.multipliers), g, atol=1e-14)
+        assert float(sol.error_bound()) < 1e-10
+
+
+@pytest.mark.parametrize("missed", [3e-14, 8e-14, 1e-12])
+def test_error_bound_of_a_dependent_row_that_misses_its_h_by_little(missed):
+    """Row 2 takes the place of row 1, in which it weighs a thousandth: x* is a thousand times as far."""
+    G, h = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1e-3]]), np.array([0.0, 0.0, missed])
+    sol = solve_dual(G, -np.ones(2), h=h, equality=np.array([True, False, False]))
+    x = combine(G, -np.ones(2), sol.multipliers)
+    error = np.linalg.norm(x - [0.0, missed / 1e-3]) / 2**0.5
+    assert error <= float(sol.error_bound()) < 1e-9
+
+
+@pytest.mark.parametrize("seed", [23, 124, 254])
+def test_error_bound_of_rows_in_a_space_of_few_dimensions(seed):
+    """Which rows are independent shows only to rounding times the weights of those chosen before."""
+    rng = np.random.default_rng(seed)
+    t, d, rank = 36, 50, 14
+    G = rng.standard_normal((t, rank)) @ rng.standard_normal((rank, d))
+    sol = solve_dual(G * 10.0 ** rng.uniform(-6, 6, (t, 1)), rng.standard_normal(d))
+    assert int(sol.status) == Status.OPTIMAL
+    assert float(sol.error_bound()) < 1e-7
+
+
 def test_error_bound_knows_the_rounding_of_float32_sums(rng, monkeypatch):
     """Nearly parallel float32 rows: the Gram matrix is off by more than float64 rounding."""
     monkeypatch.setattr("gemproj.backends.wanted", "portable")  # which sums in float32 for any number of rows
@@ -194,3 +265,21 @@ def test_cosine_is_between_g_and_x(xp, rng):
     expected = g @ x / np.linalg.norm(g) / np.linalg.norm(x)
     assert float(solve_dual(xp.array(G), xp.array(g)).cosine()) == pytest.approx(expected)
     assert float(solve_dual(xp.array(G), xp.array(0 * g)).cosine()) == 1.0
+
+
+def test_cosine_where_nothing_is_left(rng):
+    """x* is zero, and what is computed is rounding, which has a cosine by chance."""
+    for _ in range(10):
+        rows = rng.standard_normal((3, 3))
+        sol = solve_dual(np.concatenate([rows, -rows]), rng.standard_normal(3))
+        assert float(sol.cosine()) == 1.0
+
+
+@pytest.mark.parametrize("size", [1e-139, 1.0, 1e139])
+def test_certificates_do_not_overflow(size, rng):
+    """Warnings are errors here."""
+    G = rng.standard_normal((2, 4)) * np.array([[1e-139], [1e139]])
+    sol = solve_dual(G, -size * np.ones(4))
+    assert float(sol.kkt_residual()) < 1e-14
+    assert float(sol.duality_gap()) < 1e-14
+    assert float(sol.error_bound()) < 1e-11

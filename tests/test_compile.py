@@ -111,16 +111,25 @@ def test_gradients_pass_through(problem):
         torch.compile(inexact, backend=BACKEND)(problem[0].requires_grad_(), problem[1]).backward()
 
 
-def test_the_operation_keeps_its_promises(problem):
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_the_operation_keeps_its_promises(contiguous):
+    """opcheck compares strides, too: inductor, which takes seconds, asserts them."""
     from gemproj._method_names import name_of
-    from gemproj._operator import _project
+    from gemproj._operator import _project, _project_backward
 
-    G, g = problem
-    name_of("exact")
-    h = torch.full((3,), 0.1, dtype=torch.float64)
-    arguments = ([G], [g], [], h, None, None, None, None, False, "'exact'", 0)
-    torch.library.opcheck(_project, arguments)
-    torch.library.opcheck(_project, ([G.requires_grad_()], [g.requires_grad_()], *arguments[2:]))
+    G, g = torch.randn(3, 5, 10, dtype=torch.float64), torch.randn(5, 10, dtype=torch.float64)
+    if not contiguous:
+        G, g = (a.mT.contiguous().mT for a in (G, g))
+    name, h = name_of("exact"), torch.full((3,), 0.1, dtype=torch.float64)
+    options = (h, None, None, None)
+    others = (False, name, 0)
+    torch.library.opcheck(_project, ([G], [g], [], *options, None, *others))
+    torch.library.opcheck(_project_backward, ([G], [g], [], *options, [g], [g], *others))
+    leaves = [G.clone().requires_grad_()], [g.clone().requires_grad_()]
+    torch.library.opcheck(_project, (*leaves, [], *options, None, *others))
+    rows = (G.flatten(1).T.contiguous().T, g.flatten(), torch.rand(50, dtype=torch.float64) + 0.5)
+    for op, more in ((_project, (None,)), (_project_backward, ([rows[1]], [rows[1]]))):
+        torch.library.opcheck(op, (*([a] for a in rows), *options, *more, True, *others[1:]))
 
 
 def test_a_training_step_with_a_projector_compiles():
@@ -159,8 +168,14 @@ def test_options_are_checked_as_in_eager_mode(problem):
     def output(G, g):
         return project([G], [g], out=[g.float()])[0]
 
-    for step in (keys, output):
-        with pytest.raises(Exception, match=r"the same keys|shape and dtype"):
+    def blocks(G, g):
+        return project([G, G], g)
+
+    def margin(G, g):
+        return project([G], [g], margin=True)
+
+    for step in (keys, output, blocks, margin):
+        with pytest.raises(Exception, match=r"the same keys|shape and dtype|as G is|must be a number"):
             torch.compile(step, backend=BACKEND)(G, g)
 
     def tuples(G, g):

@@ -2,11 +2,13 @@
 
 import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -255,8 +257,8 @@ def test_compilation_is_announced_once(caplog, monkeypatch, tmp_path):
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))  # or a second run finds them compiled
     monkeypatch.setattr(jit._Announcement, "waiting", True)
-    monkeypatch.setattr(jit._announcement, "waiting", True)
-    with caplog.at_level("INFO", "gemproj"):
+    monkeypatch.setattr(jit.announcement, "waiting", True)
+    with caplog.at_level("WARNING", "gemproj"):  # which Python shows where no logging is set up
         for add in (lambda a: a + 1, lambda a: a + 2):
             add.__module__ = "gemproj.backends.numba.loops"
             jit.strict(add)(1)
@@ -359,6 +361,29 @@ def test_methods_that_derive_from_exact_are_called():
     assert len(called) == 1
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_whoever_asks_the_exact_method_gets_the_compiled_search(library, rng, monkeypatch):
+    xp = pytest.importorskip(library)
+    monkeypatch.setattr("gemproj.methods.exact.solve_portable", None)
+    monkeypatch.setattr("gemproj.backends.portable.solve_portable", None)
+    for t in (3, 12):
+        rows = rng.standard_normal((2, t, 30))
+        Ks, bs = rows @ rows.swapaxes(1, 2), rng.standard_normal((16, 2, t))
+        start, most = rng.random((2, t)), np.full(t, 0.5)
+        for K, b in ((Ks[0], bs[0, 0]), (Ks[0], bs[:, 0]), (Ks, bs[0]), (Ks, bs), (Ks, bs[0, 0])):
+            K, b = xp.asarray(K), xp.asarray(b)
+            expected = solve_gram(K, b)
+            lam, found = Exact()(K, b), Exact().solve(K, b)
+            assert type(lam) is type(found.status) is type(expected.multipliers)
+            np.testing.assert_array_equal(lam, expected.multipliers)
+            np.testing.assert_array_equal(found.iterations, expected.iterations)
+        expected = solve_gram(Ks, bs[0], penalty=0.5, warm_start=start)
+        found = Exact().solve(Ks, bs[0], None, np.broadcast_to(most, (2, t)), np.minimum(start, 0.5))
+        np.testing.assert_array_equal(found.multipliers, expected.multipliers)
+        narrow = xp.asarray(Ks, dtype=xp.float32), xp.asarray(bs[0], dtype=xp.float32)
+        assert Exact()(*narrow).dtype == xp.float32
+
+
 def test_search_tells_what_it_cannot_solve():
     stalled = int(gemproj.Status.STALLED)
 
@@ -390,6 +415,13 @@ def test_threads_stop_before_an_error_is_raised():
         with pytest.raises(KeyboardInterrupt):
             share(work, 50, 3)
         assert states.count("began") == states.count("ended") < 40
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers that send signals")
+@pytest.mark.parametrize("name", ["at_every_instruction", "at_random"])
+def test_neither_an_interrupt_nor_a_signal_handler_that_projects_hangs(name):
+    command = [sys.executable, Path(__file__).with_name("checks_threads.py"), name]
+    subprocess.run(command, check=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "3"})
 
 
 def test_switched_off_with_the_compiler_itself():

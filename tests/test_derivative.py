@@ -1,5 +1,7 @@
 """The derivative of the projection: against finite differences, and against what it must not do."""
 
+import gc
+import weakref
 from functools import partial
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from devices import DEVICE  # noqa: E402
 
-from gemproj import PGD, project, solve_dual  # noqa: E402
+from gemproj import PGD, combine, gram, project, solve_dual, solve_gram  # noqa: E402
 
 DEVICES = sorted({"cpu", DEVICE})
 
@@ -132,11 +134,52 @@ def test_options_mean_what_they_mean_without_autograd(options):
     assert torch.equal(compiled(G.detach(), g.detach()), expected)
 
 
-def test_options_are_checked_as_without_autograd():
+ONE, TWO = torch.eye(3, 7, dtype=torch.float64), torch.ones(7, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"G": [ONE, ONE]},
+        {"G": {"a": ONE, "b": ONE}},
+        {"G": ONE.numpy()},
+        {"metric": [TWO, TWO]},
+        {"equality": np.array([0, 1, 0])},
+        {"equality": None},
+        {"margin": True},
+        {"margin": None},
+        {"margin": -1.0},
+        {"h": ["a", "b", "c"]},
+        {"refine": 1.5},
+        {"warm_start": np.zeros(3)},
+        {"warm_start": [0.0] * 3},
+        {"warm_start": torch.zeros(2)},
+        {"method": PGD, "margin": 0.1},
+        {"out": np.zeros(7)},
+    ],
+    ids=lambda wrong: "-".join(f"{k}={type(v).__name__}" for k, v in wrong.items()),
+)
+def test_arguments_are_checked_as_without_autograd(wrong):
+    """A list of G once stood for its first block."""
+    arguments = {"G": ONE, **wrong}
+
+    def told(call, g):
+        with pytest.raises((TypeError, ValueError)) as found:
+            call(g)
+        return found.type, str(found.value)
+
+    def call(g):
+        return project(g=g, **arguments)
+
+    expected = told(call, -TWO)
+    assert told(call, (-TWO).requires_grad_()) == expected
+    assert told(torch.func.vmap(call), -TWO.expand(2, 7)) == expected
+
+
+def test_lists_are_numbers_of_float64():
     G, g = problem(3, 7)
-    for arrays in ((G, g), (G.detach(), g.detach())):
-        with pytest.raises(TypeError, match="equality"):
-            project(*arrays, equality=np.array([0, 1, 0]))
+    h = [0.1, -0.1, 0.3]
+    assert torch.equal(project(G, g, h=h), project(G.detach(), g.detach(), h=h))
 
 
 def test_penalised_equalities_have_derivatives():
@@ -168,6 +211,10 @@ def test_transforms_of_torch_func():
     h = torch.rand(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     found = torch.func.vmap(lambda h: project(G, g, h=h))(h)
     torch.testing.assert_close(found, torch.stack([project(G, g, h=one) for one in h]), rtol=0, atol=1e-14)
+    starts = torch.rand(4, 3, dtype=torch.float64)
+    for dims, start in ((None, starts[0]), (0, starts)):
+        found = torch.func.vmap(lambda g, s: project(G, g, warm_start=s), (0, dims))(gs, start)
+        torch.testing.assert_close(found, project(G, gs), rtol=0, atol=1e-14)
     for name in ("h", "margin", "penalty"):  # a number for each problem
         numbers = h[:, 0].requires_grad_()
         found = torch.func.vmap(lambda G, one, name=name: project(G, g, **{name: one}))(Gs, numbers)
@@ -183,6 +230,28 @@ def test_transforms_of_torch_func():
         torch.func.jvp(lambda v: project(G, v), (g,), (g,))
     with pytest.raises(ValueError, match="vmap over a projection of blocks is not supported"):
         torch.func.vmap(lambda v: project([G], [v])[0])(gs)
+    others = (
+        lambda v: gram(G, v),
+        lambda v: solve_dual(G, v),
+        lambda v: solve_gram(G[:, :3], v[:3]),
+        lambda v: combine(G, v, h[0]),
+    )
+    for function in others:
+        with pytest.raises(TypeError, match=r"pass through gemproj.project only"):
+            torch.func.vmap(function)(gs)
+
+
+def test_methods_are_not_kept():
+    G, g = (a.detach() for a in problem(3, 7, 4))
+
+    def method(K, b, warm_start):
+        return torch.zeros_like(b)
+
+    alive = weakref.ref(method)
+    assert torch.equal(torch.func.vmap(partial(project, method=method))(G, g), g)
+    del method
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (0, 2, 5), (2, 0)])

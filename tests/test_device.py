@@ -1,4 +1,4 @@
-"""The public functions on a device: no look at a value, and the answers of the CPU, with and without kernels.
+"""The public functions on a device: no look at a value, and the answers of the CPU.
 
 Where there is no GPU, the CPU is taken for one.
 """
@@ -10,14 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from devices import DEVICE, make_device, skip_without_kernels
+from devices import DEVICE, make_device
 from problems import assert_close
 
 from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
 
 torch = pytest.importorskip("torch")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of NumPy, in Triton's interpreter
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning"),
 ]
 tree_map = pytest.importorskip("torch.utils._pytree").tree_map
@@ -50,19 +49,16 @@ def no_waiting():
             torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.fixture(params=["portable", "triton"])
-def device(request, monkeypatch):
-    """Return a context in which the CPU is a device, for one of the backends that serve devices."""
-    if request.param == "triton":
-        skip_without_kernels()
+@pytest.fixture
+def device(monkeypatch):
+    """Return a context in which the CPU is a device."""
 
     @contextmanager
     def context():
-        with monkeypatch.context() as patch, make_device(context.kernels):
-            patch.setattr("gemproj.backends.wanted", request.param)
+        with monkeypatch.context() as patch, make_device():
+            patch.setattr("gemproj.backends.wanted", "portable")
             yield
 
-    context.kernels = request.param == "triton"
     return context
 
 
@@ -103,7 +99,7 @@ def test_same_answer_without_waiting(device, name, shape):
     expected = on_cpu(project, G, g, **options)
     certificate = on_cpu(lambda *args, **given: solve_dual(*args, **given).kkt_residual(), G, g, **options)
     # Above eight rows the portable search of active sets runs on the CPU, and says so.
-    waits = not device.kernels and "method" not in options and shape[-2] > (5 if "penalty" in options else 8)
+    waits = "method" not in options and shape[-2] > (5 if "penalty" in options else 8)
     with device():
         with nullcontext() if waits else no_waiting():
             x, sol = project(G, g, **options), solve_dual(G, g, **options)
@@ -144,7 +140,6 @@ def test_blocks_and_narrow_dtypes(device):
     with device(), no_waiting():
         x = project(*blocks)
     assert [a.dtype for a in x] == [torch.bfloat16] * 2
-    # Triton's interpreter cuts off what a device rounds.
     assert_close(torch.cat([a.reshape(-1) for a in x]).double(), expected.double(), rtol=0.008)
 
 
@@ -221,7 +216,7 @@ def test_an_infeasible_right_hand_side_is_a_status(device, t):
     assert_close(bent, penalised, atol=1e-12)
 
 
-def test_what_the_kernels_cannot_read_takes_the_portable_form(device):
+def test_columns_a_metric_and_outputs_with_gaps(device):
     G, g = draw(3, 40)
     weight = torch.linspace(0.1, 1.1, 40, dtype=torch.float64, device=DEVICE)
     strided = G.T.contiguous().T
@@ -233,22 +228,6 @@ def test_what_the_kernels_cannot_read_takes_the_portable_form(device):
         project(G, g, out=gaps[:, 0])
     assert_close(gaps[:, 0], expected[0], atol=1e-13)
     assert not gaps[:, 1].any()
-
-
-def test_host_times_are_of_projections_that_launch_nothing(capsys):
-    skip_without_kernels()
-    for package in ("rich", "typer"):
-        pytest.importorskip(package)
-    host = pytest.importorskip("asv_benchmarks.reports.host")
-    host.main(runs=1)
-    text = capsys.readouterr().out
-    calls = host.candidates()
-    assert len(calls) == 6
-    assert all(name in text for name in calls)
-    with host.no_launches():
-        vector = host.blocks()[1]
-        project(host.blocks()[0], vector, out=vector)
-    assert all(bool((v == -1).all()) for v in vector)
 
 
 def test_the_captured_step_of_the_documentation(monkeypatch):
@@ -287,7 +266,7 @@ def test_certificates_where_a_row_of_k_is_not_finite():
     K = torch.eye(3, dtype=torch.float64)
     K[1, 1] = torch.nan
     b = torch.tensor([-1.0, torch.nan, 2.0], dtype=torch.float64)
-    with make_device(False):
+    with make_device():
         sol = solve_gram(K.to(DEVICE), b.to(DEVICE))
         assert int(sol.status) == int(Status.ROW_DROPPED)
         assert sol.multipliers.tolist() == [1.0, 0.0, 0.0]

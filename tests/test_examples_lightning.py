@@ -14,11 +14,9 @@ from examples.lightning_fit import main
 def test_lightning_example(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     main(["--quick"])
-    rows = {
-        line.split()[1]: re.findall(r"\d+", line)
-        for line in capsys.readouterr().out.splitlines()
-        if "│" in line
-    }
+    printed = capsys.readouterr().out
+    assert printed.count(": 3 tasks of 4 epochs ...") == 2  # as it goes
+    rows = {line.split()[1]: re.findall(r"\d+", line) for line in printed.splitlines() if "│" in line}
     before, after = (list(map(int, rows[name])) for name in ("Fine-tuning", "GEM"))
     assert len(before) == len(after) == 4
     assert after[0] > before[0]

@@ -22,6 +22,7 @@ def run(*command):
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"with(?:out)? projection: \d tasks of \d+ steps", done.stdout)) == 2  # as it goes
     rows = re.findall(r"(with(?:out)? projection) (.*)", done.stdout)
     assert [name for name, _ in rows] == ["without projection", "with projection"], done.stdout
     return [[int(number) for number in re.findall(r"\d+", cells)] for _, cells in rows]

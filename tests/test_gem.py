@@ -1,12 +1,14 @@
 """GEM in one object takes the steps of a loop that computes and attaches everything itself."""
 
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from models import SMALL, flat, half_loss, loss, perceptron, rival, rows, task  # noqa: E402
 
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector, detach  # noqa: E402
 
 BATCHES = 8
 
@@ -100,6 +102,7 @@ def test_a_skipped_step_computes_nothing(fused):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
     gem = GEM(model, optimizer, counting, on="both", scaler=scaler)
     gem.end_task([task(1, dtype=torch.float32)])
+    seen.clear()  # the loss was tried
     for finite in (True, False, True):
         optimizer.zero_grad()
         value = loss(model, rival(task(1, dtype=torch.float32)))
@@ -176,6 +179,19 @@ def test_a_state_of_another_model_changes_nothing():
     assert torch.equal(gem.projector.constraints, G)
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own pytree
+def test_a_copy_is_attached_to_nothing():
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gem = GEM(model, optimizer, loss)
+    gem.end_task([task(1)])
+    other = pickle.loads(pickle.dumps(gem))
+    assert other.memory.tasks == [0]
+    other.remove()
+    optimizer.step()
+    assert gem.last.constraints == 1
+
+
 def test_what_is_removed_projects_no_more():
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -195,6 +211,13 @@ def test_what_is_removed_projects_no_more():
     [
         ({"model": [1]}, TypeError, "model must be a torch.nn.Module; found list"),
         ({"loss": None}, TypeError, "loss must be a function of model and batch; found NoneType"),
+        ({"loss": torch.nn.CrossEntropyLoss()}, TypeError, "called as .*batch.*, and CrossEntropyLoss"),
+        ({"loss": torch.nn.functional.mse_loss}, TypeError, "called as .*batch.*, and mse_loss"),
+        (
+            {"promise": "example", "rows": 3, "smoothing": 0.9},
+            ValueError,
+            "smoothing: with promise='example'",
+        ),
         ({"per_task": 0}, ValueError, "per_task must be at least 1"),
         ({"sample": 0}, ValueError, "sample must be at least 1"),
         ({"memory": {}}, TypeError, "memory must be an EpisodicMemory; found dict"),
@@ -217,6 +240,13 @@ def test_what_is_removed_projects_no_more():
         ({"promise": "label"}, ValueError, "promise='label' needs label"),
         ({"microbatch": 0}, ValueError, "microbatch must be at least 1"),
         ({"on": "both", "metric": "adam"}, ValueError, "second moments"),
+        ({"marign": 0.5}, TypeError, "GEM has no option 'marign'; did you mean 'margin'?"),
+        ({"micro_batch": 5}, TypeError, "did you mean 'microbatch'?"),
+        ({"memory_strength": 0.5}, TypeError, "no option 'memory_strength': it is called margin here"),
+        ({"patterns_per_experience": 9}, TypeError, "it is called per_task here"),
+        ({"eps": 1e-3}, TypeError, "no option 'eps': the projection is exact without a ridge"),
+        ({"colour": "red"}, TypeError, r"GEM has no option 'colour'\.$"),
+        ({"scaler": "cuda"}, TypeError, "scaler must be the torch.amp.GradScaler of training; found str"),
     ],
 )
 def test_bad_options_leave_the_optimizer_alone(options, error, text):
@@ -225,3 +255,21 @@ def test_bad_options_leave_the_optimizer_alone(options, error, text):
     with pytest.raises(error, match=text):
         GEM(**({"model": model, "optimizer": optimizer, "loss": loss} | options))
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("attach", [GEM, lambda model, optimizer: projector_of(model).attach(optimizer)])
+def test_what_nothing_refers_to_any_more_is_detached(attach):
+    """A cell of a notebook that is run twice, perhaps after ``del gem``."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    attach(model, optimizer)
+    with pytest.raises(ValueError, match=r"attached to this optimizer.*gemproj.torch.detach\(optimizer\)"):
+        attach(model, optimizer)
+    detach(optimizer)
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    attach(model, optimizer)
+
+
+def projector_of(model):
+    return GradientProjector(model.parameters())

@@ -37,6 +37,7 @@ def test_keep_a_skill(tmp_path, capsys, monkeypatch):
     assert figure.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
     assert all(name in printed for name in chosen)
+    assert all(f"seed 0: {name} ..." in printed for name in chosen)  # as it goes
     rows = json.loads(out.read_text())["rows"]
     before, plain, replay, held = rows
     assert [row["method"] for row in rows] == ["before", *chosen]

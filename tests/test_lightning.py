@@ -11,9 +11,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("lightning", reason="needs the extra lightning")
 
 import lightning.pytorch as pl  # noqa: E402
-from lightning.pytorch.plugins import MixedPrecision  # noqa: E402
+from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
+from lightning.pytorch.plugins import MixedPrecision, Precision  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
-from models import EACH, loss, promises  # noqa: E402
+from models import EACH, assert_same_weights, loss, promises  # noqa: E402
 
 from gemproj.integrations.lightning import GEMCallback  # noqa: E402
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
@@ -107,7 +108,7 @@ def by_hand(model, options, tasks=2, promise=None, context=nullcontext, scaler=N
             scaler.scale(in_context(model, batch) / ACCUMULATE).backward()
             if i % ACCUMULATE == ACCUMULATE - 1:
                 scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+                gem.clip_grad_norm_(CLIP)
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
@@ -164,6 +165,41 @@ def test_constraints_have_the_precision_of_training(on):
     by_lightning(model, {"on": on}, make=lambda gem: trainer(gem, precision="bf16-mixed"))
     by_hand(other, {"on": on}, context=partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False))
     assert_same(model, other)
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_margin_is_the_weight_of_replay_also_where_gradients_are_clipped(manual):
+    gem, model, plain = callback(margin=4.0), Classifier(manual), Classifier().double()
+    gem.end_task(task(0))
+    stored = gem.memory.batch(0)[0].double(), gem.memory.batch(0)[1]
+    options = {"accumulate": 1, "clip": None} if manual else {}
+    trainer(gem, precision="64-true", **options).fit(model, task(1))
+    assert gem.last.num_active == 0  # replay, and nothing else
+
+    optimizer, batches = plain.configure_optimizers(), task(1, torch.double).batches
+    for first, second in zip(batches[::2], batches[1::2], strict=True):
+        optimizer.zero_grad()
+        ((loss(plain, first) + loss(plain, second)) / 2 + 4.0 * loss(plain, stored)).backward()
+        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), CLIP) > CLIP
+        optimizer.step()
+    assert_same_weights(model, plain)
+
+
+def test_clipping_is_of_the_optimizer_that_is_attached_to():
+    class Lookahead(torch.optim.SGD):
+        """Has another optimizer in it."""
+
+    model = Classifier()
+    optimizer = Lookahead(model.parameters(), lr=1.0)
+    optimizer.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    GEM(model, optimizer, loss)
+    loss(model, task(0).batches[0]).backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    for given in (optimizer, LightningOptimizer(optimizer)):
+        Precision().clip_grad_by_norm(given, 1e-3)  # in the step
+        assert all(map(torch.equal, before, [p.grad for p in model.parameters()]))
+    optimizer.step()
+    assert torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]) < 1.1e-3
 
 
 def test_batches_are_converted_as_for_training():
@@ -308,7 +344,7 @@ def test_refuses_what_it_cannot_do():
             return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.net[0], self.net[2])]
 
     gem = callback()
-    with pytest.raises(ValueError, match="one optimizer; found 2"):
+    with pytest.raises(ValueError, match=r"one optimizer; found 2.*GEM\(self, \[opt.optimizer for opt in"):
         trainer(gem, accumulate=1, clip=None).fit(Two(manual=True), task(0))
     for strategy in (DeepSpeedStrategy, FSDPStrategy):
         running = SimpleNamespace(strategy=object.__new__(strategy))

@@ -225,7 +225,7 @@ def test_missing_solver_says_how_to_install_it(monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "quadprog", None)
-    with pytest.raises(ImportError, match=r"gemproj\[qp\]"):
+    with pytest.raises(ImportError, match=r"\[qp\]"):
         project(np.eye(2), -np.ones(2), method="quadprog")
 
 

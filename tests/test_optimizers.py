@@ -191,6 +191,47 @@ def test_what_nothing_projects_is_an_error():
     assert torch.equal(flat(model), before)
 
 
+def freeze(model, optimizer):
+    model[0].weight.requires_grad_(False)
+
+
+def unfreeze(model, optimizer):
+    model[2].bias.requires_grad_(True)
+
+
+def add_a_group(model, optimizer):
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+
+def narrow(model, optimizer):
+    model.float()
+
+
+@pytest.mark.parametrize("on", ["gradient", "step"])
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (freeze, "1 of the 3 parameters .* no longer require a gradient"),
+        (unfreeze, "moves 1 parameters that are not projected"),
+        (add_a_group, "moves 1 parameters that are not projected"),
+        (narrow, "one is torch.float32 on cpu, and was torch.float64"),
+    ],
+)
+def test_what_no_longer_fits_is_seen_before_rows_are_due(change, text, on):
+    model = perceptron()
+    model[2].bias.requires_grad_(False)
+    optimizer = sgd(model.parameters())
+    gem = GEM(model, optimizer, lambda m, b: loss(m, (b[0].to(m[0].weight.dtype), b[1])), interval=4, on=on)
+    gem.end_task([task(1)])
+    optimizer.step()
+    change(model, optimizer)
+    before = flat(model)
+    loss(model, rival(task(1, dtype=model[0].weight.dtype))).backward()
+    with pytest.raises(ValueError, match=text):
+        optimizer.step()
+    assert torch.equal(flat(model), before)
+
+
 def test_a_second_gem_waits_for_the_first_one():
     model = perceptron()
     optimizer = sgd(model.parameters())

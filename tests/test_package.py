@@ -72,7 +72,7 @@ def test_command_without_extras(capsys, monkeypatch):
 def test_integrations_say_how_to_install_what_they_need(extra, missing, monkeypatch):
     monkeypatch.setitem(sys.modules, missing, None)
     monkeypatch.delitem(sys.modules, f"gemproj.integrations.{extra}", raising=False)
-    with pytest.raises(ImportError, match=rf"pip install 'gemproj\[{extra}\]'"):
+    with pytest.raises(ImportError, match=rf"pip install '\.\[{extra}\]' in a checkout"):
         importlib.import_module(f"gemproj.integrations.{extra}")
 
 

@@ -635,3 +635,19 @@ def test_a_loss_that_is_at_its_bound_to_rounding_is_left_alone():
     assert gem.last.excess > 0
     # At most the component along one row of noise goes.
     assert step.norm() <= 0.1 * g.norm() * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"on": "step"}, {"on": "both", "bound": 0.0}], ids=str)
+def test_a_divergence_that_was_just_stored_does_not_turn_the_step(options):
+    """It is zero, and its gradient noise in a random direction: it allows a step, or the opposite one."""
+    for sign in (1, -1):
+        model, optimizer, gem, batch = begin(SAID, dtype=torch.float32, rate=0.1, **options)
+        g = sign * rows(model, [rival(batch)])[0].float()
+        for first in (True, False):
+            give(model, g)
+            before = flat(model)
+            optimizer.step()
+            assert gem.last.constraints == 1
+            assert (gem.last.num_active > 0) is not first
+            if first:
+                torch.testing.assert_close((before - flat(model)).float(), 0.1 * g, rtol=1e-4, atol=1e-6)

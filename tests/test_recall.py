@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 from models import loss, rows  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from gemproj.torch import EpisodicMemory, GradientProjector  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
 
 
 class Net(torch.nn.Module):
@@ -172,6 +172,21 @@ def test_gradient_checkpointing():
     net.reentrant = True
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         projectors[0].recall(net, [batch(1) | {"x": batch(1)["x"].requires_grad_()}], loss, training=True)
+
+
+def test_masks_of_hooks_on_parameters_hold_under_a_margin(net):
+    mask = (torch.arange(6) > 2).double()[:, None]
+    net.first.weight.register_hook(lambda gradient: gradient * mask)
+    before = net.first.weight.detach().clone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    gem = GEM(net, optimizer, loss, margin=0.5)
+    gem.end_task([batch(1)])
+    for k in range(3):
+        optimizer.zero_grad()
+        loss(net, batch(k)).backward()
+        optimizer.step()
+    moved = net.first.weight != before
+    assert torch.equal(moved, mask.bool().expand(6, 4))
 
 
 @pytest.mark.parametrize(

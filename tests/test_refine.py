@@ -94,7 +94,7 @@ def test_beyond_the_range_of_squares_is_an_error(host, rng):
     for rows, vector, text in (
         (tiny, g, "row 1 of G is too small.*Scale G up"),
         (G, 1e-160 * g, "g is too small.*Scale g up"),
-        (1e160 * G, g, "row 0, 1, 2, which holds.*squares overflow; scale it down"),
+        (1e160 * G, g, "rows 0, 1, 2, which hold .*squares overflow; scale it down"),
     ):
         with pytest.raises(ValueError, match=text):
             project(host.array(rows), host.array(vector))
@@ -150,8 +150,34 @@ def test_only_lost_digits_send_the_exact_method_back_to_the_rows(monkeypatch, rn
     assert sol.refined
     calls.clear()
     project(tilted, h, method=PGD(steps=5))
-    project(tilted, h, refine=1)
     assert not calls
+
+
+def test_refine_keeps_the_way_back_to_the_rows(host):
+    """Where K has no digits left its corrections have none either."""
+    u, v = np.array([0.6, 0.8]), np.array([0.8, -0.6])
+    G, g = np.array([u, 1e-7 * v - u]), -u - v
+    for refine in (0, 1, 3):
+        assert np.linalg.norm(host.project(G, g, refine=refine)) < 1e-9
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_repeated_rows_of_a_batch_are_confirmed_and_not_searched_one_by_one(host, monkeypatch, rng, sign):
+    searched = []
+    whole = _refine.solve_in_coordinates
+    monkeypatch.setattr(_refine, "solve_in_coordinates", lambda *a: searched.append(1) or whole(*a))
+    G, g = rng.standard_normal((40, 4, 9)), rng.standard_normal((40, 9))
+    G[:, 3] = sign * 2.0 * G[:, 0]
+    x = host.project(G, g)
+    assert not searched
+    for i in range(40):
+        np.testing.assert_array_equal(host.project(G[i], g[i]), x[i])
+        if i < 5:
+            assert error(x[i], judge.project_precisely(G[i], g[i]), g[i]) < 1e-14
+    sol = solve_dual(host.array(G), host.array(g))
+    assert not searched
+    assert not np.any(host.numpy(sol.status))
+    assert np.all(host.numpy(sol.error_bound()) < 1e-11)
 
 
 def test_refined_problems_of_a_batch_stay_apart(host, rng):

@@ -3,7 +3,7 @@
 import copy
 import pickle
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
@@ -24,7 +24,8 @@ from models import (  # noqa: E402
 )
 
 from gemproj import GEM2017, project  # noqa: E402
-from gemproj.torch import GradientProjector  # noqa: E402
+from gemproj.torch import GradientProjector, optimizer_step  # noqa: E402
+from gemproj.torch.attached import clip_grad_norm_  # noqa: E402
 from gemproj.torch.optimizer_step import OptimizerStep  # noqa: E402
 
 MODES = [("step", "euclidean"), ("step", "adam"), ("both", "euclidean"), ("both", "adam")]
@@ -168,8 +169,7 @@ def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, o
         for model, projector in zip(models, projectors, strict=True):
             model.zero_grad()
             oppose(model, projector)
-        if on == "both":
-            projectors[1].project_()
+        projectors[1].project_() if on == "both" else projectors[1].reset()  # its rows are for that only
         optimizers[0].step()
         v = moved(models[1], optimizers[1].step)
         w = adam_weights(models[1], optimizers[1], G) if metric == "adam" else None
@@ -358,6 +358,43 @@ def test_a_step_that_cannot_be_projected_is_undone(on, method, rate, error, mess
     assert torch.equal(before, flat(model))
 
 
+@pytest.mark.parametrize("on", ["gradient", "both"])
+@pytest.mark.parametrize("anew", [False, True])
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_step_that_breaks_off_and_is_taken_again_has_the_margin_once(on, anew, clip):
+    class Interrupted(torch.optim.SGD):
+        times = 0
+
+        def step(self, closure=None):
+            if self.times:
+                self.times -= 1
+                raise KeyboardInterrupt
+            return super().step(closure)
+
+    weights = []
+    for times in (0, 2):
+        model = perceptron()
+        optimizer, projector = attach(model, partial(Interrupted, lr=0.1), on=on, margin=0.5)
+        optimizer.times = times
+        oppose(model, projector)
+        for _ in range(times):
+            if clip:
+                clip_grad_norm_([optimizer], model.parameters(), 0.5)
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            if anew:  # other gradients are projected
+                model.zero_grad()
+                loss(model, conflicting()).backward()
+        if clip:
+            clip_grad_norm_([optimizer], model.parameters(), 0.5)
+        optimizer.step()
+        assert projector.last.num_violated
+        weights.append(flat(model))
+        optimizer.step()  # of gradients that were used already
+        weights[-1] += flat(model)
+    torch.testing.assert_close(*weights, rtol=1e-5, atol=1e-5)  # torch clips to a little less than it says
+
+
 @pytest.mark.parametrize(("on", "metric"), MODES)
 def test_hooks_that_drop_gradients_after_a_step(on, metric):
     model = perceptron()
@@ -430,6 +467,18 @@ def test_no_margin_makes_a_step_of_one_that_a_fused_optimizer_skips(overflow):
     step.begin()
     projector.project_step(step, [True] * len(list(model.parameters())))
     assert torch.equal(flat(model), before) == overflow
+
+
+@pytest.mark.parametrize("options", [{"margin": 0.5}, {"margin": 0.2, "penalty": 0.5}])
+@pytest.mark.parametrize("broken", [float("inf"), float("nan")])
+def test_an_overflow_that_was_clipped_leaves_a_fused_step_alone(broken, options, monkeypatch):
+    monkeypatch.setattr(optimizer_step, "will_skip", lambda optimizer: False)  # as on an accelerator
+    model, optimizer, projector = begin(lambda p: adamw(p, fused=True), on="step", **options)
+    projector.recall(model, past_tasks(), loss)
+    (loss(model, conflicting()) * broken).backward()
+    clip_grad_norm_([optimizer], model.parameters(), 0.1)
+    optimizer.found_inf, optimizer.grad_scale = torch.tensor(1.0), None
+    assert not moved(model, optimizer.step).any()
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -11,6 +11,7 @@ from models import flat, gradient, loss, perceptron, rival, rows  # noqa: E402
 
 from gemproj import PGD, project, solve_dual  # noqa: E402
 from gemproj.torch import GradientProjector  # noqa: E402
+from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
 
 FLOAT = torch.float32
 
@@ -50,6 +51,7 @@ def test_projects_the_gradients_of_the_trainable_parameters(model):
     torch.testing.assert_close(stats.multipliers, expected.multipliers, rtol=1e-4, atol=1e-6)
     assert stats.cosine == pytest.approx(float(torch.cosine_similarity(x, g, dim=0)), abs=1e-5)
     assert projector.last is stats
+    assert repr(stats).startswith(f"Projection({stats.num_violated} of 2 constraints violated, cosine 0.")
     assert repr(projector).startswith("GradientProjector(3 parameters, d=75, t=2, Exact(), margin=0.0, ")
 
 
@@ -57,7 +59,9 @@ def test_nothing_changes_without_constraints_or_violation(model):
     loss(model, NOW).backward()
     before = gradient(model)
     projector = GradientProjector(model.parameters())
-    assert projector.project_().constraints == 0
+    nothing = projector.project_()
+    assert (nothing.constraints, nothing.cosine) == (0, None)
+    assert "nothing is promised" in repr(nothing)
     projector.constrain([loss(model, NOW)])  # the gradient itself: never violated
     stats = projector.project_()
     assert (stats.num_violated, stats.num_active, stats.cosine) == (0, 0, 1.0)
@@ -135,6 +139,29 @@ def test_parameters_without_a_gradient(model):
     # The constraint depends on `extra`, so the projection moves along it; `unused` stays out.
     torch.testing.assert_close(extra.grad, 2.0 * stats.multipliers.float() * torch.ones(4))
     assert unused.grad is None
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_old_heads_take_part_in_every_step_on_every_device(active, monkeypatch):
+    """A device writes gradients without asking whether a multiplier is zero, and the CPU need not ask."""
+    weights = []
+    plain = ConstraintMatrix.project
+    for device in (False, True):
+        if device:
+            monkeypatch.setattr(ConstraintMatrix, "project", lambda *args: (plain(*args)[0], True))
+        body, old, new = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+        optimizer = torch.optim.AdamW([body, old, new], lr=0.1)
+        projector = GradientProjector([body, old, new])
+        projector.attach(optimizer)
+        for _ in range(3):
+            optimizer.zero_grad()
+            projector.constrain([(body * old).sum()])
+            ((-1 if active else 1) * body * new).sum().backward()
+            optimizer.step()
+            assert projector.last.num_active == active
+            assert bool(old.grad.any()) == active
+        weights.append(flat([body, old, new]))
+    assert torch.equal(*weights)
 
 
 def test_a_gradient_that_appears_lies_in_memory_as_its_parameter_does():

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -14,9 +16,12 @@ pytest.importorskip("accelerate")
 from accelerate import Accelerator  # noqa: E402
 from accelerate.optimizer import AcceleratedOptimizer  # noqa: E402
 from accelerate.state import AcceleratorState  # noqa: E402
-from models import SAID, flat, perceptron, promises, trainable  # noqa: E402
+from models import SAID, flat, gradient, perceptron, promises, trainable  # noqa: E402
 from models import task as points  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     GPT2Config,
     GPT2ForSequenceClassification,
     Trainer,
@@ -27,7 +32,7 @@ from transformers import (  # noqa: E402
 )
 
 from gemproj.integrations.transformers import GEMCallback  # noqa: E402
-from gemproj.torch import GEM, EpisodicMemory  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
 from gemproj.torch.constraint_gradients import model_loss  # noqa: E402
 from gemproj.torch.losses import model_logits  # noqa: E402
 
@@ -166,7 +171,7 @@ def test_a_trainer_takes_the_steps_of_a_plain_loop(peft, promise, options, tmp_p
                 optimizer.zero_grad()
                 for batch in window:
                     (plain(**batch).loss / len(window)).backward()
-                torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+                gem.clip_grad_norm_(0.5)
                 optimizer.step()
                 schedule.step()
                 active += gem.last.num_active
@@ -178,6 +183,38 @@ def test_a_trainer_takes_the_steps_of_a_plain_loop(peft, promise, options, tmp_p
     assert torch.linalg.norm(trained(model) - trained(plain)) < 1e-9 * moved
     assert bool(excess) == ("bound" in options)
     assert logged == pytest.approx(excess, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize("peft", [False, True])
+def test_a_margin_is_the_weight_of_replay_also_where_gradients_are_clipped(peft, tmp_path):
+    seen, model = [], network(peft)
+
+    def collate(features):
+        seen.append(default_data_collator(features))
+        return seen[-1]
+
+    gem = GEMCallback(remembered(0), margin=3.0)
+    watching = Watching(gem)
+    trainer = make(model, 1, tmp_path, gem, watching, collate=collate, num_train_epochs=1, logging_steps=1)
+    trainer.model_accepts_loss_kwargs = False
+    trainer.train()
+    assert not any(step.num_active for step in watching.projections)  # replay, and nothing else
+
+    plain, stored, norms = network(peft), remembered(0).batch(0), []
+    optimizer = torch.optim.AdamW(trainable(plain), lr=0.05, weight_decay=0.0)
+    schedule = get_linear_schedule_with_warmup(optimizer, 2, 3)
+    for window in (seen[:2], seen[2:4], seen[4:]):
+        optimizer.zero_grad()
+        for batch in window:
+            (plain(**batch).loss / len(window)).backward()
+        norms.append(float(gradient(plain).norm()))
+        (3.0 * plain(**stored).loss).backward()
+        assert torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5) > 1.0
+        optimizer.step()
+        schedule.step()
+    logged = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+    assert logged == pytest.approx(norms)  # before clipping, as without GEM
+    assert torch.linalg.norm(trained(model) - trained(plain)) < 1e-9 * torch.linalg.norm(trained(plain))
 
 
 def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
@@ -284,6 +321,62 @@ def test_checkpointed_layers_are_refused_where_gradients_would_miss_them(tmp_pat
     torch.testing.assert_close(run(reentrant=False, training=False), rows)
 
 
+SIZES = {"vocab_size": 20, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+TINY = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
+# Bart draws masks in its layers themselves and leaves layers out; Mamba writes a cache in evaluation mode.
+PAIRS = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (
+    ("layers", 3), ("attention_heads", 2), ("ffn_dim", 16), ("layerdrop", 0.5))}  # fmt: skip
+CHECKPOINTED = {
+    "gpt2": {"n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 16},
+    "llama": TINY | {"attention_dropout": 0.5},
+    "bart": PAIRS | {"d_model": 8, "dropout": 0.5, "max_position_embeddings": 16},
+    "mamba": {"hidden_size": 8, "num_hidden_layers": 3, "state_size": 4},
+}
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", [*CHECKPOINTED, "gpt2 lora"])
+def test_layers_are_checkpointed_in_evaluation_mode_too(name, reentrant):
+    pytest.importorskip("transformers.modeling_layers")
+    kind, _, adapter = name.partition(" ")
+    torch.manual_seed(0)
+    head = AutoModelForSeq2SeqLM if kind == "bart" else AutoModelForCausalLM
+    model = head.from_config(AutoConfig.for_model(kind, **SIZES, **CHECKPOINTED[kind])).train()
+    if adapter:
+        peft = pytest.importorskip("peft")
+        options = {"lora_dropout": 0.5, "init_lora_weights": False, "fan_in_fan_out": True}
+        model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    ids = torch.randint(1, 20, (4, 12))
+    projector = GradientProjector(model.parameters())
+    found = []
+    for checkpoints in (False, True):
+        if checkpoints:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        before = {m: dict(m.__dict__) for m in model.modules()}
+        saved = []
+
+        def pack(tensor, saved=saved):
+            saved.append(tensor.nbytes)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            projector.recall(model, [{"input_ids": ids, "labels": ids}])
+        assert all(m.__dict__ == kept for m, kept in before.items())
+        assert model.config.use_cache
+        found.append((projector.constraints.clone(), sum(saved)))
+    (rows, whole), (same, less) = found
+    torch.testing.assert_close(same, rows)
+    assert 2.5 * less < whole
+
+
+def test_a_module_with_a_function_for_checkpoints_alone_is_evaluated():
+    model = perceptron()
+    model[1]._gradient_checkpointing_func = None
+    projector = GradientProjector(model.parameters())
+    projector.recall(model, [points(0)], lambda model, batch: model(batch[0]).mean())
+    assert len(projector.constraints) == 1
+
+
 class ByHand:
     """The events of a trainer, one at a time."""
 
@@ -366,6 +459,25 @@ def test_end_task_takes_a_loader_and_wants_fixed_shapes(tmp_path):
         gem.end_task([short])
 
 
+def test_a_state_that_is_saved_before_training_has_all_of_it():
+    fresh = GEMCallback(EpisodicMemory())
+    fresh.exclude = "now"
+    assert fresh.state_dict()["exclude"] == "now"
+    model = perceptron()
+    gem = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda m, b: m(b[0]).mean(), interval=4)
+    gem.end_task([points(0)])
+    gem.projector.recall(model, gem.memory.batches(), lambda m, b: m(b[0]).mean())
+    gem.exclude = "then"
+    fresh.load_state_dict(gem.state_dict())
+    state = fresh.state_dict()
+    assert state.keys() == gem.state_dict().keys()
+    assert (state["exclude"], state["projector"]["calls"]) == ("then", 1)
+    assert fresh.exclude == "then"
+    assert torch.equal(state["projector"]["constraints"]["rows"], gem.projector.constraints)
+    fresh.load_state_dict(GEMCallback(EpisodicMemory()).state_dict())
+    assert fresh.state_dict()["projector"] is None
+
+
 def test_what_a_model_can_do_is_stored_before_training():
     model, sizes, batch = perceptron(), [], points(0, 24)
     model.register_forward_pre_hook(lambda model, given: sizes.append(len(given[0])))
@@ -383,3 +495,34 @@ def test_what_a_model_can_do_is_stored_before_training():
         model[2].bias.add_(torch.arange(3.0))
     gem.end_task([], 0, model=model)
     torch.testing.assert_close(gem.memory.batch(0).outputs, SAID.outputs(model, stored.batch))
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "message"),
+    [
+        ((), {}, r"GEMCallback needs a memory, such as GEMCallback\(EpisodicMemory\(100\)\).*NoneType"),
+        ((), {"per_task": 50}, r"such as GEMCallback\(EpisodicMemory\(50\)\)"),
+        ((model_loss,), {}, r"GEMCallback needs a memory, .*found function"),
+        (
+            (EpisodicMemory(),),
+            {"per_task": 50},
+            r"GEMCallback has no option 'per_task': .*EpisodicMemory\(per",
+        ),
+        ((EpisodicMemory(),), {"marign": 0.5}, "GEMCallback has no option 'marign'; did you mean 'margin'"),
+        ((EpisodicMemory(),), {"memory_strength": 1.0}, "it is called margin here"),
+    ],
+)
+def test_mistakes_are_told_by_the_name_of_the_callback(given, options, message, tmp_path):
+    with pytest.raises(TypeError, match=message):
+        GEMCallback(*given, **options)
+    if not (given or options):  # the class, where an object is needed
+        with pytest.raises(TypeError, match=message):
+            make(network(), 0, tmp_path, GEMCallback)
+
+
+def test_a_training_without_a_stored_set_is_told(tmp_path, caplog, monkeypatch):
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    with caplog.at_level("WARNING", "gemproj"):
+        learn(network(), 0, tmp_path, GEMCallback(EpisodicMemory()), max_steps=2)
+        gc.collect()
+    assert "Nothing was protected: all 2 steps were taken before a task was stored" in caplog.text

@@ -1,7 +1,8 @@
 """``make fuzz``: a million tiny degenerate integer problems against exact rational arithmetic.
 
 Small integers make repeated, opposite, dependent and zero rows, ties and multipliers that are zero
-together with their constraint: all that active-set methods cycle or stop early on.
+together with their constraint: all that active-set methods cycle or stop early on. Right-hand sides and
+equalities are drawn, too: an error has to say that no x meets them exactly if none does.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ import typer
 from rich.progress import track
 
 import gemproj
-from gemproj import Exact, combine, gram, project
+from gemproj import Exact, combine, gram, project, solve_dual
 from gemproj._tspace import normalise
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._faces import Factorisation, Tableau
-from tests.problems import rational_projection
+from tests.problems import rational_feasible, rational_projection, small_integers
 
 CHUNK = 2000
 WRONG = 1e-9  # of |x - x*| / |g|
+UNMET = 1e-6  # of the optimality conditions, with a right-hand side
 
 
 def integers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -70,6 +72,20 @@ def run(seed: int) -> tuple[Counter[str], dict[str, float], list[str]]:
             wrong[way] += not error < WRONG
             if not error < WRONG:
                 failures.append(f"{way}: G = {G.tolist()}, g = {g.tolist()}, off by {error:.1e}")
+        G, g, h, equality = small_integers(rng)
+        try:
+            found = float(solve_dual(G, g, h=h, equality=equality).kkt_residual())
+            answered = True
+        except ValueError:
+            found, answered = 0.0, False
+        error = max(found, float(answered != rational_feasible(G, h, equality)))
+        way = "right-hand sides: residual"
+        worst[way] = max(worst.get(way, 0.0), error)
+        wrong[way] += not error < UNMET
+        if not error < UNMET:
+            failures.append(
+                f"{way}: {G.tolist()}, {g.tolist()}, {h.tolist()}, {equality.tolist()}, {error:.1e}"
+            )
     return wrong, worst, failures
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from examples.common.batch import rows as select
 from examples.lora_agnews.record import Recorder
-from gemproj.torch import EpisodicMemory, GradientProjector, SubspaceProjector
+from gemproj.torch import EpisodicMemory, GradientProjector
 from gemproj.torch.losses import CrossEntropy, Distillation
 
 from . import mega
+from .gpm import SubspaceProjector
 from .stream import Batch, Stream
 
 

@@ -1,9 +1,8 @@
 """What runs the three stages, chosen here and nowhere else: by the arrays for 1 and 3, by the device for 2.
 
 ``portable`` serves every library and device. ``numba`` (extra `fast`) is the default on the CPU for
-NumPy and torch. ``triton`` serves CUDA devices and is chosen by ``GEMPROJ_BACKEND=triton`` only, as long
-as no measurement shows that it wins. ``GEMPROJ_BACKEND=portable`` switches both off. The variable is read
-when the package is imported: to look it up takes as long as a twentieth of a small projection.
+NumPy and torch; ``GEMPROJ_BACKEND=portable`` switches it off. The variable is read when the package is
+imported: to look it up takes as long as a twentieth of a small projection.
 """
 
 from __future__ import annotations
@@ -55,26 +54,21 @@ def select(problem: Problem) -> Backend:
 
 def solver_for(b: Array) -> Callable[..., Outcome]:
     """Return what runs stage 2, as `portable.solve` does, for arrays of t-space: NumPy's, or on a device."""
-    host = isinstance(b, np.ndarray)
-    module = _module(host, wanted)
-    if module is None or (not host and not module.available(b.device)):
-        return solve
-    return module.solve
+    module = _module(isinstance(b, np.ndarray), wanted)
+    return solve if module is None else module.solve
 
 
 @lru_cache(maxsize=16)
 def _module(host: bool, name: str) -> Any:
-    """Return the module with the fast backend for the CPU or for devices, as far as it is wanted."""
-    if name not in ("", "portable", "numba", "triton"):
-        raise ValueError(f"GEMPROJ_BACKEND must be portable, numba or triton; found {name!r}.")
+    """Return the module with the fast backend, where there is one and it is wanted."""
+    if name not in ("", "portable", "numba"):
+        raise ValueError(f"GEMPROJ_BACKEND must be portable or numba; found {name!r}.")
     if host and name == "numba" and not installed():
-        raise ImportError("GEMPROJ_BACKEND=numba needs numba: pip install 'gemproj[fast]'.")
+        raise ImportError(
+            "GEMPROJ_BACKEND=numba needs numba: pip install '.[fast]' in a checkout of gemproj."
+        )
     if host and name != "portable" and installed():
         from gemproj.backends.numba import backend
 
         return backend
-    if not host and name == "triton":
-        from gemproj.backends.triton import stages
-
-        return stages
     return None

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, namespace
-from gemproj._checks import drop_not_finite, fits_float32
+from gemproj._checks import fits_float32
 from gemproj._constants import CHUNK, EPS, LARGE, NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tiles import stacked, tiles
 from gemproj._tspace import Gram, Measured, Standard, times_rows
-from gemproj.methods import Method, Outcome
+from gemproj.methods import Exact, Method, Outcome
+from gemproj.methods.exact import solve_portable
 
 
 class Portable:
@@ -56,17 +57,10 @@ class Portable:
                 piece[...] = xp.astype(vector + step, piece.dtype)
 
 
-def solve(method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False) -> Outcome:
-    """Return what ``method.solve`` does.
-
-    With `only_multipliers`, on a device, nothing else is read of the result, and rows of K and b that are not
-    finite are left out.
-    """
-    if not only_multipliers:
-        return method.solve(*dual, start)
-    K, b, dropped = drop_not_finite(dual.K, dual.b)
-    found, xp = method.solve(K, b, dual.lower, dual.upper, start), namespace(b)
-    return found._replace(multipliers=xp.where(dropped, xp.zeros_like(b), found.multipliers))
+def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
+    """Return what ``method.solve`` does, without asking for a backend."""
+    run = solve_portable if type(method) is Exact else method.solve
+    return run(*dual, start)
 
 
 def _sum_products(problem: Problem, dtype: Any) -> Gram:

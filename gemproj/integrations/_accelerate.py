@@ -3,15 +3,41 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel
 
 from gemproj.integrations._base import FrameworkGEM
+from gemproj.torch.attached import clip_grad_norm_, total_norm
+
+_clip_at_once = Accelerator.clip_grad_norm_
+
+
+@wraps(_clip_at_once)
+def _clip(self: Accelerator, parameters: Iterable[Any], max_norm: float, norm_type: float = 2) -> Any:
+    now = partial(_clip_at_once, self)
+    if self.distributed_type == DistributedType.DEEPSPEED:  # which clips in its own step
+        return now(parameters, max_norm, norm_type)
+
+    def measure(parameters: Iterable[Any], norm_type: float) -> Any:
+        self.unscale_gradients()  # which may be done once, and `now` does
+        return total_norm(parameters, norm_type)
+
+    later = getattr(self, "_clip_grad_norm_dtensor_aware", torch.nn.utils.clip_grad_norm_)
+    optimizers = [bare(one) for one in self._optimizers]
+    return clip_grad_norm_(optimizers, parameters, max_norm, norm_type, now=now, later=later, measure=measure)
+
+
+# The method of the class, since the Trainer does not show its accelerator to callbacks. Where no projector
+# is attached, it does what it did.
+Accelerator.clip_grad_norm_ = _clip
 
 
 class AcceleratedGEM(FrameworkGEM):
@@ -26,15 +52,19 @@ class AcceleratedGEM(FrameworkGEM):
         model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         scaler = getattr(optimizers[0], "scaler", None)
-        for k, one in enumerate(optimizers):
-            while isinstance(one, AcceleratedOptimizer):
-                optimizers[k] = one = one.optimizer
-        self._attach(model, optimizers, scaler=scaler)
+        self._attach(model, [bare(one) for one in optimizers], scaler=scaler)
 
     def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
         """Write the part of this process to a file in the checkpoint."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(self.state_dict() | more, file_in(folder, self._number))
+
+
+def bare(optimizer: Any) -> Any:
+    """Return the optimizer that Accelerate has wrapped."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def file_in(folder: str | os.PathLike[str], number: int = 0) -> Path:

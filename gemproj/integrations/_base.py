@@ -10,16 +10,27 @@ import torch.distributed as dist
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Projection
 from gemproj.torch.batches import Batch, Loss
+from gemproj.torch.checks import check_names
 from gemproj.torch.constraint_gradients import model_loss
+from gemproj.torch.gem import OPTIONS
 from gemproj.torch.remember import remember
 
 _OF_THE_MODEL = ("groups", "gate", "rows_device")
+_NOT_HERE = {"model", "optimizer", "loss", "memory", "per_task", "label"}
 
 
 class FrameworkGEM:
     """A `gemproj.torch.GEM` that is made when a framework hands out the model and the optimizer."""
 
-    def __init__(self, memory: EpisodicMemory, loss: Loss = model_loss, **options: Any) -> None:
+    def __init__(self, memory: EpisodicMemory | None = None, loss: Loss = model_loss, **options: Any) -> None:
+        name = type(self).__name__
+        if not isinstance(memory, EpisodicMemory):
+            count = options.get("per_task", 100)
+            raise TypeError(
+                f"{name} needs a memory, such as {name}(EpisodicMemory({count})) with EpisodicMemory of "
+                f"gemproj.torch; found {type(memory).__name__}."
+            )
+        check_names(name, options, OPTIONS - _NOT_HERE)
         self.memory = memory
         self.gem: GEM | None = None
         self._loss, self._options = loss, options
@@ -28,11 +39,12 @@ class FrameworkGEM:
         # Bad options are reported now, not when training begins, but for those that depend on the model.
         trial = torch.nn.Linear(1, 1)
         known = {name: value for name, value in options.items() if name not in _OF_THE_MODEL}
+        known = {"group": _everyone()} | known
         GEM(trial, torch.optim.Adam(trial.parameters()), loss, memory=memory, **known).remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing."""
-        return self.__dict__ | {"gem": None}
+        return self.__dict__ | {"gem": None, "_exclude": self.exclude}
 
     @property
     def exclude(self) -> Hashable:
@@ -74,19 +86,22 @@ class FrameworkGEM:
             self.gem.end_task(batches, task, model=model)
             return
         given = {name: self._options[name] for name in ("microbatch", "training") if name in self._options}
+        rows = self._options.get("rows") or self._options.get("sample")
         bounded = self._options.get("bound") is not None
-        remember(self.memory, batches, task, model, self._loss, bounded=bounded, **given)
+        remember(self.memory, batches, task, model, self._loss, bounded=bounded, rows=rows, **given)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memory and the state of the projector."""
-        if self.gem is None:
-            return {"memory": self.memory.state_dict(), "projector": None}
-        return self.gem.state_dict()
+        """Return the memory, `exclude` and the state of the projector."""
+        own = {"memory": self.memory.state_dict(), "exclude": self.exclude}
+        if self._resumed is not None:  # nothing has been trained since it was loaded
+            return {**self._resumed, **own}
+        return {"projector": None} | own if self.gem is None else self.gem.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back the memory, and the rest when training begins."""
         self.memory.load_state_dict(state["memory"])
-        self._resumed = state
+        self.exclude = state.get("exclude", self.exclude)
+        self._resumed = None if state["projector"] is None else state
 
     def _attach(
         self,
@@ -96,15 +111,17 @@ class FrameworkGEM:
         scaler: Any = None,
     ) -> None:
         self._detach()
-        exclude, several = self.exclude, dist.is_initialized() and dist.get_world_size() > 1
-        options = {"group": dist.group.WORLD if several else None, "scaler": scaler} | self._options
+        exclude = self.exclude
+        options = {"group": _everyone(), "scaler": scaler} | self._options
         self.gem = GEM(model, optimizer, loss or self._loss, memory=self.memory, **options)
         self.gem.exclude = exclude
         self._resume()
 
     def _resume(self) -> None:
-        if self._resumed is not None and self._resumed["projector"] is not None and self.gem is not None:
-            self.gem.load_state_dict({**self._resumed, "memory": self.memory.state_dict()})
+        if self._resumed is not None and self.gem is not None:
+            self.gem.load_state_dict(
+                {**self._resumed, "memory": self.memory.state_dict(), "exclude": self.exclude}
+            )
         self._resumed = None
 
     def remove(self) -> None:
@@ -114,3 +131,8 @@ class FrameworkGEM:
     def _detach(self) -> None:
         if self.gem is not None:
             self.gem.remove()
+
+
+def _everyone() -> Any:
+    """Return the group of all processes, None where there is one."""
+    return dist.group.WORLD if dist.is_initialized() and dist.get_world_size() > 1 else None

@@ -12,7 +12,8 @@ try:
     from accelerate import Accelerator
 except ImportError as error:
     raise ImportError(
-        "gemproj.integrations.accelerate needs Accelerate: pip install 'gemproj[accelerate]'."
+        "gemproj.integrations.accelerate needs Accelerate: "
+        "pip install '.[accelerate]' in a checkout of gemproj."
     ) from error
 
 from gemproj.integrations._accelerate import AcceleratedGEM, read
@@ -33,7 +34,7 @@ class GEM(AcceleratedGEM):
                 accelerator.backward(loss(model, batch))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()  # projected
+                optimizer.step()  # projected, then clipped
                 optimizer.zero_grad()
         gem.end_task(loader)
 

@@ -9,7 +9,7 @@ try:
     from avalanche.training.plugins import SupervisedPlugin
 except ImportError as error:
     raise ImportError(
-        "gemproj.integrations.avalanche needs Avalanche: pip install 'gemproj[avalanche]'."
+        "gemproj.integrations.avalanche needs Avalanche: pip install '.[avalanche]' in a checkout of gemproj."
     ) from error
 
 import torch

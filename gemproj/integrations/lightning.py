@@ -7,22 +7,35 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 except ImportError as error:
     raise ImportError(
-        "gemproj.integrations.lightning needs Lightning: pip install 'gemproj[lightning]'."
+        "gemproj.integrations.lightning needs Lightning: pip install '.[lightning]' in a checkout of gemproj."
     ) from error
 
 import torch
 
 from gemproj.integrations._base import FrameworkGEM
 from gemproj.torch import Projection
+from gemproj.torch.attached import clip_grad_norm_
 from gemproj.torch.stats import LogMeans
 
 _REFUSED = {
     DeepSpeedStrategy: "DeepSpeed keeps gradients in flat buffers of its own, where no callback sees them",
     FSDPStrategy: "FSDP1 keeps parameters in flat shards; ModelParallelStrategy (FSDP2) works",
 }
+
+
+def _clip(self: Precision, optimizer: Any, clip_val: float) -> None:
+    if isinstance(optimizer, LightningOptimizer):  # others with one in them may be attached to
+        optimizer = optimizer.optimizer
+    clip_grad_norm_([optimizer], self.main_params(optimizer), clip_val)
+
+
+# Callbacks come before it or not at all. Where no projector is attached, it does what it did.
+Precision.clip_grad_by_norm = _clip
 
 
 class GEMCallback(FrameworkGEM, Callback):
@@ -34,7 +47,7 @@ class GEMCallback(FrameworkGEM, Callback):
     optimizer.
 
     Constraint gradients are computed in each step of the optimizer, with the precision of training. The
-    gradient that the optimizer is given is projected, which with ``gradient_clip_val`` is the clipped one.
+    gradient is projected, then clipped as ``gradient_clip_val`` says: a margin is the weight of replay.
 
     With a logger, steps under constraints log ``gem/violations``, ``gem/active``, ``gem/cosine``,
     ``gem/worst_cosine`` and ``gem/seconds``, see `gemproj.torch.Projection`; no device is waited for.
@@ -95,7 +108,9 @@ class GEMCallback(FrameworkGEM, Callback):
                 raise ValueError(f"GEMCallback cannot work with {strategy.__name__}: {reason}.")
         if len(trainer.optimizers) != 1:
             raise ValueError(
-                f"GEMCallback needs a module with one optimizer; found {len(trainer.optimizers)}."
+                f"GEMCallback needs a module with one optimizer; found {len(trainer.optimizers)}. For "
+                "several, make gemproj.torch.GEM(self, [opt.optimizer for opt in self.optimizers()], loss, "
+                "memory=memory) in the module's on_train_start, and remove() it in on_train_end."
             )
 
         def in_precision(function: Any) -> Any:

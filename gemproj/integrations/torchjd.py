@@ -12,7 +12,8 @@ try:
     from torchjd.linalg import DualConeProjector
 except ImportError as error:
     raise ImportError(
-        "gemproj.integrations.torchjd needs TorchJD 0.17 or newer: pip install 'gemproj[torchjd]'."
+        "gemproj.integrations.torchjd needs TorchJD 0.17 or newer: "
+        "pip install '.[torchjd]' in a checkout of gemproj."
     ) from error
 
 from gemproj._dual import solve_gram

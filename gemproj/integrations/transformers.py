@@ -12,7 +12,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "gemproj.integrations.transformers needs transformers and Accelerate: "
-        "pip install 'gemproj[transformers]'."
+        "pip install '.[transformers]' in a checkout of gemproj."
     ) from error
 
 from gemproj.integrations._accelerate import AcceleratedGEM, file_in, read
@@ -30,10 +30,11 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
             trainer.train()
             gem.end_task(trainer.get_train_dataloader())
 
-    The projection is part of the optimizer's step, after clipping, and constraint gradients have the
-    precision of training. Only trainable parameters take part, so with peft it costs what the adapters
-    cost. Every call of ``train()`` starts without constraints and warm start, unless it resumes. The
-    collator must pad to a fixed length:
+    The projection is part of the optimizer's step. What it leaves is clipped to ``args.max_grad_norm``, so
+    that a margin is the weight of replay; ``grad_norm`` in the logs is that of the gradient before.
+    Constraint gradients have the precision of training. Only trainable parameters take part, so with peft
+    it costs what the adapters cost. Every call of ``train()`` starts without constraints and warm start,
+    unless it resumes. The collator must pad to a fixed length:
     ``DataCollatorWithPadding(tokenizer, padding="max_length", max_length=...)``.
 
     Logs of training get ``gem/violations`` and ``gem/active`` (constraints that the gradient violates, and
@@ -56,8 +57,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         ``loss(model, batch)``, by default ``model(**batch).loss``. If the trainer computes another loss than
         the model's, pass the same here.
     **options
-        Of `gemproj.torch.GEM`. A margin is in units of the gradient that clipping leaves. With `training`,
-        activation checkpointing must not be reentrant.
+        Of `gemproj.torch.GEM`. With `training`, activation checkpointing must not be reentrant.
 
     Attributes
     ----------

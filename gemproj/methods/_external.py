@@ -27,7 +27,8 @@ def solve_each(
         module: Any = importlib.import_module(package)
     except ImportError as error:
         raise ImportError(
-            f"This method needs the package {package}: pip install 'gemproj[qp]'. method='exact' needs none."
+            f"This method needs the package {package}: pip install '.[qp]' in a checkout of gemproj. "
+            "method='exact' needs none."
         ) from error
     xp, device = namespace(b), device_of(b)
     unit = normalise(K, b, lower, upper, warm_start)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
-from gemproj._constants import CLOSE, MOST_ROWS, MOST_SETS, NEAR_ZERO, RESOLVED
-from gemproj._tspace import matvec, normalise, smallest_pivot
+from gemproj._constants import CLOSE, MOST_ROWS, MOST_SETS, NEAR_ZERO, RESOLVED, SLAB
+from gemproj._tspace import Standard, matvec, normalise, smallest_pivot, submatrix
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._enumeration import enumerate_active_sets
 from gemproj.methods._faces import Tableau
@@ -41,19 +41,39 @@ class Exact(Method):
     """
 
     def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
-        t = b.shape[-1]
-        if t == 0:
-            return Outcome(b * 0.0, 0, int(Status.OPTIMAL))
-        xp = namespace(b)
-        K, b, lower, upper, start, scale = normalise(K, b, lower, upper, warm_start)
-        if (2 if upper is None else 3) ** t <= MOST_SETS:
-            lam, iterations = _in_slabs(K, b, lower, upper), 0
-        else:
-            lam, iterations = _one_by_one(K, b, lower, upper, start)
-        s = matvec(K, lam) + b
-        resolved = resolution(K, nearly_active(lam, s, lower))
-        lost = xp.astype(resolved < RESOLVED, xp.int64) * int(Status.UNRESOLVED)
-        return Outcome(lam * scale, iterations, exact_status(lam, s, lower, upper) + lost, resolved)
+        from gemproj.backends import solver_for  # which needs the methods
+
+        xp, device, dtype = namespace(b), device_of(b), b.dtype
+        shape = (*np.broadcast_shapes(tuple(K.shape[:-2]), tuple(b.shape[:-1])), b.shape[-1])
+        b = xp.broadcast_to(b, shape)
+        if K.ndim > 2:
+            K = xp.broadcast_to(K, (*shape, shape[-1]))
+        arrays = [K, b, lower, upper, warm_start]
+        if on_host(device):  # there t-space is NumPy's
+            arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
+        *dual, start = arrays
+        found = solver_for(dual[1])(Exact(), Standard(*dual), start)
+        lam, *others = (from_numpy(a, xp, device) for a in found)
+        return Outcome(xp.astype(lam, dtype, copy=False), *others)
+
+
+def solve_portable(
+    K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
+) -> Outcome:
+    """Solve by operations on arrays of any library, or problem after problem."""
+    t = b.shape[-1]
+    if t == 0:
+        return Outcome(b * 0.0, 0, int(Status.OPTIMAL))
+    xp = namespace(b)
+    K, b, lower, upper, start, scale = normalise(K, b, lower, upper, start)
+    if (2 if upper is None else 3) ** t <= MOST_SETS:
+        lam, iterations = _in_slabs(K, b, lower, upper), 0
+    else:
+        lam, iterations = _one_by_one(K, b, lower, upper, start)
+    s = matvec(K, lam) + b
+    resolved = resolution(K, nearly_active(lam, s, lower))
+    lost = xp.astype(resolved < RESOLVED, xp.int64) * int(Status.UNRESOLVED)
+    return Outcome(lam * scale, iterations, exact_status(lam, s, lower, upper) + lost, resolved)
 
 
 def nearly_active(lam: Array, s: Array, lower: Array | None) -> Array:
@@ -77,8 +97,14 @@ def resolution(K: Array, rows: Array) -> Array:
     K = np.broadcast_to(K, (*rows.shape, K.shape[-1]))
     across = np.sum(np.abs(K), axis=-1, where=rows[..., None, :]) - 1.0
     result = np.asarray(1.0 - np.max(across, axis=-1, where=rows, initial=0.0))
-    for i in map(tuple, np.argwhere(result < CLOSE)):
+    close = result < CLOSE
+    if np.count_nonzero(close) == 1:
+        i = tuple(np.argwhere(close)[0])
         result[i] = np.linalg.eigvalsh(K[i][np.ix_(rows[i], rows[i])])[0]
+    elif close.any():  # the identity in place of other rows adds no smaller eigenvalue
+        at, step = np.argwhere(close), max(1, SLAB // K.shape[-1] ** 2)
+        for i in (tuple(at[k : k + step].T) for k in range(0, len(at), step)):
+            result[i] = np.linalg.eigvalsh(submatrix(K[i], rows[i]))[..., 0]
     return from_numpy(result, xp, device)
 
 

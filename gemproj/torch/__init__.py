@@ -3,12 +3,14 @@
 try:
     import torch as _torch  # noqa: F401
 except ImportError as error:
-    raise ImportError("gemproj.torch needs PyTorch: pip install 'gemproj[torch]'.") from error
+    raise ImportError(
+        "gemproj.torch needs PyTorch: pip install '.[torch]' in a checkout of gemproj."
+    ) from error
 
 from gemproj.torch import losses
+from gemproj.torch.attached import detach
 from gemproj.torch.batches import Remembered
 from gemproj.torch.gem import GEM
-from gemproj.torch.gpm import SubspaceProjector
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.projector import GradientProjector
 from gemproj.torch.stats import Projection
@@ -19,6 +21,6 @@ __all__ = [
     "GradientProjector",
     "Projection",
     "Remembered",
-    "SubspaceProjector",
+    "detach",
     "losses",
 ]

@@ -6,7 +6,14 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    keystr,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_map,
+    tree_unflatten,
+)
 
 Batch = Any
 Field = Hashable | Callable[[Batch], torch.Tensor]  # a key of a batch, or a function of it
@@ -48,29 +55,97 @@ def remembered(batch: Batch, outputs: Any, losses: Any) -> Remembered:
     return Remembered(batch, () if outputs is None else outputs, () if losses is None else losses)
 
 
+class Source(NamedTuple):
+    """The examples of one constraint, which are fetched in parts when they are needed.
+
+    Attributes
+    ----------
+    size : int
+        Number of examples.
+    fetch : callable
+        ``fetch(slice(start, stop))`` returns some of them as a batch.
+    task : task
+        Whose examples they are; None where nothing is known of it.
+    """
+
+    size: int
+    fetch: Callable[[slice], Batch]
+    task: Hashable = None
+
+    def all(self) -> Batch:
+        """Return all examples as one batch."""
+        return self.fetch(slice(0, self.size))
+
+    def to(self, device: Any) -> Source:
+        """Return the source of the same examples on a device, to which each part is moved by itself."""
+        return self._replace(fetch=lambda part: tree_map(lambda leaf: leaf.to(device), self.fetch(part)))
+
+
+class Batches(Iterator[Batch]):
+    """An iterator over batches that are fetched one by one, from `sources`."""
+
+    def __init__(self, sources: Iterator[Source]) -> None:
+        self.sources = sources
+
+    def __next__(self) -> Batch:
+        return next(self.sources).all()
+
+
+def source_of(batch: Batch) -> Source:
+    """Return the source of a batch that is there already."""
+    leaves, spec = flatten(batch)
+    count = int(leaves[0].shape[0])
+
+    def fetch(part: slice) -> Batch:
+        if part == slice(0, count):
+            return batch
+        return tree_unflatten([leaf[part] for leaf in leaves], spec)
+
+    return Source(count, fetch)
+
+
 def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
     """Return the tensors of a batch, and how they were nested; raise for what is not a batch."""
-    if isinstance(batch, Remembered):
-        batch = Remembered(*map(_ordered, batch))
-    leaves, spec = tree_flatten(_ordered(batch))
-    for leaf in leaves:
+    batch = _ordered(batch)
+    leaves, spec = tree_flatten(batch)
+    for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
-            raise TypeError(f"A batch must hold tensors only; found {type(leaf).__name__}.")
+            where = place(batch, i)
+            raise TypeError(
+                f"A batch must hold tensors only; found {type(leaf).__name__} in {where}.{_remedy(where)}"
+            )
         if leaf.layout != torch.strided:
             raise TypeError(f"A batch must hold dense tensors; found {leaf.layout}: call to_dense() first.")
     sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
     if len(sizes) != 1 or None in sizes:
+        shapes = [f"{tuple(leaf.shape)} in {place(batch, i)}" for i, leaf in enumerate(leaves)]
+        found = ", ".join(shapes) or "no tensor"
         raise ValueError(
-            f"All tensors of a batch need the same leading dimension; found {sizes or 'no tensor'}."
+            "All tensors of a batch need the same leading dimension, that of the examples; found "
+            f"{found}.{_remedy(found, element=None in sizes)}"
         )
     return leaves, spec
 
 
+def place(batch: Batch, i: int) -> str:
+    """Return where leaf i of a batch is, such as ``batch['input_ids']``."""
+    path, _ = tree_flatten_with_path(batch)[0][i]
+    return "batch" + keystr(path).removeprefix(".batch")
+
+
+def _remedy(found: str, element: bool = True) -> str:
+    if any(name in found for name in ("max_length", "cu_seq", "seq_idx")):
+        return " A packed or padding-free batch has no examples to choose from: store from a padded loader."
+    return " Elements of a data set are no batches: pass a DataLoader, which collates." if element else ""
+
+
 def _ordered(batch: Batch) -> Batch:
-    """Return a mapping with sorted keys: also a tokenizer's BatchEncoding, whatever their order is."""
-    if not isinstance(batch, Mapping):
-        return batch
-    return {key: batch[key] for key in sorted(batch, key=str)}
+    """Return mappings as dicts with sorted keys: also a tokenizer's BatchEncoding, in whatever order."""
+    if isinstance(batch, Mapping):
+        return {key: _ordered(batch[key]) for key in sorted(batch, key=str)}
+    if isinstance(batch, Remembered):
+        return Remembered(*map(_ordered, batch))
+    return type(batch)(map(_ordered, batch)) if type(batch) in (list, tuple) else batch
 
 
 def count_examples(batch: Batch) -> int:
@@ -78,21 +153,20 @@ def count_examples(batch: Batch) -> int:
     return int(flatten(batch)[0][0].shape[0])
 
 
-def parts(batch: Batch, count: int, size: int | None, most: int) -> Iterator[tuple[Batch, int]]:
-    """Yield parts of a batch of `count` examples, `size` at a time, each with its weight in examples.
+def parts(source: Source, size: int | None, most: int) -> Iterator[tuple[Batch, int]]:
+    """Yield the examples of a source, `size` at a time, each part with its weight in examples.
 
     All processes make as many passes as the one with `most` examples: the others repeat their first
     examples with weight zero.
     """
     if size is None or most <= size:
-        if count:
-            yield batch, count
+        if source.size:
+            yield source.all(), source.size
         return
-    leaves, spec = flatten(batch)
     for start in range(0, most, size):
-        first = start if start < count else 0
-        some = [leaf[first : first + size] for leaf in leaves]
-        yield tree_unflatten(some, spec), len(some[0]) if start < count else 0
+        first = start if start < source.size else 0
+        stop = min(first + size, source.size)
+        yield source.fetch(slice(first, stop)), stop - first if start < source.size else 0
 
 
 def output_of(model: Any, batch: Batch, name: str) -> Any:

@@ -15,6 +15,8 @@ from gemproj.methods._method import check_number
 
 # A learning rate of zero, as in the first step of a warmup, asks for nothing that is not finite.
 _SMALLEST_RATE = 1e-30
+# A gradient that is zero but for rounding is at most so many eps of another one.
+_NOISE = 16.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,27 @@ class LossBound:
             return xp.minimum(own, xp.sqrt(xp.linalg.diagonal(gram.K) * gram.gg))
 
         return right
+
+
+def without_noise(h: Any, losses: Tensor, dtype: torch.dtype, rate: float) -> Any:
+    """Return the right-hand side h as a function of the Gram matrix by which noise asks for nothing, or None.
+
+    A divergence from outputs that were just stored is zero but for rounding, and so is its gradient: a row
+    with such a loss that is shorter than the rounding of the gradient, which is the step over the `rate`.
+    """
+    near = losses.abs() <= rounding(losses, dtype)
+    if near.device.type == "cpu" and not bool(near.any()):
+        return h
+    least = _NOISE * torch.finfo(dtype).eps
+
+    def right(gram: Gram) -> Any:
+        xp = namespace(gram.b)
+        small = near if isinstance(gram.b, Tensor) else to_numpy(near)
+        norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
+        own = xp.zeros_like(norms) if h is None else h(gram)
+        return xp.where(small & (rate * norms <= least * size), -norms * size, own)
+
+    return right
 
 
 def rounding(losses: Tensor, dtype: torch.dtype) -> Tensor:

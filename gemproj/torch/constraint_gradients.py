@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from gemproj.methods._method import check_count
-from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, output_of, parts
+from gemproj.torch.batches import Batch, Batches, Loss, Remembered, Source, output_of, parts, source_of
 from gemproj.torch.bound import rounding
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
-from gemproj.torch.parameters import mesh_of
+from gemproj.torch.distributed import check_alone
+from gemproj.torch.losses import call_loss, check_function
 
 Refresh = Literal["all", "cyclic", "rising"]
 
@@ -48,27 +50,17 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
-def check_whole(model: torch.nn.Module) -> None:
-    """Raise for a model whose processes would have to work together."""
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
-    if unwrapped(model)[1] is not None or any(mesh_of(p) is not None for p in model.parameters()):
-        raise ValueError(
-            "model is wrapped in DistributedDataParallel or sharded, and its processes would remember "
-            "different things. Pass the replica itself (model.module), and the same batches on every process."
-        )
-
-
 def from_batches(
     G: ConstraintMatrix,
     model: torch.nn.Module,
     batches: Iterable[Batch],
     loss: Loss,
+    facts: Mapping[str, Any],
     *,
     microbatch: int | None = None,
     training: bool = False,
     scale: float = 1.0,
-    names: Sequence[Any] = (),
+    names: Callable[[], Sequence[Any]] | None = None,
     smoothing: float = 0.0,
     refresh: Refresh = "all",
     turn: int = 0,
@@ -76,7 +68,7 @@ def from_batches(
 ) -> list[int]:
     """Fill G with the gradients of the mean losses on `batches`; see `GradientProjector.recall`.
 
-    An error on one process is an error on all of them, and leaves no rows.
+    An error on one process is an error on all of them, as are other `facts`, and leaves no rows.
 
     Returns
     -------
@@ -86,20 +78,26 @@ def from_batches(
         their bounds by more than that.
     """
     topology = G.vector.topology
-    numbers = {"past tasks": 0, "names": _digest(names)} | G.vector.signature()
+    facts = {"number of past tasks": 0, "names of tasks or labels": None, **facts}
     before, kept = len(G), G.kept()
     G.clear()
-    with topology.agreement(numbers):
+    named = None
+    with topology.agreement(facts):
         _check(G, model, batches, loss, microbatch)
-        tasks = list(batches)
-        counts = [_count(batch, k) for k, batch in enumerate(tasks)]
-        numbers["past tasks"] = len(tasks)
-    totals, passes = topology.plan(counts)
-    same, due = before == len(tasks), list(range(len(tasks)))
+        tasks = list(batches.sources) if isinstance(batches, Batches) else _sources(batches)
+        facts["number of past tasks"] = len(tasks)
+        if names is not None and (topology.world > 1 or smoothing or refresh != "all"):
+            named = list(names())
+            # Processes need not have the same examples of a task or label, nor as many.
+            facts["names of tasks or labels"] = list(dict.fromkeys(name[:2] for name in named))
+    totals, passes = topology.plan([task.size for task in tasks])
+    # Rows go on as the same ones where they are about the same tasks, labels or examples.
+    same, due = before == len(tasks) and named == kept.names, list(range(len(tasks)))
 
     def weighted(k: int) -> Iterator[tuple[Batch, Tensor, float]]:
-        for part, n in parts(tasks[k], counts[k], microbatch, passes[k]):
-            yield part, call_loss(loss, model, part).mean(), topology.weight(n, totals[k])
+        for part, n in parts(tasks[k], microbatch, passes[k]):
+            value = call_loss(loss, model, part, tasks[k].task)
+            yield part, value.mean(), topology.weight(n, totals[k])
 
     if same and due and refresh == "cyclic":
         due = [turn % len(tasks)]
@@ -123,13 +121,15 @@ def from_batches(
                 stored = isinstance(part, Remembered) and "losses" in part.fields
                 G.add(k, value, weight, part.losses.mean() if stored else None)
     G.close(len(tasks), due, kept)
+    G.names = named
     return due
 
 
-def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor]) -> None:
+def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[str, Any]) -> None:
     """Fill G with the gradients of given losses, averaged over processes; see `constrain`."""
     topology = G.vector.topology
-    numbers = {"losses": 0} | G.vector.signature()
+    check_alone(topology)
+    facts = {"number of losses": 0, **facts}
     weight = topology.weight(1, topology.world)
     G.clear()
     if topology.collective and not isinstance(losses, Sequence):
@@ -137,24 +137,29 @@ def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor]) -> None:
             "losses must be a list where parameters are sharded: processes that disagree on its length would "
             f"wait for each other; found {type(losses).__name__}. Or use recall."
         )
-    with topology.agreement(numbers):
+    with topology.agreement(facts):
         if topology.collective:  # they agree before the first backward pass
             for k, loss in enumerate(losses):
                 check_loss(k, loss)
-                numbers["losses"] = k + 1
+                facts["number of losses"] = k + 1
         else:
-            numbers["losses"] = _add_all(G, losses, weight)
+            facts["number of losses"] = _add_all(G, losses, weight)
     if topology.collective:
         _add_all(G, losses, weight)
-    G.close(numbers["losses"])
+    G.close(facts["number of losses"])
 
 
 @contextmanager
 def preserved_state(model: torch.nn.Module, device: torch.device, training: bool = False) -> Iterator[None]:
-    """Restore ``.grad``, module modes and torch's random state; evaluation mode unless `training`."""
+    """Restore ``.grad``, module modes and torch's random state; evaluation mode unless `training`.
+
+    Layers of transformers that checkpoint in training do so in evaluation mode, too.
+    """
     reshard(model)
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     modes = [module for module in model.modules() if module.training]
+    changes = [] if training else _evaluation(modes)
+    before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     # Each CUDA or XPU device has a generator of its own; that of MPS cannot be restored.
     own = device.type in ("cuda", "xpu")
     fork = torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
@@ -162,15 +167,53 @@ def preserved_state(model: torch.nn.Module, device: torch.device, training: bool
         try:
             for p, _ in kept:
                 p.grad = None
-            if not training:
-                for module in modes:
-                    module.training = False
+            for thing, name, value in changes:
+                setattr(thing, name, value)
             yield
         finally:
             for p, gradient in kept:
                 p.grad = gradient
+            for thing, name, value in before:
+                setattr(thing, name, value)
             for module in modes:
                 module.training = True
+
+
+def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
+    """Return which attributes to set, and to what, for evaluation mode with the checkpoints of training."""
+    layers = [module for module in modules if _is_checkpointed(module)]
+    changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in modules]
+    changes += [(layer, "training", True) for layer in layers]
+    changes += [(layer, "_gradient_checkpointing_func", partial(_checkpoint, layer)) for layer in layers]
+    if layers:  # the second forward pass would find what the first one has left in a cache
+        configs = {id(config): config for module in modules if (config := getattr(module, "config", None))}
+        changes += [(one, "use_cache", False) for one in configs.values() if getattr(one, "use_cache", False)]
+    return changes
+
+
+def _is_checkpointed(module: Any) -> bool:
+    """Return whether a module is a layer of transformers (4.53 or newer) that checkpoints in training."""
+    if "_gradient_checkpointing_func" not in module.__dict__:
+        return False
+    if not getattr(module, "gradient_checkpointing", False):
+        return False
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+
+
+def _checkpoint(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    """Checkpoint a layer whose forward pass, now and in the backward pass, is in evaluation mode.
+
+    Outside of it the layer is in training mode, or it would not ask for a checkpoint.
+    """
+
+    def evaluated(*args: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*args)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluated, *args, use_reentrant=False)
 
 
 def _add_all(G: ConstraintMatrix, losses: Iterable[Tensor], weight: float) -> int:
@@ -193,34 +236,20 @@ def _check(
             "model has none of the parameters of this projector. Make the projector of the model's own "
             "parameters, and after fully_shard, which replaces them."
         )
-    if not callable(loss):
-        raise TypeError(f"loss must be a function of model and batch; found {type(loss).__name__}.")
+    check_function(loss)
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
             "batches must be an iterable of batches, one per past task, such as memory.batches() or "
             f"[memory.sample(n)]; found {type(batches).__name__}."
         )
+    check_alone(G.vector.topology)
 
 
-def _digest(names: Sequence[Any]) -> int:
-    """Return a number that tells names of tasks and labels apart; of other objects only the type counts."""
-    plain = [n if isinstance(n, str | int | None) else type(n).__name__ for name in names for n in name]
-    return zlib.crc32(repr(plain).encode())
-
-
-def _count(batch: Batch, k: int) -> int:
-    try:
-        return count_examples(batch)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"batches[{k}]: {error}") from None
-
-
-def call_loss(loss: Loss, model: torch.nn.Module, examples: Batch | Remembered) -> Tensor:
-    """Return the loss; with stored outputs it is a function of these, too."""
-    if not isinstance(examples, Remembered):
-        examples = Remembered(examples)
-    given = (examples.outputs,) if "outputs" in examples.fields else ()
-    value = loss(model, examples.batch, *given)
-    if not isinstance(value, Tensor):
-        raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
-    return value
+def _sources(batches: Iterable[Batch]) -> list[Source]:
+    found: list[Source] = []
+    for k, batch in enumerate(batches):
+        try:
+            found.append(source_of(batch))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"batches[{k}]: {error}") from None
+    return found

@@ -12,6 +12,7 @@ from torch import Tensor
 from gemproj._arrays import wide_dtype
 from gemproj._combine import combine_into
 from gemproj._dual import solve_problem
+from gemproj._feasibility import warn_if_missed
 from gemproj._options import Options
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
@@ -25,6 +26,7 @@ class Kept(NamedTuple):
     values: Tensor
     reached: list[bool]
     bounded: bool
+    names: list[Any] | None
 
 
 class ConstraintMatrix:
@@ -44,6 +46,8 @@ class ConstraintMatrix:
         up with steps, to first order.
     bounded : bool
         Whether all rows have a bound.
+    names : list or None
+        What the rows are about, where that is known.
     """
 
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None, device: Any = None) -> None:
@@ -70,6 +74,7 @@ class ConstraintMatrix:
         device = self.vector.device
         self.values = torch.empty((3, 0), dtype=wide_dtype(torch, device), device=device)
         self.bounded = True
+        self.names: list[Any] | None = None
 
     @property
     def losses(self) -> Tensor:
@@ -83,7 +88,7 @@ class ConstraintMatrix:
 
     def kept(self) -> Kept:
         """Return what `close` needs of rows that stay."""
-        return Kept(self.values, self.reached, self.bounded)
+        return Kept(self.values, self.reached, self.bounded, self.names)
 
     def open(self, rows: int, smoothing: float = 0.0, scale: float = 1.0) -> None:
         """Make room for so many rows, and drop all until they are closed.
@@ -96,13 +101,7 @@ class ConstraintMatrix:
         self._kept, self._share = smoothing * scale / self.vector.topology.replicas, 1.0 - smoothing
         self._scale = scale
         self._fresh: dict[int, Tensor] = {}  # of each new row, its values
-        frozen = sum(not p.requires_grad for p in self.vector.parameters)
-        if frozen:
-            raise ValueError(
-                f"{frozen} of the {len(self.vector.parameters)} parameters of this projector no longer "
-                "require a gradient. Make a new projector or GEM after freezing parameters or adding "
-                "adapters, and remove() the old one."
-            )
+        self.vector.check()
         if self._pinned:  # copies of the old rows may still be on their way
             torch.cuda.current_stream(self.vector.device).synchronize()
         self._reserve(rows)
@@ -183,6 +182,7 @@ class ConstraintMatrix:
             sol = solve_problem(whole, options, warm_start, all_reduce=all_reduce)
         else:
             sol = solve_sum(measured, options, warm_start, all_reduce, vector.device)
+        warn_if_missed(sol)
         # On a device looking at the multipliers would wait, so that x is always written.
         changed = vector.device.type != "cpu" or bool(sol.multipliers.any())
         if changed:
@@ -240,8 +240,9 @@ class ConstraintMatrix:
         return [(at, self.rows[:, at]) for at in columns]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the rows, of the losses, and which parameters the rows reach."""
-        return {"rows": self.rows.clone(), "reached": list(self.reached), "values": self.values.clone()}
+        """Return copies of the rows, of the losses and names, and which parameters the rows reach."""
+        known = {"reached": list(self.reached), "values": self.values.clone(), "names": self.names}
+        return {"rows": self.rows.clone()} | known
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned, onto the device of the parameters."""
@@ -256,6 +257,7 @@ class ConstraintMatrix:
         self._count, self.reached = len(rows), list(reached)
         self.values = state["values"].to(self.values, copy=True)
         self.bounded = not bool(self.bounds.isnan().any())
+        self.names = state.get("names")
 
     def _reduce(self, rows: Tensor) -> None:
         """Sum rows over processes, which share a device for that."""

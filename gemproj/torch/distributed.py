@@ -8,6 +8,8 @@ combines its own columns.
 from __future__ import annotations
 
 import math
+import reprlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -21,6 +23,7 @@ from gemproj._arrays import Blocks, on_host, wide_dtype
 from gemproj._combine import as_asked, blocks_for_x, combine_into
 from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._dual import solve_problem
+from gemproj._feasibility import warn_if_missed
 from gemproj._options import check_options
 from gemproj._problem import check_problem
 from gemproj._tspace import Gram, Measured
@@ -43,8 +46,8 @@ class Local:
     collective = False
 
     @contextmanager
-    def agreement(self, numbers: Mapping[str, int]) -> Iterator[None]:
-        """Raise on all processes if the block fails on one, or ends with other `numbers` on one."""
+    def agreement(self, facts: Mapping[str, Any]) -> Iterator[None]:
+        """Raise on all processes if the block fails on one, or ends with other `facts` on one."""
         yield
 
     def passes(self) -> AbstractContextManager[None]:
@@ -100,13 +103,13 @@ class Replicated(Local):
         self.world = self.replicas = dist.get_world_size(group)
 
     @contextmanager
-    def agreement(self, numbers: Mapping[str, int]) -> Iterator[None]:  # noqa: D102
+    def agreement(self, facts: Mapping[str, Any]) -> Iterator[None]:  # noqa: D102
         try:
             yield
         except Exception:
-            self._compare(numbers, failed=True)
+            self._compare(facts, failed=True)
             raise
-        self._compare(numbers)
+        self._compare(facts)
 
     def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:  # noqa: D102
         dist.all_reduce(rows, group=self._group)
@@ -118,8 +121,9 @@ class Replicated(Local):
         dist.all_reduce(values, group=self._group)
         return values
 
-    def _compare(self, numbers: Mapping[str, int], failed: bool = False) -> None:
-        mine = [n for value in numbers.values() for n in (value, -value)] + [failed]
+    def _compare(self, facts: Mapping[str, Any], failed: bool = False) -> None:
+        digests = [zlib.crc32(repr(_plain(value)).encode()) for value in facts.values()]
+        mine = [n for digest in digests for n in (digest, -digest)] + [failed]
         most = torch.tensor(mine, dtype=torch.int64, device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
         if failed:
@@ -127,12 +131,11 @@ class Replicated(Local):
         *bounds, stop = most.tolist()
         if stop:
             raise RuntimeError("Another process failed; its own message says why.")
-        for (name, value), high, low in zip(numbers.items(), bounds[::2], bounds[1::2], strict=True):
+        for (name, value), high, low in zip(facts.items(), bounds[::2], bounds[1::2], strict=True):
             if high != -low:
-                found = f"number of {name}: {value} here, {-low} to {high} among all"
                 raise ValueError(
-                    f"Processes disagree on the {'names of tasks or labels' if name == 'names' else found}. "
-                    "Every process must have the same tasks (and labels) in the same order."
+                    f"Processes disagree on the {name}: {reprlib.repr(value)} on this one. Every process "
+                    "must have the same options, and the same tasks (and labels) in the same order."
                 )
 
     def _gather(self, counts: Sequence[int]) -> list[list[int]]:
@@ -190,6 +193,25 @@ class Sharded(Replicated):
         return reduce
 
 
+def check_alone(topology: Local) -> None:
+    """Raise where several processes are initialised, and nothing says how they train a model together."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if several and type(topology) is Local:
+        raise ValueError(
+            f"{dist.get_world_size()} processes are initialised, and each would project for itself, so that "
+            "their parameters drift apart. Pass the model that DistributedDataParallel or "
+            "fully_shard returned, or group=dist.group.WORLD; if each process trains a model of its own, "
+            "group=dist.new_subgroups(1)[0]."
+        )
+
+
+def _plain(value: Any) -> Any:
+    """Return what processes can compare: of an object only the type counts, whose repr may be an address."""
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value if isinstance(value, str | int | float | None) else type(value).__name__
+
+
 def project(
     G: Blocks,
     g: Blocks,
@@ -238,15 +260,16 @@ def project(
     """
     tensors = (leaf for leaf in tree_flatten(g)[0] if isinstance(leaf, Tensor))
     shards = Sharded(next((leaf.device for leaf in tensors), "cpu"), group)
-    numbers = {"constraints": 0}
-    with shards.agreement(numbers):
+    facts = {"number of constraints": 0}
+    with shards.agreement(facts):
         problem = check_problem(G, g, metric)
         if problem.batch:
             raise ValueError(f"G must have shape (t, n), one problem; found a batch of {problem.batch}.")
         options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
         x = blocks_for_x(problem, out)
-        numbers["constraints"] = problem.t
+        facts["number of constraints"] = problem.t
     sol = solve_problem(problem, options, warm_start, all_reduce=shards.gram_sum(problem.has_float64()))
+    warn_if_missed(sol)
     combine_into(problem, sol, x)
     projected = as_asked(problem, x, out)
     return (projected, sol.to(problem.xp, problem.device)) if solution else projected

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch import Tensor
 
-from gemproj.methods._method import check_count
-from gemproj.torch.batches import Batch, Field, Loss
-from gemproj.torch.constraint_gradients import model_loss, reshard
+from gemproj.torch.attached import clip_grad_norm_
+from gemproj.torch.batches import Batch, Batches, Field, Loss, Source, source_of
+from gemproj.torch.checks import (
+    check_all_held,
+    check_kinds,
+    check_names,
+    check_nothing_else_held,
+    check_promise,
+    option_names,
+)
+from gemproj.torch.constraint_gradients import model_loss, reshard, unwrapped
+from gemproj.torch.losses import check_function
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.optimizer_step import will_skip
 from gemproj.torch.projector import GradientProjector
 from gemproj.torch.remember import remember
 from gemproj.torch.stats import Projection
+from gemproj.torch.unprotected import Watch
 from gemproj.torch.zero import ZeroOptimizer, with_hooks
 
 # The loss scale of training is near the largest that float16 bears; past tasks may have larger losses.
@@ -50,7 +61,7 @@ class GEM:
         each projects its own part; constraints are computed once for all that step after the same backward
         pass.
     loss : callable
-        ``loss(model, batch)`` returns the mean over the examples, or one number for each, which a
+        ``loss(model, batch)`` returns the mean over the examples, or one number for each, shape (n,), which a
         `bound` needs; by default ``model(**batch).loss``. Runs under no autocast but its own. If it has a
         method ``outputs(model, batch)``, as `gemproj.torch.losses.Distillation` does, `end_task` stores
         what that returns, and the loss is called as ``loss(model, batch, outputs)``.
@@ -70,7 +81,8 @@ class GEM:
     scaler : torch.amp.GradScaler, optional
         That of float16 training: constraint gradients are computed with its scale, too.
     group
-        As in `GradientProjector`.
+        As in `GradientProjector`; needed where several processes are initialised, and the model is neither
+        wrapped nor sharded.
     **projection
         Other options of `GradientProjector`: method, margin, penalty, equality, bound, kappa, room,
         smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh. Calls are steps:
@@ -103,8 +115,8 @@ class GEM:
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         loss: Loss = model_loss,
         per_task: int = 100,
-        label: Field | None = None,
         *,
+        label: Field | None = None,
         memory: EpisodicMemory | None = None,
         promise: str = "task",
         rows: int | None = None,
@@ -115,36 +127,26 @@ class GEM:
         scaler: Any = None,
         **projection: Any,
     ) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
-        if not callable(loss):
-            raise TypeError(f"loss must be a function of model and batch; found {type(loss).__name__}.")
-        for name, count in (("microbatch", microbatch), ("rows", rows), ("sample", sample)):
-            if count is not None:
-                check_count(count, name, 1)
-        if sample is not None and (rows is not None or promise != "task"):
-            raise ValueError(
-                "sample is one constraint on examples of all tasks; rows and promise are for others."
-            )
-        if promise not in ("task", "label", "example"):
-            raise ValueError(f"promise must be 'task', 'label' or 'example'; found {promise!r}.")
-        if projection.get("refresh") == "rising" and not (sample is None and rows is None):
-            raise ValueError(
-                "refresh='rising' compares losses on the same examples; rows and sample draw others."
-            )
-        if not isinstance(memory, EpisodicMemory | None):
-            raise TypeError(f"memory must be an EpisodicMemory; found {type(memory).__name__}.")
+        check_names("GEM", projection, OPTIONS)
+        check_kinds(model, memory, scaler, microbatch=microbatch, rows=rows, sample=sample)
+        check_function(loss)
+        check_promise(promise, rows, sample, projection)
         self.memory = EpisodicMemory(per_task, label) if memory is None else memory
         if promise == "label" and self.memory.label is None:
             raise ValueError("promise='label' needs label: where the labels of a batch are.")
         reshard(model)
+        parallel = unwrapped(model)[1]
+        group = parallel.process_group if group is None and parallel is not None else group
         self.projector = GradientProjector(model.named_parameters(), group=group, **projection)
+        self.projector.check_processes()
         self.exclude: Hashable = None
         self._model, self._loss, self._sample, self._scaler = model, loss, sample, scaler
         self._rows, self._promise, self._group = rows, promise, group
         self._options: dict[str, Any] = {"microbatch": microbatch, "training": training}
         self._tasks: list[Hashable] | None = None  # of the rows; None for any
+        self._removals = 0  # of the memory, when they were computed
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        self._watch = Watch(self.memory, self.projector.parameters)
         self._optimizers = [with_hooks(one) for one in optimizers]
         if len(optimizers) > 1 and self.projector.bound is not None:
             raise ValueError("bound is about a whole step, and each optimizer takes a part of it; pass one.")
@@ -154,8 +156,8 @@ class GEM:
             if isinstance(one, ZeroOptimizer):
                 self._scaler = one
             self.projector.attach(one).remove()  # reports an optimizer that does not fit
-        self._check_nothing_else_held()
-        self._check_all_held(dict(model.named_parameters()))
+        check_nothing_else_held(self._held(), self.projector.parameters)
+        check_all_held(self._held(), model)
         if len(optimizers) > 1:
             stepped = self._stepped  # not self, which would live as long as the model
             for p in self.projector.parameters:  # a backward pass brings gradients at another point
@@ -163,6 +165,14 @@ class GEM:
         for one in self._optimizers:  # hooks are called in this order
             self._handles.append(one.register_step_pre_hook(self._compute_constraints))
             self._handles.append(self.projector.attach(one))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, too: it is attached to nothing."""
+        return {name: value for name, value in self.__dict__.items() if name != "_watch"} | {"_handles": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watch = Watch(self.memory, self.projector.parameters)
 
     def __repr__(self) -> str:
         return f"GEM({self.memory!r}, {self.projector!r})"
@@ -179,17 +189,20 @@ class GEM:
 
         Before training it stores what the model can do already. What the loss or a bound needs of the
         model, its outputs and losses, is computed with it as it is now, for the kept examples: also for
-        those that an earlier call has stored for the same task.
+        those that an earlier call has stored for the same task. Otherwise the loss is tried on two examples,
+        or else on as many as a step passes. An error leaves the memory as it was; its `remove` drops a task.
 
         Parameters
         ----------
         batches : iterable
-            The examples, such as the loader of the task.
+            The examples, such as the loader of the task, which is read to its end. One that has no length may
+            have 100,000 batches at most.
         task : hashable, optional
             By default the number of tasks stored before, or the next integer that no task is named after.
         model : torch.nn.Module, optional
             Another model whose outputs and losses are stored.
         """
+        self._watch.warn(self._past())
         remember(
             self.memory,
             batches,
@@ -197,10 +210,20 @@ class GEM:
             self._model if model is None else model,
             self._loss,
             bounded=self.projector.bound is not None,
+            rows=self._rows or self._sample,
             group=self._group,
             **self._options,
         )
+        self._watch.begin()
         self._forget()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradient in the next step, after its projection; return its norm as it is now.
+
+        In place of `torch.nn.utils.clip_grad_norm_`, after which a margin is a weight beside the clipped
+        gradient. With several optimizers it is clipped at once.
+        """
+        return clip_grad_norm_(self._optimizers, self.projector.parameters, max_norm, norm_type)
 
     def remove(self) -> None:
         """Detach from the optimizer."""
@@ -212,7 +235,7 @@ class GEM:
         p = self.projector
         reused = p.interval > 1 or p.smoothing > 0.0 or p.refresh != "all"
         state = {"memory": self.memory.state_dict(), "projector": p.state_dict(constraints=reused)}
-        return state | {"exclude": self.exclude, "tasks": self._tasks}
+        return state | {"exclude": self.exclude, "tasks": self._tasks, "stepped": self._watch.stepped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned."""
@@ -222,6 +245,8 @@ class GEM:
         self.projector.load_state_dict(state["projector"])
         self.memory.load_state_dict(state["memory"])
         self.exclude, self._tasks = state.get("exclude", self.exclude), state.get("tasks")
+        self._removals = self.memory.removals
+        self._watch.begin(state.get("stepped", True))  # older states do not tell
         self._stepped.clear()
 
     @torch.compiler.disable
@@ -231,16 +256,20 @@ class GEM:
         if self._stepped and id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
             return
-        if self._tasks not in (None, self._past()):
-            self._forget()  # row k was of another task
+        if self._tasks is not None and (self._tasks, self._removals) != (self._past(), self.memory.removals):
+            self._forget()  # row k was of another task, or of other examples
         self._stepped.clear()
         scaled = self._scaler is not None and self._scaler.is_enabled()
         scale = self._scaler.get_scale() / _HEADROOM if scaled else 1.0
-        names = [] if self._sample is not None else self.memory.names(self.exclude, per=self._promise)
+        if not self.projector.due:
+            check_nothing_else_held(self._held(), self.projector.parameters)
+        per_row = self._sample is None
+        names = partial(self.memory.names, self.exclude, per=self._promise) if per_row else None
         self.projector.recall(
-            self._model, self._batches(), self._loss, scale=scale, names=names, **self._options
+            self._model, Batches(self._sources()), self._loss, scale=scale, names=names, **self._options
         )
-        self._tasks = self._past()
+        self._tasks, self._removals = self._past(), self.memory.removals
+        self._watch.step(len(self._tasks))
         self._stepped.add(id(optimizer))
 
     def _past(self) -> list[Hashable]:
@@ -257,36 +286,15 @@ class GEM:
         groups = [group for one in self._optimizers for group in one.param_groups]
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
-    def _check_all_held(self, named: dict[str, torch.Tensor]) -> None:
-        """Raise unless each parameter that is projected is held by one optimizer."""
-        held = [id(p) for p in self._held()]
-        if len(held) > len(set(held)):
-            raise ValueError("optimizer: parameters are in several optimizers, which would each move them.")
-        lacking = [name for name, p in named.items() if p.requires_grad and id(p) not in set(held)]
-        if lacking:
-            raise ValueError(
-                f"optimizer lacks {len(lacking)} of the {len(self.projector.parameters)} trainable "
-                f"parameters of the model, such as {lacking[0]!r}. Freeze those that stay, with "
-                "requires_grad_(False); if other optimizers move them, pass a list of all."
-            )
-
-    def _check_nothing_else_held(self) -> None:
-        """Raise for parameters that optimizers move and nothing projects."""
-        mine = set(map(id, self.projector.parameters))
-        others = [tuple(p.shape) for p in self._held() if id(p) not in mine]
-        if others:
-            raise ValueError(
-                f"optimizer moves {len(others)} parameters that are not projected, the first one of shape "
-                f"{others[0]}, so that nothing would be promised. Pass a model that has all of its "
-                "parameters; after unfreezing or adding some, call remove() and make a new GEM with the same "
-                "memory."
-            )
-
-    def _batches(self) -> Iterator[Batch]:
-        self._check_nothing_else_held()  # here, where an error is one of all processes
-        device = self.projector.device
-        batches = self.memory.batches(self.exclude, n=self._rows, per=self._promise)
+    def _sources(self) -> Iterator[Source]:
+        # Here an error is one of all processes.
+        check_nothing_else_held(self._held(), self.projector.parameters)
+        sources = self.memory.batches(self.exclude, n=self._rows, per=self._promise).sources
         if self._sample is not None:
-            batches = iter([self.memory.sample(self._sample, self.exclude)] if self._past() else [])
-        for batch in batches:
-            yield tree_map(lambda leaf: leaf.to(device), batch)
+            past = self._past()
+            sources = (source_of(self.memory.sample(self._sample, self.exclude)) for _ in past[:1])
+        for source in sources:
+            yield source.to(self.projector.device)
+
+
+OPTIONS = option_names(GEM, GradientProjector) - {"parameters"}

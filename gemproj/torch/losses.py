@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from gemproj.methods._method import check_count, check_number
-from gemproj.torch.batches import Batch, Field, field_of, output_of
+from gemproj.torch.batches import Batch, Field, Loss, Remembered, count_examples, field_of, output_of
 
 # Labels that torch and transformers leave out.
 _IGNORED = -100
@@ -195,3 +195,42 @@ def _means(values: Tensor, counts: Tensor) -> Tensor:
     """Return the means of (n, ...) over all but the first dimension, where `counts`; 0 where nothing does."""
     values, counts = values.reshape(len(values), -1), counts.reshape(len(counts), -1)
     return torch.where(counts, values, 0.0).sum(1) / counts.sum(1).clamp(min=1)
+
+
+def check_function(loss: Any) -> None:
+    """Raise for what cannot be called as ``loss(model, batch)``."""
+    kind = type(loss) if isinstance(loss, torch.nn.Module) else loss
+    if getattr(kind, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
+        raise TypeError(
+            f"loss is called as loss(model, batch), and {kind.__name__} takes predictions. Pass a function, "
+            "such as lambda model, batch: cross_entropy(model(batch[0]), batch[1]), or CrossEntropy of "
+            "gemproj.torch.losses."
+        )
+    if not callable(loss):
+        raise TypeError(f"loss must be a function of model and batch; found {type(loss).__name__}.")
+
+
+def call_loss(
+    loss: Loss, model: torch.nn.Module, examples: Batch | Remembered, task: Hashable = None
+) -> Tensor:
+    """Return the loss, one number or one for each example; with stored outputs it is a function of these."""
+    if not isinstance(examples, Remembered):
+        examples = Remembered(examples)
+    given = (examples.outputs,) if "outputs" in examples.fields else ()
+    if not given and getattr(loss, "outputs", None) is not None:
+        raise ValueError(
+            f"Examples{'' if task is None else f' of task {task!r}'} are stored without outputs, with which "
+            "this loss compares. Store them with end_task(batches, task), with add(..., outputs=) or with "
+            "record(task, outputs=), or remove(task)."
+        )
+    value = loss(model, examples.batch, *given)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
+    if value.shape not in ((), (1,)) and value.shape != ((n := count_examples(examples)),):
+        raise ValueError(
+            "loss(model, batch) must return the mean over the examples, or one number for each of these "
+            f"{n}, shape ({n},); found {tuple(value.shape)}. Of logits compute a loss; of losses of tokens, "
+            "(n, T) or (n * T,), the mean over the tokens of each example that have a label, as CrossEntropy "
+            "of gemproj.torch.losses does."
+        )
+    return value

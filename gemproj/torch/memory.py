@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+import copy
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_unflatten
 
 from gemproj.methods._method import check_count
-from gemproj.torch.batches import Batch, Field, Remembered, count_examples, flatten, labels_of, remembered
+from gemproj.torch.batches import Batch, Field, Remembered, count_examples, labels_of, remembered
+from gemproj.torch.draws import Draws
 from gemproj.torch.policies import POLICIES
-from gemproj.torch.store import Store, plain
+from gemproj.torch.store import Store, plain, readable
+from gemproj.torch.unprotected import keep
 
 
-class EpisodicMemory:
+class EpisodicMemory(Draws):
     """Examples of each task, at most `per_task` of them, chosen as they stream by.
 
     The first `per_task` examples of a task are kept. Which ones make room for later ones is the policy:
@@ -81,6 +83,12 @@ class EpisodicMemory:
         self.policy = policy
         self._random = torch.Generator().manual_seed(seed)
         self._stores: dict[Hashable, Store] = {}
+        self.removals = 0  # how often examples were dropped that a policy would have kept
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, with which another training may go on."""
+        keep(self)
+        return self.__dict__
 
     def __len__(self) -> int:
         """Return the number of tasks."""
@@ -90,7 +98,7 @@ class EpisodicMemory:
         examples = {task: len(store) for task, store in self._stores.items()}
         return (
             f"EpisodicMemory(per_task={self.per_task}, label={self.label!r}, policy={self.policy!r}, "
-            f"examples={examples}, size={_readable(self.nbytes)!r})"
+            f"examples={examples}, size={readable(self.nbytes)!r})"
         )
 
     @property
@@ -161,6 +169,15 @@ class EpisodicMemory:
         store = self._store(task)
         store.record(remembered(store.all().batch, outputs, losses))
 
+    def remove(self, task: Hashable) -> None:
+        """Drop all examples of a task, which is then promised no more.
+
+        A `gemproj.torch.GEM` computes its constraints anew at the next step.
+        """
+        self._store(task)
+        del self._stores[task]
+        self.removals += 1
+
     def batch(self, task: Hashable) -> Batch | Remembered:
         """Return a copy of all examples of one task as one batch, in the order of their slots.
 
@@ -168,88 +185,13 @@ class EpisodicMemory:
         """
         return plain(self._store(task).all())
 
-    def batches(
-        self, exclude: Hashable = None, *, n: int | None = None, per: str = "task"
-    ) -> Iterator[Batch | Remembered]:
-        """Return an iterator over batches like `batch`, task after task in the order of their first examples.
-
-        Parameters
-        ----------
-        exclude : task, optional
-            A task to leave out: the current one, when its examples are stored while it is learned.
-        n : int, optional
-            Number of examples in each batch, drawn without replacement: none is drawn again before all
-            of them were. By default all.
-        per : {"task", "label", "example"}, default "task"
-            One batch for each task; for each label of each task, in increasing order; or for each of the
-            n examples of each task.
-        """
-        if per not in ("task", "label", "example"):
-            raise ValueError(f"per must be 'task', 'label' or 'example'; found {per!r}.")
-        if per == "label" and self.label is None:
-            raise ValueError("per='label' needs label: where the labels of a batch are.")
-        if n is not None:
-            check_count(n, "n", 1)
-        return self._drawn(exclude, n, per)
-
-    def names(self, exclude: Hashable = None, *, per: str = "task") -> list[tuple[Hashable, Any]]:
-        """Return the task, and with ``per="label"`` the label, of what `batches` draws from."""
-        stores = self._others(exclude).items()
-        return [(task, label) for task, store in stores for label, _ in store.groups(per == "label")]
-
-    def _drawn(self, exclude: Hashable, n: int | None, per: str) -> Iterator[Batch | Remembered]:
-        for store in self._others(exclude).values():
-            for label, slots in store.groups(per == "label"):
-                drawn = slots if n is None else store.draw(label, slots, n, self._random)
-                for some in [[slot] for slot in drawn] if per == "example" else [drawn]:
-                    yield plain(store.at(some))
-
-    def sample(self, n: int, exclude: Hashable = None) -> Batch:
-        """Draw a batch of `n` examples without replacement from all tasks together (all, if fewer).
-
-        Parameters
-        ----------
-        n : int
-            Number of examples.
-        exclude : task, optional
-            A task to leave out, as in `batches`.
-
-        Raises
-        ------
-        ValueError
-            If there is no example to draw.
-        """
-        check_count(n, "n", 1)
-        stores = list(self._others(exclude).values())
-        if not stores:
-            raise ValueError(
-                "The memory is empty: nothing to draw from."
-                if exclude is None
-                else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
-            )
-        total = sum(len(store) for store in stores)
-        drawn = torch.randperm(total, generator=self._random, device="cpu")[:n]
-        picks, start = [], 0
-        for store in stores:
-            own = drawn[(drawn >= start) & (drawn < start + len(store))] - start
-            picks.append(flatten(store.at(own.tolist())))
-            start += len(store)
-        leaves, specs = zip(*picks, strict=True)
-        if any(spec != specs[0] for spec in specs):
-            raise ValueError(
-                "Outputs or losses are stored with some tasks only, so that they cannot be mixed."
-            )
-        columns = zip(*leaves, strict=True)
-        # Tasks may have been stored on different devices, as after loading a checkpoint.
-        joined = [torch.cat([part.to(first.device) for part in (first, *rest)]) for first, *rest in columns]
-        return plain(tree_unflatten(joined, specs[0]))
-
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the stored examples, of the state of the policy, and of the random state.
 
         ``torch.save`` writes it, and ``torch.load(..., weights_only=True)`` reads it if batches are dicts,
         lists and tuples, and names of tasks are numbers or strings.
         """
+        keep(self)
         tasks = [{"task": task, **store.state_dict()} for task, store in self._stores.items()]
         return {**self._settings(), "random": self._random.get_state(), "tasks": tasks}
 
@@ -275,23 +217,21 @@ class EpisodicMemory:
         except KeyError as error:
             raise ValueError(f"state has no {error}: it is not of an EpisodicMemory.") from None
         self._stores, self._random = stores, random
+        self.removals += 1
 
-    def _store(self, task: Hashable) -> Store:
-        if task not in self._stores:
-            raise ValueError(f"No examples of task {task!r}; the memory holds tasks {self.tasks}.")
-        return self._stores[task]
+    def draft(self, task: Hashable) -> EpisodicMemory:
+        """Return a memory to collect examples of a task in, which `adopt` takes over when all went well."""
+        draft = object.__new__(type(self))  # no copy that somebody keeps
+        draft.__dict__.update(self.__dict__)
+        draft._stores = {k: copy.deepcopy(v) if k == task else v for k, v in self._stores.items()}
+        draft._random = torch.Generator()
+        draft._random.set_state(self._random.get_state())
+        return draft
+
+    def adopt(self, draft: EpisodicMemory, task: Hashable) -> None:
+        """Take over the examples of a task, and the random state, from a `draft`."""
+        self._stores[task], self._random = draft._stores[task], draft._random
 
     def _settings(self) -> dict[str, Any]:
         """Return what a state must agree in."""
         return {"per_task": self.per_task, "policy": self.policy, "labelled": self.label is not None}
-
-    def _others(self, exclude: Hashable) -> dict[Hashable, Store]:
-        return {task: store for task, store in self._stores.items() if exclude is None or task != exclude}
-
-
-def _readable(nbytes: int) -> str:
-    """Return a number of bytes with a unit, in powers of 1024."""
-    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
-    return f"{size:.4g} {units[0]}"

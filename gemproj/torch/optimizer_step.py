@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from threading import Lock
 from typing import Any, Literal, NoReturn
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from gemproj._arrays import wide_dtype
+from gemproj.torch.attached import Clips, clip_grad_norm_, find, forget, register, unchanged, versions
 from gemproj.torch.parameters import ParameterVector, local
 from gemproj.torch.stats import Projection
 
@@ -41,6 +40,7 @@ class OptimizerStep:
         self._vector = vector
         self.optimizer = optimizer
         self._buffers: tuple[Tensor, Tensor] | None = None  # before, step: allocated with the first step
+        self.clipped: Any = 1.0  # what clipping has multiplied the gradient with
         if not self._groups():
             raise ValueError(
                 "optimizer holds none of the parameters of this projector. Make both of the same parameters, "
@@ -65,6 +65,7 @@ class OptimizerStep:
 
     def begin(self) -> None:
         """Store the parameters."""
+        self._vector.check()
         if self._buffers is None:
             self._buffers = self._vector.empty(), self._vector.empty()
         torch._foreach_copy_(self._vector.split(self._buffers[0]), self._vector.local())
@@ -72,6 +73,10 @@ class OptimizerStep:
     def shares(self, other: OptimizerStep) -> bool:
         """Return whether both have a parameter in common."""
         return not set(map(id, self._vector.parameters)).isdisjoint(map(id, other._vector.parameters))
+
+    def held_ids(self) -> set[int]:
+        """Return which parameters the optimizer holds, by their ids."""
+        return set(self._groups())
 
     def held(self) -> list[bool] | None:
         """Return which parameters the optimizer holds; None for all of them."""
@@ -158,10 +163,6 @@ class OptimizerStep:
         }
 
 
-_attached: WeakSet[ProjectedOptimizer] = WeakSet()  # each lives as long as its optimizer
-_lock = Lock()  # of that set: threads may train models of their own
-
-
 class ProjectedOptimizer:
     """The hooks of a projector in an optimizer, returned by `GradientProjector.attach`.
 
@@ -170,30 +171,34 @@ class ProjectedOptimizer:
 
     def __init__(self, projector: Any, step: OptimizerStep) -> None:
         step.check_projectable(projector.on, projector.metric)
-        self._projector, self._step = projector, step
-        other = _find(lambda one: one._step.optimizer is step.optimizer and one._step.shares(step))
+        self._projector, self._step, self.clips = projector, step, Clips()
+        other = find(lambda one: one._step.optimizer is step.optimizer and one._step.shares(step))
         if other is not None:
             raise ValueError(
                 f"{'This' if other._projector is projector else 'Another'} projector is attached to this "
                 "optimizer already, and both would act. Attach once, before the loop, or call remove() on "
-                "the other GEM, or on what its attach returned; two losses of a task go into one function."
+                "the other GEM, or on what its attach returned, or gemproj.torch.detach(optimizer) if it is "
+                "lost; two losses of a task go into one function."
             )
         self._done: Projection | None = None
+        self._projected: list[tuple[Tensor | None, int]] = []  # gradients, until the step is complete
         self._hooks: list[Any] = [
             step.optimizer.register_step_pre_hook(self._begin),
             before_steps(step.optimizer, self._project_gradient),
             step.optimizer.register_step_post_hook(self._finish),
         ]
-        with _lock:
-            _attached.add(self)
+        register(self)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip what the projection leaves of the gradient, in the next step; see `GEM.clip_grad_norm_`."""
+        return clip_grad_norm_([self._step.optimizer], self._projector.parameters, max_norm, norm_type)
 
     def remove(self) -> None:
         """Detach the projector from the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        with _lock:
-            _attached.discard(self)
+        forget(self)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -215,17 +220,22 @@ class ProjectedOptimizer:
     @torch.compiler.disable
     def _project_gradient(self) -> None:
         projector = self._projector
-        wanted = projector.on != "step" and not self._skipped
-        rate = self._step.learning_rate() if wanted and projector.bound is not None else None
-        self._done = projector.project_(rate, self._step.held()) if wanted else projector.skip()
+        # Else a step that broke off after this is taken again, perhaps with its clipping repeated.
+        if not self._projected or not unchanged(projector.parameters, self._projected):
+            wanted = projector.on != "step" and not self._skipped
+            rate = self._step.learning_rate() if wanted and projector.bound is not None else None
+            self._done = projector.project_(rate, self._step.held()) if wanted else projector.skip()
+            self._step.clipped = 1.0
+        self._step.clipped *= self.clips.run()  # the gradient with the margin, as replay does
         if projector.on != "gradient":
             # Optimizers and other hooks may drop gradients within the step.
             self._moving = self._step.moving()
+        self._projected = versions(projector.parameters)
 
     @torch.compiler.disable
     @torch.no_grad()
     def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        done, self._done = self._done, None
+        done, self._done, self._projected = self._done, None, []
         projector = self._projector
         if not self._watches or done is None or not len(projector.constraints):
             return
@@ -245,16 +255,6 @@ class ProjectedOptimizer:
         cosines = projector.follow(self._step.taken())
         seconds = done.seconds + self._seconds + time.perf_counter() - start
         projector.last = replace(done, cosines=cosines, seconds=seconds)
-
-
-def is_attached(projector: Any) -> bool:
-    """Return whether a projector is attached to any optimizer."""
-    return _find(lambda one: one._projector is projector) is not None
-
-
-def _find(wanted: Callable[[ProjectedOptimizer], bool]) -> ProjectedOptimizer | None:
-    with _lock:
-        return next(filter(wanted, _attached), None)
 
 
 def before_steps(optimizer: torch.optim.Optimizer, change: Callable[[], Any]) -> Any:

@@ -68,6 +68,7 @@ class ParameterVector:
         self.dtype = shards[0].dtype
         for p in shards:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
+        self._kinds = [(p.dtype, p.device) for p in chosen]
         self.sizes = [p.numel() for p in shards]
         self._shapes = [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
@@ -75,6 +76,24 @@ class ParameterVector:
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in chosen]
         self.owned = self.slices(owned=True)
+
+    def check(self) -> None:
+        """Raise if a parameter was frozen, or has got another dtype or device."""
+        frozen = sum(not p.requires_grad for p in self.parameters)
+        if frozen:
+            raise ValueError(
+                f"{frozen} of the {len(self.parameters)} parameters of this projector no longer "
+                "require a gradient. Make a new projector or GEM after freezing parameters or adding "
+                "adapters, and remove() the old one."
+            )
+        kinds = [(p.dtype, p.device) for p in self.parameters]
+        if kinds != self._kinds:
+            now, then = next(pair for pair in zip(kinds, self._kinds, strict=True) if pair[0] != pair[1])
+            raise ValueError(
+                f"parameters have changed: one is {now[0]} on {now[1]}, and was {then[0]} on {then[1]} when "
+                "this projector was made. Make a new projector, or a new GEM with the same memory, and "
+                "remove() the old one."
+            )
 
     def empty(self) -> Tensor:
         """Return an uninitialised vector."""
@@ -148,13 +167,16 @@ class ParameterVector:
             torch._foreach_copy_(to, given)
         return out
 
-    def write_gradient(self, x: Tensor, reached: Sequence[bool]) -> None:
-        """Copy x to the ``.grad`` of parameters that have one; of those reached, create a missing one."""
+    def write_gradient(self, x: Tensor, reached: Sequence[bool], changed: bool = True) -> None:
+        """Copy x, if it has `changed`, to the ``.grad`` of parameters; create a missing one of those reached.
+
+        Also a missing one of zeros: a device would have to wait to know that x has not changed.
+        """
         for p, part, wanted in zip(self.parameters, self.split(x), reached, strict=True):
-            if p.grad is not None:
-                local(p.grad).copy_(part)
-            elif wanted:
+            if p.grad is None and wanted:
                 p.grad = _gradient_like(p, part)
+            elif p.grad is not None and changed:
+                local(p.grad).copy_(part)
 
     def slices(self, chosen: Iterable[int] | None = None, *, owned: bool = False) -> list[slice]:
         """Return the columns of the chosen parameters, in increasing order, or the owned ones of these."""
@@ -169,10 +191,10 @@ class ParameterVector:
                 slices.append(slice(start, stop))
         return slices or [slice(0, 0)]
 
-    def signature(self) -> dict[str, int]:
-        """Return numbers in which all processes that train the same model agree."""
+    def signature(self) -> dict[str, Any]:
+        """Return facts in which all processes that train the same model agree."""
         entries = sum(p.numel() for p in self.parameters)
-        return {"parameters": len(self.parameters), "entries of all parameters": entries}
+        return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
     def _topology(self, group: Any) -> Local:
         if any(mesh_of(p) is not None for p in self.parameters):

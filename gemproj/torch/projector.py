@@ -18,7 +18,7 @@ from gemproj.torch.bound import LossBound
 from gemproj.torch.constraint_gradients import Refresh
 from gemproj.torch.groups import Groups, members, project_groups
 from gemproj.torch.optimizer_step import Metric, On, OptimizerStep, ProjectedOptimizer
-from gemproj.torch.recall import RecalledConstraints
+from gemproj.torch.recall import OPTIONS, RecalledConstraints
 from gemproj.torch.stats import Projection
 from gemproj.torch.zero import step_of
 
@@ -84,7 +84,8 @@ class GradientProjector(RecalledConstraints):
         This costs a forward pass on all batches, waits for a device, and needs the same examples each time.
     group : torch.distributed.ProcessGroup, optional
         Processes to train with. For replicated parameters (DistributedDataParallel): rows are averaged
-        over them; `recall` finds the group of a wrapped model. For shards: by default all processes.
+        over them; `recall` finds the group of a wrapped model. If each process trains a model of its own,
+        ``dist.new_subgroups(1)[0]``. For shards: by default all processes.
 
     Attributes
     ----------
@@ -169,8 +170,7 @@ class GradientProjector(RecalledConstraints):
 
     def __repr__(self) -> str:
         sizes = f"{len(self._vector.parameters)} parameters, d={self._vector.d}, t={len(self._matrix)}"
-        names = ("margin", "penalty", "equality", "bound", "smoothing", "on", "metric", "interval", "refresh")
-        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+        options = ", ".join(f"{name}={getattr(self, name)!r}" for name in OPTIONS)
         return f"GradientProjector({sizes}, {self._options().method!r}, {options})"
 
     @property
@@ -185,7 +185,8 @@ class GradientProjector(RecalledConstraints):
     ) -> Projection:
         """Project the gradients of the parameters in place; does nothing without constraints.
 
-        A parameter without a gradient counts as zero. It gets one if a constraint depends on it.
+        A parameter without a gradient counts as zero, and gets one, of zeros if no constraint is active,
+        where a constraint depends on it: as with replay, it takes part in every step.
 
         Parameters
         ----------
@@ -204,22 +205,16 @@ class GradientProjector(RecalledConstraints):
             raise ValueError("on='step' leaves the gradient alone; attach(optimizer) projects its steps.")
         start, sol = time.perf_counter(), None
         if len(self._matrix) and any(p.grad is not None for p in self._vector.parameters):
+            self._vector.check()
             if self._gradient is None:
                 self._gradient = self._vector.empty()
             g = self._vector.read_gradient(self._gradient)
-            options = self._options()
-            if self.bound is not None:
-                if learning_rate is None:
-                    raise ValueError(
-                        "bound is about steps: attach(optimizer), or pass the learning_rate of the step."
-                    )
-                options = replace(options, h=self._demand(self.bound, learning_rate))
+            options = self._demanding(self._options(), learning_rate)
             sol, changed = self._project("gradient", g, options, moving)
-            if changed:
-                wanted = self._matrix.reached
-                if moving is not None:
-                    wanted = [a and b for a, b in zip(wanted, moving, strict=True)]
-                self._vector.write_gradient(g, wanted)
+            wanted = self._matrix.reached
+            if moving is not None:
+                wanted = [a and b for a, b in zip(wanted, moving, strict=True)]
+            self._vector.write_gradient(g, wanted, changed)
         return self._record(sol, start)
 
     def attach(self, optimizer: torch.optim.Optimizer) -> ProjectedOptimizer:
@@ -254,13 +249,12 @@ class GradientProjector(RecalledConstraints):
         if skipped is not None and _has_units(options):
             # A fused optimizer takes no step after an overflow, and the margin must not make one.
             options = replace(options, margin=options.margin * (skipped == 0))
-        # In Adam's metric, multipliers are in units of gradients as they are.
-        if self.metric == "euclidean" and _has_units(options):
-            rate = step.learning_rate()
+        if _has_units(options):  # of gradients before clipping, as they are in Adam's metric
+            rate = step.clipped * (step.learning_rate() if self.metric == "euclidean" else 1.0)
             penalty = None if options.penalty is None else options.penalty * rate
             options = replace(options, margin=options.margin * rate, penalty=penalty)
-        if self.bound is not None:
-            options = replace(options, h=self._demand(self.bound, 1.0))
+        own = self._compared and self.metric == "euclidean"
+        options = self._demanding(options, 1.0, step.learning_rate() if own else 1.0)
         weight = step.weight(self.metric, moving, self._matrix.largest)
         v = step.taken()
         sol, changed = self._project("step", v, options, moving, weight)

@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gemproj._options import Options
 from gemproj._solution import DualSolution
+from gemproj.methods import AnyMethod
 from gemproj.methods._method import check_count, check_number
+from gemproj.torch.attached import is_attached
 from gemproj.torch.batches import Batch, Loss
-from gemproj.torch.bound import LossBound
+from gemproj.torch.bound import LossBound, without_noise
 from gemproj.torch.constraint_gradients import Refresh, from_batches, from_losses, model_loss, unwrapped
 from gemproj.torch.constraints import ConstraintMatrix
-from gemproj.torch.distributed import Replicated
-from gemproj.torch.optimizer_step import On, is_attached
+from gemproj.torch.distributed import Replicated, check_alone
+from gemproj.torch.optimizer_step import On
 from gemproj.torch.stats import Projection
+from gemproj.torch.unprotected import changes, expect_use
 from gemproj.torch.zero import vector_of
+
+# Which a projector has as attributes, besides its method.
+OPTIONS = ("margin", "penalty", "equality", "bound", "smoothing", "on", "metric", "interval", "refresh")
 
 
 class RecalledConstraints:
@@ -29,6 +37,8 @@ class RecalledConstraints:
 
     on: On
     bound: LossBound | None
+    _groups: Sequence[Sequence[int]] | None
+    method: AnyMethod
     refresh: Refresh
 
     def __init__(
@@ -56,6 +66,7 @@ class RecalledConstraints:
     @property
     def constraints(self) -> Tensor:
         """The constraint matrix G, shape (t, d): a view of the local columns, one row per past task."""
+        self._unused = list[int]()
         return self._matrix.rows
 
     @property
@@ -73,6 +84,11 @@ class RecalledConstraints:
         """The device of the parameters."""
         return self._vector.device
 
+    @property
+    def due(self) -> bool:
+        """Whether the next `recall` computes constraints, or looks which ones to compute."""
+        return self._calls % self.interval == 0
+
     def constrain(self, losses: Iterable[Tensor]) -> None:
         """Replace the constraints: one row of G per loss, the gradient of that loss.
 
@@ -87,9 +103,11 @@ class RecalledConstraints:
             tasks, and rows are their averages. With shards it must be a list.
         """
         start = time.perf_counter()
+        expect_use(self._unused, self._changes())
         self._calls = 0
-        from_losses(self._matrix, losses)
+        from_losses(self._matrix, losses, self._facts())
         self._ages = [0] * len(self._matrix)
+        self._unused = self._changes()
         self._seconds += time.perf_counter() - start
 
     def recall(
@@ -101,7 +119,7 @@ class RecalledConstraints:
         microbatch: int | None = None,
         training: bool = False,
         scale: float = 1.0,
-        names: Sequence[Any] = (),
+        names: Callable[[], Sequence[Any]] | None = None,
     ) -> bool:
         """Replace the constraints by the gradients of the mean loss on each of `batches`.
 
@@ -127,8 +145,8 @@ class RecalledConstraints:
             Whether to compute the losses in the mode in which the model trains.
         scale : float, default 1
             Losses are multiplied by it and rows divided again, for backward passes in float16.
-        names : sequence of tuples, optional
-            What the rows are about, ``memory.names()``: processes that disagree raise.
+        names : callable, optional
+            Returns what the rows are about, such as ``memory.names``: processes that disagree raise.
 
         Returns
         -------
@@ -141,17 +159,21 @@ class RecalledConstraints:
                 f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
                 "attach(optimizer) once, before the loop."
             )
+        # Divergences from stored outputs are zero at first. Groups have no loss each.
+        self._compared = hasattr(loss, "outputs") and self._groups is None
+        expect_use(self._unused, self._changes())
         model, parallel = unwrapped(model)
         if parallel is not None and self._vector.topology.world == 1:
             self._vector.topology = Replicated(self._vector.device, parallel.process_group)
         due: list[int] = []
-        if self._calls % self.interval == 0:
+        if self.due:
             start = time.perf_counter()
             due = from_batches(
                 self._matrix,
                 model,
                 batches,
                 loss,
+                self._facts({"microbatch": microbatch, "training": training}),
                 microbatch=microbatch,
                 training=training,
                 scale=scale,
@@ -166,7 +188,12 @@ class RecalledConstraints:
             self._ages = [0 if k in new else age for k, age in enumerate(ages)]
             self._seconds += time.perf_counter() - start
         self._calls += 1  # a call that has failed is still due
+        self._unused = self._changes()
         return bool(due)
+
+    def check_processes(self) -> None:
+        """Raise where several processes are initialised and nothing says how they train together."""
+        check_alone(self._vector.topology)
 
     def follow(self, step: Tensor) -> Tensor:
         """Return the cosine of an applied step with each constraint, and follow the losses along it."""
@@ -176,8 +203,10 @@ class RecalledConstraints:
     def reset(self) -> None:
         """Forget the constraints and the warm start, as at the boundary between two tasks."""
         self._matrix.clear()
+        self._compared = False
         self._warm: dict[str, Tensor] = {}  # multipliers, by what was projected
         self._calls = 0
+        self._unused = []  # weights when constraints were computed that nothing has used
         self._ages = list[int]()  # of each row, steps since it was computed
         self._seconds = 0.0  # spent on constraints since the last step
         self.last: Projection | None = None
@@ -212,17 +241,45 @@ class RecalledConstraints:
         self._ages = list(state["ages"])
         self.last = None
 
-    def _demand(self, bound: LossBound, rate: float) -> Any:
-        """Return the right-hand side h, as a function of the Gram matrix."""
-        matrix = self._matrix
-        if not matrix.bounded:
-            raise ValueError(
-                "bound needs the losses that examples had when they were stored: use GEM.end_task, "
-                "memory.record(task, losses=...) or memory.add(..., losses=...)."
-            )
-        return bound.demand(matrix.losses, matrix.bounds, rate, self._vector.dtype)
+    def _demanding(self, options: Options, rate: float | None, unit: float = 1.0) -> Options:
+        """Return options with the right-hand side h that a bound needs, and rows of rounding do not.
+
+        Of a gradient, the `rate` is that of its step; of a step it is 1, and `unit` is the learning rate.
+        """
+        matrix, h = self._matrix, None
+        if self.bound is not None:
+            if rate is None:
+                raise ValueError(
+                    "bound is about steps: attach(optimizer), or pass the learning_rate of the step."
+                )
+            if not matrix.bounded:
+                raise ValueError(
+                    "bound needs the losses that examples had when they were stored: use GEM.end_task, "
+                    "memory.record(task, losses=...) or memory.add(..., losses=...)."
+                )
+            h = self.bound.demand(matrix.losses, matrix.bounds, rate, self._vector.dtype)
+        if self._compared and options.equality is False and "h" in getattr(options.method, "accepts", "h"):
+            h = without_noise(h, matrix.losses, self._vector.dtype, unit)
+        return options if h is None else replace(options, h=h)
+
+    def _facts(self, more: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return what all processes that train the model must have in common, none for a single one."""
+        if self._vector.topology.world == 1:
+            return {}
+        given = {name: getattr(self, name) for name in OPTIONS} | {"rows_dtype": self.constraints.dtype}
+        options: dict[str, Any] = {
+            name: value if isinstance(value, Tensor) else repr(value) for name, value in given.items()
+        }
+        options["method"] = getattr(self.method, "__name__", repr(self.method))  # the repr has an address
+        named = {f"option {name}": value for name, value in (options | (more or {})).items()}
+        return named | self._vector.signature()
+
+    def _changes(self) -> list[int]:
+        """Return how often each weight has changed; nothing without rows, or where it is attached."""
+        return changes(self.parameters) if len(self._matrix) and not is_attached(self) else []
 
     def _record(self, sol: DualSolution | None, start: float) -> Projection:
+        self._unused = []
         seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
         excess = None if self.bound is None else self.bound.excess(self._matrix.losses, self._matrix.bounds)
         self.last = Projection(

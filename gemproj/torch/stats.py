@@ -10,14 +10,14 @@ from torch import Tensor
 from gemproj._solution import DualSolution
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Projection:
     """Statistics of one step of a `GradientProjector`. On a device, reading a number waits for it.
 
     Attributes
     ----------
     constraints : int
-        Number of constraints.
+        Number of constraints; 0 where nothing is promised, as before the first task is stored.
     solution : DualSolution or None
         Multipliers and certificates of the projection of the gradient (with ``on="step"``, of the step);
         None where nothing was projected.
@@ -44,6 +44,16 @@ class Projection:
     age: int = 0
     seconds: float = 0.0
 
+    def __repr__(self) -> str:
+        if not self.constraints:
+            return "Projection(no constraints: nothing is promised)"
+        found = f"{self.constraints} constraints, nothing was projected"
+        if self.solution is not None:
+            found = f"{self.num_violated} of {self.solution.violated.numel()} constraints violated"
+            found += f", cosine {self.cosine:.2f}"
+        worst = "" if self.worst_cosine is None else f", worst cosine of the step {self.worst_cosine:.2g}"
+        return f"Projection({found}{worst}, {1e3 * self.seconds:.3g} ms)"
+
     @property
     def num_violated(self) -> int:
         """Number of constraints that the gradient violated; with groups, those of all groups."""
@@ -60,8 +70,10 @@ class Projection:
         return torch.empty(0, dtype=torch.float64) if self.solution is None else self.solution.multipliers
 
     @property
-    def cosine(self) -> float:
-        """Cosine between the gradient before and after; 1 when nothing changed."""
+    def cosine(self) -> float | None:
+        """Cosine between the gradient before and after; 1 when nothing changed, None without constraints."""
+        if not self.constraints:
+            return None
         return 1.0 if self.solution is None else float(_cosine(self.solution))
 
     @property

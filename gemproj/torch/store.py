@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from gemproj.torch.batches import Batch, Remembered, flatten
+from gemproj.torch.batches import Batch, Remembered, Source, flatten, place
 from gemproj.torch.policies import Policy, Slots
 
 
@@ -27,6 +27,9 @@ class Store:
 
     def __len__(self) -> int:
         return len(self.slots)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        return Store.from_state_dict(self.state_dict(), len(self.slots.labels))
 
     @property
     def nbytes(self) -> int:
@@ -58,6 +61,18 @@ class Store:
         """Return copies of some examples."""
         index = torch.tensor(slots, dtype=torch.int64, device="cpu")
         return self._of([leaf[index.to(leaf.device)] for leaf in self._leaves])
+
+    def places(self) -> list[int]:
+        """Return the place of each example in the stream of the task."""
+        return self.slots.arrivals[: len(self)].tolist()
+
+    def shuffle(self) -> None:
+        """Have the next draws begin anew."""
+        self._queues = {}
+
+    def source(self, task: Hashable, slots: list[int]) -> Source:
+        """Return the source of some examples, to be fetched when they are needed."""
+        return Source(len(slots), lambda part: plain(self.at(slots[part])), task)
 
     def groups(self, by_label: bool) -> Iterator[tuple[Hashable, list[int]]]:
         """Yield the slots of each label, in the order of the labels; or None and all slots."""
@@ -94,11 +109,14 @@ class Store:
             raise ValueError(
                 f"The batch is nested differently from what is stored: {spec}, not {stored_spec}."
             )
-        for leaf, like in zip(leaves, stored, strict=True):
+        for i, (leaf, like) in enumerate(zip(leaves, stored, strict=True)):
             if leaf.shape[1:] != like.shape[1:] or leaf.dtype != like.dtype:
                 raise ValueError(
-                    f"Stored examples have shape {tuple(like.shape[1:])} and {like.dtype}; found "
-                    f"{tuple(leaf.shape[1:])} and {leaf.dtype}. Pad sequences to a fixed length."
+                    f"Stored examples have shape {tuple(like.shape[1:])} and {like.dtype} in "
+                    f"{place(kept, i)}; found {tuple(leaf.shape[1:])} and {leaf.dtype}. Pad sequences to a "
+                    "fixed length: DataCollatorWithPadding(tokenizer, padding='max_length', max_length=n), "
+                    "or for causal language models DataCollatorForLanguageModeling(tokenizer, mlm=False, "
+                    "pad_to_multiple_of=n), with n no less than the longest text."
                 )
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,6 +152,14 @@ class Store:
         to, of = (torch.tensor(index, dtype=torch.int64, device="cpu") for index in (slots, rows))
         for kept, leaf in zip(self._leaves, leaves, strict=True):
             kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
+
+
+def readable(nbytes: int) -> str:
+    """Return a number of bytes with a unit, in powers of 1024."""
+    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}"
 
 
 def plain(examples: Remembered) -> Batch:

@@ -55,9 +55,9 @@ class ZeroVector(ParameterVector):
         dist.all_reduce(whole, group=self._group)
         return whole[start : start + part.numel()].to(part.device)
 
-    def signature(self) -> dict[str, int]:  # noqa: D102
+    def signature(self) -> dict[str, Any]:  # noqa: D102
         entries = sum(_shape(p).numel() for p in self.parameters)
-        return {"parameters": len(self.parameters), "entries of all parameters": entries}
+        return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
     def _fragment(self, p: Any) -> tuple[Tensor, int]:
         """Return the local entries of a parameter, and which one of its entries the first one is."""

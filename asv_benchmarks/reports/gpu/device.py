@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
 from unittest.mock import patch
@@ -24,28 +24,29 @@ Call = Callable[[], Any]
 
 
 @contextmanager
-def cpu_as_device(kernels: bool) -> Iterator[None]:
-    """Have the package take tensors on the CPU for those of a device, with or without kernels.
+def cpu_as_device() -> Iterator[None]:
+    """Have the package take tensors on the CPU for those of a device.
 
     Arrays of NumPy, whose device is a string, stay on the CPU.
     """
     with ExitStack() as stack:
-        for module in ("_problem", "_dual", "_checks", "_bounds", "methods.exact", "methods._callable"):
+        for module in (
+            "_problem",
+            "_options",
+            "_dual",
+            "_checks",
+            "_bounds",
+            "_feasibility",
+            "methods.exact",
+            "methods._callable",
+        ):
             stack.enter_context(patch(f"gemproj.{module}.on_host", lambda device: isinstance(device, str)))
-        # stages first: it is imported with what `triton` holds then.
-        for module in ("triton.stages", "triton") if kernels else ():
-            stack.enter_context(patch(f"gemproj.backends.{module}.available", lambda device: True))
         yield
-
-
-def backend(name: str) -> AbstractContextManager[Any]:
-    """Choose the backend of the public functions for a while."""
-    return patch("gemproj.backends.wanted", name)
 
 
 def as_graph(call: Call) -> Call:
     """Capture a call into a CUDA graph and return its replay."""
-    call()  # compiles
+    call()  # the first call allocates, which a capture must not
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

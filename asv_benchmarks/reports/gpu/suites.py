@@ -1,4 +1,4 @@
-"""The project's own tests on the device, shared out between processes: most of their time is compiling.
+"""The project's own tests on the device, shared out between processes: most of their time is Python.
 
 It is also the plugin by which such a process takes its share and tells what became of each test.
 """
@@ -6,7 +6,6 @@ It is also the plugin by which such a process takes its share and tells what bec
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -24,20 +23,16 @@ PUBLIC = ["stages", "exact", "bounds", "refine", "certificate", "methods", "bad_
 
 
 class Suite(NamedTuple):
-    """Tests of some files, with a backend, in so many processes."""
+    """Tests of some files, in so many processes."""
 
-    backend: str
     files: list[str]
     processes: int
     expression: str = ""
 
 
-# The first ones call the kernels themselves, and compare them with what is chosen here. They ask for two
-# thirds of all variants; one of them compiles for devices that are not here.
 SUITES = {
-    "tests of the kernels": Suite("portable", ["kernels", "device"], 8, "not all_kernels_compile"),
-    "tests of the public functions, triton": Suite("triton", PUBLIC, 4, "cuda or cupy"),
-    "tests of the public functions, portable": Suite("portable", PUBLIC, 2, "cuda or cupy"),
+    "tests of what waits": Suite(["device"], 2),
+    "tests of the public functions": Suite(PUBLIC, 4, "cuda or cupy"),
 }
 _MOST_NAMED = 20
 
@@ -66,10 +61,9 @@ def run_suites(seconds: float) -> int:
 
 def _start(suite: Suite, k: int, path: Path) -> tuple[subprocess.Popen[bytes], Path]:
     environment = os.environ | {
-        "GEMPROJ_BACKEND": suite.backend,
+        "GEMPROJ_BACKEND": "portable",
         "GEMPROJ_SHARE": f"{k} {suite.processes} {path}",
         "OMP_NUM_THREADS": "1",
-        "TRITON_INTERPRET": os.environ.get("TRITON_INTERPRET", "0"),  # or a conftest might set it
     }
     # Warnings of other libraries are no errors here: a machine with a GPU has versions of its own.
     options = ["-q", "-p", __name__, "-p", "no:cacheprovider", "-W", "default", "--maxfail", "10"]
@@ -99,8 +93,6 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     """Keep every n-th test, once others have deselected theirs."""
     k, n, _ = os.environ["GEMPROJ_SHARE"].split(" ", 2)
     items[:] = items[int(k) :: int(n)]
-    # An order of its own: processes that run alike tests at once would all compile the same.
-    random.Random(int(k)).shuffle(items)
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:

@@ -13,12 +13,13 @@ from gemproj._checks import fits_float32
 from gemproj._constants import CHUNK, CLOSE, FEW_ROWS, LARGE, NARROW_ROUNDING, RESOLVED, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tspace import Gram, Measured, Standard, matvec, normalise
+from gemproj.backends import portable
 from gemproj.backends.numba.addresses import locate, locate_output
 from gemproj.backends.numba.lanes import HEIGHT
 from gemproj.backends.numba.loops import add_pieces, sum_products, sum_shared_products, write_combination
+from gemproj.backends.numba.scratch import for_combination, for_products, for_shared_products
 from gemproj.backends.numba.search import search
 from gemproj.backends.numba.threads import cores, share
-from gemproj.backends.portable import Portable
 from gemproj.methods import Exact, Method, Outcome, Status
 from gemproj.methods.exact import nearly_active, resolution
 
@@ -36,7 +37,7 @@ _MOST_SHARED = 1 << 20
 # Entries of K that a thread takes at a time.
 _WORK = 1 << 14
 _FLOAT64 = np.dtype(np.float64)
-_NONE, _WIDE, _NARROW = np.empty((0, 0)), np.empty(0), np.empty(0, np.float32)
+_NONE = np.empty((0, 0))
 
 
 def bind(problem: Problem) -> Numba | None:
@@ -47,11 +48,11 @@ def bind(problem: Problem) -> Numba | None:
     return None if found is None else Numba(problem, *found)
 
 
-def solve(method: Method, dual: Standard, start: Array | None, *, only_multipliers: bool = False) -> Outcome:
+def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     """Solve a batch exactly, one problem after the other in compiled loops; others are array operations."""
     K, b, lower, upper = dual
     if type(method) is not Exact or not b.shape[-1]:
-        return method.solve(K, b, lower, upper, start)
+        return portable.solve(method, dual, start)
     shape, t = b.shape, b.shape[-1]
     Ks, bs = _float64(K, (-1, t, t)), _float64(b, (-1, t))
     count = len(bs)
@@ -72,13 +73,12 @@ def solve(method: Method, dual: Standard, start: Array | None, *, only_multiplie
             # No principal submatrix has a smaller eigenvalue than the whole (Cauchy's interlacing).
             whole = normalise(Ks[0], bs[0]).K
             resolved = np.maximum(resolved, np.linalg.eigvalsh(whole)[0])
-        for i in np.flatnonzero(resolved < CLOSE):
-            low = None if lower is None else bounds[0][i]
-            one = normalise(Ks[i if len(Ks) > 1 else 0], bs[i], low, start=lam[i])
+        if len(close := np.flatnonzero(resolved < CLOSE)):
+            low = None if lower is None else bounds[0][close]
+            one = normalise(Ks[close] if len(Ks) > 1 else Ks, bs[close], low, start=lam[close])
             near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
-            resolved[i] = resolution(one.K, near)
-            if resolved[i] < RESOLVED:
-                status[i] |= int(Status.UNRESOLVED)
+            resolved[close] = resolution(one.K, near)
+            status[close] |= np.where(resolved[close] < RESOLVED, int(Status.UNRESOLVED), 0)
     batch = shape[:-1]
     return Outcome(lam.reshape(shape), pivots.reshape(batch), status.reshape(batch), resolved.reshape(batch))
 
@@ -107,13 +107,17 @@ class Numba:
     def gram(self, problem: Problem) -> Measured:
         """Sum the products of chunks of columns in all threads."""
         t, n, shared = problem.t, problem.t + 1, problem.shared
-        chunk, sums = (_WIDE_CHUNK, _WIDE) if self.wide else (CHUNK, _NARROW)
+        chunk, dtype, itemsize = (_WIDE_CHUNK, np.float64, 8) if self.wide else (CHUNK, np.float32, 4)
         totals = np.empty((self.problems, self.pieces, n, n))
         blocks, add = len(problem.rows), sum_shared_products if shared else sum_products
+        at_once, size = (
+            for_shared_products(t, chunk, itemsize) if shared else for_products(n, chunk, itemsize)
+        )
 
         def work(first: int, last: int) -> None:
             pieces = () if shared else (self.pieces,)
-            add(self.lines, blocks, first, last, *pieces, self.piece, chunk, self.like, sums, totals)
+            scratch = np.empty(size, dtype)
+            add(self.lines, blocks, first, last, *pieces, self.piece, at_once, self.like, scratch, totals)
 
         # Work, in units of the time to read a number, in which eight products are made: each number is read
         # once and multiplied with n others. With a shared G about one unit per row, column and group.
@@ -131,34 +135,40 @@ class Numba:
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
         if not locate_output(self.lines, problem.batch, x):
-            Portable().combine(problem, lam, x)
+            portable.Portable().combine(problem, lam, x)
             return
         lam = _float64(lam, (self.problems, problem.t))
-        blocks = len(problem.rows)
+        blocks, shared, size = len(problem.rows), problem.shared, for_combination(problem.t)
 
         def work(first: int, last: int) -> None:
+            lines, scratch = self.lines, np.empty(size)
             write_combination(
-                self.lines, blocks, first, last, self.pieces, self.piece, problem.shared, self.like, lam
+                lines, blocks, first, last, self.pieces, self.piece, shared, self.like, lam, scratch
             )
 
         numbers = self.problems * problem.columns * (problem.t + 2)
-        _in_threads(work, self.problems * self.pieces, numbers, problem)
+        _in_threads(work, self.problems * self.pieces, numbers, problem, x)
 
 
 def _remake_out_of_range(gram: Gram, problem: Problem) -> Measured:
     """Make what has left the range of float32 sums anew, problem by problem: no other one changes a bit."""
     fits = fits_float32(gram)
     if problem.shared and not fits.all():
-        return Portable().gram(problem)
+        return portable.Portable().gram(problem)
     for i in map(tuple, np.argwhere(~fits)):
-        one = Portable().gram(problem.at(i)).gram
+        one = portable.Portable().gram(problem.at(i)).gram
         for to, value in zip(gram, one, strict=True):
             to[i] = value
     return Measured(gram, NARROW_ROUNDING)
 
 
-def _in_threads(work: Callable[[int, int], None], count: int, numbers: int, problem: Problem) -> None:
-    """Call ``work(first, last)`` for `count` pieces, in parallel if so many numbers are worth it."""
+def _in_threads(
+    work: Callable[[int, int], None], count: int, numbers: int, problem: Problem, x: Any = None
+) -> None:
+    """Call ``work(first, last)`` for `count` pieces, in parallel if so many numbers are worth it.
+
+    Threads keep the arrays of the problem, and x, whose addresses they have.
+    """
     threads = 1
     if numbers >= _WORTH_THREADS:
         threads = int(problem.xp.get_num_threads()) if problem.is_torch else cores()
@@ -166,4 +176,4 @@ def _in_threads(work: Callable[[int, int], None], count: int, numbers: int, prob
         work(0, count)
         return
     step = -(-count // (_JOBS * threads))
-    share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads)
+    share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads, (problem, x))

@@ -50,8 +50,10 @@ class _Announcement(event.Listener):
         module = event.data["dispatcher"].py_func.__module__
         if self.waiting and module.startswith(__package__):
             self.waiting = False
-            logging.getLogger("gemproj").info(
-                "Compiling loops for this machine; this takes about 25 seconds, once."
+            # A warning, which is seen without a handler: a training loop stands still meanwhile.
+            logging.getLogger("gemproj").warning(
+                "Compiling loops for this machine; this takes about 25 seconds, once. "
+                "python -m gemproj --compile does it ahead of time."
             )
 
     def on_end(self, event: Any) -> None:
@@ -60,5 +62,5 @@ class _Announcement(event.Listener):
     waiting = True
 
 
-_announcement = _Announcement()
-event.register("numba:compile", _announcement)
+announcement = _Announcement()
+event.register("numba:compile", announcement)

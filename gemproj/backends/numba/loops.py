@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from gemproj.backends.numba.addresses import (
     COLUMN_STEP,
     COLUMNS,
@@ -19,15 +17,12 @@ from gemproj.backends.numba.bfloat16 import entry
 from gemproj.backends.numba.columns import QUAD, TURNED, add_dots, add_separated
 from gemproj.backends.numba.jit import fast
 from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
-from gemproj.backends.numba.reading import LEAST, adjacent, aligned, read_rows, read_vector, view
+from gemproj.backends.numba.reading import adjacent, read_rows, read_vector, view
+from gemproj.backends.numba.scratch import BLOCK, CROWDS, PART, align, count_shared_sums, count_sums
 from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, widen
 
-# Bytes of a tile: less than half of a first-level cache, through which what is asked for passes, too.
-_TILE = 12 << 10
-# Groups of gradients that pass while a tile of G stays in cache, and rows that are added at a time.
-_CROWDS = 16
+# Rows that are added at a time.
 _TOGETHER = 10
-_BLOCK = HEIGHT * HEIGHT * LANES
 
 
 @fast
@@ -54,7 +49,7 @@ def _add_tile(tile, step, rows, n, sums, like):
     for i in range(0, rows, HEIGHT):
         for j in range(0, i + 1, HEIGHT):
             add_block(tile + i * step, tile + j * step, step, n, min(HEIGHT, rows - i), sums, like)
-            sums += _BLOCK * 8
+            sums += BLOCK * 8
 
 
 @fast
@@ -75,25 +70,22 @@ def _collect(sums, rows, total):
                 for q in range(min(HEIGHT, i + p - j + 1)):
                     total[i + p, j + q] = _total(sums, k + (p * HEIGHT + q) * LANES)
                     total[j + q, i + p] = total[i + p, j + q]
-            k += _BLOCK
+            k += BLOCK
 
 
 @fast
-def sum_products(lines, blocks, first, last, pieces, piece_columns, chunk, like, sum_like, totals):
+def sum_products(lines, blocks, first, last, pieces, piece_columns, n, like, scratch, totals):
     """Write the products of the rows [G; g] over pieces ``first .. last - 1`` of the problems to totals.
 
     Each piece has a matrix (t + 1, t + 1) of its own in totals (problems, pieces, ...). Products of at
-    most `chunk` columns are summed in the dtype of `sum_like`, the rest in float64.
+    most n columns are summed in the dtype of `scratch`, the rest in float64; see `for_products`.
     """
     rows = totals.shape[2]
-    t, groups = rows - 1, (rows + HEIGHT - 1) // HEIGHT
-    fitting = _TILE // (rows * sum_like.itemsize) // MULTIPLE * MULTIPLE
-    n = min(chunk, max(LEAST, fitting))
+    t, size = rows - 1, count_sums(rows)
     few = 0 < t < HEIGHT
-    all_sums = aligned(groups * (groups + 1) // 2 * _BLOCK, totals)
-    whole_tile = aligned(rows * n, sum_like)
-    sums, tile = all_sums.ctypes.data, whole_tile.ctypes.data
-    step = n * sum_like.itemsize
+    sums, step = align(scratch.ctypes.data), n * scratch.itemsize
+    tile = align(sums + 8 * size)
+    all_sums = view(sums, size, totals)
     for p in range(first, last):
         problem, piece = p // pieces, p % pieces
         all_sums[:] = 0.0
@@ -108,65 +100,63 @@ def sum_products(lines, blocks, first, last, pieces, piece_columns, chunk, like,
                     here -= here % MULTIPLE
                     row, column = line[ROW_STEP], line[COLUMN_STEP]
                     source, vector = line[ROWS] + start * column, line[VECTOR] + start * like.itemsize
-                    add_few(source, row, column, vector, here, t, sums, like, sum_like)
+                    add_few(source, row, column, vector, here, t, sums, like, scratch)
                     start += here
                     continue
-                read_rows(line, start, here, t, like, tile, step, sum_like)
-                read_vector(line, start, here, like, tile + t * step, sum_like)
-                _add_tile(tile, step, rows, _fill_up(tile, step, rows, here, sum_like), sums, sum_like)
+                read_rows(line, start, here, t, like, tile, step, scratch)
+                read_vector(line, start, here, like, tile + t * step, scratch)
+                _add_tile(tile, step, rows, _fill_up(tile, step, rows, here, scratch), sums, scratch)
                 start += here
         _collect(all_sums, rows, totals[problem, piece])
 
 
 @fast
-def sum_shared_products(lines, blocks, first, last, piece_columns, chunk, like, sum_like, totals):
+def sum_shared_products(lines, blocks, first, last, piece_columns, n, like, scratch, totals):
     """Do the same for problems of one G, which is read once for many gradients; K only for problem 0.
 
     `first` and `last` count groups of HEIGHT gradients, those of piece 0 before those of piece 1.
     """
     problems, t = totals.shape[0], totals.shape[2] - 1
     groups, crowds = (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT
-    n = min(chunk, LEAST)
     # First those of K, then for each group of gradients those with the rows and among themselves.
-    size = groups * (groups + 1) // 2 * _BLOCK
-    all_sums = aligned(size + _CROWDS * (groups + 1) * _BLOCK, totals)
-    whole_tile = aligned((groups + 1) * HEIGHT * n, sum_like)
-    whole_tile[:] = 0
-    sums, tile = all_sums.ctypes.data, whole_tile.ctypes.data
-    step = n * sum_like.itemsize
+    size, total_size = count_sums(t), count_shared_sums(t)
+    sums, step = align(scratch.ctypes.data), n * scratch.itemsize
+    tile = align(sums + 8 * total_size)
+    all_sums = view(sums, total_size, totals)
+    view(tile, (groups + 1) * HEIGHT * n, scratch)[:] = 0
     vectors = tile + groups * HEIGHT * step
     while first < last:
         piece, crowd = first // crowds, first % crowds
-        count = min(_CROWDS, last - first, crowds - crowd)
+        count = min(CROWDS, last - first, crowds - crowd)
         all_sums[:] = 0.0
         for k in range(blocks):
             line = lines[k]
             start, stop = _columns_of(line, piece, piece_columns)
             while start < stop:
                 here = min(n, stop - start)
-                read_rows(line, start, here, t, like, tile, step, sum_like)
-                end = _fill_up(tile, step, t, here, sum_like)
+                read_rows(line, start, here, t, like, tile, step, scratch)
+                end = _fill_up(tile, step, t, here, scratch)
                 if crowd == 0:
-                    _add_tile(tile, step, t, end, sums, sum_like)
+                    _add_tile(tile, step, t, end, sums, scratch)
                 place = sums + 8 * size
                 for c in range(crowd, crowd + count):
                     height = min(HEIGHT, problems - c * HEIGHT)
                     for i in range(height):
                         one = lines[(c * HEIGHT + i) * blocks + k]
-                        read_vector(one, start, here, like, vectors + i * step, sum_like)
-                    _fill_up(vectors, step, height, here, sum_like)
+                        read_vector(one, start, here, like, vectors + i * step, scratch)
+                    _fill_up(vectors, step, height, here, scratch)
                     for j in range(groups + 1):
-                        add_block(vectors, tile + j * HEIGHT * step, step, end, height, place, sum_like)
-                        place += 8 * _BLOCK
+                        add_block(vectors, tile + j * HEIGHT * step, step, end, height, place, scratch)
+                        place += 8 * BLOCK
                 start += here
         if crowd == 0:
             _collect(all_sums, t, totals[0, piece])
         for p in range(crowd * HEIGHT, min((crowd + count) * HEIGHT, problems)):
-            place, i = size + (p // HEIGHT - crowd) * (groups + 1) * _BLOCK, p % HEIGHT
+            place, i = size + (p // HEIGHT - crowd) * (groups + 1) * BLOCK, p % HEIGHT
             for r in range(t):
-                total = _total(all_sums, place + r // HEIGHT * _BLOCK + (i * HEIGHT + r % HEIGHT) * LANES)
+                total = _total(all_sums, place + r // HEIGHT * BLOCK + (i * HEIGHT + r % HEIGHT) * LANES)
                 totals[p, piece, t, r] = totals[p, piece, r, t] = total
-            totals[p, piece, t, t] = _total(all_sums, place + groups * _BLOCK + (i * HEIGHT + i) * LANES)
+            totals[p, piece, t, t] = _total(all_sums, place + groups * BLOCK + (i * HEIGHT + i) * LANES)
         first += count
 
 
@@ -192,9 +182,9 @@ def _add_active(rows, step, n, like, active, scale, count, x):
 
 
 @fast
-def _write(line, start, n, like, x, x_like):
-    """Round n entries of x to the output."""
-    values, address, step = view(x, n, x_like), line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
+def _write(line, start, values, like):
+    """Round entries of x to the output."""
+    n, address, step = values.size, line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
     if step == like.itemsize:
         out = view(address, n, like)
         for c in range(n):
@@ -215,9 +205,9 @@ def _find_active(lam, active, scale):
 
 
 @fast
-def _add_columns(line, start, n, like, lam, scratch, x):
-    """Add the products of n columns and lam to x."""
-    row, column, t, done = line[ROW_STEP], line[COLUMN_STEP], lam.size, 0
+def _add_columns(line, start, like, lam, scratch, x):
+    """Add the products of columns and lam to x; `scratch` has room for a number."""
+    row, column, t, n, done = line[ROW_STEP], line[COLUMN_STEP], lam.size, x.size, 0
     source, scale, target = line[ROWS] + start * column, lam.ctypes.data, x.ctypes.data
     if row == like.itemsize and t < 8 and adjacent(line, t, like):
         done = n // TURNED * TURNED
@@ -234,16 +224,18 @@ def _add_columns(line, start, n, like, lam, scratch, x):
 
 
 @fast
-def write_combination(lines, blocks, first, last, pieces, piece_columns, shared, like, lam):
+def write_combination(lines, blocks, first, last, pieces, piece_columns, shared, like, lam, scratch):
     """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself.
 
     Pieces of a problem follow each other; with one G for all, which is `shared`, problems of a piece do.
-    Sums run in float64 and stay in cache; x is written only then, because it may be g.
+    Sums run in float64 and stay in cache; x is written only then, because it may be g. They and a list of
+    active rows are in `scratch`, see `for_combination`.
     """
     problems, t = lam.shape
-    n = 1024
-    x, active, scale = aligned(n, lam), np.empty(t, np.int64), np.empty(t)
-    chosen, factors = active.ctypes.data, scale.ctypes.data
+    sums = align(scratch.ctypes.data)
+    chosen = align(sums + 8 * PART)
+    factors = chosen + 8 * t
+    active, scale = view(chosen, t, lines), view(factors, t, lam)
     while first < last:
         problem, piece = (
             (first % problems, first // problems) if shared else (first // pieces, first % pieces)
@@ -254,16 +246,17 @@ def write_combination(lines, blocks, first, last, pieces, piece_columns, shared,
             columns_follow = line[COLUMN_STEP] == like.itemsize
             start, stop = _columns_of(line, piece, piece_columns)
             while start < stop:
-                here = min(n, stop - start)
+                here = min(PART, stop - start)
+                x = view(sums, here, lam)
                 place = line[ROWS] + start * line[COLUMN_STEP]
                 for p in range(problem, problem + together):
                     one = lines[p * blocks + k]
-                    read_vector(one, start, here, like, x.ctypes.data, x)
+                    read_vector(one, start, here, like, sums, lam)
                     if columns_follow:
                         count = _find_active(lam[p], active, scale)
-                        _add_active(place, line[ROW_STEP], here, like, chosen, factors, count, x.ctypes.data)
+                        _add_active(place, line[ROW_STEP], here, like, chosen, factors, count, sums)
                     else:
-                        _add_columns(line, start, here, like, lam[p], scale, x)
-                    _write(one, start, here, like, x.ctypes.data, x)
+                        _add_columns(line, start, like, lam[p], scale, x)
+                    _write(one, start, x, like)
                 start += here
         first += together

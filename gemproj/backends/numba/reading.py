@@ -7,7 +7,6 @@ work on a few hundred columns.
 from __future__ import annotations
 
 import numba
-import numpy as np
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
@@ -15,9 +14,6 @@ from gemproj.backends.numba.addresses import COLUMN_STEP, ROW_STEP, ROWS, VECTOR
 from gemproj.backends.numba.columns import TURNED, separate, transpose
 from gemproj.backends.numba.jit import fast
 from gemproj.backends.numba.vectors import widen
-
-# The least number of columns in a tile.
-LEAST = 256
 
 
 @intrinsic
@@ -32,14 +28,6 @@ def _pointer(typing_context, address):
 def view(address, n, like):
     """Return n entries of the dtype of `like` as an array."""
     return numba.carray(_pointer(address), (n,), like.dtype)
-
-
-@fast
-def aligned(n, like):
-    """Return an array of n entries that begins at a cache line."""
-    spare = np.empty(n + 64 // like.itemsize, like.dtype)
-    start = -spare.ctypes.data % 64 // like.itemsize
-    return spare[start : start + n]
 
 
 @fast

@@ -1,0 +1,92 @@
+"""Gradient projection memory: weight changes are orthogonal to past inputs of their layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ROWS = 1 << 13  # inputs that are converted to float64 at a time
+
+
+class SubspaceProjector:
+    """Projects gradients of linear layers onto the complement of their past inputs (GPM).
+
+    Saha, Garg and Roy (ICLR 2021). A weight W keeps what it does to an input x if ``dW x = 0``. So each has
+    an orthonormal basis M of the directions with most of the energy of its past inputs, and
+    ``dW <- dW - dW M M'``. Other parameters are left alone; the paper's networks have no biases. There are
+    no constraint gradients and no dual problem, so it is not a method of gemproj.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The weight of every ``nn.Linear`` is protected.
+    threshold : float
+        Share of the energy (sum of squares) of a task's inputs in its subspace, above 0 and at most 1.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from examples.study.gpm import SubspaceProjector
+    >>> model = torch.nn.Linear(3, 1, bias=False)
+    >>> projector = SubspaceProjector(model, threshold=1.0)
+    >>> projector.remember([torch.tensor([[2.0, 0.0, 0.0]])], model)
+    >>> model(torch.ones(1, 3)).sum().backward()
+    >>> projector.project_()
+    >>> model.weight.grad.abs()
+    tensor([[0., 1., 1.]])
+    """
+
+    def __init__(self, model: nn.Module, threshold: float) -> None:
+        self.threshold = threshold
+        self.layers = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+        self.bases = {name: m.weight.new_empty(m.in_features, 0) for name, m in self.layers.items()}
+
+    def remember(self, batches: Iterable[Any], forward: Callable[[Any], Any]) -> None:
+        """Add the subspace of the inputs of each layer on these batches, at the end of a task.
+
+        The paper's rule: the fewest singular vectors of what the basis does not cover, so that it then holds
+        a share `threshold` of the energy.
+        """
+        moments: dict[str, Tensor] = {}
+        with torch.no_grad(), ExitStack() as hooks:
+            for name, module in self.layers.items():
+                hook = module.register_forward_pre_hook(partial(_collect, name, moments))
+                hooks.callback(hook.remove)
+            for batch in batches:
+                forward(batch)
+        self.bases |= {name: grow(self.bases[name], C, self.threshold) for name, C in moments.items()}
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        """Remove from the ``.grad`` of every weight, in place, what acts on its past inputs."""
+        for name, module in self.layers.items():
+            M, dW = self.bases[name], module.weight.grad
+            if dW is not None and M.shape[1]:
+                dW -= (dW @ M) @ M.mT
+
+
+def grow(M: Tensor, C: Tensor, threshold: float) -> Tensor:
+    """Extend a basis M (n, k) to a share `threshold` of the energy of C (n, n), the sum of ``x x'``."""
+    n, energy, wide = len(C), torch.trace(C), M.to(C.dtype)
+    outside = C - wide @ (wide.mT @ C)
+    outside = outside - (outside @ wide) @ wide.mT
+    values, vectors = torch.linalg.eigh((outside + outside.mT) / 2.0)
+    # Smallest first, so cumulative sums are the energy that is left out; below the cutoff it is rounding.
+    values = torch.where(values > n * torch.finfo(C.dtype).eps * energy, values, torch.zeros_like(values))
+    left_out = int((values.cumsum(0) <= (1.0 - threshold) * energy).sum())
+    added = vectors[:, max(left_out, M.shape[1]) :].flip(1)  # there are no more than n directions
+    for _ in range(2):  # eigenvectors of small values lean towards the basis by rounding
+        added = torch.linalg.qr(added - wide @ (wide.mT @ added))[0]
+    return torch.cat([M, added.to(M.dtype)], dim=1)
+
+
+def _collect(name: str, moments: dict[str, Tensor], module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    """Add ``x x'`` over the inputs x of a module to ``moments[name]``; a hook before its forward pass."""
+    for part in args[0].reshape(-1, args[0].shape[-1]).split(_ROWS):
+        part = part.double()
+        moments[name] = part.mT @ part + moments.get(name, 0.0)

@@ -1,0 +1,155 @@
+"""Which projectors are attached to which optimizers; clipping that comes after the projection."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from threading import Lock
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+_attached: WeakSet[Any] = WeakSet()  # of ProjectedOptimizer; each lives as long as its optimizer
+_lock = Lock()  # of that set: threads may train models of their own
+
+
+def register(projected: Any) -> None:
+    """Note that a projector is attached."""
+    with _lock:
+        _attached.add(projected)
+
+
+def forget(projected: Any) -> None:
+    """Note that a projector is detached."""
+    with _lock:
+        _attached.discard(projected)
+
+
+def find(wanted: Callable[[Any], bool]) -> Any:
+    """Return an attached projector's `ProjectedOptimizer`, or None."""
+    with _lock:
+        return next(filter(wanted, _attached), None)
+
+
+def is_attached(projector: Any) -> bool:
+    """Return whether a projector is attached to any optimizer."""
+    return find(lambda one: one._projector is projector) is not None
+
+
+def detach(optimizer: Any) -> None:
+    """Detach every `GEM` and projector from an optimizer, also those that nothing refers to any more.
+
+    An optimizer keeps what is attached to it: in a notebook, a cell that has been run before. It may be one
+    that Accelerate has prepared.
+    """
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper, which has none
+        optimizer = optimizer.optimizer
+    for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        owner: Any = getattr(hook, "__self__", None)
+        if type(owner).__module__.startswith("gemproj."):
+            owner.remove()
+
+
+def versions(parameters: Iterable[Tensor]) -> list[tuple[Tensor | None, int]]:
+    """Return the gradients, and how often each was written."""
+    return [(p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
+
+
+def unchanged(parameters: Iterable[Tensor], before: Iterable[tuple[Tensor | None, int]]) -> bool:
+    """Return whether the gradients are those of before, and were not written since."""
+    pairs = zip(versions(parameters), before, strict=True)
+    return all(now is then and m == n for (now, m), (then, n) in pairs)
+
+
+@torch.no_grad()
+def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of the gradients, which may be on several devices and meshes; nothing is written."""
+    on_mesh: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            on_mesh.setdefault(getattr(p.grad, "device_mesh", None), []).append(p.grad)
+    if not on_mesh:
+        return torch.tensor(0.0)
+    kind, norms = float(norm_type), []
+    for gradients in on_mesh.values():
+        each = torch._foreach_norm(gradients, kind)
+        norm: Any = torch.linalg.vector_norm(torch.stack([n.to(each[0].device) for n in each]), kind)
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), kind)
+
+
+class Clips:
+    """The clipping that waits for the gradient to be projected, in the next step of an optimizer.
+
+    It is forgotten if by then the gradients that it was for are gone.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[frozenset[int], tuple[list[Any], Callable[[], Tensor]]] = {}
+
+    def add(
+        self, clip: Callable[..., Tensor], parameters: list[Tensor], max_norm: float, kind: float
+    ) -> None:
+        """Clip these parameters in the next step; what was to be done with them before is forgotten."""
+
+        def clipped() -> Tensor:
+            norm: Any = clip(parameters, max_norm, kind)
+            norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+            # As torch has it; after an overflow no step is taken, and a margin must stay a number.
+            return (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
+
+        # Weak references: gradients of a batch that is dropped are not kept in memory.
+        held = [(p, TensorWeakRef(p.grad)) for p in parameters if p.grad is not None]
+        self._waiting[frozenset(map(id, parameters))] = held, clipped
+
+    def run(self) -> Any:
+        """Clip now; return what the gradient was multiplied with."""
+        factor: Any = 1.0
+        while self._waiting:
+            held, clipped = self._waiting.popitem()[1]
+            if any(p.grad is not None and p.grad is gradient() for p, gradient in held):
+                factor = clipped()
+        return factor
+
+
+def clip_grad_norm_(
+    optimizers: Sequence[Any],
+    parameters: Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    now: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
+    later: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
+    measure: Callable[..., Tensor] = total_norm,
+) -> Tensor:
+    """Clip what the projection leaves of the gradients, in the next step; return their norm now.
+
+    They are clipped at once where the last of the optimizers that hold all of them is not attached to, or
+    where each holds a part.
+
+    Parameters
+    ----------
+    optimizers : sequence
+        Which may take the next step.
+    parameters, max_norm, norm_type
+        As in `torch.nn.utils.clip_grad_norm_`.
+    now, later : callable, optional
+        What clips at once, and in the step: by default that function.
+    measure : callable, optional
+        What returns the norm before clipping in the step: by default `total_norm`.
+    """
+    parameters = list(parameters)
+    mine = {id(p) for p in parameters if p.grad is not None}
+    holding = [o for o in optimizers if mine <= {id(p) for group in o.param_groups for p in group["params"]}]
+    last = holding[-1] if holding else None
+    one = find(lambda one: one._step.optimizer is last and mine <= one._step.held_ids())
+    if one is None:
+        return now(parameters, max_norm, norm_type)
+    # Nothing is written before the step. Clipping to infinity would: NaN where the norm overflows.
+    norm = measure(parameters, norm_type)
+    if max_norm != math.inf:
+        one.clips.add(later, parameters, max_norm, norm_type)
+    return norm

@@ -1,0 +1,95 @@
+"""What is said aloud where nothing was protected, though something was meant to be."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+
+class Use:
+    """What a memory was good for: steps that were taken with it, and whether one had a constraint.
+
+    Whether a first task without constraints is the first of a stream or all there is shows at the end only:
+    where the memory is dropped, or Python ends.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.protected, self.kept = 0, False, False
+
+
+_uses: weakref.WeakKeyDictionary[Any, Use] = weakref.WeakKeyDictionary()
+
+
+def use_of(memory: Any) -> Use:
+    """Return the use of a memory, of which the end is told."""
+    use = _uses.get(memory)
+    if use is None:
+        use = _uses[memory] = Use()
+        weakref.finalize(memory, _report, use)
+    return use
+
+
+def keep(memory: Any) -> None:
+    """Note that tasks of a memory are saved or copied: another training may go on with them."""
+    use_of(memory).kept = len(memory) > 0
+
+
+def _report(use: Use) -> None:
+    broken_off = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
+    if use.steps and not (use.protected or use.kept or broken_off):
+        logging.getLogger("gemproj").warning(
+            "Nothing was protected: all %d steps were taken before a task was stored, so that they are those "
+            "of a training without GEM. Call end_task(batches) with examples of what must be kept before the "
+            "training that must not forget it.",
+            use.steps,
+        )
+
+
+def changes(parameters: Iterable[Tensor]) -> list[int]:
+    """Return how often each parameter has changed."""
+    return [p._version for p in parameters]
+
+
+def expect_use(before: list[int], now: list[int]) -> None:
+    """Warn if weights have changed since constraints were computed that nothing has used."""
+    if before and now and now != before:
+        warnings.warn(
+            "The weights have changed, and no gradient was projected since constraints were computed last: "
+            "they protected nothing. Call project_() before each optimizer.step(), or attach(optimizer) "
+            "once, before the loop.",
+            stacklevel=3,
+        )
+
+
+class Watch:
+    """Whether steps are seen, and whether weights change without one."""
+
+    def __init__(self, memory: Any, parameters: Iterable[Tensor]) -> None:
+        self._use, self._parameters = use_of(memory), list(parameters)
+        self.begin()
+
+    def begin(self, stepped: bool = False) -> None:
+        """Begin a task, or go on with one that has `stepped`, with the weights as they are."""
+        self.stepped, self._versions = stepped, changes(self._parameters)
+
+    def step(self, constraints: int) -> None:
+        """Count a step under so many constraints."""
+        self.stepped, self._use.steps = True, self._use.steps + 1
+        self._use.protected = self._use.protected or constraints > 0
+
+    def warn(self, tasks: Sequence[Any]) -> None:
+        """Warn if weights have changed, no step was seen, and there are tasks to protect."""
+        if tasks and not self.stepped and self._versions != changes(self._parameters):
+            warnings.warn(
+                "The weights have changed since the last end_task, or since this GEM was made, but not in "
+                "step() of the optimizer that it was given: if they were trained, earlier tasks were not "
+                "protected. For a new optimizer call remove() and make a new GEM(model, optimizer, loss, "
+                "memory=gem.memory).",
+                stacklevel=3,
+            )

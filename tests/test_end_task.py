@@ -1,0 +1,418 @@
+"""What is stored at the end of a task: all of it or nothing, of batches and losses that are what they seem."""
+
+import itertools
+import weakref
+from collections import UserDict
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from models import EACH, SAID, logits, loss, perceptron, rows, take, task  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset  # noqa: E402
+
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector, remember  # noqa: E402
+from gemproj.torch.losses import Distillation  # noqa: E402
+
+
+def begin(loss=loss, model=None, **options):
+    model = model or perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, GEM(model, optimizer, loss, **options)
+
+
+def held(memory):
+    """Everything that a memory holds, its random state included."""
+    return [memory.tasks, [x.tolist() if torch.is_tensor(x) else x for x in tree_leaves(memory.state_dict())]]
+
+
+# --- all of it, or nothing ----------------------------------------------------------------------
+
+
+def interrupted():
+    yield task(1)
+    raise KeyboardInterrupt
+
+
+class Full(Distillation):
+    """Runs out of memory, or is interrupted, while it computes outputs."""
+
+    error = None
+
+    def outputs(self, model, batch):
+        if self.error is not None:
+            raise self.error
+        return super().outputs(model, batch)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+@pytest.mark.parametrize(
+    "failure",
+    [KeyboardInterrupt(), RuntimeError("out of memory"), "stream", "another length", "labels"],
+    ids=str,
+)
+def test_an_end_of_a_task_that_fails_changes_nothing(failure, name):
+    promised = Full(logits)
+    model, optimizer, gem = begin(promised, bound=0.0, per_task=5)
+    gem.end_task([task(0), task(3)], "a")
+    take(model, optimizer, task(9))
+    before, batches = held(gem.memory), [task(1), task(2)]
+    if isinstance(failure, BaseException):
+        promised.error = failure
+    else:
+        batches = {
+            "stream": interrupted(),
+            "another length": [task(1), (torch.ones(4, 7, dtype=torch.float64), task(1)[1][:4])],
+            "labels": [task(1), task(1)[::-1]],
+        }[failure]
+    with pytest.raises((KeyboardInterrupt, RuntimeError, ValueError)):
+        gem.end_task(batches, name)
+    assert held(gem.memory) == before
+    promised.error = None
+    gem.end_task([task(1), task(2)], name)  # as if nothing had happened
+    _, _, other = begin(SAID, bound=0.0, per_task=5)
+    other._model.load_state_dict(perceptron().state_dict())
+    other.end_task([task(0), task(3)], "a")
+    other.end_task([task(1), task(2)], name, model=model)
+    assert gem.memory.tasks == other.memory.tasks
+    for one in gem.memory.tasks:
+        for found, expected in zip(
+            *(tree_leaves(m.batch(one)) for m in (gem.memory, other.memory)), strict=True
+        ):
+            torch.testing.assert_close(found, expected)
+
+
+def test_a_task_can_be_dropped():
+    model, optimizer, gem = begin(interval=5)
+    for name in "abc":
+        gem.end_task([task(ord(name))], name)
+    take(model, optimizer, task(9))
+    gem.memory.remove("b")
+    expected = rows(model, [gem.memory.batch(name) for name in "ac"])
+    take(model, optimizer, task(9))
+    torch.testing.assert_close(gem.projector.constraints, expected)
+    assert gem.memory.tasks == ["a", "c"]
+    with pytest.raises(ValueError, match="No examples of task 'b'"):
+        gem.memory.remove("b")
+
+
+def test_a_task_that_is_replaced_between_steps_has_new_rows():
+    model, optimizer, gem = begin(interval=5)
+    gem.end_task([task(1)], 0)
+    take(model, optimizer, task(9))
+    gem.memory.remove(0)
+    gem.memory.add(task(2), 0)
+    expected = rows(model, [task(2)])
+    take(model, optimizer, task(9))
+    torch.testing.assert_close(gem.projector.constraints, expected)
+    old = gem.projector.constraints.clone()
+    take(model, optimizer, task(9))
+    assert torch.equal(gem.projector.constraints, old)
+
+
+# --- losses -------------------------------------------------------------------------------------
+
+
+def tokens(model, batch):
+    """Losses of tokens, flattened, of which those without a label are zero."""
+    twice = model(batch[0]).repeat_interleave(2, 0)
+    return cross_entropy(twice, batch[1].repeat_interleave(2), reduction="none", ignore_index=0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (logits, r"\(12, 3\)"),
+        (tokens, r"\(24,\)"),
+        (lambda m, b: EACH(m, b)[:, None], r"\(12, 1\)"),
+    ],
+)
+def test_a_loss_is_a_number_or_one_for_each_example(wrong, found):
+    model, optimizer, gem = begin(wrong)
+    with pytest.raises(ValueError, match=f"one number for each of these 12, .*found {found}.*logits.*tokens"):
+        gem.end_task([task(0)])
+    gem.memory.add(task(0), 0)  # by hand, where nothing is tried
+    with pytest.raises(ValueError, match="one number for each of these 12"):
+        take(model, optimizer, task(1))
+    for right in (loss, EACH, lambda m, b: loss(m, b).reshape(1)):
+        gem = begin(right)[2]
+        gem.end_task([task(0)])
+        gem.end_task([tuple(leaf[:1] for leaf in task(1))])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        (lambda model: 0.0, TypeError, "positional argument"),
+        (lambda model, batch: loss(model, batch).item(), TypeError, "must return a tensor; found float"),
+        (lambda model, batch: loss(model, batch["x"]), TypeError, "indices"),
+    ],
+)
+def test_the_loss_is_tried_when_a_task_ends(wrong, error, text):
+    _, _, gem = begin(wrong)
+    with pytest.raises(error, match=text) as caught:
+        gem.end_task([task(0)])
+    if hasattr(caught.value, "add_note"):
+        assert "[(12, 6), (12,)]" in "".join(caught.value.__notes__).replace("((", "[(").replace(",))", ",)]")
+    assert gem.memory.tasks == []
+
+
+@pytest.mark.parametrize(("options", "size"), [({}, 2), ({"microbatch": 1}, 1), ({"training": True}, 2)])
+def test_a_trial_leaves_no_traces(options, size):
+    seen, norm = [], torch.nn.BatchNorm1d(8 if size == 2 else 6, dtype=torch.float64)
+    model = perceptron()
+    parts = [model[0], norm if size == 2 else model[1], torch.nn.Dropout(0.5), model[2]]
+    model = torch.nn.Sequential(*parts)
+
+    def watched(model, batch):
+        seen.append((len(batch[0]), model.training, torch.is_grad_enabled()))
+        return loss(model, batch)
+
+    _, _, gem = begin(watched, model, **options)
+    loss(model, task(9)).backward()
+    gradients, before = [p.grad for p in model.parameters()], [*map(torch.clone, model.state_dict().values())]
+    random = torch.get_rng_state()
+    gem.end_task([task(0)])
+    assert seen == [(size, options.get("training", False), False)]
+    assert torch.equal(random, torch.get_rng_state())
+    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
+    assert all(map(torch.equal, before, model.state_dict().values()))
+    assert model.training
+
+
+@pytest.mark.parametrize(("options", "most"), [({}, 12), ({"rows": 6}, 6), ({"rows": 9, "microbatch": 5}, 5)])
+def test_a_loss_may_need_more_than_a_few_examples(options, most):
+    sizes = []
+
+    def hardest(model, batch):
+        sizes.append(len(batch[0]))
+        return EACH(model, batch).topk(5).values.mean()
+
+    _, _, gem = begin(hardest, **options)
+    gem.end_task([task(0)])
+    assert sizes[-1] == most
+    with pytest.raises(RuntimeError, match="out of range"):
+        gem.end_task([tuple(leaf[:4] for leaf in task(1))])
+
+
+@pytest.mark.parametrize("options", [{}, {"bound": 0.1}])
+def test_a_frozen_teacher(options):
+    _, _, gem = begin(SAID, **options)
+    teacher = perceptron().requires_grad_(False)
+    teacher[2].bias.add_(torch.arange(3.0))
+    gem.end_task([task(0)], model=teacher)
+    stored = gem.memory.batch(0)
+    torch.testing.assert_close(stored.outputs, SAID.outputs(teacher, stored.batch))
+    assert not any(p.requires_grad for p in teacher.parameters())
+
+
+def test_examples_without_outputs():
+    model, optimizer, gem = begin(SAID)
+    gem.end_task([task(0)], "a")
+    gem.memory.add(task(1), "b")
+    with pytest.raises(ValueError, match="Examples of task 'b' are stored without outputs"):
+        take(model, optimizer, task(9))
+
+
+# --- one batch at a time ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"microbatch": 1}, {"refresh": "rising"}, {"rows": 5}], ids=str)
+@pytest.mark.parametrize("promised", [loss, SAID])
+def test_one_batch_of_the_memory_is_there_at_a_time(promised, options):
+    seen, alive, sizes = [], [], []
+
+    def watched(model, batch, *outputs):
+        alive.append(sum(one() is not None for one in seen))
+        for leaf in (batch[0], *outputs):
+            seen.append(weakref.ref(leaf))
+            sizes.append(leaf.untyped_storage().nbytes() // leaf[0].nbytes)
+        return promised(model, batch, *outputs)
+
+    if promised is SAID:
+        watched.outputs = SAID.outputs
+    model, optimizer, gem = begin(watched, **options)
+    for k in range(4):
+        gem.end_task([task(k)])
+    sizes.clear()
+    for _ in range(2):
+        take(model, optimizer, task(9))
+    assert len(gem.projector.constraints) == 4
+    assert max(alive) <= 2  # the one before is overwritten by the next one
+    assert max(sizes) <= (options.get("microbatch") or options.get("rows") or 12)
+
+
+# --- which rows are the same --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"smoothing": 0.9}, {"refresh": "cyclic"}], ids=str)
+@pytest.mark.parametrize("saved", [False, True])
+def test_rows_of_labels_that_come_and_go_are_not_mixed(options, saved):
+    memory = EpisodicMemory(2, label=1, policy="ring")
+    x, y = task(0, 60)
+    model, optimizer, gem = begin(memory=memory, promise="label", **options)
+
+    def add(label):
+        memory.add((x[y == label][:1], y[y == label][:1]), 0)
+
+    add(0), add(1)
+    take(model, optimizer, task(9))
+    if saved:
+        state = gem.state_dict()
+        gem.remove()
+        gem = GEM(model, optimizer, loss, memory=memory, promise="label", **options)
+        gem.load_state_dict(state)
+    add(2)  # in the place of label 0
+    assert memory.names(per="label") == [(0, 1), (0, 2)]
+    expected = rows(model, [(x[y == label][:1], y[y == label][:1]) for label in (1, 2)])
+    take(model, optimizer, task(9))
+    torch.testing.assert_close(gem.projector.constraints, expected)
+    old, fresh = expected, rows(model, memory.batches(per="label"))  # the same ones: they go on
+    take(model, optimizer, task(9))
+    smoothing = options.get("smoothing")
+    now = torch.stack([fresh[0], old[1]]) if smoothing is None else 0.9 * old + 0.1 * fresh
+    if smoothing is None:
+        differs = (gem.projector.constraints - old).abs().amax(1) > 1e-9
+        assert differs.sum() == 1
+    else:
+        torch.testing.assert_close(gem.projector.constraints, now)
+
+
+def test_names_of_examples_are_their_places():
+    memory = EpisodicMemory(2, policy="ring")
+    for x in torch.arange(3.0):
+        memory.add(x.reshape(1), "a")
+    assert memory.names(per="example") == [("a", None, 2), ("a", None, 1)]
+
+
+# --- what is no batch ---------------------------------------------------------------------------
+
+
+class Elements(Dataset):
+    """A data set in torch's format."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, i):
+        if i > 2:
+            raise IndexError
+        return {"input_ids": torch.arange(48), "labels": torch.arange(48)}
+
+
+class Trainer:
+    def get_train_dataloader(self):
+        return [task(0)]
+
+
+X, Y = task(0)
+IDS = torch.zeros(1, 6, dtype=torch.long)
+PACKED = {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3, 6]), "labels": IDS}
+
+
+@pytest.mark.parametrize(
+    ("batches", "error", "text"),
+    [
+        (Elements(), TypeError, r"data set, Elements.*DataLoader\(dataset, batch_size=32\)"),
+        (TensorDataset(X, Y), TypeError, "data set, TensorDataset"),
+        (Trainer(), TypeError, r"found Trainer. Pass trainer.get_train_dataloader\(\)"),
+        (7, TypeError, "an iterable of batches, such as a loader; found int"),
+        ([X, Y], TypeError, r"one batch, of type list. Pass \[batch\]"),
+        ([{"x": X[0], "y": Y[0]}], ValueError, r"\(\) in batch\['y'\]. Elements .* pass a DataLoader"),
+        ([{"ids": [1, 2], "y": 0}], TypeError, r"found int in batch\['ids'\]\[0\]. Elements .*DataLoader"),
+        ([{"text": ["a", "b"], "y": Y}], TypeError, r"found str in batch\['text'\]\[0\]"),
+        ([{"x": X, "z": Y[1:]}], ValueError, r"\(12, 6\) in batch\['x'\], \(11,\) in batch\['z'\]\.$"),
+        ([PACKED | {"max_length_q": 3}], TypeError, r"int in batch\['max_length_q'\].*a padded loader"),
+        ([PACKED], ValueError, r"\(3,\) in batch\['cu_seq_lens_q'\].*store from a padded loader"),
+        ([{"x": X, "y": Y}, {"x": X[:, :5], "y": Y}], ValueError,
+         r"float64 in batch\['x'\]; found \(5,\).*padding='max_length'.*mlm=False, pad_to_multiple_of"),
+    ],
+)  # fmt: skip
+def test_what_is_no_batch_is_told_what_to_do(batches, error, text):
+    _, _, gem = begin(lambda model, batch: model(batch["x"]).sum())
+    with pytest.raises(error, match=text):
+        gem.end_task(batches)
+    assert gem.memory.tasks == []
+
+
+def test_a_module_of_ones_own_may_be_called_datasets():
+    own = type("Dataset", (DataLoader,), {"__module__": "datasets.loaders"})
+    _, _, gem = begin()
+    gem.end_task(own(TensorDataset(X, Y), batch_size=4))
+    for module, name in (("arrow_dataset", "Dataset"), ("iterable_dataset", "IterableDataset")):
+        theirs = type(name, (list,), {"__module__": f"datasets.{module}"})
+        for kind in (theirs, type("Mine", (theirs,), {})):
+            with pytest.raises(TypeError, match="found a data set"):
+                gem.end_task(kind([task(1)]))
+
+
+def test_mappings_are_batches_at_any_depth():
+    def nested(model, batch):
+        return cross_entropy(model(batch[0]["x"]), batch[1])
+
+    model, optimizer, gem = begin(nested)
+    gem.end_task([(UserDict(x=X, a=Y), Y), (UserDict(a=Y, x=X), Y)])
+    gem.end_task(DataLoader(TensorDataset(X, Y), batch_size=5, collate_fn=lambda all: ({"x": X, "a": Y}, Y)))
+    expected = rows(model, [({"x": X}, Y)] * 2, nested)
+    take(model, optimizer, task(9))
+    torch.testing.assert_close(gem.projector.constraints, expected)
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return itertools.repeat(task(0))
+
+
+def test_streams_without_an_end_end_at_a_limit(monkeypatch):
+    monkeypatch.setattr(remember, "_MOST_BATCHES", 5)
+    _, _, gem = begin()
+    for stream in (itertools.repeat(task(0)), Endless(), DataLoader(Endless(), batch_size=None)):
+        with pytest.raises(
+            ValueError, match=r"no length, and no end after 5 .*itertools.islice\(batches, n\)"
+        ):
+            gem.end_task(stream)
+    gem.end_task(itertools.islice(itertools.repeat(task(0)), 5))
+    gem.end_task([task(0)] * 9)
+    assert gem.memory.tasks == [0, 1]
+
+
+# --- draws in a loader's workers ----------------------------------------------------------------
+
+
+class Replayed(Dataset):
+    """Draws what is replayed with each of its elements."""
+
+    def __init__(self, memory):
+        self.memory = memory
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        return self.memory.sample(5), next(self.memory.batches(n=5))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads
+def test_workers_of_a_loader_draw_examples_of_their_own():
+    memory = EpisodicMemory(1000)
+    memory.add(torch.arange(1000), 0)
+    next(memory.batches(n=5))  # the queue of draws is copied, too
+
+    def draws():
+        torch.manual_seed(0)
+        loader = DataLoader(Replayed(memory), batch_size=None, num_workers=2, multiprocessing_context="fork")
+        return [sorted(x.tolist()) for both in loader for x in both]
+
+    found = draws()
+    assert len(set(map(tuple, found))) == len(found)
+    assert found == draws()
+
+
+def test_recall_by_hand_knows_names():
+    model = perceptron()
+    projector = GradientProjector(model.parameters(), smoothing=0.5)
+    for name in ("a", "b"):
+        projector.recall(model, [task(ord(name))], loss, names=lambda name=name: [(name, None)])
+        torch.testing.assert_close(projector.constraints, rows(model, [task(ord(name))]))

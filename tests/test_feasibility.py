@@ -1,0 +1,213 @@
+"""Which right-hand sides some x meets, and what is said where none does."""
+
+import threading
+import warnings
+
+import numpy as np
+import pytest
+from problems import assert_close, rational_feasible, small_integers
+
+from gemproj import Status, project, solve_dual, solve_gram
+
+CORNER = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1], [1, 1], [-1, -1]])
+# Rows, right-hand side and equalities that no x meets.
+CONTRADICTIONS = {
+    "more pairs than parameters": (CORNER, np.ones(6), False),
+    "one column": ([[1], [1], [1], [-1], [1], [-1]], [3, 2, 1, 3, 1, 2], False),
+    "equality": ([[-3], [3], [5], [8], [4]], [1, -9, -2, 5, 3], [False, False, False, False, True]),
+    "loose row": ([[1, 0], [-1, 0], [0, 1]], [1, 1, -1e9], False),
+    "small weight": ([[-92, -7], [91, 7], [41, 57], [7, -42]], [-4, 95, -47, -3], False),
+    "no angle is lost": ([[20, -82], [32, -37], [4, 1], [22, -62]], [42, 39, -80, 17], [1, 1, 0, 1]),
+    "close to none": ([[1, 0], [-1, 0]], [1, -1 + 1e-5], False),
+}
+
+
+@pytest.mark.parametrize("slope", [0.0, 1.0])
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_contradictions_are_errors(host, case, slope):
+    G, h, equality = CONTRADICTIONS[case]
+    G, h = np.asarray(G, dtype=float), np.asarray(h, dtype=float)
+    mask = np.broadcast_to(np.asarray(equality, dtype=bool), h.shape)
+    assert not rational_feasible(G, h, mask)
+    g, options = slope * np.ones(G.shape[1]), {"h": h, "equality": mask}
+    with pytest.raises(ValueError, match="h is infeasible"):
+        host.project(G, g, **options)
+    assert np.all(np.isfinite(host.project(G, g, penalty=2.0, **options)))
+
+
+def test_a_row_of_norm_zero_is_named_only_if_it_asks_for_something():
+    G, mask = np.array([[-3.0], [0], [8], [4]]), np.array([False, True, False, True])
+    with pytest.raises(ValueError, match="in rows 0, 2, 3 at once"):
+        project(G, np.zeros(1), h=np.array([1.0, 0, 5, 3]), equality=mask)
+    with pytest.raises(ValueError, match="in rows 1 at once"):
+        project(G, np.zeros(1), h=np.array([-9.0, -1, 5, 3]), equality=mask)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_contradictions_of_many_rows(seed):
+    rng = np.random.default_rng(seed)
+    t, d = (120, 40) if seed == 0 else (int(rng.integers(12, 40)), 3)
+    G = rng.standard_normal((t, d))
+    with pytest.raises(ValueError, match="h is infeasible"):
+        project(G, np.zeros(d), h=rng.uniform(0.2, 1.0, t))
+
+
+def test_small_integers_as_exact_arithmetic_says():
+    rng, said = np.random.default_rng(7), []
+    for _ in range(80):
+        G, g, h, equality = small_integers(rng)
+        feasible = rational_feasible(G, h, equality)
+        try:
+            sol = solve_dual(G, g, h=h, equality=equality)
+            assert sol.optimal
+            assert float(sol.kkt_residual()) < 1e-6
+        except ValueError:
+            assert not feasible
+        else:
+            assert feasible
+        said.append(feasible)
+    assert 20 < sum(said) < 70
+
+
+def test_nearly_dependent_rows_that_some_x_meets_are_never_refused():
+    rng = np.random.default_rng(8)
+    for _ in range(80):
+        t, d = rng.integers(2, 14, 2)
+        G = rng.standard_normal((t, d)) @ (10.0 ** -rng.uniform(0, rng.choice([3, 8, 12]), d) * np.eye(d))
+        G *= 10.0 ** rng.uniform(-3, 3, (t, 1))
+        equality, x = rng.random(t) < 0.2, rng.standard_normal(d)
+        h = G @ x - np.where(equality, 0.0, rng.random(t) * rng.integers(2) * np.linalg.norm(G, axis=1))
+        solve_dual(G, rng.standard_normal(d), h=h, equality=equality)
+
+
+def test_a_batch_names_the_problem_and_a_gram_matrix_is_enough(host):
+    G, h = np.stack([np.eye(2), [[1.0, 1], [-2, -2]]]), np.ones((2, 2))
+    with pytest.raises(ValueError, match="in rows 0, 1 of problem 1 at once"):
+        project(host.array(G), host.array(np.ones((2, 2))), h=host.array(h))
+    K = CORNER @ CORNER.T
+    with pytest.raises(ValueError, match="h is infeasible"):
+        solve_gram(host.array(K), host.array(np.zeros(6)), h=np.ones(6))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "autograd"])
+def test_an_answer_that_misses_its_conditions_is_one_warning(kind):
+    """A penalty of 1e12 on rows of an equality leaves four digits of x. The warning is about the caller's line."""
+    G, g, h = np.array([[1.0, 2], [3, 4]]), np.array([-1.0, 0.5]), np.array([1.0, 2])
+    if kind == "autograd":
+        torch = pytest.importorskip("torch")
+        G, g, h = torch.tensor(G, requires_grad=True), torch.tensor(g), torch.tensor(h)
+
+    def run():
+        x = project(G, g, h=h, equality=True, penalty=1e12)
+        if kind == "autograd":
+            x.sum().backward()
+
+    with pytest.warns(RuntimeWarning, match="misses its .*conditions.*penalty of an equality") as seen:
+        run()
+    assert [one.filename for one in seen] == [__file__]
+
+
+@pytest.mark.parametrize("length", [1e3, 1e7, 1e9])
+def test_a_long_answer_that_is_right_is_no_warning(length):
+    """Rows that nearly contradict each other: multipliers of 1e18 are rounded, and x is exact."""
+    G, h = np.array([[1.0, 0], [-1, 1 / length]]), np.array([1.0, 0.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x = project(G, np.zeros(2), h=h)
+    np.testing.assert_allclose(x, [1.0, length], rtol=1e-9)
+
+
+def test_threads_leave_the_filters_of_warnings_alone():
+    before = list(warnings.filters)
+
+    def refuse():
+        for _ in range(20):
+            with pytest.raises(ValueError, match="h is infeasible"):
+                project(CORNER, np.zeros(2), h=np.ones(6))
+
+    threads = [threading.Thread(target=refuse) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert warnings.filters == before
+
+
+def test_infeasible_on_a_device():
+    """Where nothing may be looked at: only what is certain, and rows of norm zero, too."""
+    strict = pytest.importorskip("array_api_strict")
+    device, host = strict.Device("device1"), strict.Device("CPU_DEVICE")
+
+    def status(G, g, h, **options):
+        arrays = (strict.asarray(np.asarray(a, dtype=float), device=device) for a in (G, g, h))
+        G, g, h = arrays
+        return int(np.asarray(solve_dual(G, g, h=h, **options).status.to_device(host)))
+
+    for case, (G, h, equality) in CONTRADICTIONS.items():
+        mask = np.broadcast_to(np.asarray(equality, dtype=bool), np.shape(h))
+        found = status(G, np.zeros(np.shape(G)[1]), h, equality=strict.asarray(mask, device=device))
+        assert found & Status.INFEASIBLE or case in ("small weight", "close to none"), case
+    assert status([[0.0, 0], [1, 0]], [0.3, 1], [1.0, 0]) & Status.INFEASIBLE
+    assert not status([[0.0, 0], [1, 0]], [0.3, 1], [-1.0, 0]) & Status.INFEASIBLE
+    # An x of length 100 meets these rows.
+    assert not status([[0.3, 0.1], [-0.3, -0.1 + 0.003]], [0.2, -0.7], [0.3, 0.0]) & Status.INFEASIBLE
+    rng = np.random.default_rng(9)
+    for _ in range(20):
+        G, g, h, _ = small_integers(rng)
+        feasible = rational_feasible(G, h, np.zeros(len(h)))
+        assert bool(status(G, g, h) & Status.INFEASIBLE) != feasible
+
+
+# Options of `project` and the exact x, of problems whose scale some rows must not set: G, g, h.
+SCALES = [
+    ([[1, 0], [1, 1]], [0, 0], [-1, -5], {"equality": [True, False]}, [-1, 0]),
+    ([[1, 0], [1, 1]], [0, 1e-8], [-1, -5], {"equality": [True, False]}, [-1, 1e-8]),
+    (np.eye(2), [-2e-8, 1], [0, -1e9], {}, [0, 1]),
+    (np.eye(2), [-1, -1e-3], [1e12, 0], {"penalty": [1, np.inf]}, [0, 0]),
+    (np.eye(3), [-1, -2, 1], [1, -1e15, -1e300], {"penalty": [np.inf, 1, 7]}, [1, -2, 1]),
+    # A row that allows for much, and is reached all the same.
+    ([[1, 0], [-1, 0.01], [0, -1]], [0, 0], [1, 0, -200], {}, [1, 100]),
+    ([[1, 0], [-1, 0.01], [0, -1]], [0, 0], [1, 0, -100], {"equality": [False, True, False]}, [1, 100]),
+    (np.eye(2), [0, 300], [1, -2], {"penalty": [np.inf, 1]}, [1, 300]),
+]
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize(("G", "g", "h", "options", "x"), SCALES)
+def test_rows_that_ask_for_little_do_not_set_the_scale(xp, G, g, h, options, x, warm):
+    G, g, h, x = (np.array(a, dtype=float) for a in (G, g, h, x))
+    if warm:
+        options = options | {"warm_start": xp.array(np.linspace(1.0, 0.3, len(h)))}
+    # Of the two nearly opposite rows x is known to a hundred roundings.
+    assert_close(xp.project(G, g, h=xp.array(h), **options), x, atol=1e-14 * max(1.0, np.abs(x).max() ** 2))
+    sol = solve_dual(xp.array(G), xp.array(g), h=xp.array(h), **options)
+    assert bool(sol.optimal)
+    assert float(sol.kkt_residual()) < 1e-9
+
+
+@pytest.mark.parametrize("loose", [1e2, 1e5, 1e8, 1e12])
+@pytest.mark.parametrize("t", [4, 12])
+def test_loose_rows_cost_no_digits_with_a_warm_start_either(xp, loose, t, rng):
+    G, g = rng.standard_normal((t, 30)), rng.standard_normal(30)
+    h = np.where(np.arange(t) % 3 == 0, -loose, 0.3 * rng.standard_normal(t))
+    tight = h > -loose
+    expected = project(G[tight], g, h=h[tight])
+    for warm in (None, xp.array(rng.random(t))):
+        assert_close(xp.project(G, g, h=xp.array(h), warm_start=warm), expected, atol=1e-12)
+
+
+def test_a_soft_row_of_norm_zero_has_its_penalty_for_a_multiplier(xp):
+    G, g, h = (xp.array(np.array(a)) for a in ([[0.0, 0], [1, 0]], [-1.0, 1], [1.0, 0]))
+    sol = solve_dual(G, g, h=h, penalty=xp.array(np.array([2.0, np.inf])))
+    assert xp.numpy(sol.multipliers).tolist() == [2.0, 1.0]
+    assert float(sol.duality_gap()) == 0.0
+
+
+@pytest.mark.parametrize("penalty", [1e3, 1e6, 1e9, 1e12])
+def test_equalities_with_a_large_penalty_are_not_optimal_if_they_are_not(xp, penalty, rng):
+    G, g, mask = rng.standard_normal((4, 10)), rng.standard_normal(10), np.array([True, False, True, False])
+    sol = solve_dual(xp.array(G), xp.array(g), equality=mask, penalty=penalty)
+    x = g + G.T @ xp.numpy(sol.multipliers)
+    error = np.linalg.norm(x - project(G, g, equality=mask)) / np.linalg.norm(g)
+    assert error < 1e-8 or not bool(sol.optimal)
+    assert not bool(sol.optimal) or float(sol.kkt_residual()) < 1e-9
