@@ -93,6 +93,7 @@ def no_training():
 def told(caplog, monkeypatch):
     """Return what is told of memories that a function has made and dropped."""
     monkeypatch.delattr(sys, "last_value", raising=False)
+    gc.collect()  # memories of earlier tests are told now, not in this one
 
     def told(train):
         with caplog.at_level("WARNING", "gemproj"):
