@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, Blocks, note_written
+from gemproj._arrays import Array, Blocks, namespace, note_written
 from gemproj._options import check_multipliers
 from gemproj._problem import Problem, check_out, check_problem
-from gemproj._refine import polish
 from gemproj._solution import DualSolution
+from gemproj._tiles import stacked
+from gemproj._tspace import times_rows
 from gemproj.backends import select
 
 
@@ -41,17 +43,43 @@ def combine(
     array([-0.5,  1. ])
     """
     problem = check_problem(G, g, metric)
-    expected = (*problem.batch, problem.t)
-    lam = check_multipliers(multipliers, "multipliers", expected, problem.xp, problem.device)
+    lam = check_multipliers(multipliers, "multipliers", *problem.like)
     x = blocks_for_x(problem, out)
     write_x(problem, lam, x)
     return as_asked(problem, x, out)
 
 
 def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
-    """Write the x of a solution of this problem; x may be g itself."""
+    """Write the x of a solution of this problem; x may be g itself.
+
+    Where rows nearly cancel, multipliers are large, and so is the rounding of ``g + G'lam``. The correction
+    of a solution takes that out of x in float64, so that ``G_P x = h_P`` for the free rows P.
+    """
     write_x(problem, sol.multipliers, x)
-    polish(problem, sol, x)
+    if sol._correction is None or any(v.dtype != problem.wide for v in problem.vector):
+        return
+    # Distances are those of the metric, but slacks are not.
+    moved, step, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
+    for i in map(tuple, np.argwhere(sol._correction.any(axis=(-3, -2, -1)))):
+        s = slack_of(replace(moved.at(i), weight=None), step[i], None if h is None else h[i])
+        first, second = sol._correction[i][::-1]
+        step[i] = -second @ (first @ np.where(np.isfinite(s), s, 0.0))
+    select(moved).combine(moved, step, x)
+
+
+def slack_of(problem: Problem, lam: Array, h: Array | None) -> Array:
+    """Return ``G x - h`` for ``x = g + G'lam``, from one read of G and g."""
+    xp = namespace(lam)
+    s = xp.zeros_like(lam) if h is None else -h
+    flat = (-1, problem.t) if problem.shared else (*lam.shape[:-1], 1, problem.t)
+    weights = xp.reshape(lam, flat)
+    total = xp.zeros_like(weights)
+    with problem.without_autocast():
+        for lead, tile in stacked(problem, problem.wide):
+            part, G, g = weights[(*lead, ...)], tile[..., : problem.t, :], tile[..., problem.t :, :]
+            x = g + times_rows(part, G)
+            total[(*lead, ...)] += xp.matmul(x, xp.matrix_transpose(G))
+    return s + xp.reshape(total, lam.shape)
 
 
 def blocks_for_x(problem: Problem, out: Blocks | None) -> list[Array]:

@@ -6,18 +6,17 @@ rows of G, and ``a = F[:, t]`` is g. All on the CPU, and for one problem unless 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from gemproj._constants import CUTOFF, EPS, HOPELESS, OPTIMAL_WITHIN, SMALL
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
-from gemproj._tspace import Gram, inverse, matvec, normalise
-
-# Singular values of unit columns below this many units of rounding, relative to the largest one, are zero.
-_CUTOFF = 64.0 * float(np.finfo(np.float64).eps)
-# Elements of a problem that is factored directly.
-SMALL = 1 << 17
+from gemproj._tspace import Gram, inverse, matvec, normalise, snap
+from gemproj.methods._active_set import solve_active_set
+from gemproj.methods._faces import Factorisation
+from gemproj.methods._method import Status
 
 
 def from_gram(gram: Gram) -> np.ndarray:
@@ -64,6 +63,82 @@ def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
     return ((backward * n) @ (basis * np.sqrt(np.maximum(squares, 0.0)))).T
 
 
+def of_problems(problem: Problem, gram: Gram, rounding: float, chosen: np.ndarray) -> np.ndarray:
+    """Return `from_rows` of the chosen problems of a batch, (*batch, t + 1, t + 1), zero for the others."""
+    t, batch = problem.t, problem.batch
+    K, found = np.broadcast_to(gram.K, (*batch, t, t)), np.zeros((*batch, t + 1, t + 1))
+    if not batch or problem.shared or problem.columns * (t + 1) > SMALL:
+        for i in map(tuple, np.argwhere(chosen)):
+            found[i] = from_rows(problem.at(i), Gram(K[i], gram.b[i], gram.gg[i]), rounding)
+        return found
+    with problem.without_autocast():
+        for lead, tile in stacked(problem, problem.wide):  # one holds all columns of its problems
+            here = chosen[lead]
+            rows = tile[here]
+            rows[:, :t][np.diagonal(K[lead][here], axis1=-2, axis2=-1) == 0] = 0.0
+            R: Any = np.linalg.qr(np.swapaxes(rows, -1, -2), mode="r")
+            found[lead][here, : R.shape[-2]] = R
+    return found
+
+
+class UnitRows(NamedTuple):
+    """One problem in coordinates and in standard form, with rows of norm one, and of size one.
+
+    Rows of norm zero are left out: `used`, boolean (t,), has the others. A multiplier of the given problem
+    is ``base + lam / scale``; a length is `size` times as long.
+    """
+
+    A: np.ndarray
+    a: np.ndarray
+    h: np.ndarray
+    lam: np.ndarray
+    lower: np.ndarray
+    upper: np.ndarray
+    used: np.ndarray
+    base: np.ndarray
+    scale: np.ndarray
+    size: float
+
+
+def unit_rows(
+    F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, lam: np.ndarray
+) -> UnitRows | None:
+    """Return a problem and its multipliers lam in units of its rows and size; None where all is zero."""
+    base = np.where(np.isfinite(lower), lower, 0.0)
+    A, a = F[:, :-1], F[:, -1] + F[:, :-1] @ base
+    n = np.linalg.norm(A, axis=0)
+    used, right = n > 0, np.zeros(len(n)) if h is None else h * inverse(n)
+    asked = np.where(np.isinf(lower), np.abs(right), np.maximum(right, 0.0))
+    asked = np.minimum(asked, (upper - base) * np.where(used, n, 1.0))  # no more than a penalty pulls
+    size = max(float(np.linalg.norm(a)), float(asked.max(initial=0.0)))
+    if size == 0.0 or not used.any():
+        return None
+    n, low = n[used], np.where(np.isinf(lower[used]), -np.inf, 0.0)
+    scale = n / size
+    high, start = (upper - base)[used] * scale, (lam - base)[used] * scale
+    return UnitRows(A[:, used] / n, a / size, right[used] / size, start, low, high, used, base, scale, size)
+
+
+def solve_in_coordinates(
+    F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, start: np.ndarray
+) -> tuple[np.ndarray, int, Status]:
+    """Solve one problem from its coordinates F, of rows of any norm; return lam, pivots and status."""
+    unit = unit_rows(F, h, lower, upper, start)
+    lam = np.where(np.isfinite(lower), lower, 0.0)
+    if unit is None:
+        return lam, 0, Status.OPTIMAL
+    A, a, right, first, low, high, *_ = unit
+    found, pivots, residual = solve_active_set(
+        Factorisation(A, a, right), low, high, np.clip(first, low, high)
+    )
+    lam[unit.used] += found / unit.scale
+    status = Status.OPTIMAL if residual <= OPTIMAL_WITHIN * EPS else Status.STALLED
+    # What the rounding of multipliers leaves along their rows tells whether float64 can hold them.
+    if settle(A, a, found, (found > low) & (found < high), right)[1] > HOPELESS:
+        status |= Status.UNRESOLVED
+    return snap(lam, upper), pivots, status
+
+
 def span(A: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return U, S and V with ``A V' = U S`` on unit columns, without singular values that are rounding.
 
@@ -72,7 +147,7 @@ def span(A: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     n = np.linalg.norm(A, axis=0)
     n = np.where(n > 0, n, 1.0)
     U, S, V = np.linalg.svd(A / n, full_matrices=False)
-    used = _CUTOFF * np.max(S, initial=0.0) < S
+    used = CUTOFF * np.max(S, initial=0.0) < S
     return U[:, used], S[used], V[used] / n
 
 
@@ -92,12 +167,16 @@ def settle(
     return x - U @ (U.T @ x - target), float(np.linalg.norm(moved))
 
 
-def solve_on_rows(A: np.ndarray, u: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return the smallest ``K_PP^-1 u_P`` for the chosen rows P, and zero for the others."""
+def inverse_on(A: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Return ``K_PP^+`` for the chosen rows P, zero for the others, as two factors (2, t, t).
+
+    The second is applied first. Where rows nearly cancel, their product would have lost what they resolve.
+    """
     _, S, V = span(A[:, rows])
-    z = np.zeros(len(u))
-    z[rows] = V.T @ ((V @ u[rows]) / S**2)
-    return z
+    found = np.zeros((2, len(rows), len(rows)))
+    found[1, : len(S), rows] = (V / S[:, None]).T
+    found[0] = found[1].T
+    return found
 
 
 def _whole(gram: Gram) -> np.ndarray:

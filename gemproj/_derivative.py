@@ -6,9 +6,9 @@ import math
 from typing import NamedTuple
 
 from gemproj._arrays import Array
+from gemproj._bounds import Bounds
 from gemproj._problem import Problem
-from gemproj._refine import solve_on_free
-from gemproj._solution import DualSolution
+from gemproj._tspace import matvec
 
 
 class Gradients(NamedTuple):
@@ -22,8 +22,12 @@ class Gradients(NamedTuple):
     penalty: Array
 
 
-def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: list[Array]) -> Gradients:
+def pull_back(
+    problem: Problem, bounds: Bounds, lam: Array, inverse: Array, x: list[Array], upstream: list[Array]
+) -> Gradients:
     """Return the gradients of a scalar with respect to all arguments, from that with respect to x.
+
+    It takes the multipliers and ``K_PP^-1``, as two factors (..., 2, t, t), and solves nothing.
 
     With P the free rows, whose multiplier is between its bounds, ``G_P x = h_P`` holds around the
     solution. For an upstream gradient v, and W the metric,
@@ -45,14 +49,18 @@ def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: lis
     def flat(a: Array, *lead: int) -> Array:
         return xp.astype(xp.reshape(a, (*lead, math.prod(a.shape[len(lead) :]))), problem.wide)
 
-    # Rows that are not finite were left out, and have norm zero in K.
-    finite = xp.linalg.diagonal(sol.gram.K) > 0
-    if problem.shared and finite.ndim > 1:
-        finite = xp.any(xp.reshape(finite, (-1, t)), axis=0)
-    rows = [xp.where(finite[..., None], flat(a, *lead, t), 0.0) for a in problem.rows]
+    rows = [flat(a, *lead, t) for a in problem.rows]
+    if not problem.host:  # where rows that are not finite were left out
+        finite = xp.all(xp.stack([xp.all(xp.isfinite(a), axis=-1) for a in rows]), axis=0)
+        rows = [xp.where(finite[..., None], a, 0.0) for a in rows]
     weights = [flat(w, *lead) for w in weight]
-    free = sol.free
-    p, z = [flat(v, *batch) for v in upstream], xp.zeros_like(sol.multipliers)
+    zero = xp.zeros_like(lam)
+    least = zero if bounds.base is None else bounds.base
+    if bounds.unbounded is not None:
+        least = xp.where(bounds.unbounded, -math.inf, least)
+    at_upper = xp.zeros_like(lam, dtype=xp.bool) if bounds.upper is None else lam >= bounds.upper
+    free = (lam > least) & ~at_upper
+    p, z = [flat(v, *batch) for v in upstream], zero
 
     def along(vectors: list[Array]) -> Array:
         """Return G W^-1 v, (..., t)."""
@@ -61,19 +69,14 @@ def pull_back(problem: Problem, sol: DualSolution, x: list[Array], upstream: lis
         ]
         return sum(products[1:], products[0])
 
-    # Where rows nearly cancel, the rounding of z along them is taken out once more.
-    for _ in range(1 if sol._factor is None else 2):
-        step = solve_on_free(sol, xp.where(free, along(p), xp.zeros_like(z)))
+    for _ in range(2):  # where rows nearly cancel, the rounding of z along them is taken out once more
+        step = matvec(inverse[..., 0, :, :], matvec(inverse[..., 1, :, :], xp.where(free, along(p), zero)))
         z = z + step
         p = [v - xp.matmul(step[..., None, :], a)[..., 0, :] for a, v in zip(rows, p, strict=True)]
-
-    to_bound, zero = along(p), xp.zeros_like(z)
+    to_bound = along(p)
     held = xp.where(free, zero, to_bound)
-    at_upper = sol.multipliers >= sol.upper
     # The lower bound of an equality with a penalty is minus that penalty.
-    equality = sol.bounds.equality
-    signed = xp.zeros_like(z, dtype=xp.bool) if equality is None else equality
-    lam = sol.multipliers
+    signed = xp.zeros_like(free) if bounds.equality is None else bounds.equality
     grads: tuple[list[Array], list[Array], list[Array]] = ([], [], [])
     for k, (v, w, y) in enumerate(zip(p, weights, x, strict=True)):
         y, scaled = flat(y, *batch), v / w

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace, on_host
+from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
 from gemproj._bounds import Bounds, make_bounds, overstepped, standard_form
 from gemproj._checks import check_finite, check_gram, check_range, drop_not_finite
 from gemproj._constants import LOOSE, REACH, WIDE_ROUNDING, WIDER
-from gemproj._feasibility import check_feasible
-from gemproj._options import Options, check_multipliers, check_options
-from gemproj._problem import Problem, check_problem
-from gemproj._refine import refine_directly, return_to_rows
+from gemproj._feasibility import infeasible, lost_to_penalty, refuse_infeasible
+from gemproj._gram import measure
+from gemproj._options import Options, check_options, check_start
+from gemproj._problem import check_problem
+from gemproj._refine import lost, refine_directly, return_to_rows, unsure
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured, Standard, clip, snap
-from gemproj.backends import select, solver_for
+from gemproj.backends import solver_for
 from gemproj.methods import AnyMethod, Exact, Method, Outcome, Status
 from gemproj.methods._callable import call
 
@@ -100,7 +102,10 @@ def solve_dual(
     """
     problem = check_problem(G, g, metric)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
-    return solve_problem(problem, options, warm_start, certify=True).to(problem.xp, problem.device)
+    sol = solve(measure(problem), options, check_start(warm_start, *problem.like))
+    if problem.host and problem.t:  # certificates ask for more than multipliers do
+        sol = return_to_rows(problem, sol, unsure(sol))
+    return sol.to(problem.to_caller)
 
 
 def solve_gram(
@@ -144,102 +149,96 @@ def solve_gram(
            [0. , 0.5]])
     """
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
-    gram = check_gram(K, b, gg)
-    xp, device = namespace(b), device_of(b)
-    start = None
-    if warm_start is not None:
-        start = check_multipliers(warm_start, "warm_start", tuple(gram.b.shape), xp, device)
-    return solve_measured(Measured(gram, WIDE_ROUNDING), options, start, xp, device).to(xp, device)
+    gram, xp, device = check_gram(K, b, gg), namespace(b), device_of(b)
+    start = check_start(warm_start, tuple(gram.b.shape), xp, device)
+    measured = Measured(gram, WIDE_ROUNDING, partial(from_numpy, xp=xp, device=device))
+    return solve(measured, options, start).to(measured.to_caller)
 
 
-def solve_measured(
-    measured: Measured, options: Options, start: Array | None, xp: Any, device: Any
-) -> DualSolution:
-    """Stage 2 alone, for a user with arrays of the library `xp`; on the CPU the result has NumPy's."""
-    if on_host(device):
-        check_finite(measured.gram)
-    sol, _ = run_method(measured, options, start, partial(from_numpy, xp=xp, device=device))
-    return check_feasible(sol) if isinstance(options.method, Exact) else sol
+def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
+    """Stage 2: solve what was measured, and go back to the rows where their Gram matrix does not suffice.
 
-
-def solve_problem(
-    problem: Problem,
-    options: Options,
-    warm_start: Array | None = None,
-    *,
-    certify: bool = False,
-    all_reduce: Callable[[Measured], Measured] | None = None,
-) -> DualSolution:
-    """Stages 1 and 2, and the way back to G where its Gram matrix does not suffice.
-
-    On the CPU all arrays of the result are NumPy's, whatever the library of G: a call costs a fifth of
-    torch's. With `certify`, methods that are approximate by design also keep coordinates of G where
-    their certificates would need them. `all_reduce` sums the Gram matrix over the processes that hold
-    shards of G; then there is no way back to G.
+    On the CPU all arrays of the result are NumPy's. There, rows that are not finite, or whose squares are out
+    of range, are an error; on a device they are left out.
     """
-    start = None
-    if warm_start is not None:
-        expected = (*problem.batch, problem.t)
-        start = check_multipliers(warm_start, "warm_start", expected, problem.xp, problem.device)
-    measured = select(problem).gram(problem)
-    if all_reduce is not None:
-        measured = all_reduce(measured)
-        if problem.host:
-            check_finite(measured.gram)
-    elif problem.host:
-        check_range(problem, measured.gram)
-    sol, resolved = run_method(measured, options, start, problem.to_caller)
-    if all_reduce is None:
-        if options.refine:
-            sol = refine_directly(problem, sol, options.refine)
-        if problem.host and problem.t and (certify or isinstance(options.method, Exact)):
-            sol = return_to_rows(problem, sol, options.method, resolved, certify)
-    return check_feasible(sol) if isinstance(options.method, Exact) else sol
-
-
-def run_method(
-    measured: Measured,
-    options: Options,
-    start: Array | None,
-    to_caller: Callable[[Array], Array],
-) -> tuple[DualSolution, Any]:
-    """Run the method on the standard form; return the solution and how well K resolves it."""
-    gram, dropped, method = measured.gram, None, options.method
-    xp, device = namespace(gram.b), device_of(gram.b)
-    host = on_host(device)
+    gram, rows, exact, dropped = measured.gram, measured.rows, isinstance(options.method, Exact), None
+    host = isinstance(gram.b, np.ndarray)
     if not host:
         K, b, dropped = drop_not_finite(gram.K, gram.b)
         gram = gram._replace(K=K, b=b)
-    h = options.h(gram) if callable(options.h) else options.h
-    bounds = make_bounds(h, options.margin, options.penalty, options.equality, gram.b)
-    reach = REACH if host and isinstance(method, Exact) else LOOSE
-    (dual, cut), base = standard_form(gram.K, gram.b, bounds, reach), bounds.base
+    elif rows is not None:
+        check_range(rows, gram)
+    else:
+        check_finite(gram)
+    bounds = make_bounds(options.h, options.margin, options.penalty, options.equality, gram.b)
+    if dropped is not None and bounds.h is not None:
+        bounds = bounds._replace(h=namespace(dropped).where(dropped, 0.0, bounds.h))
+    found = _run(gram, bounds, options.method, start, measured.to_caller)
+    lam = _within(gram, bounds, found.multipliers, dropped)
+    sol = DualSolution(lam, gram, bounds, found.iterations, None, measured.rounding, _exact=exact)
+    if rows is not None and options.refine:
+        sol = refine_directly(rows, sol, options.refine)
+    if not host:
+        return replace(sol, _status=partial(_status_on_device, sol, found.status, dropped))
+    status = found.status
+    sol = replace(sol, _status=np.full(gram.gg.shape, status) if isinstance(status, int) else status)
+    if not exact:
+        return sol
+    if rows is not None and rows.t:
+        sol = return_to_rows(rows, sol, lost(rows, sol, found.resolution))
+    if bounds.equality is not None and bounds.upper is not None:
+        sol = replace(sol, _status=sol.status | lost_to_penalty(sol) * int(Status.STALLED))
+    if bounds.h is not None:
+        refuse_infeasible(sol, bounds.h)
+    return sol
+
+
+def _run(
+    gram: Gram, bounds: Bounds, method: Any, start: Array | None, to_caller: Callable[[Array], Array]
+) -> Outcome:
+    """Run a method on the standard form; its multipliers are those above the lower bounds."""
+    xp, base, exact = namespace(gram.b), bounds.base, isinstance(method, Exact)
+    reach = REACH if exact and isinstance(gram.b, np.ndarray) else LOOSE
+    dual, cut = standard_form(gram.K, gram.b, bounds, reach)
     if start is not None:
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
         start = clip(start if base is None else start - base, dual.lower, dual.upper)
-    if isinstance(method, Exact) and cut is not None:
-        found = _solve_cut(gram, bounds, method, dual, cut, start)
-    elif isinstance(method, Method):
-        found = solver_for(dual.b)(method, dual, start)
-    else:
-        found = call(method, dual.K, dual.b, start, to_caller)
-    lam, iterations, status, resolved = found
+    if exact and cut is not None:
+        return _solve_cut(gram, bounds, method, dual, cut, start)
+    if isinstance(method, Method):
+        return solver_for(dual.b)(method, dual, start)
+    return call(method, dual.K, dual.b, start, to_caller)
+
+
+def _within(gram: Gram, bounds: Bounds, lam: Array, dropped: Array | None) -> Array:
+    """Return multipliers of the problem that was asked, from those of its standard form."""
+    xp = namespace(gram.b)
     if lam.dtype is not gram.b.dtype:  # a method of the user; `!=` takes longer
         lam = xp.astype(lam, gram.b.dtype)
-    if isinstance(status, int):
-        status = xp.full(gram.gg.shape, status, dtype=xp.int64, device=device)
-    if base is not None:
-        lam = lam + base
+    if bounds.base is not None:
+        lam = lam + bounds.base
     if bounds.upper is not None:  # the bound holds to the last bit, not to the rounding of its scale
         lam = snap(lam, bounds.upper)
         if bounds.h is not None:  # what a soft row of norm zero asks for, it does not get
             void = (xp.linalg.diagonal(gram.K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
             lam = xp.where(void, bounds.upper, lam)
-    if dropped is not None:
-        lam = xp.where(dropped, xp.zeros_like(lam), lam)
-        status = status + xp.astype(xp.any(dropped, axis=-1), status.dtype) * int(Status.ROW_DROPPED)
-    exact = isinstance(method, Exact)
-    return DualSolution(lam, gram, bounds, iterations, status, measured.rounding, _exact=exact), resolved
+    return lam if dropped is None else xp.where(dropped, xp.zeros_like(lam), lam)
+
+
+def _status_on_device(sol: DualSolution, found: Any, dropped: Array) -> Array:
+    """Return how each problem ended: what the method says, rows that were left out, an infeasible h."""
+    xp, bounds, (_, _, gg) = namespace(dropped), sol.bounds, sol.gram
+    status = found() if callable(found) else found
+    if isinstance(status, int):
+        status = xp.full(gg.shape, status, dtype=xp.int64, device=device_of(gg))
+    flags = {Status.ROW_DROPPED: xp.any(dropped, axis=-1)}
+    if sol._exact and bounds.equality is not None and bounds.upper is not None:
+        flags[Status.STALLED] = lost_to_penalty(sol)
+    if sol._exact and bounds.h is not None:
+        flags[Status.INFEASIBLE] = infeasible(sol, bounds.h, (status & int(Status.STALLED)) > 0)
+    for flag, where in flags.items():
+        status = status | xp.astype(where, xp.int64) * int(flag)
+    return status
 
 
 def _solve_cut(
@@ -255,7 +254,7 @@ def _solve_cut(
         found = solver_for(dual.b)(method, dual, start)
         beyond = xp.astype(overstepped(dual, cut, found.multipliers), xp.int64) * int(Status.STALLED)
         found = found._replace(status=found.status | beyond)
-        if not on_host(device_of(cut)) or np.max(reach) >= LOOSE / WIDER:
+        if not isinstance(cut, np.ndarray) or np.max(reach) >= LOOSE / WIDER:
             return found
         again = (found.status & int(Status.STALLED) > 0) & cut.any(axis=-1)
         if not again.any():

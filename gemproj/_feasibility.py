@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import replace
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, namespace, on_host
-from gemproj._constants import OPTIMAL_WITHIN, ROWS_RESOLVE
-from gemproj._coordinates import from_gram
-from gemproj._options import Options
-from gemproj._problem import check_problem
+from gemproj._arrays import Array, namespace
+from gemproj._constants import (
+    FAR,
+    FAR_BY_GRAM,
+    LARGE_PENALTY,
+    LOOSE_ROWS,
+    MISSED,
+    NARROW_RIDGE,
+    NULL,
+    OPTIMAL_WITHIN,
+    RIDGE,
+    ROWS_RESOLVE,
+)
+from gemproj._coordinates import from_gram, settle, solve_in_coordinates
 from gemproj._solution import DualSolution
-from gemproj._tspace import Gram, Standard, identity_like, inverse, matvec, submatrix
-from gemproj.backends import solver_for
+from gemproj._tspace import Gram, identity_like, inverse, matvec, submatrix
 from gemproj.methods import Exact, Status
 
-# Residual beyond which an answer that is not optimal is never returned in silence.
-_MISSED = 1e-5
 _UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
-# Penalties, times the norm of their row and over the size of the problem, that may take digits of x.
-_LARGE_PENALTY = 1e5
 # Rows that a message names.
 _NAMED = 12
-# What is certain: no x shorter than so many times the problem, from rows and from K.
-_FAR, _FAR_BY_GRAM = 1e6, 1e3
-# Singular values that count as zero: small ones first, since larger ones mix with them.
-_NULL: tuple[float, ...] = (1e-11, 1e-9)
-# Rows that ask for less than minus so many times the largest demand are left out at first.
-_LOOSE = (10.0, 1e4, 1e8)
-# What is added to the diagonal of K on a device; and in float32.
-_RIDGE, _NARROW_RIDGE = 1e-10, 1e-5
 
 
-def check_feasible(sol: DualSolution) -> DualSolution:
-    """Report an infeasible h of an exact method: by an error on the CPU, by a status on a device."""
-    h = sol.bounds.h
-    if sol.bounds.equality is not None and sol.bounds.upper is not None:
-        sol = _flag_lost_digits(sol)
-    if not on_host(device_of(sol.status)):
-        return sol if h is None else _flag_infeasible(sol, h)
-    if h is None:
-        return sol
+def refuse_infeasible(sol: DualSolution, h: Array) -> None:
+    """Raise for an infeasible h, on the CPU, where an exact method has stalled or a row of zeros demands."""
     suspect = ((sol.status & int(Status.STALLED)) != 0) | np.any(_void(sol, h), axis=-1)
     for i in map(tuple, np.argwhere(suspect)):
         rows = _contradiction(sol, h, i)
@@ -56,7 +44,6 @@ def check_feasible(sol: DualSolution) -> DualSolution:
                 f"h is infeasible: no x satisfies G @ x >= h in rows {named}{where} at once. "
                 "Lower h there, or give a penalty, which allows violations."
             )
-    return sol
 
 
 def warn_if_missed(sol: DualSolution) -> None:
@@ -69,7 +56,7 @@ def warn_if_missed(sol: DualSolution) -> None:
     # Of nearly dependent rows the multipliers are large, and so is their rounding: x itself is looked at.
     missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), _violation(sol))
     worst = float(np.max(missed, where=unsettled, initial=0.0))
-    if worst <= _MISSED:
+    if worst <= MISSED:
         return
     cause = (
         "constraints nearly contradict each other, or are nearly dependent. Look at `status` and "
@@ -95,20 +82,19 @@ def _violation(sol: DualSolution) -> np.ndarray:
     return worst * inverse(np.asarray(sol._size()))
 
 
-def _flag_lost_digits(sol: DualSolution) -> DualSolution:
-    """Set the status where the penalty of an equality, its lower bound, takes the digits of a multiplier."""
-    xp, upper = namespace(sol.status), sol.upper
+def lost_to_penalty(sol: DualSolution) -> Array:
+    """Tell where the penalty of an equality, a lower bound, takes the digits of a multiplier, (...)."""
+    xp, upper = namespace(sol.gram.gg), sol.upper
     if isinstance(upper, np.ndarray):  # the CPU, where most penalties need no closer look
         pull = np.where(np.isinf(upper), 0.0, upper) * np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1))
-        if not (pull > _LARGE_PENALTY * sol._size()[..., None]).any():
-            return sol
-    missed = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(sol.multipliers.dtype).eps
-    return replace(sol, status=sol.status | xp.astype(missed, xp.int64) * int(Status.STALLED))
+        if not (pull > LARGE_PENALTY * sol._size()[..., None]).any():
+            return np.zeros(sol.gram.gg.shape, dtype=bool)
+    return sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(sol.multipliers.dtype).eps
 
 
 def _void(sol: DualSolution, h: Array) -> Array:
     """Return the rows, (..., t), that no x satisfies by themselves: of norm zero, with a demand."""
-    xp = namespace(sol.status)
+    xp = namespace(h)
     asks = xp.where(xp.isinf(sol.lower), h != 0, h > 0)
     return xp.isinf(sol.upper) & (xp.linalg.diagonal(sol.gram.K) == 0) & asks
 
@@ -119,18 +105,18 @@ def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.n
     if void.any():
         return np.flatnonzero(void)
     t = void.size
-    if sol._factor is not None and sol._factor[i].any():
-        F, resolves, far, more = sol._factor[i], ROWS_RESOLVE, _FAR, _NULL
+    if sol._coordinates is not None and sol._coordinates[i].any():
+        F, resolves, far, more = sol._coordinates[i], ROWS_RESOLVE, FAR, NULL
     else:
         K = np.broadcast_to(sol.gram.K, (*h.shape, t))
         F = from_gram(Gram(K[i], sol.gram.b[i], sol.gram.gg[i]))
-        resolves, far, more = float(np.sqrt(sol._rounding)), _FAR_BY_GRAM, ()
+        resolves, far, more = float(np.sqrt(sol._rounding)), FAR_BY_GRAM, ()
     n, free = np.linalg.norm(F[:, :t], axis=0), np.isinf(sol.lower[i])
     hard = np.isinf(sol.upper[i]) & (n > 0)
     unit_h = h[i] * inverse(n)
     demand = float(np.max(np.where(free, np.abs(unit_h), unit_h), where=hard, initial=0.0))
     size = max(demand, float(np.linalg.norm(F[:, t])))
-    for loose in _LOOSE if demand else ():
+    for loose in LOOSE_ROWS if demand else ():
         rows = np.flatnonzero(hard & (free | (unit_h >= -loose * demand)))
         for cutoff in (resolves, *more):
             A, u = F[:, rows] / n[rows], unit_h[rows] / demand
@@ -148,47 +134,43 @@ def _farkas(A: np.ndarray, h: np.ndarray, free: np.ndarray, cutoff: float) -> np
     orthonormal basis N of the null space of A, ``d = N y`` where y is the projection of N'h onto
     ``{y : N y >= 0}``: a problem like any other, which always has a solution.
     """
-    from gemproj._combine import combine_into
-    from gemproj._dual import solve_problem  # which calls this
-
     _, sizes, V = np.linalg.svd(A, full_matrices=False)
     N = V[sizes <= cutoff * np.max(sizes, initial=0.0)].T
     N[np.linalg.norm(N, axis=1) < 100 * cutoff] = 0.0  # rows that depend on no others, to rounding
     y = N.T @ h
     if y.size and not free.all():
         # Rows of N are off by rounding, and opposite ones leave no room for that.
-        room = np.full(np.count_nonzero(~free), -0.01 * cutoff)
-        problem = check_problem(N[~free], y)
-        combine_into(problem, solve_problem(problem, Options(Exact(), h=room)), [y])
+        B, room = N[~free].T, np.full(np.count_nonzero(~free), -0.01 * cutoff)
+        none, most = np.zeros(len(room)), np.full(len(room), np.inf)
+        start = Exact().solve(B.T @ B, B.T @ y - room).multipliers
+        lam = solve_in_coordinates(np.column_stack([B, y]), room, none, most, start)[0]
+        y = settle(B, y, lam, lam > 0, room)[0]
     d = N @ y
     return np.where(free, d, np.maximum(d, 0.0))
 
 
-def _flag_infeasible(sol: DualSolution, h: Array) -> DualSolution:
-    """Set the status of problems on a device that have no solution, without looking at any.
+def infeasible(sol: DualSolution, h: Array, stalled: Array) -> Array:
+    """Tell which problems on a device have no solution, boolean (...), without looking at any.
 
     The multipliers of ``min |max(0, h - G x)|^2 + ridge |x|^2`` tend to a Farkas direction if there is one.
     """
     void, lower = _void(sol, h), sol.lower
     if not h.shape[-1]:
-        return sol
+        return namespace(h).any(void, axis=-1)
     xp = namespace(h)
     n = xp.sqrt(xp.linalg.diagonal(sol.gram.K))
     per_norm, zero, free = inverse(n), xp.zeros_like(h), xp.isinf(lower)
     hard = xp.isinf(sol.upper) & (n > 0)
     unit_h = xp.where(hard, h * per_norm, zero)
     demand = xp.max(xp.where(free, xp.abs(unit_h), unit_h), axis=-1, keepdims=True)
-    used = hard & (free | (unit_h >= -_LOOSE[1] * demand)) & (demand > 0)
+    used = hard & (free | (unit_h >= -LOOSE_ROWS[1] * demand)) & (demand > 0)
     u = xp.where(used, unit_h * inverse(demand), zero)
     cosines = submatrix(sol.gram.K * per_norm[..., :, None] * per_norm[..., None, :], used)
-    ridge = _RIDGE if sol._rounding < 1e-12 else _NARROW_RIDGE
+    ridge = RIDGE if sol._rounding < 1e-12 else NARROW_RIDGE
     lower = xp.where(free, lower, zero)
-    dual = Standard(cosines + ridge * identity_like(cosines), -u, lower, None)
-    d = solver_for(u)(Exact(), dual, None).multipliers
+    d = Exact().solve(cosines + ridge * identity_like(cosines), -u, lower).multipliers
     length = xp.sqrt(xp.maximum(xp.sum(d * matvec(cosines, d), axis=-1), zero[..., 0]))
     length = xp.maximum(length, sol._rounding**0.5 * xp.sum(xp.abs(d), axis=-1))
     size = xp.maximum(xp.sqrt(xp.maximum(sol.gram.gg, zero[..., 0])), demand[..., 0])
-    certain = demand[..., 0] * xp.sum(u * d, axis=-1) > _FAR_BY_GRAM * size * length
-    certain = certain & (sol.status & int(Status.STALLED) > 0) & (sol.kkt_residual() > _MISSED)
-    certain = certain | xp.any(void, axis=-1)
-    return replace(sol, status=sol.status + xp.astype(certain, xp.int64) * int(Status.INFEASIBLE))
+    certain = demand[..., 0] * xp.sum(u * d, axis=-1) > FAR_BY_GRAM * size * length
+    return (certain & stalled & (sol.kkt_residual() > MISSED)) | xp.any(void, axis=-1)

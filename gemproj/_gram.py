@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gemproj._arrays import Blocks
-from gemproj._problem import check_problem
-from gemproj._tspace import Gram
+from gemproj._problem import Problem, check_problem
+from gemproj._tspace import Gram, Measured
 from gemproj.backends import select
 
 
@@ -35,4 +35,9 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     ([[1.0, 1.0], [1.0, 2.0]], [-2.0, -1.0], 5.0)
     """
     problem = check_problem(G, g, metric)
-    return Gram(*map(problem.to_caller, select(problem).gram(problem).gram))
+    return Gram(*map(problem.to_caller, measure(problem).gram))
+
+
+def measure(problem: Problem) -> Measured:
+    """Return the Gram matrix of a problem, which knows the rows that it came from."""
+    return Measured(*select(problem).gram(problem), problem.to_caller, problem)

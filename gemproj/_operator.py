@@ -10,35 +10,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gemproj._arrays import Blocks
+from gemproj._arrays import Blocks, wide_dtype
 from gemproj._blocks import blocks_of
-from gemproj._bounds import check_scalar, is_number, real_numbers
+from gemproj._bounds import Bounds, check_scalar, is_number, make_bounds, real_numbers
 from gemproj._combine import combine_into
 from gemproj._derivative import pull_back
-from gemproj._dual import solve_problem
+from gemproj._dual import solve
 from gemproj._feasibility import warn_if_missed
-from gemproj._method_names import method_named, name_of
-from gemproj._options import check_look_of_multipliers, check_options
+from gemproj._gram import measure
+from gemproj._options import check_look_of_multipliers, check_options, check_start
 from gemproj._problem import Problem, check_out, check_problem
-from gemproj._solution import DualSolution
+from gemproj._refine import inverse_of_free
 from gemproj._vmap import mapped, refuse_blocks
-from gemproj.methods import Exact, as_method
+from gemproj.methods import Exact
 from gemproj.methods._method import check_count
 
+_OPTIONS = ("h", "margin", "penalty", "equality", "warm_start")
 
-class _Form(NamedTuple):
-    """Which arguments the flat list of tensors holds, and the options that are not tensors."""
 
-    blocks: tuple[int, ...]  # how many of G, g and the metric
-    given: tuple[bool, ...]  # h, margin, penalty, equality, warm_start
-    alone: bool  # whether G and g are arrays, not blocks
-    method: Any
+class Form(NamedTuple):
+    """What a flat list of tensors holds: the operator takes tensors and these numbers."""
+
+    G: int  # blocks
+    g: int
+    metric: int
+    h: int  # 0 or 1
+    margin: int
+    penalty: int
+    equality: int
+    warm_start: int
+    alone: int  # whether G and g are arrays, not blocks
     refine: int
+    recorded: int  # whether there is going to be a backward pass
 
-    def arguments(self, tensors: Sequence[Tensor]) -> tuple[list[list[Tensor]], list[Tensor | None]]:
-        """Return the blocks of G, g and the metric, and the five tensors that may be None."""
+    def arrays(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the blocks of G, g and the metric."""
         left = iter(tensors)
-        return [list(islice(left, n)) for n in self.blocks], [next(left) if g else None for g in self.given]
+        return [list(islice(left, n)) for n in self[:3]]
+
+    def options(self, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
+        """Return those that are tensors, by their names."""
+        left = iter(tensors[sum(self[:3]) :])
+        return {name: next(left) if getattr(self, name) else None for name in _OPTIONS}
+
+    def problem(self, tensors: Sequence[Tensor]) -> Problem:
+        """Return G, g and the metric as a problem."""
+        return check_problem(*((a[0] if self.alone else a) if a else None for a in self.arrays(tensors)))
+
+
+@torch.compiler.disable
+def outside_of_graphs(function: Any, *args: Any, **options: Any) -> Any:
+    """Call a function that the operator does not stand for."""
+    return function(*args, **options)
 
 
 def project_operator(
@@ -46,8 +69,9 @@ def project_operator(
     metric: Blocks | None, warm_start: Tensor | None, out: Any, refine: int,
 ) -> Any:  # fmt: skip
     """Call the operator with the arguments of `project`."""
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    if tracing:  # which cannot follow all checks: those of arrays run where the operator does
+    transformed = False
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        # Which cannot follow all checks: those of arrays run where the operator does.
         for name, value in (("margin", margin), ("penalty", 0.0 if penalty is None else penalty)):
             if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
                 check_scalar(value, name)
@@ -58,37 +82,33 @@ def project_operator(
             )
         check_count(refine, "refine", 0)
     else:
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None
         problem = check_problem(G, g, metric, values=False)
-        check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
+        options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
+        if not isinstance(options.method, Exact):
+            raise ValueError(
+                f"Gradients and torch.func flow through method 'exact' only; method is {method!r}. Detach "
+                "the arguments, or use method='exact'."
+            )
         if warm_start is not None:
-            expected = (*problem.batch, problem.t)
-            check_look_of_multipliers(warm_start, "warm_start", expected, problem.xp)
+            check_look_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         if out is not None:
             check_out(out, problem)
-    margin = 0 if is_number(margin) and not margin else margin
     arrays = [_blocks(G, g, "G"), _blocks(g, g, "g"), [] if metric is None else _blocks(metric, g, "metric")]
-    like = arrays[1][0]
-    defaults = {"h": None, "margin": 0, "penalty": None, "equality": False}
-    given = zip(defaults.items(), (h, margin, penalty, equality), strict=True)
-    options = [None if value is default else _tensor(value, name, like) for (name, default), value in given]
-    options.append(warm_start)
-    if tracing:
-        x = _project(*arrays, *options, isinstance(g, Tensor), name_of(method), refine)
-    else:
-        form = _Form(
-            (len(arrays[0]), len(arrays[1]), len(arrays[2])), tuple(a is not None for a in options),
-            isinstance(g, Tensor), as_method(method), refine,
-        )  # fmt: skip
-        tensors = [a for blocks in arrays for a in blocks] + [a for a in options if a is not None]
-        recorded = torch.is_grad_enabled() and any(a.requires_grad for a in tensors)
-        if recorded and not isinstance(form.method, Exact):
-            raise ValueError(
-                f"Gradients flow through method 'exact' only; method is {method!r}, but an argument "
-                "requires a gradient. Detach it, or use method='exact'."
-            )
-        if recorded and out is not None:
-            raise ValueError("out cannot be written while an argument requires a gradient; detach it.")
-        x = list(_Projection.apply(form, *tensors))
+    given = {"h": h, "margin": margin, "penalty": penalty, "equality": equality}
+    tensors = [a for blocks in arrays for a in blocks]
+    for name, value in given.items():
+        none = value is None or value is False or (name == "margin" and is_number(value) and not value)
+        given[name] = None if none else _tensor(value, name, tensors[-1])
+    given["warm_start"] = warm_start
+    tensors += [a for a in given.values() if a is not None]
+    recorded = transformed or (torch.is_grad_enabled() and any(a.requires_grad for a in tensors))
+    if recorded and out is not None:
+        raise ValueError("out cannot be written while an argument requires a gradient; detach it.")
+    flags = [int(a is not None) for a in given.values()]
+    alone = isinstance(g, Tensor)
+    form = [len(blocks) for blocks in arrays] + [*flags, int(alone), refine, int(recorded)]
+    x = (_Transformed.apply(form, *tensors) if transformed else _project(tensors, form))[: len(arrays[1])]
     if out is not None:
         for to, value in zip(_blocks(out, g, "out"), x, strict=True):
             if to.shape != value.shape or to.dtype != value.dtype:
@@ -97,72 +117,7 @@ def project_operator(
         return out
     if isinstance(g, Mapping):
         return dict(zip(g, x, strict=True))
-    return (tuple(x) if isinstance(g, tuple) else x) if isinstance(g, (list, tuple)) else x[0]
-
-
-class _Projection(torch.autograd.Function):
-    """The operator as autograd and `torch.func` see it."""
-
-    @staticmethod
-    def forward(form: _Form, *tensors: Tensor) -> tuple[Tensor, ...]:
-        arrays, options = form.arguments(tensors)
-        return tuple(_forward(*arrays, *options, *form[2:]))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-        form, *tensors = inputs
-        ctx.form, ctx.count = form, len(tensors)
-        ctx.save_for_backward(*tensors, *output)
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        tensors, x = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])
-        arrays, options = ctx.form.arguments(tensors)
-        into = [torch.zeros_like(v) if u is None else u for u, v in zip(upstream, x, strict=True)]
-        if isinstance(ctx.form.method, str):  # of the operator itself
-            found = _project_backward(*arrays, *options[:4], x, into, *ctx.form[2:])
-        else:
-            found = _Derivative.apply(ctx.form, *tensors, *x, *into)
-        return None, *found, *(None for given in ctx.form.given[3:] if given)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(
-            "The projection has no forward-mode derivative. Use reverse mode: torch.func.vjp or jacrev."
-        )
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, form: _Form, *tensors: Tensor) -> Any:
-        refuse_blocks(form.alone)
-        front, _ = mapped(info.batch_size, in_dims[1:], tensors, form)
-        x = _Projection.apply(form, *front)
-        return x, (0,) * len(x)
-
-
-class _Derivative(torch.autograd.Function):
-    """The backward pass, which has no derivative of its own."""
-
-    @staticmethod
-    def forward(form: _Form, *tensors: Tensor) -> tuple[Tensor, ...]:
-        count = form.blocks[1]
-        arrays, options = form.arguments(tensors)
-        x, upstream = list(tensors[-2 * count : -count]), list(tensors[-count:])
-        return tuple(_derivative(*arrays, *options[:4], x, upstream, *form[2:]))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
-        raise NotImplementedError("The projection has one derivative, not a second one.")
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, form: _Form, *tensors: Tensor) -> Any:
-        refuse_blocks(form.alone)
-        front, shapes = mapped(info.batch_size, in_dims[1:], tensors, form, all_of_them=True)
-        found = _Derivative.apply(form, *front)
-        return tuple(v.reshape(n) for v, n in zip(found, shapes, strict=False)), (0,) * len(found)
+    return (tuple(x) if isinstance(g, tuple) else list(x)) if isinstance(g, (list, tuple)) else x[0]
 
 
 def _tensor(value: Any, name: str, like: Tensor) -> Tensor:
@@ -185,98 +140,151 @@ def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
     return list(blocks_of(a))
 
 
-def _solved(
-    G: Any, g: Any, metric: Any, h: Any, margin: Any, penalty: Any, equality: Any, warm_start: Any,
-    alone: bool, method: Any, refine: int,
-) -> tuple[Problem, DualSolution]:  # fmt: skip
-    problem = check_problem(*((a[0] if alone else a) if a else None for a in (G, g, metric)))
-    options = check_options(
-        method, h=h, margin=0.0 if margin is None else margin, penalty=penalty,
-        equality=False if equality is None else equality, refine=refine,
-    )  # fmt: skip
-    return problem, solve_problem(problem, options, warm_start)
-
-
-def _forward(*arguments: Any) -> list[Tensor]:
-    problem, sol = _solved(*arguments)
+# Results are contiguous, whatever the strides of the arguments. The schemas are written out: torch before 2.7
+# infers none from `list[Tensor]`.
+@torch.library.custom_op(
+    "gemproj::project", mutates_args=(), schema="(Tensor[] tensors, SymInt[] form) -> Tensor[]"
+)
+def _project(tensors, form):
+    """Return the blocks of x, the multipliers, and for a backward pass what `inverse_of_free` does."""
+    form = Form(*form)
+    problem, given = form.problem(tensors), form.options(tensors)
+    start = check_start(given.pop("warm_start"), *problem.like)
+    given = {name: value for name, value in given.items() if value is not None}
+    sol = solve(measure(problem), check_options("exact", **given, refine=form.refine), start)
     warn_if_missed(sol)
     x = problem.empty()
     combine_into(problem, sol, x)
-    return x
-
-
-def _derivative(*arguments: Any) -> list[Tensor]:
-    G, g, metric, h, margin, penalty, equality, x, upstream, alone, method, refine = arguments
-    if not isinstance(method, Exact):
-        raise ValueError(f"Gradients flow through method 'exact' only; method is {method!r}.")
-    problem, sol = _solved(G, g, metric, h, margin, penalty, equality, None, alone, method, refine)
-    grads = pull_back(problem, sol.to(problem.xp, problem.device), x, upstream)
-    arrays = [grads.G, grads.g, grads.metric if metric else []]
-    likes = [G, g, metric]
-    result = [
-        _sum_to(v, a)
-        for values, given in zip(arrays, likes, strict=True)
-        for v, a in zip(values, given, strict=True)
-    ]
-    bounds = zip((grads.h, grads.margin, grads.penalty), (h, margin, penalty), strict=True)
-    return result + [_sum_to(v, a) for v, a in bounds if a is not None]
-
-
-def _sum_to(value: Tensor, like: Tensor) -> Tensor:
-    """Sum a gradient over the dimensions that its argument was broadcast along."""
-    return value.sum_to_size(like.shape).to(like.dtype).contiguous()
-
-
-# For torch.compile and torch.export, which see the operators themselves. Results are contiguous, whatever the
-# strides of the arguments. The schemas are written out: torch before 2.7 infers none from `list[Tensor]`.
-_ARRAYS = (
-    "Tensor[] G, Tensor[] g, Tensor[] metric, Tensor? h, Tensor? margin, Tensor? penalty, Tensor? equality, "
-)
-_OTHERS = "bool alone, str method, SymInt refine) -> Tensor[]"
-
-
-@torch.library.custom_op(
-    "gemproj::project", mutates_args=(), schema=f"({_ARRAYS}Tensor? warm_start, {_OTHERS}"
-)
-def _project(*arguments):
-    return _forward(*arguments[:-2], as_method(method_named(arguments[-2])), arguments[-1])
+    inverse = problem.to_caller(inverse_of_free(sol)) if form.recorded else x[0].new_empty(0)
+    return [*x, problem.to_caller(sol.multipliers), inverse]
 
 
 @_project.register_fake
-def _(G, g, metric, h, margin, penalty, equality, warm_start, alone, method, refine):
-    if alone:
-        lead = [a.shape[:-1] for a in (*g, *metric)]
-        batch = torch.broadcast_shapes(G[0].shape[:-2], *lead)
-        return [g[0].new_empty((*batch, g[0].shape[-1]))]
-    return [v.new_empty(v.shape) for v in g]
+def _(tensors, form):
+    form = Form(*form)
+    G, g, metric = form.arrays(tensors)
+    if form.alone:
+        batch = torch.broadcast_shapes(G[0].shape[:-2], *(a.shape[:-1] for a in (*g, *metric)))
+        t, x = G[0].shape[-2], [g[0].new_empty((*batch, g[0].shape[-1]))]
+    else:
+        batch, t, x = (), G[0].shape[0], [v.new_empty(v.shape) for v in g]
+    lam = g[0].new_empty((*batch, t), dtype=wide_dtype(torch, g[0].device))
+    return [*x, lam, lam.new_empty((*batch, 2, t, t)) if form.recorded else x[0].new_empty(0)]
 
 
 @torch.library.custom_op(
-    "gemproj::project_backward", mutates_args=(), schema=f"({_ARRAYS}Tensor[] x, Tensor[] upstream, {_OTHERS}"
+    "gemproj::project_backward",
+    mutates_args=(),
+    schema="(Tensor[] tensors, Tensor[] found, Tensor[] upstream, SymInt[] form) -> Tensor[]",
 )
-def _project_backward(*arguments):
-    return _derivative(*arguments[:-2], as_method(method_named(arguments[-2])), arguments[-1])
+def _project_backward(tensors, found, upstream, form):
+    """Return gradients for all tensors but a mask of equalities and a warm start."""
+    form = Form(*form)
+    problem, given, (*x, lam, inverse) = form.problem(tensors), form.options(tensors), found
+    margin = 0.0 if given["margin"] is None else given["margin"]
+    equality = False if given["equality"] is None else given["equality"]
+    bounds = make_bounds(None, margin, given["penalty"], equality, problem.to_host(lam))
+    bounds = Bounds(*map(problem.to_caller, bounds))
+    grads = pull_back(problem, bounds, lam, inverse, x, upstream)
+    values = [*grads.G, *grads.g, *(grads.metric if form.metric else [])]
+    values += [getattr(grads, name) for name in _OPTIONS[:3] if given[name] is not None]
+    # Summed over the dimensions that an argument was broadcast along.
+    return [v.sum_to_size(a.shape).to(a.dtype).contiguous() for v, a in zip(values, tensors, strict=False)]
 
 
 @_project_backward.register_fake
-def _(G, g, metric, h, margin, penalty, equality, x, upstream, alone, method, refine):
-    bounds = [a for a in (h, margin, penalty) if a is not None]
-    return [a.new_empty(a.shape) for a in (*G, *g, *metric, *bounds)]
+def _(tensors, found, upstream, form):
+    return [a.new_empty(a.shape) for a in tensors[: sum(form[:6])]]
 
 
-def _keep(ctx, inputs, output):
-    *arrays, h, margin, penalty, equality, _, alone, method, refine = inputs
-    given = [h, margin, penalty, equality]
-    ctx.form = _Form(tuple(map(len, arrays)), (*(a is not None for a in given), False), alone, method, refine)
-    tensors = [a for blocks in arrays for a in blocks] + [a for a in given if a is not None]
-    ctx.count = len(tensors)
+def _setup_context(ctx, inputs, output):
+    tensors, form = inputs
+    ctx.form, ctx.count = form, len(tensors)
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx, upstream):
-    _, *found = _Projection.backward(ctx, *upstream)
-    grads, options = ctx.form._replace(given=(*ctx.form.given[:3], False, False)).arguments(found)
-    return *grads, *options[:3], None, None, None, None, None
+    saved, form = list(ctx.saved_tensors), ctx.form
+    tensors, found = saved[: ctx.count], saved[ctx.count :]
+    upstream = [torch.zeros_like(v) if u is None else u for u, v in zip(upstream, found[:-2], strict=False)]
+    grads = _project_backward(tensors, found, upstream, form)
+    return [*grads, *[None] * (ctx.count - len(grads))], None
 
 
-_project.register_autograd(_backward, setup_context=_keep)
+_project.register_autograd(_backward, setup_context=_setup_context)
+
+
+@_project.register_vmap
+def _(info, in_dims, tensors, form):
+    one = Form(*form)
+    refuse_blocks(one.alone)
+    # g and a warm start always have the mapped dimension.
+    needed = [1, *([len(tensors) - 1] if one.warm_start else [])]
+    own = [2] + [1] * (len(tensors) - 1)
+    x = _project(mapped(info.batch_size, in_dims[0], tensors, own, needed), form)
+    return x, [0] * len(x)
+
+
+@_project_backward.register_vmap
+def _(info, in_dims, tensors, found, upstream, form):
+    refuse_blocks(Form(*form).alone)
+    flat, dims = [*tensors, *found, *upstream], [d for some in in_dims[:3] for d in some]
+    ends = len(tensors), len(tensors) + len(found)
+    own = [1] * len(flat)
+    own[0], own[ends[1] - 1] = 2, 3
+    front = mapped(info.batch_size, dims, flat, own, range(len(flat)))
+    grads = _project_backward(front[: ends[0]], front[ends[0] : ends[1]], front[ends[1] :], form)
+    shapes = [a.shape if d is None else a.movedim(d, 0).shape[1:] for a, d in zip(flat, dims, strict=True)]
+    grads = [v.reshape(info.batch_size, *n) for v, n in zip(grads, shapes, strict=False)]
+    return grads, [0] * len(grads)
+
+
+def _no_second(ctx, *upstream):
+    raise NotImplementedError("The projection has one derivative, not a second one.")
+
+
+_project_backward.register_autograd(_no_second)
+
+
+class _Transformed(torch.autograd.Function):
+    """The operator under `torch.func`, whose transforms do not take derivatives from operators."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(form: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(_project(list(tensors), form))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        _setup_context(ctx, (inputs[1:], inputs[0]), output)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Any, ...]:
+        tensors = (*ctx.saved_tensors, *upstream[:-2])
+        grads = _TransformedBackward.apply(ctx.form, ctx.count, *tensors)
+        return None, *grads, *[None] * (ctx.count - len(grads))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(
+            "The projection has no forward-mode derivative. Use reverse mode: torch.func.vjp or jacrev."
+        )
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """Its backward pass."""
+
+    generate_vmap_rule = True
+    backward = staticmethod(_no_second)
+
+    @staticmethod
+    def forward(form: list[int], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        end = count + form[1] + 2
+        return tuple(
+            _project_backward(list(tensors[:count]), list(tensors[count:end]), list(tensors[end:]), form)
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass

@@ -25,10 +25,7 @@ from gemproj.methods._method import check_count
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The checked options of a projection; those that are arrays are checked against b later.
-
-    h may also be a function of the `Gram`, for right-hand sides that are relative to the lengths of rows.
-    """
+    """The checked options of a projection; those that are arrays are checked against b later."""
 
     method: Any
     h: Any = None
@@ -80,6 +77,11 @@ def check_options(
 @lru_cache(maxsize=64)
 def _named(method: str) -> Options:
     return Options(as_method(method))
+
+
+def check_start(warm_start: Any, expected: tuple[int, ...], xp: Any, device: Any) -> Array | None:
+    """Check the multipliers that a method starts from, if there are any."""
+    return None if warm_start is None else check_multipliers(warm_start, "warm_start", expected, xp, device)
 
 
 def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:

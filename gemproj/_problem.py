@@ -84,6 +84,11 @@ class Problem:
         return wide_dtype(self.xp, self.device)
 
     @property
+    def like(self) -> tuple[tuple[int, ...], Any, Any]:
+        """Shape (..., t), library and device of what the caller gives for each constraint."""
+        return (*self.batch, self.t), self.xp, self.device
+
+    @property
     def is_torch(self) -> bool:
         """Whether the arrays are torch tensors."""
         return self.xp.__name__.endswith("torch")

@@ -10,11 +10,12 @@ import numpy as np
 from gemproj._arrays import Array, Blocks
 from gemproj._blocks import blocks_of
 from gemproj._combine import as_asked, blocks_for_x, combine_into
-from gemproj._dual import solve_problem
+from gemproj._dual import solve
 from gemproj._feasibility import warn_if_missed
-from gemproj._options import check_options
+from gemproj._gram import measure
+from gemproj._options import check_options, check_start
 from gemproj._problem import check_problem
-from gemproj.methods import AnyMethod
+from gemproj.methods import AnyMethod, Exact
 
 
 def project(
@@ -66,8 +67,8 @@ def project(
     -----
     For torch tensors it is one operator: under autograd and `torch.func` x has the derivative of the
     projection with respect to G, g, metric, h, margin and penalty (implicit differentiation on the
-    active set; method "exact" only, and not twice); `torch.func.vmap` maps over problems; and
-    `torch.compile` does not break the graph.
+    active set, and not twice); `torch.func.vmap` maps over problems; and `torch.compile` does not break the
+    graph. Method "exact" only: others break the graph, and have no derivative.
 
     Examples
     --------
@@ -85,13 +86,18 @@ def project(
     ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
     """
     if _needs_operator(G, g, metric, h, margin, penalty):
-        from gemproj._operator import project_operator
+        from gemproj._operator import outside_of_graphs, project_operator
 
-        return project_operator(G, g, method, h, margin, penalty, equality, metric, warm_start, out, refine)
+        given = (method, h, margin, penalty, equality, metric, warm_start, out, refine)
+        exact = isinstance(method, Exact) or (isinstance(method, str) and method.lower() == "exact")
+        if exact or not sys.modules["torch"].compiler.is_compiling():
+            return project_operator(G, g, *given)
+        names = ("method", "h", "margin", "penalty", "equality", "metric", "warm_start", "out", "refine")
+        return outside_of_graphs(project, G, g, **dict(zip(names, given, strict=True)))
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     problem = check_problem(G, g, metric)
     x = blocks_for_x(problem, out)
-    sol = solve_problem(problem, options, warm_start)
+    sol = solve(measure(problem), options, check_start(warm_start, *problem.like))
     warn_if_missed(sol)
     combine_into(problem, sol, x)
     return as_asked(problem, x, out)

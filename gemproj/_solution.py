@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,10 @@ import numpy as np
 from gemproj import _certificate
 from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
 from gemproj._bounds import Bounds
-from gemproj._constants import EPS, ROWS_RESOLVE, WIDE_ROUNDING
-from gemproj._coordinates import from_gram, settle
+from gemproj._constants import EPS, GRAM_RESOLVES, ROWS_RESOLVE, WIDE_ROUNDING
+from gemproj._coordinates import from_gram, settle, unit_rows
 from gemproj._tspace import Gram, inverse, matvec
 from gemproj.methods._method import Status
-
-# Angles between rows that coordinates from K resolve, which has their squares.
-_GRAM_RESOLVES = 1e-7
 
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
@@ -34,8 +32,6 @@ class DualSolution:
         Of the multipliers, and the right-hand side h. `lower` and `upper` are arrays made from it.
     iterations : int or array, shape (...)
         Steps or pivots that the method took; 0 where it takes none.
-    status : array of int, shape (...)
-        A `gemproj.Status` per problem.
 
     Notes
     -----
@@ -49,15 +45,19 @@ class DualSolution:
     gram: Gram
     bounds: Bounds
     iterations: Any
-    status: Array
+    # An array, or on a device a function that computes it: `project` never looks.
+    _status: Any
     _rounding: float = WIDE_ROUNDING
-    # Where K had lost the digits, coordinates of [G; g], (..., t + 1, t + 1), else zeros.
-    _factor: np.ndarray | None = field(default=None)
     # Whether the free rows are meant to have zero slack, and x is moved there.
     _exact: bool = False
+    # Where K had lost the digits, coordinates of [G; g], (..., t + 1, t + 1), else zeros.
+    _coordinates: np.ndarray | None = None
+    # Where multipliers are made from these, K_PP^+ of the free rows P, as two factors (..., 2, t, t), which
+    # turns the slack of x into a correction. Else zeros.
+    _correction: np.ndarray | None = None
 
     def __repr__(self) -> str:
-        t, batch, device = self.multipliers.shape[-1], tuple(self.status.shape), device_of(self.status)
+        t, batch, device = self.multipliers.shape[-1], tuple(self.gram.gg.shape), device_of(self.gram.gg)
         if not on_host(device):  # to look would wait
             return f"DualSolution(t={t}, batch={batch}, on {device})"
         status = to_numpy(self.status)
@@ -70,6 +70,13 @@ class DualSolution:
         ended = "|".join(str(s.name).lower() for s in Status if s & int(status)) or "optimal"
         active = f"{np.count_nonzero(to_numpy(self.active))} of {t} active"
         return f"DualSolution({ended}, {active}, KKT residual {float(self.kkt_residual()):.0e})"
+
+    @property
+    def status(self) -> Array:
+        """Array of int, shape (...): a `gemproj.Status` per problem."""
+        if callable(self._status):
+            object.__setattr__(self, "_status", self._status())
+        return self._status
 
     @property
     def lower(self) -> Array:
@@ -117,9 +124,9 @@ class DualSolution:
         This is not about the option `refine`.
         """
         xp, device = namespace(self.status), device_of(self.status)
-        if self._factor is None:
+        if self._coordinates is None:
             return xp.zeros_like(self.status, dtype=xp.bool)
-        return from_numpy(self._factor.any(axis=(-2, -1)), xp, device)
+        return from_numpy(self._coordinates.any(axis=(-2, -1)), xp, device)
 
     def slack(self) -> Array:
         """Return ``G @ x - h``, shape (..., t); negative where x violates a constraint."""
@@ -150,52 +157,41 @@ class DualSolution:
         float64; rounding it to the dtype of g comes on top. Where K cannot tell what the solution is
         (nearly dependent rows, on a device), the bound is ``|x|``.
         """
-        batch, t = tuple(self.status.shape), self.multipliers.shape[-1]
         known = from_gram(Gram(*map(to_numpy, self.gram)))
-        lam, lower, upper = (to_numpy(a) for a in (self.multipliers, self.lower, self.upper))
-        h = np.zeros(lam.shape) if self.bounds.h is None else to_numpy(self.bounds.h)
-        size, bound = to_numpy(self._size()), np.zeros(batch)
-        for i in np.ndindex(batch):
-            F, rounding, resolves = known[i], self._rounding, _GRAM_RESOLVES
-            if self._factor is not None and self._factor[i].any():
-                F, rounding, resolves = self._factor[i], ROWS_RESOLVE, ROWS_RESOLVE
-            base = np.where(np.isfinite(lower[i]), lower[i], 0.0)
-            n = np.linalg.norm(F[:, :t], axis=0)
-            rows = n > 0
-            if size[i] == 0.0 or not rows.any():
+        lam, lower, upper, size = map(to_numpy, (self.multipliers, self.lower, self.upper, self._size()))
+        h = None if self.bounds.h is None else to_numpy(self.bounds.h)
+        bound = np.zeros(size.shape)
+        for i in np.ndindex(size.shape):
+            F, rounding, resolves = known[i], self._rounding, GRAM_RESOLVES
+            if self._coordinates is not None and self._coordinates[i].any():
+                F, rounding, resolves = self._coordinates[i], ROWS_RESOLVE, ROWS_RESOLVE
+            unit = unit_rows(F, None if h is None else h[i], lower[i], upper[i], lam[i])
+            if unit is None or size[i] == 0.0:
                 continue
             # Adding rows with a margin may cancel digits of g: rounding then counts against the sum.
-            whole = np.linalg.norm(F[:, t]) + float(np.abs(base) @ n)
-            n, scale = n[rows], n[rows] / size[i]
-            bound[i] = _certificate.error_bound(
-                F[:, :t][:, rows] / n,
-                (F[:, t] + F[:, :t] @ base) / size[i],
-                h[i][rows] / n / size[i],
-                (lam[i] - base)[rows] * scale,
-                np.where(np.isinf(lower[i][rows]), -np.inf, 0.0),
-                (upper[i] - base)[rows] * scale,
-                rounding=rounding * max(1.0, whole / size[i]),
-                resolves=resolves,
-            )
-        return self._unless_lost(from_numpy(bound, namespace(self.status), device_of(self.status)))
+            lengths = np.linalg.norm(F, axis=0)
+            whole = lengths[-1] + float(np.abs(unit.base) @ lengths[:-1])
+            rounding = rounding * max(1.0, whole / unit.size)
+            found = _certificate.error_bound(*unit[:6], rounding=rounding, resolves=resolves)
+            bound[i] = found * unit.size / size[i]
+        return self._unless_lost(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
         """Cosine between g and x, shape (...); 1 where either is zero, to rounding."""
         cosine, zero = _certificate.cosine(self.gram, self.multipliers), self._vanishes()
         return namespace(zero).where(zero, cosine * 0.0 + 1.0, cosine)
 
-    def to(self, xp: Any, device: Any) -> DualSolution:
-        """Return the same with arrays of another library, for a solution whose arrays are NumPy's."""
-        if not isinstance(self.multipliers, np.ndarray) or xp is namespace(self.multipliers):
-            return self
+    def to(self, move: Callable[[Array], Array]) -> DualSolution:
+        """Return the same for a caller: with arrays that `move` has brought to another library."""
 
-        def move(a: Any) -> Any:
+        def moved(a: Any) -> Any:
             if isinstance(a, tuple):  # Gram and Bounds
-                return type(a)(*map(move, a))
-            return from_numpy(a, xp, device)
+                return type(a)(*map(moved, a))
+            return move(a) if isinstance(a, np.ndarray) else a
 
-        names = ("multipliers", "gram", "bounds", "iterations", "status")
-        return replace(self, **{name: move(getattr(self, name)) for name in names})
+        lam, gram, bounds = map(moved, (self.multipliers, self.gram, self.bounds))
+        iterations, status = moved(self.iterations), moved(self.status)
+        return replace(self, multipliers=lam, gram=gram, bounds=bounds, iterations=iterations, _status=status)
 
     def _size(self) -> Array:
         """Return the norm that certificates are relative to, shape (...)."""
@@ -236,12 +232,12 @@ class DualSolution:
         moved = xp.zeros_like(gg)
         if not self._exact:
             moved = EPS * xp.sum(xp.abs(lam) * xp.sqrt(xp.linalg.diagonal(K)), axis=-1)
-        if self._factor is None:
+        if self._coordinates is None:
             return s, moved
         s, moved, lam, free = (np.array(to_numpy(a)) for a in (s, moved, self.multipliers, self.free))
         right = None if h is None else to_numpy(h)
-        for i in map(tuple, np.argwhere(self._factor.any(axis=(-2, -1)))):
-            A, a = self._factor[i][:, :-1], self._factor[i][:, -1]
+        for i in map(tuple, np.argwhere(self._coordinates.any(axis=(-2, -1)))):
+            A, a = self._coordinates[i][:, :-1], self._coordinates[i][:, -1]
             here = None if right is None else right[i]
             x, away = settle(A, a, lam[i], free[i] & self._exact, here)
             moved[i] += away

@@ -7,7 +7,8 @@ every entry of `lower` is 0, or -inf for an equality constraint. ``lower=None`` 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from gemproj._arrays import Array, device_of, namespace
 from gemproj._constants import DEPENDENT
@@ -33,10 +34,24 @@ class Gram(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What stage 1 hands on: the Gram matrix, and the relative rounding of its entries."""
+    """What stage 1 hands on.
+
+    Attributes
+    ----------
+    gram : Gram
+        On the CPU its arrays are NumPy's, whatever the library of G: a call costs a fifth of torch's.
+    rounding : float
+        Relative rounding of its entries.
+    to_caller : callable
+        Returns an array of t-space in the library and on the device of the caller's arrays.
+    rows : Problem or None
+        G and g, for what K has lost; None where there is only K, or only a part of G here.
+    """
 
     gram: Gram
     rounding: float
+    to_caller: Callable[[Array], Array]
+    rows: Any = None
 
 
 class Standard(NamedTuple):
@@ -167,14 +182,16 @@ def sweep(tableau: Array, k: int) -> Array:
     return swept
 
 
-def solve_on(K: Array, b: Array, rows: Array) -> Array:
-    """Return ``K_PP^-1 b_P`` for the chosen rows P, boolean (..., t), and zero for the others."""
-    xp = namespace(b)
-    b = xp.where(rows, b, xp.zeros_like(b))
-    tableau = xp.concat([submatrix(K, rows), b[..., None]], axis=-1)
-    for k in range(b.shape[-1]):
+def inverse_of(K: Array, rows: Array) -> Array:
+    """Return ``K_PP^-1`` (..., t, t) for the chosen rows P, boolean (..., t), and zero for the others."""
+    xp = namespace(K)
+    per_norm = inverse(xp.sqrt(xp.linalg.diagonal(K)))
+    rows = rows & (per_norm > 0)
+    scale = per_norm[..., :, None] * per_norm[..., None, :]
+    tableau = submatrix(K * scale, rows)
+    for k in range(K.shape[-1]):
         tableau = sweep(tableau, k)
-    return xp.where(rows, tableau[..., -1], xp.zeros_like(b))
+    return xp.where(rows[..., :, None] & rows[..., None, :], tableau * scale, xp.zeros_like(tableau))
 
 
 def smallest_pivot(K: Array, rows: Array) -> Array:

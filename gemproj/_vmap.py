@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
 
-def refuse_blocks(alone: bool) -> None:
+def refuse_blocks(alone: int) -> None:
     """Raise for blocks, which have no batch dimension."""
     if not alone:
         raise ValueError(
@@ -21,30 +20,21 @@ def mapped(
     size: int,
     dims: Sequence[int | None],
     tensors: Sequence[Tensor],
-    form: Any,
-    *,
-    all_of_them: bool = False,
-) -> tuple[list[Tensor], list[tuple[int, ...]]]:
-    """Return tensors with the mapped dimension first, so that they broadcast as a batch; and their shapes.
+    own: Sequence[int],
+    needed: Sequence[int],
+) -> list[Tensor]:
+    """Return tensors with the mapped dimension first, so that they broadcast as a batch.
 
-    g and a warm start always get that dimension, others that are not mapped only if asked for. Where the
-    problem has leading dimensions already, missing ones are inserted after the mapped one.
+    Each has so many dimensions of its own behind the leading ones of the problem: two for G, one for g and
+    what there is for each constraint. Missing leading dimensions are inserted after the mapped one. Tensors
+    that are not mapped stay as they are, but for those that are `needed` with it.
     """
-    always = (form.blocks[0], len(tensors) - 1 if form.given[-1] else None)
-    own = [
-        a.ndim - (d is not None) - (2 if i == 0 else 1)
-        for i, (a, d) in enumerate(zip(tensors, dims, strict=True))
-    ]
-    rank = max(own)
-    front, shapes = [], []
+    lead = [a.ndim - (d is not None) - n for a, d, n in zip(tensors, dims, own, strict=True)]
+    rank, front = max(lead), []
     for i, (a, d) in enumerate(zip(tensors, dims, strict=True)):
-        if d is not None:
-            a = a.movedim(d, 0)
-        elif i in always or all_of_them:
-            a = a.expand(size, *a.shape)
-        else:
+        if d is None and i not in needed:
             front.append(a)
             continue
-        shapes.append(tuple(a.shape))
-        front.append(a.reshape(size, *(1,) * (rank - own[i]), *a.shape[1:]))  # own is -1 for a number
-    return front, shapes
+        a = a.expand(size, *a.shape) if d is None else a.movedim(d, 0)
+        front.append(a.reshape(size, *(1,) * (rank - lead[i]), *a.shape[1:]))  # lead is -1 for a number
+    return front

@@ -145,7 +145,7 @@ def test_the_bound_sees_what_a_dependent_row_misses():
     """With h, rows that depend on active ones are not satisfied together with them."""
     G, g, h = np.array([[1.0, 0], [1, 0], [-1, 1e-4]]), np.array([-1.0, 0]), np.array([0, 5e-10, 0])
     sol = solve_dual(G, g, h=h)
-    wrong = replace(sol, multipliers=np.array([1.0, 0, 0]), _factor=sol._factor)  # x = 0
+    wrong = replace(sol, multipliers=np.array([1.0, 0, 0]), _coordinates=sol._coordinates)  # x = 0
     assert float(wrong.error_bound()) >= 5e-6
 
 

@@ -15,7 +15,7 @@ from gemproj import FISTA, OSQP, PGD, Status, combine, gram, project, solve_dual
 def judged(G, g, lam, **bounds):
     """The certificates of any multipliers."""
     sol = solve_dual(G, g, method="pgd", **bounds)
-    return replace(sol, multipliers=np.asarray(lam), _factor=None)
+    return replace(sol, multipliers=np.asarray(lam), _coordinates=None)
 
 
 def test_residual_is_its_definition(rng):

@@ -16,7 +16,7 @@ import numpy as np
 
 from gemproj._arrays import Array
 from gemproj._problem import Problem
-from gemproj._tspace import Measured
+from gemproj._tspace import Gram
 from gemproj.backends.numba import installed
 from gemproj.backends.portable import Portable, solve
 from gemproj.methods import Outcome
@@ -36,8 +36,8 @@ class Backend(Protocol):
 
     name: str
 
-    def gram(self, problem: Problem) -> Measured:
-        """Stage 1: return K, b and |g|^2, and how they are rounded."""
+    def gram(self, problem: Problem) -> tuple[Gram, float]:
+        """Stage 1: return K, b and |g|^2, and their relative rounding."""
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Stage 3: write ``g + G'lam`` to x, rounded once. x may be g itself."""

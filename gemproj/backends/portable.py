@@ -12,7 +12,7 @@ from gemproj._checks import fits_float32
 from gemproj._constants import CHUNK, EPS, LARGE, NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tiles import stacked, tiles
-from gemproj._tspace import Gram, Measured, Standard, times_rows
+from gemproj._tspace import Gram, Standard, times_rows
 from gemproj.methods import Exact, Method, Outcome
 from gemproj.methods.exact import solve_portable
 
@@ -24,11 +24,11 @@ class Portable:
 
     # NumPy would warn of infinities that stage 2 reports, with the row that holds them.
     @np.errstate(over="ignore", invalid="ignore", under="ignore")
-    def gram(self, problem: Problem) -> Measured:
+    def gram(self, problem: Problem) -> tuple[Gram, float]:
         """Sum the products of tiles; those of large float32 problems on the CPU in float32 first."""
         rounding = WIDE_ROUNDING * float(problem.xp.finfo(problem.wide).eps) / EPS
         if not problem.host or problem.columns < LARGE or problem.has_float64():
-            return Measured(_sum_products(problem, problem.wide), rounding)
+            return _sum_products(problem, problem.wide), rounding
         narrow = _sum_products(problem, problem.xp.float32)
         fits = fits_float32(narrow)
         if not fits.all():
@@ -37,7 +37,7 @@ class Portable:
             rows = np.all(fits) if problem.shared else fits[..., None, None]
             masks = rows, fits[..., None], fits
             narrow = Gram(*(np.where(ok, a, b) for ok, a, b in zip(masks, narrow, wide, strict=True)))
-        return Measured(narrow, NARROW_ROUNDING)
+        return narrow, NARROW_ROUNDING
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""

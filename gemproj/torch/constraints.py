@@ -11,13 +11,13 @@ from torch import Tensor
 
 from gemproj._arrays import wide_dtype
 from gemproj._combine import combine_into
-from gemproj._dual import solve_problem
 from gemproj._feasibility import warn_if_missed
+from gemproj._gram import measure
 from gemproj._options import Options
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj.torch.parameters import ParameterVector, local
-from gemproj.torch.stream import Stream, measure, solve_sum, tiles
+from gemproj.torch.stream import Stream, measure_sum, solve_measured, tiles
 
 
 class Kept(NamedTuple):
@@ -172,23 +172,19 @@ class ConstraintMatrix:
         vector, topology = self.vector, self.vector.topology
         chosen = None if moving is None else [j for j, moves in enumerate(moving) if moves]
         columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
-        all_reduce = topology.gram_sum(vector.dtype == torch.float64)
         with topology.measurement(len(self)):
             here = self.problems(v, weight, columns)
             mine = here if owned == columns else self.problems(v, weight, owned)
-            measured = measure(mine) if self.streamed else None
-        if measured is None:
-            (whole,) = mine
-            sol = solve_problem(whole, options, warm_start, all_reduce=all_reduce)
-        else:
-            sol = solve_sum(measured, options, warm_start, all_reduce, vector.device)
+            measured = measure_sum(mine) if self.streamed else measure(*mine)
+        measured = topology.sum_gram(measured, vector.dtype == torch.float64)
+        sol = solve_measured(measured, options, warm_start)
         warn_if_missed(sol)
         # On a device looking at the multipliers would wait, so that x is always written.
         changed = vector.device.type != "cpu" or bool(sol.multipliers.any())
         if changed:
             for problem in here:
                 combine_into(problem, sol, problem.vector)
-        return sol.to(torch, vector.device), changed
+        return sol.to(measured.to_caller), changed
 
     @property
     def streamed(self) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import reprlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_flatten
 from gemproj._arrays import Blocks, on_host, wide_dtype
 from gemproj._combine import as_asked, blocks_for_x, combine_into
 from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
-from gemproj._dual import solve_problem
+from gemproj._dual import solve
 from gemproj._feasibility import warn_if_missed
-from gemproj._options import check_options
+from gemproj._gram import measure
+from gemproj._options import check_options, check_start
 from gemproj._problem import check_problem
 from gemproj._tspace import Gram, Measured
 from gemproj.methods import AnyMethod
@@ -73,15 +74,15 @@ class Local:
 
     @contextmanager
     def measurement(self, t: int, problems: int = 1) -> Iterator[None]:
-        """After an error in the block, make others fail in `gram_sum`, of t rows in so many problems, too."""
+        """After an error in the block, make others fail in `sum_gram`, of t rows in so many problems, too."""
         yield
 
-    def gram_sum(self, double: bool) -> Callable[[Measured], Measured] | None:
-        """Return a function that sums the Gram matrices of shards; None where there are no shards.
+    def sum_gram(self, part: Measured, double: bool) -> Measured:
+        """Return what was measured on the columns of all shards.
 
         `double` tells whether the shards have float64, by which certificates judge the sums.
         """
-        return None
+        return part
 
     def sum_shards(self, values: Tensor) -> Tensor:
         """Sum, in place, what processes have measured on the columns that they own."""
@@ -179,18 +180,15 @@ class Sharded(Replicated):
     def sum_values(self, values: Tensor) -> Tensor:  # noqa: D102
         return super().sum_values(values).div_(self.world)
 
-    def gram_sum(self, double: bool) -> Callable[[Measured], Measured] | None:  # noqa: D102
-        def reduce(part: Measured) -> Measured:
-            parts = [torch.as_tensor(a, device=self._device) for a in part.gram]
-            packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
-            pieces = packed.split([a.numel() for a in parts])
-            whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
-            if on_host(self._device):
-                whole = [a.numpy() for a in whole]
-            # Other processes may have summed in another way, and certificates must be the same everywhere.
-            return Measured(Gram(*whole), WIDE_ROUNDING if double else NARROW_ROUNDING)
-
-        return reduce
+    def sum_gram(self, part: Measured, double: bool) -> Measured:  # noqa: D102
+        parts = [torch.as_tensor(a, device=self._device) for a in part.gram]
+        packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
+        pieces = packed.split([a.numel() for a in parts])
+        whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
+        if on_host(self._device):
+            whole = [a.numpy() for a in whole]
+        # Other processes may have summed in another way, and certificates must be the same everywhere.
+        return Measured(Gram(*whole), WIDE_ROUNDING if double else NARROW_ROUNDING, part.to_caller)
 
 
 def check_alone(topology: Local) -> None:
@@ -267,9 +265,10 @@ def project(
             raise ValueError(f"G must have shape (t, n), one problem; found a batch of {problem.batch}.")
         options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
         x = blocks_for_x(problem, out)
+        start = check_start(warm_start, *problem.like)
         facts["number of constraints"] = problem.t
-    sol = solve_problem(problem, options, warm_start, all_reduce=shards.gram_sum(problem.has_float64()))
+    sol = solve(shards.sum_gram(measure(problem), problem.has_float64()), options, start)
     warn_if_missed(sol)
     combine_into(problem, sol, x)
     projected = as_asked(problem, x, out)
-    return (projected, sol.to(problem.xp, problem.device)) if solution else projected
+    return (projected, sol.to(problem.to_caller)) if solution else projected

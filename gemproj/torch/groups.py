@@ -15,14 +15,14 @@ from torch import Tensor
 
 from gemproj._arrays import namespace
 from gemproj._combine import write_x
-from gemproj._dual import solve_problem
+from gemproj._gram import measure
 from gemproj._options import Options
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured
 from gemproj.methods import Status
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.parameters import ParameterVector
-from gemproj.torch.stream import measure, solve_sum
+from gemproj.torch.stream import measure_sum, solve_measured
 
 Groups = Literal["tensor", "module"] | Callable[[str], Hashable]
 
@@ -66,27 +66,28 @@ def project_groups(
     """
     vector, topology = matrix.vector, matrix.vector.topology
     here, grams = [], []
-    all_reduce = topology.gram_sum(vector.dtype == torch.float64)
     with topology.measurement(len(matrix), len(groups)):
         for group in groups:
             chosen = group if moving is None else [j for j in group if moving[j]]
             columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
             here.append(matrix.problems(v, weight, columns))
-            grams.append(measure(here[-1] if owned == columns else matrix.problems(v, weight, owned)))
+            grams.append(measure_sum(here[-1] if owned == columns else matrix.problems(v, weight, owned)))
     xp = namespace(grams[0].gram.b)
     gram = Gram(*(xp.stack(list(arrays)) for arrays in zip(*(one.gram for one in grams), strict=True)))
-    measured = Measured(gram, max(one.rounding for one in grams))
-    sol = solve_sum(measured, options, warm_start, all_reduce, vector.device).to(torch, vector.device)
+    rounding = max(one.rounding for one in grams)
+    part = Measured(gram, rounding, grams[0].to_caller)
+    measured = topology.sum_gram(part, vector.dtype == torch.float64)
+    sol = solve_measured(measured, options, warm_start).to(measured.to_caller)
     host = vector.device.type == "cpu"
-    if all_reduce is None and host and not matrix.streamed:
+    if measured is part and host and not matrix.streamed:
         # Where K cannot tell rows apart, the rows themselves can.
         for k in torch.nonzero(sol.status & int(Status.UNRESOLVED)).flatten().tolist():
-            again = solve_problem(next(iter(here[k])), options).to(torch, vector.device)
+            again = solve_measured(measure(*here[k]), options, None).to(measured.to_caller)
             sol.multipliers[k], sol.status[k] = again.multipliers, again.status
     if gate:
         violated = sol.bounds.violated(sol.gram.b.sum(0)).any()
         left = (~violated).to(sol.status.dtype) * int(Status.APPROXIMATE)
-        sol = replace(sol, multipliers=sol.multipliers * violated, status=sol.status | left)
+        sol = replace(sol, multipliers=sol.multipliers * violated, _status=sol.status | left)
     changed = not host or bool(sol.multipliers.any())
     if changed:
         for problems, lam in zip(here, sol.multipliers, strict=True):

@@ -5,25 +5,24 @@ Like the columns of shards, tiles are measured on their own, and their Gram matr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import reduce
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gemproj._arrays import on_host, to_numpy
-from gemproj._dual import solve_measured
+from gemproj._arrays import to_numpy
+from gemproj._dual import solve
+from gemproj._gram import measure
 from gemproj._options import Options
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured
-from gemproj.backends import select
 
 # Entries of a tile. Smaller ones would stay in a CPU's cache, but calls of the loops cost more than that.
 _HOST_TILE, _DEVICE_TILE = 1 << 22, 1 << 26
-
-Reduce = Callable[[Measured], Measured]
 
 
 class Stream:
@@ -60,20 +59,20 @@ def tiles(rows: Tensor, like: Tensor, columns: Iterable[slice]) -> Iterator[tupl
         yield at, tile
 
 
-def measure(problems: Iterable[Problem]) -> Measured:
+def measure_sum(problems: Iterable[Problem]) -> Measured:
     """Return the Gram matrix of several problems on columns of the same rows: their sum."""
-    return reduce(_add, (select(problem).gram(problem) for problem in problems))
-
-
-def solve_sum(
-    measured: Measured, options: Options, warm_start: Tensor | None, all_reduce: Reduce | None, device: Any
-) -> DualSolution:
-    """Solve the problem on all columns that were measured, with `all_reduce` on those of all processes."""
-    start = to_numpy(warm_start) if warm_start is not None and on_host(device) else warm_start
-    whole = measured if all_reduce is None else all_reduce(measured)
-    return solve_measured(whole, options, start, torch, device)
+    return reduce(_add, (measure(problem)._replace(rows=None) for problem in problems))
 
 
 def _add(a: Measured, b: Measured) -> Measured:
     gram = Gram(*(one + other for one, other in zip(a.gram, b.gram, strict=True)))
-    return Measured(gram, max(a.rounding, b.rounding))
+    return a._replace(gram=gram, rounding=max(a.rounding, b.rounding))
+
+
+def solve_measured(measured: Measured, options: Options, warm_start: Tensor | None) -> DualSolution:
+    """Solve with a right-hand side h that may be a function of the `Gram`, as one for lengths of rows is."""
+    if callable(options.h):
+        options = replace(options, h=options.h(measured.gram))
+    if warm_start is not None and isinstance(measured.gram.b, np.ndarray):
+        return solve(measured, options, to_numpy(warm_start))
+    return solve(measured, options, warm_start)

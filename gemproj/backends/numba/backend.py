@@ -12,7 +12,7 @@ from gemproj._arrays import Array
 from gemproj._checks import fits_float32
 from gemproj._constants import CHUNK, CLOSE, FEW_ROWS, LARGE, NARROW_ROUNDING, RESOLVED, WIDE_ROUNDING
 from gemproj._problem import Problem
-from gemproj._tspace import Gram, Measured, Standard, matvec, normalise
+from gemproj._tspace import Gram, Standard, matvec, normalise
 from gemproj.backends import portable
 from gemproj.backends.numba.addresses import locate, locate_output
 from gemproj.backends.numba.lanes import HEIGHT
@@ -104,7 +104,7 @@ class Numba:
         self.piece, self.pieces = piece, max(1, -(-problem.columns // piece))
         self.wide = dtype is np.float64 or problem.t <= FEW_ROWS or problem.columns < LARGE
 
-    def gram(self, problem: Problem) -> Measured:
+    def gram(self, problem: Problem) -> tuple[Gram, float]:
         """Sum the products of chunks of columns in all threads."""
         t, n, shared = problem.t, problem.t + 1, problem.shared
         chunk, dtype, itemsize = (_WIDE_CHUNK, np.float64, 8) if self.wide else (CHUNK, np.float32, 4)
@@ -130,7 +130,7 @@ class Numba:
         # With a shared G only the first matrix is whole; of the others, the last row is.
         K = totals[0, 0, :t, :t] if shared else total[..., :t, :t]
         gram = Gram(K, total[..., t, :t], total[..., t, t])
-        return Measured(gram, WIDE_ROUNDING) if self.wide else _remake_out_of_range(gram, problem)
+        return (gram, WIDE_ROUNDING) if self.wide else _remake_out_of_range(gram, problem)
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
@@ -150,16 +150,16 @@ class Numba:
         _in_threads(work, self.problems * self.pieces, numbers, problem, x)
 
 
-def _remake_out_of_range(gram: Gram, problem: Problem) -> Measured:
+def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
     """Make what has left the range of float32 sums anew, problem by problem: no other one changes a bit."""
     fits = fits_float32(gram)
     if problem.shared and not fits.all():
         return portable.Portable().gram(problem)
     for i in map(tuple, np.argwhere(~fits)):
-        one = portable.Portable().gram(problem.at(i)).gram
+        one = portable.Portable().gram(problem.at(i))[0]
         for to, value in zip(gram, one, strict=True):
             to[i] = value
-    return Measured(gram, NARROW_ROUNDING)
+    return gram, NARROW_ROUNDING
 
 
 def _in_threads(
