@@ -175,14 +175,15 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
         bounds = bounds._replace(h=namespace(dropped).where(dropped, 0.0, bounds.h))
     found = _run(gram, bounds, options.method, start, measured.to_caller)
     lam = _within(gram, bounds, found.multipliers, dropped)
-    sol = DualSolution(lam, gram, bounds, found.iterations, None, measured.rounding, _exact=exact)
+    status = found.status
+    if not host:
+        status = partial(_status_on_device, status, dropped)
+    elif isinstance(status, int):
+        status = np.full(gram.gg.shape, status)
+    sol = DualSolution(lam, gram, bounds, found.iterations, status, measured.rounding, exact)
     if rows is not None and options.refine:
         sol = refine_directly(rows, sol, options.refine)
-    if not host:
-        return replace(sol, _status=partial(_status_on_device, sol, found.status, dropped))
-    status = found.status
-    sol = replace(sol, _status=np.full(gram.gg.shape, status) if isinstance(status, int) else status)
-    if not exact:
+    if not (exact and host):
         return sol
     if rows is not None and rows.t:
         sol = return_to_rows(rows, sol, lost(rows, sol, found.resolution))
@@ -225,7 +226,7 @@ def _within(gram: Gram, bounds: Bounds, lam: Array, dropped: Array | None) -> Ar
     return lam if dropped is None else xp.where(dropped, xp.zeros_like(lam), lam)
 
 
-def _status_on_device(sol: DualSolution, found: Any, dropped: Array) -> Array:
+def _status_on_device(found: Any, dropped: Array, sol: DualSolution) -> Array:
     """Return how each problem ended: what the method says, rows that were left out, an infeasible h."""
     xp, bounds, (_, _, gg) = namespace(dropped), sol.bounds, sol.gram
     status = found() if callable(found) else found

@@ -45,7 +45,7 @@ class DualSolution:
     gram: Gram
     bounds: Bounds
     iterations: Any
-    # An array, or on a device a function that computes it: `project` never looks.
+    # An array, or on a device a function that makes it of the solution: `project` never looks.
     _status: Any
     _rounding: float = WIDE_ROUNDING
     # Whether the free rows are meant to have zero slack, and x is moved there.
@@ -75,7 +75,7 @@ class DualSolution:
     def status(self) -> Array:
         """Array of int, shape (...): a `gemproj.Status` per problem."""
         if callable(self._status):
-            object.__setattr__(self, "_status", self._status())
+            object.__setattr__(self, "_status", self._status(self))
         return self._status
 
     @property
@@ -189,8 +189,10 @@ class DualSolution:
                 return type(a)(*map(moved, a))
             return move(a) if isinstance(a, np.ndarray) else a
 
-        lam, gram, bounds = map(moved, (self.multipliers, self.gram, self.bounds))
-        iterations, status = moved(self.iterations), moved(self.status)
+        lam = move(self.multipliers)
+        if lam is self.multipliers:
+            return self
+        gram, bounds, iterations, status = map(moved, (self.gram, self.bounds, self.iterations, self._status))
         return replace(self, multipliers=lam, gram=gram, bounds=bounds, iterations=iterations, _status=status)
 
     def _size(self) -> Array:
