@@ -86,12 +86,6 @@ def is_real_floating(a: Array) -> bool:
     return found
 
 
-def refuse_masked(a: Any, name: str) -> None:
-    """Raise for an array with a mask, which everything here would ignore."""
-    if isinstance(a, np.ma.MaskedArray):
-        raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
-
-
 def is_torch(a: Any) -> bool:
     """Return whether `a` is a torch tensor."""
     found = _IS_TORCH.get(type(a))

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import DTYPE, Array, Blocks, is_array, is_real_floating, is_torch, refuse_masked
+from gemproj._arrays import DTYPE, Array, Blocks, is_array, is_real_floating, is_torch
+from gemproj._checks import refuse_masked
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
@@ -57,11 +58,6 @@ def _kind(keys: Any) -> str:
     if keys is None:
         return "one array"
     return "a sequence of arrays" if keys in (list, tuple) else "a mapping of arrays"
-
-
-def shape(a: Array) -> tuple[int, ...]:
-    """Return the shape of an array as a tuple of plain integers, for messages."""
-    return tuple(a.shape)
 
 
 def blocks_of(a: Blocks) -> Sequence[Any]:

@@ -14,7 +14,6 @@ GEM                       ``0 <= lam``
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +27,8 @@ from gemproj._arrays import (
     is_real_floating,
     namespace,
     on_host,
-    to_numpy,
 )
+from gemproj._checks import is_number, real_numbers
 from gemproj._constants import LOOSE
 from gemproj._tspace import Standard, inverse, matvec, snap
 
@@ -165,22 +164,6 @@ def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -
     return Bounds(base, mask, upper, right)
 
 
-def is_number(value: Any) -> bool:
-    """Return whether `value` is a plain real number."""
-    return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
-
-
-def check_scalar(value: Any, name: str) -> None:
-    """Check an option that is one number, or leave arrays to `make_bounds`."""
-    if not is_number(value):
-        if is_array(value) or isinstance(value, (list, tuple)):
-            return
-        raise TypeError(f"{name} must be a number, or an array of one per constraint; found {value!r}.")
-    if not value >= 0.0 or (value == math.inf and name == "margin"):
-        finite = "finite and " if name == "margin" else ""
-        raise ValueError(f"{name} must be {finite}at least 0; found {value}.")
-
-
 def _per_row(value: Any, name: str, like: Array) -> Array:
     """Return an option as an array shaped like b."""
     xp = namespace(like)
@@ -220,14 +203,6 @@ def _shaped(value: Any, name: str, like: Array) -> Array:
             f"{tuple(like.shape)}, one entry per constraint; "
             f"found {tuple(value.shape)}."
         ) from None
-
-
-def real_numbers(value: Any, name: str) -> np.ndarray:
-    """Return an option of another library, or a list, as an array of NumPy."""
-    host = to_numpy(value) if is_array(value) else np.asarray(value)
-    if host.dtype.kind not in "bfiu":
-        raise TypeError(f"{name} must hold real numbers; found dtype {host.dtype}.")
-    return host
 
 
 def _check_values(

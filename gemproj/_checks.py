@@ -1,6 +1,10 @@
-"""Checks of t-space numbers: finite, in range, feasible."""
+"""Checks of arguments that need no other: each names what was found, and what to pass instead."""
 
 from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
 
 import numpy as np
 
@@ -13,16 +17,96 @@ from gemproj._arrays import (
     is_real_floating,
     namespace,
     on_host,
-    refuse_masked,
     refuse_transformed,
     to_numpy,
     wide_dtype,
 )
-from gemproj._blocks import shape
-from gemproj._constants import NARROW_RANGE, WIDE_RANGE
-from gemproj._problem import Problem
-from gemproj._tiles import stacked
+from gemproj._constants import WIDE_RANGE
 from gemproj._tspace import Gram, inverse
+
+
+def check_count(value: Any, name: str, smallest: int) -> None:
+    """Raise unless `value` is an integer of at least `smallest`."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer; found {value!r}.")
+    if value < smallest:
+        raise ValueError(f"{name} must be at least {smallest}; found {value}.")
+
+
+def check_number(value: Any, name: str, low: float, *, strict: bool = False) -> None:
+    """Raise unless `value` is a finite real number of at least `low` (above it, if `strict`)."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number; found {value!r}.")
+    number = float(value)
+    if not (low < number if strict else low <= number) or number == float("inf"):
+        raise ValueError(
+            f"{name} must be finite and {'above' if strict else 'at least'} {low:g}; found {value}."
+        )
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `value` is a plain real number."""
+    return type(value) is float or (isinstance(value, numbers.Real) and not isinstance(value, bool))
+
+
+def check_scalar(value: Any, name: str) -> None:
+    """Check an option that is one number, or leave arrays to `make_bounds`."""
+    if not is_number(value):
+        if is_array(value) or isinstance(value, (list, tuple)):
+            return
+        raise TypeError(f"{name} must be a number, or an array of one per constraint; found {value!r}.")
+    if not value >= 0.0 or (value == math.inf and name == "margin"):
+        finite = "finite and " if name == "margin" else ""
+        raise ValueError(f"{name} must be {finite}at least 0; found {value}.")
+
+
+def real_numbers(value: Any, name: str) -> np.ndarray:
+    """Return an option of another library, or a list, as an array of NumPy."""
+    host = to_numpy(value) if is_array(value) else np.asarray(value)
+    if host.dtype.kind not in "bfiu":
+        raise TypeError(f"{name} must hold real numbers; found dtype {host.dtype}.")
+    return host
+
+
+def refuse_masked(a: Any, name: str) -> None:
+    """Raise for an array with a mask, which everything here would ignore."""
+    if isinstance(a, np.ma.MaskedArray):
+        raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
+
+
+def shape(a: Array) -> tuple[int, ...]:
+    """Return the shape of an array as a tuple of plain integers, for messages."""
+    return tuple(a.shape)
+
+
+def check_start(warm_start: Any, expected: tuple[int, ...], xp: Any, device: Any) -> Array | None:
+    """Check the multipliers that a method starts from, if there are any."""
+    return None if warm_start is None else check_multipliers(warm_start, "warm_start", expected, xp, device)
+
+
+def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:
+    """Check one number per constraint, shape (..., t), and return it as t-space has it."""
+    check_look_of_multipliers(lam, name, expected, xp)
+    lam = xp.asarray(detach(lam), dtype=wide_dtype(xp, device), device=device)
+    return to_numpy(lam) if on_host(device) else lam
+
+
+def check_look_of_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any) -> None:
+    """Check the library, shape and dtype of one number per constraint."""
+    refuse_masked(lam, name)
+    if not is_array(lam):
+        raise TypeError(f"{name} must be an array of shape {expected}; found {type(lam).__name__}.")
+    if tuple(lam.shape) != expected:
+        raise ValueError(
+            f"{name} must have shape {expected}, one multiplier per constraint; found {shape(lam)}."
+        )
+    if namespace(lam) is not xp:
+        library = xp.__name__.rpartition(".")[2]
+        raise TypeError(
+            f"{name} must be of the library of the other arrays, {library}; found {type(lam).__name__}."
+        )
+    if not is_real_floating(lam):
+        raise TypeError(f"{name} must have a real floating-point dtype; found {lam.dtype}.")
 
 
 def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
@@ -89,77 +173,3 @@ def _check_products(K: np.ndarray) -> None:
             apart = np.abs(part - np.swapaxes(part, -1, -2))
         if (apart > 0.01 * most).any():
             raise ValueError("K must be a Gram matrix; found one that is not symmetric.")
-
-
-def check_range(problem: Problem, gram: Gram) -> None:
-    """Raise for rows, on the CPU, that are not finite or whose squares are not in the range of float64."""
-    low, high = WIDE_RANGE
-    if gram.gg.ndim == 0:  # plain numbers are the fastest to look at
-        inside = [low < v < high for v in (*gram.K.diagonal().tolist(), float(gram.gg))]
-    else:
-        squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
-        inside = [low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in (squares, gram.gg)]
-    if all(inside):
-        return
-    check_finite(gram)
-    if not problem.has_float64():
-        return  # squares of what narrower dtypes hold are in range
-    shared = problem.shared
-    rows = problem.t + (gram.gg.size if shared else 1)
-    largest = np.zeros((*(() if shared else problem.batch), rows), np.longdouble)
-    xp, arrays = problem.xp, [*problem.rows, *problem.vector]
-    # Numbers of long double may be zero in float64.
-    dtype = next((a.dtype for a in arrays if xp.finfo(a.dtype).bits > 64), problem.wide)
-    for lead, tile in stacked(problem, dtype):
-        part = largest[(*lead, ...)]
-        np.maximum(part, np.max(np.abs(tile), axis=-1, initial=0.0), out=part)
-    tiny = (largest > 0) & (largest < 1e-140)
-    for i in map(tuple, np.argwhere(tiny)):
-        name, row = ("g", "") if i[-1] >= problem.t else ("G", f"row {i[-1]} of ")
-        most = np.format_float_scientific(largest[i], precision=1)
-        raise ValueError(
-            f"{row}{name} is too small: entries of at most {most}, whose squares leave the range "
-            f"of float64. Scale {name} up; rows of G may be scaled freely."
-        )
-
-
-def fits_float32(gram: Gram) -> np.ndarray:
-    """Return for which problems, boolean (...), no product left the range of float32; on the CPU."""
-    low, high = NARROW_RANGE
-    squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
-    return np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)
-
-
-def check_finite(gram: Gram) -> None:
-    """Raise for rows that are not finite, or whose squares overflow, naming them."""
-    K, b, gg = gram
-    if np.isfinite(K).all() and np.isfinite(b).all() and np.isfinite(gg).all():
-        return
-    cause = "NaN or infinity, or numbers whose squares overflow; scale it down if it is finite"
-    K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
-    for i in np.ndindex(gg.shape):
-        where = f"problem {i if len(i) > 1 else i[0]}" if i else ""
-        rows = np.flatnonzero(~np.isfinite(np.diagonal(K[i])))
-        if len(rows):
-            place = f" of {where}" if where else ""
-            name, hold = ("row", "holds") if len(rows) == 1 else ("rows", "hold")
-            found = f"{name} {', '.join(map(str, rows))}{place}"
-            raise ValueError(f"G is not finite: {found}, which {hold} {cause}.")
-        if not np.isfinite(gg[i]):
-            raise ValueError(f"g is not finite{': ' + where if where else ''}, which holds {cause}.")
-        if not (np.isfinite(K[i]).all() and np.isfinite(b[i]).all()):
-            place = f" in {where}" if where else ""
-            raise ValueError(
-                f"G and g are too large{place}: products of their entries overflow. Scale them down."
-            )
-
-
-def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
-    """Take rows that are not finite out of K and b, without looking at them; return which these are, too.
-
-    Where g is not finite b is not either: then all rows are left out, and x is g.
-    """
-    xp = namespace(b)
-    bad, zero = ~xp.isfinite(xp.linalg.diagonal(K) + xp.abs(b)), xp.zeros_like(b)
-    K = xp.where(bad[..., :, None] | bad[..., None, :], zero[..., None], K)
-    return K, xp.where(bad, zero, b), bad

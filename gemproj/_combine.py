@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, namespace, note_written
-from gemproj._options import check_multipliers
+from gemproj._checks import check_multipliers
 from gemproj._problem import Problem, check_out, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked

@@ -11,12 +11,13 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
 from gemproj._bounds import Bounds, make_bounds, overstepped, standard_form
-from gemproj._checks import check_finite, check_gram, check_range, drop_not_finite
+from gemproj._checks import check_gram, check_start
 from gemproj._constants import LOOSE, REACH, WIDE_ROUNDING, WIDER
 from gemproj._feasibility import infeasible, lost_to_penalty, refuse_infeasible
 from gemproj._gram import measure
-from gemproj._options import Options, check_options, check_start
+from gemproj._options import Options, check_options
 from gemproj._problem import check_problem
+from gemproj._range import check_finite, check_range, drop_not_finite
 from gemproj._refine import lost, refine_directly, return_to_rows, unsure
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured, Standard, clip, snap

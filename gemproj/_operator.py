@@ -12,18 +12,25 @@ from torch import Tensor
 
 from gemproj._arrays import Blocks, wide_dtype
 from gemproj._blocks import blocks_of
-from gemproj._bounds import Bounds, check_scalar, is_number, make_bounds, real_numbers
+from gemproj._bounds import Bounds, make_bounds
+from gemproj._checks import (
+    check_count,
+    check_look_of_multipliers,
+    check_scalar,
+    check_start,
+    is_number,
+    real_numbers,
+)
 from gemproj._combine import combine_into
 from gemproj._derivative import pull_back
 from gemproj._dual import solve
 from gemproj._feasibility import warn_if_missed
 from gemproj._gram import measure
-from gemproj._options import check_look_of_multipliers, check_options, check_start
+from gemproj._options import check_options
 from gemproj._problem import Problem, check_out, check_problem
 from gemproj._refine import inverse_of_free
 from gemproj._vmap import mapped, refuse_blocks
 from gemproj.methods import Exact
-from gemproj.methods._method import check_count
 
 _OPTIONS = ("h", "margin", "penalty", "equality", "warm_start")
 

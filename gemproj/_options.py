@@ -6,21 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from gemproj._arrays import (
-    Array,
-    detach,
-    is_array,
-    is_real_floating,
-    namespace,
-    on_host,
-    refuse_masked,
-    to_numpy,
-    wide_dtype,
-)
-from gemproj._blocks import shape
-from gemproj._bounds import check_scalar
+from gemproj._arrays import is_array
+from gemproj._checks import check_count, check_scalar, refuse_masked
 from gemproj.methods import AnyMethod, Exact, Method, as_method
-from gemproj.methods._method import check_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,33 +65,3 @@ def check_options(
 @lru_cache(maxsize=64)
 def _named(method: str) -> Options:
     return Options(as_method(method))
-
-
-def check_start(warm_start: Any, expected: tuple[int, ...], xp: Any, device: Any) -> Array | None:
-    """Check the multipliers that a method starts from, if there are any."""
-    return None if warm_start is None else check_multipliers(warm_start, "warm_start", expected, xp, device)
-
-
-def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:
-    """Check one number per constraint, shape (..., t), and return it as t-space has it."""
-    check_look_of_multipliers(lam, name, expected, xp)
-    lam = xp.asarray(detach(lam), dtype=wide_dtype(xp, device), device=device)
-    return to_numpy(lam) if on_host(device) else lam
-
-
-def check_look_of_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any) -> None:
-    """Check the library, shape and dtype of one number per constraint."""
-    refuse_masked(lam, name)
-    if not is_array(lam):
-        raise TypeError(f"{name} must be an array of shape {expected}; found {type(lam).__name__}.")
-    if tuple(lam.shape) != expected:
-        raise ValueError(
-            f"{name} must have shape {expected}, one multiplier per constraint; found {shape(lam)}."
-        )
-    if namespace(lam) is not xp:
-        library = xp.__name__.rpartition(".")[2]
-        raise TypeError(
-            f"{name} must be of the library of the other arrays, {library}; found {type(lam).__name__}."
-        )
-    if not is_real_floating(lam):
-        raise TypeError(f"{name} must have a real floating-point dtype; found {lam.dtype}.")

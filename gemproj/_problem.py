@@ -26,7 +26,8 @@ from gemproj._arrays import (
     to_numpy,
     wide_dtype,
 )
-from gemproj._blocks import as_blocks, shape
+from gemproj._blocks import as_blocks
+from gemproj._checks import shape
 
 
 @dataclass(eq=False)

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, namespace
-from gemproj._checks import fits_float32
 from gemproj._constants import CHUNK, EPS, LARGE, NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._problem import Problem
+from gemproj._range import fits_float32
 from gemproj._tiles import stacked, tiles
 from gemproj._tspace import Gram, Standard, times_rows
 from gemproj.methods import Exact, Method, Outcome

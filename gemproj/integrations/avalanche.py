@@ -15,8 +15,8 @@ except ImportError as error:
 import torch
 from torch import Tensor
 
+from gemproj._checks import check_count
 from gemproj.integrations._base import FrameworkGEM
-from gemproj.methods._method import check_count
 from gemproj.torch import EpisodicMemory
 
 

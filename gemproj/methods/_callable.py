@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from gemproj._arrays import Array, detach, device_of, namespace, on_host, to_numpy
-from gemproj._blocks import shape
+from gemproj._checks import shape
 from gemproj.methods._method import Outcome, Status
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import numbers
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -93,22 +92,3 @@ def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None)
     residual = xp.maximum(natural_residual(lam, s, lower, upper), complementarity(lam, s, upper))
     met = residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps
     return xp.astype(~met, xp.int64) * int(Status.STALLED)
-
-
-def check_count(value: Any, name: str, smallest: int) -> None:
-    """Raise unless `value` is an integer of at least `smallest`."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer; found {value!r}.")
-    if value < smallest:
-        raise ValueError(f"{name} must be at least {smallest}; found {value}.")
-
-
-def check_number(value: Any, name: str, low: float, *, strict: bool = False) -> None:
-    """Raise unless `value` is a finite real number of at least `low` (above it, if `strict`)."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number; found {value!r}.")
-    number = float(value)
-    if not (low < number if strict else low <= number) or number == float("inf"):
-        raise ValueError(
-            f"{name} must be finite and {'above' if strict else 'at least'} {low:g}; found {value}."
-        )

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gemproj._arrays import namespace
+from gemproj._checks import check_count
 from gemproj._tspace import clip, inverse, matvec, normalise
-from gemproj.methods._method import Method, Outcome, Status, check_count
+from gemproj.methods._method import Method, Outcome, Status
 from gemproj.methods.pgd import largest_eigenvalue_bound
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from gemproj._arrays import namespace
+from gemproj._checks import check_number
 from gemproj._tspace import identity_like, matvec
-from gemproj.methods._method import Method, Outcome, Status, check_number
+from gemproj.methods._method import Method, Outcome, Status
 from gemproj.methods.exact import Exact
 
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gemproj._checks import check_count, check_number
 from gemproj.methods._external import solve_each
-from gemproj.methods._method import Method, Outcome, Status, check_count, check_number
+from gemproj.methods._method import Method, Outcome, Status
 
 
 @dataclass(frozen=True)

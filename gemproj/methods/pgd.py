@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gemproj._arrays import Array, namespace
+from gemproj._checks import check_count, check_number
 from gemproj._tspace import clip, inverse, matvec, normalise
-from gemproj.methods._method import Method, Outcome, Status, check_count, check_number
+from gemproj.methods._method import Method, Outcome, Status
 
 
 @dataclass(frozen=True)

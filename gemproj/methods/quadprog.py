@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gemproj._checks import check_number
 from gemproj._tspace import snap
 from gemproj.methods._external import solve_each
-from gemproj.methods._method import Method, Outcome, check_number, exact_status
+from gemproj.methods._method import Method, Outcome, exact_status
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import namespace, to_numpy
+from gemproj._checks import check_number
 from gemproj._tspace import Gram
-from gemproj.methods._method import check_number
 
 # A learning rate of zero, as in the first step of a warmup, asks for nothing that is not finite.
 _SMALLEST_RATE = 1e-30

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gemproj.methods._method import check_count
+from gemproj._checks import check_count
 from gemproj.torch.memory import EpisodicMemory
 
 _NAMES_ELSEWHERE = {

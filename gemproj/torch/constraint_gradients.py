@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gemproj.methods._method import check_count
+from gemproj._checks import check_count
 from gemproj.torch.batches import Batch, Batches, Loss, Remembered, Source, output_of, parts, source_of
 from gemproj.torch.bound import rounding
 from gemproj.torch.constraints import ConstraintMatrix, check_loss

@@ -8,7 +8,7 @@ import torch
 from torch.utils._pytree import tree_unflatten
 from torch.utils.data import get_worker_info
 
-from gemproj.methods._method import check_count
+from gemproj._checks import check_count
 from gemproj.torch.batches import Batch, Batches, Field, Source, flatten
 from gemproj.torch.store import Store, plain
 

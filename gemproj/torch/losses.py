@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from gemproj.methods._method import check_count, check_number
+from gemproj._checks import check_count, check_number
 from gemproj.torch.batches import Batch, Field, Loss, Remembered, count_examples, field_of, output_of
 
 # Labels that torch and transformers leave out.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gemproj.methods._method import check_count
+from gemproj._checks import check_count
 from gemproj.torch.batches import Batch, Field, Remembered, count_examples, labels_of, remembered
 from gemproj.torch.draws import Draws
 from gemproj.torch.policies import POLICIES

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemproj._checks import check_count, check_number
 from gemproj._options import Options
 from gemproj._solution import DualSolution
 from gemproj.methods import AnyMethod
-from gemproj.methods._method import check_count, check_number
 from gemproj.torch.attached import is_attached
 from gemproj.torch.batches import Batch, Loss
 from gemproj.torch.bound import LossBound, without_noise

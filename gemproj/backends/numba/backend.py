@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array
-from gemproj._checks import fits_float32
 from gemproj._constants import CHUNK, CLOSE, FEW_ROWS, LARGE, NARROW_ROUNDING, RESOLVED, WIDE_ROUNDING
 from gemproj._problem import Problem
+from gemproj._range import fits_float32
 from gemproj._tspace import Gram, Standard, matvec, normalise
 from gemproj.backends import portable
 from gemproj.backends.numba.addresses import locate, locate_output
