@@ -229,7 +229,12 @@ def test_loops_compiled_ahead_are_those_that_are_called(rng):
     from gemproj.backends.numba import addresses, loops, search
 
     compile_loops()
-    functions = [loops.sum_products, loops.write_combination, loops.sum_shared_products, search.search]
+    functions = [
+        loops.sum_products,
+        loops.write_combination,
+        loops.sum_shared_products,
+        search.solve_active_set,
+    ]
     functions.append(addresses.address)
     before = [len(function.signatures) for function in functions]
     for dtype in (np.float32, np.float64):
@@ -261,7 +266,7 @@ def test_compilation_is_announced_once(caplog, monkeypatch, tmp_path):
     with caplog.at_level("WARNING", "gemproj"):  # which Python shows where no logging is set up
         for add in (lambda a: a + 1, lambda a: a + 2):
             add.__module__ = "gemproj.backends.numba.loops"
-            jit.strict(add)(1)
+            jit.strict_entry(add)(1)
     assert sum("Compiling loops" in record.message for record in caplog.records) == 1
 
 

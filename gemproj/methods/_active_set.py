@@ -61,54 +61,56 @@ class _Search:
         tabu = np.zeros(len(self.lam), dtype=bool)
         entered = -1
         while True:
-            if self._move_to_trial():
+            if self.move_to_trial():
                 tabu[:] = False
                 # A row that leaves in the move it entered for did so by rounding: not again at once.
                 tabu[entered] = entered >= 0 and not self.faces.free[entered]
-            s = self._trial()
-            violation = np.where(self.lam >= self.upper, s, np.where(np.isinf(self.lower), np.abs(s), -s))
-            violation[self.faces.free | tabu | (self.upper <= self.lower)] = 0.0
-            violated = violation > self.faces.rounding(self.lam)
-            if not violated.any() or self.pivots > PATIENCE * budget:
+            s = self.trial()
+            entered = self.most_violated(s, tabu, first=self.pivots > budget)
+            if entered < 0 or self.pivots > PATIENCE * budget:
                 return
-            # The most violated row is the fast choice; the first one cannot cycle.
-            entered = int(np.argmax(violation if self.pivots <= budget else violated))
             if not self.faces.dependent(entered):
-                self._pivot(entered)
-            elif violation[entered] <= self.faces.uncertainty(entered, self.lam):
+                self.pivot(entered)
+            elif abs(s[entered]) <= self.faces.uncertainty(entered, self.lam):
                 tabu[entered] = True
-            elif self._exchange(entered, -1.0 if s[entered] > 0 else 1.0):
+            elif self.exchange(entered, -1.0 if s[entered] > 0 else 1.0):
                 tabu[:] = False
             else:
                 tabu[entered] = True
 
-    def _trial(self) -> np.ndarray:
+    def most_violated(self, s: np.ndarray, tabu: np.ndarray, first: bool) -> int:
+        """Return the row whose constraint is violated most, or `first`, which cannot cycle; -1 for none."""
+        violation = np.where(self.lam >= self.upper, s, np.where(np.isinf(self.lower), np.abs(s), -s))
+        violation[self.faces.free | tabu | (self.upper <= self.lower)] = 0.0
+        violated = violation > self.faces.rounding(self.lam)
+        return int(np.argmax(violated if first else violation)) if violated.any() else -1
+
+    def trial(self) -> np.ndarray:
+        """Return -lam of the free rows and s of the others, at the minimum over the free multipliers."""
         return self.faces.trial(np.where(self.faces.free, 0.0, self.lam))
 
-    def _move_to_trial(self) -> bool:
+    def move_to_trial(self) -> bool:
         """Go to the minimum over the free multipliers; tell whether any met a bound and was dropped."""
         dropped = False
-        while self.faces.free.any():
+        while self.faces.free.any():  # each time at least one is dropped
             free = np.flatnonzero(self.faces.free)
-            here, trial = self.lam[free], -self._trial()[free]
+            here, end = self.lam[free], -self.trial()[free]
             lower, upper = self.lower[free], self.upper[free]
-            outside = (trial <= lower) | (trial >= upper)
-            if not outside.any():
-                self.lam[free] = trial
+            part = reach(here, end, lower, upper)
+            step = part.min()
+            if step == np.inf:
+                self.lam[free] = end
                 break
-            target = np.where(trial <= lower, lower, upper)
-            gap = trial - here
-            apart = np.where(outside, target - here, 0.0)
-            reach = np.where(outside, np.divide(apart, gap, out=np.zeros_like(gap), where=gap != 0), np.inf)
-            step = min(max(reach.min(), 0.0), 1.0)
-            blocking = reach <= step
-            self.lam[free] = np.where(blocking, target, np.clip(here + step * gap, lower, upper))
+            blocking = part <= step
+            target = np.where(end <= lower, lower, upper)
+            moved = np.clip(here + step * (end - here), lower, upper)
+            self.lam[free] = np.where(blocking, target, moved)
             for j in free[blocking]:
-                self._pivot(j)
+                self.pivot(j)
             dropped = True
         return dropped
 
-    def _exchange(self, j: int, sign: float) -> bool:
+    def exchange(self, j: int, sign: float) -> bool:
         """Move the multiplier of a dependent row until one of the free ones meets a bound and makes room.
 
         x stays where it is on the way, so this is the step of the dual active-set method. False if nothing
@@ -117,11 +119,11 @@ class _Search:
         while self.faces.dependent(j):
             free, along = np.flatnonzero(self.faces.free), -sign * self.faces.weights(j)
             end = self.upper[j] if sign > 0 else self.lower[j]
-            target = np.where(along < 0, self.lower[free], self.upper[free])
-            reach = np.full(len(free), np.inf)
+            bound = np.where(along < 0, self.lower[free], self.upper[free])
+            part = np.full(len(free), np.inf)
             moving = np.abs(along) > NEAR_ZERO
-            reach[moving] = (target[moving] - self.lam[free][moving]) / along[moving]
-            step = min(sign * (end - self.lam[j]), reach.min(initial=np.inf))
+            part[moving] = (bound[moving] - self.lam[free][moving]) / along[moving]
+            step = min(sign * (end - self.lam[j]), part.min(initial=np.inf))
             if step == np.inf:
                 return False
             self.lam[free] = np.clip(self.lam[free] + step * along, self.lower[free], self.upper[free])
@@ -130,12 +132,21 @@ class _Search:
                 self.pivots += 1
                 return True
             self.lam[j] += sign * step
-            blocking = int(np.argmin(reach))
-            self.lam[free[blocking]] = target[blocking]
-            self._pivot(int(free[blocking]))
-        self._pivot(j)
+            blocking = int(np.argmin(part))
+            self.lam[free[blocking]] = bound[blocking]
+            self.pivot(int(free[blocking]))
+        self.pivot(j)
         return True
 
-    def _pivot(self, j: int) -> None:
+    def pivot(self, j: int) -> None:
+        """Move row j into the free set or out of it, and count that."""
         self.faces.pivot(j)
         self.pivots += 1
+
+
+def reach(here: np.ndarray, end: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+    """Return the parts of the way to `end` on which a bound is met, infinity where none is."""
+    gap, target = end - here, np.where(end <= low, low, high)
+    apart = np.where(np.isinf(target), 0.0, target) - here
+    part = np.maximum(np.divide(apart, gap, out=np.zeros_like(gap), where=gap != 0), 0.0)
+    return np.where((low < end) & (end < high), np.inf, part)

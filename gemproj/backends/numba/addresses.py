@@ -10,7 +10,7 @@ import numpy as np
 
 from gemproj._arrays import Array
 from gemproj._problem import Problem
-from gemproj.backends.numba.jit import strict
+from gemproj.backends.numba.jit import strict_entry
 
 # Columns of the address table, which has a line per block and problem; strides in bytes. Address of the first
 # row, strides of rows and columns; addresses of g and x, each with its stride; first column, their number.
@@ -20,8 +20,10 @@ ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, C
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 
 
-def locate(problem: Problem) -> tuple[np.ndarray, type] | None:
-    """Return one line of addresses per problem and block, and the dtype, uint16 for the bits of bfloat16.
+def locate(problem: Problem) -> tuple[np.ndarray, type, bool] | None:
+    """Return one line of addresses per problem and block, the dtype, and whether G is stored by rows.
+
+    The dtype is uint16 for the bits of bfloat16. By rows, the entries of each row are adjacent.
 
     None where the loops cannot read the arrays. They can where all are of NumPy or torch, on the CPU, of one
     dtype, bfloat16, float32 or float64, and where the columns of a row are equally far apart in memory. So G
@@ -33,13 +35,14 @@ def locate(problem: Problem) -> tuple[np.ndarray, type] | None:
     dtype = _DTYPES.get(getattr(kind, "itemsize", 0))
     if dtype is None or (dtype is np.uint16 and str(kind) != "torch.bfloat16"):
         return None
-    lines, first = [], 0
+    lines, first, by_rows = [], 0, True
     for rows, vector, size in zip(problem.rows, problem.vector, problem.sizes, strict=True):
         if rows.dtype != kind or vector.dtype != kind:
             return None
         at_rows, at_vector = _place(rows, 1 if shared else lead + 1), _place(vector, lead)
         if at_rows is None or at_vector is None:
             return None
+        by_rows = by_rows and at_rows[2] == kind.itemsize
         lines.append((at_rows[0], at_rows[1][-1], at_rows[2], at_vector[0], at_vector[2], 0, 0, first, size))
         first += size
     table = np.array(lines, dtype=np.int64)
@@ -48,7 +51,7 @@ def locate(problem: Problem) -> tuple[np.ndarray, type] | None:
         if not shared:
             table[:, ROWS] = _addresses(problem.batch, at_rows[0], at_rows[1][:-1])
         table[:, VECTOR] = _addresses(problem.batch, *at_vector[:2])
-    return table, dtype
+    return table, dtype, by_rows
 
 
 def locate_output(lines: np.ndarray, batch: tuple[int, ...], x: list[Array]) -> bool:
@@ -101,7 +104,7 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
     return None
 
 
-@strict
+@strict_entry
 def address(a):
     """Return what ``a.ctypes.data`` is, five times as fast."""
     return a.ctypes.data

@@ -17,8 +17,14 @@ from gemproj.backends import portable
 from gemproj.backends.numba.addresses import locate, locate_output
 from gemproj.backends.numba.lanes import HEIGHT
 from gemproj.backends.numba.loops import add_pieces, sum_products, sum_shared_products, write_combination
-from gemproj.backends.numba.scratch import for_combination, for_products, for_shared_products
-from gemproj.backends.numba.search import search
+from gemproj.backends.numba.scratch import (
+    for_combination,
+    for_products,
+    for_search,
+    for_shared_products,
+    make,
+)
+from gemproj.backends.numba.search import solve_active_set
 from gemproj.backends.numba.threads import cores, share
 from gemproj.methods import Exact, Method, Outcome, Status
 from gemproj.methods.exact import nearly_active, resolution
@@ -65,7 +71,8 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
 
     def work(i: int) -> None:
         first, last = i * step, min(count, (i + 1) * step)
-        to_resolve.append(search(Ks, bs, *bounds, first, last, lam, pivots, status, resolved))
+        found = (lam, pivots, status, resolved)
+        to_resolve.append(solve_active_set(Ks, bs, *bounds, first, last, *found, *for_search(t)))
 
     share(work, -(-count // step))
     if any(to_resolve):
@@ -91,12 +98,12 @@ def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 class Numba:
-    """Compiled loops over arrays where they lie, see `Backend`; `lines` and `dtype` are from `locate`."""
+    """Compiled loops over arrays where they lie, see `Backend`; the other arguments are from `locate`."""
 
     name = "numba"
 
-    def __init__(self, problem: Problem, lines: np.ndarray, dtype: Any) -> None:
-        self.lines, self.like = lines, np.empty(0, dtype)
+    def __init__(self, problem: Problem, lines: np.ndarray, dtype: Any, by_rows: bool) -> None:
+        self.lines, self.like, self.columns = lines, np.empty(0, dtype), None if by_rows else True
         self.problems = len(lines) // len(problem.rows)
         piece = _PIECE
         if problem.columns * (problem.t + 1) >= _SMALL:
@@ -106,18 +113,17 @@ class Numba:
 
     def gram(self, problem: Problem) -> tuple[Gram, float]:
         """Sum the products of chunks of columns in all threads."""
-        t, n, shared = problem.t, problem.t + 1, problem.shared
+        t, n, shared, blocks = problem.t, problem.t + 1, problem.shared, len(problem.rows)
         chunk, dtype, itemsize = (_WIDE_CHUNK, np.float64, 8) if self.wide else (CHUNK, np.float32, 4)
         totals = np.empty((self.problems, self.pieces, n, n))
-        blocks, add = len(problem.rows), sum_shared_products if shared else sum_products
-        at_once, size = (
-            for_shared_products(t, chunk, itemsize) if shared else for_products(n, chunk, itemsize)
-        )
+        shapes = for_shared_products(t, chunk) if shared else for_products(n, chunk, itemsize)
 
         def work(first: int, last: int) -> None:
-            pieces = () if shared else (self.pieces,)
-            scratch = np.empty(size, dtype)
-            add(self.lines, blocks, first, last, *pieces, self.piece, at_once, self.like, scratch, totals)
+            arrays = (self.like, self.columns, *make(*shapes, dtype), totals)
+            if shared:
+                sum_shared_products(self.lines, blocks, first, last, self.piece, *arrays)
+            else:
+                sum_products(self.lines, blocks, first, last, self.pieces, self.piece, *arrays)
 
         # Work, in units of the time to read a number, in which eight products are made: each number is read
         # once and multiplied with n others. With a shared G about one unit per row, column and group.
@@ -138,13 +144,12 @@ class Numba:
             portable.Portable().combine(problem, lam, x)
             return
         lam = _float64(lam, (self.problems, problem.t))
-        blocks, shared, size = len(problem.rows), problem.shared, for_combination(problem.t)
+        blocks, shared = len(problem.rows), problem.shared
 
         def work(first: int, last: int) -> None:
-            lines, scratch = self.lines, np.empty(size)
-            write_combination(
-                lines, blocks, first, last, self.pieces, self.piece, shared, self.like, lam, scratch
-            )
+            pieces, loops = (self.pieces, self.piece), (self.like, self.columns)
+            scratch = for_combination(problem.t)
+            write_combination(self.lines, blocks, first, last, *pieces, shared, *loops, lam, *scratch)
 
         numbers = self.problems * problem.columns * (problem.t + 2)
         _in_threads(work, self.problems * self.pieces, numbers, problem, x)

@@ -15,7 +15,9 @@ from gemproj.backends.numba.lanes import (
     converted,
     load,
     multiply_add,
+    place_in,
     read,
+    row_step,
     separated,
     shuffle,
     spread,
@@ -31,15 +33,14 @@ QUAD = 4
 
 
 @intrinsic
-def separate(typing_context, source, n, t, target, row, like, to):
-    """Copy n adjacent columns of fewer than 8 rows into rows `row` bytes apart, of the dtype of `to`.
-
-    n is a multiple of TURNED.
-    """
+def separate(typing_context, source, n, t, like, tile):
+    """Copy n adjacent columns of fewer than 8 rows to the rows of a tile; n is a multiple of TURNED."""
 
     def generate(context, builder, signature, args):
-        source, n, t, target, row = args[:5]
+        source, n, t, _, tile = args
         stored, wanted = types_of(context, signature.args[-2:])
+        target = place_in(context, builder, signature.args[-1], tile)
+        row = row_step(context, builder, signature.args[-1], tile)
         real = F64 if stored == F64 else F32
         count = BYTES // bytes_of(real)
         for rows in range(2, 8):
@@ -54,19 +55,21 @@ def separate(typing_context, source, n, t, target, row, like, to):
                     place = builder.add(place, row)
         return context.get_dummy_value()
 
-    return types.none(*(types.int64,) * 5, like, to), generate
+    return types.none(*(types.int64,) * 3, like, tile), generate
 
 
 @intrinsic
-def add_separated(typing_context, source, scale, t, n, target, like):
-    """Add the products of n such columns and `scale`, t float64 numbers, to float64 numbers.
+def add_separated(typing_context, source, n, t, like, scale, target):
+    """Add the products of n such columns and `scale`, t float64 numbers, to ``target[0, :n]`` of float64.
 
     What is multiplied by zero need not be finite.
     """
 
     def generate(context, builder, signature, args):
-        source, scale, t, n, target, _ = args
-        (stored,) = types_of(context, signature.args[-1:])
+        source, n, t, _, scale, target = args
+        (stored,) = types_of(context, signature.args[3:4])
+        scale = place_in(context, builder, signature.args[4], scale)
+        target = place_in(context, builder, signature.args[5], target)
         real = F64 if stored == F64 else F32
         count = BYTES // bytes_of(real)
         vector = ir.VectorType(F64, count)
@@ -88,11 +91,11 @@ def add_separated(typing_context, source, scale, t, n, target, like):
                     store(builder, total, address)
         return context.get_dummy_value()
 
-    return types.none(*(types.int64,) * 5, like), generate
+    return types.none(*(types.int64,) * 3, like, scale, target), generate
 
 
 @intrinsic
-def add_dots(typing_context, source, column, scale, t, n, target, like):
+def add_dots(typing_context, source, column, n, t, like, scale, target):
     """Do the same for n columns of at least QUAD rows, `column` bytes apart; n is a multiple of QUAD.
 
     Products of each column are summed QUAD side by side, and then these sums of QUAD columns. Rows that are
@@ -100,8 +103,10 @@ def add_dots(typing_context, source, column, scale, t, n, target, like):
     """
 
     def generate(context, builder, signature, args):
-        source, column, scale, t, n, target, _ = args
-        (stored,) = types_of(context, signature.args[-1:])
+        source, column, n, t, _, scale, target = args
+        (stored,) = types_of(context, signature.args[4:5])
+        scale = place_in(context, builder, signature.args[5], scale)
+        target = place_in(context, builder, signature.args[6], target)
         vector = ir.VectorType(F64, QUAD)
         zeros = ir.Constant(vector, [0.0] * QUAD)
         lanes = ir.Constant(ir.VectorType(I64, QUAD), list(range(QUAD)))
@@ -137,7 +142,7 @@ def add_dots(typing_context, source, column, scale, t, n, target, like):
             store(builder, builder.fadd(load(builder, address, vector), sums), address)
         return context.get_dummy_value()
 
-    return types.none(*(types.int64,) * 6, like), generate
+    return types.none(*(types.int64,) * 4, like, scale, target), generate
 
 
 def _sums(builder, vectors):
@@ -154,15 +159,14 @@ def _sums(builder, vectors):
 
 
 @intrinsic
-def transpose(typing_context, source, column, target, row, like, to):
-    """Copy TURNED columns, `column` bytes apart, of 8 rows, in float64 of 4, into rows `row` bytes apart.
-
-    The target has the dtype of `to`, float32 or float64.
-    """
+def transpose(typing_context, source, column, like, tile, first_row, first_column):
+    """Copy TURNED columns, `column` bytes apart, of 8 rows, in float64 of 4, to a tile, from there on."""
 
     def generate(context, builder, signature, args):
-        source, column, target, row = args[:4]
-        stored, wanted = types_of(context, signature.args[-2:])
+        source, column = args[:2]
+        stored, wanted = types_of(context, signature.args[2:4])
+        target = place_in(context, builder, signature.args[3], *args[3:])
+        row = row_step(context, builder, signature.args[3], args[3])
         real = F64 if stored == F64 else F32
         n = 16 // bytes_of(real)  # entries in a lane of 128 bits, within which it costs least to move them
 
@@ -186,7 +190,7 @@ def transpose(typing_context, source, column, target, row, like, to):
                 store(builder, converted(builder, value, wanted), builder.add(target, offset))
         return context.get_dummy_value()
 
-    return types.none(*(types.int64,) * 4, like, to), generate
+    return types.none(types.int64, types.int64, like, tile, types.int64, types.int64), generate
 
 
 def _turned(builder, vectors):

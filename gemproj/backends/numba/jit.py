@@ -10,23 +10,47 @@ from typing import Any
 import numba
 from numba.core import event
 
+# Sums may run in any order, which lets them be vectorised; NaN stays NaN.
+_ANY_ORDER = {"reassoc", "contract", "nsz"}
+
 
 def fast(function: Any) -> Any:
-    """Compile sums so that they may run in any order, which lets them be vectorised; NaN stays NaN."""
-    return _compiled(function, fastmath={"reassoc", "contract", "nsz"})
+    """Compile a loop for other loops, with sums in any order."""
+    return _inner(function, fastmath=_ANY_ORDER)
 
 
 def strict(function: Any) -> Any:
-    """Compile arithmetic as it is written."""
-    return _compiled(function)
+    """Compile a loop for other loops, with arithmetic as it is written."""
+    return _inner(function)
 
 
-def _compiled(function: Any, **options: Any) -> Any:
+def fast_entry(function: Any) -> Any:
+    """Compile a loop that Python calls, with sums in any order."""
+    return _entry(function, fastmath=_ANY_ORDER)
+
+
+def strict_entry(function: Any) -> Any:
+    """Compile a loop that Python calls, with arithmetic as it is written."""
+    return _entry(function)
+
+
+# Without numba's memory, which compiles and runs faster: no loop can make an array, and then lose it while
+# its address is in use.
+_OPTIONS = {"_nrt": False, "no_cfunc_wrapper": True, "error_model": "numpy"}
+
+
+def _inner(function: Any, **options: Any) -> Any:
+    """Compile without what Python needs to call it, and keep it in the loops that call it only."""
+    return numba.njit(no_cpython_wrapper=True, **_OPTIONS, **options)(function)
+
+
+def _entry(function: Any, **options: Any) -> Any:
     """Compile without the interpreter lock, and keep the result on disk where that is possible."""
+    options |= _OPTIONS | {"nogil": True}
     try:
-        compiled = numba.njit(nogil=True, cache=True, error_model="numpy", **options)(function)
+        compiled = numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder for the cache can be written
-        return numba.njit(nogil=True, error_model="numpy", **options)(function)
+        return numba.njit(**options)(function)
     # numba looks for changes in the file of the function only, not in those of the functions that it calls.
     with suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _STAMP

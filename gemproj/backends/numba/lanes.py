@@ -37,6 +37,23 @@ def types_of(context, arrays):
     return [context.get_data_type(array.dtype) for array in arrays]
 
 
+def place_in(context, builder, kind, array, *indices):
+    """Return the address of an entry of an array without gaps, which is an argument of the loop.
+
+    The array belongs to the caller, so its memory outlives the loop.
+    """
+    made = context.make_array(kind)(context, builder, array)
+    address = builder.ptrtoint(made.data, I64)
+    for index, step in zip(indices, cgutils.unpack_tuple(builder, made.strides), strict=False):
+        address = builder.add(address, builder.mul(index, step))
+    return address
+
+
+def row_step(context, builder, kind, array):
+    """Return the bytes from row to row of an array."""
+    return cgutils.unpack_tuple(builder, context.make_array(kind)(context, builder, array).strides)[0]
+
+
 def bytes_of(stored):
     """Return the bytes of an entry."""
     return {F64: 8, F32: 4, I16: 2}[stored]
@@ -76,6 +93,37 @@ def converted(builder, value, real):
     if value.type.element == real:
         return value
     return builder.fpext(value, wanted) if real == F64 else builder.fptrunc(value, wanted)
+
+
+def narrowed(builder, value, stored):
+    """Return a vector of float64 as it is stored, rounded once to the nearest, ties to even."""
+    if stored != I16:
+        return converted(builder, value, stored)
+    near = converted(builder, value, F32)
+    bits = builder.bitcast(near, ir.VectorType(I32, value.type.count))
+
+    def same(number):
+        return ir.Constant(bits.type, [number] * value.type.count)
+
+    # Rounding to odd first makes the second rounding correct: of what is not exact in float32, the number
+    # towards zero, with its last bit set.
+    exact = converted(builder, near, F64)
+    off = builder.fcmp_ordered("!=", exact, value)
+    size = [builder.call(_absolute(builder, v.type), [v]) for v in (exact, value)]
+    beyond = builder.and_(off, builder.fcmp_ordered(">", *size))
+    odd = builder.or_(builder.sub(bits, builder.zext(beyond, bits.type)), builder.zext(off, bits.type))
+    high = builder.lshr(odd, same(16))
+    even = builder.and_(high, same(1))
+    rounded = builder.lshr(builder.add(odd, builder.add(same(0x7FFF), even)), same(16))
+    # NaN stays NaN, also where the bits that make it one are cut off.
+    no_number = builder.fcmp_unordered("uno", near, near)
+    chosen = builder.select(no_number, builder.or_(high, same(0x40)), rounded)
+    return builder.trunc(chosen, ir.VectorType(I16, value.type.count))
+
+
+def _absolute(builder, kind):
+    function = ir.FunctionType(kind, [kind])
+    return cgutils.get_or_insert_function(builder.module, function, f"llvm.fabs.v{kind.count}f64")
 
 
 def spread(builder, number, vector):

@@ -1,67 +1,63 @@
-"""Memory that the loops work in: how much they need, and what they find in it.
+"""Memory that the loops work in: arrays that their caller makes and holds.
 
-The caller makes it and holds it during the call. numba frees an array that a compiled function made after the
-last use of its name, whoever still has its address; so none takes the address of anything but its arguments.
+Compiled loops make no arrays (`jit` forbids it), so an address that is taken in one belongs to an argument.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
-from gemproj.backends.numba.jit import fast
+import numpy as np
+
+from gemproj.backends.numba.addresses import address
 from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
 
 # Bytes of a tile: less than half of a first-level cache, through which what is asked for passes, too.
 _TILE = 12 << 10
 # The least number of columns in a tile.
 _LEAST = 256
-# Groups of gradients that pass while a tile of G stays in cache.
+# Groups of HEIGHT gradients that pass while a tile of G stays in cache.
 CROWDS = 16
-# Partial sums of the products of two groups of rows.
-BLOCK = HEIGHT * HEIGHT * LANES
 # Columns that are combined at a time.
 PART = 1024
-
-
-@fast
-def align(address):
-    """Return the beginning of the next cache line."""
-    return address + -address % 64
-
-
-@fast
-def count_sums(rows):
-    """Return the number of partial sums of all products of rows with each other."""
-    groups = (rows + HEIGHT - 1) // HEIGHT
-    return groups * (groups + 1) // 2 * BLOCK
-
-
-@fast
-def count_shared_sums(t):
-    """Return that of t rows, and of CROWDS groups of gradients with these rows and among themselves."""
-    groups = (t + HEIGHT - 1) // HEIGHT
-    return groups * (groups + 1) // 2 * BLOCK + CROWDS * (groups + 1) * BLOCK
+_LINE = 64  # bytes of a cache line
 
 
 @lru_cache(maxsize=256)
-def for_products(rows: int, chunk: int, itemsize: int) -> tuple[int, int]:
-    """Return the columns of a tile, and the size of the array that `sum_products` works in."""
+def for_products(rows: int, chunk: int, itemsize: int) -> tuple[tuple[int, int], int]:
+    """Return the shape of the tile of `sum_products`, and the number of blocks of partial sums."""
     columns = min(chunk, max(_LEAST, _TILE // (rows * itemsize) // MULTIPLE * MULTIPLE))
-    return columns, _size(count_sums.py_func(rows), rows * columns, itemsize)
+    groups = -(-rows // HEIGHT)
+    return (rows, columns), groups * (groups + 1) // 2
 
 
-@lru_cache(maxsize=256)
-def for_shared_products(t: int, chunk: int, itemsize: int) -> tuple[int, int]:
-    """Do the same for `sum_shared_products`."""
-    columns, rows = min(chunk, _LEAST), (-(-t // HEIGHT) + 1) * HEIGHT
-    return columns, _size(count_shared_sums.py_func(t), rows * columns, itemsize)
+def for_shared_products(t: int, chunk: int) -> tuple[tuple[int, int], int]:
+    """Do the same for `sum_shared_products`: rows of G, then a group of gradients."""
+    groups = -(-t // HEIGHT)
+    return ((groups + 1) * HEIGHT, min(chunk, _LEAST)), groups * (groups + 1) // 2 + CROWDS * (groups + 1)
 
 
-def for_combination(t: int) -> int:
-    """Return the size of the array of float64 that `write_combination` works in."""
-    return _size(PART, 2 * t, 8)
+def make(tile: tuple[int, int], blocks: int, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return a tile, and partial sums of the products of groups of rows, in float64."""
+    return _aligned(tile, dtype), _aligned((blocks, HEIGHT * HEIGHT * LANES), np.float64)
 
 
-def _size(sums: int, entries: int, itemsize: int) -> int:
-    """Return how many entries have room for sums in float64 and for entries, both at cache lines."""
-    return (8 * sums + 128) // itemsize + entries
+def for_combination(t: int) -> tuple[np.ndarray, ...]:
+    """Return sums of PART columns, and room for the numbers and multipliers of active rows."""
+    return _aligned((1, PART), np.float64), np.empty(t, np.int64), np.empty(t)
+
+
+def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Return an array that begins at a cache line, so that no vector lies across two."""
+    size = np.dtype(dtype).itemsize
+    for n in shape:
+        size *= n
+    memory = np.empty(size + _LINE, np.uint8)
+    start = -address(memory) % _LINE
+    return memory[start : start + size].view(dtype).reshape(shape)
+
+
+def for_search(t: int) -> tuple[np.ndarray, ...]:
+    """Return the tableau, K, six vectors and two rows of flags of `solve_active_set`."""
+    return np.empty((t, t + 1)), np.empty((t, t)), *np.empty((6, t)), *np.empty((2, t), np.bool_)

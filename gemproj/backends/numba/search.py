@@ -1,4 +1,4 @@
-"""The active-set search of `gemproj.methods._active_set` on a tableau, for a batch, without Python in it."""
+"""The compiled twin of `gemproj.methods._active_set`, for a batch, without Python in it."""
 
 from __future__ import annotations
 
@@ -6,196 +6,92 @@ import numpy as np
 
 from gemproj import _constants
 from gemproj._constants import BUDGET, CLOSE, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
-from gemproj.backends.numba.conditions import (
-    find_near,
-    norm1,
-    normalise,
-    residual,
-    resolution,
-    slackness,
-    slope,
-)
-from gemproj.backends.numba.jit import strict
+from gemproj.backends.numba.conditions import clip, normalise, optimality, resolution
+from gemproj.backends.numba.jit import strict, strict_entry
+from gemproj.backends.numba.tableau import DEPENDENT, pivot, rounding, set_free, trial
 from gemproj.methods._method import Status
 
-_DEPENDENT = _constants.DEPENDENT * _constants.EPS
 _OPTIMAL_WITHIN = _constants.OPTIMAL_WITHIN * _constants.EPS
 _STALLED = int(Status.STALLED)
 
 
-@strict
-def _sweep(T, k):
-    """Pivot the tableau (t, t + 1) on its k-th diagonal entry, which moves row k in or out of the set."""
-    t = T.shape[0]
-    pivot = T[k, k] if T[k, k] > _DEPENDENT else 1.0
-    for j in range(t + 1):
-        T[k, j] /= pivot
-    for i in range(t):
-        if i == k:
-            continue
-        factor = T[i, k]
-        if factor != 0.0:
-            for j in range(t + 1):
-                T[i, j] -= factor * T[k, j]
-        T[i, k] = -factor / pivot
-    T[k, k] = 1.0 / pivot
+@strict_entry
+def solve_active_set(
+    Ks, bs, lowers, uppers, starts, first, last, lams, pivots, status, resolved,
+    T, K, b, s, lam, lower, upper, per_norm, free, tabu,
+):  # fmt: skip
+    """Solve problems ``first .. last - 1`` of a batch, of rows of any norm.
 
-
-# Loops, because whole arrays at once take numba seconds to compile.
-@strict
-def _clear(flags):
-    for i in range(flags.size):
-        flags[i] = False
-
-
-@strict
-def _start(T, K, b, lower, free, lam):
-    """Sweep a fresh tableau on a set, equalities first; rows that depend on others leave it, with lam = 0.
-
-    The row that is farthest from the span of the swept ones is next: of dependent rows, those that are
-    far apart are taken, and multipliers stay small.
+    Problems are K (problems, t, t), or one K for all, and b (problems, t); `lowers`, `uppers` and `starts`
+    may be empty. Writes the multipliers, the number of pivots, the status, and whether K resolves the active
+    and nearly active rows, see `resolution`. Returns for how many problems it does not.
     """
-    t = b.size
-    for i in range(t):
-        for j in range(t):
-            T[i, j] = K[i, j]
-        T[i, t] = b[i]
-    swept = np.zeros(t, np.bool_)
-    for equality in (True, False):
-        while True:
-            best, k = _DEPENDENT, -1
+    t, close = b.size, 0
+    for p in range(first, last):
+        given, best = Ks[p if len(Ks) > 1 else 0], lams[p]
+        size, finite = normalise(given, bs[p], K, b, per_norm), True
+        for i in range(t):
+            stretch = 1.0 / per_norm[i] / size if per_norm[i] > 0.0 else 0.0
+            lower[i] = lowers[p, i] if len(lowers) else 0.0
+            upper[i] = uppers[p, i] if len(uppers) else np.inf
+            if upper[i] < np.inf:
+                upper[i] *= stretch
+            lam[i] = clip(starts[p, i] * stretch, lower[i], upper[i]) if len(starts) else 0.0
+            if not abs(lam[i]) < np.inf:
+                lam[i] = 0.0
+            best[i], finite = 0.0, finite and given[i, i] < np.inf
+        smallest, products = optimality(K, b, best, lower, upper, s)
+        pivots[p] = 0
+        # Updates add rounding, so a search that ends with a violated constraint is resumed afresh.
+        for _ in range(SEARCHES):
             for i in range(t):
-                if free[i] and not swept[i] and (lower[i] == -np.inf) == equality and T[i, i] > best:
-                    best, k = T[i, i], i
-            if k < 0:
+                tabu[i] = lower[i] < lam[i] and lam[i] < upper[i]
+            set_free(T, K, b, lower, tabu, free, lam)
+            pivots[p] += run(T, lam, lower, upper, free, tabu, s)
+            residual, complementarity = optimality(K, b, lam, lower, upper, s)
+            if residual < smallest:
+                smallest, products = residual, complementarity
+                for i in range(t):
+                    best[i] = lam[i]
+            if smallest <= ROUNDING * rounding(best):
                 break
-            _sweep(T, k)
-            swept[k] = True
-    for k in range(t):
-        if free[k] and not swept[k]:
-            free[k] = False
-            lam[k] = 0.0
+        optimality(K, b, best, lower, upper, s)
+        met = finite and smallest <= _OPTIMAL_WITHIN and products <= _OPTIMAL_WITHIN
+        status[p] = 0 if met else _STALLED
+        resolved[p] = resolution(K, best, s, lower, free, T)
+        if resolved[p] < CLOSE:
+            close += 1
+        for i in range(t):
+            best[i] *= size * per_norm[i]
+    return close
 
 
 @strict
-def _trial(T, lam, free, s):
-    """Write -lam of the free rows and s of the others to s, at the minimum over the free multipliers."""
-    t = lam.size
-    for i in range(t):
-        s[i] = T[i, t]
-    for j in range(t):
-        if not free[j] and lam[j] != 0.0:
-            for i in range(t):
-                s[i] += T[i, j] * lam[j]
-
-
-@strict
-def _move(T, lam, lower, upper, free, s):
-    """Go to the minimum over the free multipliers; return how many met a bound and were dropped."""
-    dropped = 0
-    for _ in range(lam.size + 1):  # each time at least one is dropped
-        _trial(T, lam, free, s)
-        step, outside = 1.0, False
-        for i in range(lam.size):
-            if free[i] and (-s[i] <= lower[i] or -s[i] >= upper[i]):
-                outside = True
-                gap = -s[i] - lam[i]
-                target = lower[i] if -s[i] <= lower[i] else upper[i]
-                reach = (target - lam[i]) / gap if gap != 0.0 else 0.0
-                step = min(step, max(reach, 0.0))
-        if not outside:
-            for i in range(lam.size):
-                if free[i]:
-                    lam[i] = -s[i]
-            break
-        # The bounds that are met first are met exactly, all others are not overstepped by rounding.
-        for i in range(lam.size):
-            if not free[i]:
-                continue
-            gap = -s[i] - lam[i]
-            if -s[i] <= lower[i] or -s[i] >= upper[i]:
-                target = lower[i] if -s[i] <= lower[i] else upper[i]
-                reach = (target - lam[i]) / gap if gap != 0.0 else 0.0
-                if reach <= step:
-                    lam[i] = target
-                    free[i] = False
-                    _sweep(T, i)
-                    dropped += 1
-                    continue
-            lam[i] = min(max(lam[i] + step * gap, lower[i]), upper[i])
-    return dropped
-
-
-@strict
-def _exchange(T, lam, lower, upper, free, j, sign):
-    """Move multiplier j of a dependent row until a free one meets a bound and makes room.
-
-    Returns the number of pivots, negative if in the end nothing was in the way: the dual is unbounded.
-    """
-    pivots = 0
-    while T[j, j] <= _DEPENDENT:
-        end = upper[j] if sign > 0.0 else lower[j]
-        step, blocking = sign * (end - lam[j]), j
-        for i in range(lam.size):
-            along = -sign * T[i, j]
-            if free[i] and abs(along) > NEAR_ZERO:
-                reach = ((lower[i] if along < 0.0 else upper[i]) - lam[i]) / along
-                if reach < step:
-                    step, blocking = reach, i
-        if step == np.inf:
-            return -1 - pivots
-        for i in range(lam.size):
-            if free[i]:
-                lam[i] = min(max(lam[i] - sign * step * T[i, j], lower[i]), upper[i])
-        pivots += 1
-        if blocking == j:
-            lam[j] = end
-            return pivots
-        lam[j] += sign * step
-        lam[blocking] = lower[blocking] if -sign * T[blocking, j] < 0.0 else upper[blocking]
-        free[blocking] = False
-        _sweep(T, blocking)
-    _sweep(T, j)
-    free[j] = True
-    return pivots + 1
-
-
-@strict
-def _run(T, lam, lower, upper, free, tabu, s):
+def run(T, lam, lower, upper, free, tabu, s):
     """Pivot until no constraint is violated, with the least-index rule past the budget; return the pivots."""
-    t = lam.size
-    pivots, budget, entered = 0, BUDGET * t, -1
-    _clear(tabu)
+    pivots, budget, entered = 0, BUDGET * lam.size, -1
+    clear(tabu)
     while True:
-        dropped = _move(T, lam, lower, upper, free, s)
+        dropped = move_to_trial(T, lam, lower, upper, free, s)
         pivots += dropped
         if dropped:
-            _clear(tabu)
+            clear(tabu)
             # A row that leaves in the move it entered for did so by rounding: not again at once.
             if entered >= 0 and not free[entered]:
                 tabu[entered] = True
-        worst, entered = ROUNDING * (1.0 + norm1(lam)), -1
-        for i in range(t):
-            if free[i] or tabu[i] or upper[i] <= lower[i]:
-                continue
-            violation = s[i] if lam[i] >= upper[i] else abs(s[i]) if lower[i] == -np.inf else -s[i]
-            if violation > worst:
-                entered = i
-                if pivots > budget:
-                    break
-                worst = violation
+        size = rounding(lam)
+        entered = most_violated(lam, lower, upper, free, tabu, s, ROUNDING * size, pivots > budget)
         if entered < 0 or pivots > PATIENCE * budget:
             return pivots
-        if T[entered, entered] > _DEPENDENT:
-            _sweep(T, entered)
-            free[entered] = True
+        made = -1
+        if T[entered, entered] > DEPENDENT:
+            pivot(T, free, entered)
             pivots += 1
             continue
-        made = -1
-        if abs(s[entered]) > EXCHANGE * (1.0 + norm1(lam)):
-            made = _exchange(T, lam, lower, upper, free, entered, -1.0 if s[entered] > 0.0 else 1.0)
+        if abs(s[entered]) > EXCHANGE * size:
+            made = exchange(T, lam, lower, upper, free, entered, -1.0 if s[entered] > 0.0 else 1.0)
         if made > 0:
-            _clear(tabu)
+            clear(tabu)
             pivots += made
         else:
             pivots += -1 - made
@@ -203,55 +99,89 @@ def _run(T, lam, lower, upper, free, tabu, s):
 
 
 @strict
-def search(Ks, bs, lowers, uppers, starts, first, last, lams, pivots, status, resolved):
-    """Solve problems ``first .. last - 1`` of a batch, of rows of any norm, as `solve_active_set` does.
+def most_violated(lam, lower, upper, free, tabu, s, worst, first):
+    """Return the row whose constraint is violated most, or `first`; -1 if none is by more than `worst`."""
+    entered = -1
+    for i in range(lam.size):
+        if not (free[i] or tabu[i] or upper[i] <= lower[i]):
+            violation = s[i] if lam[i] >= upper[i] else abs(s[i]) if lower[i] == -np.inf else -s[i]
+            if violation > worst:
+                entered, worst = i, violation
+                if first:
+                    break
+    return entered
 
-    Problems are K (problems, t, t), or one K for all, and b (problems, t); `lowers`, `uppers` and `starts`
-    may be empty. Writes the multipliers, the number of pivots, the status, and how well K resolves the active
-    and nearly active rows: a lower bound of its smallest eigenvalue on them, which is good where it is not
-    small. Returns for how many problems that is below CLOSE, so that a closer look is wanted.
+
+@strict
+def move_to_trial(T, lam, lower, upper, free, s):
+    """Go to the minimum over the free multipliers; return how many met a bound and were dropped."""
+    dropped = 0
+    while True:  # each time at least one is dropped
+        trial(T, lam, free, s)
+        step = np.inf
+        for i in range(lam.size):
+            if free[i]:
+                step = min(step, reach(lam[i], -s[i], lower[i], upper[i]))
+        for i in range(lam.size):
+            if not free[i]:
+                continue
+            end = -s[i]
+            if step == np.inf:
+                lam[i] = end
+            elif reach(lam[i], end, lower[i], upper[i]) <= step:
+                lam[i] = lower[i] if end <= lower[i] else upper[i]
+                pivot(T, free, i)
+                dropped += 1
+            else:
+                lam[i] = clip(lam[i] + step * (end - lam[i]), lower[i], upper[i])
+        if step == np.inf:
+            return dropped
+
+
+@strict
+def exchange(T, lam, lower, upper, free, j, sign):
+    """Move multiplier j of a dependent row until a free one meets a bound and makes room.
+
+    Returns the number of pivots, negative if in the end nothing was in the way: the dual is unbounded.
     """
-    t, to_resolve = bs.shape[1], 0
-    T, K, b, s = np.empty((t, t + 1)), np.empty((t, t)), np.empty(t), np.empty(t)
-    now, best, per_norm = np.empty(t), np.empty(t), np.empty(t)
-    lower, upper = np.empty(t), np.empty(t)
-    free, tabu = np.empty(t, np.bool_), np.empty(t, np.bool_)
-    near = np.empty(t, np.int64)
-    for p in range(first, last):
-        given = Ks[p if len(Ks) > 1 else 0]
-        size = normalise(given, bs[p], K, b, per_norm)
-        for i in range(t):
-            stretch = 1.0 / per_norm[i] / size if per_norm[i] > 0.0 else 0.0
-            lower[i] = lowers[p, i] if len(lowers) else 0.0
-            upper[i] = np.inf
-            if len(uppers) and uppers[p, i] < np.inf:
-                upper[i] = uppers[p, i] * stretch
-            now[i] = min(max(starts[p, i] * stretch, lower[i]), upper[i]) if len(starts) else 0.0
-            now[i] = now[i] if abs(now[i]) < np.inf else 0.0
-            best[i] = 0.0
-        slope(K, b, best, s)
-        smallest, pivots[p] = residual(best, s, lower, upper), 0
-        # Updates add rounding, so a search that ends with a violated constraint is resumed afresh.
-        for _ in range(SEARCHES):
-            for i in range(t):
-                free[i] = now[i] > lower[i] and now[i] < upper[i]
-            _start(T, K, b, lower, free, now)
-            pivots[p] += _run(T, now, lower, upper, free, tabu, s)
-            slope(K, b, now, s)
-            found = residual(now, s, lower, upper)
-            if found < smallest:
-                smallest = found
-                for i in range(t):
-                    best[i] = now[i]
-            if smallest <= ROUNDING * (1.0 + norm1(best)):
-                break
-        slope(K, b, best, s)
-        met = smallest <= _OPTIMAL_WITHIN and slackness(best, s, upper) <= _OPTIMAL_WITHIN
-        for i in range(t):
-            met = met and given[i, i] < np.inf
-        status[p] = 0 if met else _STALLED
-        resolved[p] = resolution(K, near[: find_near(best, s, lower, near)], T)
-        to_resolve += 1 if resolved[p] < CLOSE else 0
-        for i in range(t):
-            lams[p, i] = best[i] * (size * per_norm[i])
-    return to_resolve
+    pivots = 0
+    while T[j, j] <= DEPENDENT:
+        end = upper[j] if sign > 0.0 else lower[j]
+        step, blocking = sign * (end - lam[j]), j
+        for i in range(lam.size):
+            along = -sign * T[i, j]
+            if free[i] and abs(along) > NEAR_ZERO:
+                bound = lower[i] if along < 0.0 else upper[i]
+                if (bound - lam[i]) / along < step:
+                    step, blocking, end = (bound - lam[i]) / along, i, bound
+        if step == np.inf:
+            return -1 - pivots
+        for i in range(lam.size):
+            if free[i]:
+                lam[i] = clip(lam[i] - sign * step * T[i, j], lower[i], upper[i])
+        lam[j] += sign * step
+        lam[blocking] = end
+        pivots += 1
+        if blocking == j:
+            return pivots
+        pivot(T, free, blocking)
+    pivot(T, free, j)
+    return pivots + 1
+
+
+@strict
+def reach(here, end, low, high):
+    """Return the part of the way to `end` on which a bound is met, infinity if none is."""
+    if low < end and end < high:
+        return np.inf
+    if end == here:
+        return 0.0
+    part = ((low if end <= low else high) - here) / (end - here)
+    return part if part > 0.0 else 0.0
+
+
+@strict
+def clear(flags):
+    """Set all flags to False."""
+    for i in range(flags.size):
+        flags[i] = False

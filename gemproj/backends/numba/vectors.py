@@ -17,7 +17,10 @@ from gemproj.backends.numba.lanes import (
     converted,
     load,
     multiply_add,
+    narrowed,
+    place_in,
     read,
+    row_step,
     separated,
     shuffle,
     spread,
@@ -31,12 +34,13 @@ _BUSY = 8
 
 
 @intrinsic
-def widen(typing_context, source, n, target, like, to):
-    """Copy n entries of the dtype of `like` to an array of the dtype of `to`, float32 or float64."""
+def widen(typing_context, source, n, like, target, row, column):
+    """Copy n entries of the dtype of `like` to ``target[row, column:]``, of float32 or float64."""
 
     def generate(context, builder, signature, args):
-        source, n, target = args[:3]
-        stored, real = types_of(context, signature.args[-2:])
+        source, n = args[:2]
+        stored, real = types_of(context, signature.args[2:4])
+        target = place_in(context, builder, signature.args[3], *args[3:])
 
         def copy(at, vector):
             value = stream(builder, source, at, stored, vector.count, real)
@@ -45,19 +49,41 @@ def widen(typing_context, source, n, target, like, to):
         along(builder, n, ir.VectorType(real, BYTES // bytes_of(real)), 1, copy)
         return context.get_dummy_value()
 
-    return types.none(*(types.int64,) * 3, like, to), generate
+    return types.none(types.int64, types.int64, like, target, types.int64, types.int64), generate
 
 
 @intrinsic
-def add_scaled(typing_context, source, step, chosen, scale, count, n, target, like):
-    """Add the rows ``chosen[:count]``, n entries of the dtype of `like`, times `scale` to float64 numbers.
+def narrow(typing_context, sums, column, n, target, like):
+    """Round n numbers of float64 in ``sums[0]``, from a column on, to entries of the dtype of `like`."""
 
-    Rows are `step` bytes apart; `chosen` and `scale` are addresses of int64 and float64 numbers.
+    def generate(context, builder, signature, args):
+        sums, column, n, target, _ = args
+        (stored,) = types_of(context, signature.args[4:])
+        source = place_in(context, builder, signature.args[0], sums, I64(0), column)
+
+        def copy(at, vector):
+            value = narrowed(builder, read(builder, source, at, F64, vector.count, F64), stored)
+            store(builder, value, builder.add(target, builder.mul(at, I64(bytes_of(stored)))))
+
+        along(builder, n, ir.VectorType(F64, LANES), 1, copy)
+        return context.get_dummy_value()
+
+    return types.none(sums, *(types.int64,) * 3, like), generate
+
+
+@intrinsic
+def add_scaled(typing_context, source, step, n, like, chosen, scale, first, count, target, at):
+    """Add the next `count` rows of ``chosen[first:]``, times ``scale[first:]``, to ``target[0, at:]``.
+
+    Rows have n entries of the dtype of `like`, and are `step` bytes apart.
     """
 
     def generate(context, builder, signature, args):
-        source, step, chosen, scale, count, n, target, _ = args
-        (stored,) = types_of(context, signature.args[-1:])
+        source, step, n, _, chosen, scale, first, count, target, at = args
+        (stored,) = types_of(context, signature.args[3:4])
+        chosen = place_in(context, builder, signature.args[4], chosen, first)
+        scale = place_in(context, builder, signature.args[5], scale, first)
+        target = place_in(context, builder, signature.args[8], target, I64(0), at)
         unroll = 4
 
         def add(at, vector):
@@ -80,22 +106,26 @@ def add_scaled(typing_context, source, step, chosen, scale, count, n, target, li
         along(builder, n, ir.VectorType(F64, LANES), unroll, add)
         return context.get_dummy_value()
 
-    return types.none(*(types.int64,) * 7, like), generate
+    integer = types.int64
+    kinds = (integer, integer, integer, like, chosen, scale, integer, integer, target, integer)
+    return types.none(*kinds), generate
 
 
 @intrinsic
-def add_block(typing_context, a, b, step, columns, height, sums, like):
-    """Add products of `height` rows at address a with HEIGHT rows at address b to partial sums.
+def add_block(typing_context, tile, a, b, height, columns, sums, k):
+    """Add products of `height` rows of a tile, from row a on, with HEIGHT rows from b on to ``sums[k]``.
 
-    Rows have the dtype of `like`, float32 or float64, are `step` bytes apart and have a multiple of MULTIPLE
-    columns. `sums` is the address of (HEIGHT, HEIGHT, LANES) numbers in float64. Where a is b only the
-    lower triangle is made.
+    The tile has rows of float32 or float64, of which a multiple of MULTIPLE columns is taken; `sums` has
+    HEIGHT * HEIGHT * LANES numbers of float64 for each k. Where a is b only the lower triangle is made.
     """
 
     def generate(context, builder, signature, args):
-        a, b, step, columns, height, sums, _ = args
-        (real,) = types_of(context, signature.args[-1:])
+        tile, a, b, height, columns, sums, k = args
+        (real,) = types_of(context, signature.args[:1])
         same, count = builder.icmp_signed("==", a, b), BYTES // bytes_of(real)
+        step = row_step(context, builder, signature.args[0], tile)
+        a, b = (place_in(context, builder, signature.args[0], tile, row) for row in (a, b))
+        sums = place_in(context, builder, signature.args[5], sums, k)
 
         def rows_at(place, rows):
             places = [builder.add(place, builder.mul(step, I64(r))) for r in range(rows)]
@@ -111,19 +141,21 @@ def add_block(typing_context, a, b, step, columns, height, sums, like):
                 _emit_block(builder, rows_at(a, rows), rows_at(b, HEIGHT), columns, sums, real, pairs)
         return context.get_dummy_value()
 
-    return types.none(*(types.int64,) * 6, like), generate
+    return types.none(tile, *(types.int64,) * 4, sums, types.int64), generate
 
 
 @intrinsic
-def add_few(typing_context, source, row, column, vector, columns, t, sums, like, sum_like):
-    """Do the same for a G of fewer than HEIGHT rows, and g, where they lie, of the dtype of `like`.
+def add_few(typing_context, source, row, column, vector, n, t, like, columns, tile, sums):
+    """Add the products of fewer than HEIGHT rows of G, and g, where they lie, to ``sums[0]``.
 
-    The entries of each row are adjacent, or else those of all columns.
+    They have the dtype of `like`, and are multiplied in that of `tile`. The entries of each row are adjacent;
+    unless `columns` is None, they may be those of all columns instead.
     """
 
     def generate(context, builder, signature, args):
-        source, row, column, vector, columns, t, sums = args[:7]
-        stored, real = types_of(context, signature.args[-2:])
+        source, row, column, vector, n, t, _, _, _, sums = args
+        stored, real = types_of(context, [signature.args[k] for k in (6, 8)])
+        sums = place_in(context, builder, signature.args[9], sums)
         count = BYTES // bytes_of(real)
         by_rows = builder.icmp_signed("==", column, I64(bytes_of(stored)))
 
@@ -143,12 +175,13 @@ def add_few(typing_context, source, row, column, vector, columns, t, sums, like,
             pairs = [(p, q) for p in range(rows + 1) for q in range(p + 1)]
             here = builder.icmp_signed("==", t, I64(rows))
             with builder.if_then(builder.and_(here, by_rows)):
-                _emit_block(builder, entries(rows, False), None, columns, sums, real, pairs)
-            with builder.if_then(builder.and_(here, builder.not_(by_rows))):
-                _emit_block(builder, entries(rows, True), None, columns, sums, real, pairs)
+                _emit_block(builder, entries(rows, False), None, n, sums, real, pairs)
+            if columns is not types.none:
+                with builder.if_then(builder.and_(here, builder.not_(by_rows))):
+                    _emit_block(builder, entries(rows, True), None, n, sums, real, pairs)
         return context.get_dummy_value()
 
-    return types.none(*(types.int64,) * 7, like, sum_like), generate
+    return types.none(*(types.int64,) * 6, like, columns, tile, sums), generate
 
 
 def _emit_block(builder, left, right, columns, sums, real, pairs):
