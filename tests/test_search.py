@@ -72,7 +72,7 @@ def test_the_optimality_conditions_are_met(solve, bounded, kind, t, d, equalitie
 
 def recorded(monkeypatch, K, b, lower, upper, start):
     """Return which rows the compiled search moves in and out of the free set, from its loops run by Python."""
-    from gemproj.backends.numba import conditions, scratch, search, tableau
+    from gemproj.backends.numba import conditions, search, tableau
 
     pivots, names = [], {}
     for module in (conditions, search, tableau):
@@ -89,7 +89,7 @@ def recorded(monkeypatch, K, b, lower, upper, start):
     none, count = np.empty((0, 0)), np.empty(1, int)
     given = [none if a is None else a[None] for a in (K, b, lower, upper, start)]
     lam = np.empty((1, len(b)))
-    search.solve_active_set(*given, 0, 1, lam, count, count.copy(), np.empty(1), *scratch.for_search(len(b)))
+    search.solve_active_set(*given, 0, 1, lam, count, count.copy(), np.empty(1))
     monkeypatch.undo()
     return lam[0], pivots
 

@@ -20,7 +20,6 @@ from gemproj.backends.numba.loops import add_pieces, sum_products, sum_shared_pr
 from gemproj.backends.numba.scratch import (
     for_combination,
     for_products,
-    for_search,
     for_shared_products,
     make,
 )
@@ -72,7 +71,7 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     def work(i: int) -> None:
         first, last = i * step, min(count, (i + 1) * step)
         found = (lam, pivots, status, resolved)
-        to_resolve.append(solve_active_set(Ks, bs, *bounds, first, last, *found, *for_search(t)))
+        to_resolve.append(solve_active_set(Ks, bs, *bounds, first, last, *found))
 
     share(work, -(-count // step))
     if any(to_resolve):

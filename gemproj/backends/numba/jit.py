@@ -25,23 +25,25 @@ def strict(function: Any) -> Any:
 
 
 def fast_entry(function: Any) -> Any:
-    """Compile a loop that Python calls, with sums in any order."""
-    return _entry(function, fastmath=_ANY_ORDER)
+    """Compile a loop that Python calls, with sums in any order; like the loops above it can make no array."""
+    return _entry(function, fastmath=_ANY_ORDER, _nrt=False)
 
 
 def strict_entry(function: Any) -> Any:
-    """Compile a loop that Python calls, with arithmetic as it is written."""
+    """Compile a loop that Python calls, with arithmetic as it is written; it may make arrays."""
     return _entry(function)
 
 
-# Without numba's memory, which compiles and runs faster: no loop can make an array, and then lose it while
-# its address is in use.
-_OPTIONS = {"_nrt": False, "no_cfunc_wrapper": True, "error_model": "numpy"}
+_OPTIONS = {"no_cfunc_wrapper": True, "error_model": "numpy"}
 
 
 def _inner(function: Any, **options: Any) -> Any:
-    """Compile without what Python needs to call it, and keep it in the loops that call it only."""
-    return numba.njit(no_cpython_wrapper=True, **_OPTIONS, **options)(function)
+    """Compile without what Python needs to call it, and keep it in the loops that call it only.
+
+    Without numba's memory (`_nrt`) loops compile and run faster, and none can make an array and lose it while
+    its address is in use.
+    """
+    return numba.njit(no_cpython_wrapper=True, _nrt=False, **_OPTIONS, **options)(function)
 
 
 def _entry(function: Any, **options: Any) -> Any:

@@ -56,8 +56,3 @@ def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     memory = np.empty(size + _LINE, np.uint8)
     start = -address(memory) % _LINE
     return memory[start : start + size].view(dtype).reshape(shape)
-
-
-def for_search(t: int) -> tuple[np.ndarray, ...]:
-    """Return the tableau, K, six vectors and two rows of flags of `solve_active_set`."""
-    return np.empty((t, t + 1)), np.empty((t, t)), *np.empty((6, t)), *np.empty((2, t), np.bool_)

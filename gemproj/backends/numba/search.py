@@ -16,17 +16,17 @@ _STALLED = int(Status.STALLED)
 
 
 @strict_entry
-def solve_active_set(
-    Ks, bs, lowers, uppers, starts, first, last, lams, pivots, status, resolved,
-    T, K, b, s, lam, lower, upper, per_norm, free, tabu,
-):  # fmt: skip
+def solve_active_set(Ks, bs, lowers, uppers, starts, first, last, lams, pivots, status, resolved):
     """Solve problems ``first .. last - 1`` of a batch, of rows of any norm.
 
     Problems are K (problems, t, t), or one K for all, and b (problems, t); `lowers`, `uppers` and `starts`
     may be empty. Writes the multipliers, the number of pivots, the status, and whether K resolves the active
     and nearly active rows, see `resolution`. Returns for how many problems it does not.
     """
-    t, close = b.size, 0
+    t, close = bs.shape[1], 0
+    T, K, b, s, lam = np.empty((t, t + 1)), np.empty((t, t)), np.empty(t), np.empty(t), np.empty(t)
+    lower, upper, per_norm = np.empty(t), np.empty(t), np.empty(t)
+    free, tabu = np.empty(t, np.bool_), np.empty(t, np.bool_)
     for p in range(first, last):
         given, best = Ks[p if len(Ks) > 1 else 0], lams[p]
         size, finite = normalise(given, bs[p], K, b, per_norm), True

@@ -66,8 +66,9 @@ def trial(T, lam, free, s):
     t = lam.size
     for i in range(t):
         s[i] = T[i, t]
-        for j in range(t):
-            if not free[j]:
+    for j in range(t):
+        if not free[j] and lam[j] != 0.0:
+            for i in range(t):
                 s[i] += T[i, j] * lam[j]
 
 
