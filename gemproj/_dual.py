@@ -262,7 +262,7 @@ def _solve_cut(
     Where the solution reaches such a row, the status says so; on the CPU the problem is solved again first,
     with more of the slack.
     """
-    xp, reach = namespace(dual.b), np.asarray(REACH)
+    reach = np.asarray(REACH)
     while True:
         found = solver_for(dual.b)(method, dual, start)
         status = partial(_status_of_cut, found.status, dual, cut, found.multipliers)

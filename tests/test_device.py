@@ -154,11 +154,11 @@ def test_one_copy_to_the_cpu_above_eight_rows(device, shape, options):
     assert_close(x, expected, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["nearly parallel, cosine .999", "row norms 1e-6 to 1e6", "zero rows", "duplicates", "opposite pairs"]
-    + ["all times 1e-30", "all times 1e30", "t = 2d", "tiny integers"],
-)
+HARD = ["nearly parallel, cosine .999", "row norms 1e-6 to 1e6", "all times 1e-30", "all times 1e30"]
+HARD += ["zero rows", "duplicates", "opposite pairs", "t = 2d", "tiny integers"]
+
+
+@pytest.mark.parametrize("name", HARD)
 def test_hard_families(device, name):
     """Repeated, opposite and too many rows leave sets without a Cholesky factor, or with one of rounding."""
     families = pytest.importorskip("asv_benchmarks.reports.families").FAMILIES
@@ -172,6 +172,34 @@ def test_hard_families(device, name):
         assert residual < 1e-13
         assert (sol.multipliers >= 0).all()
         assert float((x - expected).norm()) <= 1e-12 * float(g.norm())
+
+
+def test_no_multiplier_is_negative(device):
+    rng = np.random.default_rng(0)
+    G, g = (
+        torch.from_numpy(rng.integers(-2, 3, s).astype(float)).to(DEVICE) for s in [(999, 5, 3), (999, 3)]
+    )
+    with device():
+        assert (solve_dual(G, g).multipliers >= 0).all()
+
+
+def test_what_stands_where_there_is_no_factor_is_not_used(device, monkeypatch):
+    """Torch promises nothing of it."""
+    linalg = pytest.importorskip("array_api_compat.torch").linalg
+
+    def with_holes(a):
+        factor, failed = cholesky_ex(a)
+        holes = torch.full_like(factor, torch.nan)
+        holes.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        return torch.where((failed > 0)[..., None, None], holes, factor), failed
+
+    cholesky_ex = linalg.cholesky_ex
+    monkeypatch.setattr(linalg, "cholesky_ex", with_holes)
+    G, g = draw(3, 20)
+    expected = on_cpu(project, G, g)
+    with device():
+        x = project(torch.cat([G, G]), g)
+    assert_close(x, expected, atol=1e-13)
 
 
 def test_many_gradients_of_one_matrix(device):
@@ -251,6 +279,8 @@ def test_rows_that_are_not_finite_are_left_out_unseen(device, bad, t):
         assert int(solve_dual(G, g).status) == Status.ROW_DROPPED
         assert_close(x, expected, atol=1e-13)
         assert_close(project(G, g, method=raw), stepped, atol=1e-13)
+        assert project(G, g, margin=0.1).isfinite().all()
+        assert int(solve_dual(G, g, h=torch.full_like(G[:, 0], 0.1)).status) == Status.ROW_DROPPED
         assert project(G, torch.full_like(g, float("nan"))).isnan().all()
 
 
@@ -358,10 +388,10 @@ def test_arrays_of_cupy_in_its_default_stream_and_another(device, t, d, own):
     assert error <= bound
 
 
-def test_certificates_where_a_row_of_k_is_not_finite():
-    K = torch.eye(3, dtype=torch.float64)
-    K[1, 1] = torch.nan
-    b = torch.tensor([-1.0, torch.nan, 2.0], dtype=torch.float64)
+@pytest.mark.parametrize("bad", [[torch.nan, torch.nan], [torch.inf, -torch.inf], [1.0, torch.nan]], ids=str)
+def test_certificates_where_a_row_of_k_is_not_finite(bad):
+    K, b = torch.eye(3, dtype=torch.float64), torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
+    K[1, 1], b[1] = bad
     with make_device():
         sol = solve_gram(K.to(DEVICE), b.to(DEVICE))
         assert int(sol.status) == int(Status.ROW_DROPPED)
