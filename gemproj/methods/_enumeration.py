@@ -77,7 +77,7 @@ def factorise_active_sets(K: Array, b: Array, lower: Array | None, upper: None =
     # The natural residual, |lam - clip(lam - s)|.
     residual = xp.minimum(s, lam if lower is None else lam - lower[..., None, :]).abs().amax(-1)
     root = xp.linalg.diagonal(factor).amin(-1) - failed  # of the smallest pivot; negative without a factor
-    residual = xp.where(root > dependent_below(b) ** 0.5, residual, xp.inf)
+    residual = residual.where(root > dependent_below(b) ** 0.5, xp.inf)
     # Ties go to the first set, as above.
     best = xp.argmin(residual, axis=-1, keepdims=True)[..., None]
     lam = lam.gather(-2, best.expand(*b.shape[:-1], 1, t))[..., 0, :] * per_norm
