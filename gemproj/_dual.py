@@ -162,23 +162,23 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     On the CPU all arrays of the result are NumPy's. There, rows that are not finite, or whose squares are out
     of range, are an error; on a device they are left out.
     """
-    gram, rows, exact, dropped = measured.gram, measured.rows, isinstance(options.method, Exact), None
+    gram, rows, exact, kept = measured.gram, measured.rows, isinstance(options.method, Exact), None
     host = isinstance(gram.b, np.ndarray)
     if not host:
-        K, b, dropped = drop_not_finite(gram.K, gram.b)
+        K, b, kept = drop_not_finite(gram.K, gram.b)
         gram = gram._replace(K=K, b=b)
     elif rows is not None:
         check_range(rows, gram)
     else:
         check_finite(gram)
     bounds = make_bounds(options.h, options.margin, options.penalty, options.equality, gram.b)
-    if dropped is not None and bounds.h is not None:
-        bounds = bounds._replace(h=namespace(dropped).where(dropped, 0.0, bounds.h))
+    if kept is not None and bounds.h is not None:
+        bounds = bounds._replace(h=namespace(kept).where(kept, bounds.h, 0.0))
     found = _run(gram, bounds, options.method, start, measured.to_caller)
-    lam = _within(gram, bounds, found.multipliers, dropped)
+    lam = _within(gram, bounds, found.multipliers, kept)
     status = found.status
     if not host:
-        status = partial(_status_on_device, status, dropped)
+        status = partial(_status_on_device, status, kept)
     elif isinstance(status, int):
         status = np.full(gram.gg.shape, status)
     sol = DualSolution(lam, gram, bounds, found.iterations, status, measured.rounding, exact)
@@ -212,7 +212,7 @@ def _run(
     return call(method, dual.K, dual.b, start, to_caller)
 
 
-def _within(gram: Gram, bounds: Bounds, lam: Array, dropped: Array | None) -> Array:
+def _within(gram: Gram, bounds: Bounds, lam: Array, kept: Array | None) -> Array:
     """Return multipliers of the problem that was asked, from those of its standard form."""
     xp = namespace(gram.b)
     if lam.dtype is not gram.b.dtype:  # a method of the user; `!=` takes longer
@@ -224,16 +224,16 @@ def _within(gram: Gram, bounds: Bounds, lam: Array, dropped: Array | None) -> Ar
         if bounds.h is not None:  # what a soft row of norm zero asks for, it does not get
             void = (xp.linalg.diagonal(gram.K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
             lam = xp.where(void, bounds.upper, lam)
-    return lam if dropped is None else xp.where(dropped, xp.zeros_like(lam), lam)
+    return lam if kept is None else xp.where(kept, lam, xp.zeros_like(lam))
 
 
-def _status_on_device(found: Any, dropped: Array, sol: DualSolution) -> Array:
+def _status_on_device(found: Any, kept: Array, sol: DualSolution) -> Array:
     """Return how each problem ended: what the method says, rows that were left out, an infeasible h."""
-    xp, bounds, (_, _, gg) = namespace(dropped), sol.bounds, sol.gram
-    status = found() if callable(found) else found
+    xp, bounds, (_, _, gg) = namespace(kept), sol.bounds, sol.gram
+    status = _now(found)
     if isinstance(status, int):
         status = xp.full(gg.shape, status, dtype=xp.int64, device=device_of(gg))
-    flags = {Status.ROW_DROPPED: xp.any(dropped, axis=-1)}
+    flags = {Status.ROW_DROPPED: ~xp.all(kept, axis=-1)}
     if sol._exact and bounds.equality is not None and bounds.upper is not None:
         flags[Status.STALLED] = lost_to_penalty(sol)
     if sol._exact and bounds.h is not None:
@@ -241,6 +241,17 @@ def _status_on_device(found: Any, dropped: Array, sol: DualSolution) -> Array:
     for flag, where in flags.items():
         status = status | xp.astype(where, xp.int64) * int(flag)
     return status
+
+
+def _now(status: Any) -> Any:
+    """Return a status that a method may leave for later: on a device it takes operations of its own."""
+    return status() if callable(status) else status
+
+
+def _status_of_cut(found: Any, dual: Standard, cut: Array, lam: Array) -> Array:
+    """Return how each problem ended, with STALLED where the solution reaches a row that was cut."""
+    xp = namespace(lam)
+    return _now(found) | xp.astype(overstepped(dual, cut, lam), xp.int64) * int(Status.STALLED)
 
 
 def _solve_cut(
@@ -251,12 +262,14 @@ def _solve_cut(
     Where the solution reaches such a row, the status says so; on the CPU the problem is solved again first,
     with more of the slack.
     """
-    xp, reach = namespace(dual.b), np.asarray(REACH)
+    reach = np.asarray(REACH)
     while True:
         found = solver_for(dual.b)(method, dual, start)
-        beyond = xp.astype(overstepped(dual, cut, found.multipliers), xp.int64) * int(Status.STALLED)
-        found = found._replace(status=found.status | beyond)
-        if not isinstance(cut, np.ndarray) or np.max(reach) >= LOOSE / WIDER:
+        status = partial(_status_of_cut, found.status, dual, cut, found.multipliers)
+        if not isinstance(cut, np.ndarray):
+            return found._replace(status=status)
+        found = found._replace(status=status())
+        if np.max(reach) >= LOOSE / WIDER:
             return found
         again = (found.status & int(Status.STALLED) > 0) & cut.any(axis=-1)
         if not again.any():

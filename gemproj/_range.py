@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from gemproj._arrays import Array, namespace
@@ -75,11 +77,12 @@ def check_finite(gram: Gram) -> None:
 
 
 def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
-    """Take rows that are not finite out of K and b, without looking at them; return which these are, too.
+    """Take rows that are not finite out of K and b, without looking at them; also return the rows that stay.
 
     Where g is not finite b is not either: then all rows are left out, and x is g.
     """
     xp = namespace(b)
-    bad, zero = ~xp.isfinite(xp.linalg.diagonal(K) + xp.abs(b)), xp.zeros_like(b)
-    K = xp.where(bad[..., :, None] | bad[..., None, :], zero[..., None], K)
-    return K, xp.where(bad, zero, b), bad
+    # `isfinite` of torch is four operations.
+    kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
+    K = xp.where(kept[..., :, None] & kept[..., None, :], K, zero[..., None])
+    return K, xp.where(kept, b, zero), kept

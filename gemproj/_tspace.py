@@ -128,7 +128,7 @@ def times_rows(weights: Array, rows: Array) -> Array:
     """
     xp = namespace(weights)
     used = xp.any(weights != 0, axis=-2)[..., None]
-    return xp.matmul(weights, xp.where(used, rows, xp.zeros_like(rows)))
+    return xp.matmul(weights, xp.where(used, rows, xp.zeros_like(rows[..., :1, :1])))
 
 
 def clip(lam: Array, lower: Array | None, upper: Array | None) -> Array:

@@ -8,7 +8,9 @@ from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
+import numpy as np
 import pytest
 from devices import DEVICE, make_device
 from problems import assert_close
@@ -28,12 +30,35 @@ WAITING = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal
 
 
 class NoWaiting(dispatch.TorchDispatchMode):
+    """Raise where the CPU waits for the device, and count the operations that are not views."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = 0
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.__name__.split(".")[0]
         indices = args[1] if name in ("index", "index_put_") else []
         if name in WAITING or any(a is not None and a.dtype == torch.bool for a in indices):
             raise AssertionError(f"{func} makes the CPU wait for the device")
+        returned = [r.alias_info for r in func._schema.returns]
+        self.operations += not any(alias is not None and not alias.is_write for alias in returned)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def copies(most):
+    """Raise where more than so many tensors become arrays of NumPy, which takes a copy from a device."""
+    found = []
+
+    def copied(a):
+        found.append(a)
+        assert len(found) <= most, "copied to the CPU"
+        return copy(a)
+
+    copy = torch.Tensor.numpy
+    with patch.object(torch.Tensor, "numpy", copied):
+        yield
 
 
 @contextmanager
@@ -42,8 +67,8 @@ def no_waiting():
     if DEVICE == "cuda":
         torch.cuda.set_sync_debug_mode("error")
     try:
-        with NoWaiting():
-            yield
+        with NoWaiting() as mode, copies(0):
+            yield mode
     finally:
         if DEVICE == "cuda":
             torch.cuda.set_sync_debug_mode("default")
@@ -90,6 +115,7 @@ OPTIONS = {
 }
 CASES = [*product(OPTIONS, [(6, 300), (2, 1, 9, 30)])]
 CASES += [*product(["exact", "penalty"], [(1, 9), (2, 2100), (12, 40), (3, 2, 70)])]
+CASES += [("exact", (300, 8, 20))]  # more than one slab of active sets
 
 
 @pytest.mark.parametrize(("name", "shape"), CASES)
@@ -106,6 +132,104 @@ def test_same_answer_without_waiting(device, name, shape):
             residual = sol.kkt_residual(), sol.duality_gap(), sol.cosine()
         assert_close(residual[0], certificate, atol=1e-14)
     assert_close(x, expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("t", range(1, 9))
+def test_few_operations(device, t, dtype):
+    G, g = draw(t, 300, dtype=dtype)
+    with device(), no_waiting() as mode:
+        project(G, g)
+    assert mode.operations <= 60
+
+
+@pytest.mark.parametrize("options", [{}, {"equality": True}, {"penalty": 0.1}], ids=str)
+@pytest.mark.parametrize("shape", [(9, 30), (4, 9, 30)])
+def test_one_copy_to_the_cpu_above_eight_rows(device, shape, options):
+    G, g = draw(*shape)
+    start = torch.rand(*shape[:-1], dtype=torch.float64, device=DEVICE)
+    expected = on_cpu(project, G, g, **options)
+    with device(), copies(1):
+        x = project(G, g, warm_start=start, **options)
+    assert_close(x, expected, atol=1e-13)
+
+
+HARD = ["nearly parallel, cosine .999", "row norms 1e-6 to 1e6", "all times 1e-30", "all times 1e30"]
+HARD += ["zero rows", "duplicates", "opposite pairs", "t = 2d", "tiny integers"]
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_families(device, name):
+    """Repeated, opposite and too many rows leave sets without a Cholesky factor, or with one of rounding."""
+    families = pytest.importorskip("asv_benchmarks.reports.families").FAMILIES
+    for t, seed in product(range(1, 9), range(4)):
+        drawn = families[name].draw(np.random.default_rng([t, seed]), t)
+        G, g = (torch.from_numpy(a).to(DEVICE) for a in drawn)
+        expected = on_cpu(project, G, g)
+        with device():
+            x, sol = project(G, g), solve_dual(G, g)
+            residual = float(sol.kkt_residual())
+        assert residual < 1e-13
+        assert (sol.multipliers >= 0).all()
+        assert float((x - expected).norm()) <= 1e-12 * float(g.norm())
+
+
+def test_no_multiplier_is_negative(device):
+    rng = np.random.default_rng(0)
+    G, g = (
+        torch.from_numpy(rng.integers(-2, 3, s).astype(float)).to(DEVICE) for s in [(999, 5, 3), (999, 3)]
+    )
+    with device():
+        assert (solve_dual(G, g).multipliers >= 0).all()
+
+
+def test_what_stands_where_there_is_no_factor_is_not_used(device, monkeypatch):
+    """Torch promises nothing of it."""
+    linalg = pytest.importorskip("array_api_compat.torch").linalg
+
+    def with_holes(a):
+        factor, failed = cholesky_ex(a)
+        holes = torch.full_like(factor, torch.nan)
+        holes.diagonal(dim1=-2, dim2=-1).fill_(1.0)
+        return torch.where((failed > 0)[..., None, None], holes, factor), failed
+
+    cholesky_ex = linalg.cholesky_ex
+    monkeypatch.setattr(linalg, "cholesky_ex", with_holes)
+    G, g = draw(3, 20)
+    expected = on_cpu(project, G, g)
+    with device():
+        x = project(torch.cat([G, G]), g)
+    assert_close(x, expected, atol=1e-13)
+
+
+def test_many_gradients_of_one_matrix(device):
+    G, _ = draw(8, 20)
+    _, gs = draw(300, 1, 20, seed=1)
+    expected = on_cpu(project, G, gs)
+    with device(), no_waiting():
+        x = project(G, gs)
+    assert_close(x, expected, atol=1e-13)
+
+
+def test_without_a_violation_x_is_g(device):
+    """Of many sets of active rows that all give g, with rows that just meet their constraint and are repeated."""
+    G = torch.eye(8, 9, dtype=torch.float64, device=DEVICE)
+    G[5], G[6], G[7] = G[0], G[1] + G[2], 0.0
+    g = torch.tensor([0.0, 0.0, 0.0, 1.0, 0.3, -0.7, 2.0, -4.0, 0.1], dtype=torch.float64, device=DEVICE)
+    with device():
+        assert torch.equal(project(G, g), g)
+        assert not solve_dual(G, g).multipliers.any()
+
+
+def test_status_on_a_device(device):
+    """UNRESOLVED where active rows are nearly dependent by K, and not where others are."""
+    (u, v), _ = draw(2, 50)
+    G = torch.stack([u, -u + 1e-5 * v])
+    with device():
+        active, apart = (solve_dual(G, sign * v + 0.1 * u) for sign in (-1.0, 1.0))
+        found = [int(sol.status) for sol in (active, apart)]
+    assert found[0] & Status.UNRESOLVED
+    assert found[1] == Status.OPTIMAL
 
 
 @pytest.mark.parametrize("method", [PGD(steps=200), PGD(steps=200, normalize=False), Exact()], ids=repr)
@@ -155,6 +279,8 @@ def test_rows_that_are_not_finite_are_left_out_unseen(device, bad, t):
         assert int(solve_dual(G, g).status) == Status.ROW_DROPPED
         assert_close(x, expected, atol=1e-13)
         assert_close(project(G, g, method=raw), stepped, atol=1e-13)
+        assert project(G, g, margin=0.1).isfinite().all()
+        assert int(solve_dual(G, g, h=torch.full_like(G[:, 0], 0.1)).status) == Status.ROW_DROPPED
         assert project(G, torch.full_like(g, float("nan"))).isnan().all()
 
 
@@ -221,12 +347,12 @@ def test_columns_a_metric_and_outputs_with_gaps(device):
     weight = torch.linspace(0.1, 1.1, 40, dtype=torch.float64, device=DEVICE)
     strided = G.T.contiguous().T
     expected = on_cpu(project, G, g), on_cpu(lambda G, g, w: project(G, g, metric=w), G, g, weight)
+    gaps = torch.zeros(40, 2, dtype=torch.float64, device=DEVICE)
     with device(), no_waiting():
-        assert_close(project(strided, g), expected[0], atol=1e-13)
-        assert_close(project(G, g, metric=weight), expected[1], atol=1e-13)
-        gaps = torch.zeros(40, 2, dtype=torch.float64, device=DEVICE)
+        found = project(strided, g), project(G, g, metric=weight)
         project(G, g, out=gaps[:, 0])
-    assert_close(gaps[:, 0], expected[0], atol=1e-13)
+    for x, right in zip((*found, gaps[:, 0]), (*expected, expected[0]), strict=True):
+        assert_close(x, right, atol=1e-13)
     assert not gaps[:, 1].any()
 
 
@@ -262,10 +388,10 @@ def test_arrays_of_cupy_in_its_default_stream_and_another(device, t, d, own):
     assert error <= bound
 
 
-def test_certificates_where_a_row_of_k_is_not_finite():
-    K = torch.eye(3, dtype=torch.float64)
-    K[1, 1] = torch.nan
-    b = torch.tensor([-1.0, torch.nan, 2.0], dtype=torch.float64)
+@pytest.mark.parametrize("bad", [[torch.nan, torch.nan], [torch.inf, -torch.inf], [1.0, torch.nan]], ids=str)
+def test_certificates_where_a_row_of_k_is_not_finite(bad):
+    K, b = torch.eye(3, dtype=torch.float64), torch.tensor([-1.0, 0.0, 2.0], dtype=torch.float64)
+    K[1, 1], b[1] = bad
     with make_device():
         sol = solve_gram(K.to(DEVICE), b.to(DEVICE))
         assert int(sol.status) == int(Status.ROW_DROPPED)

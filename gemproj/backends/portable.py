@@ -48,13 +48,14 @@ class Portable:
             for k, lead, at, size in tiles(problem):
                 part, vector, piece = weights[(*lead, ...)], problem.vector[k][at], x[k][at]
                 batch = () if problem.shared else part.shape[:-2]
-                rows = xp.astype(xp.reshape(problem.rows[k][at], (*batch, t, size)), problem.wide)
+                rows = xp.reshape(problem.rows[k][at], (*batch, t, size))
+                rows = xp.astype(rows, problem.wide, copy=False)
                 # On the CPU NumPy multiplies, with the same bits whatever the size of the batch.
                 step = problem.to_caller(times_rows(part, problem.to_host(rows)))
                 step = xp.reshape(step, vector.shape)
                 if problem.weight is not None:
                     step = step / problem.weight[k][at]
-                piece[...] = xp.astype(vector + step, piece.dtype)
+                piece[...] = xp.astype(vector + step, piece.dtype, copy=False)
 
 
 def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
@@ -68,22 +69,29 @@ def _sum_products(problem: Problem, dtype: Any) -> Gram:
     t, batch = problem.t, problem.batch
     # With a shared G there is one tile for all problems, with all gradients as rows.
     outer, m = ((), math.prod(batch)) if problem.shared else (batch, 1)
-    total, squares = (
-        problem.to_host(problem.xp.zeros(shape, dtype=problem.wide, device=problem.device))
-        for shape in ((*outer, t + m, t), (*outer, m))
-    )
+    # On a device [G; g] times its transpose gives all three in one operation. NumPy is slow at that for few
+    # rows, and it would multiply many gradients by each other.
+    whole = m == 1 and not problem.host
+
+    def zeros(*shape: int) -> Array:
+        return problem.to_host(problem.xp.zeros(shape, dtype=problem.wide, device=problem.device))
+
+    total = zeros(*outer, t + m, t + whole)
+    squares = total[..., t:, t] if whole else zeros(*outer, m)
     xp = namespace(total)
     with problem.without_autocast():
         for lead, tile in stacked(problem, dtype):
-            G, g = tile[..., :t, :], tile[..., t:, :]
-            # Not the tile times its own transpose, which takes a path in NumPy that is slow for few rows.
-            if dtype == problem.wide:
-                total[(*lead, ...)] += xp.matmul(tile, xp.matrix_transpose(G))
-            else:
-                total[(*lead, ...)] += _sum_chunks(tile, G)
-            g = xp.astype(g, total.dtype, copy=False)
-            squares[(*lead, ...)] += xp.sum(g * g, axis=-1)
-    K, b = total[..., :t, :], xp.reshape(total[..., t:, :], (*batch, t))
+            # Views: torch copies what `total[...] += ` has added to the place where it is.
+            part, right, g = total[(*lead, ...)], tile[..., : t + whole, :], tile[..., t:, :]
+            part += (
+                xp.matmul(tile, xp.matrix_transpose(right))
+                if dtype == problem.wide
+                else _sum_chunks(tile, right)
+            )
+            if not whole:
+                g = xp.astype(g, total.dtype, copy=False)
+                squares[(*lead, ...)] += xp.sum(g * g, axis=-1)
+    K, b = total[..., :t, :t], xp.reshape(total[..., t:, :t], (*batch, t))
     return Gram(K, b, xp.reshape(squares, batch))
 
 

@@ -15,8 +15,7 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
     per choice for rows 0 .. k, and in the end 2^t of them (3^t with an upper bound), each with its
     solution. No step depends on a value, so a batch costs no branches and a device is never waited
     for. A row without a lower bound that is not free has the multiplier 0: its natural residual
-    rejects the set, unless the row depends on free ones. The set with the smallest natural residual wins;
-    its multipliers are computed anew from K and b.
+    rejects the set, unless the row depends on free ones. The set with the smallest natural residual wins.
     """
     xp = namespace(b)
     t = b.shape[-1]
@@ -53,6 +52,36 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
     best = xp.argmin(residual, axis=-1, keepdims=True)
     chosen = best == xp.arange(residual.shape[-1], device=device)
     return xp.sum(xp.where(chosen[..., None], lam, xp.zeros_like(lam)), axis=-2)
+
+
+def factorise_active_sets(K: Array, b: Array, lower: Array | None, upper: None = None) -> Array:
+    """Do the same for torch tensors without upper bounds, whatever the norms of the rows, in few operations.
+
+    Cholesky factors of all 2^t submatrices of the normalised K, with the identity for the rows outside of a
+    set, give the solution on every set. On a device to start an operation takes longer than its arithmetic.
+    """
+    xp, t, device = namespace(b), b.shape[-1], b.device
+    per_norm = xp.linalg.diagonal(K).rsqrt().nan_to_num(nan=0.0, posinf=0.0)
+    # Row i is free in set n if bit i of n is one: no row in the first set, all rows in the last one. The bits
+    # are not kept for the next call, which may run in another stream or in a graph.
+    sets, rows = xp.arange(2**t, device=device), xp.arange(t, device=device)
+    scale = (sets[:, None] >> rows & 1) * per_norm[..., None, :]
+    submatrices = K[..., None, :, :] * scale[..., :, None] * scale[..., None, :]
+    xp.linalg.diagonal(submatrices).masked_fill_(scale == 0, 1.0)
+    linear = b[..., None, :] * scale
+    factor, failed = xp.linalg.cholesky_ex(submatrices)
+    # Not `cholesky_solve`, which most versions of torch leave to MAGMA for a batch; this is cuBLAS.
+    half = xp.linalg.solve_triangular(factor, linear[..., None], upper=False)
+    lam = -xp.linalg.solve_triangular(factor.mT, half, upper=True)[..., 0]
+    s = xp.matmul(lam, submatrices[..., -1, :, :]) + linear[..., -1:, :]
+    # The natural residual, |lam - clip(lam - s)|.
+    residual = xp.minimum(s, lam if lower is None else lam - lower[..., None, :]).abs().amax(-1)
+    root = xp.linalg.diagonal(factor).amin(-1) - failed  # of the smallest pivot; negative without a factor
+    residual = residual.where(root > dependent_below(b) ** 0.5, xp.inf)
+    # Ties go to the first set, as above.
+    best = xp.argmin(residual, axis=-1, keepdims=True)[..., None]
+    lam = lam.gather(-2, best.expand(*b.shape[:-1], 1, t))[..., 0, :] * per_norm
+    return clip(lam, lower, None)
 
 
 def _at_upper(tableau: Array, upper: Array, k: int) -> Array:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
+from gemproj._arrays import Array, device_of, from_numpy, is_torch, namespace, on_host, to_numpy
 from gemproj._constants import CLOSE, MOST_ROWS, MOST_SETS, NEAR_ZERO, RESOLVED, SLAB
 from gemproj._tspace import Standard, matvec, normalise, smallest_pivot, submatrix
 from gemproj.methods._active_set import solve_active_set
-from gemproj.methods._enumeration import enumerate_active_sets
+from gemproj.methods._enumeration import enumerate_active_sets, factorise_active_sets
 from gemproj.methods._faces import Tableau
 from gemproj.methods._method import Method, Outcome, Status, exact_status
 from gemproj.methods.fista import FISTA
@@ -53,6 +54,8 @@ class Exact(Method):
             arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
         *dual, start = arrays
         found = solver_for(dual[1])(Exact(), Standard(*dual), start)
+        if callable(found.status):
+            found = found._replace(status=found.status())
         lam, *others = (from_numpy(a, xp, device) for a in found)
         return Outcome(xp.astype(lam, dtype, copy=False), *others)
 
@@ -60,20 +63,35 @@ class Exact(Method):
 def solve_portable(
     K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
 ) -> Outcome:
-    """Solve by operations on arrays of any library, or problem after problem."""
+    """Solve by operations on arrays of any library, or problem after problem.
+
+    On a device the status is a function that returns it: `project` never asks, and it takes more operations
+    than the solution. So `resolution` is left out there.
+    """
     t = b.shape[-1]
     if t == 0:
         return Outcome(b * 0.0, 0, int(Status.OPTIMAL))
-    xp = namespace(b)
-    K, b, lower, upper, start, scale = normalise(K, b, lower, upper, start)
-    if (2 if upper is None else 3) ** t <= MOST_SETS:
-        lam, iterations = _in_slabs(K, b, lower, upper), 0
+    given, iterations = Standard(K, b, lower, upper), 0
+    if upper is None and 2**t <= MOST_SETS and is_torch(b):
+        lam = _in_slabs(factorise_active_sets, *given)
     else:
-        lam, iterations = _one_by_one(K, b, lower, upper, start)
-    s = matvec(K, lam) + b
+        K, b, lower, upper, start, scale = normalise(*given, start)
+        if (2 if upper is None else 3) ** t <= MOST_SETS:
+            lam = _in_slabs(enumerate_active_sets, K, b, lower, upper)
+        else:
+            lam, iterations = _one_by_one(K, b, lower, upper, start)
+        if isinstance(b, np.ndarray):
+            return Outcome(lam * scale, iterations, *_judge(K, b, lower, upper, lam))
+        lam = lam * scale
+    return Outcome(lam, iterations, lambda: _judge(*normalise(*given, lam)[:5])[0])
+
+
+def _judge(K: Array, b: Array, lower: Array | None, upper: Array | None, lam: Array) -> tuple[Array, Array]:
+    """Return the status of the solution of a normalised problem, and its resolution."""
+    xp, s = namespace(b), matvec(K, lam) + b
     resolved = resolution(K, nearly_active(lam, s, lower))
     lost = xp.astype(resolved < RESOLVED, xp.int64) * int(Status.UNRESOLVED)
-    return Outcome(lam * scale, iterations, exact_status(lam, s, lower, upper) + lost, resolved)
+    return exact_status(lam, s, lower, upper) + lost, resolved
 
 
 def nearly_active(lam: Array, s: Array, lower: Array | None) -> Array:
@@ -108,7 +126,9 @@ def resolution(K: Array, rows: Array) -> Array:
     return from_numpy(result, xp, device)
 
 
-def _in_slabs(K: Array, b: Array, lower: Array | None, upper: Array | None) -> Array:
+def _in_slabs(
+    enumerate_sets: Callable[..., Array], K: Array, b: Array, lower: Array | None, upper: Array | None
+) -> Array:
     """Enumerate a batch in slabs, so that memory stays bounded whatever its size."""
     xp = namespace(b)
     batch, t = b.shape[:-1], b.shape[-1]
@@ -116,7 +136,7 @@ def _in_slabs(K: Array, b: Array, lower: Array | None, upper: Array | None) -> A
     count = math.prod(batch)
     slab = max(1, _MOST_ELEMENTS // (sets * t * (t + 1)))
     if count <= slab:
-        return enumerate_active_sets(K, b, lower, upper)
+        return enumerate_sets(K, b, lower, upper)
     K = xp.reshape(xp.broadcast_to(K, (*batch, t, t)), (count, t, t))
     b, lower, upper = (
         a if a is None else xp.reshape(xp.broadcast_to(a, (*batch, t)), (count, t)) for a in (b, lower, upper)
@@ -124,23 +144,34 @@ def _in_slabs(K: Array, b: Array, lower: Array | None, upper: Array | None) -> A
     parts = []
     for i in range(0, count, slab):
         low, high = (a if a is None else a[i : i + slab] for a in (lower, upper))
-        parts.append(enumerate_active_sets(K[i : i + slab], b[i : i + slab], low, high))
+        parts.append(enumerate_sets(K[i : i + slab], b[i : i + slab], low, high))
     return xp.reshape(xp.concat(parts, axis=0), (*batch, t))
 
 
 def _one_by_one(
     K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
 ) -> tuple[Array, Array]:
-    """Solve problem after problem on the CPU and bring the answers back to the device."""
-    xp, device, dtype = namespace(b), device_of(b), b.dtype
-    K, b, lower, upper, start = (
-        a if a is None else to_numpy(a).astype(np.float64, copy=False) for a in (K, b, lower, upper, start)
-    )
+    """Solve problem after problem on the CPU: one copy from a device, which waits for it, and one back."""
+    xp, device, given = namespace(b), device_of(b), [K, b, lower, upper, start]
+    if not isinstance(b, np.ndarray):
+        given = _fetch([a if a is None else xp.astype(a, b.dtype, copy=False) for a in given])
+    K, b, lower, upper, start = (a if a is None else a.astype(np.float64, copy=False) for a in given)
     if b.shape[-1] > MOST_ROWS:
         start = FISTA(steps=200, normalize=False).solve(K, b, lower, upper, start).multipliers
     K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
-    lam, pivots = np.empty_like(b), np.empty(b.shape[:-1], dtype=np.int64)
+    found = np.empty((*b.shape[:-1], b.shape[-1] + 1), given[1].dtype)  # multipliers, and pivots
     for i in np.ndindex(b.shape[:-1]):
         low, high, first = (a if a is None else np.broadcast_to(a, b.shape)[i] for a in (lower, upper, start))
-        lam[i], pivots[i], _ = solve_active_set(Tableau(K[i], b[i]), low, high, first)
-    return xp.astype(from_numpy(lam, xp, device), dtype, copy=False), from_numpy(pivots, xp, device)
+        found[i][:-1], found[i][-1], _ = solve_active_set(Tableau(K[i], b[i]), low, high, first)
+    found = from_numpy(found, xp, device)
+    return found[..., :-1], xp.astype(found[..., -1], xp.int64)
+
+
+def _fetch(arrays: list[Array | None]) -> list[np.ndarray | None]:
+    """Bring arrays of one dtype to the CPU, in one copy."""
+    given = [a for a in arrays if a is not None]
+    xp = namespace(given[0])
+    flat = to_numpy(xp.concat([xp.reshape(a, (-1,)) for a in given]))
+    ends = np.cumsum([math.prod(a.shape) for a in given])
+    parts = iter(np.split(flat, ends[:-1]))
+    return [a if a is None else next(parts).reshape(tuple(a.shape)) for a in arrays]
