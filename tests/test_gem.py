@@ -257,6 +257,19 @@ def test_bad_options_leave_the_optimizer_alone(options, error, text):
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_a_margin_on_rows_in_turn_is_told():
+    """Old gradients of the past are then added at each step."""
+    model = perceptron()
+    for margin, smoothing in ((0.5, 0.0), (torch.tensor([0.5]), 0.0), (0.0, 0.0), (0.5, 0.5)):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        options = {"refresh": "cyclic", "smoothing": smoothing, "margin": margin}
+        if smoothing or not torch.is_tensor(margin) and not margin:
+            GEM(model, optimizer, loss, **options)
+        else:
+            with pytest.warns(UserWarning, match="refresh='cyclic' with a margin"):
+                GEM(model, optimizer, loss, **options)
+
+
 @pytest.mark.parametrize("attach", [GEM, lambda model, optimizer: projector_of(model).attach(optimizer)])
 def test_what_nothing_refers_to_any_more_is_detached(attach):
     """A cell of a notebook that is run twice, perhaps after ``del gem``."""
