@@ -68,8 +68,8 @@ def check_promise(promise: str, rows: int | None, sample: int | None, options: M
     weighted = isinstance(margin, torch.Tensor) or bool(margin)
     if weighted and options.get("refresh") == "cyclic" and not options.get("smoothing"):
         warnings.warn(
-            "refresh='cyclic' with a margin adds the same old gradients at each step, which forgets more than "
-            "new ones of each task do. Use refresh='all', or a bound without a margin.",
+            "refresh='cyclic' with a margin adds the same old gradients at each step, which forgets more "
+            "than new ones of each task do. Use refresh='all', or a bound without a margin.",
             stacklevel=3,
         )
     if options.get("refresh") == "rising" and not (sample is None and rows is None):
