@@ -376,6 +376,11 @@ def test_elements_that_look_like_batches_are_told_what_to_do():
     with pytest.raises(IndexError) as caught:
         gem.end_task(elements)
     assert "elements of a data set, pass a DataLoader" in "".join(caught.value.__notes__)
+    gem.memory.add(elements[0], 0)  # by hand, where nothing is tried
+    with pytest.raises(IndexError) as caught:
+        gem._optimizers[0].step()
+    assert "elements of a data set, pass a DataLoader" in "".join(caught.value.__notes__)
+    gem.memory.remove(0)
     gem.end_task(DataLoader(elements, batch_size=2))
 
 

@@ -136,11 +136,12 @@ def test_after_an_error_nothing_else_is_told(told, monkeypatch):
     assert not told(once)
 
 
-def test_a_new_optimizer_for_each_task_is_told_by_end_task():
+@pytest.mark.parametrize("fused", [False, True])  # fused ones do not tell autograd that they write
+def test_a_new_optimizer_for_each_task_is_told_by_end_task(fused):
     model, optimizer, gem = begin()
     steps(model, optimizer, 0)
     gem.end_task([task(0)])
-    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    steps(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused), 1)
     with pytest.warns(UserWarning, match=r"not in step\(\) of the optimizer.*memory=gem.memory"):
         gem.end_task([task(1)])
 
@@ -186,10 +187,11 @@ def by_recall(projector, model):
     projector.recall(model, [task(0)], loss)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("constrain", [by_constrain, by_recall])
-def test_constraints_that_nothing_uses_are_told(constrain):
+def test_constraints_that_nothing_uses_are_told(constrain, fused):
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     projector = GradientProjector(model.parameters())
     constrain(projector, model)
     steps(model, optimizer, 0, 1)

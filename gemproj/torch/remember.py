@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
 from gemproj.torch.constraint_gradients import preserved_state, reshard, unwrapped
 from gemproj.torch.distributed import Replicated
-from gemproj.torch.losses import call_loss
+from gemproj.torch.losses import call_loss, explained
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.zero import vector_of
 
@@ -86,19 +86,19 @@ def remember(
         some = source._replace(size=min(source.size, size)).to(vector.device)
         with topology.passes(), _unchanged(model, vector.device, training):
             for part, n in parts(some, microbatch, min(most, size)):
-                with _explained(part):
+                with explained(part):
                     stored = () if outputs is None else outputs(model, part)
-                    found.append(tree_map(lambda leaf, n=n: leaf[:n].to(home), stored))
-                    if bounded or len(found) == 1:
-                        with torch.set_grad_enabled(tried):
-                            value = call_loss(loss, model, Remembered(part, stored) if evaluated else part)
-                        if tried and trainable and not value.requires_grad:
-                            raise ValueError(
-                                "loss(model, batch) has no gradient: it does not depend on trainable "
-                                "parameters of the model, or runs under torch.no_grad() or detach()."
-                            )
-                    if bounded:
-                        losses.append(_one_each(value, part)[:n])
+                found.append(tree_map(lambda leaf, n=n: leaf[:n].to(home), stored))
+                if bounded or len(found) == 1:
+                    with torch.set_grad_enabled(tried):
+                        value = call_loss(loss, model, Remembered(part, stored) if evaluated else part)
+                    if tried and trainable and not value.requires_grad:
+                        raise ValueError(
+                            "loss(model, batch) has no gradient: it does not depend on trainable parameters "
+                            "of the model, or runs under torch.no_grad() or detach()."
+                        )
+                if bounded:
+                    losses.append(_one_each(value, part)[:n])
             if evaluated:
                 joined = None if outputs is None else tree_map(lambda *leaves: torch.cat(leaves), *found)
                 draft.record(task, outputs=joined, losses=torch.cat(losses).to(home) if bounded else None)
@@ -189,21 +189,3 @@ def _unchanged(model: torch.nn.Module, device: torch.device, training: bool) -> 
         finally:
             for buffer, kept in buffers:
                 buffer.copy_(kept)
-
-
-@contextmanager
-def _explained(part: Batch) -> Iterator[None]:
-    """Add to an error what the loss was called with."""
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "add_note"):  # of Python 3.11
-            shapes = tree_map(lambda leaf: tuple(leaf.shape), part)
-            note = f"end_task has called loss(model, batch) with stored examples, of shapes {shapes}."
-            if all(leaf.ndim == 1 for leaf in tree_leaves(part)):
-                note += (
-                    " Their first dimension counts examples: if they are elements of a data set, pass a "
-                    "DataLoader, which collates."
-                )
-            error.add_note(note)
-        raise

@@ -9,7 +9,11 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from gemproj._arrays import wide_dtype
+from gemproj.torch.parameters import local
 
 
 class Use:
@@ -55,9 +59,16 @@ def _broken_off() -> bool:
     return hasattr(sys, "last_value") and not hasattr(sys, "ps1")
 
 
-def changes(parameters: Iterable[Tensor]) -> list[int]:
-    """Return how often each parameter has changed."""
+def changes(parameters: Iterable[Tensor]) -> list[float]:
+    """Return how often each parameter was written, which the steps of fused optimizers leave out."""
     return [p._version for p in parameters]
+
+
+def weights(parameters: Iterable[Tensor]) -> list[float]:
+    """Return the same, and the norm of each parameter, for which a device is waited for."""
+    held = list(parameters)
+    norms = [torch.linalg.vector_norm(local(p), dtype=wide_dtype(torch, p.device)) for p in held]
+    return [*changes(held), *map(float, norms)]
 
 
 class Unused:
@@ -68,12 +79,12 @@ class Unused:
     """
 
     def __init__(self, projector: Any) -> None:
-        self._parameters, self._before, self._used = list(projector.parameters), list[int](), False
+        self._parameters, self._before, self._used = list(projector.parameters), list[float](), False
         weakref.finalize(projector, self._report)
 
     def begin(self) -> None:
         """Note that constraints have been computed."""
-        self._before = changes(self._parameters)
+        self._before = self._now()
 
     def end(self, used: bool = True) -> None:
         """Note that they were used, or that there are none."""
@@ -85,7 +96,11 @@ class Unused:
             warnings.warn(_UNUSED, stacklevel=3)
 
     def _lost(self) -> bool:
-        return bool(self._before) and self._before != changes(self._parameters)
+        return bool(self._before) and self._before != self._now()
+
+    def _now(self) -> list[float]:
+        """Return the state of the weights, for which nothing is waited for once constraints are in use."""
+        return changes(self._parameters) if self._used else weights(self._parameters)
 
     def _report(self) -> None:
         if self._lost() and not (self._used or _broken_off()):
@@ -108,16 +123,20 @@ class Watch:
 
     def begin(self, stepped: bool = False) -> None:
         """Begin a task, or go on with one that has `stepped`, with the weights as they are."""
-        self.stepped, self._versions = stepped, changes(self._parameters)
+        self.stepped, self._weights = stepped, weights(self._parameters)
 
     def step(self, constraints: int) -> None:
         """Count a step under so many constraints."""
         self.stepped, self._use.steps = True, self._use.steps + 1
         self._use.protected = self._use.protected or constraints > 0
 
+    def unseen(self, tasks: Sequence[Any]) -> bool:
+        """Return whether weights have changed, no step was seen, and there are tasks to protect."""
+        return bool(tasks) and not self.stepped and self._weights != weights(self._parameters)
+
     def warn(self, tasks: Sequence[Any]) -> None:
-        """Warn if weights have changed, no step was seen, and there are tasks to protect."""
-        if tasks and not self.stepped and self._versions != changes(self._parameters):
+        """Warn if weights have changed `unseen`."""
+        if self.unseen(tasks):
             warnings.warn(
                 "The weights have changed since the last end_task, or since this GEM was made, but not in "
                 "step() of the optimizer that it was given: if they were trained, earlier tasks were not "
