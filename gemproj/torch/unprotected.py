@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj._arrays import wide_dtype
 from gemproj.torch.parameters import local
 
 
@@ -67,7 +66,8 @@ def changes(parameters: Iterable[Tensor]) -> list[float]:
 def weights(parameters: Iterable[Tensor]) -> list[float]:
     """Return the same, and the norm of each parameter, for which a device is waited for."""
     held = list(parameters)
-    norms = [torch.linalg.vector_norm(local(p), dtype=wide_dtype(torch, p.device)) for p in held]
+    kinds = [torch.promote_types(p.dtype, torch.float32) for p in held]
+    norms = [torch.linalg.vector_norm(local(p), dtype=kind) for p, kind in zip(held, kinds, strict=True)]
     return [*changes(held), *map(float, norms)]
 
 
