@@ -223,13 +223,20 @@ def with_a_use(projector, model, optimizer):
         optimizer.step()
 
 
+def warned(projector, model, optimizer):
+    without_a_use(projector, model, optimizer)
+    with pytest.warns(UserWarning, match="no gradient was projected"):
+        without_a_use(projector, model, optimizer)
+
+
 def read_by_hand(projector, model, optimizer):
     without_a_use(projector, model, optimizer)
     assert len(projector.constraints) == 1
 
 
 @pytest.mark.parametrize(
-    ("train", "unused"), [(without_a_use, True), (with_a_use, False), (read_by_hand, False)]
+    ("train", "unused"),
+    [(without_a_use, True), (with_a_use, False), (warned, False), (read_by_hand, False)],
 )
 def test_the_last_constraints_are_told_at_the_end_if_none_was_used(train, unused, told):
     def once():

@@ -91,8 +91,9 @@ class Unused:
         self._before, self._used = [], self._used or used
 
     def warn(self) -> None:
-        """Warn if weights have changed since."""
+        """Warn if weights have changed since; once told, it is not told at the end."""
         if self._lost():
+            self.end()
             warnings.warn(_UNUSED, stacklevel=3)
 
     def _lost(self) -> bool:
