@@ -168,7 +168,7 @@ def test_the_loss_is_tried_when_a_task_ends(wrong, error, text):
     _, _, gem = begin(wrong)
     with pytest.raises(error, match=text) as caught:
         gem.end_task([task(0)])
-    if hasattr(caught.value, "add_note"):
+    if hasattr(caught.value, "add_note") and "gradient" not in text:
         assert "[(12, 6), (12,)]" in "".join(caught.value.__notes__).replace("((", "[(").replace(",))", ",)]")
     assert gem.memory.tasks == []
 
@@ -336,6 +336,7 @@ PACKED = {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3, 6]), "labels": 
         (7, TypeError, "an iterable of batches, such as a loader; found int"),
         ([X, Y], TypeError, r"one batch, of type list. Pass \[batch\]"),
         ([{"x": X[0], "y": Y[0]}], ValueError, r"\(\) in batch\['y'\]. Elements .* pass a DataLoader"),
+        ([{"x": X[0, 0], "y": Y[0]}], ValueError, r"\(\) in batch\['x'\], \(\) in batch\['y'\]. Elements "),
         ([{"ids": [1, 2], "y": 0}], TypeError, r"found int in batch\['ids'\]\[0\]. Elements .*DataLoader"),
         ([{"text": ["a", "b"], "y": Y}], TypeError, r"found str in batch\['text'\]\[0\].*Leave out or convert"),
         ([Trainer()], TypeError, "tensors only, in dicts, lists and tuples; found Trainer in batch"),

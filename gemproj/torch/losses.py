@@ -227,15 +227,15 @@ def call_loss(
         )
     with explained(examples.batch):
         value = loss(model, examples.batch, *given)
-    if not isinstance(value, Tensor):
-        raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
-    if value.shape not in ((), (1,)) and value.shape != ((n := count_examples(examples)),):
-        raise ValueError(
-            "loss(model, batch) must return the mean over the examples, or one number for each of these "
-            f"{n}, shape ({n},); found {tuple(value.shape)}. Of logits compute a loss; of losses of tokens, "
-            "(n, T) or (n * T,), the mean over the tokens of each example that have a label, as CrossEntropy "
-            "of gemproj.torch.losses does."
-        )
+        if not isinstance(value, Tensor):
+            raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
+        if value.shape not in ((), (1,)) and value.shape != ((n := count_examples(examples)),):
+            raise ValueError(
+                "loss(model, batch) must return the mean over the examples, or one number for each of these "
+                f"{n}, shape ({n},); found {tuple(value.shape)}. Of logits compute a loss; of losses of "
+                "tokens, (n, T) or (n * T,), the mean over the tokens of each example that have a label, as "
+                "CrossEntropy of gemproj.torch.losses does."
+            )
     return value
 
 
