@@ -212,10 +212,13 @@ def options_that_differ_are_an_error():
         ("on", "gradient", "step"),
         ("rows_dtype", torch.float32, torch.float64),
         ("microbatch", None, 2),
+        ("groups", "tensor", "module"),
+        ("gate", True, False),
     ):
+        more = {"groups": "tensor"} if name == "gate" else {}
         model = DistributedDataParallel(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gem = GEM(model, optimizer, EACH, **{name: one if odd else other})
+        gem = GEM(model, optimizer, EACH, **{name: one if odd else other}, **more)
 
         def store_and_step(gem=gem, optimizer=optimizer):
             gem.end_task([task(0, 3)])

@@ -1,6 +1,7 @@
 """GEM in one object takes the steps of a loop that computes and attaches everything itself."""
 
 import pickle
+import warnings
 
 import pytest
 
@@ -255,6 +256,20 @@ def test_bad_options_leave_the_optimizer_alone(options, error, text):
     with pytest.raises(error, match=text):
         GEM(**({"model": model, "optimizer": optimizer, "loss": loss} | options))
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize(
+    ("margin", "smoothing", "told"),
+    [(0.5, 0.0, True), (torch.tensor([0.5]), 0.0, True), (0.0, 0.0, False), (0.5, 0.5, False)],
+)
+def test_a_margin_on_rows_in_turn_is_told(margin, smoothing, told):
+    """Old gradients of the past are then added at each step."""
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        GEM(model, optimizer, loss, refresh="cyclic", margin=margin, smoothing=smoothing)
+    assert ["refresh='cyclic' with a margin" in str(warning.message) for warning in caught] == [True] * told
 
 
 @pytest.mark.parametrize("attach", [GEM, lambda model, optimizer: projector_of(model).attach(optimizer)])

@@ -489,6 +489,7 @@ def test_rows_are_computed_where_losses_rise():
     promise, seen = counting()
     expected = rows(model, tasks)
     assert projector.recall(model, tasks, promise, microbatch=10)
+    torch.testing.assert_close(projector.constraints, expected)  # a use of them
     before = flat(model)
     for k, step in enumerate(expected):  # a step along a row lowers its loss, and raises the other one
         torch.nn.utils.vector_to_parameters(before - 0.01 * step, model.parameters())

@@ -213,6 +213,9 @@ def test_parameters_that_were_frozen_since_are_an_error(net):
     projector.recall(net, TASKS, loss)
     next(net.parameters()).requires_grad_(False)
     text = r"1 of the \d+ parameters .* no longer require.*new projector.*remove"
+    loss(net, batch(3)).backward()
+    with pytest.raises(ValueError, match=text):
+        projector.project_()
     with pytest.raises(ValueError, match=text):
         projector.recall(net, TASKS, loss)
     assert not len(projector.constraints)

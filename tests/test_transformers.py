@@ -5,6 +5,7 @@ import copy
 import gc
 import shutil
 import sys
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -493,7 +494,8 @@ def test_what_a_model_can_do_is_stored_before_training():
     # The examples again, with the model as it is by then.
     with torch.no_grad():
         model[2].bias.add_(torch.arange(3.0))
-    gem.end_task([], 0, model=model)
+    with pytest.warns(UserWarning, match="in no training with this GEMCallback"):  # which changed it
+        gem.end_task([], 0, model=model)
     torch.testing.assert_close(gem.memory.batch(0).outputs, SAID.outputs(model, stored.batch))
 
 
@@ -526,3 +528,17 @@ def test_a_training_without_a_stored_set_is_told(tmp_path, caplog, monkeypatch):
         learn(network(), 0, tmp_path, GEMCallback(EpisodicMemory()), max_steps=2)
         gc.collect()
     assert "Nothing was protected: all 2 steps were taken before a task was stored" in caplog.text
+
+
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_callback_that_no_trainer_was_given_is_told(passed, tmp_path):
+    model, gem = network(), GEMCallback(EpisodicMemory())
+    batches = [default_data_collator(examples(0))]
+    for _ in range(2):  # no training in between
+        gem.end_task(batches, model=model)
+    learn(model, 0, tmp_path, *[gem] * passed, max_steps=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gem.end_task(batches, model=model)
+    messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    assert ["no training with this GEMCallback" in message for message in messages] == [True] * (not passed)

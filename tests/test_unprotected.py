@@ -136,11 +136,12 @@ def test_after_an_error_nothing_else_is_told(told, monkeypatch):
     assert not told(once)
 
 
-def test_a_new_optimizer_for_each_task_is_told_by_end_task():
+@pytest.mark.parametrize("fused", [False, True])  # fused ones do not tell autograd that they write
+def test_a_new_optimizer_for_each_task_is_told_by_end_task(fused):
     model, optimizer, gem = begin()
     steps(model, optimizer, 0)
     gem.end_task([task(0)])
-    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    steps(model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused), 1)
     with pytest.warns(UserWarning, match=r"not in step\(\) of the optimizer.*memory=gem.memory"):
         gem.end_task([task(1)])
 
@@ -186,10 +187,11 @@ def by_recall(projector, model):
     projector.recall(model, [task(0)], loss)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("constrain", [by_constrain, by_recall])
-def test_constraints_that_nothing_uses_are_told(constrain):
+def test_constraints_that_nothing_uses_are_told(constrain, fused):
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
     projector = GradientProjector(model.parameters())
     constrain(projector, model)
     steps(model, optimizer, 0, 1)
@@ -205,3 +207,94 @@ def test_constraints_that_nothing_uses_are_told(constrain):
     projector.attach(optimizer)
     steps(model, optimizer, 0, 1)
     constrain(projector, model)
+
+
+def without_a_use(projector, model, optimizer):
+    projector.constrain([loss(model, task(0))])
+    steps(model, optimizer, 0)
+
+
+def with_a_use(projector, model, optimizer):
+    for _ in range(2):  # of the constraints before
+        optimizer.zero_grad()
+        loss(model, task(9)).backward()
+        projector.project_()
+        projector.constrain([loss(model, task(0))])
+        optimizer.step()
+
+
+def warned(projector, model, optimizer):
+    without_a_use(projector, model, optimizer)
+    with pytest.warns(UserWarning, match="no gradient was projected"):
+        without_a_use(projector, model, optimizer)
+
+
+def read_by_hand(projector, model, optimizer):
+    without_a_use(projector, model, optimizer)
+    assert len(projector.constraints) == 1
+
+
+@pytest.mark.parametrize(
+    ("train", "unused"),
+    [(without_a_use, True), (with_a_use, False), (warned, False), (read_by_hand, False)],
+)
+def test_the_last_constraints_are_told_at_the_end_if_none_was_used(train, unused, told):
+    def once():
+        model = perceptron()
+        train(GradientProjector(model.parameters()), model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    messages = told(once)
+    assert len(messages) == unused
+    assert all("no gradient was projected" in message for message in messages)
+
+
+@pytest.mark.parametrize("constrain", [by_constrain, by_recall])
+def test_a_projector_that_is_attached_to_another_optimizer_is_told(constrain):
+    model = perceptron()
+    projector, former = GradientProjector(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
+    projector.attach(former)
+    constrain(projector, model)
+    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 1)
+    with pytest.warns(UserWarning, match="to the optimizer that takes the steps"):
+        constrain(projector, model)
+
+
+class SharpnessAware(torch.optim.Optimizer):
+    """SAM in its usual form: two steps by other names, the second one taken by an inner optimizer."""
+
+    def __init__(self, parameters, base, **options):
+        super().__init__(parameters, options)
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["up"] = 0.05 * p.grad
+            p.add_(self.state[p]["up"])
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.state[p]["up"])
+        self.base_optimizer.step()
+        self.zero_grad()
+
+
+@pytest.mark.parametrize("inner", [False, True])
+def test_an_optimizer_that_steps_in_another_one_is_told(inner):
+    model = perceptron()
+    optimizer = SharpnessAware(model.parameters(), torch.optim.SGD, lr=0.1)
+    gem = GEM(model, optimizer.base_optimizer if inner else optimizer, loss)
+    gem.end_task([task(0)])
+    for step in (optimizer.first_step, optimizer.second_step):
+        loss(model, rival(task(0))).backward()
+        step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        gem.end_task([task(1)])
+    messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
+    assert len(messages) == (not inner)
+    assert all("as SAM does in its base_optimizer, pass the inner one" in message for message in messages)
+    assert inner is (gem.last is not None and gem.last.worst_cosine > -1e-9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from gemproj.torch.checks import check_names
 from gemproj.torch.constraint_gradients import model_loss
 from gemproj.torch.gem import OPTIONS
 from gemproj.torch.remember import remember
+from gemproj.torch.unprotected import Watch
 
 _OF_THE_MODEL = ("groups", "gate", "rows_device")
 _NOT_HERE = {"model", "optimizer", "loss", "memory", "per_task", "label"}
@@ -36,6 +38,7 @@ class FrameworkGEM:
         self._loss, self._options = loss, options
         self._resumed: Mapping[str, Any] | None = None
         self._exclude: Hashable = None
+        self._watch: Watch | None = None  # of what was stored before any training
         # Bad options are reported now, not when training begins, but for those that depend on the model.
         trial = torch.nn.Linear(1, 1)
         known = {name: value for name, value in options.items() if name not in _OF_THE_MODEL}
@@ -44,7 +47,7 @@ class FrameworkGEM:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing."""
-        return self.__dict__ | {"gem": None, "_exclude": self.exclude}
+        return self.__dict__ | {"gem": None, "_exclude": self.exclude, "_watch": None}
 
     @property
     def exclude(self) -> Hashable:
@@ -85,10 +88,18 @@ class FrameworkGEM:
         if self.gem is not None:
             self.gem.end_task(batches, task, model=model)
             return
+        if self._watch is not None and self._watch.unseen(self.memory.tasks):
+            warnings.warn(
+                "The weights have changed since the last end_task, but in no training with this "
+                f"{type(self).__name__}: if they were trained, earlier tasks were not protected. Pass it to "
+                "the trainer, callbacks=[...].",
+                stacklevel=2,
+            )
         given = {name: self._options[name] for name in ("microbatch", "training") if name in self._options}
         rows = self._options.get("rows") or self._options.get("sample")
         bounded = self._options.get("bound") is not None
         remember(self.memory, batches, task, model, self._loss, bounded=bounded, rows=rows, **given)
+        self._watch = None if model is None else Watch(self.memory, model.parameters())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory, `exclude` and the state of the projector."""

@@ -112,7 +112,8 @@ def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
         if not isinstance(leaf, torch.Tensor):
             where = place(batch, i)
             raise TypeError(
-                f"A batch must hold tensors only; found {type(leaf).__name__} in {where}.{_remedy(where)}"
+                "A batch must hold tensors only, in dicts, lists and tuples; found "
+                f"{type(leaf).__name__} in {where}.{_remedy(where)} Leave out or convert what is no tensor."
             )
         if leaf.layout != torch.strided:
             raise TypeError(f"A batch must hold dense tensors; found {leaf.layout}: call to_dense() first.")
@@ -176,7 +177,14 @@ def output_of(model: Any, batch: Batch, name: str) -> Any:
             f"Without {name}, batches must be mappings, for model(**batch).{name}; found "
             f"{type(batch).__name__}. Pass {name}, a function of model and batch."
         )
-    return getattr(model(**batch), name)
+    found = getattr(model(**batch), name)
+    if found is None:
+        raise ValueError(
+            f"model(**batch).{name} is None; found a batch with {', '.join(map(str, batch))}. Models of "
+            f"transformers compute a loss where the batch has labels; or pass {name}, a function of model "
+            "and batch."
+        )
+    return found
 
 
 def field_of(batch: Batch, field: Field, name: str) -> Any:

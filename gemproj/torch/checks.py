@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -63,6 +64,14 @@ def check_promise(promise: str, rows: int | None, sample: int | None, options: M
         raise ValueError(f"promise must be 'task', 'label' or 'example'; found {promise!r}.")
     if promise == "example" and rows is not None and options.get("smoothing"):
         raise ValueError("smoothing: with promise='example' and rows, rows are of other examples each time.")
+    margin = options.get("margin", 0.0)
+    weighted = isinstance(margin, torch.Tensor) or bool(margin)
+    if weighted and options.get("refresh") == "cyclic" and not options.get("smoothing"):
+        warnings.warn(
+            "refresh='cyclic' with a margin adds the same old gradients at each step, which forgets more "
+            "than new ones of each task do. Use refresh='all', or a bound without a margin.",
+            stacklevel=3,
+        )
     if options.get("refresh") == "rising" and not (sample is None and rows is None):
         raise ValueError(
             "refresh='rising' compares losses on the same examples; rows and sample draw others."

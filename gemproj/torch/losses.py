@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gemproj._checks import check_count, check_number
 from gemproj.torch.batches import Batch, Field, Loss, Remembered, count_examples, field_of, output_of
@@ -223,14 +225,33 @@ def call_loss(
             "this loss compares. Store them with end_task(batches, task), with add(..., outputs=) or with "
             "record(task, outputs=), or remove(task)."
         )
-    value = loss(model, examples.batch, *given)
-    if not isinstance(value, Tensor):
-        raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
-    if value.shape not in ((), (1,)) and value.shape != ((n := count_examples(examples)),):
-        raise ValueError(
-            "loss(model, batch) must return the mean over the examples, or one number for each of these "
-            f"{n}, shape ({n},); found {tuple(value.shape)}. Of logits compute a loss; of losses of tokens, "
-            "(n, T) or (n * T,), the mean over the tokens of each example that have a label, as CrossEntropy "
-            "of gemproj.torch.losses does."
-        )
+    with explained(examples.batch):
+        value = loss(model, examples.batch, *given)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
+        if value.shape not in ((), (1,)) and value.shape != ((n := count_examples(examples)),):
+            raise ValueError(
+                "loss(model, batch) must return the mean over the examples, or one number for each of these "
+                f"{n}, shape ({n},); found {tuple(value.shape)}. Of logits compute a loss; of losses of "
+                "tokens, (n, T) or (n * T,), the mean over the tokens of each example that have a label, as "
+                "CrossEntropy of gemproj.torch.losses does."
+            )
     return value
+
+
+@contextmanager
+def explained(batch: Batch) -> Iterator[None]:
+    """Add to an error in a loss what it was called with."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "add_note"):  # of Python 3.11
+            shapes = tree_map(lambda leaf: tuple(leaf.shape), batch)
+            note = f"The loss was called with stored examples, of shapes {shapes}."
+            if all(leaf.ndim == 1 for leaf in tree_leaves(batch)):
+                note += (
+                    " Their first dimension counts examples: if they are elements of a data set, pass a "
+                    "DataLoader, which collates."
+                )
+            error.add_note(note)
+        raise

@@ -22,7 +22,7 @@ from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated, check_alone
 from gemproj.torch.optimizer_step import On
 from gemproj.torch.stats import Projection
-from gemproj.torch.unprotected import changes, expect_use
+from gemproj.torch.unprotected import Unused
 from gemproj.torch.zero import vector_of
 
 # Which a projector has as attributes, besides its method.
@@ -38,6 +38,7 @@ class RecalledConstraints:
     on: On
     bound: LossBound | None
     _groups: Sequence[Sequence[int]] | None
+    _gate: bool
     method: AnyMethod
     refresh: Refresh
 
@@ -61,12 +62,13 @@ class RecalledConstraints:
             raise TypeError(f"rows_dtype must be a floating-point dtype of torch; found {rows_dtype!r}.")
         self._matrix = ConstraintMatrix(self._vector, rows_dtype, _rows_device(rows_device, self.device))
         self.smoothing, self.interval = smoothing, interval
+        self._unused = Unused(self)
         self.reset()
 
     @property
     def constraints(self) -> Tensor:
         """The constraint matrix G, shape (t, d): a view of the local columns, one row per past task."""
-        self._unused = list[int]()
+        self._unused.end()
         return self._matrix.rows
 
     @property
@@ -103,11 +105,11 @@ class RecalledConstraints:
             tasks, and rows are their averages. With shards it must be a list.
         """
         start = time.perf_counter()
-        expect_use(self._unused, self._changes())
+        self._unused.warn()
         self._calls = 0
         from_losses(self._matrix, losses, self._facts())
         self._ages = [0] * len(self._matrix)
-        self._unused = self._changes()
+        self._note_rows()
         self._seconds += time.perf_counter() - start
 
     def recall(
@@ -161,7 +163,7 @@ class RecalledConstraints:
             )
         # Divergences from stored outputs are zero at first. Groups have no loss each.
         self._compared = hasattr(loss, "outputs") and self._groups is None
-        expect_use(self._unused, self._changes())
+        self._unused.warn()
         model, parallel = unwrapped(model)
         if parallel is not None and self._vector.topology.world == 1:
             self._vector.topology = Replicated(self._vector.device, parallel.process_group)
@@ -188,7 +190,7 @@ class RecalledConstraints:
             self._ages = [0 if k in new else age for k, age in enumerate(ages)]
             self._seconds += time.perf_counter() - start
         self._calls += 1  # a call that has failed is still due
-        self._unused = self._changes()
+        self._note_rows()
         return bool(due)
 
     def check_processes(self) -> None:
@@ -206,7 +208,7 @@ class RecalledConstraints:
         self._compared = False
         self._warm: dict[str, Tensor] = {}  # multipliers, by what was projected
         self._calls = 0
-        self._unused = []  # weights when constraints were computed that nothing has used
+        self._unused.end(used=False)
         self._ages = list[int]()  # of each row, steps since it was computed
         self._seconds = 0.0  # spent on constraints since the last step
         self.last: Projection | None = None
@@ -266,7 +268,8 @@ class RecalledConstraints:
         """Return what all processes that train the model must have in common, none for a single one."""
         if self._vector.topology.world == 1:
             return {}
-        given = {name: getattr(self, name) for name in OPTIONS} | {"rows_dtype": self.constraints.dtype}
+        given = {name: getattr(self, name) for name in OPTIONS}
+        given |= {"groups": self._groups, "gate": self._gate, "rows_dtype": self._matrix.rows.dtype}
         options: dict[str, Any] = {
             name: value if isinstance(value, Tensor) else repr(value) for name, value in given.items()
         }
@@ -274,12 +277,13 @@ class RecalledConstraints:
         named = {f"option {name}": value for name, value in (options | (more or {})).items()}
         return named | self._vector.signature()
 
-    def _changes(self) -> list[int]:
-        """Return how often each weight has changed; nothing without rows, or where it is attached."""
-        return changes(self.parameters) if len(self._matrix) and not is_attached(self) else []
+    def _note_rows(self) -> None:
+        """Note that there are constraints to be used, if there are."""
+        if len(self._matrix):
+            self._unused.begin()
 
     def _record(self, sol: DualSolution | None, start: float) -> Projection:
-        self._unused = []
+        self._unused.end()
         seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
         excess = None if self.bound is None else self.bound.excess(self._matrix.losses, self._matrix.bounds)
         self.last = Projection(

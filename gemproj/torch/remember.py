@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset
 from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
 from gemproj.torch.constraint_gradients import preserved_state, reshard, unwrapped
 from gemproj.torch.distributed import Replicated
-from gemproj.torch.losses import call_loss
+from gemproj.torch.losses import call_loss, explained
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.zero import vector_of
 
@@ -24,7 +24,12 @@ _MOST_BATCHES = 100_000
 # The loss is tried on so many examples: of one, some losses squeeze the dimension of the examples away.
 _TRIED = 2
 # Data sets of Hugging Face, which are not torch's.
-_DATASETS = {"datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"}
+_DATASETS = {
+    "datasets.arrow_dataset.Dataset",
+    "datasets.iterable_dataset.IterableDataset",
+    "datasets.dataset_dict.DatasetDict",
+    "datasets.dataset_dict.IterableDatasetDict",
+}
 
 
 def remember(
@@ -72,24 +77,34 @@ def remember(
     _, (most,) = topology.plan([source.size])
     model = model if evaluated else getattr(model, "_orig_mod", model)  # a trial is no reason to compile
 
+    # Shards cannot tell each other of an error, and try again.
+    tried = not (evaluated or topology.collective)
+    trainable = any(p.requires_grad for p in model.parameters())
+
     def evaluate(size: int) -> None:
         found, losses = [], []
         some = source._replace(size=min(source.size, size)).to(vector.device)
         with topology.passes(), _unchanged(model, vector.device, training):
             for part, n in parts(some, microbatch, min(most, size)):
-                with _explained(part):
+                with explained(part):
                     stored = () if outputs is None else outputs(model, part)
-                    found.append(tree_map(lambda leaf, n=n: leaf[:n].to(home), stored))
-                    if bounded or len(found) == 1:
+                found.append(tree_map(lambda leaf, n=n: leaf[:n].to(home), stored))
+                if bounded or len(found) == 1:
+                    with torch.set_grad_enabled(tried):
                         value = call_loss(loss, model, Remembered(part, stored) if evaluated else part)
-                    if bounded:
-                        losses.append(_one_each(value, part)[:n])
+                    if tried and trainable and not value.requires_grad:
+                        raise ValueError(
+                            "loss(model, batch) has no gradient: it does not depend on trainable parameters "
+                            "of the model, or runs under torch.no_grad() or detach()."
+                        )
+                if bounded:
+                    losses.append(_one_each(value, part)[:n])
             if evaluated:
                 joined = None if outputs is None else tree_map(lambda *leaves: torch.cat(leaves), *found)
                 draft.record(task, outputs=joined, losses=torch.cat(losses).to(home) if bounded else None)
 
     size = max(source.size, most) if evaluated or rows is None else rows
-    if evaluated or topology.collective:  # shards cannot tell each other of an error, and try again
+    if not tried:
         evaluate(size)
     else:
         try:
@@ -136,11 +151,6 @@ def _check_batches(batches: Any) -> None:
     # Batches that are tensors are alike; so tensors that are not are the parts of one batch.
     kinds = {(part.shape[1:], part.dtype) for part in batches} if tensors else ()
     one = tensors and (len(kinds) > 1 or (isinstance(batches, tuple) and len(batches) > 1))
-    if one or isinstance(batches, Tensor | Mapping):
-        raise TypeError(
-            f"batches must be an iterable of batches, such as a loader; found one batch, of type {name}. "
-            "Pass [batch]."
-        )
     hugging_face = any(
         f"{kind.__module__}.{kind.__qualname__}" in _DATASETS for kind in type(batches).__mro__
     )
@@ -148,6 +158,11 @@ def _check_batches(batches: Any) -> None:
         raise TypeError(
             f"batches must be an iterable of batches; found a data set, {name}, which has single examples. "
             "Pass DataLoader(dataset, batch_size=32), or batch_size=None if it has batches."
+        )
+    if one or isinstance(batches, Tensor | Mapping):
+        raise TypeError(
+            f"batches must be an iterable of batches, such as a loader; found one batch, of type {name}. "
+            "Pass [batch]."
         )
     if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
         loader = " Pass trainer.get_train_dataloader()." if hasattr(batches, "get_train_dataloader") else ""
@@ -174,17 +189,3 @@ def _unchanged(model: torch.nn.Module, device: torch.device, training: bool) -> 
         finally:
             for buffer, kept in buffers:
                 buffer.copy_(kept)
-
-
-@contextmanager
-def _explained(part: Batch) -> Iterator[None]:
-    """Add to an error what the loss was called with."""
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "add_note"):  # of Python 3.11
-            shapes = tree_map(lambda leaf: tuple(leaf.shape), part)
-            error.add_note(
-                f"end_task has called loss(model, batch) with stored examples, of shapes {shapes}."
-            )
-        raise

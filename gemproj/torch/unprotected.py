@@ -9,7 +9,10 @@ import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from gemproj.torch.parameters import local
 
 
 class Use:
@@ -41,8 +44,7 @@ def keep(memory: Any) -> None:
 
 
 def _report(use: Use) -> None:
-    broken_off = hasattr(sys, "last_value") and not hasattr(sys, "ps1")
-    if use.steps and not (use.protected or use.kept or broken_off):
+    if use.steps and not (use.protected or use.kept or _broken_off()):
         logging.getLogger("gemproj").warning(
             "Nothing was protected: all %d steps were taken before a task was stored, so that they are those "
             "of a training without GEM. Call end_task(batches) with examples of what must be kept before the "
@@ -51,20 +53,66 @@ def _report(use: Use) -> None:
         )
 
 
-def changes(parameters: Iterable[Tensor]) -> list[int]:
-    """Return how often each parameter has changed."""
+def _broken_off() -> bool:
+    """Return whether Python ends with an error, which tells enough."""
+    return hasattr(sys, "last_value") and not hasattr(sys, "ps1")
+
+
+def changes(parameters: Iterable[Tensor]) -> list[float]:
+    """Return how often each parameter was written, which the steps of fused optimizers leave out."""
     return [p._version for p in parameters]
 
 
-def expect_use(before: list[int], now: list[int]) -> None:
-    """Warn if weights have changed since constraints were computed that nothing has used."""
-    if before and now and now != before:
-        warnings.warn(
-            "The weights have changed, and no gradient was projected since constraints were computed last: "
-            "they protected nothing. Call project_() before each optimizer.step(), or attach(optimizer) "
-            "once, before the loop.",
-            stacklevel=3,
-        )
+def weights(parameters: Iterable[Tensor]) -> list[float]:
+    """Return the same, and the norm of each parameter, for which a device is waited for."""
+    held = list(parameters)
+    kinds = [torch.promote_types(p.dtype, torch.float32) for p in held]
+    norms = [torch.linalg.vector_norm(local(p), dtype=kind) for p, kind in zip(held, kinds, strict=True)]
+    return [*changes(held), *map(float, norms)]
+
+
+class Unused:
+    """Constraints of a projector that nothing has used yet, and the weights when they were computed.
+
+    It is told when weights have changed by the time that others are computed; of the last constraints, if
+    none was ever used, where the projector is dropped, or Python ends.
+    """
+
+    def __init__(self, projector: Any) -> None:
+        self._parameters, self._before, self._used = list(projector.parameters), list[float](), False
+        weakref.finalize(projector, self._report)
+
+    def begin(self) -> None:
+        """Note that constraints have been computed."""
+        self._before = self._now()
+
+    def end(self, used: bool = True) -> None:
+        """Note that they were used, or that there are none."""
+        self._before, self._used = [], self._used or used
+
+    def warn(self) -> None:
+        """Warn if weights have changed since; once told, it is not told at the end."""
+        if self._lost():
+            self.end()
+            warnings.warn(_UNUSED, stacklevel=3)
+
+    def _lost(self) -> bool:
+        return bool(self._before) and self._before != self._now()
+
+    def _now(self) -> list[float]:
+        """Return the state of the weights, for which nothing is waited for once constraints are in use."""
+        return changes(self._parameters) if self._used else weights(self._parameters)
+
+    def _report(self) -> None:
+        if self._lost() and not (self._used or _broken_off()):
+            logging.getLogger("gemproj").warning(_UNUSED)
+
+
+_UNUSED = (
+    "The weights have changed, and no gradient was projected since constraints were computed last: they "
+    "protected nothing. Call project_() before each optimizer.step(), or attach(optimizer) once, before the "
+    "loop, to the optimizer that takes the steps."
+)
 
 
 class Watch:
@@ -76,20 +124,25 @@ class Watch:
 
     def begin(self, stepped: bool = False) -> None:
         """Begin a task, or go on with one that has `stepped`, with the weights as they are."""
-        self.stepped, self._versions = stepped, changes(self._parameters)
+        self.stepped, self._weights = stepped, weights(self._parameters)
 
     def step(self, constraints: int) -> None:
         """Count a step under so many constraints."""
         self.stepped, self._use.steps = True, self._use.steps + 1
         self._use.protected = self._use.protected or constraints > 0
 
+    def unseen(self, tasks: Sequence[Any]) -> bool:
+        """Return whether weights have changed, no step was seen, and there are tasks to protect."""
+        return bool(tasks) and not self.stepped and self._weights != weights(self._parameters)
+
     def warn(self, tasks: Sequence[Any]) -> None:
-        """Warn if weights have changed, no step was seen, and there are tasks to protect."""
-        if tasks and not self.stepped and self._versions != changes(self._parameters):
+        """Warn if weights have changed `unseen`."""
+        if self.unseen(tasks):
             warnings.warn(
                 "The weights have changed since the last end_task, or since this GEM was made, but not in "
                 "step() of the optimizer that it was given: if they were trained, earlier tasks were not "
                 "protected. For a new optimizer call remove() and make a new GEM(model, optimizer, loss, "
-                "memory=gem.memory).",
+                "memory=gem.memory). Where one optimizer takes its steps in another, as SAM does in its "
+                "base_optimizer, pass the inner one.",
                 stacklevel=3,
             )
