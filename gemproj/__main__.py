@@ -60,10 +60,11 @@ def compile_loops() -> None:
     for dtype, library in libraries.items():
         xp = importlib.import_module(library)
         for t, d in ((2, 64), (9, LARGE)):  # products summed in float64, and in float32
-            G, gs = (xp.ones((n, d), dtype=getattr(xp, dtype)) for n in (t, 2))
-            gram(G, gs)
-            project(G, -gs[0])
-            combine(G, gs[0], xp.ones(t, dtype=xp.float64))
+            gs, columns = (xp.ones(n, dtype=getattr(xp, dtype)) for n in ((2, d), (d, t)))
+            for G in (columns.T, columns.reshape(t, d)):
+                gram(G, gs)
+                project(G, -gs[0])
+                combine(G, gs[0], xp.ones(t, dtype=xp.float64))
     print(f"Done in {time.perf_counter() - start:.0f} seconds.")
 
 

@@ -224,35 +224,40 @@ def test_many_gradients_on_one_constraint_matrix(t, d, m, dtype, rng, monkeypatc
             np.testing.assert_array_equal(combine(rows, g, lam), x)
 
 
-def test_loops_compiled_ahead_are_those_that_are_called(rng):
-    from gemproj.__main__ import compile_loops
-    from gemproj.backends.numba import addresses, loops, search
+AHEAD = """
+import numpy as np
+from gemproj import combine, project, solve_gram
+from gemproj.__main__ import compile_loops
+from gemproj.backends.numba import addresses, loops, search
 
-    compile_loops()
-    functions = [
-        loops.sum_products,
-        loops.write_combination,
-        loops.sum_shared_products,
-        search.solve_active_set,
-    ]
-    functions.append(addresses.address)
-    before = [len(function.signatures) for function in functions]
-    for dtype in (np.float32, np.float64):
-        for t, d in ((3, 50), (9, 140_000)):
-            G, g = rng.standard_normal((t, d)).astype(dtype), rng.standard_normal(d).astype(dtype)
-            ones = np.broadcast_to(1.0, t)  # cannot be written
-            project(G, g)
-            project(G.T.copy().T, g, penalty=0.5, warm_start=ones)
-            project(G.reshape(1, t, d), g, equality=np.arange(t) > 1)
-            project([G.reshape(t, 2, 1, -1)], [g.reshape(2, 1, -1)])
-            for a in (G, g):
-                a.flags.writeable = False
-            project(G, g, margin=ones)
-            combine(G, g, ones)
-            K = G @ G.T
-            K.flags.writeable = False
-            solve_gram(K, G @ g)
-    assert [len(function.signatures) for function in functions] == before
+compile_loops()
+functions = [loops.sum_products, loops.write_combination, loops.sum_shared_products]
+functions += [search.solve_active_set, addresses.address]
+before = [len(function.signatures) for function in functions]
+rng = np.random.default_rng(0)
+for dtype in (np.float32, np.float64):
+    for t, d in ((3, 50), (9, 140_000)):
+        G, g = rng.standard_normal((t, d)).astype(dtype), rng.standard_normal(d).astype(dtype)
+        ones = np.broadcast_to(1.0, t)  # cannot be written
+        project(G, g)
+        project(G.T.copy().T, g, penalty=0.5, warm_start=ones)
+        project(G.reshape(1, t, d), g, equality=np.arange(t) > 1)
+        project([G.reshape(t, 2, 1, -1)], [g.reshape(2, 1, -1)])
+        for a in (G, g):
+            a.flags.writeable = False
+        project(G, g, margin=ones)
+        combine(G, g, ones)
+        K = G @ G.T
+        K.flags.writeable = False
+        solve_gram(K, G @ g)
+assert [len(function.signatures) for function in functions] == before, (before, functions)
+"""
+
+
+def test_loops_compiled_ahead_are_those_that_are_called():
+    """In a process of its own, in which nothing else has been compiled."""
+    done = subprocess.run([sys.executable, "-c", AHEAD], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
 
 
 def test_compilation_is_announced_once(caplog, monkeypatch, tmp_path):

@@ -78,7 +78,7 @@ class _Announcement(event.Listener):
             self.waiting = False
             # A warning, which is seen without a handler: a training loop stands still meanwhile.
             logging.getLogger("gemproj").warning(
-                "Compiling loops for this machine; this takes about 25 seconds, once. "
+                "Compiling loops for this machine; this takes about 10 seconds, once. "
                 "python -m gemproj --compile does it ahead of time."
             )
 
