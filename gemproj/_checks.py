@@ -173,3 +173,10 @@ def _check_products(K: np.ndarray) -> None:
             apart = np.abs(part - np.swapaxes(part, -1, -2))
         if (apart > 0.01 * most).any():
             raise ValueError("K must be a Gram matrix; found one that is not symmetric.")
+        if t > 2 and np.isfinite(part).all():  # two rows are checked above
+            try:
+                np.linalg.cholesky(part / most + 0.01 * t * np.eye(t))
+            except np.linalg.LinAlgError:
+                raise ValueError(
+                    "K must be a Gram matrix, positive semidefinite: found one with a negative eigenvalue."
+                ) from None

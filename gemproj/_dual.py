@@ -12,7 +12,7 @@ import numpy as np
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
 from gemproj._bounds import Bounds, make_bounds, overstepped, standard_form
 from gemproj._checks import check_gram, check_start
-from gemproj._constants import LOOSE, REACH, WIDE_ROUNDING, WIDER
+from gemproj._constants import LOOSE, OPTIMAL_WITHIN, REACH, WIDE_ROUNDING, WIDER
 from gemproj._feasibility import infeasible, lost_to_penalty, refuse_infeasible
 from gemproj._gram import measure
 from gemproj._options import Options, check_options
@@ -20,10 +20,12 @@ from gemproj._problem import check_problem
 from gemproj._range import check_finite, check_range, drop_not_finite
 from gemproj._refine import lost, refine_directly, return_to_rows, unsure
 from gemproj._solution import DualSolution
-from gemproj._tspace import Gram, Measured, Standard, clip, snap
+from gemproj._tspace import Gram, Measured, Standard, clip, matvec, normalise, snap
 from gemproj.backends import solver_for
 from gemproj.methods import AnyMethod, Exact, Method, Outcome, Status
 from gemproj.methods._callable import call
+from gemproj.methods._method import exact_status
+from gemproj.methods.exact import few_sets
 
 
 def solve_dual(
@@ -234,8 +236,9 @@ def _status_on_device(found: Any, kept: Array, sol: DualSolution) -> Array:
     if isinstance(status, int):
         status = xp.full(gg.shape, status, dtype=xp.int64, device=device_of(gg))
     flags = {Status.ROW_DROPPED: ~xp.all(kept, axis=-1)}
-    if sol._exact and bounds.equality is not None and bounds.upper is not None:
-        flags[Status.STALLED] = lost_to_penalty(sol)
+    if sol._exact and (bounds.h is not None or (bounds.equality is not None and bounds.upper is not None)):
+        # Of the problem that was asked: loose rows are cut, and penalties of equalities take digits.
+        flags[Status.STALLED] = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(sol.multipliers.dtype).eps
     if sol._exact and bounds.h is not None:
         flags[Status.INFEASIBLE] = infeasible(sol, bounds.h, (status & int(Status.STALLED)) > 0)
     for flag, where in flags.items():
@@ -262,13 +265,14 @@ def _solve_cut(
     Where the solution reaches such a row, the status says so; on the CPU the problem is solved again first,
     with more of the slack.
     """
+    if not isinstance(cut, np.ndarray):
+        found = _solve_on_device(gram, bounds, method, dual, start)
+        return found._replace(status=partial(_status_of_cut, found.status, dual, cut, found.multipliers))
     reach = np.asarray(REACH)
     while True:
         found = solver_for(dual.b)(method, dual, start)
-        status = partial(_status_of_cut, found.status, dual, cut, found.multipliers)
-        if not isinstance(cut, np.ndarray):
-            return found._replace(status=status)
-        found = found._replace(status=status())
+        status = _status_of_cut(found.status, dual, cut, found.multipliers)
+        found = found._replace(status=status)
         if np.max(reach) >= LOOSE / WIDER:
             return found
         again = (found.status & int(Status.STALLED) > 0) & cut.any(axis=-1)
@@ -277,3 +281,27 @@ def _solve_cut(
         # Of other problems no bit changes.
         reach = np.where(again[..., None], reach * WIDER, reach)
         dual, cut = standard_form(gram.K, gram.b, bounds, reach)
+
+
+def _solve_on_device(
+    gram: Gram, bounds: Bounds, method: Exact, dual: Standard, start: Array | None
+) -> Outcome:
+    """Solve a problem on a device, with all of the slack of its loose rows, which enumeration takes as it is.
+
+    The active-set search solves it with little of the slack as well, in the same copy to the CPU: that
+    solution has more digits, where it is optimal and reaches no row that was cut.
+    """
+    solve, xp = solver_for(dual.b), namespace(dual.b)
+    if few_sets(dual.b.shape[-1], dual.upper):
+        return solve(method, dual, start)
+    near, cut = standard_form(gram.K, gram.b, bounds, REACH)
+    both = solve(method, near._replace(b=xp.stack([near.b, dual.b])), start)
+    unit = normalise(*near, both.multipliers[0, ...])
+    missed = exact_status(unit.start, matvec(unit.K, unit.start) + unit.b, unit.lower, unit.upper) > 0
+    again = missed | overstepped(near, cut, both.multipliers[0, ...])
+
+    def chosen(a: Array, where: Array = again) -> Array:
+        return xp.where(where, a[1, ...], a[0, ...])
+
+    lam = chosen(both.multipliers, again[..., None])
+    return Outcome(lam, chosen(both.iterations), lambda: chosen(_now(both.status)))

@@ -9,6 +9,7 @@ import numpy as np
 
 from gemproj._arrays import Array, namespace
 from gemproj._constants import (
+    EPS,
     FAR,
     FAR_BY_GRAM,
     LARGE_PENALTY,
@@ -82,14 +83,13 @@ def _violation(sol: DualSolution) -> np.ndarray:
     return worst * inverse(np.asarray(sol._size()))
 
 
-def lost_to_penalty(sol: DualSolution) -> Array:
-    """Tell where the penalty of an equality, a lower bound, takes the digits of a multiplier, (...)."""
-    xp, upper = namespace(sol.gram.gg), sol.upper
-    if isinstance(upper, np.ndarray):  # the CPU, where most penalties need no closer look
-        pull = np.where(np.isinf(upper), 0.0, upper) * np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1))
-        if not (pull > LARGE_PENALTY * sol._size()[..., None]).any():
-            return np.zeros(sol.gram.gg.shape, dtype=bool)
-    return sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(sol.multipliers.dtype).eps
+def lost_to_penalty(sol: DualSolution) -> np.ndarray:
+    """Tell, on the CPU, where the penalty of an equality, a lower bound, takes the digits of a multiplier."""
+    upper = sol.upper
+    pull = np.where(np.isinf(upper), 0.0, upper) * np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1))
+    if not (pull > LARGE_PENALTY * sol._size()[..., None]).any():  # most need no closer look
+        return np.zeros(sol.gram.gg.shape, dtype=bool)
+    return sol.kkt_residual() > OPTIMAL_WITHIN * EPS
 
 
 def _void(sol: DualSolution, h: Array) -> Array:

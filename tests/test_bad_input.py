@@ -44,6 +44,7 @@ WRONG_VALUES = [
     (lambda: project(G, g, equality=True, method="agem"), "equality cannot be combined with method AGEM"),
     (lambda: project(G, g, h=np.ones(3), method="gem2017"), "h cannot be combined with method GEM2017"),
     (lambda: solve_gram(G, g), r"K must be a Gram matrix of shape \(..., t, t\); found \(3, 5\)"),
+    (lambda: solve_gram(1.9 * np.eye(3) - 0.9, np.ones(3)), "K must be .* semidefinite.*negative eigenvalue"),
     (lambda: solve_gram(np.eye(3), g), r"b must have shape \(..., 3\) .*found \(5,\)"),
     (lambda: solve_gram(np.eye(2), np.ones((2, 2)), np.ones(3)), r"gg must have shape \(2,\)"),
     (lambda: project(G, g, margin=float("nan")), "margin must be finite and at least 0; found nan"),

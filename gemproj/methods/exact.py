@@ -72,11 +72,11 @@ def solve_portable(
     if t == 0:
         return Outcome(b * 0.0, 0, int(Status.OPTIMAL))
     given, iterations = Standard(K, b, lower, upper), 0
-    if upper is None and 2**t <= MOST_SETS and is_torch(b):
+    if upper is None and few_sets(t, upper) and is_torch(b):
         lam = _in_slabs(factorise_active_sets, *given)
     else:
         K, b, lower, upper, start, scale = normalise(*given, start)
-        if (2 if upper is None else 3) ** t <= MOST_SETS:
+        if few_sets(t, upper):
             lam = _in_slabs(enumerate_active_sets, K, b, lower, upper)
         else:
             lam, iterations = _one_by_one(K, b, lower, upper, start)
@@ -84,6 +84,11 @@ def solve_portable(
             return Outcome(lam * scale, iterations, *_judge(K, b, lower, upper, lam))
         lam = lam * scale
     return Outcome(lam, iterations, lambda: _judge(*normalise(*given, lam)[:5])[0])
+
+
+def few_sets(t: int, upper: Array | None) -> bool:
+    """Return whether all active sets of t rows are tried at once."""
+    return (2 if upper is None else 3) ** t <= MOST_SETS
 
 
 def _judge(K: Array, b: Array, lower: Array | None, upper: Array | None, lam: Array) -> tuple[Array, Array]:
