@@ -196,30 +196,36 @@ def test_loose_rows_cost_no_digits_with_a_warm_start_either(xp, loose, t, rng):
         assert_close(xp.project(G, g, h=xp.array(h), warm_start=warm), expected, atol=1e-12)
 
 
+def solve_on_device(G, g, **options):
+    """Return multipliers, status and KKT residual of a solution on a device, from arrays of NumPy."""
+    torch, devices = pytest.importorskip("torch"), pytest.importorskip("devices")
+    options = {name: torch.tensor(a, device=devices.DEVICE) for name, a in options.items()}
+    with devices.make_device():
+        sol = solve_dual(*(torch.tensor(a, device=devices.DEVICE) for a in (G, g)), **options)
+        return sol.multipliers.cpu().numpy(), int(sol.status), float(sol.kkt_residual())
+
+
+@pytest.mark.parametrize(("G", "g", "h", "options", "x"), SCALES)
+def test_rows_that_ask_for_little_do_not_set_the_scale_on_a_device(G, g, h, options, x):
+    G, g, h = (np.array(a, dtype=float) for a in (G, g, h))
+    lam, status, residual = solve_on_device(G, g, h=h, **options)
+    assert_close(g + lam @ G, x, atol=1e-14 * max(1.0, np.abs(x).max() ** 2))
+    assert status & ~Status.UNRESOLVED == Status.OPTIMAL
+    assert residual < 1e-9
+
+
 @pytest.mark.parametrize("t", [6, 12])
 def test_loose_rows_on_a_device(t, rng):
-    """They cost no digits, whatever it starts from, and hide no contradiction of the others."""
-    torch = pytest.importorskip("torch")
-    devices = pytest.importorskip("devices")
-
-    def solve(G, g, h, warm_start=None):
-        arrays = (
-            None if a is None else torch.tensor(a, device=devices.DEVICE) for a in (G, g, h, warm_start)
-        )
-        G, g, h, warm_start = arrays
-        with devices.make_device():
-            sol = solve_dual(G, g, h=h, warm_start=warm_start)
-            return sol.multipliers.cpu().numpy(), int(sol.status), float(sol.kkt_residual())
-
+    """They cost no digits, whatever the method starts from, and hide no contradiction of other rows."""
     G, g, loose = rng.standard_normal((t, 30)), rng.standard_normal(30), np.arange(t) % 3 == 0
     h = np.where(loose, -1e9, 0.3 * rng.standard_normal(t))
-    for warm_start in (None, rng.random(t)):
-        lam, status, residual = solve(G, g, h, warm_start)
+    for options in ({}, {"warm_start": rng.random(t)}):
+        lam, status, residual = solve_on_device(G, g, h=h, **options)
         assert_close(g + lam @ G, project(G[~loose], g, h=h[~loose]), atol=1e-13)
         assert status == Status.OPTIMAL
         assert residual < 1e-13
     G[1], G[2], h[2] = np.eye(1, 30), -np.eye(1, 30), 1e-3 - h[1]
-    assert solve(G, 1000.0 * G[1], h)[1] & Status.STALLED
+    assert solve_on_device(G, 1000.0 * G[1], h=h)[1] & Status.STALLED
 
 
 def test_a_soft_row_of_norm_zero_has_its_penalty_for_a_multiplier(xp):
