@@ -112,6 +112,13 @@ WRONG_TYPES = [
 ]
 
 
+@pytest.mark.skipif(np.finfo(np.longdouble).minexp > -2000, reason="needs long doubles of a wider range")
+def test_a_long_double_row_that_is_zero_in_float64_is_too_small():
+    tiny = np.array([["1e-3000", "0"]], dtype=np.longdouble)
+    with pytest.raises(ValueError, match=r"row 0 of G is too small: entries of at most 1\.e-3000"):
+        project(tiny, np.array([-1.0, 1.0], dtype=np.longdouble))
+
+
 @pytest.mark.parametrize(
     ("error", "call", "text"),
     [*((ValueError, *case) for case in WRONG_VALUES), *((TypeError, *case) for case in WRONG_TYPES)],

@@ -129,6 +129,15 @@ def test_multipliers_that_cancel_keep_their_rounding(rows, start, method):
     assert error**2 <= float(sol.duality_gap())
 
 
+def test_error_bound_counts_the_rounding_of_large_multipliers(rng):
+    """Opposite rows, whose multipliers cancel up to their rounding, and that of the products with them."""
+    for size in 10.0 ** rng.uniform(8, 15, 60):
+        G, g = np.array([[1.0], [-1.0]]) * rng.uniform(0.1, 1.0, (2, 1)), rng.standard_normal(1)
+        lam = size * rng.random() * np.array([1.0, -G[0, 0] / G[1, 0]])
+        sol = solve_dual(G, g, method=lambda K, b, start, lam=lam: lam)
+        assert true_error(G, g, lam) <= float(sol.error_bound())
+
+
 def test_rows_that_only_an_exact_method_takes_for_active():
     """Multipliers of quadprog are 1e-10 above their bounds, which says nothing of the slack of these rows."""
     pytest.importorskip("quadprog")
