@@ -29,7 +29,8 @@ class Status(enum.IntFlag):
     projection. On the CPU the exact method first goes back from K to G; repeated, opposite or otherwise
     exactly dependent rows are not meant. On a device it speaks of K, and ``refine`` helps."""
     INFEASIBLE = 16
-    """No x satisfies ``G x >= h``, to rounding; on a device, where it cannot be raised as an error."""
+    """On a device, where it cannot be raised as an error: no x of up to a thousand times the size of the
+    problem satisfies ``G x >= h``, as far as K tells, and contradictions below some 1e-3 are not told."""
 
 
 class Outcome(NamedTuple):
