@@ -5,8 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-for package in ("torch", "peft", "matplotlib", "rich", "sklearn"):
-    pytest.importorskip(package)
+pytest.importorskip("mnist1d", reason="needs the extra examples")
 
 import torch
 from transformers import GPT2Config
@@ -15,7 +14,7 @@ from examples.common import metrics
 from examples.common.command import SetupError
 from examples.lora_agnews import backbone, data, runs, small, stream, train
 from examples.lora_agnews.__main__ import main, parser
-from examples.lora_agnews.config import METHODS, MINI, PAPER, PRESETS
+from examples.lora_agnews.config import METHODS, MINI, PAPER
 from examples.study import one_step, paper, paper_report, published, random_backbone
 
 
@@ -96,15 +95,8 @@ def test_pretraining_sees_the_training_texts_only(stage, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_with_no_more_rows_in_a_graph_than_a_microbatch(
-    stage, method, one_thread, monkeypatch
-):
-    sizes, loss = [], train.batch_loss
-    monkeypatch.setattr(
-        train, "batch_loss", lambda model, b: sizes.append(len(b["labels"])) or loss(model, b)
-    )
-    found = runs.Run(replace(MINI, microbatch=5), method, 3, *stage)(lambda *state: None)
-    assert max(sizes) == 5
+def test_every_method_runs(stage, method, one_thread):
+    found = runs.Run(MINI, method, 3, *stage)(lambda *state: None)
     assert (found["seconds"]["projections"] > 0) == (method not in ("plain", "replay", "replay-few"))
 
 
@@ -126,7 +118,6 @@ def test_a_batch_in_parts_has_the_same_gradient(stage):
         (["--data", "nowhere"], "nowhere: no such folder, named by --data"),
         ([], "elsewhere: no such folder, named by the environment variable AGNEWS_DIR"),
         (["--methods", "gem,sgd"], "unknown methods ['sgd']"),
-        (["--experiences", "1"], "experiences must be at least 2"),
         (["--dominant-share", "1.5"], "dominant_share must lie between 0 and 1, got 1.5"),
         (["--seeds", "0,0"], "each once"),
     ],
@@ -140,23 +131,14 @@ def test_what_cannot_be_done_is_said_in_a_line(arguments, message, tmp_path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_protocol_is_the_papers_where_its_backbone_is_at_hand(monkeypatch):
-    def locate(name):
-        if name not in at_hand:
-            raise SetupError(f"{name} is out of reach")
-
-    monkeypatch.setattr(backbone, "locate", locate)
-    monkeypatch.delenv(paper.VARIABLE, raising=False)
-    at_hand = [paper.MEDIUM]
-    assert paper.protocol(None) == ["--preset", "paper", "--backbone", paper.MEDIUM]
-    at_hand = []
-    found = parser().parse_args(paper.protocol(None))
-    assert (found.seeds, found.methods) == (published.SEEDS, PRESETS["paper"].methods)
-    with pytest.raises(SetupError, match="elsewhere"):  # what is named is not replaced in silence
-        paper.protocol("elsewhere")
+def test_the_protocol_is_the_papers():
     assert PAPER.seeds == published.SEEDS == (0, 2, 5, 7, 11)
     assert (PAPER.lr, PAPER.batch_size, PAPER.eval_batch_size, PAPER.epochs) == (1e-3, 32, 50, 1)
     assert (PAPER.per_task, PAPER.sample_size, PAPER.margin, PAPER.pgd_steps) == (100, 150, 0.3, 3)
+    found = parser().parse_args(paper.protocol(None))  # on the small backbone, where there is no hub
+    assert (found.seeds, found.methods) == (published.SEEDS, PAPER.methods)
+    with pytest.raises(SetupError, match="elsewhere"):  # what is named is not replaced in silence
+        paper.protocol("elsewhere")
 
 
 def test_a_backbone_of_random_weights_makes_a_step_and_the_papers_trains_2166784(tmp_path, capsys):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-for package in ("torch", "peft", "rich", "sklearn"):
-    pytest.importorskip(package)
+pytest.importorskip("mnist1d", reason="needs the extra examples")
 
 import torch
 from rich.console import Console
@@ -19,11 +18,18 @@ from examples.study import plan, publish, runs, settings, skill, streams, train
 from examples.study.learners import Setup
 from examples.study.results import Results, results_of
 from examples.study.settings import METHODS, STREAMS, TUNING_SEEDS
-from tests.tiny import TINY, one_by_one
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 FOLDER = Path(__file__).parents[1] / "docs/results/study"
+TINY = replace(
+    STREAMS["permuted"],
+    options={"tasks": 3, "rows": 60, "hidden": 16},
+    seeds=(0, 1, 2),
+    per_task=8,
+    eval_interval=3,
+    probe_interval=2,
+)
 ABOUT = {"hashes": {"data": "0a"}, "versions": {"torch": "2"}}
 
 
@@ -61,9 +67,8 @@ def test_methods_differ_only_in_what_they_do_with_the_same_bytes_of_memory():
     assert all(bounds[0] < done(name)["bytes"] <= bounds[1] for name in names)
 
 
-@pytest.mark.parametrize("name", ["plain", "gem", "replay", "gpm"])
-def test_a_run_that_diverges_is_a_result(name):
-    record = done(name, rate=1e30)
+def test_a_run_that_diverges_is_a_result():
+    record = done("gem", rate=1e30)
     assert record["diverged"]
     assert record["metrics"]["average_accuracy"] < 0.5
 
@@ -213,12 +218,15 @@ def test_a_study_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypa
     monkeypatch.setitem(STREAMS, "tiny", TINY)
     monkeypatch.setattr(plan, "chosen", lambda *names: (0.05, 0.0))
 
-    def stopped(waiting, *rest):
-        one_by_one(waiting[:2], *rest)
-        raise KeyboardInterrupt
+    def work(waiting, keep, jobs, console):
+        run = waiting[0]
+        keep(run, {"wall_seconds": 0.0} | run(lambda *state: None))
+        if not stopped.pop():
+            raise KeyboardInterrupt
 
-    for work in (stopped, one_by_one):
-        monkeypatch.setattr(runs, "work", work)
+    monkeypatch.setattr(runs, "work", work)
+    stopped = [True, True, False]
+    for _ in range(2):
         with contextlib.suppress(KeyboardInterrupt):
             runs.complete(["tiny"], ["plain"], tmp_path, 1, False, Console(quiet=True))
     found = list(results_of("tiny", tmp_path).records.values())
@@ -227,13 +235,6 @@ def test_a_study_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypa
         record.pop("seconds")
         record.pop("wall_seconds", None)
     assert found == expected
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(SetupError, match="unknown stream tiny; choose from permuted"):
-        runs.check(["tiny"], [])
-    with pytest.raises(SetupError, match="unknown method sgd; choose from plain"):
-        runs.check(["split"], ["sgd"])
 
 
 def test_committed_pages_follow_from_committed_runs():
