@@ -1,6 +1,7 @@
 """The AG News experiment in miniature, with the paper's numbers beside it, and a backbone of the paper's shape."""
 
 import json
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -51,20 +52,14 @@ def test_runs_have_all_numbers_and_tables_those_of_the_paper_beside_them(finishe
         assert run["metrics"]["forgetting"] == metrics.forgetting(run["accuracies"])
         assert run["curve"][-1]["step"] == run["boundaries"][-1] == 18
         assert (run["seconds"]["projections"] == 12) == (run["method"] != "plain")
-    by_method = {
-        name: [run for run in results["runs"] if run["method"] == name] for name in results["summary"]
-    }
-    violated = {
-        name: [run["guarantee"]["gradient"]["violated"] for run in of] for name, of in by_method.items()
-    }
+    found = {name: [run for run in results["runs"] if run["method"] == name] for name in results["summary"]}
+    violated = {name: [run["guarantee"]["gradient"]["violated"] for run in of] for name, of in found.items()}
     assert any(violated["plain"])
     assert not any(violated["gem"])
     # Alike until there is a memory.
-    assert by_method["plain"][1]["accuracies"][:2] == by_method["gem"][1]["accuracies"][:2]
-    gem, agem = (
-        [100 * r["metrics"]["average_accuracy"] for r in by_method[name]] for name in ("gem", "agem")
-    )
-    mean, std = (float(f(torch.tensor(gem, dtype=torch.double))) for f in (torch.mean, torch.std))
+    assert found["plain"][1]["accuracies"][:2] == found["gem"][1]["accuracies"][:2]
+    gem, agem = ([100 * r["metrics"]["average_accuracy"] for r in found[name]] for name in ("gem", "agem"))
+    mean, std = statistics.mean(gem), statistics.stdev(gem)
     assert f"| GEM | {mean:.1f} ± {std:.1f} |" in (root / "runs/table.md").read_text(encoding="utf-8")
     assert f"| GEM | 77.45 ± 3.26 | {mean:.2f} ± " in page
     assert "| A-GEM | -0.103 ± 0.037 | " in page
@@ -81,9 +76,8 @@ def test_runs_have_all_numbers_and_tables_those_of_the_paper_beside_them(finishe
 def stage(finished):
     """Stream and pretrained model of the experiment."""
     shape = MINI.experiences, MINI.rows, MINI.dominant_share
-    articles = data.load(
-        None, "--data", [sum(column) for column in zip(*stream.rows_needed(*shape), strict=True)]
-    )
+    needed = [sum(column) for column in zip(*stream.rows_needed(*shape), strict=True)]
+    articles = data.load(None, "--data", needed)
     return stream.build(articles.texts, articles.labels, *shape), next((finished[0] / "cache").iterdir())
 
 

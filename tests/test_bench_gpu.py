@@ -7,6 +7,7 @@ import time
 from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -102,9 +103,7 @@ def test_waits_and_other_bits_are_counted(gpu, monkeypatch):
     draws = iter(torch.rand(99, 5))
     monkeypatch.setattr(order.gemproj, "project", lambda G, g, out=None: next(draws))
     assert order.two_streams(1, 5) == Found(2, 2, 0)
-    monkeypatch.setattr(
-        order.gemproj, "solve_dual", lambda *arrays: (_ for _ in ()).throw(RuntimeError("waits"))
-    )
+    monkeypatch.setattr(order.gemproj, "solve_dual", Mock(side_effect=RuntimeError("synchronizing")))
     assert order.waits((1, 2), 5) == Found(2, 2, 0)
 
 
