@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test bench bench-gpu bench-exchange bench-stale bench-large bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo study test bench bench-gpu bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -39,15 +39,6 @@ bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 # In no environment of its own: a machine with a GPU has the torch that fits it.
 bench-gpu:  ## Check and time everything on an NVIDIA device, with the torch of PYTHON.
 	$(PYTHON) -m asv_benchmarks.reports.gpu --out docs/results/bench-gpu.md $(ARGS)
-
-bench-exchange: $(STAMP)  ## Measure what a projection that is sharded over processes exchanges.
-	$(BIN)/python -m asv_benchmarks.reports.exchange --out docs/results/exchange.md $(ARGS)
-
-bench-stale: $(STAMP)  ## Measure what constraint gradients that are some steps old do to the promise.
-	$(BIN)/python -m asv_benchmarks.reports.stale --out docs/results/stale-rows.md $(ARGS)
-
-bench-large: $(STAMP)  ## Project the gradient of as many weights as the memory of this machine holds.
-	$(BIN)/python -m asv_benchmarks.reports.large --out docs/results/large.md $(ARGS)
 
 ASV := $(BIN)/python -m asv --config asv_benchmarks/asv.conf.json
 

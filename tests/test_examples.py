@@ -1,41 +1,48 @@
-"""The examples run as they are."""
+"""The examples of one file run as they are, and projection keeps what they lose without it."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("rich")
+pytest.importorskip("mnist1d", reason="needs the extra examples")
+
+ROOT = Path(__file__).parents[1]
+# On a free port, so that tests can run side by side.
+TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+NAMES = "without projection", "with projection"
 
 
-pytestmark = pytest.mark.usefixtures("fresh_state")
+@pytest.mark.parametrize(
+    ("needed", "command", "names", "gain"),
+    [
+        ("torch", ["examples/plain_torch.py", "100"], NAMES, 20),
+        ("torch.distributed.fsdp", [*TWO_PROCESSES, "examples/fsdp2.py", "15"], NAMES, 10),
+        ("lightning", ["examples/lightning_fit.py", "--quick"], ("Fine-tuning", "GEM"), 0),
+    ],
+)
+def test_projection_keeps_past_tasks(needed, command, names, gain, monkeypatch):
+    if needed.endswith("fsdp") and not hasattr(pytest.importorskip(needed), "fully_shard"):
+        pytest.skip("torch without fully_shard")
+    pytest.importorskip(needed)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COLUMNS", "120")
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    cells = (re.findall(rf"^\W*{name}( .*\d.*)$", done.stdout, re.M) for name in names)
+    without, projected = ([int(number) for number in re.findall(r"\d+", row)] for [row] in cells)
+    assert sum(projected[:-1]) > sum(without[:-1]) + gain
 
 
-def means(table):
-    """The last column, by the name of the row."""
-    names, last = table.columns[0], table.columns[-1]
-    return {name: float(cell.rstrip("%")) for name, cell in zip(names.cells, last.cells, strict=True)}
-
-
-@pytest.mark.parametrize("name", sorted(f.stem for f in Path(__file__).parents[1].glob("examples/[a-z]*.py")))
-def test_tiny_models_are_trained_by_one_thread(name):
-    """More threads wait for each other, ten times as long beside a busy core."""
-    text = (Path(__file__).parents[1] / "examples" / f"{name}.py").read_text(encoding="utf-8")
-    assert "    torch.set_num_threads(1)" in text.split('if __name__ == "__main__":')[1]
-
-
-def test_trainer_peft(capsys):
-    pytest.importorskip("transformers")
-    pytest.importorskip("peft")
-    from examples.trainer_peft import main
-
-    assert list(means(main(steps=3))) == ["fine-tuning", 'GEM, on="gradient"', 'GEM, on="both"']
-    assert capsys.readouterr().out.count(": 3 tasks of 3 steps ...") == 3  # before the table, as it goes
-
-
-def test_accelerate_loop(capsys):
-    from examples.accelerate_loop import main
-
-    found = means(main(epochs=2))
-    assert capsys.readouterr().out.count(": 3 tasks of 2 epochs ...") == 3
-    assert found['GEM, on="both"'] > 20 + found["fine-tuning"]
+@pytest.mark.parametrize(
+    ("name", "options", "gain"),
+    [("trainer_peft", {"steps": 3}, -100), ("accelerate_loop", {"epochs": 2}, 20)],
+)
+def test_loops_of_libraries(name, options, gain, fresh_state, one_thread):
+    table = pytest.importorskip(f"examples.{name}").main(**options)
+    first, last = ([*column.cells] for column in (table.columns[0], table.columns[-1]))
+    means = {name: float(cell.rstrip("%")) for name, cell in zip(first, last, strict=True)}
+    assert means['GEM, on="both"'] > gain + means["fine-tuning"]

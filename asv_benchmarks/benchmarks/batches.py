@@ -2,8 +2,7 @@
 
 from gemproj import project
 
-from .common import BACKENDS, Benchmark, batch, find, labelled, rounded
-from .timing import Call, in_turn
+from .common import BACKENDS, Benchmark, batch, find, labelled
 
 
 class Batches(Benchmark):
@@ -15,18 +14,11 @@ class Batches(Benchmark):
 
     def setup(self, method, backend, t):
         self.method = find(method)
-        self.n = 1_000 if t < 64 else 100
-        self.G, self.g, self.wait = batch(backend, "float32", self.n, t, 64)
+        n = 1_000 if t < 64 else 100
+        self.G, self.g, self.wait = batch(backend, "float32", n, t, 64)
         self.wait()
 
     @labelled("project(batch), d = 64, float32")
     def time_project(self, method, backend, t):
         project(self.G, self.g, method=self.method)
         self.wait()
-
-    @labelled("problems per second (more is better)", "problems per second")
-    def track_problems_per_second(self, method, backend, t):
-        times = in_turn(
-            {"batch": Call(lambda: (project(self.G, self.g, method=self.method), self.wait()))}, 0.1
-        )
-        return rounded(self.n / min(times["batch"]))

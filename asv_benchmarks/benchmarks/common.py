@@ -1,4 +1,4 @@
-"""What benchmarks and reports share: libraries and devices, problems, and the residual of an answer."""
+"""What benchmarks and reports share: libraries and devices, and problems."""
 
 from __future__ import annotations
 
@@ -90,27 +90,15 @@ def waiting(backend: str) -> Callable[[], None]:
     return lambda: None
 
 
-def empty(backend: str, dtype: str, shape: tuple[int, ...]) -> Any:
-    """Allocate an array; skip dtypes that the library does not have."""
+def array(backend: str, dtype: str, values: np.ndarray) -> Any:
+    """Copy NumPy values into an array; skip dtypes that the library does not have."""
     xp = load(backend)
     if not hasattr(xp, dtype):
         raise NotImplementedError(f"{backend} has no {dtype}")
     kind = getattr(xp, dtype)
     if xp.__name__ == "torch":
-        return xp.empty(shape, dtype=kind, device="cuda" if backend == "torch-cuda" else "cpu")
-    return xp.empty(shape, dtype=kind)
-
-
-def fill(array: Any, values: np.ndarray, backend: str) -> None:
-    """Copy NumPy values into an array of any backend."""
-    array[...] = values if backend == "numpy" else load(backend).asarray(values)
-
-
-def to_numpy(array: Any) -> np.ndarray:
-    """Copy an array of any backend to NumPy, in float64."""
-    if hasattr(array, "detach"):
-        return array.double().cpu().numpy()
-    return np.asarray(array.get() if hasattr(array, "get") else array, dtype=np.float64)
+        return xp.tensor(values, dtype=kind, device="cuda" if backend == "torch-cuda" else "cpu")
+    return xp.array(values, dtype=kind)
 
 
 @lru_cache(maxsize=1)
@@ -118,64 +106,28 @@ def problem(backend: str, dtype: str, t: int, d: int, layout: str = "rows") -> P
     """Return t constraints of related tasks and a gradient that violates them all: no method is spared work.
 
     Rows share a direction and are otherwise rotations of one noise vector, which makes them as nearly
-    orthogonal as noise of their own would, in a fraction of the time. Kept for the next call, and made row by
-    row, so that setting up needs little more memory than its result. The layout "columns" stores a column
-    of G in one piece, strides (1, t), as GEM's own code, Avalanche and Mammoth do.
+    orthogonal as noise of their own would, in a fraction of the time. Kept for the next call. The layout
+    "columns" stores a column of G in one piece, strides (1, t), as GEM's own code, Avalanche and Mammoth do.
     """
-    warm_up(backend, dtype)
     rng = np.random.default_rng(t)
     shared, noise, vector = rng.standard_normal((3, d), dtype=np.float32)
     shared *= 0.3
-    weights = np.linspace(-2.5, -0.5, t)
-    G = empty(backend, dtype, (d, t)).T if layout == "columns" else empty(backend, dtype, (t, d))
-    g = empty(backend, dtype, (d,))
-    for i in range(t):
-        row = np.roll(noise, i * (d // t))
-        row += shared
-        fill(G[i], row, backend)
-        vector += np.float32(weights[i] / np.sqrt(t)) * row
-    fill(g, vector, backend)
-    return Problem(G, g, waiting(backend))
+    rows = np.stack([np.roll(noise, i * (d // t)) + shared for i in range(t)])
+    for weight, row in zip(np.linspace(-2.5, -0.5, t), rows, strict=True):
+        vector += np.float32(weight / np.sqrt(t)) * row
+    G = array(backend, dtype, rows.T.copy()).T if layout == "columns" else array(backend, dtype, rows)
+    return warm(Problem(G, array(backend, dtype, vector), waiting(backend)))
 
 
 @lru_cache(maxsize=1)
 def batch(backend: str, dtype: str, n: int, t: int, d: int) -> Problem:
     """Return n independent random problems in one array."""
-    warm_up(backend, dtype)
     rng = np.random.default_rng(t)
-    G, g = empty(backend, dtype, (n, t, d)), empty(backend, dtype, (n, d))
-    fill(G, rng.standard_normal((n, t, d), dtype=np.float32), backend)
-    fill(g, rng.standard_normal((n, d), dtype=np.float32), backend)
-    return Problem(G, g, waiting(backend))
+    G, g = (rng.standard_normal(shape, dtype=np.float32) for shape in ((n, t, d), (n, d)))
+    return warm(Problem(array(backend, dtype, G), array(backend, dtype, g), waiting(backend)))
 
 
-def kkt_residual(G: Any, g: Any, x: Any, multipliers: Any) -> float:
-    """Return how far x, as it was returned, is from the projection's optimality conditions; free of scale.
-
-    The largest of four, in float64: ``-G x`` over |g_i| |g|; with multipliers times |g_i| over |g|, what is
-    negative of them, and what is positive of constraints that are not tight (or how far those are from tight,
-    if that is less); and ``|x - g - G' multipliers|`` over |g|.
-    """
-    vector, lam, here = to_numpy(g), to_numpy(multipliers), to_numpy(x)
-    size = float(np.linalg.norm(vector))
-    left, worst = here - vector, 0.0
-    for i, value in enumerate(lam):
-        row = to_numpy(G[i])
-        norm = float(np.linalg.norm(row))
-        slack = float(row @ here) / (norm * size)
-        step = float(value) * norm / size
-        worst = max(worst, -slack, -step, min(abs(step), abs(slack)))
-        left -= value * row
-    return rounded(max(worst, float(np.linalg.norm(left)) / size))
-
-
-def rounded(value: float) -> float:
-    """Round to the digits that are worth reading."""
-    return float(f"{value:.3g}")
-
-
-def warm_up(backend: str, dtype: str) -> None:
-    """Project something small: what libraries load and start once is neither timed nor counted later."""
-    G, g = empty(backend, dtype, (2, 1000)), empty(backend, dtype, (1000,))
-    G[...], g[...] = 1.0, -1.0
-    project(G, g)
+def warm(made: Problem) -> Problem:
+    """Project a part of a problem: what libraries load and start once is neither timed nor counted later."""
+    project(made.G[..., :2, :1000], made.g[..., :1000])
+    return made

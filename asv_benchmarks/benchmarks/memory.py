@@ -3,24 +3,17 @@
 from gemproj import project
 
 from .common import BACKENDS, DTYPES, LORA, Benchmark, labelled, load, problem
-from .peaks import peak_memory, peak_on_device, rest
+from .peaks import peak_memory, peak_on_device
 
 
 class Memory(Benchmark):
-    """Peaks start from a process that has projected before and holds G and g."""
+    """What a call needs beside G and g, in a process that has projected before."""
 
     params = (BACKENDS, DTYPES, [2, 19])
     param_names = ("backend", "dtype", "constraints t")
 
     def setup(self, backend, dtype, t):
         self.G, self.g, _ = problem(backend, dtype, t, LORA)
-        rest()
-
-    @labelled("peak of the whole process")
-    def peakmem_project(self, backend, dtype, t):
-        if backend in ("torch-cuda", "cupy"):
-            raise NotImplementedError("the peak of the process says nothing about a device")
-        project(self.G, self.g)
 
     @labelled("project: memory beside G and g", "bytes")
     def track_extra(self, backend, dtype, t):

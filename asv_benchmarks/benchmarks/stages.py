@@ -1,6 +1,6 @@
 """The three stages of a projection, each on its own."""
 
-from gemproj import Exact, combine, gram, solve_dual
+from gemproj import Exact, combine, gram
 
 from .common import BACKENDS, COLUMNS, CONSTRAINTS, LORA, Benchmark, labelled, problem
 
@@ -33,37 +33,4 @@ class Stages(Benchmark):
     @labelled("stage 3: combine(G, g, lam) (float32)")
     def time_combine(self, backend, t, d):
         combine(self.G, self.g, self.multipliers)
-        self.wait()
-
-    @labelled("stages 1, 2: solve_dual(G, g) (float32)")
-    def time_solve_dual(self, backend, t, d):
-        solve_dual(self.G, self.g)
-        self.wait()
-
-
-class Certificates(Benchmark):
-    """What a certificate costs once there is a solution."""
-
-    params = (BACKENDS, CONSTRAINTS)
-    param_names = ("backend", "constraints t")
-
-    def setup(self, backend, t):
-        if not hasattr(self, "sol"):
-            G, g, self.wait = problem(backend, "float32", t, COLUMNS[0])
-            self.sol = solve_dual(G, g)
-        self.wait()
-
-    @labelled("kkt_residual() of a solution")
-    def time_kkt_residual(self, backend, t):
-        self.sol.kkt_residual()
-        self.wait()
-
-    @labelled("duality_gap() of a solution")
-    def time_duality_gap(self, backend, t):
-        self.sol.duality_gap()
-        self.wait()
-
-    @labelled("error_bound() of a solution")
-    def time_error_bound(self, backend, t):
-        self.sol.error_bound()
         self.wait()

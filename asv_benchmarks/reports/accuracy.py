@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import platform
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import closing, suppress
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -22,6 +21,7 @@ from asv_benchmarks.reports import heatmap
 from asv_benchmarks.reports.families import FAMILIES, Problem
 from asv_benchmarks.reports.isolated import PROCESSES, Answer, Isolated
 from asv_benchmarks.reports.judge import project_precisely
+from asv_benchmarks.reports.machine import versions
 from asv_benchmarks.reports.solvers import SOLVERS, Solver
 from asv_benchmarks.reports.tables import markdown, power
 
@@ -168,11 +168,7 @@ def trust(results: Results) -> str:
 
 def environment(skipped: list[Solver], problems: int) -> str:
     """Return what the numbers depend on."""
-    found = [f"Python {platform.python_version()}"]
-    for package in PACKAGES:
-        with suppress(PackageNotFoundError):
-            found.append(f"{package} {version(package)}")
-    text = f"{problems} problems. {', '.join(found)}."
+    text = f"{problems} problems. Python {platform.python_version()}, {versions(PACKAGES)}."
     missing = [f"{solver.name} ({', '.join(solver.missing)} not installed)" for solver in skipped]
     return text + (f" Left out: {', '.join(missing)}." if missing else "")
 

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matplotlib
-
-matplotlib.use("Agg")  # before pyplot: no window, also without a display
-
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 
 from asv_benchmarks.reports.candidates import FLOOR, GIVEN, MEAN
+from examples.common.drawing import STYLE, noted, plt
 
 # By name, then by t or d: the least and the median time in ms.
 Curves = dict[str, dict[int, tuple[float, float]]]
@@ -26,18 +22,9 @@ LOOKS = {
     "gemproj exact": ("#0072B2", "o"),
     "gemproj exact, NumPy": ("#56B4E9", "^"),
 }
-INK, GREY = "#333333", "#767676"
-STYLE = {
-    "figure.constrained_layout.use": True,
-    "figure.constrained_layout.wspace": 0.08,
-    "font.size": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": INK,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#ececec",
-    "legend.frameon": False,
+GREY = "#767676"
+OWN = {
+    "axes.grid.axis": "both",
     "lines.markersize": 7,
     "lines.markeredgecolor": "white",
     "lines.markeredgewidth": 0.7,
@@ -46,7 +33,7 @@ STYLE = {
 
 def draw(over_t: Curves, over_d: Curves, d: int, t: int, path: Path) -> None:
     """Draw both panels into a PNG."""
-    with plt.rc_context(STYLE):
+    with plt.rc_context(STYLE | OWN):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5.2))
         _panel(left, over_t)
         left.set_title(f"d = {d:,} parameters", fontsize=10, loc="left")
@@ -63,8 +50,7 @@ def draw(over_t: Curves, over_d: Curves, d: int, t: int, path: Path) -> None:
             "Lines: least time of all rounds; bands: from there up to the median. "
             "Memory floor: G and g read twice, x written once."
         )
-        figure.supxlabel(note, fontsize=8, color=GREY)
-        figure.savefig(path, dpi=200)
+        noted(figure, note).savefig(path)
         plt.close(figure)
 
 

@@ -63,15 +63,18 @@ def run(seed: int) -> tuple[Counter[str], dict[str, float], list[str]]:
     wrong: Counter[str] = Counter()
     worst: dict[str, float] = {}
     failures = []
+
+    def judge(way: str, error: float, most: float, *problem: np.ndarray) -> None:
+        worst[way] = max(worst.get(way, 0.0), error)
+        wrong[way] += not error < most
+        if not error < most:
+            failures.append(f"{way}: {[array.tolist() for array in problem]}, off by {error:.1e}")
+
     for _ in range(CHUNK):
         G, g = integers(rng)
         expected = np.array(rational_projection(G, g), dtype=float)
         for way, x in answers(G, g):
-            error = float(np.linalg.norm(x - expected) / np.linalg.norm(g))
-            worst[way] = max(worst.get(way, 0.0), error)
-            wrong[way] += not error < WRONG
-            if not error < WRONG:
-                failures.append(f"{way}: G = {G.tolist()}, g = {g.tolist()}, off by {error:.1e}")
+            judge(way, float(np.linalg.norm(x - expected) / np.linalg.norm(g)), WRONG, G, g)
         G, g, h, equality = small_integers(rng)
         try:
             found = float(solve_dual(G, g, h=h, equality=equality).kkt_residual())
@@ -79,13 +82,7 @@ def run(seed: int) -> tuple[Counter[str], dict[str, float], list[str]]:
         except ValueError:
             found, answered = 0.0, False
         error = max(found, float(answered != rational_feasible(G, h, equality)))
-        way = "right-hand sides: residual"
-        worst[way] = max(worst.get(way, 0.0), error)
-        wrong[way] += not error < UNMET
-        if not error < UNMET:
-            failures.append(
-                f"{way}: {G.tolist()}, {g.tolist()}, {h.tolist()}, {equality.tolist()}, {error:.1e}"
-            )
+        judge("right-hand sides: residual", error, UNMET, G, g, h, equality)
     return wrong, worst, failures
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
+from examples.common.drawing import plt
+
 
 def draw(
     errors: np.ndarray, texts: list[list[str]], rows: list[str], columns: list[str], split: int, path: Path
@@ -15,11 +17,6 @@ def draw(
     Colours differ in brightness too, for readers who see no hues. A text that begins with a cross is
     set in bold; `split` columns are set apart from the others.
     """
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
     powers = np.log10(np.clip(errors, 1e-16, 1.0))
     size = (3.4 + 0.64 * len(columns), 1.6 + 0.36 * len(rows))
     figure, axes = plt.subplots(figsize=size, layout="constrained")

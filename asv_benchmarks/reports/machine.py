@@ -4,25 +4,26 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-
-import threadpoolctl
-import torch
 
 PACKAGES = ["gemproj", "numpy", "torch", "quadprog", "osqp", "array-api-compat", "numba"]
 
 
 def describe() -> str:
     """Return a sentence about the processor, one about threads and one about versions."""
+    import threadpoolctl  # not at the top: machines with a GPU need the rest of this file, and have none
+    import torch
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     pools = threadpoolctl.threadpool_info()
     blas = max((pool["num_threads"] for pool in pools if pool["user_api"] == "blas"), default=1)
     return (
         f"{processor()}, {cores} cores{cache()}, {platform.system()}{load()}. "
         f"Threads: {torch.get_num_threads()} of torch, {blas} of NumPy. "
-        f"Python {platform.python_version()}, {', '.join(map(installed, PACKAGES))}."
+        f"Python {platform.python_version()}, {versions(PACKAGES)}."
     )
 
 
@@ -50,8 +51,10 @@ def load() -> str:
     return ""
 
 
-def installed(package: str) -> str:
-    """Return a package and its version, or that it is missing."""
-    with suppress(PackageNotFoundError):
-        return f"{package} {version(package)}"
-    return f"no {package}"
+def versions(packages: Iterable[str]) -> str:
+    """Return packages with their versions, or that they are missing."""
+    found = {package: f"no {package}" for package in packages}
+    for package in found:
+        with suppress(PackageNotFoundError):
+            found[package] = f"{package} {version(package)}"
+    return ", ".join(found.values())

@@ -9,33 +9,23 @@ import argparse
 import os
 import sys
 import time
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 from asv_benchmarks.reports.gpu.processes import follow
+from asv_benchmarks.reports.machine import versions
 
 # Seconds of each part, estimated for an H100. What one leaves over is for those that follow.
 PARTS = {"correctness": 120.0, "speed": 100.0, "training": 60.0}
 # A late part gets so many nevertheless.
 LEAST = 10.0
-PACKAGES = {"torch": "torch", "NumPy": "numpy", "CuPy": "cupy-cuda13x"}
+PACKAGES = ["torch", "numpy", "cupy-cuda13x"]
 
 
 def command(part: str, seconds: float) -> list[str]:
     """Return how to run a part."""
     return [sys.executable, "-u", "-m", f"{__package__}.{part}", f"{seconds:.0f}"]
-
-
-def machine() -> str:
-    """Return the device and the versions that numbers depend on."""
-    found = [torch.cuda.get_device_name()]
-    for name, package in PACKAGES.items():
-        with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(package)}")
-    return f"{', '.join(found)}. Written by `make bench-gpu`, part by part."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(line, flush=True)
             print(line, file=file)
 
-        tell(machine())
+        device = torch.cuda.get_device_name()
+        tell(f"{device}, {versions(PACKAGES)}. Written by `make bench-gpu`, part by part.")
         right = True
         while shares:
             left, part = end - time.monotonic(), next(iter(shares))

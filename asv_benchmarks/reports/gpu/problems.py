@@ -32,11 +32,6 @@ def draw(
     return G, torch.randn(*batch, d, device=DEVICE, dtype=dtype).sub_(0.2)
 
 
-def projected(case: Case) -> np.ndarray:
-    """Project on the device, and bring x to the CPU as one vector in float64."""
-    return flat(gemproj.project(case.G, case.g, **case.options))
-
-
 def expected(case: Case) -> np.ndarray:
     """Return what the CPU answers for the same numbers in float64."""
     G, g, options = tree_map(_to_numpy, tuple(case))

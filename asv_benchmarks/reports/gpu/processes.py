@@ -36,4 +36,5 @@ def follow(call: list[str], seconds: float, tell: Callable[[str], None], **envir
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(5.0)
+                reader.join(5.0)  # the line that it was about to write says where it was
     return None if late else process.wait()

@@ -1,112 +1,61 @@
-"""The project's own tests on the device, shared out between processes: most of their time is Python.
-
-It is also the plugin by which such a process takes its share and tells what became of each test.
-"""
+"""The project's own tests on the device, a process for each file: most of their time is Python."""
 
 from __future__ import annotations
 
-import os
-import subprocess
+import re
 import sys
-import tempfile
-import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import pytest
 
 from asv_benchmarks.reports.gpu.printing import Checks, Found, say
+from asv_benchmarks.reports.gpu.processes import follow
 
-PUBLIC = ["stages", "exact", "bounds", "refine", "certificate", "methods", "bad_input", "derivative"]
-
-
-class Suite(NamedTuple):
-    """Tests of some files, in so many processes."""
-
-    files: list[str]
-    processes: int
-    expression: str = ""
-
-
+# By title: files of tests, and which of their tests.
 SUITES = {
-    "tests of what waits": Suite(["device"], 2),
-    "tests of the public functions": Suite(PUBLIC, 4, "cuda or cupy"),
+    "tests of what waits": (["device"], ""),
+    "tests of the public functions": (
+        ["stages", "exact", "bounds", "refine", "certificate", "methods", "bad_input", "derivative"],
+        "cuda or cupy",
+    ),
 }
+# Warnings of other libraries are no errors here: a machine with a GPU has versions of its own.
+OPTIONS = ["-v", "-rfE", "-p", "no:cacheprovider", "-W", "default", "--maxfail", "10", "--tb", "line"]
 _MOST_NAMED = 20
 
 
 def run_suites(seconds: float) -> int:
     """Run all suites at once, print a table, and return how many were wrong."""
-    end = time.monotonic() + seconds
-    checks, failures = (
-        Checks("Tests of the project on the device; errors are tests that failed, or 1 if none ran"),
-        [],
-    )
-    with tempfile.TemporaryDirectory() as folder:
+    title = "Tests of the project on the device; errors are tests that failed, or 1 if none ran"
+    checks, failures = Checks(title), []
+    with ThreadPoolExecutor(sum(len(files) for files, _ in SUITES.values())) as pool:
         running = {
-            name: [_start(suite, k, Path(folder) / f"{name}, {k}") for k in range(suite.processes)]
-            for name, suite in SUITES.items()
+            name: [pool.submit(_tested, file, chosen, seconds) for file in files]
+            for name, (files, chosen) in SUITES.items()
         }
-        for name, processes in running.items():
-            lines = [line for one in processes for line in _result(*one, end)]
-            counts = Counter(line[0] for line in lines)
-            found = Found(counts["passed"], counts["failed"] + (not counts["passed"]), 0)
-            checks.add(f"{name}, {counts['skipped']} skipped", partial(Found, *found))
-            failures += [f"- `{test}`: {reason}" for outcome, test, reason in lines if outcome == "failed"]
-    say("", *failures[:_MOST_NAMED])
+        for name, files in running.items():
+            counts: Counter[str] = Counter()
+            for file in files:
+                found, named = file.result()
+                counts += found
+                failures += named
+            wrong = counts["failed"] + counts["error"] + (not counts["passed"])
+            checks.add(f"{name}, {counts['skipped']} skipped", partial(Found, counts["passed"], wrong, 0))
+    say("", *(f"- {failure}" for failure in failures[:_MOST_NAMED]))
     return checks.wrong
 
 
-def _start(suite: Suite, k: int, path: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    environment = os.environ | {
-        "GEMPROJ_BACKEND": "portable",
-        "GEMPROJ_SHARE": f"{k} {suite.processes} {path}",
-        "OMP_NUM_THREADS": "1",
-    }
-    # Warnings of other libraries are no errors here: a machine with a GPU has versions of its own.
-    options = ["-q", "-p", __name__, "-p", "no:cacheprovider", "-W", "default", "--maxfail", "10"]
-    files = [f"tests/test_{file}.py" for file in suite.files]
-    command = [sys.executable, "-m", "pytest", *options, "-k", suite.expression, *files]
-    with open(f"{path}.out", "wb") as out:
-        return subprocess.Popen(command, env=environment, stdout=out, stderr=subprocess.STDOUT), path
-
-
-def _result(process: subprocess.Popen[bytes], path: Path, end: float) -> list[list[str]]:
-    """Return outcome, name and reason of each test, and of what did not end as it should."""
-    try:
-        code: Any = process.wait(max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        code = "killed, out of time"
-    lines = [line.split("\t") for line in path.read_text().splitlines()] if path.exists() else []
-    if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED):
-        print(Path(f"{path}.out").read_text(errors="replace")[-2000:], file=sys.stderr)
-        last = lines[-1][1] if lines and lines[-1][0] == "started" else "no test"
-        lines.append(["failed", last, f"pytest ended: {code!s}"])
-    return lines
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[Any]) -> None:
-    """Keep every n-th test, once others have deselected theirs."""
-    k, n, _ = os.environ["GEMPROJ_SHARE"].split(" ", 2)
-    items[:] = items[int(k) :: int(n)]
-
-
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """Tell which test begins, in case it never ends."""
-    _tell("started", nodeid, "")
-
-
-def pytest_runtest_logreport(report: Any) -> None:
-    """Tell how a test ended."""
-    if report.when == "call" or report.outcome != "passed":
-        crash = getattr(report.longrepr, "reprcrash", None)
-        _tell(report.outcome, report.nodeid, str(crash.message if crash else "").partition("\n")[0])
-
-
-def _tell(*cells: str) -> None:
-    with open(os.environ["GEMPROJ_SHARE"].split(" ", 2)[2], "a") as file:
-        file.write("\t".join(cell.replace("\t", " ") for cell in cells) + "\n")
+def _tested(file: str, chosen: str, seconds: float) -> tuple[Counter[str], list[str]]:
+    """Return how many tests of a file passed, failed or were skipped, and which failed and why."""
+    lines: list[str] = []
+    command = [sys.executable, "-um", "pytest", *OPTIONS, "-k", chosen, f"tests/test_{file}.py"]
+    code = follow(command, seconds, lines.append, GEMPROJ_BACKEND="portable", OMP_NUM_THREADS="1")
+    counts = Counter(
+        word.lower() for line in lines for word in re.findall(r"::.* (PASSED|FAILED|ERROR|SKIPPED)", line)
+    )
+    failures = [line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
+    if code not in (0, 1, 5):  # passed, failed, none chosen
+        print(*lines[-20:], sep="\n", file=sys.stderr)
+        counts["error"] += 1
+        failures.append(f"{file}: {'out of time' if code is None else f'code {code}'}, {lines[-1:]}")
+    return counts, failures

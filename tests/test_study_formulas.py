@@ -1,0 +1,190 @@
+"""What published numbers are made of: metrics, intervals and comparisons, MEGA and gradient projection memory.
+
+Tables are compared, letter by letter, with the committed pages in test_study.py.
+"""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("mnist1d", reason="needs the extra examples")
+
+import torch
+from scipy import stats
+
+import gemproj
+from examples.common import metrics
+from examples.study import compare, figures, mega
+from examples.study.gpm import SubspaceProjector, grow
+
+MATRIX = [  # rows: before training, then after each of three tasks
+    [0.25, 0.20, 0.30],
+    [0.90, 0.40, 0.35],
+    [0.95, 0.80, 0.50],
+    [0.60, 0.70, 0.85],
+]
+METHODS = dict.fromkeys(["plain", "replay", "gem", "cheap", "gpm"])
+
+
+def test_metrics_follow_their_definitions():
+    assert {name: metric(MATRIX) for name, metric in metrics.METRICS.items()} == {
+        "average_accuracy": pytest.approx((0.60 + 0.70 + 0.85) / 3),
+        "backward_transfer": pytest.approx(((0.60 - 0.90) + (0.70 - 0.80)) / 2),
+        "forward_transfer": pytest.approx(((0.40 - 0.20) + (0.50 - 0.30)) / 2),
+        # The best accuracy on task 1 came after task 2, which backward transfer does not see.
+        "forgetting": pytest.approx(((0.95 - 0.60) + (0.80 - 0.70)) / 2),
+    }
+    # Task 1 is best before training, task 2 at the very end: neither is something learned and lost.
+    found = metrics.forgetting([[0.9, 0.1, 0], [0.5, 0.2, 0], [0.4, 0.3, 0], [0.5, 0.8, 1]])
+    assert found == pytest.approx(((0.5 - 0.5) + (0.3 - 0.8)) / 2)
+    with pytest.raises(ValueError, match=r"\(T \+ 1, T\)"):
+        metrics.forgetting([[0.5], [1.0]])
+
+
+def test_spread_and_guarantee():
+    deviation = (((4 / 3) ** 2 + (1 / 3) ** 2 + (5 / 3) ** 2) / 2) ** 0.5
+    found = metrics.mean_std([1.0, 2.0, 4.0])
+    assert found == {"mean": pytest.approx(7 / 3), "std": pytest.approx(deviation)}
+    assert metrics.mean_std([3.0]) == {"mean": 3.0, "std": None}
+    # The second is rounding, and no violation.
+    assert metrics.guarantee([0.2, -1e-9, -0.3, -0.002]) == {"violated": 0.5, "worst_cosine": -0.3}
+
+
+@pytest.mark.parametrize(
+    ("weights", "loss", "x"),
+    [
+        (mega.mega1, 0.5, [-2.0, 4.0]),  # g + 2 r
+        (mega.mega1, 0.0, [1.0, 1.0]),  # learned: r
+        (mega.mega2, 0.0, [2.0, 4.0]),  # at a right angle to g, on the side of r
+        (mega.mega2, 1.0, [-0.7164, 4.4144]),  # along g / |g| + r / |r|
+        (mega.mega2, 1e9, [-4.0, 2.0]),  # r is all but learned: g
+    ],
+)
+def test_mega_against_its_definition(weights, loss, x):
+    # The loss on the memory is 1.
+    p = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    method = mega.MEGA([p], weights)
+    r = torch.ones(2, dtype=torch.float64)
+    method.recall(torch.nn.Identity(), [r], lambda model, batch: model(p) @ batch + 1.0)
+    p.grad = torch.tensor([-4.0, 2.0], dtype=torch.float64)
+    method.balance_(torch.tensor(loss))
+    assert p.grad.tolist() == pytest.approx(x, abs=1e-4)
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+def test_gradient_projection_memory_is_the_projection_with_equalities(rank):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(12, 5).double()
+    projector = SubspaceProjector(model, threshold=1.0)
+    projector.remember([torch.randn(50, rank).double() @ torch.randn(rank, 12).double()], model)
+    output = model(torch.randn(4, 12, dtype=torch.float64))  # on other inputs than those remembered
+    (output.square().sum() + output.sum()).backward()
+    dW = model.weight.grad.clone()
+    rows = projector.bases[""].mT
+    assert rows.shape == (rank, 12)
+    projector.project_()
+    expected = gemproj.project(rows.expand(5, -1, -1), dW, equality=True)
+    torch.testing.assert_close(model.weight.grad, expected, rtol=0, atol=1e-13)
+
+
+def directions(R, M, threshold):
+    """The paper's rule, from a singular value decomposition of the inputs R (inputs, examples)."""
+    covered = M @ (M.T @ R)
+    U, sizes, _ = np.linalg.svd(R - covered, full_matrices=False)
+    energy = np.sum(covered**2) + np.concatenate([[0.0], np.cumsum(sizes**2)])
+    k = int(np.argmax(energy >= threshold * np.sum(R**2) * (1 - 1e-12)))
+    return np.concatenate([M, U[:, :k]], axis=1)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 0.97])
+def test_bases_grow_by_the_rule_of_the_paper(threshold, rng):
+    M, expected = torch.empty(20, 0, dtype=torch.float64), np.empty((20, 0))
+    for _ in range(4):
+        R = rng.standard_normal((20, 60)) * 10.0 ** rng.uniform(-2, 0, (20, 1))
+        R = np.linalg.qr(rng.standard_normal((20, 20)))[0] @ R
+        C = torch.from_numpy(R @ R.T)
+        M, expected = grow(M, C, threshold), directions(R, expected, threshold)
+        np.testing.assert_allclose((M @ M.T).numpy(), expected @ expected.T, rtol=0, atol=1e-9)
+        assert torch.equal(grow(M, C, threshold), M)  # what is known adds nothing
+
+
+def run(method, seed, gain=0.0, step=0.01, **changes):
+    """Three tasks; every accuracy after training is higher by `gain`, and by a little for the seed."""
+    R = np.array([[0.2, 0.1, 0.3], [0.8, 0.2, 0.3], [0.5, 0.7, 0.3], [0.4, 0.6, 0.9]])
+    R[1:] += gain + 0.01 * (seed % 3)
+    curve = {
+        0: [0.2, 0.1, 0.3], 10: [0.8, 0.2, 0.3], 15: [0.3, 0.5, 0.3],
+        20: [0.5, 0.7, 0.3], 25: [0.45, 0.2, 0.8], 30: [0.4, 0.6, 0.9],
+    }  # fmt: skip
+    record = {
+        "stream": "permuted", "method": method, "phase": "report", "budget": "rows", "lr": 0.03, "knob": None,
+        "seed": seed, "accuracies": R.tolist(), "metrics": {name: f(R) for name, f in metrics.METRICS.items()},
+        "boundaries": [10, 20, 30], "curve": [{"step": s, "accuracy": a} for s, a in curve.items()],
+        "seconds": {"per_step": {"batch": step, "projection": 0.0}}, "bytes": 2000,
+    }  # fmt: skip
+    return record | changes
+
+
+def grouped(records):
+    return compare.reported(records, METHODS, "permuted", "rows")
+
+
+@pytest.fixture
+def records():
+    """Steps take 10, 30, 80 and 20 ms."""
+    found = [run("plain", seed) for seed in range(4)]
+    found += [run("replay", seed, 0.05, 0.03, knob=2.0) for seed in range(4)]
+    found += [run("gem", seed, gain, 0.08, knob=0.3) for seed, gain in enumerate([0.08, 0.10, 0.09, 0.09])]
+    noise = enumerate([0.12, 0.06, 0.10, 0.05])
+    return found + [run("cheap", seed, gain, 0.02, knob=0.5) for seed, gain in noise]
+
+
+def test_lowest_past_accuracy_looks_after_each_task_was_learned():
+    # Task 1: .3 at step 15, not the .2 before training; task 2: .2 at step 25. Task 3 is not past.
+    assert compare.lowest_past_accuracy(run("gem", 0)) == pytest.approx((0.3 + 0.2) / 2)
+
+
+def test_intervals_agree_with_scipy():
+    a, b = np.random.default_rng(0).normal(size=(2, 10))
+    expected = stats.ttest_rel(a, b).confidence_interval()
+    found = compare.interval(a - b)
+    assert (found.mean - found.half, found.mean + found.half) == pytest.approx((expected.low, expected.high))
+    assert found.excludes_zero == (stats.ttest_rel(a, b).pvalue < 0.05)
+
+
+def test_an_interval_of_one_seed_excludes_nothing_and_of_equal_values_not_zero():
+    assert not compare.interval([3.0]).excludes_zero
+    assert not compare.interval([0.0, 0.0]).excludes_zero
+    assert compare.interval([3.0, 3.0]).excludes_zero
+    with pytest.raises(ValueError, match="must not be empty"):
+        compare.interval([])
+
+
+def test_pairs_are_of_the_same_seed_whatever_the_order():
+    a = [run("gem", seed, 0.1) for seed in (5, 1, 0, 2)]
+    b = [run("replay", seed) for seed in (0, 1, 2, 3)]
+    found = compare.paired(a, b, compare.average_accuracy)
+    assert (found.mean, found.n) == (pytest.approx(0.1), 3)
+    assert found.half == pytest.approx(0, abs=1e-12)  # what differs between seeds is gone
+    assert compare.paired(a, [run("replay", 9)], compare.average_accuracy) is None
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [({"seed": 2}, r"seeds \[2\] more than once"), ({"seed": 7, "lr": 1.0}, "more than one")],
+)
+def test_runs_that_do_not_belong_together_are_an_error(records, extra, message):
+    with pytest.raises(ValueError, match=message):
+        grouped([*records, run("gem", **{"knob": 0.3} | extra)])
+
+
+def test_the_cheapest_is_the_fastest_that_is_not_worse(records):
+    runs = grouped(records)
+    assert compare.cheapest_within_noise(runs, runs, runs, "gem") == "cheap"  # plain is faster, and worse
+    assert compare.cheapest_within_noise(runs, runs, ["plain", "gpm"], "gem") is None
+    runs["plain"] = runs["plain"][:1]  # one seed has no interval
+    assert compare.cheapest_within_noise(runs, runs, ["plain", "gem"], "gem") == "gem"
+
+
+def test_the_front_holds_what_nothing_cheaper_surpasses():
+    points = {"a": (1, 5), "b": (2, 4), "c": (3, 8), "d": (3, 7), "e": (4, 8), "f": (9, 9)}
+    assert figures.pareto(points) == ["a", "c", "f"]
