@@ -297,7 +297,6 @@ def test_closures_and_weights_decay_are_part_of_the_step():
         (sgd, {"metric": "adam"}, ValueError, "distance between steps"),
         (sgd, {"on": "both", "metric": "adam"}, ValueError, "metric='adam' needs.*second moments.*found SGD"),
         (torch.optim.Adamax, {"on": "step", "metric": "adam"}, ValueError, "second moments.*found Adamax"),
-        (sgd, {"groups": "module"}, ValueError, "named_parameters"),
         (sgd, {"rows_dtype": torch.int8}, TypeError, "rows_dtype must be a floating-point dtype"),
         (lambda p: sgd(p, maximize=True), {}, ValueError, "maximize=True"),
         (lambda p: sgd(p, maximize=True), {"on": "step"}, ValueError, "maximize=True"),
