@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from gemproj.torch import GEM
 from gemproj.torch.losses import CrossEntropy, Distillation
 
 
@@ -75,6 +76,17 @@ def assert_same_weights(model, other, tolerance=1e-9):
     """Compare weights; the tolerance is relative to the largest, as small ones are known no better."""
     found, expected = flat(model), flat(other)
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * float(expected.abs().max()))
+
+
+def sgd(parameters, rate=0.1, **options):
+    return torch.optim.SGD(parameters, lr=rate, **options)
+
+
+def begin(loss=loss, *, model=None, make=sgd, **options):
+    """Return a model, its optimizer, and GEM for both, with these options."""
+    model = perceptron() if model is None else model
+    optimizer = make(model.parameters())
+    return model, optimizer, GEM(model, optimizer, loss, **options)
 
 
 def trainable(model):

@@ -8,20 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, SAID, logits, loss, perceptron, rows, take, task  # noqa: E402
+from models import EACH, SAID, begin, logits, loss, perceptron, rows, take, task  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset  # noqa: E402
 
-from gemproj.torch import GEM, EpisodicMemory, remember  # noqa: E402
+from gemproj.torch import EpisodicMemory, remember  # noqa: E402
 from gemproj.torch.batches import output_of  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
-
-
-def begin(loss=loss, model=None, **options):
-    model = model or perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, GEM(model, optimizer, loss, **options)
 
 
 def held(memory):
@@ -184,7 +178,7 @@ def test_a_trial_leaves_no_traces(options, size):
         seen.append((len(batch[0]), model.training, torch.is_grad_enabled()))
         return loss(model, batch)
 
-    _, _, gem = begin(watched, model, **options)
+    _, _, gem = begin(watched, model=model, **options)
     loss(model, task(9)).backward()
     gradients, before = [p.grad for p in model.parameters()], [*map(torch.clone, model.state_dict().values())]
     random = torch.get_rng_state()

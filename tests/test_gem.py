@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import SMALL, flat, half_loss, loss, perceptron, rival, rows, task  # noqa: E402
+from models import SMALL, begin, flat, half_loss, loss, perceptron, rival, rows, task  # noqa: E402
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, detach  # noqa: E402
 
@@ -148,8 +148,7 @@ def test_a_task_that_is_being_learned_can_be_left_out():
 
 
 def test_a_state_without_rows_has_constraints_from_the_first_step_on():
-    model = perceptron()
-    gem = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+    model, _, gem = begin()
     gem.end_task([task(1)])
     for _ in range(2):
         loss(model, rival(task(1))).backward()
@@ -181,9 +180,7 @@ def test_a_state_of_another_model_changes_nothing():
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own pytree
 def test_a_copy_is_attached_to_nothing():
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss)
+    _, optimizer, gem = begin()
     gem.end_task([task(1)])
     other = pickle.loads(pickle.dumps(gem))
     assert other.memory.tasks == [0]
@@ -193,9 +190,7 @@ def test_a_copy_is_attached_to_nothing():
 
 
 def test_what_is_removed_projects_no_more():
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss)
+    model, optimizer, gem = begin()
     gem.end_task([task(1)])
     gem.remove()
     assert not optimizer._optimizer_step_pre_hooks

@@ -2,12 +2,13 @@
 
 import copy
 import io
-from functools import cache
+from functools import cache, partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import models  # noqa: E402
 from models import (  # noqa: E402
     EACH,
     SAID,
@@ -47,8 +48,7 @@ def learned_once(n):
 def begin(promised=loss, *more, rate=0.05, make=torch.optim.SGD, n=24, dtype=torch.float64, **options):
     """A model that has learned a task, GEM with a memory of this task and of more, and the task."""
     model, batch = learned(n, dtype)
-    optimizer = make(model.parameters(), lr=rate)
-    gem = GEM(model, optimizer, promised, **options)
+    model, optimizer, gem = models.begin(promised, model=model, make=partial(make, lr=rate), **options)
     for one in (batch, *more):
         gem.end_task([one])
     return model, optimizer, gem, batch

@@ -19,6 +19,7 @@ from models import (  # noqa: E402
     perceptron,
     rival,
     rows,
+    sgd,
     take,
     task,
 )
@@ -79,10 +80,6 @@ def oppose(model, projector, dtype=torch.float64):
 
 def adamw(parameters, **options):
     return torch.optim.AdamW(parameters, **({"lr": 0.02} | options))
-
-
-def sgd(parameters, **options):
-    return torch.optim.SGD(parameters, **({"lr": 0.1} | options))
 
 
 def learn(model, optimizer, projector, data, steps, after=lambda: None):
