@@ -117,7 +117,6 @@ OPTIONS = [
     {"on": "both", "metric": "adam", "accumulate": 2},
     {"on": "step", "metric": "adam", "penalty": 0.5},
     {"on": "step", "optimizer": partly},
-    {"on": "both", "groups": "tensor"},
 ]
 
 
@@ -433,7 +432,7 @@ def what_is_not_finite_on_one_process():
     gradient[0, 0] = 0.1
     if odd:
         gradient[0] = 0.0
-    for options in ({}, {"rows_dtype": torch.float32}, {"groups": "tensor"}):
+    for options in ({}, {"rows_dtype": torch.float32}):
         projector = GradientProjector(model.parameters(), on="step", metric="adam", **options)
         projector.recall(model, past, loss)
         if odd:

@@ -26,7 +26,6 @@ PROMISES = [
     (loss, {"metric": "adam", "penalty": 0.5, "interval": 2}),
     (EACH, {"metric": "adam", "bound": 0.01, "microbatch": 3}),
     (SAID, {"bound": 0.0, "kappa": 0.5}),
-    (loss, {"groups": "tensor"}),
 ]
 
 

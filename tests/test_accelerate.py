@@ -267,13 +267,6 @@ def test_what_is_removed_is_in_no_checkpoint_and_projects_no_more(tmp_path, fres
         begin()[0].load_state(tmp_path)
 
 
-def test_a_group_may_be_any_part_of_a_name():
-    accelerator, model = Accelerator(cpu=True), perceptron()
-    prepared = accelerator.prepare(torch.nn.Sequential(model), torch.optim.SGD(model.parameters(), lr=0.1))
-    gem = GEM(accelerator, *prepared, remembered(), groups=lambda name: name.split(".")[1])
-    assert len(gem.projector._groups) == 2
-
-
 def test_constraints_have_the_precision_of_training():
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = perceptron(torch.float32)

@@ -8,20 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, SAID, logits, loss, perceptron, rows, take, task  # noqa: E402
+from models import EACH, SAID, begin, logits, loss, perceptron, rows, take, task  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset  # noqa: E402
 
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector, remember  # noqa: E402
+from gemproj.torch import EpisodicMemory, remember  # noqa: E402
 from gemproj.torch.batches import output_of  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
-
-
-def begin(loss=loss, model=None, **options):
-    model = model or perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, GEM(model, optimizer, loss, **options)
 
 
 def held(memory):
@@ -173,7 +167,7 @@ def test_the_loss_is_tried_when_a_task_ends(wrong, error, text):
     assert gem.memory.tasks == []
 
 
-@pytest.mark.parametrize(("options", "size"), [({}, 2), ({"microbatch": 1}, 1), ({"training": True}, 2)])
+@pytest.mark.parametrize(("options", "size"), [({}, 2), ({"microbatch": 1}, 1)])
 def test_a_trial_leaves_no_traces(options, size):
     seen, norm = [], torch.nn.BatchNorm1d(8 if size == 2 else 6, dtype=torch.float64)
     model = perceptron()
@@ -184,12 +178,12 @@ def test_a_trial_leaves_no_traces(options, size):
         seen.append((len(batch[0]), model.training, torch.is_grad_enabled()))
         return loss(model, batch)
 
-    _, _, gem = begin(watched, model, **options)
+    _, _, gem = begin(watched, model=model, **options)
     loss(model, task(9)).backward()
     gradients, before = [p.grad for p in model.parameters()], [*map(torch.clone, model.state_dict().values())]
     random = torch.get_rng_state()
     gem.end_task([task(0)])
-    assert seen == [(size, options.get("training", False), True)]
+    assert seen == [(size, False, True)]
     assert torch.equal(random, torch.get_rng_state())
     assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
     assert all(map(torch.equal, before, model.state_dict().values()))
@@ -234,7 +228,7 @@ def test_examples_without_outputs():
 # --- one batch at a time ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatch": 1}, {"refresh": "rising"}, {"rows": 5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"microbatch": 1}, {"rows": 5}], ids=str)
 @pytest.mark.parametrize("promised", [loss, SAID])
 def test_one_batch_of_the_memory_is_there_at_a_time(promised, options):
     seen, alive, sizes = [], [], []
@@ -257,42 +251,6 @@ def test_one_batch_of_the_memory_is_there_at_a_time(promised, options):
     assert len(gem.projector.constraints) == 4
     assert max(alive) <= 2  # the one before is overwritten by the next one
     assert max(sizes) <= (options.get("microbatch") or options.get("rows") or 12)
-
-
-# --- which rows are the same --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("options", [{"smoothing": 0.9}, {"refresh": "cyclic"}], ids=str)
-@pytest.mark.parametrize("saved", [False, True])
-def test_rows_of_labels_that_come_and_go_are_not_mixed(options, saved):
-    memory = EpisodicMemory(2, label=1, policy="ring")
-    x, y = task(0, 60)
-    model, optimizer, gem = begin(memory=memory, promise="label", **options)
-
-    def add(label):
-        memory.add((x[y == label][:1], y[y == label][:1]), 0)
-
-    add(0), add(1)
-    take(model, optimizer, task(9))
-    if saved:
-        state = gem.state_dict()
-        gem.remove()
-        gem = GEM(model, optimizer, loss, memory=memory, promise="label", **options)
-        gem.load_state_dict(state)
-    add(2)  # in the place of label 0
-    assert memory.names(per="label") == [(0, 1), (0, 2)]
-    expected = rows(model, [(x[y == label][:1], y[y == label][:1]) for label in (1, 2)])
-    take(model, optimizer, task(9))
-    torch.testing.assert_close(gem.projector.constraints, expected)
-    old, fresh = expected, rows(model, memory.batches(per="label"))  # the same ones: they go on
-    take(model, optimizer, task(9))
-    smoothing = options.get("smoothing")
-    now = torch.stack([fresh[0], old[1]]) if smoothing is None else 0.9 * old + 0.1 * fresh
-    if smoothing is None:
-        differs = (gem.projector.constraints - old).abs().amax(1) > 1e-9
-        assert differs.sum() == 1
-    else:
-        torch.testing.assert_close(gem.projector.constraints, now)
 
 
 def test_names_of_examples_are_their_places():
@@ -445,11 +403,3 @@ def test_workers_of_a_loader_draw_examples_of_their_own():
     found = draws()
     assert len(set(map(tuple, found))) == len(found)
     assert found == draws()
-
-
-def test_recall_by_hand_knows_names():
-    model = perceptron()
-    projector = GradientProjector(model.parameters(), smoothing=0.5)
-    for name in ("a", "b"):
-        projector.recall(model, [task(ord(name))], loss, names=lambda name=name: [(name, None)])
-        torch.testing.assert_close(projector.constraints, rows(model, [task(ord(name))]))

@@ -336,7 +336,7 @@ def test_errors_of_the_memory(batch, error, text):
         (lambda: EpisodicMemory().add(torch.zeros(3), torch.tensor(1)), TypeError, r"use task\.item\(\)"),
         (lambda: EpisodicMemory().batch(1), ValueError, r"No examples of task 1; the memory holds tasks \[\]"),
         (lambda: EpisodicMemory().sample(3), ValueError, "memory is empty"),
-        (lambda: EpisodicMemory().batches(per="class"), ValueError, "per must be 'task', 'label' or 'example'; found 'class'"),
+        (lambda: EpisodicMemory().batches(per="class"), ValueError, "per must be one of 'task', .*, 'all'; found 'class'"),
         (lambda: EpisodicMemory().batches(per="label"), ValueError, "per='label' needs label"),
         (lambda: EpisodicMemory().batches(n=0), ValueError, "n must be at least 1"),
         (lambda: EpisodicMemory(0), ValueError, "per_task must be at least 1"),

@@ -8,14 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, cosines, flat, gradient, loss, moved, perceptron, rival, rows, task  # noqa: E402
+from models import EACH, begin, cosines, flat, gradient, loss, moved, perceptron, rival, rows, sgd, task  # noqa: E402
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
 from gemproj.torch.losses import CrossEntropy  # noqa: E402
-
-
-def sgd(parameters, rate=0.1, **options):
-    return torch.optim.SGD(parameters, lr=rate, **options)
 
 
 def memory():
@@ -243,20 +239,17 @@ def test_a_second_gem_waits_for_the_first_one():
 
 
 def test_nothing_outlives_the_optimizer():
-    model = perceptron()
-    optimizer = sgd(model.parameters())
-    gem = GEM(model, optimizer, loss, memory=memory(), on="step")
+    _, optimizer, gem = begin(memory=memory(), on="step")
     left = [weakref.ref(one) for one in (optimizer, gem.projector)]
     del optimizer, gem
     gc.collect()
     assert [one() for one in left] == [None, None]
 
 
-@pytest.mark.parametrize("options", [{"interval": 5}, {"smoothing": 0.9}, {"refresh": "rising"}], ids=str)
-def test_rows_are_those_of_the_tasks_that_are_not_left_out(options):
+def test_rows_are_those_of_the_tasks_that_are_not_left_out():
     model = perceptron()
     optimizer = sgd(model.parameters(), 0.0)
-    gem = GEM(model, optimizer, loss, memory=memory(), **options)
+    gem = GEM(model, optimizer, loss, memory=memory(), interval=5)
     for exclude, left in ((0, 1), (1, 0)):  # one row each time
         gem.exclude = exclude
         forgets(model)
@@ -270,9 +263,7 @@ def test_what_is_left_out_is_part_of_the_state(later):
     """Also where another task is left out right after the state was saved or loaded."""
     ends = []
     for resumed in (False, True):
-        model = perceptron()
-        optimizer = sgd(model.parameters())
-        gem = GEM(model, optimizer, loss, memory=memory(), interval=5)
+        model, optimizer, gem = begin(memory=memory(), interval=5)
         gem.exclude, ages = 1, []
         for k in range(6):
             if k == 3:
@@ -293,8 +284,7 @@ def test_what_is_left_out_is_part_of_the_state(later):
 
 
 def test_names_of_tasks_are_not_taken_twice():
-    model = perceptron()
-    gem = GEM(model, sgd(model.parameters()), loss)
+    gem = begin()[2]
     gem.end_task([task(0)], task=1)
     gem.end_task([task(1)])
     gem.end_task([task(2)], "c")
@@ -304,8 +294,7 @@ def test_names_of_tasks_are_not_taken_twice():
 
 @pytest.mark.parametrize("bound", [None, 0.0])
 def test_an_end_without_examples_is_an_error(bound):
-    model = perceptron()
-    gem = GEM(model, sgd(model.parameters()), EACH, bound=bound)
+    gem = begin(EACH, bound=bound)[2]
     loader = iter([task(0)])
     gem.end_task(loader)
     with pytest.raises(ValueError, match=r"no example.*read once"):

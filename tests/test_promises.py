@@ -1,23 +1,21 @@
-"""Promises of a training loop against plain forms of their formulas: bounds, rows, smoothing, groups."""
+"""Promises of a training loop against plain forms of their formulas: bounds and rows."""
 
 import copy
 import io
-from functools import cache
-from itertools import product
+from functools import cache, partial
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+import models  # noqa: E402
 from models import (  # noqa: E402
     EACH,
     SAID,
-    adam_weights,
     cosines,
     flat,
     gradient,
     loss,
-    moved,
     perceptron,
     rival,
     rows,
@@ -50,8 +48,7 @@ def learned_once(n):
 def begin(promised=loss, *more, rate=0.05, make=torch.optim.SGD, n=24, dtype=torch.float64, **options):
     """A model that has learned a task, GEM with a memory of this task and of more, and the task."""
     model, batch = learned(n, dtype)
-    optimizer = make(model.parameters(), lr=rate)
-    gem = GEM(model, optimizer, promised, **options)
+    model, optimizer, gem = models.begin(promised, model=model, make=partial(make, lr=rate), **options)
     for one in (batch, *more):
         gem.end_task([one])
     return model, optimizer, gem, batch
@@ -78,21 +75,9 @@ def give(model, g):
         p.grad = part.view_as(p).clone()
 
 
-def counting():
-    """Return a promise, and a list to which every call adds whether it is differentiated."""
-    seen = []
-
-    def promise(model, batch):
-        seen.append(torch.is_grad_enabled())
-        return EACH(model, batch)
-
-    return promise, seen
-
-
 @pytest.mark.parametrize("kappa", [1.0, 0.3])
 @pytest.mark.parametrize("on", ["gradient", "step", "both"])
-@pytest.mark.parametrize("room", [True, False])
-def test_a_bound_is_a_right_hand_side(on, kappa, room):
+def test_a_bound_is_a_right_hand_side(on, kappa):
     """``G s >= kappa (loss - bound)``, at most ``|g_k| |s|``; of the gradient over the learning rate."""
     rate, tolerance = 0.2, 0.01
     for stored in (0.0, 10.0):  # far above the bound, and far below
@@ -100,11 +85,11 @@ def test_a_bound_is_a_right_hand_side(on, kappa, room):
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         memory = EpisodicMemory()
         memory.add(batch, 0, losses=EACH(model, batch).detach() + stored - 0.05)
-        gem = GEM(model, optimizer, EACH, memory=memory, bound=tolerance, kappa=kappa, room=room, on=on)
+        gem = GEM(model, optimizer, EACH, memory=memory, bound=tolerance, kappa=kappa, on=on)
         G = rows(model, [batch])
         g, found = take(model, optimizer, rival(batch))
         excess = torch.tensor([0.05 - stored - tolerance], dtype=torch.float64)
-        h = kappa * (excess if room else excess.clamp(min=0.0))
+        h = kappa * excess
 
         def cap(v, h):
             return torch.minimum(h, G.norm(dim=1) * v.norm())  # noqa: B023
@@ -201,6 +186,18 @@ def test_promises_for_each_label_and_for_each_example(promise):
     assert cosines(G, step).min() > -1e-9
 
 
+@pytest.mark.parametrize("rows_drawn", [None, 60])
+def test_a_promise_about_all_tasks_together_is_one_row(rows_drawn):
+    """Of all stored examples where there are no more; their order does not matter."""
+    other = task(7, 6)
+    model, optimizer, gem, batch = begin(loss, other, per_task=24, promise="all", rows=rows_drawn)
+    together = tuple(map(torch.cat, zip(batch, other, strict=True)))
+    G = rows(model, [together])
+    _, step = take(model, optimizer, rival(batch))
+    torch.testing.assert_close(gem.projector.constraints, G)
+    assert cosines(G, step).min() > -1e-9
+
+
 def test_fresh_rows_are_those_that_the_memory_draws():
     model, optimizer, gem, batch = begin(rows=5)
     memory = EpisodicMemory()
@@ -209,25 +206,6 @@ def test_fresh_rows_are_those_that_the_memory_draws():
         G = rows(model, list(memory.batches(n=5)))
         take(model, optimizer, rival(batch))
         torch.testing.assert_close(gem.projector.constraints, G)
-
-
-def test_smoothing_is_a_running_mean_of_the_rows():
-    model, _ = learned()
-    projector = GradientProjector(model.parameters(), smoothing=0.8)
-    expected = None
-    for k in range(4):
-        parts = [task(k), task(10 + k)]
-        for scale, microbatch in ((1.0, None), (64.0, 5)):
-            new = rows(model, parts)
-            expected = new if expected is None else 0.8 * expected + 0.2 * new
-            projector.recall(model, parts, loss, scale=scale, microbatch=microbatch)
-            torch.testing.assert_close(projector.constraints, expected, rtol=1e-9, atol=1e-12)
-    # Another number of rows, or a new task, begins afresh.
-    projector.recall(model, parts[:1], loss)
-    torch.testing.assert_close(projector.constraints, new[:1])
-    projector.reset()
-    projector.recall(model, parts[1:], loss)
-    torch.testing.assert_close(projector.constraints, new[1:])
 
 
 @pytest.mark.parametrize("on", ["gradient", "step"])
@@ -276,14 +254,12 @@ def test_rows_in_half_precision_are_a_projection_for_rounded_rows(on):
     [
         {"on": "both", "metric": "adam"},
         {"on": "step", "bound": 0.0, "interval": 2},
-        {"groups": "tensor", "smoothing": 0.5},
-        {"on": "step", "groups": "module", "gate": True},
         {"equality": True},
     ],
     ids=str,
 )
 def test_rows_that_are_read_tile_by_tile(options, monkeypatch):
-    """As those of another dtype or on another device are; here they are neither, to compare them."""
+    """As those of another dtype are; here they have the same one, to compare them."""
 
     def train():
         model, optimizer, gem, batch = begin(EACH, task(5), rate=0.02, make=torch.optim.Adam, **options)
@@ -296,28 +272,9 @@ def test_rows_that_are_read_tile_by_tile(options, monkeypatch):
     torch.testing.assert_close(train(), expected, rtol=1e-8, atol=1e-10)
 
 
-def test_where_rows_are_kept():
-    for device in ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]:
-        model = perceptron(torch.float32).to(device)
-        projector = GradientProjector(model.parameters(), rows_device="cpu", rows_dtype=torch.bfloat16)
-        past = tuple(leaf.to(device) for leaf in task(1, dtype=torch.float32))
-        projector.recall(model, [past], loss)
-        assert projector.constraints.device.type == "cpu"
-        loss(model, rival(past)).backward()
-        assert projector.project_().num_violated == 1
-        cosine = cosines(projector.constraints.double(), gradient(model).cpu())
-        assert cosine.item() == pytest.approx(0.0, abs=1e-6)
-    elsewhere = list(perceptron().to("meta").parameters())
-    assert GradientProjector(elsewhere, rows_device="meta").constraints.device.type == "meta"
-    for parameters, device in ((perceptron().parameters(), "meta"), (elsewhere, "meta:1")):
-        with pytest.raises(ValueError, match="rows_device must be 'cpu' or the device of the parameters"):
-            GradientProjector(parameters, rows_device=device)
-
-
-@pytest.mark.parametrize("groups", [None, "tensor"])
-def test_rows_are_converted_twice_for_each_projection(groups, monkeypatch):
+def test_rows_are_converted_twice_for_each_projection(monkeypatch):
     model, past, plain = perceptron(torch.float32), task(1, dtype=torch.float32), stream.tiles
-    projector = GradientProjector(model.parameters(), rows_dtype=torch.bfloat16, groups=groups)
+    projector = GradientProjector(model.parameters(), rows_dtype=torch.bfloat16)
     projector.recall(model, [past], loss)
     loss(model, rival(past)).backward()
     read = torch.zeros(projector.constraints.shape[1])
@@ -330,118 +287,6 @@ def test_rows_are_converted_twice_for_each_projection(groups, monkeypatch):
     monkeypatch.setattr(stream, "tiles", counting)
     assert projector.project_().num_violated
     assert (read == 2).all()
-
-
-@pytest.mark.parametrize("pinned", [True, False])
-def test_pinned_rows_stay_until_the_device_has_read_them(pinned, monkeypatch):
-    """A stand-in for the stream of a device reads the rows when it is waited for."""
-    model = perceptron()
-    projector = GradientProjector(model.parameters(), smoothing=0.5)
-    projector.recall(model, [task(0)], loss)
-    kept, seen = projector.constraints, []
-    before = kept.clone()
-
-    class Stream:
-        def __init__(self, device):
-            pass
-
-        def synchronize(self):
-            seen.append(kept.clone())
-
-    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    projector._matrix._pinned = pinned
-    projector.recall(model, [task(1)], loss)
-    assert not torch.equal(kept, before)
-    assert len(seen) == pinned
-    assert all(torch.equal(rows, before) for rows in seen)
-
-
-def groups_of(model, key):
-    """Return the columns of each group of parameters."""
-    columns, start = {}, 0
-    for name, p in model.named_parameters():
-        columns.setdefault(key(name), []).extend(range(start, start + p.numel()))
-        start += p.numel()
-    return list(columns.values())
-
-
-@pytest.mark.parametrize(
-    ("groups", "key"),
-    [
-        ("tensor", str),
-        ("module", lambda name: name.split(".")[0]),
-        (lambda name: name.endswith("bias"), lambda name: name.endswith("bias")),
-    ],
-    ids=["tensor", "module", "callable"],
-)
-@pytest.mark.parametrize("options", [{}, {"margin": 0.3}, {"penalty": 1.0}, {"equality": True}], ids=str)
-@pytest.mark.parametrize(
-    ("on", "metric"), [("gradient", "euclidean"), *product(["step", "both"], ["euclidean", "adam"])]
-)
-def test_each_group_has_a_cone_of_its_own(on, metric, groups, key, options):
-    rate, make = (0.1, torch.optim.SGD) if on == "gradient" else (0.02, torch.optim.Adam)
-    more = [task(5), task(6)]  # with the first, more rows than the last bias has entries, less one
-    model, optimizer, gem, batch = begin(
-        loss, *more, rate=rate, make=make, groups=groups, on=on, metric=metric, **options
-    )
-    G, columns, plain = rows(model, [batch, *more]), groups_of(model, key), learned()[0]
-    _, found = take(model, optimizer, rival(batch))
-
-    def by_group(v, options, weight=None):
-        x = v.clone()
-        for at in columns:
-            x[at] = project(G[:, at], v[at], metric=None if weight is None else weight[at], **options)
-        return x
-
-    alone = make(plain.parameters(), lr=rate)
-    loss(plain, rival(batch)).backward()
-    if on != "step":
-        g = gradient(plain)
-        give(plain, x := by_group(g, options))
-        torch.testing.assert_close(gem.last.cosine, cosines(g[None], x).item())
-        if not options:
-            assert (G @ x).min() > -1e-12 * g.norm() * G.norm()
-        options = {name: value for name, value in options.items() if name != "margin"}
-    step = expected = moved(plain, alone.step)
-    if on != "gradient":
-        weight = adam_weights(plain, alone, G) if metric == "adam" else None
-        if metric == "euclidean":  # margins and penalties are in units of gradients
-            options = {name: value if name == "equality" else rate * value for name, value in options.items()}
-        expected = by_group(step, options, weight)
-        for other in (step, project(G, step, metric=weight, **options)):
-            assert (other - expected).norm() > 1e-3 * expected.norm()
-    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-10)
-    torch.testing.assert_close(gem.last.cosines, cosines(G, expected), rtol=1e-6, atol=1e-9)
-    assert gem.last.multipliers.shape == (len(columns), 3)
-
-
-@pytest.mark.parametrize("conflict", [True, False])
-def test_a_gate_leaves_groups_alone_unless_the_whole_conflicts(conflict):
-    model, optimizer, gem, batch = begin(rate=0.1, groups="tensor", gate=True)
-    row, first = rows(model, [batch])[0], slice(model[0].weight.numel())
-    # Against the row in the first parameter; with it in the others, more or less strongly.
-    signs = torch.full_like(row, 0.1 if conflict else 100.0)
-    signs[first] = -1.0
-    g = signs * row
-    assert (row @ g < 0) == conflict
-    give(model, g)
-    step = moved(model, optimizer.step) / 0.1
-    if conflict:
-        assert step[first] @ row[first] > -1e-12
-    else:
-        torch.testing.assert_close(step, g)
-        assert not gem.last.solution.optimal.all()
-
-
-def test_a_gate_sees_equalities_violated_from_either_side():
-    for sign in (1.0, -1.0):
-        model, batch = learned()
-        projector = GradientProjector(model.parameters(), groups="tensor", gate=True, equality=True)
-        projector.recall(model, [batch], loss)
-        row = projector.constraints[0].clone()
-        give(model, sign * row)
-        assert projector.project_().num_violated
-        assert abs(row @ gradient(model)) < 1e-12 * row @ row
 
 
 @pytest.mark.parametrize(("said", "options"), [(SAID, {}), (EACH, {"bound": 0.0})])
@@ -459,83 +304,13 @@ def test_a_task_may_end_in_several_parts(said, options):
     torch.testing.assert_close(found.losses, expected.losses)
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-def test_cyclic_rows_are_computed_in_turn(interval):
-    model = perceptron()
-    tasks = [task(k) for k in range(3)]
-    projector = GradientProjector(model.parameters(), refresh="cyclic", interval=interval)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    projector.attach(optimizer)
-    expected, ages = rows(model, tasks), [0, 0, 0]
-    for call in range(10):
-        due = call % interval == 0
-        turn = (call // interval - 1) % 3
-        assert projector.recall(model, tasks, loss) == due
-        if call and due:
-            expected[turn] = rows(model, tasks)[turn]
-            ages[turn] = 0
-        torch.testing.assert_close(projector.constraints, expected)
-        take(model, optimizer, task(9))
-        assert projector.last.age == max(ages)
-        ages = [age + 1 for age in ages]
-    projector.recall(model, tasks[:2], loss)  # another number of tasks: all are new
-    torch.testing.assert_close(projector.constraints, rows(model, tasks[:2]))
-
-
-def test_rows_are_computed_where_losses_rise():
-    model, batch = learned()
-    tasks = [batch, rival(batch)]
-    projector = GradientProjector(model.parameters(), refresh="rising")
-    promise, seen = counting()
-    expected = rows(model, tasks)
-    assert projector.recall(model, tasks, promise, microbatch=10)
-    torch.testing.assert_close(projector.constraints, expected)  # a use of them
-    before = flat(model)
-    for k, step in enumerate(expected):  # a step along a row lowers its loss, and raises the other one
-        torch.nn.utils.vector_to_parameters(before - 0.01 * step, model.parameters())
-        projector.recall(model, tasks, promise, microbatch=10)
-        fresh = rows(model, tasks)
-        torch.testing.assert_close(projector.constraints[1 - k], fresh[1 - k])
-        assert not torch.allclose(projector.constraints[k], fresh[k])
-        torch.testing.assert_close(projector._matrix.losses, torch.stack([loss(model, one) for one in tasks]))
-        seen.clear()
-        assert not projector.recall(model, tasks, promise)
-        assert seen == [False, False]  # forward passes only
-
-
-def test_a_loss_that_is_not_a_number_is_an_error_also_where_only_rising_ones_are_computed():
-    model, batch = learned()
-    tasks = [batch, rival(batch)]
-    projector = GradientProjector(model.parameters(), refresh="rising")
-    projector.recall(model, tasks, EACH)
-    bad = (torch.full_like(batch[0], torch.nan), batch[1])
-    projector.recall(model, [tasks[0], bad], EACH)
-    assert projector.last is None
-    loss(model, batch).backward()
-    with pytest.raises(ValueError, match="G is not finite: row 1"):
-        projector.project_()
-
-
-def test_below_their_bounds_rising_losses_need_no_new_rows():
-    promise, seen = counting()
-    model, optimizer, _, batch = begin(promise, task(7), on="both", refresh="rising", bound=0.1)
-    before = loss(model, batch).item()
-    seen.clear()
-    unlearn(model, optimizer, batch, 40)
-    assert before + 0.05 < loss(model, batch).item() < before + 0.11
-    assert seen.count(False) == 2 * 39  # forward passes
-    assert 2 < seen.count(True) < 60
-
-
 OPTIONS = [
     {"rows": 4, "margin": 0.5},
-    {"refresh": "cyclic", "on": "step"},
-    {"refresh": "rising", "bound": 0.0},
     {"rows": 4, "bound": 0.0, "on": "both"},
     {"bound": 0.01, "kappa": 0.5, "interval": 3, "on": "step", "metric": "adam"},
-    {"rows": 3, "promise": "label", "smoothing": 0.7},
-    {"rows": 4, "groups": "module", "method": "pgd"},
-    {"sample": 6, "method": "agem"},
+    {"rows": 3, "promise": "label"},
+    {"rows": 4, "method": "pgd"},
+    {"promise": "all", "rows": 6, "method": "agem"},
     {"interval": 2, "method": "gem2017"},
 ]
 

@@ -19,6 +19,7 @@ from models import (  # noqa: E402
     perceptron,
     rival,
     rows,
+    sgd,
     take,
     task,
 )
@@ -79,10 +80,6 @@ def oppose(model, projector, dtype=torch.float64):
 
 def adamw(parameters, **options):
     return torch.optim.AdamW(parameters, **({"lr": 0.02} | options))
-
-
-def sgd(parameters, **options):
-    return torch.optim.SGD(parameters, **({"lr": 0.1} | options))
 
 
 def learn(model, optimizer, projector, data, steps, after=lambda: None):
@@ -297,7 +294,6 @@ def test_closures_and_weights_decay_are_part_of_the_step():
         (sgd, {"metric": "adam"}, ValueError, "distance between steps"),
         (sgd, {"on": "both", "metric": "adam"}, ValueError, "metric='adam' needs.*second moments.*found SGD"),
         (torch.optim.Adamax, {"on": "step", "metric": "adam"}, ValueError, "second moments.*found Adamax"),
-        (sgd, {"groups": "module"}, ValueError, "named_parameters"),
         (sgd, {"rows_dtype": torch.int8}, TypeError, "rows_dtype must be a floating-point dtype"),
         (lambda p: sgd(p, maximize=True), {}, ValueError, "maximize=True"),
         (lambda p: sgd(p, maximize=True), {"on": "step"}, ValueError, "maximize=True"),

@@ -221,14 +221,14 @@ TABLE = torch.nn.Embedding(5, 3, sparse=True)
     [
         (lambda m: GradientProjector([m[0].bias]), ValueError, "holds none that requires a gradient"),
         (lambda m: GradientProjector(m), TypeError, r"pass module.parameters\(\)"),
-        (lambda m: GradientProjector([("weight", 1.0)]), TypeError, "iterable of real tensors; found float"),
+        (lambda m: GradientProjector([1.0]), TypeError, "iterable of real tensors; found float"),
         (lambda m: make(m, margin=-1.0), ValueError, "margin must be finite and at least 0"),
         (lambda m: make(m, interval=0), ValueError, "interval must be at least 1"),
         (lambda m: make(m).recall(m, PAST, loss, microbatch=0), ValueError, "microbatch must be at least 1"),
         (lambda m: make(m).constrain([torch.ones(3)]), ValueError, r"scalars.*loss 0 .* of shape \(3,\)"),
         (lambda m: make(m).constrain([1.0]), ValueError, "losses must be scalars.*loss 0 is float"),
         (lambda m: make(TABLE).constrain([TABLE(torch.ones(1).int()).sum()]), TypeError, "must be dense"),
-        (lambda m: make(m).load_state_dict(m.state_dict()), ValueError, "no 'ages': it is not of a Gradient"),
+        (lambda m: make(m).load_state_dict(m.state_dict()), ValueError, "no 'calls': it is not of a Gradient"),
     ],
 )  # fmt: skip
 def test_errors_of_the_projector(call, error, text, model):

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import loss, perceptron, rival, task  # noqa: E402
+from models import begin, loss, perceptron, rival, task  # noqa: E402
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
 
@@ -21,12 +21,6 @@ def steps(model, optimizer, k, n=3):
         optimizer.zero_grad()
         loss(model, rival(task(k))).backward()
         optimizer.step()
-
-
-def begin(**options):
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, GEM(model, optimizer, loss, **options)
 
 
 def once_and_store():

@@ -161,7 +161,6 @@ CHEAPER = {
     "gem-margin-4-2nd": variant(
         "gem-margin", "GEM, margin, 4 rows, every 2nd", gem(knob="margin", interval=2), rows=4
     ),
-    "gem-margin-cyclic": variant("gem-margin", "GEM, margin, cyclic", gem(knob="margin", refresh="cyclic")),
 }
 # A method, and the same with more or fewer rows, or rows that are kept for some steps: what time buys.
 LADDERS = (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -11,14 +13,19 @@ import torch.distributed as dist
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Projection
 from gemproj.torch.batches import Batch, Loss
-from gemproj.torch.checks import check_names
 from gemproj.torch.constraint_gradients import model_loss
-from gemproj.torch.gem import OPTIONS
 from gemproj.torch.remember import remember
 from gemproj.torch.unprotected import Watch
 
-_OF_THE_MODEL = ("groups", "gate", "rows_device")
 _NOT_HERE = {"model", "optimizer", "loss", "memory", "per_task", "label"}
+_OPTIONS = inspect.signature(GEM).parameters.keys() - _NOT_HERE
+_NAMES_ELSEWHERE = {
+    "memory_strength": "it is called margin here",
+    "patterns_per_experience": "it is called per_task here, an option of the memory",
+    "per_task": "it is one of the memory: EpisodicMemory(per_task=...)",
+    "label": "it is one of the memory: EpisodicMemory(label=...)",
+    "eps": "the projection is exact without a ridge; method=GEM2017(...) has one",
+}
 
 
 class FrameworkGEM:
@@ -32,18 +39,16 @@ class FrameworkGEM:
                 f"{name} needs a memory, such as {name}(EpisodicMemory({count})) with EpisodicMemory of "
                 f"gemproj.torch; found {type(memory).__name__}."
             )
-        check_names(name, options, OPTIONS - _NOT_HERE)
+        _check_names(name, options)
         self.memory = memory
         self.gem: GEM | None = None
         self._loss, self._options = loss, options
         self._resumed: Mapping[str, Any] | None = None
         self._exclude: Hashable = None
         self._watch: Watch | None = None  # of what was stored before any training
-        # Bad options are reported now, not when training begins, but for those that depend on the model.
-        trial = torch.nn.Linear(1, 1)
-        known = {name: value for name, value in options.items() if name not in _OF_THE_MODEL}
-        known = {"group": _everyone()} | known
-        GEM(trial, torch.optim.Adam(trial.parameters()), loss, memory=memory, **known).remove()
+        # Bad options are reported now, not when training begins.
+        trial, options = torch.nn.Linear(1, 1), {"group": _everyone()} | options
+        GEM(trial, torch.optim.Adam(trial.parameters()), loss, memory=memory, **options).remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing."""
@@ -95,10 +100,8 @@ class FrameworkGEM:
                 "the trainer, callbacks=[...].",
                 stacklevel=2,
             )
-        given = {name: self._options[name] for name in ("microbatch", "training") if name in self._options}
-        rows = self._options.get("rows") or self._options.get("sample")
-        bounded = self._options.get("bound") is not None
-        remember(self.memory, batches, task, model, self._loss, bounded=bounded, rows=rows, **given)
+        given = {name: self._options.get(name) for name in ("bound", "rows", "microbatch")}
+        remember(self.memory, batches, task, model, self._loss, **given)
         self._watch = None if model is None else Watch(self.memory, model.parameters())
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,6 +145,15 @@ class FrameworkGEM:
     def _detach(self) -> None:
         if self.gem is not None:
             self.gem.remove()
+
+
+def _check_names(owner: str, given: Iterable[str]) -> None:
+    """Raise for options that there are not, and name the one that may be meant."""
+    for name in set(given) - _OPTIONS:
+        close = get_close_matches(name, _OPTIONS, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        hint = f": {_NAMES_ELSEWHERE[name]}." if name in _NAMES_ELSEWHERE else hint
+        raise TypeError(f"{owner} has no option {name!r}{hint}")
 
 
 def _everyone() -> Any:

@@ -56,7 +56,7 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
     Further differences:
 
     - An experience's patterns are drawn by a random state of the plugin's own.
-    - Constraints are about the model in eval mode, unless `training`.
+    - Constraints are about the model in eval mode.
     - Parameters that only the past reaches, such as the heads of past tasks, move with the projection too.
     - It takes place in ``optimizer.step()``, after what other plugins do to the gradient.
 
@@ -69,8 +69,7 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
     seed : int, default 0
         Of the choice of patterns.
     **options
-        Of `gemproj.torch.GEM`: rows, method, penalty, equality, smoothing, on, metric, interval,
-        microbatch, training.
+        Of `gemproj.torch.GEM`: rows, method, penalty, equality, on, metric, interval, microbatch.
 
     Attributes
     ----------
@@ -101,7 +100,7 @@ class AGEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
     seed : int, default 0
         Of the choice of patterns and of the samples.
     **options
-        Of `gemproj.torch.GEM`: on, metric, interval, microbatch, training.
+        Of `gemproj.torch.GEM`: on, metric, interval, microbatch.
 
     Attributes
     ----------
@@ -113,4 +112,4 @@ class AGEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
         self, patterns_per_experience: int, sample_size: int, *, seed: int = 0, **options: Any
     ) -> None:
         check_count(sample_size, "sample_size", 1)
-        super().__init__(patterns_per_experience, seed, sample=sample_size, **options)
+        super().__init__(patterns_per_experience, seed, promise="all", rows=sample_size, **options)

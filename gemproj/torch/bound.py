@@ -12,6 +12,7 @@ from torch import Tensor
 from gemproj._arrays import namespace, to_numpy
 from gemproj._checks import check_number
 from gemproj._tspace import Gram
+from gemproj.torch.constraints import ConstraintMatrix
 
 # A learning rate of zero, as in the first step of a warmup, asks for nothing that is not finite.
 _SMALLEST_RATE = 1e-30
@@ -31,13 +32,10 @@ class LossBound:
     tolerance : float
         What a loss may exceed its stored value by.
     kappa : float
-    room : bool
-        Whether losses below their bound may rise.
     """
 
     tolerance: float
     kappa: float = 1.0
-    room: bool = True
 
     def __post_init__(self) -> None:
         check_number(self.tolerance, "bound", 0.0)
@@ -59,7 +57,7 @@ class LossBound:
         """
         excess = self.excess(losses, stored)
         excess = torch.where((excess > 0.0) & (excess <= rounding(losses, dtype)), 0.0, excess)
-        wanted = self.kappa * (excess if self.room else excess.clamp(min=0.0)) / max(rate, _SMALLEST_RATE)
+        wanted = self.kappa * excess / max(rate, _SMALLEST_RATE)
 
         def right(gram: Gram) -> Any:
             xp = namespace(gram.b)
@@ -69,6 +67,29 @@ class LossBound:
             return xp.minimum(own, xp.sqrt(xp.linalg.diagonal(gram.K) * gram.gg))
 
         return right
+
+
+def right_hand_side(
+    G: ConstraintMatrix, bound: LossBound | None, rate: float | None, unit: float, compared: bool
+) -> Callable[[Gram], Any] | None:
+    """Return the right-hand side h that a bound asks for, as a function of the Gram matrix; None for zeros.
+
+    Of a gradient, the `rate` is that of its step; of a step it is 1, and `unit` is the learning rate. If the
+    losses are `compared` with stored outputs, rows of rounding ask for nothing.
+    """
+    h = None
+    if bound is not None:
+        if rate is None:
+            raise ValueError(
+                "bound is about steps: attach(optimizer), or pass the learning_rate of the step."
+            )
+        if not G.bounded:
+            raise ValueError(
+                "bound needs the losses that examples had when they were stored: use GEM.end_task, "
+                "memory.record(task, losses=...) or memory.add(..., losses=...)."
+            )
+        h = bound.demand(G.losses, G.bounds, rate, G.vector.dtype)
+    return without_noise(h, G.losses, G.vector.dtype, unit) if compared else h
 
 
 def without_noise(h: Any, losses: Tensor, dtype: torch.dtype, rate: float) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gemproj._checks import check_count
 from gemproj.torch.batches import Batch, Batches, Loss, Remembered, Source, output_of, parts, source_of
-from gemproj.torch.bound import rounding
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 from gemproj.torch.distributed import check_alone
 from gemproj.torch.losses import call_loss, check_function
-
-Refresh = Literal["all", "cyclic", "rising"]
 
 
 def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
@@ -58,71 +55,32 @@ def from_batches(
     facts: Mapping[str, Any],
     *,
     microbatch: int | None = None,
-    training: bool = False,
     scale: float = 1.0,
     names: Callable[[], Sequence[Any]] | None = None,
-    smoothing: float = 0.0,
-    refresh: Refresh = "all",
-    turn: int = 0,
-    tolerance: float | None = None,
-) -> list[int]:
+) -> None:
     """Fill G with the gradients of the mean losses on `batches`; see `GradientProjector.recall`.
 
     An error on one process is an error on all of them, as are other `facts`, and leaves no rows.
-
-    Returns
-    -------
-    list of int
-        The rows that are new: all where their number has changed; otherwise as `refresh` says, with
-        "cyclic" the one whose `turn` it is, and with "rising" and a `tolerance` only those that exceed
-        their bounds by more than that.
     """
     topology = G.vector.topology
     facts = {"number of past tasks": 0, "names of tasks or labels": None, **facts}
-    before, kept = len(G), G.kept()
     G.clear()
-    named = None
     with topology.agreement(facts):
         _check(G, model, batches, loss, microbatch)
         tasks = list(batches.sources) if isinstance(batches, Batches) else _sources(batches)
         facts["number of past tasks"] = len(tasks)
-        if names is not None and (topology.world > 1 or smoothing or refresh != "all"):
-            named = list(names())
+        if names is not None and topology.world > 1:
             # Processes need not have the same examples of a task or label, nor as many.
-            facts["names of tasks or labels"] = list(dict.fromkeys(name[:2] for name in named))
+            facts["names of tasks or labels"] = list(dict.fromkeys(name[:2] for name in names()))
     totals, passes = topology.plan([task.size for task in tasks])
-    # Rows go on as the same ones where they are about the same tasks, labels or examples.
-    same, due = before == len(tasks) and named == kept.names, list(range(len(tasks)))
-
-    def weighted(k: int) -> Iterator[tuple[Batch, Tensor, float]]:
-        for part, n in parts(tasks[k], microbatch, passes[k]):
-            value = call_loss(loss, model, part, tasks[k].task)
-            yield part, value.mean(), topology.weight(n, totals[k])
-
-    if same and due and refresh == "cyclic":
-        due = [turn % len(tasks)]
-    elif same and due and refresh == "rising":
-        now = torch.zeros_like(kept.values[0])
-        with topology.passes(), preserved_state(model, G.vector.device, training), torch.no_grad():
-            for k in due:
-                for _, value, weight in weighted(k):
-                    now[k] += weight * value
-        losses = topology.sum_values(now)
-        _, last, bounds = kept.values
-        least = last if tolerance is None else torch.maximum(last, bounds + tolerance)
-        # Not "greater": a row whose loss is NaN is due, too, and then an error.
-        risen = ~(losses <= least + rounding(losses, G.vector.dtype))
-        due = torch.nonzero(risen).flatten().tolist()
-        kept = kept._replace(values=torch.stack([losses, losses, bounds]))
-    with topology.passes(), preserved_state(model, G.vector.device, training):
-        G.open(len(tasks), smoothing if same else 0.0, scale)
-        for k in due:
-            for part, value, weight in weighted(k):
+    with topology.passes(), preserved_state(model, G.vector.device):
+        G.open(len(tasks), scale)
+        for k, task in enumerate(tasks):
+            for part, n in parts(task, microbatch, passes[k]):
+                value = call_loss(loss, model, part, task.task).mean()
                 stored = isinstance(part, Remembered) and "losses" in part.fields
-                G.add(k, value, weight, part.losses.mean() if stored else None)
-    G.close(len(tasks), due, kept)
-    G.names = named
-    return due
+                G.add(k, value, topology.weight(n, totals[k]), part.losses.mean() if stored else None)
+    G.close(len(tasks))
 
 
 def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[str, Any]) -> None:
@@ -150,15 +108,15 @@ def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[st
 
 
 @contextmanager
-def preserved_state(model: torch.nn.Module, device: torch.device, training: bool = False) -> Iterator[None]:
-    """Restore ``.grad``, module modes and torch's random state; evaluation mode unless `training`.
+def preserved_state(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Set evaluation mode; restore the modes, ``.grad`` and torch's random state.
 
     Layers of transformers that checkpoint in training do so in evaluation mode, too.
     """
     reshard(model)
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     modes = [module for module in model.modules() if module.training]
-    changes = [] if training else _evaluation(modes)
+    changes = _evaluation(modes)
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     # Each CUDA or XPU device has a generator of its own; that of MPS cannot be restored.
     own = device.type in ("cuda", "xpu")
@@ -217,7 +175,7 @@ def _checkpoint(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any)
 
 
 def _add_all(G: ConstraintMatrix, losses: Iterable[Tensor], weight: float) -> int:
-    G.open(0)
+    G.open()
     k = -1
     for k, loss in enumerate(losses):
         G.add(k, loss, weight)

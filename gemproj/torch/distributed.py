@@ -74,8 +74,8 @@ class Local:
         return reached
 
     @contextmanager
-    def measurement(self, t: int, problems: int = 1) -> Iterator[None]:
-        """After an error in the block, make others fail in `sum_gram`, of t rows in so many problems, too."""
+    def measurement(self, t: int) -> Iterator[None]:
+        """After an error in the block, make others fail in `sum_gram`, of t rows, too."""
         yield
 
     def sum_gram(self, part: Measured, double: bool) -> Measured:
@@ -170,11 +170,11 @@ class Sharded(Replicated):
     sum_shards = Replicated.sum_values
 
     @contextmanager
-    def measurement(self, t: int, problems: int = 1) -> Iterator[None]:  # noqa: D102
+    def measurement(self, t: int) -> Iterator[None]:  # noqa: D102
         try:
             yield
         except ValueError:
-            numbers, wide = problems * (t * t + t + 1), wide_dtype(torch, self._device)
+            numbers, wide = t * t + t + 1, wide_dtype(torch, self._device)
             self.sum_shards(torch.full((numbers,), math.nan, dtype=wide, device=self._device))
             raise
 

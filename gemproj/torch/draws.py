@@ -9,8 +9,10 @@ from torch.utils._pytree import tree_unflatten
 from torch.utils.data import get_worker_info
 
 from gemproj._checks import check_count
-from gemproj.torch.batches import Batch, Batches, Field, Source, flatten
+from gemproj.torch.batches import Batch, Batches, Field, Source, flatten, source_of
 from gemproj.torch.store import Store, plain
+
+PER = ("task", "label", "example", "all")
 
 
 class Draws:
@@ -34,31 +36,42 @@ class Draws:
         n : int, optional
             Number of examples in each batch, drawn without replacement: none is drawn again before all
             of them were. By default all.
-        per : {"task", "label", "example"}, default "task"
-            One batch for each task; for each label of each task, in increasing order; or for each of the
-            n examples of each task.
+        per : {"task", "label", "example", "all"}, default "task"
+            One batch for each task; for each label of each task, in increasing order; for each of the
+            n examples of each task; or for all tasks together, a `sample` of n examples.
         """
-        if per not in ("task", "label", "example"):
-            raise ValueError(f"per must be 'task', 'label' or 'example'; found {per!r}.")
-        if per == "label" and self.label is None:
-            raise ValueError("per='label' needs label: where the labels of a batch are.")
+        self.check_per(per, "per")
         if n is not None:
             check_count(n, "n", 1)
         return Batches(self._drawn(exclude, n, per))
 
+    def check_per(self, per: str, name: str) -> None:
+        """Raise for an argument of that name which is none of "task", "label", "example" and "all"."""
+        if per not in PER:
+            raise ValueError(f"{name} must be one of {', '.join(map(repr, PER))}; found {per!r}.")
+        if per == "label" and self.label is None:
+            raise ValueError(f"{name}='label' needs label: where the labels of a batch are.")
+
     def names(self, exclude: Hashable = None, *, per: str = "task") -> list[tuple[Hashable, ...]]:
         """Return what `batches` draws from: pairs of the task and, with ``per="label"``, the label.
 
-        With ``per="example"`` there is a triple for each example, which ends with its place in the stream.
+        With ``per="example"`` there is a triple for each example, which ends with its place in the stream;
+        with ``per="all"`` one pair, of None.
         """
         stores = self._others(exclude).items()
+        if per == "all":
+            return [(None, None)] if stores else []
         if per == "example":
             return [(task, None, place) for task, store in stores for place in store.places()]
         return [(task, label) for task, store in stores for label, _ in store.groups(per == "label")]
 
     def _drawn(self, exclude: Hashable, n: int | None, per: str) -> Iterator[Source]:
-        random = self._own_random()
-        for task, store in self._others(exclude).items():
+        random, stores = self._own_random(), self._others(exclude)
+        if per == "all":
+            if stores:
+                yield source_of(self.sample(n or sum(map(len, stores.values())), exclude))
+            return
+        for task, store in stores.items():
             for label, slots in store.groups(per == "label"):
                 drawn = slots if n is None else store.draw(label, slots, n, random)
                 for some in [[slot] for slot in drawn] if per == "example" else [drawn]:

@@ -9,20 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemproj.methods import AnyMethod
 from gemproj.torch.attached import clip_grad_norm_
-from gemproj.torch.batches import Batch, Batches, Field, Loss, Source, source_of
-from gemproj.torch.checks import (
-    check_all_held,
-    check_kinds,
-    check_names,
-    check_nothing_else_held,
-    check_promise,
-    option_names,
-)
+from gemproj.torch.batches import Batch, Batches, Field, Loss, Source
+from gemproj.torch.checks import check_all_held, check_kinds, check_nothing_else_held
 from gemproj.torch.constraint_gradients import model_loss, reshard, unwrapped
 from gemproj.torch.losses import check_function
 from gemproj.torch.memory import EpisodicMemory
-from gemproj.torch.optimizer_step import will_skip
+from gemproj.torch.optimizer_step import Metric, On, will_skip
 from gemproj.torch.projector import GradientProjector
 from gemproj.torch.remember import remember
 from gemproj.torch.stats import Projection
@@ -69,24 +63,24 @@ class GEM:
         As in `EpisodicMemory`.
     memory : EpisodicMemory, optional
         Instead of `per_task` and `label`. Batches are moved to the device of the parameters.
-    promise : {"task", "label", "example"}, default "task"
-        One constraint for each task; for each label of each task; or for each example.
+    promise : {"task", "label", "example", "all"}, default "task"
+        One constraint for each task; for each label of each task; for each example; or for all tasks
+        together (A-GEM).
     rows : int, optional
         So many fresh examples of each task (or label) at every step, without replacement until all were
-        drawn: a step costs what replay of these examples costs. By default all of them.
-    microbatch, training
+        drawn: a step costs what replay of these examples costs. With ``promise="all"`` so many random
+        examples of all tasks. By default all of them.
+    microbatch
         As in `GradientProjector.recall`.
-    sample : int, optional
-        One constraint, on so many random examples of all tasks, instead of one per task (A-GEM).
+    method, margin, penalty, equality, bound, kappa, rows_dtype, on, metric
+        As in `GradientProjector`.
+    interval : int, default 1
+        Every so many steps constraint gradients are computed; every step is projected.
     scaler : torch.amp.GradScaler, optional
         That of float16 training: constraint gradients are computed with its scale, too.
     group
         As in `GradientProjector`; needed where several processes are initialised, and the model is neither
         wrapped nor sharded.
-    **projection
-        Other options of `GradientProjector`: method, margin, penalty, equality, bound, kappa, room,
-        smoothing, rows_dtype, rows_device, groups, gate, on, metric, interval, refresh. Calls are steps:
-        with ``interval=4`` every fourth step computes constraint gradients, and every step is projected.
 
     Attributes
     ----------
@@ -121,28 +115,45 @@ class GEM:
         promise: str = "task",
         rows: int | None = None,
         microbatch: int | None = None,
-        training: bool = False,
-        sample: int | None = None,
-        group: Any = None,
+        method: AnyMethod = "exact",
+        margin: float | Tensor = 0.0,
+        penalty: float | Tensor | None = None,
+        equality: bool | Tensor = False,
+        bound: float | None = None,
+        kappa: float = 1.0,
+        rows_dtype: torch.dtype | None = None,
+        on: On = "gradient",
+        metric: Metric = "euclidean",
+        interval: int = 1,
         scaler: Any = None,
-        **projection: Any,
+        group: Any = None,
     ) -> None:
-        check_names("GEM", projection, OPTIONS)
-        check_kinds(model, memory, scaler, microbatch=microbatch, rows=rows, sample=sample)
+        check_kinds(model, memory, scaler, microbatch=microbatch, rows=rows)
         check_function(loss)
-        check_promise(promise, rows, sample, projection)
         self.memory = EpisodicMemory(per_task, label) if memory is None else memory
-        if promise == "label" and self.memory.label is None:
-            raise ValueError("promise='label' needs label: where the labels of a batch are.")
+        self.memory.check_per(promise, "promise")
         reshard(model)
         parallel = unwrapped(model)[1]
         group = parallel.process_group if group is None and parallel is not None else group
-        self.projector = GradientProjector(model.named_parameters(), group=group, **projection)
+        self.projector = GradientProjector(
+            model.parameters(),
+            method,
+            margin=margin,
+            penalty=penalty,
+            equality=equality,
+            bound=bound,
+            kappa=kappa,
+            rows_dtype=rows_dtype,
+            on=on,
+            metric=metric,
+            interval=interval,
+            group=group,
+        )
         self.projector.check_processes()
         self.exclude: Hashable = None
-        self._model, self._loss, self._sample, self._scaler = model, loss, sample, scaler
-        self._rows, self._promise, self._group = rows, promise, group
-        self._options: dict[str, Any] = {"microbatch": microbatch, "training": training}
+        self._model, self._loss, self._scaler, self._promise = model, loss, scaler, promise
+        self._group = group
+        self._options: dict[str, Any] = {"bound": bound, "rows": rows, "microbatch": microbatch}
         self._tasks: list[Hashable] | None = None  # of the rows; None for any
         self._removals = 0  # of the memory, when they were computed
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
@@ -209,8 +220,6 @@ class GEM:
             task,
             self._model if model is None else model,
             self._loss,
-            bounded=self.projector.bound is not None,
-            rows=self._rows or self._sample,
             group=self._group,
             **self._options,
         )
@@ -233,8 +242,7 @@ class GEM:
     def state_dict(self) -> dict[str, Any]:
         """Return the memory, `exclude`, the warm start and, where they are reused, the constraints."""
         p = self.projector
-        reused = p.interval > 1 or p.smoothing > 0.0 or p.refresh != "all"
-        state = {"memory": self.memory.state_dict(), "projector": p.state_dict(constraints=reused)}
+        state = {"memory": self.memory.state_dict(), "projector": p.state_dict(constraints=p.interval > 1)}
         return state | {"exclude": self.exclude, "tasks": self._tasks, "stepped": self._watch.stepped}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -263,10 +271,13 @@ class GEM:
         scale = self._scaler.get_scale() / _HEADROOM if scaled else 1.0
         if not self.projector.due:
             check_nothing_else_held(self._held(), self.projector.parameters)
-        per_row = self._sample is None
-        names = partial(self.memory.names, self.exclude, per=self._promise) if per_row else None
         self.projector.recall(
-            self._model, Batches(self._sources()), self._loss, scale=scale, names=names, **self._options
+            self._model,
+            Batches(self._sources()),
+            self._loss,
+            microbatch=self._options["microbatch"],
+            scale=scale,
+            names=partial(self.memory.names, self.exclude, per=self._promise),
         )
         self._tasks, self._removals = self._past(), self.memory.removals
         self._watch.step(len(self._tasks))
@@ -289,12 +300,6 @@ class GEM:
     def _sources(self) -> Iterator[Source]:
         # Here an error is one of all processes.
         check_nothing_else_held(self._held(), self.projector.parameters)
-        sources = self.memory.batches(self.exclude, n=self._rows, per=self._promise).sources
-        if self._sample is not None:
-            past = self._past()
-            sources = (source_of(self.memory.sample(self._sample, self.exclude)) for _ in past[:1])
-        for source in sources:
+        drawn = self.memory.batches(self.exclude, n=self._options["rows"], per=self._promise)
+        for source in drawn.sources:
             yield source.to(self.projector.device)
-
-
-OPTIONS = option_names(GEM, GradientProjector) - {"parameters"}

@@ -24,8 +24,6 @@ class ParameterVector:
     ----------
     parameters : list of Tensor
         Those that require a gradient, each once.
-    names : list of str
-        Their names, empty where none was given.
     d : int
         Number of local entries.
     topology : Local
@@ -37,12 +35,9 @@ class ParameterVector:
     def __init__(self, parameters: Iterable[Any], group: Any = None) -> None:
         if isinstance(parameters, torch.nn.Module):
             raise TypeError(
-                "parameters must be an iterable of tensors, or of pairs of name and tensor; found a module, "
-                "pass module.parameters()."
+                "parameters must be an iterable of tensors; found a module, pass module.parameters()."
             )
-        pairs = [entry if isinstance(entry, tuple) else ("", entry) for entry in parameters]
-        names = {id(p): name for name, p in reversed(pairs)}
-        listed = [p for _, p in pairs]
+        listed = list(parameters)
         for p in listed:
             if not isinstance(p, Tensor) or p.is_complex():
                 found = p.dtype if isinstance(p, Tensor) else type(p).__name__
@@ -52,7 +47,6 @@ class ParameterVector:
             raise ValueError("parameters holds none that requires a gradient; nothing could be projected.")
         chosen.sort(key=_placement)  # stable: otherwise in their own order
         self.parameters = chosen
-        self.names = [names[id(p)] for p in chosen]
         shards = self.local()
         for p, shard in zip(chosen, shards, strict=True):
             computes = mesh_of(p).device_type if mesh_of(p) is not None else p.device.type

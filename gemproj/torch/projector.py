@@ -1,9 +1,9 @@
-"""The projector of a training loop: its options, and the projection of gradients and steps."""
+"""The projector of a training loop: its constraints, and the projection of gradients and steps."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
 from typing import Any, get_args
@@ -11,19 +11,26 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from gemproj._checks import check_count
 from gemproj._options import Options, check_options
 from gemproj._solution import DualSolution
 from gemproj.methods import GEM2017, AnyMethod
-from gemproj.torch.bound import LossBound
-from gemproj.torch.constraint_gradients import Refresh
-from gemproj.torch.groups import Groups, members, project_groups
+from gemproj.torch.attached import is_attached
+from gemproj.torch.batches import Batch, Loss
+from gemproj.torch.bound import LossBound, right_hand_side
+from gemproj.torch.constraint_gradients import from_batches, from_losses, model_loss, unwrapped
+from gemproj.torch.constraints import ConstraintMatrix
+from gemproj.torch.distributed import Replicated, check_alone
 from gemproj.torch.optimizer_step import Metric, On, OptimizerStep, ProjectedOptimizer
-from gemproj.torch.recall import OPTIONS, RecalledConstraints
 from gemproj.torch.stats import Projection
-from gemproj.torch.zero import step_of
+from gemproj.torch.unprotected import Unused
+from gemproj.torch.zero import step_of, vector_of
+
+# Attributes of a projector, besides its method.
+OPTIONS = ("margin", "penalty", "equality", "bound", "on", "metric", "interval")
 
 
-class GradientProjector(RecalledConstraints):
+class GradientProjector:
     """Projects gradients, or the steps that an optimizer applies, so that no loss of earlier tasks rises.
 
     The constraint matrix is written into one buffer of t * d numbers that is kept from step to step. The
@@ -32,7 +39,7 @@ class GradientProjector(RecalledConstraints):
 
     Parameters
     ----------
-    parameters : iterable of torch.nn.Parameter, or of pairs of name and parameter
+    parameters : iterable of torch.nn.Parameter
         On one device; those that do not require a gradient are left out, duplicates too. Shards
         (`DTensor`, as FSDP2 makes them) are projected where they are.
     method : str, Method or callable, default "exact"
@@ -55,22 +62,9 @@ class GradientProjector(RecalledConstraints):
         and batches of a memory with losses.
     kappa : float, default 1
         Share of the excess over the bound that one step is to take back, above 0 and at most 1.
-    room : bool, default True
-        Whether losses below their bound may rise; otherwise no loss may rise, as without a bound.
-    smoothing : float, default 0
-        `recall` sets rows to ``smoothing * old + (1 - smoothing) * gradient``, for rows from few examples.
     rows_dtype : torch.dtype, optional
         Of the rows, by default that of the parameters. ``torch.bfloat16`` takes half the memory of float32,
         and promises what the rounded rows say: cosines are off by up to 0.002.
-    rows_device : torch.device or str, optional
-        Where rows are kept, by default where the parameters are. "cpu" takes no memory of an accelerator but
-        a tile; the rows are copied there twice for each projection, and once to follow a step.
-    groups : {"tensor", "module"} or callable, optional
-        A cone for each parameter, for the parameters of each module, or for those whose names
-        ``groups(name)`` maps to one key: ``G_l x_l >= 0`` on the columns of each. It implies
-        ``G x >= 0`` and takes more away. Needs `parameters` with names, but for "tensor".
-    gate : bool, default False
-        Groups act only where the whole gradient, or step, violates a constraint.
     metric : {"euclidean", "adam"}, default "euclidean"
         The distance in which the projected step is closest to the optimizer's: Adam's own weighs each
         entry by ``(sqrt(v_hat) + eps) / lr``, after the step, where v_hat is at least the largest square of
@@ -78,10 +72,6 @@ class GradientProjector(RecalledConstraints):
     interval : int, default 1
         `recall` refreshes the constraints on every `interval`-th call and reuses them in between. Every
         step is projected.
-    refresh : {"all", "cyclic", "rising"}, default "all"
-        Which rows `recall` computes anew where none came or went: all; one, in turn, which costs one
-        backward pass; or those whose losses have risen since the last call, with a `bound` only above it.
-        This costs a forward pass on all batches, waits for a device, and needs the same examples each time.
     group : torch.distributed.ProcessGroup, optional
         Processes to train with. For replicated parameters (DistributedDataParallel): rows are averaged
         over them; `recall` finds the group of a wrapped model. If each process trains a model of its own,
@@ -117,7 +107,7 @@ class GradientProjector(RecalledConstraints):
 
     def __init__(
         self,
-        parameters: Iterable[torch.nn.Parameter | tuple[str, torch.nn.Parameter]],
+        parameters: Iterable[torch.nn.Parameter],
         method: AnyMethod = "exact",
         *,
         margin: float | Tensor = 0.0,
@@ -125,19 +115,13 @@ class GradientProjector(RecalledConstraints):
         equality: bool | Tensor = False,
         bound: float | None = None,
         kappa: float = 1.0,
-        room: bool = True,
-        smoothing: float = 0.0,
         rows_dtype: torch.dtype | None = None,
-        rows_device: torch.device | str | None = None,
-        groups: Groups | None = None,
-        gate: bool = False,
         on: On = "gradient",
         metric: Metric = "euclidean",
         interval: int = 1,
-        refresh: Refresh = "all",
         group: Any = None,
     ) -> None:
-        for name, value, kind in (("on", on, On), ("metric", metric, Metric), ("refresh", refresh, Refresh)):
+        for name, value, kind in (("on", on, On), ("metric", metric, Metric)):
             known = get_args(kind)
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}; found {value!r}.")
@@ -148,25 +132,27 @@ class GradientProjector(RecalledConstraints):
             )
         if bound is not None and equality is not False:
             raise ValueError("bound and equality exclude each other: an equality has no side to stay on.")
-        if bound is not None and groups is not None:
-            raise ValueError("bound and groups exclude each other: a loss has no bound for each group.")
-        if bound is None and (kappa != 1.0 or room is not True):
-            raise ValueError("kappa and room are for a bound; without one, no loss may rise.")
-        if gate and groups is None:
-            raise ValueError("gate is for groups; without them, nothing happens where nothing is violated.")
-        super().__init__(parameters, group, rows_dtype, rows_device, smoothing, interval)
-        self.bound = None if bound is None else LossBound(bound, kappa, room)
+        if bound is None and kappa != 1.0:
+            raise ValueError("kappa is for a bound; without one, no loss may rise.")
+        check_count(interval, "interval", 1)
+        if rows_dtype is not None and not (
+            isinstance(rows_dtype, torch.dtype) and rows_dtype.is_floating_point
+        ):
+            raise TypeError(f"rows_dtype must be a floating-point dtype of torch; found {rows_dtype!r}.")
+        self.bound = None if bound is None else LossBound(bound, kappa)
         self.method, self.margin, self.penalty, self.equality = method, margin, penalty, equality
-        self.on, self.metric, self.refresh = on, metric, refresh
+        self.on, self.metric, self.interval = on, metric, interval
         found = self._options().method
         if on != "gradient" and isinstance(found, GEM2017):
             raise ValueError(
                 f"{found!r} is made for gradients, in their units; use on='gradient', or "
                 "another method for steps."
             )
-        self._groups = None if groups is None else members(self._vector, groups)
-        self._gate = gate
+        self._vector = vector_of(parameters, group)
+        self._matrix = ConstraintMatrix(self._vector, rows_dtype)
         self._gradient: Tensor | None = None  # allocated with the first projection
+        self._unused = Unused(self)
+        self.reset()
 
     def __repr__(self) -> str:
         sizes = f"{len(self._vector.parameters)} parameters, d={self._vector.d}, t={len(self._matrix)}"
@@ -174,10 +160,117 @@ class GradientProjector(RecalledConstraints):
         return f"GradientProjector({sizes}, {self._options().method!r}, {options})"
 
     @property
+    def constraints(self) -> Tensor:
+        """The constraint matrix G, shape (t, d): a view of the local columns, one row per past task."""
+        self._unused.end()
+        return self._matrix.rows
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The parameters that are projected."""
+        return self._vector.parameters
+
+    @property
+    def sharded(self) -> bool:
+        """Whether this process has columns of its own."""
+        return self._vector.topology.collective
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self._vector.device
+
+    @property
+    def due(self) -> bool:
+        """Whether the next `recall` computes constraints."""
+        return self._calls % self.interval == 0
+
+    @property
     def scale_dependent(self) -> bool:
         """Whether the projection of a scaled gradient is not the scaled projection."""
         options = self._options()
         return self.bound is not None or _has_units(options) or isinstance(options.method, GEM2017)
+
+    def constrain(self, losses: Iterable[Tensor]) -> None:
+        """Replace the constraints: one row of G per loss, the gradient of that loss.
+
+        ``.grad`` is not touched. If a loss cannot be computed there are no constraints, rather than some of
+        them.
+
+        Parameters
+        ----------
+        losses : iterable of scalar tensors
+            The loss of each past task on its memory, each from a forward pass of its own; a generator holds
+            one graph in memory at once. With a `group`, every process brings its own losses of the same
+            tasks, and rows are their averages. With shards it must be a list.
+        """
+        start = time.perf_counter()
+        self._unused.warn()
+        self._calls = 0
+        from_losses(self._matrix, losses, self._facts())
+        self._note_rows()
+        self._seconds += time.perf_counter() - start
+
+    def recall(
+        self,
+        model: torch.nn.Module,
+        batches: Iterable[Batch],
+        loss: Loss = model_loss,
+        *,
+        microbatch: int | None = None,
+        scale: float = 1.0,
+        names: Callable[[], Sequence[Any]] | None = None,
+    ) -> bool:
+        """Replace the constraints by the gradients of the mean loss on each of `batches`.
+
+        The model computes in evaluation mode: dropout is off, and batch normalisation uses, and does not
+        touch, its running statistics. ``.grad``, the modes of the modules and torch's random state are
+        restored.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            May be wrapped in DistributedDataParallel, or sharded by ``fully_shard``: each process
+            then brings its own examples of the same tasks, and rows are those of all together.
+        batches : iterable
+            One batch per past task, such as ``memory.batches()``: any nesting of tensors.
+        loss : callable
+            ``loss(model, batch)`` returns the mean over the examples, or one number for each. By default
+            ``model(**batch).loss``, as models of transformers compute it.
+        microbatch : int, optional
+            Most examples in one forward pass; the gradient is that of the mean over all of them. A loss that
+            is a mean over tokens, as that of models of transformers, is weighted by examples there, and over
+            processes; `gemproj.torch.losses.CrossEntropy` is a mean over examples.
+        scale : float, default 1
+            Losses are multiplied by it and rows divided again, for backward passes in float16.
+        names : callable, optional
+            Returns what the rows are about, such as ``memory.names``: processes that disagree raise.
+
+        Returns
+        -------
+        bool
+            Whether constraints were computed: at the first call after `reset` and every `interval` calls.
+        """
+        if self._calls and self.on != "gradient" and not is_attached(self):
+            raise ValueError(
+                f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
+                "attach(optimizer) once, before the loop."
+            )
+        self._compared = hasattr(loss, "outputs")  # divergences from stored outputs are zero at first
+        self._unused.warn()
+        model, parallel = unwrapped(model)
+        if parallel is not None and self._vector.topology.world == 1:
+            self._vector.topology = Replicated(self._vector.device, parallel.process_group)
+        due = self.due
+        if due:
+            start, facts = time.perf_counter(), self._facts() | {"option microbatch": microbatch}
+            from_batches(
+                self._matrix, model, batches, loss, facts, microbatch=microbatch, scale=scale, names=names
+            )
+            self._seconds += time.perf_counter() - start
+        self._calls += 1  # a call that has failed is still due
+        self._note_rows()
+        return due
 
     @torch.compiler.disable
     def project_(
@@ -209,8 +302,7 @@ class GradientProjector(RecalledConstraints):
             if self._gradient is None:
                 self._gradient = self._vector.empty()
             g = self._vector.read_gradient(self._gradient)
-            options = self._demanding(self._options(), learning_rate)
-            sol, changed = self._project("gradient", g, options, moving)
+            sol, changed = self._project("gradient", g, self._options(), learning_rate, moving=moving)
             wanted = self._matrix.reached
             if moving is not None:
                 wanted = [a and b for a, b in zip(wanted, moving, strict=True)]
@@ -253,14 +345,60 @@ class GradientProjector(RecalledConstraints):
             rate = step.clipped * (step.learning_rate() if self.metric == "euclidean" else 1.0)
             penalty = None if options.penalty is None else options.penalty * rate
             options = replace(options, margin=options.margin * rate, penalty=penalty)
-        own = self._compared and self.metric == "euclidean"
-        options = self._demanding(options, 1.0, step.learning_rate() if own else 1.0)
+        unit = step.learning_rate() if self._compared and self.metric == "euclidean" else 1.0
         weight = step.weight(self.metric, moving, self._matrix.largest)
         v = step.taken()
-        sol, changed = self._project("step", v, options, moving, weight)
+        sol, changed = self._project("step", v, options, 1.0, unit, moving, weight)
         if changed:
             step.replace(v)
         return sol
+
+    def follow(self, step: Tensor) -> Tensor:
+        """Return the cosine of an applied step with each constraint, and follow the losses along it."""
+        return self._matrix.follow(step)
+
+    def check_processes(self) -> None:
+        """Raise where several processes are initialised and nothing says how they train together."""
+        check_alone(self._vector.topology)
+
+    def reset(self) -> None:
+        """Forget the constraints and the warm start, as at the boundary between two tasks."""
+        self._matrix.clear()
+        self._compared = False
+        self._warm: dict[str, Tensor] = {}  # multipliers, by what was projected
+        self._calls = 0
+        self._unused.end(used=False)
+        self._seconds = 0.0  # spent on constraints since the last step
+        self.last: Projection | None = None
+
+    def state_dict(self, *, constraints: bool = True) -> dict[str, Any]:
+        """Return the constraints (of shards, the local columns), the warm start and the interval.
+
+        Parameters
+        ----------
+        constraints : bool, default True
+            Whether to include the rows; not needed if they are recomputed before the next step.
+        """
+        rows = self._matrix.state_dict() if constraints else None
+        warm = {name: lam.clone() for name, lam in self._warm.items()}
+        return {"constraints": rows, "warm": warm, "calls": self._calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what `state_dict` returned, onto the device of the parameters.
+
+        A ValueError tells of the state of something else, or of the projector of another model.
+        """
+        lacking = {"constraints", "warm", "calls"} - state.keys()
+        if lacking:
+            raise ValueError(f"state has no {min(lacking)!r}: it is not of a GradientProjector.")
+        if state["constraints"] is None:
+            self._matrix.clear()
+        else:
+            self._matrix.load_state_dict(state["constraints"])
+        self._warm = {name: lam.to(self._vector.device, copy=True) for name, lam in state["warm"].items()}
+        # Without rows they are due at the next call, whatever the interval of the saved projector was.
+        self._calls = 0 if state["constraints"] is None else state["calls"]
+        self.last = None
 
     def _options(self) -> Options:
         for name in ("margin", "penalty"):
@@ -273,20 +411,46 @@ class GradientProjector(RecalledConstraints):
         name: str,
         v: Tensor,
         options: Options,
+        rate: float | None,
+        unit: float = 1.0,
         moving: Sequence[bool] | None = None,
         weight: Tensor | None = None,
     ) -> tuple[DualSolution, bool]:
+        """Project a gradient or a step in place; `rate` and `unit` are those of `right_hand_side`."""
+        compared = self._compared and options.equality is False
+        compared = compared and "h" in getattr(options.method, "accepts", "h")
+        h = right_hand_side(self._matrix, self.bound, rate, unit, compared)
+        options = options if h is None else replace(options, h=h)
         start = self._warm.get(name)
         if start is not None and start.shape[-1] != len(self._matrix):
             start = None
-        if self._groups is None:
-            sol, changed = self._matrix.project(v, options, start, moving, weight)
-        else:
-            sol, changed = project_groups(
-                self._matrix, v, options, self._groups, self._gate, start, moving, weight
-            )
+        sol, changed = self._matrix.project(v, options, start, moving, weight)
         self._warm[name] = sol.multipliers
         return sol, changed
+
+    def _facts(self) -> dict[str, Any]:
+        """Return what all processes that train the model must have in common, none for a single one."""
+        if self._vector.topology.world == 1:
+            return {}
+        given = {name: getattr(self, name) for name in OPTIONS} | {"rows_dtype": self._matrix.rows.dtype}
+        options: dict[str, Any] = {
+            name: value if isinstance(value, Tensor) else repr(value) for name, value in given.items()
+        }
+        options["method"] = getattr(self.method, "__name__", repr(self.method))  # the repr has an address
+        named = {f"option {name}": value for name, value in options.items()}
+        return named | self._vector.signature()
+
+    def _note_rows(self) -> None:
+        """Note that there are constraints to be used, if there are."""
+        if len(self._matrix):
+            self._unused.begin()
+
+    def _record(self, sol: DualSolution | None, start: float) -> Projection:
+        self._unused.end()
+        seconds, self._seconds = self._seconds + time.perf_counter() - start, 0.0
+        excess = None if self.bound is None else self.bound.excess(self._matrix.losses, self._matrix.bounds)
+        self.last = Projection(len(self._matrix), sol, excess=excess, age=self._matrix.age, seconds=seconds)
+        return self.last
 
 
 def _has_units(options: Options) -> bool:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,21 +38,20 @@ def remember(
     model: torch.nn.Module | None,
     loss: Loss,
     *,
-    bounded: bool = False,
+    bound: float | None = None,
     rows: int | None = None,
     microbatch: int | None = None,
-    training: bool = False,
     group: Any = None,
 ) -> None:
     """Store examples of a task, and of those kept the outputs that `loss` wants: all of it, or nothing.
 
-    With `bounded`, their losses are stored, too; otherwise the loss is tried, on a few examples, and if
+    With a `bound`, their losses are stored, too; otherwise the loss is tried, on a few examples, and if
     these are too few on as many as a step passes: `rows`. The model may be None where nothing of it is
     stored. Other arguments are those of `gemproj.torch.GEM` and its `end_task`.
     """
     if task is None:
         task = next(k for k in itertools.count(len(memory)) if k not in memory.tasks)
-    outputs = getattr(loss, "outputs", None)
+    outputs, bounded = getattr(loss, "outputs", None), bound is not None
     evaluated = bounded or outputs is not None
     draft = memory.draft(task)
     if model is None:
@@ -84,7 +82,7 @@ def remember(
     def evaluate(size: int) -> None:
         found, losses = [], []
         some = source._replace(size=min(source.size, size)).to(vector.device)
-        with topology.passes(), _unchanged(model, vector.device, training):
+        with topology.passes(), preserved_state(model, vector.device), torch.no_grad():
             for part, n in parts(some, microbatch, min(most, size)):
                 with explained(part):
                     stored = () if outputs is None else outputs(model, part)
@@ -177,15 +175,3 @@ def _one_each(losses: Tensor, batch: Batch) -> Tensor:
             "gemproj.torch.losses."
         )
     return losses
-
-
-@contextmanager
-def _unchanged(model: torch.nn.Module, device: torch.device, training: bool) -> Iterator[None]:
-    """Preserve all state of a model, the statistics that move while it trains included; no gradients."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()] if training else []
-    with preserved_state(model, device, training), torch.no_grad():
-        try:
-            yield
-        finally:
-            for buffer, kept in buffers:
-                buffer.copy_(kept)

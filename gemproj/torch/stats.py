@@ -30,8 +30,7 @@ class Projection:
     excess : Tensor or None
         With a bound, how far each loss was above it when the step began, shape (t,), float64.
     age : int
-        Steps since the oldest of the constraint gradients was computed. Losses are followed to first order
-        meanwhile.
+        Steps since the constraint gradients were computed. Losses are followed to first order meanwhile.
     seconds : float
         Time spent in the projector for this step, constraint gradients included, as the host sees it.
     """
@@ -56,7 +55,7 @@ class Projection:
 
     @property
     def num_violated(self) -> int:
-        """Number of constraints that the gradient violated; with groups, those of all groups."""
+        """Number of constraints that the gradient violated."""
         return 0 if self.solution is None else int(self.solution.violated.sum())
 
     @property
@@ -66,7 +65,7 @@ class Projection:
 
     @property
     def multipliers(self) -> Tensor:
-        """The multipliers, shape (t,), or (groups, t), float64."""
+        """The multipliers, shape (t,), float64."""
         return torch.empty(0, dtype=torch.float64) if self.solution is None else self.solution.multipliers
 
     @property
@@ -74,7 +73,7 @@ class Projection:
         """Cosine between the gradient before and after; 1 when nothing changed, None without constraints."""
         if not self.constraints:
             return None
-        return 1.0 if self.solution is None else float(_cosine(self.solution))
+        return 1.0 if self.solution is None else float(self.solution.cosine())
 
     @property
     def worst_cosine(self) -> float | None:
@@ -97,7 +96,7 @@ class LogMeans:
         sol, cosines = step.solution, step.cosines
         if sol is None or cosines is None:
             return
-        numbers = [sol.violated.sum(), sol.active.sum(), _cosine(sol)]
+        numbers = [sol.violated.sum(), sol.active.sum(), sol.cosine()]
         found = [torch.stack([number.to(cosines.dtype) for number in numbers]), cosines.min()]
         if step.excess is not None:
             found.append(step.excess.max())
@@ -131,14 +130,3 @@ class LogMeans:
         }
         self._steps, self._seconds, self._total = 0, 0.0, []
         return numbers
-
-
-def _cosine(sol: DualSolution) -> Tensor:
-    """Return the cosine between the whole gradient before and after, summed over groups."""
-    if sol.multipliers.ndim == 1:
-        return sol.cosine()
-    (K, b, gg), lam = sol.gram, sol.multipliers
-    along = (b * lam).sum()
-    after = gg.sum() + 2 * along + (lam * (K @ lam[..., None]).squeeze(-1)).sum()
-    size = (gg.sum() * after.clamp(min=0.0)).sqrt()
-    return torch.where(size > 0.0, (gg.sum() + along) / size, 1.0)

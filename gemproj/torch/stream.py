@@ -1,4 +1,4 @@
-"""Rows that are kept in another dtype or on another device than the gradient: read tile by tile.
+"""Rows that are kept in another dtype than the gradient: read tile by tile.
 
 Like the columns of shards, tiles are measured on their own, and their Gram matrices are added up.
 """
@@ -6,19 +6,13 @@ Like the columns of shards, tiles are measured on their own, and their Gram matr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import reduce
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gemproj._arrays import to_numpy
-from gemproj._dual import solve
 from gemproj._gram import measure
-from gemproj._options import Options
 from gemproj._problem import Problem, check_problem
-from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured
 
 # Entries of a tile. Smaller ones would stay in a CPU's cache, but calls of the loops cost more than that.
@@ -26,10 +20,7 @@ _HOST_TILE, _DEVICE_TILE = 1 << 22, 1 << 26
 
 
 class Stream:
-    """The problems of projecting v on some columns, a tile of columns each; each time anew.
-
-    Tiles are converted to the dtype of v and brought to its device.
-    """
+    """The problems of projecting v on some columns, a tile of columns each; each time anew."""
 
     def __init__(self, rows: Tensor, v: Tensor, weight: Tensor | None, columns: Sequence[slice]) -> None:
         self._rows, self._v, self._weight, self._columns = rows, v, weight, columns
@@ -40,7 +31,7 @@ class Stream:
 
 
 def tiles(rows: Tensor, like: Tensor, columns: Iterable[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """Yield columns, and the rows there in the dtype and on the device of another tensor.
+    """Yield columns, and the rows there in the dtype of another tensor.
 
     A tile is overwritten by the next one. Without columns there is one empty tile.
     """
@@ -53,10 +44,7 @@ def tiles(rows: Tensor, like: Tensor, columns: Iterable[slice]) -> Iterator[tupl
     buffer = torch.empty((t, max(at.stop - at.start for at in pieces)), dtype=like.dtype, device=like.device)
     for at in pieces:
         tile = buffer[:, : at.stop - at.start]
-        # Row by row: each is contiguous, so that pinned memory is copied without waiting.
-        for row, part in zip(rows, tile, strict=True):
-            part.copy_(row[at], non_blocking=True)
-        yield at, tile
+        yield at, tile.copy_(rows[:, at])
 
 
 def measure_sum(problems: Iterable[Problem]) -> Measured:
@@ -67,12 +55,3 @@ def measure_sum(problems: Iterable[Problem]) -> Measured:
 def _add(a: Measured, b: Measured) -> Measured:
     gram = Gram(*(one + other for one, other in zip(a.gram, b.gram, strict=True)))
     return a._replace(gram=gram, rounding=max(a.rounding, b.rounding))
-
-
-def solve_measured(measured: Measured, options: Options, warm_start: Tensor | None) -> DualSolution:
-    """Solve with a right-hand side h that may be a function of the `Gram`, as one for lengths of rows is."""
-    if callable(options.h):
-        options = replace(options, h=options.h(measured.gram))
-    if warm_start is not None and isinstance(measured.gram.b, np.ndarray):
-        return solve(measured, options, to_numpy(warm_start))
-    return solve(measured, options, warm_start)

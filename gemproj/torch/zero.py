@@ -230,8 +230,7 @@ def vector_of(parameters: Iterable[Any], group: Any) -> ParameterVector:
     if isinstance(parameters, torch.nn.Module):
         return ParameterVector(parameters)  # which says what to pass instead
     listed = list(parameters)
-    zero = any(_is_partitioned(entry[1] if isinstance(entry, tuple) else entry) for entry in listed)
-    return (ZeroVector if zero else ParameterVector)(listed, group)
+    return (ZeroVector if any(map(_is_partitioned, listed)) else ParameterVector)(listed, group)
 
 
 def _stage3(p: Any) -> bool:
