@@ -1,0 +1,369 @@
+"""What holds in the loop of every framework: it takes the steps of a plain one, and so on; see frameworks.py."""
+
+import copy
+import gc
+import sys
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from frameworks import (  # noqa: E402
+    CLIP,
+    Accelerate,
+    Avalanche,
+    Lightning,
+    LightningByHand,
+    Plain,
+    Transformers,
+    adamw,
+    batches,
+)
+from models import SAID, assert_same_weights, flat, gradient, moved, perceptron, promises, rows, task  # noqa: E402
+from models import loss as mean_loss  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+from gemproj.integrations._base import FrameworkGEM  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory  # noqa: E402
+from gemproj.torch.constraint_gradients import model_loss  # noqa: E402
+
+pytestmark = pytest.mark.usefixtures("fresh_state")
+
+LOOPS = [Accelerate, Transformers, Lightning, LightningByHand]
+CALLBACKS = [Transformers, Lightning]
+every = pytest.mark.parametrize("kind", [*LOOPS, Avalanche])
+loops = pytest.mark.parametrize("kind", LOOPS)
+
+
+def numbers(last):
+    """Return what is logged about a step."""
+    if not last.constraints:
+        return {}
+    names = {"violations": "num_violated", "active": "num_active"}
+    names |= {name: name for name in ("cosine", "worst_cosine", "seconds")}
+    found = {f"gem/{name}": getattr(last, attribute) for name, attribute in names.items()}
+    return found if last.excess is None else found | {"gem/excess": float(last.excess.max())}
+
+
+def train_both(kind, folder, loss=model_loss, precision=None, change=list, **options):
+    """Learn three tasks in a framework and in a plain loop, and compare what is told on the way."""
+    plain = Plain(folder, loss, precision, like=kind, **options)
+    driver = kind(folder, loss, precision, **options)
+    dtype = next(plain.model.parameters()).dtype
+    for k in range(3):
+        data = batches(k, dtype=dtype)
+        for one in (plain, driver):
+            one.train(change(data))
+            one.end_task(data)
+        last = driver.object.last
+        assert last.constraints == plain.object.last.constraints
+        if driver.logged:
+            assert driver.logged[-1] == pytest.approx(numbers(last), rel=1e-5, abs=1e-6)
+    assert plain.active > 2  # or a loop without constraints would do the same
+    assert driver.object.memory.tasks == [0, 1, 2]
+    if driver.norms:
+        assert driver.norms == pytest.approx(plain.norms, rel=1e-4, nan_ok=True)
+    return plain, driver
+
+
+# --- steps --------------------------------------------------------------------------------------
+
+OPTIONS = [
+    {},
+    {"on": "step", "interval": 2},
+    {"on": "both", "metric": "adam"},
+    {"on": "both", "margin": 0.05, "interval": 3},
+    {"method": "fista"},
+]
+
+
+@every
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_steps_are_those_of_a_plain_loop(kind, options, tmp_path):
+    plain, driver = train_both(kind, tmp_path, **options)
+    assert_same_weights(driver.model, plain.model)
+
+
+@loops
+@pytest.mark.parametrize(("loss", "options"), promises())
+def test_promises_are_those_of_a_plain_loop(kind, loss, options, tmp_path):
+    plain, driver = train_both(kind, tmp_path, loss, **options)
+    assert_same_weights(driver.model, plain.model)
+    assert all("gem/excess" in logs for logs in driver.logged[1:]) == (
+        "bound" in options or not driver.logged
+    )
+
+
+@loops
+@pytest.mark.parametrize("on", ["gradient", "both"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_constraints_have_the_precision_and_the_scale_of_training(kind, precision, on, tmp_path):
+    def overflow(data):
+        """Have the scaler skip the second of three steps."""
+        return [*data[:2], data[2] | {"x": data[2]["x"] * float("inf")}, *data[3:]]
+
+    change = overflow if precision == "fp16" else list
+    plain, driver = train_both(kind, tmp_path, precision=precision, change=change, on=on)
+    assert_same_weights(driver.model, plain.model, 1e-5)
+    assert sum(norm != norm for norm in plain.norms) == (3 if change is overflow else 0)
+
+
+@pytest.mark.parametrize("kind", [Plain, *LOOPS])
+def test_a_margin_is_the_weight_of_replay_also_where_gradients_are_clipped(kind, tmp_path):
+    driver, past, data = kind(tmp_path, margin=4.0), batches(0)[0], batches(1)
+    driver.object.memory.add(past, 0)
+    driver.train(data)
+    assert driver.object.last.num_active == 0  # replay, and nothing else
+
+    model, norms = perceptron(), []
+    optimizer = adamw(model)
+    for first, second in zip(data[::2], data[1::2], strict=True):
+        optimizer.zero_grad()
+        ((mean_loss(model, first) + mean_loss(model, second)) / 2).backward()
+        norms.append(float(gradient(model).norm()))
+        (4.0 * mean_loss(model, past)).backward()
+        assert torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP) > CLIP
+        optimizer.step()
+    assert_same_weights(driver.model, model)
+    assert driver.norms in ([], pytest.approx(norms))  # before clipping, as without GEM
+
+
+# --- attached once, and removed -----------------------------------------------------------------
+
+
+class BreakingOff(list):
+    """Batches, of which the fourth cannot be had."""
+
+    def __getitem__(self, i):
+        if i == 3:
+            raise ConnectionError("on purpose")
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize("kind", LOOPS)
+def test_it_is_attached_once_also_after_a_training_that_broke_off(kind, tmp_path):
+    def hooks(kind):
+        counts = []
+
+        def counting(model, batch):
+            counts.append(driver.hooks())
+            return model_loss(model, batch)
+
+        driver = kind(tmp_path, counting)
+        driver.object.memory.add(batches(0)[0], 0)
+        if kind is not Plain:
+            with pytest.raises(ConnectionError, match="on purpose"):
+                driver.train(BreakingOff(batches(1)))
+        driver.train(batches(1))
+        assert driver.hooks() == (counts[0] if kind.lasts else 0)
+        driver.object.remove()
+        assert driver.hooks() == 0
+        return set(counts)
+
+    assert hooks(kind) == hooks(Plain)
+
+
+@loops
+def test_a_task_that_is_excluded_has_no_constraint(kind, tmp_path):
+    driver, seen = kind(tmp_path), []
+    driver.object.memory.add(batches(0)[0], "now")
+    for excluded in ("now", None):
+        driver.object.exclude = excluded
+        driver.train(batches(1))
+        seen.append(driver.object.last.constraints)
+    assert seen == [0, 1]
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+@loops
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"on": "both", "method": "pgd", "interval": 5},
+        {"rows": 3, "margin": 0.1},
+        {"on": "both", "metric": "adam"},
+    ],
+    ids=str,
+)
+def test_training_resumes_to_the_bit(kind, options, tmp_path):
+    whole, half = (kind(tmp_path / name, **options) for name in ("whole", "half"))
+    for driver in (whole, half):
+        driver.train(batches(0))
+        driver.end_task(batches(0))
+    half.train(batches(1), save=True)
+    whole.train(batches(1), epochs=2)
+    resumed = kind(half.folder, **options)  # with a model, an optimizer and a memory that know nothing
+    resumed.train(batches(1), epochs=2, resume=True)
+    assert torch.equal(flat(resumed.model), flat(whole.model))
+    assert torch.equal(resumed.object.projector.constraints, whole.object.projector.constraints)
+    assert [one | {"gem/seconds": 0.0} for one in resumed.logged] == [
+        one | {"gem/seconds": 0.0} for one in whole.logged[1:]
+    ]
+    # Rows that would be computed again are not kept.
+    kept = resumed.object.state_dict()["projector"]["constraints"]
+    assert (kept is None) == ("interval" not in options)
+    for driver in (whole, resumed):
+        driver.end_task(batches(1))  # which examples are stored
+    states = [tree_leaves(driver.object.memory.state_dict()) for driver in (whole, resumed)]
+    torch.testing.assert_close(
+        *([x for x in state if torch.is_tensor(x)] for state in states), rtol=0, atol=0
+    )
+
+
+# --- what is told -------------------------------------------------------------------------------
+
+
+@every
+@pytest.mark.parametrize("protected", [False, True])
+def test_a_training_without_a_stored_task_is_told_once_at_the_end(
+    kind, protected, tmp_path, caplog, monkeypatch
+):
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    gc.collect()  # memories of earlier tests are told now
+
+    def train():
+        driver = kind(tmp_path)
+        for k in range(2):
+            driver.train(batches(k))
+            if protected:
+                driver.end_task(batches(k))
+            elif kind is Avalanche:  # which stores by itself
+                driver.object.memory.remove(0)
+                break
+
+    with caplog.at_level("WARNING", "gemproj"):
+        train()
+        gc.collect()
+    told = [text for text in caplog.messages if "Nothing was protected: all " in text]
+    assert len(told) == (not protected)
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_callback_that_no_trainer_was_given_is_told_once(kind, passed, tmp_path):
+    driver, told = kind(tmp_path), []
+    driver.passed = passed
+    model = getattr(driver, "module", driver.model)
+    for k in range(4):  # sets that are stored one after the other, a training, and another set
+        if k == 2:
+            driver.train(batches(9))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            driver.object.end_task(batches(k), model=model)
+        told.append(any("no training with this GEMCallback" in str(warning.message) for warning in caught))
+    assert told == [False, False, not passed, False]
+
+
+@pytest.mark.parametrize("kind", [Accelerate, *CALLBACKS])
+@pytest.mark.parametrize(
+    ("given", "options", "error", "message"),
+    [
+        ((None,), {}, TypeError, r"{0} needs a memory, such as {0}\(EpisodicMemory\(100\)\).*found NoneType"),
+        ((None,), {"per_task": 50}, TypeError, r"such as {0}\(EpisodicMemory\(50\)\)"),
+        ((model_loss,), {}, TypeError, "{0} needs a memory, .*found function"),
+        (
+            (EpisodicMemory(), None),
+            {},
+            TypeError,
+            "loss must be a function of model and batch; found NoneType",
+        ),
+        (
+            (EpisodicMemory(),),
+            {"per_task": 5},
+            TypeError,
+            r"{0} has no option 'per_task': .*EpisodicMemory\(per",
+        ),
+        (
+            (EpisodicMemory(),),
+            {"marign": 0.5},
+            TypeError,
+            "{0} has no option 'marign'; did you mean 'margin'",
+        ),
+        ((EpisodicMemory(),), {"memory_strength": 1.0}, TypeError, "it is called margin here"),
+        ((EpisodicMemory(),), {"on": "all"}, ValueError, "on must be one of"),
+    ],
+)
+def test_mistakes_are_told_when_the_object_is_made(kind, given, options, error, message, tmp_path):
+    driver = kind(tmp_path)
+    driver.object.remove()
+    with pytest.raises(error, match=message.format(type(driver.object).__name__)):
+        driver.make(*given, **options)
+
+
+# --- before training, without a framework -------------------------------------------------------
+
+
+def test_a_state_that_is_saved_before_training_has_all_of_it():
+    fresh = FrameworkGEM(EpisodicMemory())
+    fresh.exclude = "now"
+    assert fresh.state_dict()["exclude"] == "now"
+    model = perceptron()
+    gem = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, interval=4)
+    gem.end_task([task(0)])
+    gem.projector.recall(model, gem.memory.batches(), mean_loss)
+    gem.exclude = "then"
+    fresh.load_state_dict(gem.state_dict())
+    state = fresh.state_dict()
+    assert state.keys() == gem.state_dict().keys()
+    assert (fresh.exclude, state["exclude"], state["projector"]["calls"]) == ("then", "then", 1)
+    assert torch.equal(state["projector"]["constraints"]["rows"], gem.projector.constraints)
+    fresh.load_state_dict(FrameworkGEM(EpisodicMemory()).state_dict())
+    assert fresh.state_dict()["projector"] is None
+
+
+def test_what_a_model_can_do_is_stored_before_training():
+    model, sizes, batch = perceptron(), [], task(0, 24)
+    model.register_forward_pre_hook(lambda model, given: sizes.append(len(given[0])))
+    gem = FrameworkGEM(EpisodicMemory(per_task=10, label=1), SAID, bound=0.1, microbatch=3)
+    with pytest.raises(ValueError, match="model is needed"):
+        copy.deepcopy(gem).end_task([batch])
+    gem.end_task([batch], model=model)
+    assert max(sizes) == 3
+    stored = gem.memory.batch(0)
+    torch.testing.assert_close(stored.outputs, SAID.outputs(model, stored.batch))
+    torch.testing.assert_close(stored.losses, SAID(model, stored.batch, stored.outputs).detach())
+    assert model.training
+
+
+# --- clipping, whatever the loop ----------------------------------------------------------------
+
+
+def begin(**options):
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, GEM(model, optimizer, mean_loss, **options)
+
+
+def test_steps_have_the_margin_of_clipped_gradients():
+    model, optimizer, gem = begin(on="step", margin=4.0)
+    (past, *_), (batch, *_) = batches(0), batches(1)
+    gem.end_task([past])
+    (row,) = rows(model, [past])
+    mean_loss(model, batch).backward()
+    g = gradient(model)
+    gem.clip_grad_norm_(CLIP)
+    step = moved(model, optimizer.step)
+    assert gem.last.num_active == 0
+    torch.testing.assert_close(step, 0.1 * (g + 4.0 * row) * (CLIP / float(g.norm())))
+
+
+def test_optimizers_that_share_a_model_have_their_gradients_clipped_at_once():
+    model = perceptron()
+    parts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
+    gem = GEM(model, parts, mean_loss, margin=4.0)
+    mean_loss(model, batches(0)[0]).backward()
+    gem.clip_grad_norm_(CLIP)
+    assert float(gradient(model).norm()) == pytest.approx(CLIP, rel=1e-4)
+
+
+def test_clipping_is_forgotten_with_the_gradients_of_a_dropped_batch():
+    model, optimizer, gem = begin()
+    mean_loss(model, batches(0)[0]).backward()
+    gem.clip_grad_norm_(1e-3)
+    optimizer.zero_grad()
+    mean_loss(model, batches(1)[0]).backward()
+    g = gradient(model)
+    torch.testing.assert_close(moved(model, optimizer.step), 0.1 * g)
