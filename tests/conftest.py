@@ -4,7 +4,7 @@ import ctypes
 import gc
 import importlib
 import os
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 if (
     "PYTEST_XDIST_WORKER" in os.environ
@@ -48,19 +48,23 @@ class Library:
 
     def __init__(self, title: str) -> None:
         self.title = title
-        self.name, _, self.device = title.partition("-")
+        self.name, _, device = title.partition("-")
+        self.device = "cuda" if device == "cuda" else "cpu"
         self.on_cpu = title in ON_CPU
         self.module = importlib.import_module(self.name)
 
     def array(self, a, dtype="float64"):
         a = np.asarray(a)
         if self.name == "torch":
-            return self.module.tensor(a, dtype=getattr(self.module, dtype), device=self.device or "cpu")
-        return self.module.asarray(a.astype(dtype))
+            return self.module.tensor(a, dtype=getattr(self.module, dtype), device=self.device)
+        there = {"device": self.module.Device("device1")} if self.title == UNSEEN else {}
+        return self.module.asarray(a.astype(dtype), **there)
 
     def numpy(self, a) -> np.ndarray:
         if self.name == "torch":
             return a.to("cpu", self.module.float64).numpy()
+        if self.title == UNSEEN:
+            a = a.to_device(self.module.Device("CPU_DEVICE"))
         return np.asarray(a.get() if self.name == "cupy" else a).astype(np.float64)
 
     def project(self, G, g, **options) -> np.ndarray:
@@ -72,26 +76,43 @@ class Library:
 
 
 ON_CPU = ["numpy", "torch", "array_api_strict"]
+# Arrays of this device refuse to become NumPy's: certificates that ask for it, and more than 8 rows, cannot run.
+UNSEEN = "array_api_strict-device1"
 
 
 def on_devices() -> list[str]:
-    """Return the libraries that have an NVIDIA device."""
+    """Return the libraries that have an NVIDIA device; without one, torch with the CPU taken for a device."""
+    found, none = [], ["torch-as_device"]
     try:
         ctypes.CDLL("libcuda.so.1")  # no need to import torch where there is no driver
     except OSError:
-        return []
-    found = []
+        return none
     for title, name in (("torch-cuda", "torch"), ("cupy", "cupy")):
         with suppress(ImportError):
             if importlib.import_module(name).cuda.is_available():
                 found.append(title)
-    return found
+    return found or none
 
 
-@pytest.fixture(params=[*ON_CPU, *on_devices()], scope="session")
-def xp(request) -> Library:
-    pytest.importorskip(request.param.partition("-")[0])
-    return Library(request.param)
+ON_DEVICES = on_devices()
+
+
+@pytest.fixture(params=[*ON_CPU, *ON_DEVICES])
+def xp(request):
+    """Return a library, on the CPU or on a device."""
+    yield from library(request.param)
+
+
+@pytest.fixture(params=[*ON_DEVICES, UNSEEN])
+def device(request):
+    """Return a library on a device, where no value is looked at."""
+    yield from library(request.param)
+
+
+def library(title):
+    pytest.importorskip(title.partition("-")[0])
+    with pytest.importorskip("devices").make_device() if title == "torch-as_device" else nullcontext():
+        yield Library(title)
 
 
 @pytest.fixture(params=ON_CPU, scope="session")

@@ -6,11 +6,19 @@ from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 
 # NumPy's own adds a relative tolerance of 1e-7 to every absolute one.
 assert_close = partial(np.testing.assert_allclose, rtol=0)
+
+
+def skip_without(method):
+    """Skip the test of a method, or of its name, if its solver is missing."""
+    name = method if isinstance(method, str) else type(method).__name__.lower()
+    for module in {"quadprog": ["quadprog"], "gem2017": ["quadprog"], "osqp": ["osqp"]}.get(name, ()):
+        pytest.importorskip(module)
 
 
 class Known(NamedTuple):

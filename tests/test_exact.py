@@ -6,11 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import KINDS, arbitrary, assert_close, draw, known, rational_projection
 
-from gemproj import Status, combine, gram, project, solve_dual
-from gemproj._tspace import normalise
-from gemproj.methods import _active_set
-from gemproj.methods._active_set import solve_active_set
-from gemproj.methods._faces import Factorisation, Tableau
+from gemproj import Status, combine, project, solve_dual
 
 
 def relative(error, g):
@@ -82,20 +78,16 @@ def test_order_scale_and_repetition_of_rows_do_not_matter(xp, problem, random):
     assert_close(xp.project(np.concatenate([G, 2.0 * G]), g), x, atol=tolerance)
 
 
-def test_degenerate_integer_problems_against_exact_arithmetic(rng):
-    for _ in range(150):
+def test_degenerate_integer_problems_against_exact_arithmetic(xp, rng):
+    for _ in range(60):
         t, d = rng.integers(1, 7), rng.integers(1, 5)
         G, g = rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
         expected = np.array(rational_projection(G, g), dtype=float)
-        assert_close(project(G, g), expected, atol=1e-11)
-        # The method for large t on the same small problems.
-        K, b, _ = gram(G, g)
-        unit = normalise(K, b)
-        lam = solve_active_set(Tableau(unit.K, unit.b), None, None, None)[0]
-        assert_close(combine(G, g, lam * unit.scale), expected, atol=1e-11)
+        assert_close(xp.project(G, g), expected, atol=1e-11)
+        assert np.all(xp.numpy(solve_dual(xp.array(G), xp.array(g)).multipliers) >= 0)
 
 
-def test_tableau_ends_on_degenerate_problems_of_any_size(rng):
+def test_the_search_ends_on_degenerate_problems_of_any_size(rng):
     """Many ties: small integers, repeated rows, far more rows than columns."""
     for _ in range(40):
         t, d = int(rng.integers(20, 60)), int(rng.integers(2, 6))
@@ -103,25 +95,6 @@ def test_tableau_ends_on_degenerate_problems_of_any_size(rng):
         sol = solve_dual(G, g)
         assert float(sol.kkt_residual()) < 1e-12
         assert int(sol.iterations) <= 6 * t
-
-
-@pytest.mark.parametrize("make", [Tableau, Factorisation])
-def test_past_its_budget_the_search_takes_the_first_violated_row(make, rng):
-    G, g = rng.standard_normal((30, 40)) - 0.3, rng.standard_normal(40) + 0.3
-    G /= np.linalg.norm(G, axis=1, keepdims=True)
-    b = G @ g
-
-    def first_entered(spent):
-        faces, entered = make(*((G @ G.T, b) if make is Tableau else (G.T, g))), []
-        pivot = faces.pivot
-        faces.pivot = lambda j: (entered.append(int(j)), pivot(j))
-        search = _active_set._Search(faces, np.zeros(30), np.full(30, np.inf), np.zeros(30))
-        search.pivots = spent
-        search.run(budget=99)
-        return entered[0]
-
-    assert first_entered(0) == int(np.argmin(b))
-    assert first_entered(100) == int(np.flatnonzero(b < 0)[0]) != first_entered(0)
 
 
 def test_large_batch_is_solved_in_slabs(rng):
@@ -132,7 +105,7 @@ def test_large_batch_is_solved_in_slabs(rng):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize(("t", "d"), [(1, 40), (3, 1000), (9, 30_000), (20, 140_000)])
+@pytest.mark.parametrize(("t", "d"), [(1, 40), (3, 1000), (20, 3000), (9, 140_000)])
 def test_same_input_same_bits_whatever_the_batch(xp, t, d, dtype, rng):
     if dtype == "bfloat16" and xp.name != "torch":
         pytest.skip(f"{xp.name} has no bfloat16")

@@ -80,15 +80,6 @@ def test_nearly_dependent_rows_that_some_x_meets_are_never_refused():
         solve_dual(G, rng.standard_normal(d), h=h, equality=equality)
 
 
-def test_a_batch_names_the_problem_and_a_gram_matrix_is_enough(host):
-    G, h = np.stack([np.eye(2), [[1.0, 1], [-2, -2]]]), np.ones((2, 2))
-    with pytest.raises(ValueError, match="in rows 0, 1 of problem 1 at once"):
-        project(host.array(G), host.array(np.ones((2, 2))), h=host.array(h))
-    K = CORNER @ CORNER.T
-    with pytest.raises(ValueError, match="h is infeasible"):
-        solve_gram(host.array(K), host.array(np.zeros(6)), h=np.ones(6))
-
-
 @pytest.mark.parametrize("kind", ["numpy", "autograd"])
 def test_an_answer_that_misses_its_conditions_is_one_warning(kind):
     """A penalty of 1e12 on rows of an equality leaves four digits of x. The warning is about the caller's line."""
@@ -133,29 +124,25 @@ def test_threads_leave_the_filters_of_warnings_alone():
     assert warnings.filters == before
 
 
-def test_infeasible_on_a_device():
-    """Where nothing may be looked at: only what is certain, and rows of norm zero, too."""
-    strict = pytest.importorskip("array_api_strict")
-    device, host = strict.Device("device1"), strict.Device("CPU_DEVICE")
+def test_infeasible_on_a_device(device):
+    """Only what is certain, and rows of norm zero, too."""
 
-    def status(G, g, h, **options):
-        arrays = (strict.asarray(np.asarray(a, dtype=float), device=device) for a in (G, g, h))
-        G, g, h = arrays
-        return int(np.asarray(solve_dual(G, g, h=h, **options).status.to_device(host)))
+    def infeasible(G, g, h, equality=False):
+        options = {"h": device.array(h), "equality": equality}
+        sol = solve_dual(device.array(G), device.array(g), **options)
+        return bool(int(device.numpy(sol.status)) & Status.INFEASIBLE)
 
     for case, (G, h, equality) in CONTRADICTIONS.items():
         mask = np.broadcast_to(np.asarray(equality, dtype=bool), np.shape(h))
-        found = status(G, np.zeros(np.shape(G)[1]), h, equality=strict.asarray(mask, device=device))
-        assert found & Status.INFEASIBLE or case in ("small weight", "close to none"), case
-    assert status([[0.0, 0], [1, 0]], [0.3, 1], [1.0, 0]) & Status.INFEASIBLE
-    assert not status([[0.0, 0], [1, 0]], [0.3, 1], [-1.0, 0]) & Status.INFEASIBLE
-    # An x of length 100 meets these rows.
-    assert not status([[0.3, 0.1], [-0.3, -0.1 + 0.003]], [0.2, -0.7], [0.3, 0.0]) & Status.INFEASIBLE
+        found = infeasible(G, np.zeros(np.shape(G)[1]), h, mask)
+        assert found or case in ("small weight", "close to none"), case
+    assert infeasible([[0.0, 0], [1, 0]], [0.3, 1], [1.0, 0])
+    assert not infeasible([[0.0, 0], [1, 0]], [0.3, 1], [-1.0, 0])
+    assert not infeasible([[0.3, 0.1], [-0.3, -0.097]], [0.2, -0.7], [0.3, 0.0])  # x has a length of 100
     rng = np.random.default_rng(9)
     for _ in range(20):
         G, g, h, _ = small_integers(rng)
-        feasible = rational_feasible(G, h, np.zeros(len(h)))
-        assert bool(status(G, g, h) & Status.INFEASIBLE) != feasible
+        assert infeasible(G, g, h) != rational_feasible(G, h, np.zeros(len(h)))
 
 
 # Options of `project` and the exact x, of problems whose scale some rows must not set: G, g, h.
@@ -183,13 +170,12 @@ SCALES = [
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize(("G", "g", "h", "options", "x"), SCALES)
 def test_rows_that_ask_for_little_do_not_set_the_scale(xp, G, g, h, options, x, warm):
-    G, g, h, x = (np.array(a, dtype=float) for a in (G, g, h, x))
     if warm:
         options = options | {"warm_start": xp.array(np.linspace(1.0, 0.3, len(h)))}
     # Of the two nearly opposite rows x is known to a hundred roundings.
-    assert_close(xp.project(G, g, h=xp.array(h), **options), x, atol=1e-14 * max(1.0, np.abs(x).max() ** 2))
+    assert_close(xp.project(G, g, h=xp.array(h), **options), x, atol=1e-14 * np.max(x, initial=1.0) ** 2)
     sol = solve_dual(xp.array(G), xp.array(g), h=xp.array(h), **options)
-    assert bool(sol.optimal)
+    assert int(sol.status) in (Status.OPTIMAL, Status.OPTIMAL if xp.on_cpu else Status.UNRESOLVED)
     assert float(sol.kkt_residual()) < 1e-9
 
 
@@ -202,38 +188,9 @@ def test_loose_rows_cost_no_digits_with_a_warm_start_either(xp, loose, t, rng):
     expected = project(G[tight], g, h=h[tight])
     for warm in (None, xp.array(rng.random(t))):
         assert_close(xp.project(G, g, h=xp.array(h), warm_start=warm), expected, atol=1e-12)
-
-
-def solve_on_device(G, g, **options):
-    """Return multipliers, status and KKT residual of a solution on a device, from arrays of NumPy."""
-    torch, devices = pytest.importorskip("torch"), pytest.importorskip("devices")
-    options = {name: torch.tensor(a, device=devices.DEVICE) for name, a in options.items()}
-    with devices.make_device():
-        sol = solve_dual(*(torch.tensor(a, device=devices.DEVICE) for a in (G, g)), **options)
-        return sol.multipliers.cpu().numpy(), int(sol.status), float(sol.kkt_residual())
-
-
-@pytest.mark.parametrize(("G", "g", "h", "options", "x"), SCALES)
-def test_rows_that_ask_for_little_do_not_set_the_scale_on_a_device(G, g, h, options, x):
-    G, g, h = (np.array(a, dtype=float) for a in (G, g, h))
-    lam, status, residual = solve_on_device(G, g, h=h, **options)
-    assert_close(g + lam @ G, x, atol=1e-14 * max(1.0, np.abs(x).max() ** 2))
-    assert status & ~Status.UNRESOLVED == Status.OPTIMAL
-    assert residual < 1e-9
-
-
-@pytest.mark.parametrize("t", [6, 12])
-def test_loose_rows_on_a_device(t, rng):
-    """They cost no digits, whatever the method starts from, and hide no contradiction of other rows."""
-    G, g, loose = rng.standard_normal((t, 30)), rng.standard_normal(30), np.arange(t) % 3 == 0
-    h = np.where(loose, -1e9, 0.3 * rng.standard_normal(t))
-    for options in ({}, {"warm_start": rng.random(t)}):
-        lam, status, residual = solve_on_device(G, g, h=h, **options)
-        assert_close(g + lam @ G, project(G[~loose], g, h=h[~loose]), atol=1e-13)
-        assert status == Status.OPTIMAL
-        assert residual < 1e-13
-    G[1], G[2], h[2] = np.eye(1, 30), -np.eye(1, 30), 1e-3 - h[1]
-    assert solve_on_device(G, 1000.0 * G[1], h=h)[1] & Status.STALLED
+        sol = solve_dual(xp.array(G), xp.array(g), h=xp.array(h), warm_start=warm)
+        assert int(sol.status) == Status.OPTIMAL
+        assert float(sol.kkt_residual()) < 1e-13
 
 
 def test_a_soft_row_of_norm_zero_has_its_penalty_for_a_multiplier(xp):

@@ -1,6 +1,7 @@
 """The package from outside: public names, the command line, what an import costs."""
 
 import importlib
+import os
 import subprocess
 import sys
 
@@ -74,6 +75,21 @@ def test_integrations_say_how_to_install_what_they_need(extra, missing, monkeypa
     monkeypatch.delitem(sys.modules, f"gemproj.integrations.{extra}", raising=False)
     with pytest.raises(ImportError, match=rf"pip install '\.\[{extra}\]' in a checkout"):
         importlib.import_module(f"gemproj.integrations.{extra}")
+
+
+@pytest.mark.parametrize("switch", ["GEMPROJ_BACKEND=portable", "NUMBA_DISABLE_JIT=1"])
+def test_compiled_loops_can_be_switched_off(switch):
+    code = "import numpy as np, gemproj._problem as p, gemproj.backends as b; "
+    code += "print(b.select(p.check_problem(np.ones((1, 2)), np.ones(2))).name)"
+    environment = os.environ | dict([switch.split("=")])
+    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert found.stdout.strip() == "portable", found.stderr
+
+
+def test_a_backend_that_does_not_exist_is_an_error(monkeypatch):
+    monkeypatch.setattr("gemproj.backends.wanted", "cuda")
+    with pytest.raises(ValueError, match="portable or numba; found 'cuda'"):
+        gemproj.project(np.eye(2), np.ones(2))
 
 
 def test_large_problem_makes_no_copy_of_G():

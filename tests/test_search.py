@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from gemproj import Exact, Status
 from gemproj._tspace import Standard
 from gemproj.backends.numba import installed
+from gemproj.methods import _active_set
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._faces import Factorisation, Tableau
 
@@ -131,6 +132,25 @@ def test_the_twins_take_the_same_pivots(bounded, monkeypatch, rng):
         np.testing.assert_allclose(G.T @ lam, G.T @ expected, rtol=0, atol=1e-9)
         lengths.append(len(pivots))
     assert max(lengths) >= 5
+
+
+@pytest.mark.parametrize("make", [Tableau, Factorisation])
+def test_past_its_budget_the_search_takes_the_first_violated_row(make, rng):
+    G, g = rng.standard_normal((30, 40)) - 0.3, rng.standard_normal(40) + 0.3
+    G /= np.linalg.norm(G, axis=1, keepdims=True)
+    b = G @ g
+
+    def first_entered(spent):
+        faces, entered = make(*((G @ G.T, b) if make is Tableau else (G.T, g))), []
+        pivot = faces.pivot
+        faces.pivot = lambda j: (entered.append(int(j)), pivot(j))
+        search = _active_set._Search(faces, np.zeros(30), np.full(30, np.inf), np.zeros(30))
+        search.pivots = spent
+        search.run(budget=99)
+        return entered[0]
+
+    assert first_entered(0) == int(np.argmin(b))
+    assert first_entered(100) == int(np.flatnonzero(b < 0)[0]) != first_entered(0)
 
 
 @FORMS
