@@ -1,4 +1,4 @@
-"""The methods of the dual problem, one file each; a string names a default object of each."""
+"""The methods for the dual problem, one file each, and their names."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ AnyMethod = str | Method | Multipliers
 
 
 def as_method(method: AnyMethod) -> Method | Multipliers:
-    """Return the method that a name stands for; an object or a callable passes through."""
+    """Return the method with the given name; an object or a callable is returned unchanged."""
     if isinstance(method, str):
         try:
             return METHODS[method.lower()]

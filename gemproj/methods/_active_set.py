@@ -1,6 +1,6 @@
 """Exact solution of one problem of any size: Lawson and Hanson's active-set method, with bounds.
 
-The search is one; the linear algebra under it is in `gemproj.methods._faces`.
+This file has the search; its linear algebra is in `gemproj.methods._faces`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ def solve_active_set(
     upper: np.ndarray | None,
     start: np.ndarray | None,
 ) -> tuple[np.ndarray, int, float]:
-    """Solve ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper`` for rows of norm one.
+    """Return the multipliers, the number of pivots and the natural residual, for rows of norm one.
 
-    A lower bound is 0, or -inf for an equality; None stands for zeros, and for infinite upper bounds.
-    Updates add rounding, so a search that ends with a violated constraint is resumed from faces made
-    afresh. Returns the best iterate, which is the solution unless the budget of pivots ran out or there is
-    none; the number of pivots; and the natural residual, ``max |lam - clip(lam - s, lower, upper)|``.
+    Solves ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper``. A lower bound is 0, or -inf for an equality;
+    None stands for zeros, and for infinite upper bounds. Updates add rounding, so a search that ends with a
+    violated constraint is restarted with a fresh factorisation. The multipliers are the best iterate. This is
+    the solution unless the budget of pivots ran out or no solution exists. The natural residual is
+    ``max |lam - clip(lam - s, lower, upper)|``.
     """
     t = len(faces.free)
     lower = np.zeros(t) if lower is None else lower
@@ -45,7 +46,7 @@ def solve_active_set(
 
 
 class _Search:
-    """The state of one search: a feasible lam, and which of its multipliers are free."""
+    """The state of one search: feasible multipliers lam, and the set of free rows."""
 
     def __init__(
         self, faces: Tableau | Factorisation, lower: np.ndarray, upper: np.ndarray, lam: np.ndarray
@@ -57,13 +58,13 @@ class _Search:
         self.lam[free & ~faces.free] = 0.0
 
     def run(self, budget: int) -> None:
-        """Pivot until no constraint is violated, with the least-index rule past the budget."""
+        """Pivot until no constraint is violated; after `budget` pivots with the least-index rule."""
         tabu = np.zeros(len(self.lam), dtype=bool)
         entered = -1
         while True:
             if self.move_to_trial():
                 tabu[:] = False
-                # A row that leaves in the move it entered for did so by rounding: not again at once.
+                # A row that leaves in the move after its entry leaves by rounding, and is blocked for now.
                 tabu[entered] = entered >= 0 and not self.faces.free[entered]
             s = self.trial()
             entered = self.most_violated(s, tabu, first=self.pivots > budget)
@@ -79,20 +80,23 @@ class _Search:
                 tabu[entered] = True
 
     def most_violated(self, s: np.ndarray, tabu: np.ndarray, first: bool) -> int:
-        """Return the row whose constraint is violated most, or `first`, which cannot cycle; -1 for none."""
+        """Return the row with the largest violation, or -1; with `first` the first violated row.
+
+        The first violated row is the choice of the least-index rule, which cannot cycle.
+        """
         violation = np.where(self.lam >= self.upper, s, np.where(np.isinf(self.lower), np.abs(s), -s))
         violation[self.faces.free | tabu | (self.upper <= self.lower)] = 0.0
         violated = violation > self.faces.rounding(self.lam)
         return int(np.argmax(violated if first else violation)) if violated.any() else -1
 
     def trial(self) -> np.ndarray:
-        """Return -lam of the free rows and s of the others, at the minimum over the free multipliers."""
+        """Return -lam of the free rows and s of the other rows, at the minimum over the free multipliers."""
         return self.faces.trial(np.where(self.faces.free, 0.0, self.lam))
 
     def move_to_trial(self) -> bool:
-        """Go to the minimum over the free multipliers; tell whether any met a bound and was dropped."""
+        """Move to the minimum over the free multipliers; return whether any met a bound and left the set."""
         dropped = False
-        while self.faces.free.any():  # each time at least one is dropped
+        while self.faces.free.any():  # each pass drops at least one row or ends the loop
             free = np.flatnonzero(self.faces.free)
             here, end = self.lam[free], -self.trial()[free]
             lower, upper = self.lower[free], self.upper[free]
@@ -111,10 +115,11 @@ class _Search:
         return dropped
 
     def exchange(self, j: int, sign: float) -> bool:
-        """Move the multiplier of a dependent row until one of the free ones meets a bound and makes room.
+        """Add the dependent row j to the free rows, in exchange for the free row that first meets a bound.
 
-        x stays where it is on the way, so this is the step of the dual active-set method. False if nothing
-        is in the way: then the dual is unbounded, and no x meets all constraints.
+        Its multiplier is moved and the free multipliers follow, so that x does not change: a step of the dual
+        active-set method. Returns False if no multiplier meets a bound. Then the dual is unbounded, and no x
+        satisfies all constraints.
         """
         while self.faces.dependent(j):
             free, along = np.flatnonzero(self.faces.free), -sign * self.faces.weights(j)
@@ -139,13 +144,13 @@ class _Search:
         return True
 
     def pivot(self, j: int) -> None:
-        """Move row j into the free set or out of it, and count that."""
+        """Add row j to the free rows or remove it, and count the pivot."""
         self.faces.pivot(j)
         self.pivots += 1
 
 
 def reach(here: np.ndarray, end: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return the parts of the way to `end` on which a bound is met, infinity where none is."""
+    """Return the step length to `end`, per row, at which a bound is met; infinity where none is met."""
     gap, target = end - here, np.where(end <= low, low, high)
     apart = np.where(np.isinf(target), 0.0, target) - here
     part = np.maximum(np.divide(apart, gap, out=np.zeros_like(gap), where=gap != 0), 0.0)

@@ -1,4 +1,4 @@
-"""Functions of the user as methods: ``(K, b, warm_start) -> multipliers`` on arrays of the user's library."""
+"""User functions as methods: ``(K, b, warm_start) -> multipliers`` on arrays of the user's library."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gemproj.methods._method import Outcome, Status
 def call(
     method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
 ) -> Outcome:
-    """Call a function of the user with copies, as it may work in place, of the library it expects."""
+    """Return the outcome of a user function, called with copies of K and b, because it may work in place."""
     xp = namespace(b)
     K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
     like = to_caller(b + 0.0)

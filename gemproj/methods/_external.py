@@ -1,4 +1,4 @@
-"""Solvers from other packages: imported when asked for, run on the CPU, problem by problem."""
+"""Solvers of other packages: imported on first use, run on the CPU, problem by problem."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def solve_each(
     upper: Array | None,
     warm_start: Array | None,
 ) -> Outcome:
-    """Call ``solve_one(module, K, b, lower, upper, start)`` on every normalised problem of a batch."""
+    """Return the outcome of ``solve_one(module, K, b, lower, upper, start)`` for all normalised problems."""
     try:
         module: Any = importlib.import_module(package)
     except ImportError as error:

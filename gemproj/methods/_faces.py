@@ -1,8 +1,8 @@
-"""Faces of the feasible box: the sets of free multipliers that an active-set search goes through.
+"""Linear algebra of the active-set search on a face of the feasible box, where some multipliers are free.
 
-The other multipliers are held. The minimum over the free ones, and the slack of the other rows there, come
-from a tableau of K, which costs one rank-one update per pivot, or from an orthogonal factorisation of the
-rows, for which they may be nearly dependent.
+The other multipliers are held at a bound. Two classes compute the minimum over the free multipliers, and the
+slacks of the other rows there: `Tableau` from K, with one rank-one update per pivot, and `Factorisation` from
+a QR factorisation of the rows, which may be nearly dependent.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from gemproj._tspace import dependent_below, sweep
 
 
 class Tableau:
-    """A face by its tableau: [K | b] swept on the set of free multipliers."""
+    """The tableau [K | b], swept on the free rows."""
 
     def __init__(self, K: np.ndarray, b: np.ndarray) -> None:
         self.K, self.b = K, b
         self.clear()
 
     def clear(self) -> None:
-        """Start from no free multiplier."""
+        """Restart with no free row."""
         self.free = np.zeros(len(self.b), dtype=bool)
         self.swept = np.concatenate([self.K, self.b[:, None]], axis=1)
 
     def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
-        """Sweep on a whole set at once, without rows that depend on others of it; rows `first` come first."""
+        """Free the rows of a mask, except rows that depend on freed rows; rows in `first` are freed first."""
         self.clear()
         if free.any() and not self._set_independent(free):
             _free_one_by_one(self, free, first)
 
     def _set_independent(self, free: np.ndarray) -> bool:
-        """Sweep on a set of independent rows; False, and nothing done, if they are dependent."""
+        """Sweep on the rows of a mask at once; return False, without a change, if they are dependent."""
         inside, outside = np.flatnonzero(free), np.flatnonzero(~free)
         try:
             factor = np.linalg.cholesky(self.K[np.ix_(inside, inside)])
@@ -55,12 +55,12 @@ class Tableau:
         return float(self.swept[j, j])
 
     def pivot(self, j: int) -> None:
-        """Move row j into the free set or out of it: the sweep is its own inverse."""
+        """Add row j to the free rows or remove it: the sweep is its own inverse."""
         self.swept = sweep(self.swept, j)
         self.free[j] = not self.free[j]
 
     def dependent(self, j: int) -> bool:
-        """Tell whether row j is a combination of the free rows, to rounding."""
+        """Return whether row j is a combination of the free rows, to rounding."""
         return bool(self.swept[j, j] <= dependent_below(self.swept))
 
     def weights(self, j: int) -> np.ndarray:
@@ -68,24 +68,27 @@ class Tableau:
         return self.swept[self.free, j]
 
     def trial(self, held: np.ndarray) -> np.ndarray:
-        """Return -lam of the free rows and s of the others, at the minimum over the free multipliers."""
+        """Return -lam of the free rows and s of the other rows, at the minimum over the free multipliers."""
         return self.swept[:, -1] + self.swept[:, :-1] @ held
 
     def slack(self, lam: np.ndarray) -> np.ndarray:
-        """Return s of what a search found, from K and b themselves."""
+        """Return the slack ``K lam + b``, without the rounding of the tableau."""
         return self.K @ lam + self.b
 
     def rounding(self, lam: np.ndarray) -> float:
-        """Return the rounding of s of `trial`: a constraint is violated only beyond it."""
+        """Return the rounding error of the slacks of `trial`; only larger violations count."""
         return ROUNDING * (1.0 + float(np.abs(lam).sum()))
 
     def uncertainty(self, j: int, lam: np.ndarray) -> float:
-        """Return how well s of a row that depends on the free rows is known."""
+        """Return the error of the slack of row j, which depends on the free rows."""
         return EXCHANGE * (1.0 + float(np.abs(lam).sum()))
 
 
 class Factorisation:
-    """A face in coordinates: K = A'A and b = A'a - h, not formed. For the methods, see `Tableau`."""
+    """A QR factorisation of the free columns of A, where ``K = A'A`` and ``b = A'a - h``.
+
+    Its methods return the same values as those of `Tableau`.
+    """
 
     def __init__(self, A: np.ndarray, a: np.ndarray, h: np.ndarray | None = None) -> None:
         self.A, self.a = A, a
@@ -96,7 +99,7 @@ class Factorisation:
         self._factor(np.zeros(self.A.shape[1], dtype=bool))
 
     def _factor(self, free: np.ndarray) -> None:
-        """Factor the free rows; ``Q'x = right`` where their slack is zero."""
+        """Factorise the free rows; their slack is zero where ``Q'x = right``."""
         self.free = free
         self.Q, self.R = np.linalg.qr(self.A[:, free])
         self.right = solve_triangle(self.R.T, self.h[free])
@@ -108,7 +111,7 @@ class Factorisation:
             _free_one_by_one(self, free, first)
 
     def _independent(self) -> bool:
-        # Columns of R^-1 are (1 + |w|) / pivot, see `dependent`; a singular R has no inverse.
+        # Column sums of |R^-1| are (1 + |w|_1) / pivot, see `dependent`; a singular R has no inverse.
         pivots = np.abs(np.diagonal(self.R))
         below = dependent_below(self.A)
         if len(pivots) < self.R.shape[1] or pivots.min() <= below:
@@ -125,7 +128,7 @@ class Factorisation:
         self._factor(free)
 
     def dependent(self, j: int) -> bool:
-        # Where free rows nearly cancel, their span is only known to rounding times the weights of row j.
+        # Where free rows nearly cancel, the error of their span is rounding times the weights of row j.
         noise = dependent_below(self.A) * (1.0 + np.abs(self.weights(j)).sum())
         return bool(np.linalg.norm(self._outside(self.A[:, j])) <= noise)
 
@@ -140,27 +143,28 @@ class Factorisation:
         return result
 
     def slack(self, lam: np.ndarray) -> np.ndarray:
-        # Of free rows it is zero by construction; from lam itself it comes with its rounding.
+        # Free rows have slack zero by construction. A slack computed from lam would contain its rounding.
         return np.where(self.free, 0.0, self.trial(np.where(self.free, 0.0, lam)))
 
     def rounding(self, lam: np.ndarray) -> float:
-        # Free multipliers, however large, do not enter x.
+        # x is computed without the free multipliers, so they may be large without adding rounding.
         return ROUNDING * (1.0 + float(np.abs(lam[~self.free]).sum()))
 
     def uncertainty(self, j: int, lam: np.ndarray) -> float:
         return 10 * self.rounding(lam) * (1.0 + float(np.abs(self.weights(j)).sum()))
 
     def _outside(self, v: np.ndarray) -> np.ndarray:
-        """Return the part of v that is orthogonal to the free rows; twice is enough."""
+        """Return the component of v orthogonal to the free rows; the second pass removes rounding."""
         for _ in range(2):
             v = v - self.Q @ (self.Q.T @ v)
         return v
 
 
 def _free_one_by_one(faces: Tableau | Factorisation, wanted: np.ndarray, first: np.ndarray) -> None:
-    """Free the rows that are independent, rows `first` first, the one farthest from the free rows next.
+    """Free independent rows of `wanted`, each time the row farthest from the span of the free rows.
 
-    Of dependent rows those that are far apart are taken, and multipliers stay small.
+    Rows in `first` are freed before all other rows. Among dependent rows this selects rows at large angles,
+    which keeps the multipliers small.
     """
     for group in (wanted & first, wanted & ~first):
         left = set(np.flatnonzero(group).tolist())
@@ -173,7 +177,7 @@ def _free_one_by_one(faces: Tableau | Factorisation, wanted: np.ndarray, first: 
 
 
 def solve_triangle(R: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Solve R w = b; where R is singular to the last bit, for the smallest w."""
+    """Return the solution w of ``R w = b``; if R is exactly singular, the least-squares solution."""
     try:
         return np.linalg.solve(R, b)
     except np.linalg.LinAlgError:

@@ -1,4 +1,4 @@
-"""What a method is: a validated object that maps the t-space problem to multipliers."""
+"""The base class of the methods, which map K and b to multipliers, and their status and result."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ from gemproj._tspace import clip, complementarity, natural_residual
 
 
 class Status(enum.IntFlag):
-    """How a method ended, one integer per problem of a batch."""
+    """Status of a solution, one integer per problem of a batch."""
 
     OPTIMAL = 0
-    """The optimality conditions hold to rounding, or to that of large multipliers: `kkt_residual` tells."""
+    """The optimality conditions hold to rounding, which grows with the multipliers: see `kkt_residual`."""
     APPROXIMATE = 1
-    """A fixed budget or a shortcut: the certificates tell how far it is from the projection."""
+    """The method is approximate by design: see the certificates for its error."""
     STALLED = 2
-    """An exact method could not meet the conditions to the accuracy of OPTIMAL before its budget of
-    pivots ran out; this is its best iterate."""
+    """The method did not reach the accuracy of OPTIMAL within its budget of pivots or iterations; the
+    multipliers are its best iterate."""
     ROW_DROPPED = 4
-    """A row of G was not finite and was left out, on a device, where looking would wait for it. On the
-    CPU such a row is an error."""
+    """On a device: a row of G was not finite and was left out, because an error would need synchronisation.
+    On the CPU such a row is an error."""
     UNRESOLVED = 8
     """Active rows are numerically dependent: the backward error is small, but x may be far from the exact
-    projection. On the CPU the exact method first goes back from K to G; repeated, opposite or otherwise
-    exactly dependent rows are not meant. On a device it speaks of K, and ``refine`` helps."""
+    projection. Not set for exactly dependent rows (repeated, opposite). On the CPU the exact method first
+    solves again from G. On a device this flag refers to K, and the option `refine` helps."""
     INFEASIBLE = 16
-    """On a device, where it cannot be raised as an error: no x of up to a thousand times the size of the
-    problem satisfies ``G x >= h``, as far as K tells, and contradictions below some 1e-3 are not told."""
+    """On a device: no x up to about 1,000 times as long as the size of the problem satisfies ``G x >= h``, to
+    the accuracy of K. So a feasible h that needs a longer x may be flagged, and contradictions below about
+    1e-3 are not detected. On the CPU an infeasible h is an error."""
 
 
 class Outcome(NamedTuple):
-    """What `Method.solve` returns: multipliers (..., t), and iterations and status as int or (...).
+    """The result of `Method.solve`: multipliers (..., t); iterations and status, each an int or (...).
 
-    `resolution`, of exact methods only, is the smallest eigenvalue of the normalised Gram matrix of the
-    active and nearly active rows, shape (...), or a lower bound of it that is not small.
+    On a device the status may be a function without arguments that returns it, because `project` never reads
+    the status. `resolution` is given by `Exact` on the CPU, and None on a device. It is the smallest
+    eigenvalue of the normalised Gram matrix of the active and nearly active rows, shape (...). A lower bound
+    replaces it where it is not small.
     """
 
     multipliers: Array
@@ -48,12 +51,12 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class Method:
-    """Base of the methods: ``method(K, b, warm_start) -> multipliers`` on the t-space problem.
+    """Base class of the methods; a method is called as ``method(K, b, warm_start) -> multipliers``.
 
     A subclass is a frozen dataclass of options that implements `solve`.
     """
 
-    # The options of `solve_dual` that it takes; `h` and `margin` change nothing but b.
+    # The options of `solve_dual` that the method supports; `h` and `margin` change only b.
     accepts: ClassVar[frozenset[str]] = frozenset({"h", "margin", "penalty", "equality"})
 
     def __call__(self, K: Array, b: Array, warm_start: Array | None = None) -> Array:
@@ -69,7 +72,7 @@ class Method:
         upper: Array | None = None,
         warm_start: Array | None = None,
     ) -> Outcome:
-        """Solve ``min 1/2 lam'K lam + b'lam`` subject to ``lower <= lam <= upper``.
+        """Return the outcome for ``min 1/2 lam'K lam + b'lam`` subject to ``lower <= lam <= upper``.
 
         Parameters
         ----------
@@ -88,7 +91,7 @@ class Method:
 
 
 def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None) -> Array:
-    """Return OPTIMAL where lam meets the conditions of the normalised problem to about 1e-9, else STALLED."""
+    """Return OPTIMAL where lam solves the normalised problem to a residual of about 1e-9, else STALLED."""
     xp = namespace(lam)
     residual = xp.maximum(natural_residual(lam, s, lower, upper), complementarity(lam, s, upper))
     met = residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps

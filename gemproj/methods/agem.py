@@ -14,11 +14,11 @@ from gemproj.methods._method import Method, Outcome, Status
 class AGEM(Method):
     """Averaged GEM (Chaudhry et al., ICLR 2019): project on the mean of the rows only.
 
-    With the mean row r, ``x = g - min(0, g.r / r.r) r``: the same multiplier
-    ``max(0, -mean(b) / mean(K)) / t`` on every row. Exact for t = 1; otherwise rows may stay
-    violated, and the KKT residual says by how much. As published, r is the gradient on a random
-    batch from all memories: that is this method with one row. Where the rows nearly cancel, r is
-    small and its digits are lost in K; pass r itself as the one row then.
+    With the mean row r, ``x = g - min(0, g.r / r.r) r``: every row has the same multiplier
+    ``max(0, -mean(b) / mean(K)) / t``. The method is exact for t = 1. For t > 1 constraints may stay
+    violated, and the KKT residual measures by how much. In the paper r is the gradient on a random
+    batch from all memories; pass this gradient as the only row of G. Where the rows nearly cancel, r is
+    small and K has lost its digits; then, too, pass r as the only row.
 
     Examples
     --------

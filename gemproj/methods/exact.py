@@ -17,21 +17,21 @@ from gemproj.methods._faces import Tableau
 from gemproj.methods._method import Method, Outcome, Status, exact_status
 from gemproj.methods.fista import FISTA
 
-# Enumeration holds the tableaux of all active sets of all problems at once.
+# Most elements of the tableaux of all active sets, which enumeration holds at once.
 _MOST_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Exact(Method):
-    """The solution of GEM's quadratic program to rounding; the default.
+    """The exact solution of GEM's quadratic program, to rounding; the default method.
 
-    Rows are normalised, so that norms of 1e-6 are projected like norms of one, and no ridge is
-    added. Up to 8 rows (5 with a penalty) all active sets are tried at once, without looking at a
-    value. Above, Lawson and Hanson's active-set method runs problem by problem on the CPU, where a
-    device is waited for once to fetch t*t numbers. With numba it is compiled and serves every t.
-    Linearly dependent rows (repeated tasks, opposite tasks, t > d) need no special care. Where K
-    cannot tell whether rows are dependent, the status says so; on the CPU, `solve_dual` and `project`
-    then return to G.
+    Rows are normalised, so that rows of norm 1e-6 are treated like rows of norm one, and no ridge is
+    added. Up to 8 rows (5 with a penalty), all active sets are solved at once, without reading a value.
+    For more rows, Lawson and Hanson's active-set method runs on the CPU, problem by problem; from a
+    device this takes one synchronising copy of t*t numbers. On the CPU with numba, the active-set method
+    is compiled and used for every t. Linearly dependent rows (repeated tasks, opposite tasks, t > d)
+    need no special care. Where K is too inaccurate to decide whether rows are dependent, the status is
+    UNRESOLVED; on the CPU, `solve_dual` and `project` first solve again from G.
 
     Examples
     --------
@@ -42,7 +42,7 @@ class Exact(Method):
     """
 
     def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
-        from gemproj.backends import solver_for  # which needs the methods
+        from gemproj.backends import solver_for  # `backends` imports the methods
 
         xp, device, dtype = namespace(b), device_of(b), b.dtype
         shape = (*np.broadcast_shapes(tuple(K.shape[:-2]), tuple(b.shape[:-1])), b.shape[-1])
@@ -50,7 +50,7 @@ class Exact(Method):
         if K.ndim > 2:
             K = xp.broadcast_to(K, (*shape, shape[-1]))
         arrays = [K, b, lower, upper, warm_start]
-        if on_host(device):  # there t-space is NumPy's
+        if on_host(device):  # arrays of t-space are NumPy arrays
             arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
         *dual, start = arrays
         found = solver_for(dual[1])(Exact(), Standard(*dual), start)
@@ -63,10 +63,10 @@ class Exact(Method):
 def solve_portable(
     K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
 ) -> Outcome:
-    """Solve by operations on arrays of any library, or problem after problem.
+    """Return the outcome for arrays of any library: by enumeration for few rows, else problem by problem.
 
-    On a device the status is a function that returns it: `project` never asks, and it takes more operations
-    than the solution. So `resolution` is left out there.
+    On a device the status is a function that returns it, because `project` never reads it and it takes more
+    operations than the solution. `resolution` is None there.
     """
     t = b.shape[-1]
     if t == 0:
@@ -87,7 +87,7 @@ def solve_portable(
 
 
 def few_sets(t: int, upper: Array | None) -> bool:
-    """Return whether all active sets of t rows are tried at once."""
+    """Return whether t rows have few enough active sets for enumeration."""
     return (2 if upper is None else 3) ** t <= MOST_SETS
 
 
@@ -100,7 +100,7 @@ def _judge(K: Array, b: Array, lower: Array | None, upper: Array | None, lam: Ar
 
 
 def nearly_active(lam: Array, s: Array, lower: Array | None) -> Array:
-    """Return which rows, (..., t), take part in what x is: other rows have positive slack."""
+    """Return the mask (..., t) of active and nearly active rows; all other rows have positive slack."""
     xp = namespace(lam)
     size = 1.0 + xp.sum(xp.abs(lam), axis=-1, keepdims=True)
     near = (lam != 0) | (s <= NEAR_ZERO * size)
@@ -108,15 +108,16 @@ def nearly_active(lam: Array, s: Array, lower: Array | None) -> Array:
 
 
 def resolution(K: Array, rows: Array) -> Array:
-    """Return the smallest eigenvalue of K (..., t, t) on the chosen rows, boolean (..., t), of norm one.
+    """Return the smallest eigenvalue of K (..., t, t) on the rows of a mask (..., t), for rows of norm one.
 
-    Or a lower bound of it that is not small. On a device it is the smallest pivot, which is never below.
+    Where the eigenvalue is not small, a lower bound replaces it. On a device the smallest pivot, which is an
+    upper bound, replaces it.
     """
     xp, device = namespace(K), device_of(K)
     if not on_host(device):
         return smallest_pivot(K, rows)
     K, rows = to_numpy(K), to_numpy(rows)
-    # Rows are independent where the diagonal dominates (Gershgorin): enough to clear most problems at once.
+    # Gershgorin's lower bound of the smallest eigenvalue suffices for most problems.
     K = np.broadcast_to(K, (*rows.shape, K.shape[-1]))
     across = np.sum(np.abs(K), axis=-1, where=rows[..., None, :]) - 1.0
     result = np.asarray(1.0 - np.max(across, axis=-1, where=rows, initial=0.0))
@@ -124,7 +125,7 @@ def resolution(K: Array, rows: Array) -> Array:
     if np.count_nonzero(close) == 1:
         i = tuple(np.argwhere(close)[0])
         result[i] = np.linalg.eigvalsh(K[i][np.ix_(rows[i], rows[i])])[0]
-    elif close.any():  # the identity in place of other rows adds no smaller eigenvalue
+    elif close.any():  # the identity in place of all other rows adds no smaller eigenvalue
         at, step = np.argwhere(close), max(1, SLAB // K.shape[-1] ** 2)
         for i in (tuple(at[k : k + step].T) for k in range(0, len(at), step)):
             result[i] = np.linalg.eigvalsh(submatrix(K[i], rows[i]))[..., 0]
@@ -134,7 +135,7 @@ def resolution(K: Array, rows: Array) -> Array:
 def _in_slabs(
     enumerate_sets: Callable[..., Array], K: Array, b: Array, lower: Array | None, upper: Array | None
 ) -> Array:
-    """Enumerate a batch in slabs, so that memory stays bounded whatever its size."""
+    """Return the solutions of a batch, enumerated in slabs of problems to bound memory."""
     xp = namespace(b)
     batch, t = b.shape[:-1], b.shape[-1]
     sets = (2 if upper is None else 3) ** t
@@ -156,7 +157,10 @@ def _in_slabs(
 def _one_by_one(
     K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
 ) -> tuple[Array, Array]:
-    """Solve problem after problem on the CPU: one copy from a device, which waits for it, and one back."""
+    """Return the multipliers and the numbers of pivots of active-set searches on the CPU.
+
+    For arrays on a device this takes one synchronising copy to the CPU, and one copy back.
+    """
     xp, device, given = namespace(b), device_of(b), [K, b, lower, upper, start]
     if not isinstance(b, np.ndarray):
         given = _fetch([a if a is None else xp.astype(a, b.dtype, copy=False) for a in given])
@@ -164,7 +168,7 @@ def _one_by_one(
     if b.shape[-1] > MOST_ROWS:
         start = FISTA(steps=200, normalize=False).solve(K, b, lower, upper, start).multipliers
     K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
-    found = np.empty((*b.shape[:-1], b.shape[-1] + 1), given[1].dtype)  # multipliers, and pivots
+    found = np.empty((*b.shape[:-1], b.shape[-1] + 1), given[1].dtype)  # multipliers, number of pivots
     for i in np.ndindex(b.shape[:-1]):
         low, high, first = (a if a is None else np.broadcast_to(a, b.shape)[i] for a in (lower, upper, start))
         found[i][:-1], found[i][-1], _ = solve_active_set(Tableau(K[i], b[i]), low, high, first)
@@ -173,7 +177,7 @@ def _one_by_one(
 
 
 def _fetch(arrays: list[Array | None]) -> list[np.ndarray | None]:
-    """Bring arrays of one dtype to the CPU, in one copy."""
+    """Return arrays of one dtype as NumPy arrays, in one copy from the device."""
     given = [a for a in arrays if a is not None]
     xp = namespace(given[0])
     flat = to_numpy(xp.concat([xp.reshape(a, (-1,)) for a in given]))

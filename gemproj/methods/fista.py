@@ -13,7 +13,7 @@ from gemproj.methods.pgd import largest_eigenvalue_bound
 
 @dataclass(frozen=True)
 class FISTA(Method):
-    """Accelerated projected gradient steps on the multipliers, at most a fixed number of them.
+    """A fixed number of accelerated projected gradient steps on the multipliers.
 
     After k steps from lam0, ``F(lam) - F* <= 2 L |lam0 - lam*|^2 / (k + 1)^2`` (Beck and Teboulle,
     2009) with the safe bound L of `PGD`. The iterates are not monotone; the result is never worse
@@ -24,8 +24,8 @@ class FISTA(Method):
     steps : int, default 50
         Number of steps.
     restart : bool, default True
-        Drop the momentum when it points uphill (gradient restart, O'Donoghue and Candes, 2015).
-        Much faster in practice; the bound above is proved without it.
+        Reset the momentum when it points uphill (gradient restart, O'Donoghue and Candes, 2015).
+        Much faster in practice; the bound above is proved without restarts.
     normalize : bool, default True
         Scale every row of G to norm one first.
 

@@ -14,13 +14,13 @@ from gemproj.methods.exact import Exact
 
 @dataclass(frozen=True)
 class GEM2017(Method):
-    """The reference recipe of Lopez-Paz and Ranzato (NeurIPS 2017), number for number.
+    """The reference implementation of Lopez-Paz and Ranzato (NeurIPS 2017), with its ridge.
 
-    ``min 1/2 lam'(K + eps I) lam + b'lam`` subject to ``lam >= memory_strength``, and only when a
-    constraint is violated; otherwise x = g. Two of its properties are not GEM's, and are the reason
-    to prefer `Exact`: the absolute ridge ``eps`` leaves a violated row of norm n a fraction
-    ``eps / (n**2 + eps)`` of its violation (91 % at n = 0.01), and the gate makes x a discontinuous
-    function of g for a positive memory strength.
+    ``min 1/2 lam'(K + eps I) lam + b'lam`` subject to ``lam >= memory_strength`` if a constraint is
+    violated, and x = g otherwise. It differs from GEM as published in two ways, which are reasons to
+    prefer `Exact`. The absolute ridge ``eps`` leaves a violated row of norm n a fraction
+    ``eps / (n**2 + eps)`` of its violation (91 % at n = 0.01). And for a positive memory strength x is a
+    discontinuous function of g, because the lower bound applies only if a constraint is violated.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class GEM2017(Method):
     memory_strength: float = 0.5
     eps: float = 1e-3
 
-    accepts: ClassVar[frozenset[str]] = frozenset()  # it has bounds of its own
+    accepts: ClassVar[frozenset[str]] = frozenset()  # `memory_strength` is its only bound
 
     def __post_init__(self) -> None:
         check_number(self.memory_strength, "memory_strength", 0.0)
@@ -54,4 +54,4 @@ class GEM2017(Method):
         floor = xp.full_like(b, self.memory_strength)
         free, iterations, *_ = Exact().solve(ridged, b + matvec(ridged, floor))
         lam = xp.where(violated, free + floor, xp.zeros_like(b))
-        return Outcome(lam, iterations, int(Status.APPROXIMATE))  # exact, but of another problem
+        return Outcome(lam, iterations, int(Status.APPROXIMATE))  # exact for the problem with a ridge

@@ -13,14 +13,15 @@ from gemproj.methods._method import Method, Outcome, Status
 
 @dataclass(frozen=True)
 class OSQP(Method):
-    """ADMM, on normalised rows, warm started. Runs on the CPU; needs the extra `qp`.
+    """OSQP's ADMM on normalised rows, with a warm start. Runs on the CPU; needs the extra `qp`.
 
-    Without osqp's polishing step, which prints to the terminal even when told to be quiet.
+    The polishing step of osqp is switched off, because it prints even with ``verbose=False``.
 
     Parameters
     ----------
     eps : float, default 1e-9
-        Absolute and relative tolerance, on the normalised problem; its answers are approximate.
+        Absolute and relative tolerance, on the normalised problem. Solutions have the status
+        ``APPROXIMATE``.
     max_iter : int, default 20000
         Iteration limit; a problem that reaches it has the status ``STALLED``.
     """
@@ -60,6 +61,6 @@ class OSQP(Method):
         solved = result.info.status_val == status.OSQP_SOLVED
         if solved or result.info.status_val in (status.OSQP_SOLVED_INACCURATE, status.OSQP_MAX_ITER_REACHED):
             lam = np.nan_to_num(np.clip(result.x, lower, upper), nan=0.0)
-        else:  # it takes the problem for unbounded, and x for a proof of that
+        else:  # osqp reports an unbounded problem, and x is a certificate of that
             lam = np.zeros(t) if start is None else start
         return Outcome(lam, int(result.info.iter), int(Status.APPROXIMATE if solved else Status.STALLED))

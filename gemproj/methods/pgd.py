@@ -15,7 +15,7 @@ from gemproj.methods._method import Method, Outcome, Status
 class PGD(Method):
     """I-GEM's method: a fixed number of projected gradient steps on the multipliers.
 
-    ``lam <- max(0, lam - eta * (K lam + b))``, in t-space: a step costs t*t, not t*d.
+    ``lam <- max(0, lam - eta * (K lam + b))``, in t-space: a step takes t*t operations, not t*d.
     With ``step_size="safe"`` the objective never rises and, after k steps from lam0,
     ``F(lam) - F* <= L |lam0 - lam*|^2 / (2 k)``.
 
@@ -25,11 +25,11 @@ class PGD(Method):
         Number of steps.
     step_size : {"safe", "power"}, default "safe"
         "safe": ``eta = 1/L`` with L = min(trace, largest absolute row sum, Frobenius norm) of K,
-        never below its largest eigenvalue. "power": the paper's ``eta = c / sigma`` with sigma from
-        power iteration started at a vector of ones; sigma is never too large and can be far too
-        small (two conflicting tasks are the worst case), and then the steps diverge.
+        an upper bound of its largest eigenvalue. "power": the paper's ``eta = c / sigma`` with sigma
+        from power iteration started at a vector of ones. sigma is at most the largest eigenvalue and
+        can be far below it (two conflicting tasks are the worst case); then the steps diverge.
     c : float, default 0.9
-        Safety factor of "power"; the paper takes 0.5 to 0.9.
+        Safety factor of "power"; the paper uses 0.5 to 0.9.
     power_iterations : int, default 3
         Number of power iterations of "power".
     normalize : bool, default True
@@ -70,7 +70,7 @@ class PGD(Method):
 
 
 def largest_eigenvalue_bound(K: Array) -> Array:
-    """Return min(trace, largest absolute row sum, Frobenius norm) of K, above its eigenvalues: (..., 1)."""
+    """Return an upper bound of the eigenvalues of K, (..., 1): the smallest of three norms, see `PGD`."""
     xp = namespace(K)
     if not K.shape[-1]:
         return xp.sum(K, axis=(-2, -1))[..., None]

@@ -14,15 +14,15 @@ from gemproj.methods._method import Method, Outcome, exact_status
 
 @dataclass(frozen=True)
 class Quadprog(Method):
-    """The solver that GEM codes use, on normalised rows. Runs on the CPU; needs the extra `qp`.
+    """quadprog, the solver of GEM's reference code, on normalised rows. On the CPU; needs the extra `qp`.
 
-    quadprog needs a positive definite matrix, so a ridge is unavoidable; here it is relative to the
-    unit diagonal of the normalised Gram matrix, not absolute as in the reference code.
+    The solver needs a positive definite matrix, so a ridge is unavoidable. Here the ridge is relative to the
+    unit diagonal of the normalised Gram matrix; in the reference code it is absolute.
 
     Parameters
     ----------
     ridge : float, default 1e-12
-        Added to the unit diagonal.
+        Ridge added to the unit diagonal.
     """
 
     ridge: float = 1e-12
