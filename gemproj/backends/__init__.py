@@ -1,8 +1,8 @@
-"""What runs the three stages, chosen here and nowhere else: by the arrays for 1 and 3, by the device for 2.
+"""Choice of the backend: by the arrays of the problem for stages 1 and 3, by the device for stage 2.
 
-``portable`` serves every library and device. ``numba`` (extra `fast`) is the default on the CPU for
+``portable`` supports every library and device. ``numba`` (extra `fast`) is the default on the CPU for
 NumPy and torch; ``GEMPROJ_BACKEND=portable`` switches it off. The variable is read when the package is
-imported: to look it up takes as long as a twentieth of a small projection.
+imported, because reading it takes a twentieth of the time of a small projection.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ wanted = os.environ.get("GEMPROJ_BACKEND", "")
 
 
 class Backend(Protocol):
-    """Stages 1 and 3 on the arrays of one kind of problem.
+    """Stages 1 and 3 for the arrays of one problem.
 
-    The problem is an argument of both, and never kept: it keeps its backend, and a cycle would keep G in
-    memory for a while.
+    A backend must not keep a reference to the problem, which refers to its backend: the reference cycle would
+    keep G in memory until the next garbage collection.
     """
 
     name: str
 
     def gram(self, problem: Problem) -> tuple[Gram, float]:
-        """Stage 1: return K, b and |g|^2, and their relative rounding."""
+        """Return K, b and |g|^2, and their relative rounding error (stage 1)."""
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
-        """Stage 3: write ``g + G'lam`` to x, rounded once. x may be g itself."""
+        """Write ``g + G'lam`` to x, rounded once (stage 3); x may be g itself."""
 
 
 def select(problem: Problem) -> Backend:
-    """Return the backend of a problem, which keeps it for later stages."""
+    """Return the backend of a problem, and store it in the problem for later stages."""
     if problem.backend is None:
         module = _module(problem.host, wanted)
         found = None if module is None else module.bind(problem)
@@ -53,14 +53,14 @@ def select(problem: Problem) -> Backend:
 
 
 def solver_for(b: Array) -> Callable[..., Outcome]:
-    """Return what runs stage 2, as `portable.solve` does, for arrays of t-space: NumPy's, or on a device."""
+    """Return the function that runs stage 2 on the device of b, with the arguments of `portable.solve`."""
     module = _module(isinstance(b, np.ndarray), wanted)
     return solve if module is None else module.solve
 
 
 @lru_cache(maxsize=16)
 def _module(host: bool, name: str) -> Any:
-    """Return the module with the fast backend, where there is one and it is wanted."""
+    """Return the module of the numba backend, or None on a device, without numba or if switched off."""
     if name not in ("", "portable", "numba"):
         raise ValueError(f"GEMPROJ_BACKEND must be portable or numba; found {name!r}.")
     if host and name == "numba" and not installed():

@@ -1,4 +1,4 @@
-"""The reference: the stages in array-API operations, on any library and device."""
+"""The portable backend: the stages in operations of the array API, on any library and device."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from gemproj.methods.exact import solve_portable
 
 
 class Portable:
-    """Tiles of columns, converted to float64 and multiplied; see `gemproj.backends.Backend`."""
+    """Stages 1 and 3 tile by tile, in float64; see `gemproj.backends.Backend`."""
 
     name = "portable"
 
-    # NumPy would warn of infinities that stage 2 reports, with the row that holds them.
+    # NumPy's warnings of overflow are switched off, because stage 2 raises an error that names the row.
     @np.errstate(over="ignore", invalid="ignore", under="ignore")
     def gram(self, problem: Problem) -> tuple[Gram, float]:
-        """Sum the products of tiles; those of large float32 problems on the CPU in float32 first."""
+        """Return K, b and |g|^2, and their rounding error; large float32 problems use float32 sums."""
         rounding = WIDE_ROUNDING * float(problem.xp.finfo(problem.wide).eps) / EPS
         if not problem.host or problem.columns < LARGE or problem.has_float64():
             return _sum_products(problem, problem.wide), rounding
         narrow = _sum_products(problem, problem.xp.float32)
         fits = fits_float32(narrow)
         if not fits.all():
-            # Problem by problem, so that none of a batch changes the bits of another.
+            # Problem by problem, so that no problem of a batch changes the bits of another problem.
             wide = _sum_products(problem, problem.wide)
             rows = np.all(fits) if problem.shared else fits[..., None, None]
             masks = rows, fits[..., None], fits
@@ -50,7 +50,7 @@ class Portable:
                 batch = () if problem.shared else part.shape[:-2]
                 rows = xp.reshape(problem.rows[k][at], (*batch, t, size))
                 rows = xp.astype(rows, problem.wide, copy=False)
-                # On the CPU NumPy multiplies, with the same bits whatever the size of the batch.
+                # On the CPU NumPy multiplies, because its products have the same bits for any batch size.
                 step = problem.to_caller(times_rows(part, problem.to_host(rows)))
                 step = xp.reshape(step, vector.shape)
                 if problem.weight is not None:
@@ -59,18 +59,18 @@ class Portable:
 
 
 def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
-    """Return what ``method.solve`` does, without asking for a backend."""
+    """Return the outcome of ``method.solve``; for `Exact`, always that of the portable backend."""
     run = solve_portable if type(method) is Exact else method.solve
     return run(*dual, start)
 
 
 def _sum_products(problem: Problem, dtype: Any) -> Gram:
-    """Return K, b and |g|^2, from products in `dtype` that are summed in the widest dtype."""
+    """Return K, b and |g|^2, from products in `dtype` that are summed in the widest dtype of the device."""
     t, batch = problem.t, problem.batch
     # With a shared G there is one tile for all problems, with all gradients as rows.
     outer, m = ((), math.prod(batch)) if problem.shared else (batch, 1)
-    # On a device [G; g] times its transpose gives all three in one operation. NumPy is slow at that for few
-    # rows, and it would multiply many gradients by each other.
+    # On a device [G; g] times its transpose gives K, b and |g|^2 in one operation. NumPy is slow at this
+    # product for few rows, and for many gradients it would compute the products between gradients, too.
     whole = m == 1 and not problem.host
 
     def zeros(*shape: int) -> Array:
@@ -81,7 +81,7 @@ def _sum_products(problem: Problem, dtype: Any) -> Gram:
     xp = namespace(total)
     with problem.without_autocast():
         for lead, tile in stacked(problem, dtype):
-            # Views: torch copies what `total[...] += ` has added to the place where it is.
+            # Views, because for `total[...] += ` torch would copy the sum onto itself.
             part, right, g = total[(*lead, ...)], tile[..., : t + whole, :], tile[..., t:, :]
             part += (
                 xp.matmul(tile, xp.matrix_transpose(right))
@@ -96,7 +96,7 @@ def _sum_products(problem: Problem, dtype: Any) -> Gram:
 
 
 def _sum_chunks(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return left (..., p, n) times right' (..., t, n)', with float32 sums over 512 columns at most."""
+    """Return left (..., p, n) times the transpose of right (..., t, n), with float32 sums per chunk."""
     n = left.shape[-1] // CHUNK * CHUNK
     total = np.matmul(
         left[..., n:].astype(np.float64), np.swapaxes(right[..., n:], -1, -2).astype(np.float64)

@@ -10,7 +10,7 @@ __all__ = ["installed"]
 
 @lru_cache(maxsize=1)
 def installed() -> bool:
-    """Return whether numba can be imported and compiles."""
+    """Return whether numba is installed and its compiler is enabled."""
     if find_spec("numba") is None:
         return False
     import numba

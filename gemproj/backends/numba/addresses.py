@@ -1,4 +1,4 @@
-"""Where the arrays of a problem are: what lets one call of a compiled loop read hundreds of parameters."""
+"""Table of the memory addresses of a problem, so that one compiled loop can read hundreds of parameters."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from gemproj._arrays import Array
 from gemproj._problem import Problem
 from gemproj.backends.numba.jit import strict_entry
 
-# Columns of the address table, which has a line per block and problem; strides in bytes. Address of the first
-# row, strides of rows and columns; addresses of g and x, each with its stride; first column, their number.
+# Fields of the address table, which has a line per block and problem. Address, row stride and column stride
+# of G; address and stride of g; address and stride of x; first column and number of columns. Strides are in
+# bytes.
 FIELDS = 9
 ROWS, ROW_STEP, COLUMN_STEP, VECTOR, VECTOR_STEP, OUT, OUT_STEP, FIRST_COLUMN, COLUMNS = range(FIELDS)
-# By bytes, of what is known to be real floating point. NumPy has no bfloat16, only its bits.
+# NumPy dtype by item size, for real floating-point arrays; uint16 holds the bits of bfloat16.
 _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 
 
 def locate(problem: Problem) -> tuple[np.ndarray, type, bool] | None:
-    """Return one line of addresses per problem and block, the dtype, and whether G is stored by rows.
+    """Return the address table of a problem, its dtype, and whether the entries of each row are adjacent.
 
-    The dtype is uint16 for the bits of bfloat16. By rows, the entries of each row are adjacent.
-
-    None where the loops cannot read the arrays. They can where all are of NumPy or torch, on the CPU, of one
-    dtype, bfloat16, float32 or float64, and where the columns of a row are equally far apart in memory. So G
-    may be stored by rows or by columns, and rows may be padded, strided or repeated.
+    The dtype is uint16 for bfloat16. Returns None if the loops cannot read the arrays. They can read arrays
+    of NumPy or torch on the CPU, all of one dtype (bfloat16, float32 or float64), without a metric, if the
+    entries of each row have one stride. So G may be stored by rows or by columns, and rows may be padded,
+    strided or repeated.
     """
     if problem.weight is not None:
         return None
@@ -55,9 +55,9 @@ def locate(problem: Problem) -> tuple[np.ndarray, type, bool] | None:
 
 
 def locate_output(lines: np.ndarray, batch: tuple[int, ...], x: list[Array]) -> bool:
-    """Write the addresses of x to the table; False if its entries are not equally far apart in memory."""
+    """Write the addresses of x to the table; return False if a block of x has more than one stride."""
     places = [place for a in x if (place := _place(a, len(batch)))]
-    # Nor where several entries, or all problems, would be written to one place.
+    # A stride of zero is refused: entries or problems of x would share memory.
     if len(places) < len(x) or not all(place[2] for place in places):
         return False
     if len(lines) > len(x) and 0 in places[0][1]:
@@ -72,7 +72,7 @@ def locate_output(lines: np.ndarray, batch: tuple[int, ...], x: list[Array]) -> 
 
 
 def _addresses(batch: tuple[int, ...], address: int, strides: tuple[int, ...]) -> np.ndarray:
-    """Return the addresses of the problems of a batch."""
+    """Return the addresses (problems,) of the arrays of a batch, from the first address and the strides."""
     found = np.full(batch, address, dtype=np.int64)
     for axis, (n, stride) in enumerate(zip(batch, strides, strict=True)):
         found += (stride * np.arange(n, dtype=np.int64)).reshape(-1, *(1,) * (len(batch) - axis - 1))
@@ -80,7 +80,10 @@ def _addresses(batch: tuple[int, ...], address: int, strides: tuple[int, ...]) -
 
 
 def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
-    """Return the address, the steps of `lead` axes in bytes, and that of all others; None without one."""
+    """Return the address of an array, the strides of its first `lead` axes, and the stride of all other axes.
+
+    Strides are in bytes. Returns None if the other axes do not have one common stride.
+    """
     kind: Any = type(a)
     if kind is np.ndarray:
         flags, size = a.flags, a.itemsize
@@ -89,12 +92,13 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
         step = size if flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], size)
         if step is None:
             return None
-        # Kinds of arrays that `python -m gemproj --compile` knows; others would be compiled when they come.
+        # `python -m gemproj --compile` compiles `address` for these types of arrays. Any other type would
+        # cause a compilation in the middle of a run.
         compiled = flags.carray and a.ndim in (1, 2)
         place = address(a) if compiled else a.__array_interface__["data"][0]
         return place, a.strides[:lead], step
     if _is_plain_tensor(kind):
-        # Lazily negated tensors, and tensors without storage, have no memory to read.
+        # Lazily negated tensors do not store their values, and tensors without storage have none.
         if a.is_neg() or (not a.data_ptr() and a.numel()):
             return None
         size, strides = a.element_size(), a.stride()
@@ -106,18 +110,18 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
 
 @strict_entry
 def address(a):
-    """Return what ``a.ctypes.data`` is, five times as fast."""
+    """Return the memory address of an array, five times as fast as ``a.ctypes.data`` in Python."""
     return a.ctypes.data
 
 
 @lru_cache(maxsize=64)
 def _is_plain_tensor(kind: type) -> bool:
-    """Return whether a type is that of tensors or parameters; the memory of others may be anywhere."""
+    """Return whether a type is torch's Tensor or Parameter; subclasses may store their values elsewhere."""
     return kind.__module__.startswith("torch") and kind.__name__ in ("Tensor", "Parameter")
 
 
 def _step(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int | None:
-    """Return the bytes from entry to entry, where they are the same all along the axes."""
+    """Return the stride between consecutive entries of the axes, or None if it is not the same everywhere."""
     step, after = None, None
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n == 1:

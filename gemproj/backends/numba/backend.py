@@ -1,4 +1,4 @@
-"""The three stages on a table of addresses."""
+"""The numba backend: the three stages in compiled loops, on a table of addresses."""
 
 from __future__ import annotations
 
@@ -28,18 +28,19 @@ from gemproj.backends.numba.threads import cores, share
 from gemproj.methods import Exact, Method, Outcome, Status
 from gemproj.methods.exact import nearly_active, resolution
 
-# Most and fewest columns of a piece, the unit of work of a thread: a sixteenth of all columns in between.
-# Sums depend on this, but not on the number of threads.
+# Most and fewest columns of a piece, the unit of work of a thread. Between these limits a piece has a
+# sixteenth of all columns, so the bits of sums do not depend on the number of threads.
 _PIECE, _LEAST = 1 << 17, 1 << 13
-# Most columns of a chunk, whose products are summed before they are added up, in float64.
+# Most columns of a chunk in float64. The products of a chunk are summed before they are added to the total.
 _WIDE_CHUNK = 1024
-# Jobs per thread: to hand one over takes as long as to read 100 kB.
+# Jobs per thread: handing over a job takes as long as reading 100 kB.
 _JOBS = 4
-# Numbers below which a problem is one piece, and below which waking threads takes longer than the work.
+# Elements of G and g below which a problem is one piece; and elements below which the work takes less time
+# than waking threads.
 _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
-# Entries of the Gram matrices of one piece for a shared G, which take memory for each gradient.
+# Most entries of the Gram matrices of one piece for a shared G: there is one matrix per gradient.
 _MOST_SHARED = 1 << 20
-# Entries of K that a thread takes at a time.
+# Entries of K in one job of stage 2.
 _WORK = 1 << 14
 _FLOAT64 = np.dtype(np.float64)
 _NONE = np.empty((0, 0))
@@ -54,7 +55,7 @@ def bind(problem: Problem) -> Numba | None:
 
 
 def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
-    """Solve a batch exactly, one problem after the other in compiled loops; others are array operations."""
+    """Return the outcome for a batch: from compiled loops for `Exact`, from `portable` for other methods."""
     K, b, lower, upper = dual
     if type(method) is not Exact or not b.shape[-1]:
         return portable.solve(method, dual, start)
@@ -90,14 +91,14 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
 
 
 def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array of the kind that loops are compiled for and can read without looking: no gaps."""
-    if a.dtype is not _FLOAT64 or not a.flags.carray:  # `!=` takes longer
+    """Return an array, reshaped, as the type that the loops are compiled for: float64, C-contiguous."""
+    if a.dtype is not _FLOAT64 or not a.flags.carray:  # `is not` is faster than `!=`
         a = np.array(a, np.float64, order="C")
     return a.reshape(shape)
 
 
 class Numba:
-    """Compiled loops over arrays where they lie, see `Backend`; the other arguments are from `locate`."""
+    """Stages 1 and 3 in compiled loops that read arrays by address; see `Backend` and `locate`."""
 
     name = "numba"
 
@@ -111,7 +112,7 @@ class Numba:
         self.wide = dtype is np.float64 or problem.t <= FEW_ROWS or problem.columns < LARGE
 
     def gram(self, problem: Problem) -> tuple[Gram, float]:
-        """Sum the products of chunks of columns in all threads."""
+        """Return K, b and |g|^2, and their rounding error, summed chunk by chunk in threads."""
         t, n, shared, blocks = problem.t, problem.t + 1, problem.shared, len(problem.rows)
         chunk, dtype, itemsize = (_WIDE_CHUNK, np.float64, 8) if self.wide else (CHUNK, np.float32, 4)
         totals = np.empty((self.problems, self.pieces, n, n))
@@ -124,15 +125,16 @@ class Numba:
             else:
                 sum_products(self.lines, blocks, first, last, self.pieces, self.piece, *arrays)
 
-        # Work, in units of the time to read a number, in which eight products are made: each number is read
-        # once and multiplied with n others. With a shared G about one unit per row, column and group.
+        # The work, in units of the time to read a number, which is also the time of eight products. Each
+        # number is read once and multiplied by n numbers. With a shared G the work is about one unit per row,
+        # column and group of gradients.
         count = -(-self.problems // HEIGHT) if shared else self.problems
         numbers = count * problem.columns * n * (1 if shared else (8 + n) // 8)
         _in_threads(work, count * self.pieces, numbers, problem)
         if self.pieces > 1:
             add_pieces(totals)
         total = totals[:, 0].reshape((*problem.batch, n, n)) if problem.batch else totals[0, 0]
-        # With a shared G only the first matrix is whole; of the others, the last row is.
+        # With a shared G only the first matrix is complete; all other matrices have only their last row.
         K = totals[0, 0, :t, :t] if shared else total[..., :t, :t]
         gram = Gram(K, total[..., t, :t], total[..., t, t])
         return (gram, WIDE_ROUNDING) if self.wide else _remake_out_of_range(gram, problem)
@@ -155,7 +157,10 @@ class Numba:
 
 
 def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
-    """Make what has left the range of float32 sums anew, problem by problem: no other one changes a bit."""
+    """Return K, b and |g|^2, recomputed in `portable` for problems whose float32 sums left the range.
+
+    Problem by problem, so that the bits of all other problems do not change.
+    """
     fits = fits_float32(gram)
     if problem.shared and not fits.all():
         return portable.Portable().gram(problem)
@@ -169,9 +174,9 @@ def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
 def _in_threads(
     work: Callable[[int, int], None], count: int, numbers: int, problem: Problem, x: Any = None
 ) -> None:
-    """Call ``work(first, last)`` for `count` pieces, in parallel if so many numbers are worth it.
+    """Call ``work(first, last)`` for `count` pieces, in threads if there are enough `numbers` to read.
 
-    Threads keep the arrays of the problem, and x, whose addresses they have.
+    The threads hold a reference to the problem and x, because the loops have only addresses of the arrays.
     """
     threads = 1
     if numbers >= _WORTH_THREADS:

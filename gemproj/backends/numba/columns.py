@@ -1,4 +1,4 @@
-"""Columns of G whose entries are adjacent in memory: copied to rows, or added up where they lie."""
+"""Emitted loops for a G stored by columns: copy columns to the rows of a tile, or multiply them in place."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from gemproj.backends.numba.lanes import (
     types_of,
 )
 
-# Columns that are turned into rows at a time.
+# Columns that are transposed at a time.
 TURNED = 16
-# Columns, and their entries, whose products are summed side by side.
+# Number of columns, and of their entries, whose products are summed in parallel.
 QUAD = 4
 
 
@@ -60,9 +60,9 @@ def separate(typing_context, source, n, t, like, tile):
 
 @intrinsic
 def add_separated(typing_context, source, n, t, like, scale, target):
-    """Add the products of n such columns and `scale`, t float64 numbers, to ``target[0, :n]`` of float64.
+    """Add the products of n columns, as in `separate`, and `scale` (t,) to ``target[0, :n]``, in float64.
 
-    What is multiplied by zero need not be finite.
+    Entries that are multiplied by zero need not be finite.
     """
 
     def generate(context, builder, signature, args):
@@ -96,10 +96,11 @@ def add_separated(typing_context, source, n, t, like, scale, target):
 
 @intrinsic
 def add_dots(typing_context, source, column, n, t, like, scale, target):
-    """Do the same for n columns of at least QUAD rows, `column` bytes apart; n is a multiple of QUAD.
+    """Add the products of n columns and `scale` (t,) to ``target[0, :n]``, in float64, for t >= QUAD.
 
-    Products of each column are summed QUAD side by side, and then these sums of QUAD columns. Rows that are
-    left are read with some of those before them, whose products are not added again.
+    The columns are `column` bytes apart, and n is a multiple of QUAD. Each column has QUAD partial sums,
+    which are added for QUAD columns at a time. The last t % QUAD rows are loaded with preceding rows, whose
+    factor is set to zero.
     """
 
     def generate(context, builder, signature, args):
@@ -127,7 +128,7 @@ def add_dots(typing_context, source, column, n, t, like, scale, target):
             totals = [cgutils.alloca_once_value(builder, zeros) for _ in places]
             with cgutils.for_range(builder, builder.sdiv(t, I64(2 * QUAD))) as loop:
                 entry = builder.mul(loop.index, I64(2 * QUAD))
-                # What lies ahead is asked for once for both.
+                # One prefetch, by `stream`, serves both reads.
                 add(entry, places, totals, stream)
                 add(builder.add(entry, I64(QUAD)), places, totals, read)
             done = builder.mul(builder.sdiv(t, I64(2 * QUAD)), I64(2 * QUAD))
@@ -146,7 +147,7 @@ def add_dots(typing_context, source, column, n, t, like, scale, target):
 
 
 def _sums(builder, vectors):
-    """Return the vector of the sums of vectors, which are as many as each has entries."""
+    """Return the vector of the sums of n vectors with n entries each."""
     while len(vectors) > 1:
         run, half = len(vectors), len(vectors) // 2  # adjacent entries that belong to one sum
         starts = range(0, vectors[0].type.count, run)
@@ -160,7 +161,10 @@ def _sums(builder, vectors):
 
 @intrinsic
 def transpose(typing_context, source, column, like, tile, first_row, first_column):
-    """Copy TURNED columns, `column` bytes apart, of 8 rows, in float64 of 4, to a tile, from there on."""
+    """Copy TURNED columns of 8 rows (4 in float64) to ``tile[first_row:, first_column:]``.
+
+    The columns are `column` bytes apart.
+    """
 
     def generate(context, builder, signature, args):
         source, column = args[:2]
@@ -168,10 +172,10 @@ def transpose(typing_context, source, column, like, tile, first_row, first_colum
         target = place_in(context, builder, signature.args[3], *args[3:])
         row = row_step(context, builder, signature.args[3], args[3])
         real = F64 if stored == F64 else F32
-        n = 16 // bytes_of(real)  # entries in a lane of 128 bits, within which it costs least to move them
+        n = 16 // bytes_of(real)  # entries in a lane of 128 bits: shuffles within lanes are the fastest
 
         def columns(first):
-            """Return vectors of column ``first + j`` in one half and ``first + n + j`` in the other."""
+            """Return vectors with column ``first + j`` in the first half, ``first + n + j`` in the second."""
             vectors = []
             for j in range(first, first + n):
                 places = [builder.add(source, builder.mul(column, I64(c))) for c in (j, j + n)]
@@ -180,10 +184,10 @@ def transpose(typing_context, source, column, like, tile, first_row, first_colum
             return vectors
 
         for first in range(0, TURNED, 4 * n):
-            left = _turned(builder, columns(first))
-            right = _turned(builder, columns(first + 2 * n))
+            left = _transposed(builder, columns(first))
+            right = _transposed(builder, columns(first + 2 * n))
             for r in range(2 * n):
-                # Lanes 0 and 2 hold the first n rows, lanes 1 and 3 the others.
+                # Lanes 0 and 2 hold the first n rows, lanes 1 and 3 the last n rows.
                 lanes = [range(k * n, (k + 1) * n) for k in range(r // n, 8, 2)]
                 value = shuffle(builder, left[r % n], right[r % n], [i for lane in lanes for i in lane])
                 offset = builder.add(builder.mul(row, I64(r)), I64(first * bytes_of(wanted)))
@@ -193,12 +197,12 @@ def transpose(typing_context, source, column, like, tile, first_row, first_colum
     return types.none(types.int64, types.int64, like, tile, types.int64, types.int64), generate
 
 
-def _turned(builder, vectors):
-    """Transpose the square of entries that the vectors have in each lane."""
+def _transposed(builder, vectors):
+    """Return the vectors with the square matrix in each lane transposed."""
     lanes, n = len(vectors), vectors[0].type.count
 
     def merged(x, y, size, half):
-        """Take runs of `size` entries from x and y in turn, of one half of each lane."""
+        """Return runs of `size` entries, alternately from x and y, of one half of each lane."""
         mask = []
         for k in range(0, n, lanes):
             for start in range(k + half * lanes // 2, k + (half + 1) * lanes // 2, size):

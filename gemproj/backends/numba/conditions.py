@@ -11,7 +11,10 @@ from gemproj.backends.numba.tableau import rounding
 
 @strict
 def normalise(given_K, given_b, K, b, per_norm):
-    """Scale rows to norm one and b to maximum one; return that maximum. Rows of norm zero are decoupled."""
+    """Write K and b scaled to rows of norm one and maximum one; return the scale of b.
+
+    Rows of norm zero are decoupled from the other rows.
+    """
     t, size = b.size, 0.0
     for i in range(t):
         per_norm[i] = 1.0 / np.sqrt(given_K[i, i]) if given_K[i, i] > 0.0 else 0.0
@@ -31,7 +34,7 @@ def normalise(given_K, given_b, K, b, per_norm):
 
 @strict
 def clip(value, low, high):
-    """Return a number moved into its bounds."""
+    """Return a number clipped to its bounds."""
     return low if value < low else high if value > high else value
 
 
@@ -39,7 +42,7 @@ def clip(value, low, high):
 def optimality(K, b, lam, lower, upper, s):
     """Write ``K lam + b`` to s; return the natural residual and the complementarity of lam.
 
-    Both are infinite if anything is NaN.
+    Both are infinite if a multiplier or slack is NaN.
     """
     residual = complementarity = 0.0
     for i in range(b.size):
@@ -53,7 +56,7 @@ def optimality(K, b, lam, lower, upper, s):
         off = abs(lam[i] - clip(lam[i] - slack, lower[i], upper[i]))
         if off > residual:
             residual = off
-        if slack < 0.0 and lam[i] >= upper[i]:  # there a negative slack is right
+        if slack < 0.0 and lam[i] >= upper[i]:  # at the upper bound a negative slack is optimal
             slack = 0.0
         off = abs(lam[i] * slack)
         if off > complementarity:
@@ -63,9 +66,9 @@ def optimality(K, b, lam, lower, upper, s):
 
 @strict
 def resolution(K, lam, s, lower, near, L):
-    """Return CLOSE if all eigenvalues of K on the active and nearly active rows are above that, else 0.
+    """Return CLOSE if all eigenvalues of K on the active and nearly active rows are above CLOSE, else 0.
 
-    So it is if K less that on its diagonal has a Cholesky factor. Works in `near` (t,) and L (t, t).
+    They are if ``K - CLOSE I`` has a Cholesky factor. `near` (t,) and L (t, t) are scratch arrays.
     """
     size, a = NEAR_ZERO * rounding(lam), 0
     for i in range(lam.size):

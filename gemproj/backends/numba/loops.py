@@ -1,4 +1,4 @@
-"""Stages 1 and 3 as loops: products of rows, and sums of rows."""
+"""The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows)."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from gemproj.backends.numba.reading import read_rows, read_vector
 from gemproj.backends.numba.scratch import CROWDS
 from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, narrow
 
-# Rows that are added at a time.
+# Rows that stage 3 adds at a time.
 _TOGETHER = 10
 
 
 @fast
 def _columns_of(line, piece, piece_columns):
-    """Return where the columns of a piece start and stop in the block of a line."""
+    """Return the first column of a piece in the block of a line, and the column after the last one."""
     start = max(piece * piece_columns - line[FIRST_COLUMN], 0)
     return start, min((piece + 1) * piece_columns - line[FIRST_COLUMN], line[COLUMNS])
 
 
 @fast
 def _fill_up(tile, first, rows, n):
-    """Fill rows with zeros up to a multiple of what is worked on at once; return that number of columns."""
+    """Pad rows with zeros from n columns to a multiple of MULTIPLE columns; return the new number."""
     end = -(-n // MULTIPLE) * MULTIPLE
     for r in range(first, first + rows):
         for c in range(n, end):
@@ -43,7 +43,7 @@ def _fill_up(tile, first, rows, n):
 
 @fast
 def _add_tile(tile, rows, n, sums):
-    """Add the products of all rows of a tile to partial sums, block by block of the lower triangle."""
+    """Add the products of all pairs of rows of a tile to partial sums, by blocks of the lower triangle."""
     k = 0
     for i in range(0, rows, HEIGHT):
         for j in range(0, i + 1, HEIGHT):
@@ -53,7 +53,7 @@ def _add_tile(tile, rows, n, sums):
 
 @fast
 def _clear(rows, first, columns):
-    """Set all rows to zero from a column on."""
+    """Set columns ``first .. columns - 1`` of all rows to zero."""
     for r in range(rows.shape[0]):
         for c in range(first, columns):
             rows[r, c] = 0
@@ -61,7 +61,7 @@ def _clear(rows, first, columns):
 
 @fast
 def _total(sums, k, p, q):
-    """Return the product of rows p and q of two groups, whose products are in ``sums[k]``."""
+    """Return the product of row p of one group and row q of another group, from the sums of block k."""
     total, first = 0.0, (p * HEIGHT + q) * LANES
     for lane in range(first, first + LANES):
         total += sums[k, lane]
@@ -70,7 +70,7 @@ def _total(sums, k, p, q):
 
 @fast
 def _collect(sums, rows, totals, problem, piece):
-    """Write partial sums of the first rows to a symmetric matrix."""
+    """Write the products of the first `rows` rows to a symmetric matrix in `totals`."""
     k = 0
     for i in range(0, rows, HEIGHT):
         for j in range(0, i + 1, HEIGHT):
@@ -83,11 +83,11 @@ def _collect(sums, rows, totals, problem, piece):
 
 @fast_entry
 def sum_products(lines, blocks, first, last, pieces, piece_columns, like, columns, tile, sums, totals):
-    """Write the products of the rows [G; g] over pieces ``first .. last - 1`` of the problems to totals.
+    """Write the products of the rows [G; g] over pieces ``first .. last - 1`` of the problems to `totals`.
 
-    Each piece has a matrix (t + 1, t + 1) of its own in totals (problems, pieces, ...). Products of the
-    columns of one tile are summed in its dtype, the rest in float64. `columns` is None where the entries of
-    each row of G are adjacent; for others the loop is compiled once more, when they come.
+    Each piece has its own matrix in `totals` (problems, pieces, t + 1, t + 1). Products are summed over the
+    columns of a tile in its dtype, and over tiles in float64. `columns` is None if the entries of each row of
+    G are adjacent. For all other arrays the loop is compiled a second time, at their first use.
     """
     rows, n = tile.shape
     t = rows - 1
@@ -105,7 +105,7 @@ def sum_products(lines, blocks, first, last, pieces, piece_columns, like, column
             while start < stop:
                 here = min(n, stop - start)
                 if in_place and here >= MULTIPLE:
-                    here -= here % MULTIPLE  # few rows are multiplied where they lie
+                    here -= here % MULTIPLE  # few rows are multiplied in place
                     source, vector = line[ROWS] + start * column, line[VECTOR] + start * like.itemsize
                     add_few(source, row, column, vector, here, t, like, columns, tile, sums)
                 else:
@@ -118,14 +118,16 @@ def sum_products(lines, blocks, first, last, pieces, piece_columns, like, column
 
 @fast_entry
 def sum_shared_products(lines, blocks, first, last, piece_columns, like, columns, tile, sums, totals):
-    """Do the same for problems of one G, which is read once for many gradients; K only for problem 0.
+    """Write the products of the rows [G; g] to `totals`, for many g and one G; K for problem 0 only.
 
-    `first` and `last` count groups of HEIGHT gradients, those of piece 0 before those of piece 1. The tile
-    has rows of G, and then those of a group of gradients.
+    `first` and `last` count groups of HEIGHT gradients: all groups of piece 0, then all groups of piece 1,
+    and so on. Each tile of G is read once for up to CROWDS groups. The tile holds the rows of G, followed by
+    a group of gradients.
     """
     problems, t = totals.shape[0], totals.shape[2] - 1
     n, groups, crowds = tile.shape[1], (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT
-    # Sums of K come first, then for each group of gradients those with the rows and among themselves.
+    # Order of the blocks in `sums`: those of K, then per group of gradients its products with each group of
+    # rows of G, and its products with itself.
     size, vectors = groups * (groups + 1) // 2, groups * HEIGHT
     _clear(tile, 0, n)
     while first < last:
@@ -166,7 +168,7 @@ def sum_shared_products(lines, blocks, first, last, piece_columns, like, columns
 
 @fast_entry
 def add_pieces(totals):
-    """Add pieces up into the first one, in pairs, so that rounding does not add up over pieces."""
+    """Add the matrices of all pieces to that of the first piece, by pairwise summation to limit rounding."""
     for p in range(totals.shape[0]):
         left = totals.shape[1]
         while left > 1:
@@ -180,7 +182,7 @@ def add_pieces(totals):
 
 @fast
 def _add_rows(line, start, n, like, columns, lam, problem, chosen, factors, sums):
-    """Add active rows times their multipliers to n sums; other rows are not read."""
+    """Add rows times their multipliers to n sums; rows whose multiplier is zero need not be finite."""
     row, column, count = line[ROW_STEP], line[COLUMN_STEP], 0
     source = line[ROWS] + start * column
     for r in range(lam.shape[1]):
@@ -195,14 +197,14 @@ def _add_rows(line, start, n, like, columns, lam, problem, chosen, factors, sums
                 for c in range(done, n):
                     add_scaled(source + c * column, row, 1, like, chosen, factors, k, 1, sums, c)
             return
-    # A few rows at a time, because processors follow few streams of memory.
+    # A few rows at a time, because processors prefetch few streams of memory.
     for k in range(0, count, _TOGETHER):
         add_scaled(source, row, n, like, chosen, factors, k, min(_TOGETHER, count - k), sums, 0)
 
 
 @fast
 def _add_columns(source, row, column, n, like, lam, sums):
-    """Add the products of adjacent columns and lam to sums; return for how many of n columns."""
+    """Add the products of columns and lam to `sums`; return the number of columns done, out of n."""
     t = lam.size
     if column == like.itemsize or row != like.itemsize:
         return 0
@@ -217,7 +219,7 @@ def _add_columns(source, row, column, n, like, lam, sums):
 
 @fast
 def _write(line, start, n, like, sums):
-    """Round n sums to the output."""
+    """Write n sums to x, rounded to its dtype."""
     address, step = line[OUT] + start * line[OUT_STEP], line[OUT_STEP]
     if step == like.itemsize:
         narrow(sums, 0, n, address, like)
@@ -232,8 +234,8 @@ def write_combination(
 ):
     """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself.
 
-    Pieces of a problem follow each other; with one G for all, which is `shared`, problems of a piece do.
-    Sums run in float64 and stay in cache; x is written only then, because it may be g.
+    The pieces are numbered problem by problem; if G is `shared`, piece by piece over all problems. Sums run
+    in float64 and stay in cache. x is written after its sums are complete, because it may be g.
     """
     problems = lam.shape[0]
     while first < last:

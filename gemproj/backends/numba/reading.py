@@ -1,7 +1,7 @@
-"""Copies of array entries with any strides to the rows of a tile.
+"""Loops that copy array entries with any strides to the rows of a tile.
 
-What is read is given by address, since one call reads hundreds of arrays, see `addresses`; the problem holds
-these arrays.
+The arrays are given by their addresses, because one call reads hundreds of them, see `addresses`. The problem
+holds the arrays.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def read_vector(line, start, n, like, tile, r):
 
 @fast
 def read_rows(line, start, n, t, like, columns, tile):
-    """Copy n columns of G to rows of a tile; `columns` is None where the entries of all rows are adjacent.
+    """Copy n columns of G, from column `start` on, to the first t rows of a tile.
 
-    Otherwise G may be stored by columns or in any other way.
+    `columns` is None if the entries of each row are adjacent; else G may have any strides.
     """
     row, column, done, turned = line[ROW_STEP], line[COLUMN_STEP], 0, 0
     source = line[ROWS] + start * column
@@ -45,7 +45,7 @@ def read_rows(line, start, n, t, like, columns, tile):
 
 @fast
 def _read_columns(source, row, column, n, t, like, tile):
-    """Turn adjacent columns into rows, and return how many columns of how many rows that was done for."""
+    """Copy columns with adjacent entries to rows of a tile; return the numbers of columns and rows copied."""
     done, height = n // TURNED * TURNED, 32 // max(4, like.itemsize)  # bfloat16 is read as float32
     if column == like.itemsize or row != like.itemsize:
         return 0, 0
@@ -54,7 +54,7 @@ def _read_columns(source, row, column, n, t, like, tile):
         return done, t
     if t < height:
         return 0, 0
-    # A few rows that are left are copied entry by entry, more with some of those before them.
+    # Up to 3 remaining rows are copied entry by entry; more are transposed together with preceding rows.
     turned = t - t % height if t % height <= 3 else t
     for c in range(0, done, TURNED):
         for r in range(0, turned, height):

@@ -1,4 +1,4 @@
-"""The compiled twin of `gemproj.methods._active_set`, for a batch, without Python in it."""
+"""The compiled twin of `gemproj.methods._active_set`, for a batch of problems."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _STALLED = int(Status.STALLED)
 
 @strict_entry
 def solve_active_set(Ks, bs, lowers, uppers, starts, first, last, lams, pivots, status, resolved):
-    """Solve problems ``first .. last - 1`` of a batch, of rows of any norm.
+    """Write the solutions of problems ``first .. last - 1``; return how many of them K may not resolve.
 
-    Problems are K (problems, t, t), or one K for all, and b (problems, t); `lowers`, `uppers` and `starts`
-    may be empty. Writes the multipliers, the number of pivots, the status, and whether K resolves the active
-    and nearly active rows, see `resolution`. Returns for how many problems it does not.
+    Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);
+    `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `pivots`, the
+    numbers of pivots; `status`; and `resolved`, the `resolution` of the active and nearly active rows.
     """
     t, close = bs.shape[1], 0
     T, K, b, s, lam = np.empty((t, t + 1)), np.empty((t, t)), np.empty(t), np.empty(t), np.empty(t)
@@ -42,7 +42,7 @@ def solve_active_set(Ks, bs, lowers, uppers, starts, first, last, lams, pivots, 
             best[i], finite = 0.0, finite and given[i, i] < np.inf
         smallest, products = optimality(K, b, best, lower, upper, s)
         pivots[p] = 0
-        # Updates add rounding, so a search that ends with a violated constraint is resumed afresh.
+        # Updates add rounding, so a search that ends with a violated constraint is restarted.
         for _ in range(SEARCHES):
             for i in range(t):
                 tabu[i] = lower[i] < lam[i] and lam[i] < upper[i]
@@ -68,7 +68,7 @@ def solve_active_set(Ks, bs, lowers, uppers, starts, first, last, lams, pivots, 
 
 @strict
 def run(T, lam, lower, upper, free, tabu, s):
-    """Pivot until no constraint is violated, with the least-index rule past the budget; return the pivots."""
+    """Pivot until no constraint is violated, past the budget by the least-index rule; return the pivots."""
     pivots, budget, entered = 0, BUDGET * lam.size, -1
     clear(tabu)
     while True:
@@ -76,7 +76,7 @@ def run(T, lam, lower, upper, free, tabu, s):
         pivots += dropped
         if dropped:
             clear(tabu)
-            # A row that leaves in the move it entered for did so by rounding: not again at once.
+            # A row that leaves in the move after its entry leaves by rounding, and is blocked for now.
             if entered >= 0 and not free[entered]:
                 tabu[entered] = True
         size = rounding(lam)
@@ -100,7 +100,7 @@ def run(T, lam, lower, upper, free, tabu, s):
 
 @strict
 def most_violated(lam, lower, upper, free, tabu, s, worst, first):
-    """Return the row whose constraint is violated most, or `first`; -1 if none is by more than `worst`."""
+    """Return the row with the largest violation above `worst`, or -1; with `first` the first such row."""
     entered = -1
     for i in range(lam.size):
         if not (free[i] or tabu[i] or upper[i] <= lower[i]):
@@ -114,9 +114,9 @@ def most_violated(lam, lower, upper, free, tabu, s, worst, first):
 
 @strict
 def move_to_trial(T, lam, lower, upper, free, s):
-    """Go to the minimum over the free multipliers; return how many met a bound and were dropped."""
+    """Move to the minimum over the free multipliers; return how many rows met a bound and were dropped."""
     dropped = 0
-    while True:  # each time at least one is dropped
+    while True:  # each pass drops at least one row or returns
         trial(T, lam, free, s)
         step = np.inf
         for i in range(lam.size):
@@ -140,9 +140,9 @@ def move_to_trial(T, lam, lower, upper, free, s):
 
 @strict
 def exchange(T, lam, lower, upper, free, j, sign):
-    """Move multiplier j of a dependent row until a free one meets a bound and makes room.
+    """Add the dependent row j to the free rows, in exchange for the free row that first meets a bound.
 
-    Returns the number of pivots, negative if in the end nothing was in the way: the dual is unbounded.
+    Returns the number of pivots p, or -1 - p if no multiplier meets a bound: then the dual is unbounded.
     """
     pivots = 0
     while T[j, j] <= DEPENDENT:
@@ -171,7 +171,7 @@ def exchange(T, lam, lower, upper, free, j, sign):
 
 @strict
 def reach(here, end, low, high):
-    """Return the part of the way to `end` on which a bound is met, infinity if none is."""
+    """Return the step length to `end` at which a bound is met; infinity if none is met."""
     if low < end and end < high:
         return np.inf
     if end == here:

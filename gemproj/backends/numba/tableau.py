@@ -16,10 +16,10 @@ DEPENDENT = _constants.DEPENDENT * _constants.EPS
 
 @strict
 def set_free(T, K, b, lower, wanted, free, lam):
-    """Sweep a fresh tableau on a set, equalities first; rows that depend on others leave it, with lam = 0.
+    """Sweep a fresh tableau on the rows `wanted`, equalities first; dependent rows are dropped with lam = 0.
 
-    The row that is farthest from the span of the free rows is next: of dependent rows, those that are far
-    apart are taken, and multipliers stay small.
+    Each time the row farthest from the span of the free rows is next. Among dependent rows this selects rows
+    at large angles, which keeps the multipliers small.
     """
     t, equality = b.size, True
     for i in range(t):
@@ -45,7 +45,7 @@ def set_free(T, K, b, lower, wanted, free, lam):
 
 @strict
 def pivot(T, free, k):
-    """Move row k into the free set or out of it: the sweep of the tableau (t, t + 1) is its own inverse."""
+    """Add row k to the free rows or remove it: the sweep of the tableau (t, t + 1) is its own inverse."""
     t = T.shape[0]
     divisor = T[k, k] if T[k, k] > DEPENDENT else 1.0
     for j in range(t + 1):
@@ -62,7 +62,7 @@ def pivot(T, free, k):
 
 @strict
 def trial(T, lam, free, s):
-    """Write -lam of the free rows and s of the others, at the minimum over the free multipliers."""
+    """Write -lam of the free rows and s of the other rows, at the minimum over the free multipliers."""
     t = lam.size
     for i in range(t):
         s[i] = T[i, t]
@@ -74,7 +74,7 @@ def trial(T, lam, free, s):
 
 @strict
 def rounding(lam):
-    """Return the rounding of slacks, in units of which a constraint is violated or nearly active."""
+    """Return ``1 + |lam|_1``, the unit of the rounding error of slacks."""
     total = 1.0
     for i in range(lam.size):
         total += abs(lam[i])

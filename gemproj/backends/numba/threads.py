@@ -1,9 +1,9 @@
-"""Threads for work on NumPy arrays that releases the interpreter lock.
+"""A thread pool for compiled loops, which release the GIL.
 
-Threads of our own sleep between calls, survive a fork of the process and may be entered from several
-threads at once, which the thread pools of compiled libraries do not all promise. Work is handed over without
-Python's locks: a signal handler may interrupt its thread anywhere and call `share` itself, and what it raises
-may end any wait.
+Its threads sleep between calls. It works after a fork of the process and can be used from several threads at
+once; the thread pools of compiled libraries do not all promise this. Work is handed over without Python's
+locks, because a signal handler may interrupt a thread anywhere and call `share` itself, and because its
+exception may end any wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-# Seconds after which a thread that waits looks whether it still has to: an interrupt may have eaten its call.
+# Seconds after which a waiting thread checks whether threads still work: an interrupt may have removed the
+# message that it waits for.
 _LOOK = 0.05
 
 
@@ -29,11 +30,12 @@ def cores() -> int:
 
 
 def share(work: Callable[[int], None], count: int, threads: int | None = None, held: Any = None) -> None:
-    """Call ``work(0) .. work(count - 1)``, each once, in the calling thread and up to ``threads - 1`` others.
+    """Call ``work(0) .. work(count - 1)``, each once, in `threads` threads, one of which is the caller's.
 
-    Without `threads`, as many as there are `cores`. If a call raises or the caller is interrupted, no
-    further ones begin; what was raised first, or else an interrupt, is raised after all threads have stopped,
-    since they may be writing to arrays that the caller then gives up. Until then they keep what is `held`.
+    `threads` is `cores` by default, and at most `count`. If a call raises or the caller is interrupted, no
+    further call begins. An interrupt, or else the first exception, is raised after all threads have stopped,
+    because they may be writing to arrays that the caller then frees. Until then the threads hold a reference
+    to `held`.
     """
     if count == 1:
         work(0)
@@ -52,13 +54,16 @@ def share(work: Callable[[int], None], count: int, threads: int | None = None, h
             break
         except BaseException as error:
             job.errors.append(error)
-    job.work = job.held = None  # a thread may only now find that there is nothing to do
+    job.work = job.held = None  # a thread that takes the job later must not hold them
     if job.errors:
         raise min(job.errors, key=lambda error: isinstance(error, Exception))
 
 
 class _Job:
-    """Calls that threads share. Those in `helping` may be in one; each says in `stopped` that it is not."""
+    """Calls to share between threads, with one entry in `helping` per working thread of the pool.
+
+    Each of these threads puts a message into `stopped` when it has made its last call.
+    """
 
     def __init__(self, work: Callable[[int], None], count: int, held: Any) -> None:
         self.work: Any = work
@@ -68,13 +73,14 @@ class _Job:
         self.stopped: SimpleQueue[None] = SimpleQueue()
 
     def drain(self) -> None:
-        """Make calls until none is left or one has raised."""
+        """Make calls until no call is left or a call has raised."""
         while not self.errors and (i := next(self.numbers)) < self.count:
             self.work(i)
 
     def help(self) -> None:
-        """Do the same beside the thread that waits for it."""
-        self.helping.append(None)  # before looking for errors: the caller looks here after it had one
+        """Make calls in a thread of the pool; record errors for the caller, and report the end to it."""
+        # Before `errors` is read in `drain`, because the caller reads `helping` after it has recorded an error.
+        self.helping.append(None)
         try:
             self.drain()
         except BaseException as error:
@@ -83,14 +89,14 @@ class _Job:
         self.stopped.put(None)
 
 
-# Jobs that wait for threads, and the number of these, as the length of a list: to append takes no lock.
+# Jobs that wait for threads; and a list with one entry per pool thread, because appending takes no lock.
 _jobs: SimpleQueue[_Job] = SimpleQueue()
 _helpers: list[None] = []
 
 
 def _ask_for_help(job: _Job, count: int) -> None:
-    """Wake threads for a job; there are as many as `cores`, started when they are first wanted."""
-    with suppress(RuntimeError):  # there are no new threads at the end of the process
+    """Wake up to `count` threads of the pool for a job; at most `cores` threads are started, on first use."""
+    with suppress(RuntimeError):  # no thread can be started at the end of the process
         while len(_helpers) < min(count, cores()):
             _thread.start_new_thread(_help, (_jobs,))
             _helpers.append(None)
@@ -104,7 +110,7 @@ def _help(jobs: SimpleQueue[_Job]) -> None:
 
 
 def _forget() -> None:
-    """Forget the threads in a forked child, which has none of them."""
+    """Reset the pool in a forked child process, in which its threads do not exist."""
     global _jobs, _helpers
     _jobs, _helpers = SimpleQueue(), []
 

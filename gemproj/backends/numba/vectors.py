@@ -1,4 +1,4 @@
-"""Rows that are copied, multiplied with each other, and added up."""
+"""Emitted loops over rows: copy and convert, products of rows, and linear combinations of rows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from gemproj.backends.numba.lanes import (
     types_of,
 )
 
-# Independent additions in flight, which hide the latency of one.
+# Number of independent additions that hides the latency of an addition.
 _BUSY = 8
 
 
@@ -54,7 +54,7 @@ def widen(typing_context, source, n, like, target, row, column):
 
 @intrinsic
 def narrow(typing_context, sums, column, n, target, like):
-    """Round n numbers of float64 in ``sums[0]``, from a column on, to entries of the dtype of `like`."""
+    """Write n float64 numbers ``sums[0, column:]`` to the address `target`, in the dtype of `like`."""
 
     def generate(context, builder, signature, args):
         sums, column, n, target, _ = args
@@ -113,10 +113,10 @@ def add_scaled(typing_context, source, step, n, like, chosen, scale, first, coun
 
 @intrinsic
 def add_block(typing_context, tile, a, b, height, columns, sums, k):
-    """Add products of `height` rows of a tile, from row a on, with HEIGHT rows from b on to ``sums[k]``.
+    """Add the products of `height` rows of a tile from row a on with HEIGHT rows from b on to ``sums[k]``.
 
-    The tile has rows of float32 or float64, of which a multiple of MULTIPLE columns is taken; `sums` has
-    HEIGHT * HEIGHT * LANES numbers of float64 for each k. Where a is b only the lower triangle is made.
+    The tile is float32 or float64, and the number of columns is a multiple of MULTIPLE. `sums` has
+    HEIGHT * HEIGHT * LANES float64 numbers for each k. If a equals b, only the lower triangle is computed.
     """
 
     def generate(context, builder, signature, args):
@@ -146,10 +146,10 @@ def add_block(typing_context, tile, a, b, height, columns, sums, k):
 
 @intrinsic
 def add_few(typing_context, source, row, column, vector, n, t, like, columns, tile, sums):
-    """Add the products of fewer than HEIGHT rows of G, and g, where they lie, to ``sums[0]``.
+    """Add the products of g and fewer than HEIGHT rows of G to ``sums[0]``, read in place.
 
-    They have the dtype of `like`, and are multiplied in that of `tile`. The entries of each row are adjacent;
-    unless `columns` is None, they may be those of all columns instead.
+    Entries have the dtype of `like`, and are multiplied in the dtype of `tile`. The entries of each row are
+    adjacent. Unless `columns` is None, G may also be stored by columns without gaps.
     """
 
     def generate(context, builder, signature, args):
@@ -185,7 +185,10 @@ def add_few(typing_context, source, row, column, vector, n, t, like, columns, ti
 
 
 def _emit_block(builder, left, right, columns, sums, real, pairs):
-    """Emit sums of products of entries that `left` and `right`, or `left` alone, return from a column on."""
+    """Emit the loop over columns that adds the products of pairs (p, q) of rows to `sums`.
+
+    ``left(at)[p]`` and ``right(at)[q]`` are vectors of entries from column `at` on; None stands for `left`.
+    """
     vector, wide = ir.VectorType(real, BYTES // bytes_of(real)), ir.VectorType(F64, LANES)
     unroll = 1 if len(pairs) >= _BUSY else 2 if len(pairs) >= _BUSY // 2 else 4
     zero = ir.Constant(vector, [0.0] * vector.count)
