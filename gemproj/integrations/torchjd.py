@@ -1,4 +1,4 @@
-"""The exact projection inside TorchJD's aggregators: UPGrad, DualProj and whatever takes a projector."""
+"""The exact projection as a projector for TorchJD's aggregators, such as UPGrad and DualProj."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ except ImportError as error:
 
 from gemproj._dual import solve_gram
 
-# Steps of the proximal point method where K may be indefinite by rounding: one alone would leave the ridge in
-# the answer.
+# Steps of the proximal point method, used where K may be indefinite by rounding. After one step the ridge
+# would still change the answer.
 _STEPS = 2
 
 
 @dataclass(frozen=True)
 class ConeProjector(DualConeProjector):
-    """Projects onto the dual cone of the rows of a Jacobian J, for aggregators of TorchJD.
+    """Projector onto the dual cone of the rows of a Jacobian J, for aggregators of TorchJD.
 
     ::
 
@@ -39,24 +39,25 @@ class ConeProjector(DualConeProjector):
     `gemproj.solve_gram` with ``K = G`` and ``b = G u``: ``min 1/2 lam'G lam + (G u)'lam, lam >= 0``. All
     vectors are solved in one call on one G.
 
-    Takes the place of `torchjd.linalg.QuadprogProjector`. There is no ridge relative to the largest rows and
-    no smallest gradient; rows may have any norms and be dependent; no QP solver has to be installed.
+    It replaces `torchjd.linalg.QuadprogProjector`, without its ridge relative to the largest rows and without
+    its smallest norm of a gradient. Rows may have any norms and be dependent, and no QP solver has to be
+    installed.
 
     Notes
     -----
-    TorchJD computes G in the dtype of the model. Its entries are off by some units of rounding, which for
-    dependent rows can make it indefinite. Where G is not positive definite beyond such rounding, the
-    projector takes two steps of the proximal point method (Rockafellar, 1976): ``lam <- argmin 1/2 lam'G
-    lam + (G u)'lam + 1/2 (lam - previous)'D (lam - previous)``, where D is the diagonal of G times the
-    rounding. In float32 the violations that remain are about 1e-6 of ``|J'u|``, and up to 1e-3 where
-    weights are large, as with more rows than parameters.
+    TorchJD computes G in the dtype of the model. The rounding of its entries can make G indefinite if rows
+    are dependent. Where G is not positive definite beyond this rounding, the projector takes two steps of the
+    proximal point method (Rockafellar, 1976),
+    ``lam <- argmin 1/2 lam'G lam + (G u)'lam + 1/2 (lam - previous)'D (lam - previous)``, where D is the
+    diagonal of G times the rounding. In float32 the violations that remain are about 1e-6 of ``|J'u|``, and
+    up to 1e-3 where weights are large, as with more rows than parameters.
 
     The m x m problem is solved on the CPU in float64: on a device, one copy of G and U to the host and one
-    back. Like TorchJD's own, the weights carry no derivative.
+    back. As with TorchJD's own projector, the weights have no derivative.
 
     Examples
     --------
-    Two objectives in conflict: each row is projected onto the half-space of the other one.
+    Two objectives in conflict: each row is projected onto the half-space of the other row.
 
     >>> import torch
     >>> from gemproj.integrations.torchjd import ConeProjector
@@ -94,7 +95,7 @@ class ConeProjector(DualConeProjector):
             raise ValueError(
                 f"G must have shape (m, m) and U (..., m); found {tuple(G.shape)} and {tuple(U.shape)}."
             )
-        with np.errstate(over="ignore", invalid="ignore"):  # `solve_gram` says what is not finite
+        with np.errstate(over="ignore", invalid="ignore"):  # `solve_gram` raises for these
             K, V = (a.detach().to("cpu", torch.float64).numpy() for a in (G, U))
             K = 0.5 * (K + K.T)  # products on a device need not be symmetric to the last bit
             lam = _solve(K, V @ K, _rounding(len(K), G.dtype))
@@ -102,9 +103,10 @@ class ConeProjector(DualConeProjector):
 
 
 def _rounding(m: int, dtype: torch.dtype) -> float:
-    """Return how far eigenvalues of a Gram matrix with unit diagonal are off, at most.
+    """Return a bound of the error of the eigenvalues of a Gram matrix with unit diagonal.
 
-    That is about sqrt(m) times the error of an entry. Halves are summed in float32 and rounded once.
+    The bound is about sqrt(m) times the error of an entry. An entry in float16 or bfloat16 is rounded once,
+    because its products are summed in float32.
     """
     precision = torch.finfo(dtype)
     return (16 if precision.bits > 16 else 1) * precision.eps * m**0.5
@@ -115,7 +117,7 @@ def _solve(K: np.ndarray, b: np.ndarray, rounding: float) -> np.ndarray:
     squares = K.diagonal()
     norms = np.sqrt(np.where(squares > 0, squares, 1.0))
     unit = K / norms / norms[:, None]
-    np.fill_diagonal(unit, 1.0 - rounding)  # a row of zeros depends on no other
+    np.fill_diagonal(unit, 1.0 - rounding)  # zero rows become independent
     try:
         np.linalg.cholesky(unit)
     except np.linalg.LinAlgError:
