@@ -1,4 +1,4 @@
-"""``python -m gemproj``: what is installed here, and one small problem through every method.
+"""``python -m gemproj`` prints installed versions and devices, and solves a small problem with every method.
 
 ``python -m gemproj --compile`` compiles the loops of the numba backend for this machine, ahead of time.
 """
@@ -34,7 +34,7 @@ OPTIONAL = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command; by default with the arguments of the process."""
+    """Run the command line with `arguments`, by default ``sys.argv[1:]``."""
     parser = argparse.ArgumentParser(prog="python -m gemproj", description=__doc__)
     parser.add_argument("--compile", action="store_true", help="compile the loops ahead of time, and exit")
     if parser.parse_args(arguments).compile:
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def compile_loops() -> None:
-    """Compile the loops for float32, float64 and bfloat16, and keep them on disk: call all of them once."""
+    """Compile the loops for float32, float64 and bfloat16 by calling each once; numba caches them on disk."""
     from gemproj.backends.numba import installed
 
     if not installed():
@@ -53,7 +53,7 @@ def compile_loops() -> None:
     from gemproj.backends.numba import jit
 
     print("Compiling loops for float32, float64 and bfloat16; this takes about a minute, once.")
-    jit.announcement.waiting = False  # it has been said
+    jit.announcement.waiting = False  # the message above replaces the announcement
     start, libraries = time.perf_counter(), {"float32": "numpy", "float64": "numpy"}
     if find_spec("torch") is not None:
         libraries["bfloat16"] = "torch"
@@ -81,7 +81,7 @@ def report() -> None:
     rng = np.random.default_rng(0)
     t, d = 6, 10_000
     G, g = rng.standard_normal((t, d)) + 0.3, rng.standard_normal(d) - 0.3
-    # The reference recipe with its memory strength would solve another problem than the others.
+    # With its memory strength, GEM2017 would solve another problem than the other methods.
     methods = METHODS | {"gem2017": GEM2017(memory_strength=0.0)}
     print(f"One projection, t = {t} constraints, d = {d:,} parameters, NumPy float64")
     print(f"{'method':12s}{'time (us)':>10s}{'KKT residual':>15s}{'duality gap':>14s}{'error bound':>14s}")
@@ -116,7 +116,7 @@ def _version(package: str) -> str:
 
 
 def _devices() -> list[str]:
-    """Name the devices that the installed libraries can use."""
+    """Return the names of the devices that the installed libraries can use."""
     devices = ["CPU"]
     try:
         torch = importlib.import_module("torch")

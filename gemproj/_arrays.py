@@ -1,4 +1,4 @@
-"""Array libraries, devices and dtypes: the rest of the package asks here and never a library by name."""
+"""Functions that depend on the array library: namespace, device, dtype, and conversion to and from NumPy."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ import numpy as np
 Array = Any  # an array of NumPy, PyTorch, CuPy or any library of the array API standard
 Blocks = Array | Sequence[Array] | Mapping[Any, Array]
 
-# Models have hundreds of blocks: `map` over these takes half the time of a loop.
+# Models have hundreds of blocks, and `map` over these getters takes half the time of a loop.
 DTYPE, SHAPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("shape"), attrgetter("requires_grad")
 _DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
 
-# Looking these up takes longer than projecting a small gradient.
+# Caches by type: computing these values takes longer than projecting a small gradient.
 _NAMESPACES: dict[type, Any] = {}
 _REAL_FLOATING: dict[Any, bool] = {}
 _IS_TORCH: dict[type, bool] = {}
 
 
 def namespace(a: Array) -> Any:
-    """Return the array API namespace of the library of an array."""
+    """Return the array API namespace of an array."""
     xp = _NAMESPACES.get(type(a))
     if xp is None:
         xp = _NAMESPACES[type(a)] = array_api_compat.array_namespace(a)
@@ -35,7 +35,7 @@ _NUMPY = namespace(np.empty(0))
 
 
 def common_namespace(arrays: Sequence[Array]) -> Any:
-    """Return the namespace that all arrays share; a TypeError tells of different ones."""
+    """Return the common array API namespace of arrays; raise a TypeError if their libraries differ."""
     if len(arrays) == 1 or len(set(map(type, arrays))) == 1:
         return namespace(arrays[0])
     try:
@@ -46,7 +46,7 @@ def common_namespace(arrays: Sequence[Array]) -> Any:
 
 
 def device_of(a: Array) -> Any:
-    """Return the device of an array: "cpu" for NumPy's."""
+    """Return the device of an array; "cpu" for a NumPy array."""
     if type(a) is np.ndarray:
         return "cpu"
     return a.device if is_torch(a) else array_api_compat.device(a)
@@ -59,18 +59,18 @@ def all_on(device: Any, arrays: Sequence[Array]) -> bool:
 
 
 def on_host(device: Any) -> bool:
-    """Return whether `device` is the CPU, where reading a value waits for nothing."""
+    """Return whether `device` is the CPU, where reading a value needs no synchronisation."""
     kind = device if isinstance(device, str) else getattr(device, "type", None)
     return kind == "cpu" if kind is not None else "CPU_DEVICE" in str(device)
 
 
 def wide_dtype(xp: Any, device: Any) -> Any:
-    """Return float64, or float32 where a device has no float64 (Apple's MPS)."""
+    """Return float64, or float32 on a device without float64 (Apple's MPS)."""
     return xp.float32 if getattr(device, "type", None) == "mps" else xp.float64
 
 
 def is_array(a: Any) -> bool:
-    """Return whether `a` is an array of a library that the array API standard covers."""
+    """Return whether `a` is an array of a library that array-api-compat supports."""
     return array_api_compat.is_array_api_obj(a)
 
 
@@ -80,7 +80,7 @@ def is_real_floating(a: Array) -> bool:
     found = _REAL_FLOATING.get(key)
     if found is None:
         xp = namespace(a)
-        # There is no arithmetic in float8.
+        # float8 is excluded, because libraries have no arithmetic for it.
         floating = xp.isdtype(a.dtype, "real floating") and xp.finfo(a.dtype).bits >= 16
         found = _REAL_FLOATING[key] = bool(floating)
     return found
@@ -95,18 +95,18 @@ def is_torch(a: Any) -> bool:
 
 
 def detach(a: Array) -> Array:
-    """Return the array outside of autograd; the array itself, where nothing is recorded."""
+    """Return the array detached from autograd; the array itself if it requires no gradient."""
     return a.detach() if is_torch(a) and a.requires_grad else a
 
 
 def detach_all(arrays: list[Array]) -> None:
-    """Take the arrays of a list, all of one library, out of autograd."""
+    """Replace the arrays of a list, all of one library, by arrays detached from autograd."""
     if is_torch(arrays[0]) and any(map(REQUIRES_GRAD, arrays)):
         arrays[:] = map(detach, arrays)
 
 
 def refuse_transformed(arrays: Sequence[Array]) -> None:
-    """Raise for tensors without plain memory of their own: of `torch.func`, sparse, nested or meta ones."""
+    """Raise for tensors without dense memory: sparse, nested, meta and transformed by `torch.func`."""
     if is_torch(arrays[0]):
         first = arrays[0]
         if first.is_nested or first.is_meta or set(map(_LAYOUT, arrays)) != {sys.modules["torch"].strided}:
@@ -122,7 +122,7 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
 
 
 def note_written(arrays: Sequence[Array]) -> None:
-    """Tell autograd of writes that bypassed it, so that it refuses to use the old values."""
+    """Increment the version counters of tensors written outside of autograd, so that it notices the write."""
     if is_torch(arrays[0]):
         note = sys.modules["torch"].autograd.graph.increment_version
         for a in arrays:
@@ -131,7 +131,7 @@ def note_written(arrays: Sequence[Array]) -> None:
 
 
 def to_numpy(a: Array) -> np.ndarray:
-    """Return an array as one of NumPy: a view on the CPU; from a device it waits and copies."""
+    """Return an array as a NumPy array: a view on the CPU, a synchronising copy from a device."""
     if isinstance(a, np.ndarray):
         return a
     if is_torch(a):
@@ -140,17 +140,16 @@ def to_numpy(a: Array) -> np.ndarray:
 
 
 def from_numpy(a: Any, xp: Any, device: Any) -> Array:
-    """Return a NumPy array in another library and on another device, as a view where that is possible.
+    """Return a NumPy array as an array of the library `xp` on `device`, as a view where possible.
 
-    What is not NumPy's passes through: arrays that are on the device already, numbers and None.
+    Arrays of other libraries, numbers and None are returned unchanged.
     """
     if xp is _NUMPY or not isinstance(a, np.ndarray | np.generic):
         return a
     if xp.__name__.endswith("torch"):
         if not np.ndim(a):
             return xp.tensor(a, device=device)
-        # From pageable memory CUDA has read the array when this returns, although the device has not got
-        # there yet.
+        # CUDA reads pageable memory before this call returns, so the copy on the device may finish later.
         ahead = getattr(device, "type", None) == "cuda"
         a = np.ascontiguousarray(a) if a.flags.writeable else np.array(a)  # torch has no read-only tensors
         return xp.from_numpy(a).to(device, non_blocking=ahead)

@@ -1,4 +1,4 @@
-"""Arguments that are one array, or a sequence or mapping of arrays, as parameters come out of a model."""
+"""Arguments given as one array, or as a sequence or mapping with one array per parameter of a model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from gemproj._checks import refuse_masked
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
-    """Split an argument into blocks; `like` has the keys and the number of blocks of G."""
-    # The usual case first: an array needs no look at sequences and mappings.
+    """Return the checked blocks of an argument, and its keys.
+
+    `like` holds the keys and the number of blocks of G, with which the argument must agree.
+    """
+    # The usual case first: one array skips the slower checks of sequences and mappings.
     plain = type(a) is np.ndarray or is_torch(a)
     if plain and is_real_floating(a) and (like is None or like[0] is None):
         return [a], None
@@ -37,7 +40,7 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
         raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.")
     if like is not None and len(blocks) != like[1]:
         raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
-    # One block of each type and of each dtype stands for all: models have hundreds.
+    # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
     for block in dict(zip(map(type, blocks), blocks, strict=True)).values():
         if not is_array(block):
             hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
@@ -61,8 +64,8 @@ def _kind(keys: Any) -> str:
 
 
 def blocks_of(a: Blocks) -> Sequence[Any]:
-    """Return the leaves of an argument that has not been checked yet."""
+    """Return the arrays of an argument that has not been checked yet."""
     if isinstance(a, (list, tuple)):
         return a
-    # Arrays before mappings, which take longer to ask for.
+    # Arrays are tested first, because `isinstance(a, Mapping)` is slow.
     return [a] if hasattr(a, "dtype") or not isinstance(a, Mapping) else list(a.values())

@@ -1,4 +1,4 @@
-"""Every variant of the problem as bounds of the multipliers and a right-hand side.
+"""All options of the projection, expressed as bounds of the multipliers and a right-hand side h.
 
     minimise 1/2 lam'K lam + (b - h)'lam  subject to  lower <= lam <= upper
 
@@ -34,16 +34,16 @@ from gemproj._tspace import Standard, inverse, matvec, snap
 
 
 class Bounds(NamedTuple):
-    """Bounds of the multipliers, arrays (..., t) or None.
+    """Bounds of the multipliers and the right-hand side h: arrays (..., t), or None for the default.
 
     Attributes
     ----------
     base : array or None
         Lower bounds where they are finite, and 0 elsewhere; None stands for 0.
     equality : array of bool or None
-        Rows with ``G x = h``; None stands for none.
+        True for rows with ``G x = h``; None stands for False everywhere.
     upper : array or None
-        None stands for infinity.
+        Upper bounds; None stands for infinity.
     h : array or None
         Right-hand side; None stands for 0.
     """
@@ -55,13 +55,13 @@ class Bounds(NamedTuple):
 
     @property
     def unbounded(self) -> Array | None:
-        """Rows without a lower bound, bool, or None: equalities without a penalty."""
+        """Mask (..., t) of the rows without a lower bound (equalities without a penalty), or None."""
         if self.equality is None or self.upper is None:
             return self.equality
         return self.equality & namespace(self.upper).isinf(self.upper)
 
     def violated(self, slack: Array) -> Array:
-        """Return which constraints slacks ``G x - h`` violate, boolean (..., t): equalities by any sign."""
+        """Return the mask (..., t) of violated constraints: slack below zero, or not zero for equalities."""
         return slack < 0 if self.equality is None else (slack < 0) | (self.equality & (slack > 0))
 
 
@@ -71,10 +71,13 @@ PLAIN = Bounds()
 def standard_form(
     K: Array, b: Array, bounds: Bounds, reach: float | Array = LOOSE
 ) -> tuple[Standard, Array | None]:
-    """Subtract h, and move finite lower bounds to zero: the projection of ``g + G'base``.
+    """Return the dual problem in standard form: h subtracted from b, finite lower bounds moved to zero.
 
-    Also return which rows were cut, boolean (..., t), or None: slacks beyond `reach` times the size of the
-    problem, (..., 1), would set the scale for all other rows; see `overstepped`.
+    It is the dual problem of the projection of ``g + G'base``.
+
+    Also return the mask (..., t) of cut rows, or None. A row is cut where ``b - h`` is replaced by a limit,
+    `reach` (a number or (..., 1)) times the size of the problem, because larger entries would dominate the
+    scaling of all rows. `overstepped` tests whether this changed the solution.
     """
     if bounds is PLAIN:
         return Standard(K, b, None, None), None
@@ -98,10 +101,10 @@ def standard_form(
 
 
 def overstepped(dual: Standard, cut: Array, lam: Array) -> Array:
-    """Return for which problems, boolean (...), a row that was cut takes part in the solution lam.
+    """Return the mask (...) of problems whose solution lam depends on the limit at which rows were cut.
 
-    Elsewhere lam solves the problem that was asked, too: the multipliers of cut rows are zero where the
-    slack is positive, and at the upper bound where it is negative.
+    In all other problems lam also solves the problem before the cut: the multiplier of each cut row is zero
+    where ``b - h`` is positive, and at its upper bound where ``b - h`` is negative.
     """
     xp = namespace(lam)
     inside = lam != 0
@@ -113,10 +116,13 @@ def overstepped(dual: Standard, cut: Array, lam: Array) -> Array:
 def _subtract(
     K: Array, b: Array, bounds: Bounds, upper: Array | None, reach: float | Array
 ) -> tuple[Array, Array]:
-    """Return b - h, cut at `reach` times the size of the problem, and where.
+    """Return ``b - h``, cut at `reach` times the size of the problem, and the mask (..., t) of the cut rows.
 
-    Rows that ask for little are cut, and soft rows that ask for more than they get; no equality without a
-    penalty. The size is that of b and of the demands; a soft row gets no more than its penalty pulls.
+    Rows with a large positive ``b - h`` are cut, because x satisfies them by far. Rows with a penalty and a
+    large negative ``b - h`` are cut, because x violates them despite the penalty. Equalities without a
+    penalty are never cut. The size is the largest ``|b_i|`` or positive h_i (``|h_i|`` of an equality) over
+    the norm of the row. With a penalty this h_i counts at most as penalty times norm, the distance by which
+    the row can move x.
     """
     xp, h, hard = namespace(b), bounds.h, bounds.unbounded
     norms, infinite = xp.sqrt(xp.linalg.diagonal(K)), xp.full_like(b, math.inf)
@@ -140,9 +146,9 @@ def _subtract(
 
 
 def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -> Bounds:
-    """Return the bounds that the options of `project` stand for, for multipliers shaped `like` b.
+    """Return the `Bounds` for the options of `project`, broadcast to the shape of `like`, which is b.
 
-    Options of another shape are an error, and on the CPU values out of range.
+    Raises for options that do not broadcast and, on the CPU, for values out of range.
     """
     no_margin = is_number(margin) and not margin
     none = penalty is None or (is_number(penalty) and penalty == math.inf)
@@ -157,7 +163,7 @@ def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -
         _check_values(right, base, upper, mask)
     if mask is None:
         return Bounds(base, None, upper, right)
-    if upper is not None:  # |G x - h| is penalised from both sides
+    if upper is not None:  # a penalty on |G x - h| bounds the multiplier from both sides
         base = xp.where(mask, xp.where(xp.isinf(upper), zero, -upper), zero if base is None else base)
     elif base is not None:
         base = xp.where(mask, zero, base)
@@ -185,13 +191,13 @@ def _mask(equality: Any, like: Array) -> Array:
 
 
 def _shaped(value: Any, name: str, like: Array) -> Array:
-    """Return an array of the library and device of b, broadcast to its shape."""
+    """Return `value` as an array of the library and device of b, broadcast to the shape of b."""
     xp, device = namespace(like), device_of(like)
     if not (is_array(value) and namespace(value) is xp and device_of(value) == device):
         value = from_numpy(real_numbers(value, name), xp, device)
     elif not is_real_floating(value) and not xp.isdtype(value.dtype, ("bool", "integral")):
         raise TypeError(f"{name} must hold real numbers; found dtype {value.dtype}.")
-    # A copy: a solution keeps it, and must not change with the array of the caller.
+    # A copy, because the solution keeps it and must not change with the caller's array.
     value = xp.astype(detach(value), value.dtype, copy=True)
     try:
         if value.ndim == 1 and value.shape[0] != like.shape[-1]:
@@ -208,7 +214,7 @@ def _shaped(value: Any, name: str, like: Array) -> Array:
 def _check_values(
     h: np.ndarray | None, margin: np.ndarray | None, penalty: np.ndarray | None, equality: np.ndarray | None
 ) -> None:
-    """Raise for values out of range, on the CPU, where looking at them is free."""
+    """Raise for values out of range; called on the CPU only, where reading values is free."""
     for name, value in (("h", h), ("margin", margin)):
         if value is not None and not np.isfinite(value).all():
             raise ValueError(f"{name} must be finite; found {value}.")

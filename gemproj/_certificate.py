@@ -1,7 +1,8 @@
-"""How far multipliers are from the solution, from t-space numbers alone and free of scale.
+"""Certificates of given multipliers: KKT residual, duality gap, cosine and error bound.
 
-Everything is relative to a `size`, the norm of the gradient that is projected. With ``s = G x - h``,
-no result changes when g and h, or a row of G with its h, are multiplied by a positive number.
+They are computed from arrays of t-space, and are relative to `size`, the norm of the gradient that is
+projected. With ``s = G x - h``, no certificate changes when g and h, or a row of G with its h, are multiplied
+by a positive number.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from gemproj.methods._faces import Factorisation
 
 
 def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
-    """Return the largest violation of the optimality conditions, shape (...).
+    """Return the KKT residual, the largest violation of the optimality conditions, shape (...).
 
     The maximum of primal feasibility ``-s_i / (|g_i| size)``, dual feasibility ``(lower_i - lam_i) |g_i| /
     size`` and complementarity ``(lam_i - lower_i) |s_i| / size^2``. Without a lower bound a positive slack is
-    infeasible, too. With an upper bound c, s_i may be negative at lam_i = c, so feasibility gives way to
-    ``max(0, -s_i)`` times the distance of lam_i to c, or to one where that is larger: the rounding of
-    s must not grow with c. The lower bound -c of an equality is treated alike.
+    a violation, too. With an upper bound c, s_i may be negative at lam_i = c. Primal feasibility is then
+    replaced by ``max(0, -s_i)`` times ``min(1, c - lam_i)``, where the minimum with 1 keeps a large c from
+    magnifying the rounding of s. The lower bound -c of an equality with a penalty is treated in the same way.
     """
     xp = namespace(s)
     if not s.shape[-1]:
@@ -38,7 +39,7 @@ def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, 
     below = xp.where(open_above, zero, upper - lam) * norms * per_size
     high, low = xp.maximum(s, zero), xp.maximum(-s, zero)
     weight = xp.where(bounded, xp.abs(above), one)
-    # An equality with a penalty is bounded by it from both sides.
+    # The multiplier of an equality with the penalty c lies between -c and c.
     weight = xp.where(lower < 0, xp.minimum(weight, one), weight)
     parts = [
         high * weight,
@@ -51,10 +52,10 @@ def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, 
 
 
 def duality_gap(s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
-    """Return (primal - dual objective) / size^2, shape (...).
+    """Return the duality gap, (primal - dual objective) / size^2, shape (...).
 
-    ``sum (lam - lower) max(0, s) + (upper - lam) max(0, -s)``; where there is no upper bound a violated
-    constraint adds the negative ``(lam - lower) s`` instead, as the primal objective does not see it.
+    ``sum (lam - lower) max(0, s) + (upper - lam) max(0, -s)``. A violated constraint without an upper bound
+    adds the negative ``(lam - lower) s`` instead, because its violation is not part of the primal objective.
     Where x is feasible, ``|x - x*|^2 <= gap size^2``.
     """
     xp = namespace(s)
@@ -66,7 +67,7 @@ def duality_gap(s: Array, size: Array, lam: Array, lower: Array, upper: Array) -
 
 
 def cosine(gram: Gram, lam: Array) -> Array:
-    """Return the cosine between g and x = g + G'lam, shape (...); 1 where either is zero."""
+    """Return the cosine between g and x = g + G'lam, shape (...); 1 where g or x is zero."""
     K, b, gg = gram
     xp = namespace(gg)
     inner = gg + xp.sum(b * lam, axis=-1)
@@ -87,19 +88,19 @@ def error_bound(
     rounding: float,
     resolves: float,
 ) -> float:
-    """Return an upper bound of ``|x - x*|`` for one problem in standard form, of unit rows and unit size.
+    """Return an upper bound of ``|x - x*|`` for one problem in standard form, with unit rows and unit size.
 
-    x* is the projection for rows and a gradient that are perturbed by rounding: a backward error, as
-    in LAPACK. With multipliers mu that solve the problem, ``|x - x*| <= |A (lam - mu)| + |x(mu) - x*|``.
-    x(mu) is the projection for a right-hand side that is off by e, what the slacks of the active and
-    nearly active rows miss of zero, so the second term is at most ``|e| / sigma``, where sigma is the
-    smallest singular value of a basis chosen from these rows, active ones first. The others depend
-    on the basis to rounding, and are satisfied with it by rows that do so exactly, unless h differs: then
-    only weak duality is left.
+    x* is the exact projection for rows and a gradient perturbed by rounding (a backward error, as in
+    LAPACK). For multipliers mu that solve the problem, ``|x - x*| <= |A (lam - mu)| + |x(mu) - x*|``.
+    x(mu) is the exact projection for the right-hand side ``h + e``, where e holds the slacks of the active
+    and nearly active rows. So the second term is at most ``|e| / sigma``, where sigma is the smallest
+    singular value of a basis chosen from these rows, active rows first. The rows outside of the basis are
+    dependent to rounding. Perturbed rows that are exactly dependent are satisfied together with the basis,
+    unless their h contradicts it; then only weak duality gives a bound.
 
-    Coordinates that resolve angles only down to `resolves` cannot tell such rows from independent ones.
-    Then weak duality bounds the error: by ``|x|`` for h = 0, or by the root of the duality gap. Where they
-    come from K, it is K that is perturbed by rounding, and that moves all slacks.
+    `resolves` is the smallest angle that the coordinates resolve. Coordinates from K cannot distinguish
+    dependent rows from independent rows at smaller angles. Then weak duality bounds the error: by ``|x|`` for
+    h = 0, or by the square root of the duality gap. Rounding then perturbs K, which changes all slacks.
     """
     mu = inside = np.clip(lam, lower, upper)
     error = _conditions(A.T @ (a + A @ mu) - h, mu, lower, upper)[2]
@@ -128,17 +129,21 @@ def error_bound(
 def _conditions(
     s: np.ndarray, lam: np.ndarray, lower: np.ndarray, upper: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return which rows are free, slacks, below zero where a row at a bound is wrong, and what they miss."""
+    """Return the mask of free rows, the slacks, and by how much each slack violates its condition.
+
+    The slack of a row at its upper bound is negated, so that a negative slack is a violation at either bound.
+    """
     free, held = (lam > lower) & (lam < upper), (lam >= upper) & (upper > 0)
     s = np.where(held, -s, s)
     return free, s, np.where(free, np.abs(s), np.maximum(-s, 0.0))
 
 
 def _missed(error: np.ndarray, basis: list[int], weights: np.ndarray, known: float, fuzz: float) -> float:
-    """Return by how much the rows of the basis miss their h, or rows that depend on them do in their place.
+    """Return an upper bound of the norm of e, the violations in the rows of the basis; see `error_bound`.
 
-    What such a row misses beyond rounding, e, stands for ``e / |w_i|`` of the row i whose place it
-    may take. Far more than rounding is infinite.
+    A dependent row with weights w could replace row i of the basis. Its violation v beyond rounding therefore
+    counts as a violation ``v / |w_i|`` of row i. The bound is infinite if the violation of a dependent row is
+    far above rounding.
     """
     w, worst = np.abs(weights), error[basis]
     size = 1.0 + w.sum(axis=0)
@@ -152,9 +157,11 @@ def _missed(error: np.ndarray, basis: list[int], weights: np.ndarray, known: flo
 def _basis(
     A: np.ndarray, free: np.ndarray, near: np.ndarray, resolves: float
 ) -> tuple[list[int], np.ndarray]:
-    """Choose independent rows among the near ones, free ones first; return weights of the others in them.
+    """Return the indices of a basis of the nearly active rows, and the weights of all other rows in it.
 
-    The row farthest from those chosen is next. That distance is only known to rounding times its weights.
+    Free rows are chosen first, then nearly active rows, each time the row farthest from the span of the
+    chosen rows. Each distance is divided by one plus the sum of the weights of its row, because its rounding
+    error grows with them.
     """
     basis: list[int] = []
     rest, Q, weights = A.copy(), np.zeros((len(A), 0)), np.zeros((0, len(near)))
@@ -189,11 +196,11 @@ def _weak_duality(
     rounding: float,
     from_rows: bool,
 ) -> float:
-    """Bound the error by the distance of the dual objective at lam from a known primal value."""
+    """Return a bound of ``|x - x*|`` from the gap between the dual objective and a known primal value."""
     x, squared = a + A @ inside, []
     size = 1.0 + float(np.abs(inside).sum())
     fuzz = rounding * size
-    if np.all(np.where(lower < 0, h == 0.0, h <= 0.0)):  # zero is feasible
+    if np.all(np.where(lower < 0, h == 0.0, h <= 0.0)):  # x = 0 is feasible
         squared.append(float(x @ x) - 2.0 * float(h @ inside))
     if np.isfinite(upper).all() and not np.any(lower < 0):
         s = A.T @ x - h
@@ -201,5 +208,5 @@ def _weak_duality(
         squared.append(float(gap.sum()))
     if not squared:
         return math.inf
-    known = 0.0 if from_rows else fuzz * size  # what K knows of |x|^2
+    known = 0.0 if from_rows else fuzz * size  # rounding error of |x|^2 from K
     return math.sqrt(max(0.0, min(squared)) + known) + float(np.linalg.norm(A @ (lam - inside))) + fuzz

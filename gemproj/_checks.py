@@ -1,4 +1,4 @@
-"""Checks of arguments that need no other: each names what was found, and what to pass instead."""
+"""Checks of arguments: each error names the argument, what was found, and what to pass instead."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def is_number(value: Any) -> bool:
 
 
 def check_scalar(value: Any, name: str) -> None:
-    """Check an option that is one number, or leave arrays to `make_bounds`."""
+    """Raise unless an option is a valid number or an array; `make_bounds` checks the arrays."""
     if not is_number(value):
         if is_array(value) or isinstance(value, (list, tuple)):
             return
@@ -61,7 +61,7 @@ def check_scalar(value: Any, name: str) -> None:
 
 
 def real_numbers(value: Any, name: str) -> np.ndarray:
-    """Return an option of another library, or a list, as an array of NumPy."""
+    """Return a list, or an array of any library, as a NumPy array of real numbers."""
     host = to_numpy(value) if is_array(value) else np.asarray(value)
     if host.dtype.kind not in "bfiu":
         raise TypeError(f"{name} must hold real numbers; found dtype {host.dtype}.")
@@ -69,7 +69,7 @@ def real_numbers(value: Any, name: str) -> np.ndarray:
 
 
 def refuse_masked(a: Any, name: str) -> None:
-    """Raise for an array with a mask, which everything here would ignore."""
+    """Raise for a NumPy masked array, because the projection would ignore its mask."""
     if isinstance(a, np.ma.MaskedArray):
         raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
 
@@ -80,19 +80,19 @@ def shape(a: Array) -> tuple[int, ...]:
 
 
 def check_start(warm_start: Any, expected: tuple[int, ...], xp: Any, device: Any) -> Array | None:
-    """Check the multipliers that a method starts from, if there are any."""
+    """Return the checked warm start as an array of t-space, or None."""
     return None if warm_start is None else check_multipliers(warm_start, "warm_start", expected, xp, device)
 
 
 def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:
-    """Check one number per constraint, shape (..., t), and return it as t-space has it."""
+    """Return checked multipliers (..., t) as an array of t-space: float64, and NumPy on the CPU."""
     check_look_of_multipliers(lam, name, expected, xp)
     lam = xp.asarray(detach(lam), dtype=wide_dtype(xp, device), device=device)
     return to_numpy(lam) if on_host(device) else lam
 
 
 def check_look_of_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any) -> None:
-    """Check the library, shape and dtype of one number per constraint."""
+    """Raise unless multipliers have the right library, shape and dtype; their values are not read."""
     refuse_masked(lam, name)
     if not is_array(lam):
         raise TypeError(f"{name} must be an array of shape {expected}; found {type(lam).__name__}.")
@@ -110,7 +110,7 @@ def check_look_of_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp
 
 
 def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
-    """Check the t-space numbers against each other, and return them as t-space has them."""
+    """Return copies of K, b and gg as arrays of t-space; raise if they are invalid or do not fit together."""
     given = {"K": K, "b": b} | ({} if gg is None else {"gg": gg})
     for name, a in given.items():
         refuse_masked(a, name)
@@ -135,7 +135,7 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     if gg is not None and shape(gg) != batch:
         raise ValueError(f"gg must have shape {batch}, one squared norm per problem; found {shape(gg)}.")
     wide, t = wide_dtype(xp, device), b.shape[-1]
-    # Copies: a solution keeps them, and must not change with the arrays of the caller.
+    # Copies, because the solution keeps them and must not change with the caller's arrays.
     K, b, gg = (a if a is None else xp.astype(detach(a), wide, copy=True) for a in (K, b, gg))
     b = xp.broadcast_to(b, (*batch, t))
     if K.ndim > 2 and shape(K)[:-2] != batch:
@@ -148,32 +148,32 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     if gg is None:
         xp = namespace(b)
         squares = b * b * inverse(xp.linalg.diagonal(K))
-        if not on_host(device):  # there rows that are not finite are left out
+        if not on_host(device):  # rows that are not finite are left out on a device
             squares = xp.where(xp.isfinite(squares), squares, xp.zeros_like(squares))
         gg = xp.max(squares, axis=-1) if t else xp.sum(b, axis=-1)
     return Gram(K, b, gg)
 
 
 def _check_products(K: np.ndarray) -> None:
-    """Raise for a K that no rows have, whose products may be rounded to two digits."""
+    """Raise if K is not a Gram matrix, with a tolerance of 1 % for rounded products."""
     diagonal = np.diagonal(K, axis1=-2, axis2=-1)
     if (diagonal < 0.0).any():
         raise ValueError("K must be a Gram matrix; found a negative number on its diagonal.")
     t = max(1, K.shape[-1])
     n = np.sqrt(np.maximum(diagonal, WIDE_RANGE[0])).reshape(-1, t)
     flat, step = K.reshape(-1, t, t), max(1, 65_536 // t**2)
-    for i in range(0, len(flat), step):  # slabs that stay in cache
+    for i in range(0, len(flat), step):  # slabs of matrices that stay in cache
         part = flat[i : i + step]
         most = n[i : i + step, :, None] * n[i : i + step, None, :]
         if (np.abs(part) > 1.01 * most).any():
             raise ValueError(
                 "K must be a Gram matrix, positive semidefinite: found K[i, j]**2 > K[i, i] * K[j, j]."
             )
-        with np.errstate(invalid="ignore"):  # what is not finite is told later
+        with np.errstate(invalid="ignore"):  # `check_finite` raises for NaN and infinity
             apart = np.abs(part - np.swapaxes(part, -1, -2))
         if (apart > 0.01 * most).any():
             raise ValueError("K must be a Gram matrix; found one that is not symmetric.")
-        if t > 2 and np.isfinite(part).all():  # two rows are checked above
+        if t > 2 and np.isfinite(part).all():  # for two rows the first check suffices
             try:
                 np.linalg.cholesky(part / most + 0.01 * t * np.eye(t))
             except np.linalg.LinAlgError:

@@ -21,8 +21,8 @@ def combine(
 ) -> Any:
     """Return ``x = g + G.T @ multipliers`` (``g + diag(1/w) @ G.T @ multipliers`` with a metric w).
 
-    Multipliers stay in float64 to the end, whatever the dtype of `g`, and x is rounded once. Rows whose
-    multiplier is zero need not be finite.
+    The sum runs in float64, whatever the dtype of `g`, and x is rounded once. Rows whose multiplier is zero
+    need not be finite.
 
     Parameters
     ----------
@@ -50,15 +50,15 @@ def combine(
 
 
 def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
-    """Write the x of a solution of this problem; x may be g itself.
+    """Write the projected gradient of a solution to x, which may be g itself.
 
-    Where rows nearly cancel, multipliers are large, and so is the rounding of ``g + G'lam``. The correction
-    of a solution takes that out of x in float64, so that ``G_P x = h_P`` for the free rows P.
+    Where rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays,
+    the correction of the solution removes this rounding from x, so that ``G_P x = h_P`` for the free rows P.
     """
     write_x(problem, sol.multipliers, x)
     if sol._correction is None or any(v.dtype != problem.wide for v in problem.vector):
         return
-    # Distances are those of the metric, but slacks are not.
+    # The slacks of x are computed without the metric, and the step that corrects them with it.
     moved, step, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
     for i in map(tuple, np.argwhere(sol._correction.any(axis=(-3, -2, -1)))):
         s = slack_of(replace(moved.at(i), weight=None), step[i], None if h is None else h[i])
@@ -83,14 +83,14 @@ def slack_of(problem: Problem, lam: Array, h: Array | None) -> Array:
 
 
 def blocks_for_x(problem: Problem, out: Blocks | None) -> list[Array]:
-    """Return the blocks that x is written to; checked before any work is done."""
+    """Return the blocks for x: the checked blocks of `out`, or new arrays."""
     if out is not None:
         return check_out(out, problem)
     return problem.empty()
 
 
 def as_asked(problem: Problem, x: list[Array], out: Any) -> Any:
-    """Return x as the caller asked for it: in `out`, or in a container like the one of g."""
+    """Return `out`, or if it is None the blocks of x in a container like that of g."""
     if out is None:
         return problem.pack(x)
     note_written(x)
@@ -98,7 +98,7 @@ def as_asked(problem: Problem, x: list[Array], out: Any) -> Any:
 
 
 def write_x(problem: Problem, lam: Array, x: list[Array]) -> None:
-    """Write ``g + G'lam`` to x, for multipliers as t-space has them."""
+    """Write ``g + G'lam`` to x, for multipliers that are an array of t-space."""
     if problem.host and not np.count_nonzero(lam):
         for to, v in zip(x, problem.vector, strict=True):
             if to is not v:

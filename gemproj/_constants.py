@@ -1,69 +1,81 @@
-"""The numbers of the algorithm, for every implementation of it."""
+"""Thresholds and budgets of the algorithm, shared by all backends."""
 
 EPS = 2.0**-52
 
-# A pivot is 1 - cos^2 of the angle between a row and the span of the rows before it. Below this, in
-# units of rounding (1e-14 in float64), a row is a combination of the others, and some optimal active
-# set does without it (Caratheodory).
+# A pivot is 1 - cos^2 of the angle between a row and the span of the free rows. Below this value, in units of
+# rounding (1e-14 in float64), the row counts as a combination of the free rows. Some optimal active set does
+# not contain it (Caratheodory).
 DEPENDENT = 45.0
-# Rounding of a slack, in units of 1 + |lam|_1 (rows of norm one): beyond it a constraint is violated.
+# Rounding error of a slack, in units of 1 + |lam|_1 for rows of norm one. A constraint counts as violated if
+# its slack is below minus this error.
 ROUNDING = 4e-15
-# A dependent row violated by more than this is exchanged for a free one; below, it is left out.
+# A dependent row violated by more than this, in the same units, is exchanged for a free row. A dependent row
+# with a smaller violation is skipped.
 EXCHANGE = 1e-7
-# Slacks beyond this many times the largest demand or product with g are alike: no constraint. On the CPU the
-# exact method starts at REACH and goes on to WIDER times as many where x reaches that far.
+# Limit of b - h, relative to the largest |b_i| or positive h_i over the norm of the row: a constraint with a
+# larger slack is never active. On the CPU the exact method starts with the limit REACH, and multiplies it by
+# WIDER where the solution depends on the limit.
 LOOSE, REACH, WIDER = 1e7, 8.0, 1e3
-# The natural residual of the normalised problem that counts as optimal, in units of rounding: 1e-9.
+# Largest natural residual of an optimal solution of the normalised problem, in units of rounding: 1e-9 in
+# float64.
 OPTIMAL_WITHIN = 4e6
-# A slack below this, in units of 1 + |lam|_1, may be zero: the row takes part in what x is. And weights of
-# rows in a null direction below this are rounding.
+# A row counts as nearly active if its slack is below this, in units of 1 + |lam|_1. Weights of a dependent
+# row in the free rows count as zero below this.
 NEAR_ZERO = 1e-9
-# Smallest eigenvalue of the normalised Gram matrix of active rows below which K has lost too many
-# digits: x is then off by 1e-16 / 1e-4 or more.
+# K has lost too many digits if the smallest eigenvalue of the normalised Gram matrix of the active rows is
+# below this: x is then off by 1e-16 / 1e-4 or more.
 RESOLVED = 1e-4
-# That of all rows or of small problems, which lose no time by reading G again; and where products were summed
-# in float32, so that K is good to 1e-8.
+# The same limit for small problems, where reading G again takes little time. And the limit for K from float32
+# sums, which is accurate to 1e-8; there the eigenvalue is that of all rows.
 TRUST_SMALL, TRUST_NARROW = 1e-2, 1e-3
-# Elements of G and g in a small problem.
+# Most elements of G and g in a small problem.
 SMALL = 1 << 17
-# The error of x over |g| that even coordinates of the rows cannot avoid, from which the status tells of it.
+# Error of x over |g| above which the status is UNRESOLVED even for a solution from coordinates of the rows.
 HOPELESS = 1e-7
-# A cheap lower bound of that eigenvalue is enough above this; below it the eigenvalue itself is computed.
+# If a cheap lower bound of the smallest eigenvalue is above this, the eigenvalue itself is not computed.
 CLOSE = 0.05
-# Pivots per row before the least-index rule, which cannot cycle; the search ends at twice as many.
+# Pivots per row after which the search uses the least-index rule, which cannot cycle. The search stops after
+# PATIENCE times as many pivots.
 BUDGET, PATIENCE = 6, 2
-# Searches in a row, each from a fresh tableau, because updates add rounding.
+# Most searches per problem, each from a fresh tableau, because tableau updates add rounding.
 SEARCHES = 3
-# Active sets that enumeration tries: 2^8, or 3^5 with upper bounds.
+# Most active sets for enumeration: 2^8 for 8 rows; with upper bounds 3^5 for 5 rows.
 MOST_SETS = 256
-# Rows from which a first-order method guesses the active set.
+# Above this number of rows, FISTA supplies the first active set.
 MOST_ROWS = 168
-# The angle down to which coordinates of the rows tell them apart, and coordinates from K, which has squares.
+# Smallest angle between rows that coordinates from G resolve, and that coordinates from K resolve. The angle
+# for K is larger, because K holds squares.
 ROWS_RESOLVE, GRAM_RESOLVES = 3e-14, 1e-7
-# Singular values of unit columns below this, relative to the largest one, are zero.
+# Singular values of unit columns count as zero below this, relative to the largest singular value.
 CUTOFF = 64.0 * EPS
-# Entries of t x t matrices that a batch makes at a time: memory stays bounded whatever its size.
+# Most entries of t x t matrices that are allocated at a time for a batch, to bound memory.
 SLAB = 1 << 20
-# Columns whose products may be summed in float32, which is twice as fast, before sums go on in float64.
+# Columns whose products are summed in float32, twice as fast, before the sum is added to a float64 sum.
 CHUNK = 512
-# Columns of a problem from which that pays, and rows up to which products hide behind memory in float64, too.
+# Fewest columns of a problem for which float32 sums are worthwhile. In compiled loops, float64 products of up
+# to FEW_ROWS rows take no longer than reading memory, so float32 sums are used for more rows only.
 LARGE, FEW_ROWS = 1 << 17, 8
-# Relative rounding of Gram matrix entries: sums in float64, where columns that are all alike make 50 units
-# of it; and sums of chunks in float32, of which vectorised loops keep at least 4 partial sums.
+# Relative rounding error of the entries of the Gram matrix. In float64 sums the worst case, identical
+# columns, gives 50 EPS. Float32 sums of a chunk are vectorised loops with at least 4 partial sums.
 WIDE_ROUNDING = 128 * EPS
 NARROW_ROUNDING = WIDE_ROUNDING + CHUNK / 4 * 2.0**-24
-# Squared norms within which no product leaves the range of float64, and of float32.
+# Range of squared norms for which no product overflows or underflows: in float64, and in float32.
 WIDE_RANGE = (1e-280, 1e280)
 NARROW_RANGE = (1e-24, 1e30)
-# Residual beyond which an answer that is not optimal is never returned in silence.
+# KKT residual above which `project` warns of an answer that is not optimal.
 MISSED = 1e-5
-# Penalties of equalities, times the norm of their row and over the size of the problem, that may take digits.
+# Penalty of an equality, times the norm of its row over the size of the problem, above which the multiplier
+# may lose digits: the lower bound is minus the penalty and is subtracted.
 LARGE_PENALTY = 1e5
-# A contradiction is certain if no x is shorter than so many times the problem, by the rows and by K.
+# h is infeasible for certain if every feasible x is longer than this factor times the size of the problem:
+# the factor with coordinates from the rows, and the factor with K.
 FAR, FAR_BY_GRAM = 1e6, 1e3
-# Singular values that count as zero there: small ones first, since larger ones mix with them.
+# Further limits of singular values that count as zero in the search for a contradiction. The smallest limit
+# is tried first, because a larger limit adds vectors that are not exactly in the null space.
 NULL: tuple[float, ...] = (1e-11, 1e-9)
-# Rows that ask for less than minus so many times the largest demand are left out of it at first.
+# Rows with h_i / |g_i| below minus this factor times the largest h_i / |g_i| are left out of this search. The
+# factors are tried in this order.
 LOOSE_ROWS = (10.0, 1e4, 1e8)
-# What is added to the diagonal of K for that on a device; and in float32.
+# Ridge on the diagonal of the normalised K in the test of infeasibility on a device: for K from float64 sums,
+# and for K from float32 sums.
 RIDGE, NARROW_RIDGE = 1e-10, 1e-5

@@ -1,7 +1,8 @@
-"""Rows in coordinates: F with ``[G; g] = F'Q'``, Q orthonormal, is a square root of K, b and |g|^2.
+"""Coordinates of the rows: a square factor F with ``[G; g] = F'Q'`` and orthonormal columns of Q.
 
-In F rows may be dependent up to 1e-14 where K resolves 1e-7. The columns of ``A = F[:, :t]`` are the
-rows of G, and ``a = F[:, t]`` is g. All on the CPU, and for one problem unless shapes say otherwise.
+``F'F`` is the Gram matrix of [G; g]. F resolves angles between rows down to 1e-14, K only down to 1e-7. The
+columns of ``A = F[:, :t]`` are the rows of G in the basis Q, and ``a = F[:, t]`` is g. All functions run on
+the CPU, for one problem unless shapes say otherwise.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from gemproj.methods._method import Status
 def from_gram(gram: Gram) -> np.ndarray:
     """Return coordinates (..., t + 1, t + 1) from K, b and |g|^2; they resolve angles of 1e-7.
 
-    A ``|g|^2`` below ``b' K^+ b``, the smallest of any g with ``G g = b``, is raised to that, since an
-    indefinite matrix has no coordinates: the default of `solve_gram` may be below.
+    ``|g|^2`` is raised to at least ``b' K^+ b``, its smallest value for any g with ``G g = b``: below that
+    value the Gram matrix is indefinite and has no such factor. The default `gg` of `solve_gram` may be below.
     """
     unit = normalise(gram.K, gram.b)
     z = matvec(np.linalg.pinv(unit.K, rcond=1e-14, hermitian=True), unit.b)
@@ -37,9 +38,9 @@ def from_gram(gram: Gram) -> np.ndarray:
 def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
     """Return coordinates (t + 1, t + 1) from one more read of G and g; they resolve angles of 1e-14.
 
-    A small problem is factored by Householder's QR. Otherwise the rows are preconditioned with the
-    eigenvectors of K and the Gram matrix of the result is factored, as in CholeskyQR2. Rows that are
-    zero in `gram`, because they were left out, stay zero.
+    A small problem is factorised by Householder's QR. In a large problem the rows are preconditioned with the
+    eigenvectors of K, and the Gram matrix of the result is factorised, as in CholeskyQR2. Rows with norm zero
+    in `gram`, which were left out, stay zero.
     """
     t = problem.t
     n, cosines = _unit_diagonal(_whole(gram))
@@ -50,7 +51,7 @@ def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
             R: Any = np.linalg.qr(rows, mode="r")
             return np.concatenate([R, np.zeros((t + 1 - len(R), t + 1))])
         squares, basis = np.linalg.eigh(cosines)
-        # Not below the rounding of K: such directions are wrong anyway, and only have to be made larger.
+        # At least the rounding of K. Smaller eigenvalues are noise, and their rows only need a finite scale.
         scale = np.sqrt(np.maximum(squares, (t + 1) * rounding))
         forward, backward = (basis / scale).T * inverse(n), n[:, None] * basis * scale
         total = np.zeros((t + 1, t + 1))
@@ -64,7 +65,7 @@ def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
 
 
 def of_problems(problem: Problem, gram: Gram, rounding: float, chosen: np.ndarray) -> np.ndarray:
-    """Return `from_rows` of the chosen problems of a batch, (*batch, t + 1, t + 1), zero for the others."""
+    """Return coordinates (*batch, t + 1, t + 1) as `from_rows` does, with zeros for problems not chosen."""
     t, batch = problem.t, problem.batch
     K, found = np.broadcast_to(gram.K, (*batch, t, t)), np.zeros((*batch, t + 1, t + 1))
     if not batch or problem.shared or problem.columns * (t + 1) > SMALL:
@@ -72,7 +73,7 @@ def of_problems(problem: Problem, gram: Gram, rounding: float, chosen: np.ndarra
             found[i] = from_rows(problem.at(i), Gram(K[i], gram.b[i], gram.gg[i]), rounding)
         return found
     with problem.without_autocast():
-        for lead, tile in stacked(problem, problem.wide):  # one holds all columns of its problems
+        for lead, tile in stacked(problem, problem.wide):  # a tile holds all columns of its problems
             here = chosen[lead]
             rows = tile[here]
             rows[:, :t][np.diagonal(K[lead][here], axis1=-2, axis2=-1) == 0] = 0.0
@@ -82,10 +83,10 @@ def of_problems(problem: Problem, gram: Gram, rounding: float, chosen: np.ndarra
 
 
 class UnitRows(NamedTuple):
-    """One problem in coordinates and in standard form, with rows of norm one, and of size one.
+    """One problem in coordinates and in standard form, scaled to rows of norm one and size one.
 
-    Rows of norm zero are left out: `used`, boolean (t,), has the others. A multiplier of the given problem
-    is ``base + lam / scale``; a length is `size` times as long.
+    `used` is the mask (t,) of the rows with a nonzero norm; rows of norm zero are left out. Multipliers of
+    the given problem are ``base + lam / scale``, and its lengths are `size` times as long.
     """
 
     A: np.ndarray
@@ -103,13 +104,13 @@ class UnitRows(NamedTuple):
 def unit_rows(
     F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, lam: np.ndarray
 ) -> UnitRows | None:
-    """Return a problem and its multipliers lam in units of its rows and size; None where all is zero."""
+    """Return a problem and its multipliers scaled as `UnitRows`; None if its rows or its size are zero."""
     base = np.where(np.isfinite(lower), lower, 0.0)
     A, a = F[:, :-1], F[:, -1] + F[:, :-1] @ base
     n = np.linalg.norm(A, axis=0)
     used, right = n > 0, np.zeros(len(n)) if h is None else h * inverse(n)
     asked = np.where(np.isinf(lower), np.abs(right), np.maximum(right, 0.0))
-    asked = np.minimum(asked, (upper - base) * np.where(used, n, 1.0))  # no more than a penalty pulls
+    asked = np.minimum(asked, (upper - base) * np.where(used, n, 1.0))  # the penalty limits the move of x
     size = max(float(np.linalg.norm(a)), float(asked.max(initial=0.0)))
     if size == 0.0 or not used.any():
         return None
@@ -122,7 +123,7 @@ def unit_rows(
 def solve_in_coordinates(
     F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, start: np.ndarray
 ) -> tuple[np.ndarray, int, Status]:
-    """Solve one problem from its coordinates F, of rows of any norm; return lam, pivots and status."""
+    """Return multipliers, number of pivots and status of one problem with coordinates F; rows of any norm."""
     unit = unit_rows(F, h, lower, upper, start)
     lam = np.where(np.isfinite(lower), lower, 0.0)
     if unit is None:
@@ -133,16 +134,17 @@ def solve_in_coordinates(
     )
     lam[unit.used] += found / unit.scale
     status = Status.OPTIMAL if residual <= OPTIMAL_WITHIN * EPS else Status.STALLED
-    # What the rounding of multipliers leaves along their rows tells whether float64 can hold them.
+    # If x must be moved far to satisfy the free rows, float64 multipliers cannot represent the solution.
     if settle(A, a, found, (found > low) & (found < high), right)[1] > HOPELESS:
         status |= Status.UNRESOLVED
     return snap(lam, upper), pivots, status
 
 
 def span(A: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return U, S and V with ``A V' = U S`` on unit columns, without singular values that are rounding.
+    """Return the singular value decomposition ``A V' = U S`` of A with its columns scaled to norm one.
 
-    U (m, k) is an orthonormal basis of the columns of A (m, t), and ``V' S^-2 V = (A'A)^+`` on unit columns.
+    Singular values at the level of rounding are left out. U (m, k) is an orthonormal basis of the columns of
+    A (m, t), and ``V' S^-2 V`` is the pseudo-inverse of A'A for columns of norm one.
     """
     n = np.linalg.norm(A, axis=0)
     n = np.where(n > 0, n, 1.0)
@@ -154,10 +156,11 @@ def span(A: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def settle(
     A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray, h: np.ndarray | None
 ) -> tuple[np.ndarray, float]:
-    """Return x = a + A lam moved to ``A_P'x = h_P`` for the free rows P, and the distance that it moved.
+    """Return ``x = a + A lam`` moved to ``A_P'x = h_P`` for the free rows P, and the distance of this move.
 
-    That distance is the rounding of x, large where rows nearly cancel and multipliers are large. The
-    result is the projection of a gradient that is as much off, and projections do not expand that.
+    The distance is the rounding error of x, large where rows nearly cancel and multipliers are large. The
+    result is the exact projection of a gradient with an error of this size, which a projection does not
+    increase.
     """
     U, S, V = span(A[:, free])
     target = 0.0 if h is None else (V @ h[free]) / S
@@ -168,9 +171,9 @@ def settle(
 
 
 def inverse_on(A: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return ``K_PP^+`` for the chosen rows P, zero for the others, as two factors (2, t, t).
+    """Return ``K_PP^+`` for the rows P of a mask (t,) as two factors (2, t, t), zero outside of P.
 
-    The second is applied first. Where rows nearly cancel, their product would have lost what they resolve.
+    The second factor is applied first. Their product would lose digits where rows nearly cancel.
     """
     _, S, V = span(A[:, rows])
     found = np.zeros((2, len(rows), len(rows)))
@@ -189,6 +192,6 @@ def _whole(gram: Gram) -> np.ndarray:
 
 
 def _unit_diagonal(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Split a Gram matrix into norms and cosines."""
+    """Return the norms of the rows, and their cosines, from their Gram matrix."""
     n = np.sqrt(np.diagonal(total, axis1=-2, axis2=-1))
     return n, total * inverse(n)[..., :, None] * inverse(n)[..., None, :]

@@ -12,7 +12,10 @@ from gemproj._tspace import matvec
 
 
 class Gradients(NamedTuple):
-    """Gradients of a scalar with respect to the arguments of a projection; those of bounds (..., t)."""
+    """Gradients of a scalar with respect to the arguments of a projection, each shaped like its argument.
+
+    The gradients for h, margin and penalty have shape (..., t).
+    """
 
     G: list[Array]
     g: list[Array]
@@ -25,19 +28,19 @@ class Gradients(NamedTuple):
 def pull_back(
     problem: Problem, bounds: Bounds, lam: Array, inverse: Array, x: list[Array], upstream: list[Array]
 ) -> Gradients:
-    """Return the gradients of a scalar with respect to all arguments, from that with respect to x.
+    """Return the gradients of a scalar with respect to all arguments, from `upstream`, that for x.
 
-    It takes the multipliers and ``K_PP^-1``, as two factors (..., 2, t, t), and solves nothing.
+    `lam` holds the multipliers and `inverse` is ``K_PP^-1`` as two factors (..., 2, t, t).
 
-    With P the free rows, whose multiplier is between its bounds, ``G_P x = h_P`` holds around the
+    The free rows P have multipliers strictly between their bounds, and ``G_P x = h_P`` holds near the
     solution. For an upstream gradient v, and W the metric,
 
         z_P = K_PP^-1 G_P W^-1 v,    p = v - G_P' z_P,
         dg = p,    dG_i = lam_i W^-1 p - z_i x,    dW = -(x - g) W^-1 p,    dh = z,
 
-    and a bound that a multiplier is held at has the gradient ``G_i W^-1 p`` (with the other sign for the
-    penalty of an equality, whose lower bound is minus the penalty). Where the active set changes (a
-    multiplier is at a bound and its slack is zero) this is one of several one-sided derivatives.
+    and the gradient with respect to a bound is ``G_i W^-1 p`` if multiplier i is at this bound. It is negated
+    for the penalty of an equality at its lower bound, which is minus the penalty. Where the active set
+    changes (a multiplier is at a bound and its slack is zero) this is one of several one-sided derivatives.
     """
     xp, batch, t = problem.xp, problem.batch, problem.t
     lead = () if problem.shared else batch
@@ -50,7 +53,7 @@ def pull_back(
         return xp.astype(xp.reshape(a, (*lead, math.prod(a.shape[len(lead) :]))), problem.wide)
 
     rows = [flat(a, *lead, t) for a in problem.rows]
-    if not problem.host:  # where rows that are not finite were left out
+    if not problem.host:  # rows that are not finite were left out on a device
         finite = xp.all(xp.stack([xp.all(xp.isfinite(a), axis=-1) for a in rows]), axis=0)
         rows = [xp.where(finite[..., None], a, 0.0) for a in rows]
     weights = [flat(w, *lead) for w in weight]
@@ -69,7 +72,7 @@ def pull_back(
         ]
         return sum(products[1:], products[0])
 
-    for _ in range(2):  # where rows nearly cancel, the rounding of z along them is taken out once more
+    for _ in range(2):  # the second pass removes the rounding of z, large where rows nearly cancel
         step = matvec(inverse[..., 0, :, :], matvec(inverse[..., 1, :, :], xp.where(free, along(p), zero)))
         z = z + step
         p = [v - xp.matmul(step[..., None, :], a)[..., 0, :] for a, v in zip(rows, p, strict=True)]

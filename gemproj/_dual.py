@@ -1,4 +1,4 @@
-"""Stage 2: multipliers of the constraints, from t-space numbers alone."""
+"""Stage 2: the multipliers of the constraints, from K, b and |g|^2."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def solve_dual(
     warm_start: Array | None = None,
     refine: int = 0,
 ) -> DualSolution:
-    """Solve the dual of the projection of g onto ``{x : G @ x >= h}``.
+    """Return the multipliers of the projection of g onto ``{x : G @ x >= h}``, with their certificates.
 
-    ``min 1/2 lam'K lam + (b - h)'lam`` over ``lower <= lam <= upper``, with ``K = G G'`` and ``b = G g``.
-    It starts from the constraint matrix G and the gradient g; `solve_gram` starts from K and b.
+    They solve the dual problem, ``min 1/2 lam'K lam + (b - h)'lam`` over ``lower <= lam <= upper``, with
+    ``K = G G'`` and ``b = G g``. This function takes G and g; `solve_gram` takes K and b.
 
     Parameters
     ----------
@@ -52,29 +52,30 @@ def solve_dual(
         Constraint gradients as rows; leading dimensions are independent problems. Or a sequence or
         mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, with `g` alike: one problem.
     g : array, shape (..., d), or blocks
-        The proposed gradient. Leading dimensions of G and g are broadcast; many gradients (m, d) for
-        one G (t, d) measure K once.
+        The proposed gradient. Leading dimensions of G and g are broadcast; for many gradients (m, d) and
+        one G (t, d), K is computed once.
     method : str, Method or callable, default "exact"
         "exact", "pgd", "fista", "agem", "quadprog", "osqp" or "gem2017"; an object such as
         ``PGD(steps=5)``; or any callable ``(K, b, warm_start) -> multipliers``.
     h : array, shape (..., t), optional
-        Right-hand side: a tolerance where negative, repair where positive. A positive h can be infeasible.
+        Right-hand side. A negative entry allows the loss of its row to rise to first order, a positive entry
+        demands that it falls. A positive h can be infeasible.
     margin : float or array, shape (..., t), default 0
-        GEM's memory strength: a lower bound of the multipliers, which is the projection of
-        ``g + G.T @ margin``. Equality constraints have none.
+        GEM's memory strength: a lower bound of the multipliers. The result is the projection of
+        ``g + G.T @ margin``. Ignored for equality constraints.
     penalty : float or array, shape (..., t), optional
         Hinge penalties ``penalty * max(0, h - G @ x)`` instead of hard constraints, as in SOFT-GEM: an
         upper bound of the multipliers. Equality constraints get ``penalty * |G @ x - h|``.
     equality : bool or array of bool, shape (..., t), default False
-        Rows with ``G @ x = h`` instead, whose multipliers have any sign.
+        True for rows with the constraint ``G @ x = h``, whose multipliers have any sign.
     metric : array or blocks, shaped like `g`, optional
         Positive weights w of the distance ``sum(w * (x - g)**2)``.
     warm_start : array, shape (..., t), optional
-        Multipliers of an earlier, similar problem. Values outside the bounds are moved into them.
+        Multipliers of an earlier, similar problem, clipped to the bounds.
     refine : int, default 0
-        How often to recompute ``s = G x - h`` from G and correct the multipliers by it, for numerically
-        dependent rows on a device; one more read of G each. On the CPU method "exact" returns to G
-        by itself where K has lost digits.
+        Number of refinement steps for numerically dependent rows on a device. Each step reads G once more,
+        computes ``s = G x - h`` from it and corrects the multipliers. On the CPU, method "exact" reads G
+        again by itself where K has lost digits.
 
     Returns
     -------
@@ -84,8 +85,8 @@ def solve_dual(
     ------
     TypeError, ValueError
         For arguments that do not fit together, naming the argument and what was found. On the CPU also
-        for rows that are not finite and for an infeasible h, naming the rows; on a device the status
-        tells of them.
+        for rows that are not finite and for an infeasible h, naming the rows. On a device the status has a
+        flag for each of these two cases.
 
     Examples
     --------
@@ -97,7 +98,7 @@ def solve_dual(
     >>> float(sol.kkt_residual()), float(sol.duality_gap())
     (0.0, 0.0)
 
-    An equality, and a constraint that asks for a positive slope:
+    An equality, and a constraint with a positive right-hand side:
 
     >>> G, g = np.eye(2), np.array([2.0, 0.5])
     >>> solve_dual(G, g, equality=np.array([True, False]), h=np.array([0.0, 1.0])).multipliers
@@ -106,7 +107,7 @@ def solve_dual(
     problem = check_problem(G, g, metric)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     sol = solve(measure(problem), options, check_start(warm_start, *problem.like))
-    if problem.host and problem.t:  # certificates ask for more than multipliers do
+    if problem.host and problem.t:  # certificates need more digits of K than multipliers
         sol = return_to_rows(problem, sol, unsure(sol))
     return sol.to(problem.to_caller)
 
@@ -123,17 +124,17 @@ def solve_gram(
     equality: bool | Array = False,
     warm_start: Array | None = None,
 ) -> DualSolution:
-    """Solve the dual problem from its t-space numbers ``K = G G'`` and ``b = G g``; see `solve_dual`.
+    """Return the multipliers of a problem given by ``K = G G'`` and ``b = G g``, as `solve_dual` does.
 
     Parameters
     ----------
     K : array, shape (..., t, t)
-        Gram matrix, symmetric positive semidefinite. (Not the constraint matrix: that is for `solve_dual`.)
+        Gram matrix, symmetric positive semidefinite. (For a constraint matrix use `solve_dual`.)
     b : array, shape (..., t)
-        Linear term; leading dimensions of K and b are broadcast. Many right-hand sides (m, t) on one K
-        (t, t) store K once.
+        Linear term; leading dimensions of K and b are broadcast. For many linear terms (m, t) and one K
+        (t, t), K is stored once.
     gg : array, shape (...), optional
-        Squared norm of g, which certificates are relative to. By default the largest that one row asks for,
+        Squared norm of g, to which certificates are relative. By default its lower bound
         ``max(b_i^2 / K_ii)``: without a margin, certificates are then never smaller than those of
         `solve_dual`.
     method, h, margin, penalty, equality, warm_start
@@ -159,10 +160,10 @@ def solve_gram(
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
-    """Stage 2: solve what was measured, and go back to the rows where their Gram matrix does not suffice.
+    """Return the dual solution of a measured problem; on the CPU, read G again where K has lost digits.
 
-    On the CPU all arrays of the result are NumPy's. There, rows that are not finite, or whose squares are out
-    of range, are an error; on a device they are left out.
+    On the CPU all arrays of the result are NumPy arrays, and rows that are not finite, or whose squares leave
+    the range of float64, raise an error. On a device such rows are left out.
     """
     gram, rows, exact, kept = measured.gram, measured.rows, isinstance(options.method, Exact), None
     host = isinstance(gram.b, np.ndarray)
@@ -200,7 +201,7 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
 def _run(
     gram: Gram, bounds: Bounds, method: Any, start: Array | None, to_caller: Callable[[Array], Array]
 ) -> Outcome:
-    """Run a method on the standard form; its multipliers are those above the lower bounds."""
+    """Return the outcome of a method on the standard form, with multipliers relative to the lower bounds."""
     xp, base, exact = namespace(gram.b), bounds.base, isinstance(method, Exact)
     reach = REACH if exact and isinstance(gram.b, np.ndarray) else LOOSE
     dual, cut = standard_form(gram.K, gram.b, bounds, reach)
@@ -215,29 +216,30 @@ def _run(
 
 
 def _within(gram: Gram, bounds: Bounds, lam: Array, kept: Array | None) -> Array:
-    """Return multipliers of the problem that was asked, from those of its standard form."""
+    """Return the multipliers of the given problem, from the multipliers `lam` of its standard form."""
     xp = namespace(gram.b)
-    if lam.dtype is not gram.b.dtype:  # a method of the user; `!=` takes longer
+    if lam.dtype is not gram.b.dtype:  # a user's method; `is not` is faster than `!=`
         lam = xp.astype(lam, gram.b.dtype)
     if bounds.base is not None:
         lam = lam + bounds.base
-    if bounds.upper is not None:  # the bound holds to the last bit, not to the rounding of its scale
+    if bounds.upper is not None:  # scaling has rounded multipliers that are at their upper bound
         lam = snap(lam, bounds.upper)
-        if bounds.h is not None:  # what a soft row of norm zero asks for, it does not get
+        if bounds.h is not None:  # a zero row with a penalty and h > 0 stays violated
             void = (xp.linalg.diagonal(gram.K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
             lam = xp.where(void, bounds.upper, lam)
     return lam if kept is None else xp.where(kept, lam, xp.zeros_like(lam))
 
 
 def _status_on_device(found: Any, kept: Array, sol: DualSolution) -> Array:
-    """Return how each problem ended: what the method says, rows that were left out, an infeasible h."""
+    """Return the status of each problem: that of the method, with flags for dropped rows and infeasible h."""
     xp, bounds, (_, _, gg) = namespace(kept), sol.bounds, sol.gram
     status = _now(found)
     if isinstance(status, int):
         status = xp.full(gg.shape, status, dtype=xp.int64, device=device_of(gg))
     flags = {Status.ROW_DROPPED: ~xp.all(kept, axis=-1)}
     if sol._exact and (bounds.h is not None or (bounds.equality is not None and bounds.upper is not None)):
-        # Of the problem that was asked: loose rows are cut, and penalties of equalities take digits.
+        # The residual is that of the given problem, because the method has solved a problem with cut rows and
+        # with lower bounds subtracted, which loses digits if an equality has a large penalty.
         flags[Status.STALLED] = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(sol.multipliers.dtype).eps
     if sol._exact and bounds.h is not None:
         flags[Status.INFEASIBLE] = infeasible(sol, bounds.h, (status & int(Status.STALLED)) > 0)
@@ -247,12 +249,12 @@ def _status_on_device(found: Any, kept: Array, sol: DualSolution) -> Array:
 
 
 def _now(status: Any) -> Any:
-    """Return a status that a method may leave for later: on a device it takes operations of its own."""
+    """Return the status of an `Outcome`, which may be a function that returns it."""
     return status() if callable(status) else status
 
 
 def _status_of_cut(found: Any, dual: Standard, cut: Array, lam: Array) -> Array:
-    """Return how each problem ended, with STALLED where the solution reaches a row that was cut."""
+    """Return the status of each problem, with STALLED where the solution depends on the cut of its rows."""
     xp = namespace(lam)
     return _now(found) | xp.astype(overstepped(dual, cut, lam), xp.int64) * int(Status.STALLED)
 
@@ -260,10 +262,10 @@ def _status_of_cut(found: Any, dual: Standard, cut: Array, lam: Array) -> Array:
 def _solve_cut(
     gram: Gram, bounds: Bounds, method: Exact, dual: Standard, cut: Array, start: Array | None
 ) -> Outcome:
-    """Solve a problem whose loose rows are cut, since they would set the scale for all others.
+    """Return the outcome of the exact method for a problem with cut rows, see `standard_form`.
 
-    Where the solution reaches such a row, the status says so; on the CPU the problem is solved again first,
-    with more of the slack.
+    Where the solution depends on the cut, the status is STALLED. On the CPU the problem is first solved again
+    with a higher limit.
     """
     if not isinstance(cut, np.ndarray):
         found = _solve_on_device(gram, bounds, method, dual, start)
@@ -278,7 +280,7 @@ def _solve_cut(
         again = (found.status & int(Status.STALLED) > 0) & cut.any(axis=-1)
         if not again.any():
             return found
-        # Of other problems no bit changes.
+        # Only these problems get a higher limit, so the bits of the other problems do not change.
         reach = np.where(again[..., None], reach * WIDER, reach)
         dual, cut = standard_form(gram.K, gram.b, bounds, reach)
 
@@ -286,10 +288,11 @@ def _solve_cut(
 def _solve_on_device(
     gram: Gram, bounds: Bounds, method: Exact, dual: Standard, start: Array | None
 ) -> Outcome:
-    """Solve a problem on a device, with all of the slack of its loose rows, which enumeration takes as it is.
+    """Return the outcome on a device, where no value may be read to decide on a second solve.
 
-    The active-set search solves it with little of the slack as well, in the same copy to the CPU: that
-    solution has more digits, where it is optimal and reaches no row that was cut.
+    Enumeration solves the problem with the limit LOOSE. The active-set search solves it with both limits,
+    LOOSE and REACH, in one copy to the CPU. The solution for REACH has more digits, and is used where it is
+    optimal and does not depend on the cut.
     """
     solve, xp = solver_for(dual.b), namespace(dual.b)
     if few_sets(dual.b.shape[-1], dual.upper):

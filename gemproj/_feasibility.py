@@ -1,4 +1,4 @@
-"""Right-hand sides that no x meets, by Farkas' lemma, and answers that miss what was asked."""
+"""Detection of an infeasible h by Farkas' lemma, and the warning for answers that are not optimal."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from gemproj._tspace import Gram, identity_like, inverse, matvec, submatrix
 from gemproj.methods import Exact, Status
 
 _UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
-# Rows that a message names.
+# Most rows that a message names.
 _NAMED = 12
 
 
 def refuse_infeasible(sol: DualSolution, h: Array) -> None:
-    """Raise for an infeasible h, on the CPU, where an exact method has stalled or a row of zeros demands."""
+    """Raise for an infeasible h, on the CPU; tested are stalled problems and zero rows with h > 0."""
     suspect = ((sol.status & int(Status.STALLED)) != 0) | np.any(_void(sol, h), axis=-1)
     for i in map(tuple, np.argwhere(suspect)):
         rows = _contradiction(sol, h, i)
@@ -48,13 +48,13 @@ def refuse_infeasible(sol: DualSolution, h: Array) -> None:
 
 
 def warn_if_missed(sol: DualSolution) -> None:
-    """Warn, on the CPU, of an x that misses its conditions: for callers who see x and no status."""
+    """Warn, on the CPU, if x violates the optimality conditions: callers of `project` see no status."""
     if not (sol._exact and isinstance(sol.multipliers, np.ndarray) and np.count_nonzero(sol.status)):
         return
     status = np.asarray(sol.status)
     stalled = (status & int(Status.STALLED)) != 0
     unsettled = stalled if sol.bounds.h is None else (status & _UNSETTLED) != 0
-    # Of nearly dependent rows the multipliers are large, and so is their rounding: x itself is looked at.
+    # The violation of x counts, too: nearly dependent rows have large multipliers with large rounding.
     missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), _violation(sol))
     worst = float(np.max(missed, where=unsettled, initial=0.0))
     if worst <= MISSED:
@@ -64,7 +64,7 @@ def warn_if_missed(sol: DualSolution) -> None:
         "`kkt_residual` of `solve_dual`, or give a penalty."
     )
     if sol.bounds.equality is not None and sol.bounds.upper is not None:
-        cause = "the penalty of an equality may take the digits of x. Lower it, or leave it out."
+        cause = "x may have lost digits to the large penalty of an equality. Lower it, or leave it out."
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
         frame, level = frame.f_back, level + 1
@@ -76,7 +76,7 @@ def warn_if_missed(sol: DualSolution) -> None:
 
 
 def _violation(sol: DualSolution) -> np.ndarray:
-    """Return by how much x violates hard constraints, in units of their rows and of the problem, (...)."""
+    """Return the largest violation of a constraint without a penalty, (...), over row norm and size."""
     s = sol.slack()
     s = np.where(np.isinf(sol.lower), np.abs(s), -s) * inverse(np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1)))
     worst = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
@@ -84,23 +84,23 @@ def _violation(sol: DualSolution) -> np.ndarray:
 
 
 def lost_to_penalty(sol: DualSolution) -> np.ndarray:
-    """Tell, on the CPU, where the penalty of an equality, a lower bound, takes the digits of a multiplier."""
+    """Return the mask (...) of problems that lose digits to a large penalty of an equality; on the CPU."""
     upper = sol.upper
     pull = np.where(np.isinf(upper), 0.0, upper) * np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1))
-    if not (pull > LARGE_PENALTY * sol._size()[..., None]).any():  # most need no closer look
+    if not (pull > LARGE_PENALTY * sol._size()[..., None]).any():  # most penalties are small
         return np.zeros(sol.gram.gg.shape, dtype=bool)
     return sol.kkt_residual() > OPTIMAL_WITHIN * EPS
 
 
 def _void(sol: DualSolution, h: Array) -> Array:
-    """Return the rows, (..., t), that no x satisfies by themselves: of norm zero, with a demand."""
+    """Return the mask (..., t) of rows that no x satisfies: norm zero, no penalty, and h > 0 (or h != 0)."""
     xp = namespace(h)
     asks = xp.where(xp.isinf(sol.lower), h != 0, h > 0)
     return xp.isinf(sol.upper) & (xp.linalg.diagonal(sol.gram.K) == 0) & asks
 
 
 def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.ndarray:
-    """Return the rows (indices) of problem i that contradict each other; none if that is not certain."""
+    """Return the indices of rows of problem i that contradict each other; empty unless this is certain."""
     void = _void(sol, h)[i]
     if void.any():
         return np.flatnonzero(void)
@@ -128,18 +128,18 @@ def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.n
 
 
 def _farkas(A: np.ndarray, h: np.ndarray, free: np.ndarray, cutoff: float) -> np.ndarray:
-    """Return multipliers d with ``A d = 0`` and the largest h'd for their norm, d >= 0 where not free.
+    """Return the Farkas direction d: ``A d = 0``, d >= 0 outside of the mask `free`, largest ``h'd / |d|``.
 
-    They are what the least violation of ``A'x >= h`` looks like, ``min |max(0, h - A'x)|``. With an
-    orthonormal basis N of the null space of A, ``d = N y`` where y is the projection of N'h onto
-    ``{y : N y >= 0}``: a problem like any other, which always has a solution.
+    It is proportional to the residual of the least violation, ``min |max(0, h - A'x)|``. With an orthonormal
+    basis N of the null space of A, ``d = N y``, where y is the projection of N'h onto the cone
+    ``{y : N y >= 0}``, which always exists.
     """
     _, sizes, V = np.linalg.svd(A, full_matrices=False)
     N = V[sizes <= cutoff * np.max(sizes, initial=0.0)].T
-    N[np.linalg.norm(N, axis=1) < 100 * cutoff] = 0.0  # rows that depend on no others, to rounding
+    N[np.linalg.norm(N, axis=1) < 100 * cutoff] = 0.0  # rows that depend on no other rows, to rounding
     y = N.T @ h
     if y.size and not free.all():
-        # Rows of N are off by rounding, and opposite ones leave no room for that.
+        # The right-hand side is slightly negative: opposite rows of N with rounding would leave only y = 0.
         B, room = N[~free].T, np.full(np.count_nonzero(~free), -0.01 * cutoff)
         none, most = np.zeros(len(room)), np.full(len(room), np.inf)
         start = Exact().solve(B.T @ B, B.T @ y - room).multipliers
@@ -150,9 +150,10 @@ def _farkas(A: np.ndarray, h: np.ndarray, free: np.ndarray, cutoff: float) -> np
 
 
 def infeasible(sol: DualSolution, h: Array, stalled: Array) -> Array:
-    """Tell which problems on a device have no solution, boolean (...), without looking at any.
+    """Return the mask (...) of problems on a device with an infeasible h, without synchronisation.
 
-    The multipliers of ``min |max(0, h - G x)|^2 + ridge |x|^2`` tend to a Farkas direction if there is one.
+    For small ridges, the multipliers of ``min |max(0, h - G x)|^2 + ridge |x|^2`` tend to a Farkas direction
+    if h is infeasible.
     """
     void, lower = _void(sol, h), sol.lower
     if not h.shape[-1]:

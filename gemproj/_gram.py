@@ -1,4 +1,4 @@
-"""Stage 1: all that the dual problem needs to know about G and g, in one read of both."""
+"""Stage 1: K, b and |g|^2, in one read of G and g."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from gemproj.backends import select
 
 
 def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
-    """Compute the Gram matrix of the constraints, the linear term and the squared norm of g.
+    """Return the Gram matrix of the constraints, the linear term and the squared norm of g.
 
-    Sums run in float64 whatever the dtype of the input, and nothing of the size of `G` is allocated.
-    (On the CPU, products of 512 columns of a large problem of more than 8 rows, or without numba of any,
-    that has no float64 in it are summed in float32 first: entries are then good to about 1e-8 of
-    ``|g_i| |g_j|``, and to 8e-6 at worst.)
+    Sums run in float64, whatever the dtype of the input, and nothing of the size of `G` is allocated. There
+    is one exception, on the CPU: in problems of 131,072 columns or more without float64 arrays, products of
+    512 columns are summed in float32 first. With numba this applies to problems with more than 8 rows.
+    Entries are then accurate to about 1e-8 of ``|g_i| |g_j|``, and to 8e-6 at worst.
 
     Parameters
     ----------
@@ -39,5 +39,5 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 
 def measure(problem: Problem) -> Measured:
-    """Return the Gram matrix of a problem, which knows the rows that it came from."""
+    """Return K, b and |g|^2 of a problem, together with the problem for later reads of G."""
     return Measured(*select(problem).gram(problem), problem.to_caller, problem)

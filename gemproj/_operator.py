@@ -36,19 +36,19 @@ _OPTIONS = ("h", "margin", "penalty", "equality", "warm_start")
 
 
 class Form(NamedTuple):
-    """What a flat list of tensors holds: the operator takes tensors and these numbers."""
+    """Number of tensors of each argument: the operator takes one flat list of tensors and these integers."""
 
-    G: int  # blocks
+    G: int  # number of blocks
     g: int
     metric: int
-    h: int  # 0 or 1
+    h: int  # 0 or 1, as for the options below
     margin: int
     penalty: int
     equality: int
     warm_start: int
-    alone: int  # whether G and g are arrays, not blocks
+    alone: int  # 1 if G and g are arrays, 0 if they are blocks
     refine: int
-    recorded: int  # whether there is going to be a backward pass
+    recorded: int  # 1 if a backward pass may follow
 
     def arrays(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Return the blocks of G, g and the metric."""
@@ -56,18 +56,18 @@ class Form(NamedTuple):
         return [list(islice(left, n)) for n in self[:3]]
 
     def options(self, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
-        """Return those that are tensors, by their names."""
+        """Return the options by name, as tensors, or None where an option is not given."""
         left = iter(tensors[sum(self[:3]) :])
         return {name: next(left) if getattr(self, name) else None for name in _OPTIONS}
 
     def problem(self, tensors: Sequence[Tensor]) -> Problem:
-        """Return G, g and the metric as a problem."""
+        """Return G, g and the metric as a checked `Problem`."""
         return check_problem(*((a[0] if self.alone else a) if a else None for a in self.arrays(tensors)))
 
 
 @torch.compiler.disable
 def outside_of_graphs(function: Any, *args: Any, **options: Any) -> Any:
-    """Call a function that the operator does not stand for."""
+    """Return ``function(*args, **options)``, called outside of the graph of `torch.compile`."""
     return function(*args, **options)
 
 
@@ -75,10 +75,10 @@ def project_operator(
     G: Blocks, g: Blocks, method: Any, h: Any, margin: Any, penalty: Any, equality: Any,
     metric: Blocks | None, warm_start: Tensor | None, out: Any, refine: int,
 ) -> Any:  # fmt: skip
-    """Call the operator with the arguments of `project`."""
+    """Return x for the arguments of `project`, computed by the torch operator."""
     transformed = False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        # Which cannot follow all checks: those of arrays run where the operator does.
+        # Tracing cannot follow the checks of arrays; these run inside the operator.
         for name, value in (("margin", margin), ("penalty", 0.0 if penalty is None else penalty)):
             if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
                 check_scalar(value, name)
@@ -147,13 +147,13 @@ def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
     return list(blocks_of(a))
 
 
-# Results are contiguous, whatever the strides of the arguments. The schemas are written out: torch before 2.7
-# infers none from `list[Tensor]`.
+# Results are contiguous, whatever the strides of the arguments. The schemas are written out, because torch
+# before 2.7 cannot infer them from `list[Tensor]`.
 @torch.library.custom_op(
     "gemproj::project", mutates_args=(), schema="(Tensor[] tensors, SymInt[] form) -> Tensor[]"
 )
 def _project(tensors, form):
-    """Return the blocks of x, the multipliers, and for a backward pass what `inverse_of_free` does."""
+    """Return the blocks of x, the multipliers, and `inverse_of_free` if a backward pass may follow."""
     form = Form(*form)
     problem, given = form.problem(tensors), form.options(tensors)
     start = check_start(given.pop("warm_start"), *problem.like)
@@ -185,7 +185,7 @@ def _(tensors, form):
     schema="(Tensor[] tensors, Tensor[] found, Tensor[] upstream, SymInt[] form) -> Tensor[]",
 )
 def _project_backward(tensors, found, upstream, form):
-    """Return gradients for all tensors but a mask of equalities and a warm start."""
+    """Return the gradients for all tensors except the mask of equalities and the warm start."""
     form = Form(*form)
     problem, given, (*x, lam, inverse) = form.problem(tensors), form.options(tensors), found
     margin = 0.0 if given["margin"] is None else given["margin"]
@@ -225,7 +225,7 @@ _project.register_autograd(_backward, setup_context=_setup_context)
 def _(info, in_dims, tensors, form):
     one = Form(*form)
     refuse_blocks(one.alone)
-    # g and a warm start always have the mapped dimension.
+    # g and the warm start get the mapped dimension even if they are not mapped.
     needed = [1, *([len(tensors) - 1] if one.warm_start else [])]
     own = [2] + [1] * (len(tensors) - 1)
     x = _project(mapped(info.batch_size, in_dims[0], tensors, own, needed), form)
@@ -254,7 +254,7 @@ _project_backward.register_autograd(_no_second)
 
 
 class _Transformed(torch.autograd.Function):
-    """The operator under `torch.func`, whose transforms do not take derivatives from operators."""
+    """The operator as an autograd function, because `torch.func` does not differentiate custom operators."""
 
     generate_vmap_rule = True
 
@@ -280,7 +280,7 @@ class _Transformed(torch.autograd.Function):
 
 
 class _TransformedBackward(torch.autograd.Function):
-    """Its backward pass."""
+    """The backward pass of `_Transformed`."""
 
     generate_vmap_rule = True
     backward = staticmethod(_no_second)

@@ -1,4 +1,4 @@
-"""What is asked for beside G and g: the method and the options of the problem."""
+"""The method and the options of a projection, checked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gemproj.methods import AnyMethod, Exact, Method, as_method
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """The checked options of a projection; those that are arrays are checked against b later."""
+    """Checked options of a projection; `make_bounds` checks the arrays among them against b."""
 
     method: Any
     h: Any = None
@@ -32,7 +32,7 @@ def check_options(
     equality: Any = False,
     refine: int = 0,
 ) -> Options:
-    """Check the options that do not depend on the data."""
+    """Return the options of a projection, checked as far as possible without G and g."""
     plain = h is None and penalty is None and type(margin) is float and margin == 0.0
     if plain and equality is False and type(refine) is int and refine == 0:
         return _named(method) if type(method) is str else Options(as_method(method))

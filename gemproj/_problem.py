@@ -1,4 +1,4 @@
-"""The checked arguments of one call: blocks of G and g, and what they have in common."""
+"""`Problem`: the checked G, g and metric of one call, with their library, device and shapes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gemproj._checks import shape
 
 @dataclass(eq=False)
 class Problem:
-    """One projection problem, or a batch of independent ones.
+    """One projection problem, or a batch of independent problems.
 
     Attributes
     ----------
@@ -48,13 +48,13 @@ class Problem:
     vector : list of array
         Blocks of g, shapes ``(*batch, *shape_k)``.
     weight : list of array or None
-        Blocks of the metric, shaped like those of g; without `batch` where `shared`.
+        Blocks of the metric, shaped like the blocks of g; without `batch` where `shared`.
     keys : None, type or list
         None where g is one array, the type of a sequence, or the keys of a mapping.
     shared : bool
         Whether all problems of the batch have the same G, which is stored once.
     backend : object
-        What runs stages 1 and 3, see `gemproj.backends.select`; None in a problem that `replace` makes.
+        Backend of stages 1 and 3, chosen by `gemproj.backends.select`; None before that.
     """
 
     xp: Any
@@ -75,7 +75,7 @@ class Problem:
     def __post_init__(self) -> None:
         self.host, lead = on_host(self.device), len(self.batch)
         self.shapes = [v.shape for v in self.vector]
-        # To cut nothing off a shape of torch takes longer than all the rest.
+        # A torch.Size is sliced only if there is a batch, because slicing it is slow.
         self.sizes = [math.prod(of_block[lead:] if lead else of_block) for of_block in self.shapes]
         self.columns = sum(self.sizes)
 
@@ -86,7 +86,7 @@ class Problem:
 
     @property
     def like(self) -> tuple[tuple[int, ...], Any, Any]:
-        """Shape (..., t), library and device of what the caller gives for each constraint."""
+        """Shape (..., t), library and device of arguments with one number per constraint."""
         return (*self.batch, self.t), self.xp, self.device
 
     @property
@@ -95,11 +95,11 @@ class Problem:
         return self.xp.__name__.endswith("torch")
 
     def has_float64(self) -> bool:
-        """Return whether any entry of G or g is stored in more digits than float32 has."""
+        """Return whether any array of G or g has a dtype wider than float32."""
         return any(self.xp.finfo(a.dtype).bits > 32 for a in [*self.rows, *self.vector])
 
     def without_autocast(self) -> AbstractContextManager[Any]:
-        """Keep `torch.autocast` of the caller away from products and sums."""
+        """Return a context that disables `torch.autocast`, so that products and sums keep their dtype."""
         return self.xp.autocast(self.device.type, enabled=False) if self.is_torch else nullcontext()
 
     def at(self, i: tuple[int, ...]) -> Problem:
@@ -112,20 +112,20 @@ class Problem:
         return replace(self, batch=(), rows=rows, vector=vector, weight=weight)
 
     def to_caller(self, a: Array) -> Array:
-        """Return an array of t-space, which is NumPy's on the CPU, in the library of G and g."""
+        """Return an array of t-space (a NumPy array on the CPU) as an array of the library of G and g."""
         return from_numpy(a, self.xp, self.device)
 
     def to_host(self, a: Array) -> Array:
-        """Return an array of the library of G and g as t-space has it: NumPy's on the CPU."""
+        """Return an array of the library of G and g as an array of t-space (a NumPy array on the CPU)."""
         return to_numpy(a) if self.host and a is not None else a
 
     def empty(self) -> list[Array]:
         """Return uninitialised blocks for x."""
-        # Not empty_like: a g that is broadcast has strides that x must not have.
+        # Not empty_like, which would copy the zero strides of a broadcast g.
         return [self.xp.empty(tuple(v.shape), dtype=v.dtype, device=self.device) for v in self.vector]
 
     def pack(self, arrays: list[Array]) -> Any:
-        """Return blocks in a container like the one of g."""
+        """Return blocks in a container like that of g: an array, a sequence or a mapping."""
         if self.keys is None:
             return arrays[0]
         if self.keys in (list, tuple):
@@ -134,9 +134,9 @@ class Problem:
 
 
 def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values: bool = True) -> Problem:
-    """Check `G`, `g` and `metric` by themselves and against each other; return them as one problem.
+    """Return `G`, `g` and `metric` as one `Problem`; raise if they are invalid or do not fit together.
 
-    Without `values` only types and shapes: tensors that torch.func transforms have no values to look at.
+    Without `values` only types and shapes are checked, because tensors of torch.func have no readable values.
     """
     rows, keys = as_blocks(G, "G")
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
@@ -162,7 +162,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
 
 
 def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -> Problem:
-    """Broadcast the leading dimensions of G (..., t, d), g (..., d) and the metric (..., d)."""
+    """Return the problem of arrays G (..., t, d), g (..., d) and metric (..., d); broadcasts the batch."""
     of_G, of_g = shape(G), shape(g)
     if len(of_G) < 2:
         raise ValueError(f"G must have shape (..., t, d), one row per constraint; found {of_G}.")
@@ -195,7 +195,7 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
 def _blocks_problem(
     xp: Any, device: Any, rows: list[Array], vector: list[Array], weight: list[Array] | None, keys: Any
 ) -> Problem:
-    """Check blocks G[k] (t, *shape_k) and g[k] (*shape_k): one problem."""
+    """Return the problem of blocks G[k] (t, *shape_k) and g[k] (*shape_k); raise if shapes do not fit."""
     if rows[0].ndim < 1:
         raise ValueError("Blocks of G must have shape (t, *shape_k), one entry per constraint; found ().")
     problem = Problem(xp, device, (), rows[0].shape[0], rows, vector, weight, keys)
@@ -228,7 +228,7 @@ def _find_odd_block(problem: Problem) -> None:
 
 
 def check_out(out: Blocks, problem: Problem) -> list[Array]:
-    """Check that `out` can take x, and return its blocks."""
+    """Return the blocks of `out`; raise if x cannot be written to them."""
     blocks, _ = as_blocks(out, "out", like=(problem.keys, len(problem.vector)))
     if common_namespace(blocks) is not problem.xp:
         raise TypeError(
@@ -243,7 +243,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
 
 
 def _alike(blocks: list[Array], problem: Problem) -> bool:
-    """Return whether tensors can take x without another look at each."""
+    """Return whether the tensors of `out` pass one fast check, so that no check per block is needed."""
     vector = problem.vector
     if all(map(is_, blocks, vector)):
         return True

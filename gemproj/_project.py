@@ -1,4 +1,4 @@
-"""The three stages in one call."""
+"""`project`: the three stages in one call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def project(
     out: Blocks | None = None,
     refine: int = 0,
 ) -> Any:
-    """Project g onto ``{x : G @ x >= h}``: for h = 0, Gradient Episodic Memory's projection.
+    """Return the projection of g onto ``{x : G @ x >= h}``; for h = 0, that of Gradient Episodic Memory.
 
     ``argmin_x 1/2 |x - g|^2 subject to G @ x >= h``, where row i of G is the gradient of the loss
     of an earlier task: to first order, a step along -x raises none of these losses.
@@ -44,13 +44,13 @@ def project(
         Constraint gradients as rows; leading dimensions are independent problems. Or a sequence or
         mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, with `g` alike: one problem.
     g : array, shape (..., d), or blocks
-        The proposed gradient. Leading dimensions of G and g are broadcast; many gradients (m, d) for
-        one G (t, d) measure K once.
+        The proposed gradient. Leading dimensions of G and g are broadcast; for many gradients (m, d) and
+        one G (t, d), K is computed once.
     method, h, margin, penalty, equality, metric, warm_start, refine
         As in `solve_dual`.
     out : array or blocks, like `g`, optional
-        Where to write x; ``out=g`` projects in place and allocates nothing of size d. Must not
-        share memory with G, nor with g unless it is g.
+        Where to write x; ``out=g`` projects in place and allocates nothing of size d. It must not share
+        memory with G, and may share memory with g only if it is g.
 
     Returns
     -------
@@ -61,26 +61,26 @@ def project(
     Warns
     -----
     RuntimeWarning
-        On the CPU, where method "exact" misses the optimality conditions by more than 1e-5 of the size of the
-        problem, and no contradiction in h is certain, which is an error: see `solve_dual`.
+        On the CPU, if the result of method "exact" violates the optimality conditions by more than 1e-5 of
+        the size of the problem. (If h is infeasible for certain, an error is raised: see `solve_dual`.)
 
     Notes
     -----
-    For torch tensors it is one operator: under autograd and `torch.func` x has the derivative of the
-    projection with respect to G, g, metric, h, margin and penalty (implicit differentiation on the
-    active set, and not twice); `torch.func.vmap` maps over problems; and `torch.compile` does not break the
-    graph. Method "exact" only: others break the graph, and have no derivative.
+    For torch tensors and method "exact", the projection is one torch operator. Autograd and `torch.func`
+    differentiate it once with respect to G, g, metric, h, margin and penalty, by implicit differentiation on
+    the active set. `torch.func.vmap` maps over problems, and `torch.compile` traces it without a graph
+    break. Other methods break the graph, and have no derivative.
 
     Examples
     --------
-    The gradient points against an earlier task in its first entry; the projection takes that away:
+    The first entry of g would raise the loss of an earlier task; the projection removes it:
 
     >>> import numpy as np
     >>> from gemproj import project
     >>> project(np.array([[1.0, 0.0]]), np.array([-3.0, 1.0]))
     array([0., 1.])
 
-    Blocks, as parameters come out of a model:
+    Blocks, one per parameter of a model:
 
     >>> x = project([np.ones((1, 2, 2)), np.ones((1, 3))], [np.zeros((2, 2)), np.array([-7.0, 0.0, 0.0])])
     >>> x[0].tolist(), x[1].tolist()
@@ -105,7 +105,7 @@ def project(
 
 
 def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:
-    """Return whether torch records, traces or transforms what is done with these arguments."""
+    """Return whether autograd, a torch compiler or a torch.func transform is active for these arguments."""
     torch = sys.modules.get("torch")
     if torch is None or type(g) is np.ndarray:
         return False
@@ -114,7 +114,7 @@ def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
-    # A tensor of torch.func stands for others and has no memory of its own.
+    # Under torch.func, tensors have no memory of their own.
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return True
     if torch.autograd.forward_ad._current_level >= 0:

@@ -1,4 +1,4 @@
-"""What was measured: finite, and in the range of its dtype."""
+"""Checks that K, b and |g|^2 are finite and in the range of their dtype."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from gemproj._tspace import Gram
 
 
 def check_range(problem: Problem, gram: Gram) -> None:
-    """Raise for rows, on the CPU, that are not finite or whose squares are not in the range of float64."""
+    """Raise, on the CPU, if a row of G, or g, is not finite or its square leaves the range of float64."""
     low, high = WIDE_RANGE
-    if gram.gg.ndim == 0:  # plain numbers are the fastest to look at
+    if gram.gg.ndim == 0:  # Python floats are compared faster than NumPy scalars
         inside = [low < v < high for v in (*gram.K.diagonal().tolist(), float(gram.gg))]
     else:
         squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
@@ -25,12 +25,12 @@ def check_range(problem: Problem, gram: Gram) -> None:
         return
     check_finite(gram)
     if not problem.has_float64():
-        return  # squares of what narrower dtypes hold are in range
+        return  # squares of numbers in float32 and narrower dtypes are in range
     shared = problem.shared
     rows = problem.t + (gram.gg.size if shared else 1)
     largest = np.zeros((*(() if shared else problem.batch), rows), np.longdouble)
     xp, arrays = problem.xp, [*problem.rows, *problem.vector]
-    # Numbers of long double may be zero in float64.
+    # Small numbers in long double would be zero in float64.
     dtype = next((a.dtype for a in arrays if xp.finfo(a.dtype).bits > 64), problem.wide)
     for lead, tile in stacked(problem, dtype):
         part = largest[(*lead, ...)]
@@ -46,14 +46,14 @@ def check_range(problem: Problem, gram: Gram) -> None:
 
 
 def fits_float32(gram: Gram) -> np.ndarray:
-    """Return for which problems, boolean (...), no product left the range of float32; on the CPU."""
+    """Return the mask (...) of problems in which no product left the range of float32; on the CPU."""
     low, high = NARROW_RANGE
     squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
     return np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)
 
 
 def check_finite(gram: Gram) -> None:
-    """Raise for rows that are not finite, or whose squares overflow, naming them."""
+    """Raise if G or g is not finite or its squares overflow; the message names the rows."""
     K, b, gg = gram
     if np.isfinite(K).all() and np.isfinite(b).all() and np.isfinite(gg).all():
         return
@@ -77,12 +77,13 @@ def check_finite(gram: Gram) -> None:
 
 
 def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
-    """Take rows that are not finite out of K and b, without looking at them; also return the rows that stay.
+    """Return K and b with zeros for the rows that are not finite, and the mask (..., t) of the finite rows.
 
-    Where g is not finite b is not either: then all rows are left out, and x is g.
+    No value is read, so a device is not synchronised. If g is not finite, all entries of b are not finite:
+    then all rows are left out, and x is g.
     """
     xp = namespace(b)
-    # `isfinite` of torch is four operations.
+    # Not `isfinite`, which is four operations in torch.
     kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
     K = xp.where(kept[..., :, None] & kept[..., None, :], K, zero[..., None])
     return K, xp.where(kept, b, zero), kept

@@ -1,4 +1,4 @@
-"""The way back to G: what K = G G' has lost by squaring, G itself still knows."""
+"""Solving again from G, where K = G G' has lost digits by squaring."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
 
 
 def lost(problem: Problem, sol: DualSolution, resolved: Any) -> np.ndarray:
-    """Tell where K has lost digits that the exact method needs; `resolved` is from its `Outcome`."""
-    if sol._rounding > 1e-12:  # K is too coarse to tell which rows are nearly active
+    """Return the mask (...) of problems whose K has lost digits; `resolved` is `Outcome.resolution`."""
+    if sol._rounding > 1e-12:  # K is too inaccurate to find the nearly active rows: all rows are tested
         return _resolution(sol) < TRUST_NARROW
     trusted = TRUST_SMALL if problem.columns * (problem.t + 1) <= SMALL else RESOLVED
-    if not resolved.ndim:  # plain numbers are the fastest to look at
+    if not resolved.ndim:  # Python floats are compared faster than NumPy scalars
         return np.array(resolved.item() < trusted or sol.status.item() & _STALLED > 0)
     return (resolved < trusted) | (sol.status & _STALLED > 0)
 
 
 def unsure(sol: DualSolution) -> np.ndarray:
-    """Tell where certificates need more than K: where any row may be nearly active, and K has lost digits.
+    """Return the mask (...) of problems whose certificates need G, because K has lost digits.
 
-    Any may where the method does not say which rows are active, and where ``b - h`` is so small next to g
-    that the exact method takes nearly active rows for far ones.
+    `lost` suffices unless rows that the method treated as inactive may be nearly active. That is possible if
+    the method is approximate, or if ``b - h`` is small relative to g, because the exact method normalises b.
     """
     (K, b, gg), h = sol.gram, sol.bounds.h
     apart = b if h is None else b - h
@@ -55,10 +55,10 @@ def _resolution(sol: DualSolution) -> np.ndarray:
 
 
 def return_to_rows(problem: Problem, sol: DualSolution, chosen: np.ndarray) -> DualSolution:
-    """Give some problems of a solution coordinates of their rows, from one more read of G and g.
+    """Return the solution with coordinates of the rows of the chosen problems, from one more read of G and g.
 
-    What coordinates confirm stays, as where rows are repeated; so do multipliers of methods that are
-    approximate by design. Others are solved anew.
+    The multipliers of an approximate method are kept, and so are multipliers that are optimal in these
+    coordinates (for example with repeated rows). All other chosen problems are solved again in coordinates.
     """
     if not np.count_nonzero(chosen):
         return sol
@@ -83,7 +83,7 @@ def return_to_rows(problem: Problem, sol: DualSolution, chosen: np.ndarray) -> D
             correction = np.zeros((*problem.batch, 2, problem.t, problem.t))
         h = None if sol.bounds.h is None else sol.bounds.h[i]
         found, pivots, ended = solve_in_coordinates(factor[i], h, lower[i], upper[i], lam[i])
-        # Rows of norm zero, or left out, keep their multipliers.
+        # Rows that have norm zero or were left out keep their multipliers.
         lam[i] = np.where(factor[i][:, :-1].any(axis=0), found, lam[i])
         status[i] = status[i] & ~_UNSETTLED | ended
         iterations[i] += pivots
@@ -99,9 +99,9 @@ def return_to_rows(problem: Problem, sol: DualSolution, chosen: np.ndarray) -> D
 
 
 def _confirmed(sol: DualSolution, factor: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Tell of the chosen problems which meet the optimality conditions in coordinates to rounding.
+    """Return which chosen problems satisfy the optimality conditions in coordinates, to rounding.
 
-    With free rows that K resolves; then it does not matter what the others depend on.
+    K must also resolve their free rows. Then dependences between the other rows do not change x.
     """
     F, lam, free = factor[chosen], sol.multipliers[chosen], sol.free[chosen]
     K = np.broadcast_to(sol.gram.K, (*sol.multipliers.shape, lam.shape[-1]))
@@ -118,10 +118,10 @@ def _confirmed(sol: DualSolution, factor: np.ndarray, chosen: np.ndarray) -> np.
 
 
 def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolution:
-    """Correct the free multipliers by slacks that are computed from G, ``lam_P -= K_PP^-1 s_P``.
+    """Return the solution after steps ``lam_P -= K_PP^-1 s_P`` for the free rows P, with slacks s from G.
 
-    Each step reads G and g once, on any device and without waiting for it. It gains the digits that
-    K has: with rows at an angle of 1e-5 about six, with rows at an angle of 1e-8 none.
+    Each step reads G and g once, without synchronising a device. It gains as many digits as K has: about
+    six for rows at an angle of 1e-5, none for rows at an angle of 1e-8.
     """
     xp, free = namespace(sol.multipliers), sol.free
     (K, _, lower, upper), _ = standard_form(sol.gram.K, sol.gram.b, sol.bounds._replace(h=None))
@@ -135,9 +135,9 @@ def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolu
 
 
 def inverse_of_free(sol: DualSolution) -> Array:
-    """Return ``K_PP^-1`` of the free rows P, zero for the others, as two factors (..., 2, t, t).
+    """Return ``K_PP^-1`` of the free rows P as two factors (..., 2, t, t), zero outside of P.
 
-    Of numerically dependent free rows, one of the solutions of ``K_PP z = u``.
+    If the free rows are numerically dependent, it gives one of the solutions of ``K_PP z = u``.
     """
     free, xp = sol.free, namespace(sol.multipliers)
     inverse = inverse_of(sol.gram.K, free)

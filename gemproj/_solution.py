@@ -1,4 +1,4 @@
-"""What stage 2 returns: multipliers, and certificates that judge them."""
+"""`DualSolution`, the result of stage 2: multipliers and their certificates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gemproj.methods._method import Status
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class DualSolution:
-    """Multipliers with all that is needed to judge them; no certificate costs anything until asked for.
+    """Multipliers of the constraints, with certificates that are computed only when they are called.
 
     Attributes
     ----------
@@ -29,36 +29,35 @@ class DualSolution:
     gram : Gram
         ``K = G G'``, ``b = G g`` and ``gg = |g|^2``, see `gemproj.gram`.
     bounds : Bounds
-        Of the multipliers, and the right-hand side h. `lower` and `upper` are arrays made from it.
+        Bounds of the multipliers, and the right-hand side h; `lower` and `upper` return them as arrays.
     iterations : int or array, shape (...)
-        Steps or pivots that the method took; 0 where it takes none.
+        Steps or pivots of the method; 0 for enumeration, which has none.
 
     Notes
     -----
-    Certificates are relative to the norm of the gradient that is projected: g, or with a margin
-    ``g + G.T @ margin``; with h at least the distance of the farthest half-space from zero. They see
-    no farther than the rounding of K: 3e-14, or 8e-6 where products of a large problem were summed in
-    float32.
+    Certificates are relative to the size of the problem: the norm of g, or with a margin of
+    ``g + G.T @ margin``, and with h at least the largest ``h_i / |g_i|``. Their accuracy is limited by the
+    rounding of K: 3e-14, or 8e-6 where products of a large problem were summed in float32.
     """
 
     multipliers: Array
     gram: Gram
     bounds: Bounds
     iterations: Any
-    # An array, or on a device a function that makes it of the solution: `project` never looks.
+    # An array, or on a device a function of the solution that computes it: `project` never reads it.
     _status: Any
     _rounding: float = WIDE_ROUNDING
-    # Whether the free rows are meant to have zero slack, and x is moved there.
+    # Whether the method is exact: then the free rows have zero slack, and x may be moved to satisfy this.
     _exact: bool = False
-    # Where K had lost the digits, coordinates of [G; g], (..., t + 1, t + 1), else zeros.
+    # Coordinates (..., t + 1, t + 1) of [G; g] for the problems whose K has lost digits, else zeros.
     _coordinates: np.ndarray | None = None
-    # Where multipliers are made from these, K_PP^+ of the free rows P, as two factors (..., 2, t, t), which
-    # turns the slack of x into a correction. Else zeros.
+    # K_PP^+ of the free rows P as two factors (..., 2, t, t) for the problems solved in coordinates, else
+    # zeros. It maps the slack of x to a correction of the multipliers.
     _correction: np.ndarray | None = None
 
     def __repr__(self) -> str:
         t, batch, device = self.multipliers.shape[-1], tuple(self.gram.gg.shape), device_of(self.gram.gg)
-        if not on_host(device):  # to look would wait
+        if not on_host(device):  # reading values would synchronise
             return f"DualSolution(t={t}, batch={batch}, on {device})"
         status = to_numpy(self.status)
         if batch:
@@ -73,7 +72,7 @@ class DualSolution:
 
     @property
     def status(self) -> Array:
-        """Array of int, shape (...): a `gemproj.Status` per problem."""
+        """Status of each problem, a `gemproj.Status` as int, shape (...)."""
         if callable(self._status):
             object.__setattr__(self, "_status", self._status(self))
         return self._status
@@ -94,9 +93,9 @@ class DualSolution:
 
     @property
     def active(self) -> Array:
-        """Boolean (..., t): the constraints whose multiplier is above its lower bound.
+        """Boolean (..., t): True for constraints whose multiplier is above its lower bound.
 
-        Of equality constraints, those whose multiplier is not zero.
+        An equality constraint is active if its multiplier is not zero.
         """
         lam, equality, xp = self.multipliers, self.bounds.equality, namespace(self.multipliers)
         active = lam > (0 if self.bounds.base is None else self.bounds.base)
@@ -104,12 +103,12 @@ class DualSolution:
 
     @property
     def violated(self) -> Array:
-        """Boolean (..., t): the constraints that g itself violates."""
+        """Boolean (..., t): True for constraints that g violates."""
         return self.bounds.violated(self.gram.b if self.bounds.h is None else self.gram.b - self.bounds.h)
 
     @property
     def free(self) -> Array:
-        """Boolean (..., t): multipliers strictly between their bounds, whose rows P have ``G_P x = h_P``."""
+        """Boolean (..., t): True for rows whose multiplier is strictly between its bounds; slack is zero."""
         return (self.multipliers > self.lower) & (self.multipliers < self.upper)
 
     @property
@@ -119,9 +118,9 @@ class DualSolution:
 
     @property
     def refined(self) -> Array:
-        """Boolean (...): whether the CPU went back from K to G, because K had lost digits.
+        """Boolean (...): True for problems for which G was read again, on the CPU, as K had lost digits.
 
-        This is not about the option `refine`.
+        It is independent of the option `refine`.
         """
         xp, device = namespace(self.status), device_of(self.status)
         if self._coordinates is None:
@@ -133,10 +132,10 @@ class DualSolution:
         return self._slack()[0]
 
     def kkt_residual(self) -> Array:
-        """Largest violation of the optimality conditions, shape (...), scale-free; 0 at the solution.
+        """Return the largest violation of the optimality conditions, shape (...), scale-free.
 
-        Where the multipliers come from G itself, of x as `project` returns it in float64, and including
-        its distance from ``g + G.T @ lam``: the rounding of large multipliers, which other methods keep.
+        Where the solution was computed from G, this is the residual of x as `project` returns it in float64.
+        It includes the distance of this x from ``g + G.T @ lam``, which is the rounding of large multipliers.
         """
         s, moved = self._slack()
         size, xp = self._size(), namespace(s)
@@ -145,17 +144,17 @@ class DualSolution:
         return self._unless_lost(xp.maximum(found, moved * inverse(size)))
 
     def duality_gap(self) -> Array:
-        """Primal minus dual objective over ``|g|^2``, shape (...); may be negative where x is infeasible."""
+        """Return (primal - dual objective) / size^2, shape (...); can be negative where x is infeasible."""
         (s, moved), size = self._slack(), self._size()
         gap = _certificate.duality_gap(s, size, self.multipliers, self.lower, self.upper)
         return self._unless_lost(gap + (moved * inverse(size)) ** 2)
 
     def error_bound(self) -> Array:
-        """Upper bound of ``|x - x*| / |g|``, shape (...), without x*. Waits for a device.
+        """Return an upper bound of ``|x - x*| / |g|``, shape (...). Synchronises a device.
 
-        x* is the projection for rows perturbed by rounding. The bound is for x as `combine` makes it in
-        float64; rounding it to the dtype of g comes on top. Where K cannot tell what the solution is
-        (nearly dependent rows, on a device), the bound is ``|x|``.
+        x* is the exact projection for rows perturbed by rounding. The bound is for x as `combine` computes it
+        in float64, before it is rounded to the dtype of g. Where K does not determine the solution (nearly
+        dependent rows, on a device), the bound is ``|x|``.
         """
         known = from_gram(Gram(*map(to_numpy, self.gram)))
         lam, lower, upper, size = map(to_numpy, (self.multipliers, self.lower, self.upper, self._size()))
@@ -168,7 +167,7 @@ class DualSolution:
             unit = unit_rows(F, None if h is None else h[i], lower[i], upper[i], lam[i])
             if unit is None or size[i] == 0.0:
                 continue
-            # Adding rows with a margin may cancel digits of g: rounding then counts against the sum.
+            # ``g + G'margin`` may cancel digits: rounding is then relative to the sum of the norms.
             lengths = np.linalg.norm(F, axis=0)
             whole = lengths[-1] + float(np.abs(unit.base) @ lengths[:-1])
             rounding = rounding * max(1.0, whole / unit.size)
@@ -177,12 +176,12 @@ class DualSolution:
         return self._unless_lost(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
-        """Cosine between g and x, shape (...); 1 where either is zero, to rounding."""
+        """Return the cosine between g and x, shape (...); 1 where g or x is zero, to rounding."""
         cosine, zero = _certificate.cosine(self.gram, self.multipliers), self._vanishes()
         return namespace(zero).where(zero, cosine * 0.0 + 1.0, cosine)
 
     def to(self, move: Callable[[Array], Array]) -> DualSolution:
-        """Return the same for a caller: with arrays that `move` has brought to another library."""
+        """Return this solution with its NumPy arrays converted by `move` to the library of the caller."""
 
         def moved(a: Any) -> Any:
             if isinstance(a, tuple):  # Gram and Bounds
@@ -196,7 +195,7 @@ class DualSolution:
         return replace(self, multipliers=lam, gram=gram, bounds=bounds, iterations=iterations, _status=status)
 
     def _size(self) -> Array:
-        """Return the norm that certificates are relative to, shape (...)."""
+        """Return the size of the problem, shape (...), to which certificates are relative; see Notes."""
         K, b, gg = self.gram
         xp, base, h = namespace(gg), self.bounds.base, self.bounds.h
         if base is not None:
@@ -211,13 +210,13 @@ class DualSolution:
         return size
 
     def _unless_lost(self, value: Array) -> Array:
-        """Return a certificate, infinite where x must be zero, as what is projected is, and is not."""
+        """Return a certificate, with infinity where the size of the problem is zero but x is not zero."""
         xp = namespace(value)
         lost = (self._size() == 0) & ~self._vanishes()
         return xp.where(lost, xp.full_like(value, math.inf), value)
 
     def _vanishes(self) -> Array:
-        """Return where x is zero, to the rounding of K."""
+        """Return the mask (...) of problems whose x is zero, to the rounding of K."""
         (K, b, gg), lam = self.gram, self.multipliers
         xp = namespace(gg)
         square = gg + xp.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1)
@@ -226,11 +225,11 @@ class DualSolution:
         return square <= 8 * (lam.shape[-1] + 1) * self._rounding * whole
 
     def _slack(self) -> tuple[Array, Array]:
-        """Return G x - h, and the rounding of g + G'lam: that of large multipliers."""
+        """Return the slack ``G x - h`` (..., t), and the rounding error of ``g + G'lam`` (...)."""
         (K, b, gg), lam, h = self.gram, self.multipliers, self.bounds.h
         xp = namespace(gg)
         s = matvec(K, lam) + (b if h is None else b - h)
-        # What an exact method finds is at the rounding of g, or x is moved onto its free rows.
+        # This error is negligible for an exact method without coordinates. With coordinates, see below.
         moved = xp.zeros_like(gg)
         if not self._exact:
             moved = EPS * xp.sum(xp.abs(lam) * xp.sqrt(xp.linalg.diagonal(K)), axis=-1)

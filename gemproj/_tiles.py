@@ -1,4 +1,4 @@
-"""The one reader of G and g: tiles of columns, small enough for a converted copy to stay in cache."""
+"""Reading of G and g in tiles of columns, small enough for a converted copy of a tile to stay in cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from gemproj._arrays import Array, to_numpy
 from gemproj._problem import Problem
 
-# Elements of G and g in a tile. On the CPU a float64 copy stays in cache; a device wants few launches.
+# Elements of G and g in a tile. On the CPU its float64 copy stays in cache; on a device few kernels are
+# launched.
 _HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
 
 
@@ -18,8 +19,8 @@ def tiles(problem: Problem) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, .
     """Yield (block, lead, at, size) for tiles that cover all columns, in order.
 
     ``vector[block][at]`` has `size` columns; `lead` selects from the batch. The number of columns in a
-    tile does not depend on the batch, nor do, therefore, the bits of sums over tiles. With a shared G a
-    tile holds the columns of all gradients.
+    tile does not depend on the batch, so the bits of sums over tiles do not depend on it either. With a
+    shared G a tile holds these columns of all gradients.
     """
     elements = _HOST_TILE if problem.host else _DEVICE_TILE
     vectors = math.prod(problem.batch) if problem.shared else 1
@@ -30,7 +31,7 @@ def tiles(problem: Problem) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, .
             if not problem.batch or problem.shared:
                 yield k, (), (..., *index), size
                 continue
-            # A large batch is cut along its first axis, so that memory stays bounded.
+            # A large batch is split along its first axis, to bound memory.
             inner = math.prod(problem.batch[1:]) * (problem.t + 1) * max(1, size)
             step = max(1, 8 * elements // max(1, inner))
             for start in range(0, problem.batch[0], step):
@@ -42,8 +43,8 @@ def stacked(problem: Problem, dtype: Any) -> Iterator[tuple[tuple[Any, ...], Arr
     """Yield (lead, tile): the rows [G; g], (..., t + m, n), of each tile in `dtype`.
 
     m is 1, or with a shared G the number of gradients. With a metric w, G is divided and g multiplied
-    by sqrt(w). On the CPU tiles are NumPy's, whose products have the same bits whatever the size of
-    the batch. A tile is overwritten by the next one.
+    by sqrt(w). On the CPU tiles are NumPy arrays, because NumPy's products have the same bits for any batch
+    size. The next tile overwrites the memory of this tile.
     """
     xp, t, buffer = problem.xp, problem.t, None
     m = math.prod(problem.batch) if problem.shared else 1
@@ -66,7 +67,7 @@ def stacked(problem: Problem, dtype: Any) -> Iterator[tuple[tuple[Any, ...], Arr
 
 
 def _cover(shape: tuple[int, ...], columns: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Cover an array of `shape` with index tuples of about `columns` elements each."""
+    """Yield (index, size) for parts of about `columns` elements that cover an array of `shape`."""
     if not shape:
         yield (), 1
         return

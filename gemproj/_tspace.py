@@ -1,4 +1,4 @@
-"""Algebra on the t x t problem that all methods share: scaling, residuals, sweeps.
+"""Linear algebra of the t x t dual problem, shared by all methods: scaling, residuals, sweeps.
 
 The standard form of the dual problem is ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper`` where
 every entry of `lower` is 0, or -inf for an equality constraint. ``lower=None`` stands for zeros and
@@ -15,7 +15,7 @@ from gemproj._constants import DEPENDENT
 
 
 class Gram(NamedTuple):
-    """The projection problem in t-space, in float64 (float32 on devices that have no float64).
+    """The projection problem in t-space, in float64 (float32 on devices without float64).
 
     Attributes
     ----------
@@ -34,18 +34,19 @@ class Gram(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What stage 1 hands on.
+    """The result of stage 1: K, b and |g|^2, and the problem they were computed from.
 
     Attributes
     ----------
     gram : Gram
-        On the CPU its arrays are NumPy's, whatever the library of G: a call costs a fifth of torch's.
+        On the CPU its arrays are NumPy arrays: a NumPy call takes a fifth of the time of a torch call.
     rounding : float
-        Relative rounding of its entries.
+        Relative rounding error of the entries of `gram`.
     to_caller : callable
-        Returns an array of t-space in the library and on the device of the caller's arrays.
+        Converts an array of t-space to the library and device of the caller's arrays.
     rows : Problem or None
-        G and g, for what K has lost; None where there is only K, or only a part of G here.
+        The problem with G and g, to read G again where K has lost digits. None if only K is given, or if
+        this process has only a shard of G.
     """
 
     gram: Gram
@@ -81,9 +82,9 @@ def normalise(
     upper: Array | None = None,
     start: Array | None = None,
 ) -> Unit:
-    """Scale the rows of G to norm one and b to maximum one; neither the feasible set nor x moves.
+    """Return the problem with the rows of G scaled to norm one and b scaled to maximum one.
 
-    A row of norm zero constrains nothing: its multiplier is decoupled and ends at zero.
+    A row of norm zero is no constraint: it is decoupled from the other rows, and its multiplier becomes zero.
     """
     xp = namespace(K)
     norm = xp.sqrt(xp.linalg.diagonal(K))
@@ -91,7 +92,7 @@ def normalise(
     unit_K = (K * per_norm[..., :, None]) * per_norm[..., None, :]
     unit_K = unit_K + xp.where(norm > 0, xp.zeros_like(norm), one)[..., None] * identity_like(K)
     unit_b = b * per_norm
-    # Without rows there is nothing to take the maximum of.
+    # Without rows b is empty, and its maximum undefined.
     size = xp.max(xp.abs(unit_b), axis=-1, keepdims=True) if b.shape[-1] else xp.ones_like(b)
     size = xp.where(size > 0, size, xp.ones_like(size))
     stretch = norm / size
@@ -116,15 +117,15 @@ def identity_like(K: Array) -> Array:
 
 
 def matvec(K: Array, v: Array) -> Array:
-    """Return K v for every problem of a batch, summed in the same order for each of them."""
+    """Return K v for every problem of a batch; the order of summation does not depend on the batch."""
     xp = namespace(K)
     return xp.sum(K * v[..., None, :], axis=-1)
 
 
 def times_rows(weights: Array, rows: Array) -> Array:
-    """Return weights (..., m, t) times rows (..., t, n), without rows that no weight uses.
+    """Return weights (..., m, t) times rows (..., t, n), without the rows whose weights are all zero.
 
-    Zero times what is not finite is not zero, and a row that was left out may hold that.
+    Rows that were left out may hold NaN or infinity, and zero times these is NaN.
     """
     xp = namespace(weights)
     used = xp.any(weights != 0, axis=-2)[..., None]
@@ -132,28 +133,28 @@ def times_rows(weights: Array, rows: Array) -> Array:
 
 
 def clip(lam: Array, lower: Array | None, upper: Array | None) -> Array:
-    """Return lam moved into its bounds."""
+    """Return lam clipped to its bounds."""
     xp = namespace(lam)
     lam = xp.maximum(lam, xp.zeros_like(lam) if lower is None else lower)
     return lam if upper is None else xp.minimum(lam, upper)
 
 
 def natural_residual(lam: Array, s: Array, lower: Array | None, upper: Array | None) -> Array:
-    """Return max |lam - clip(lam - s)| for s = K lam + b, shape (...): zero exactly at the solution."""
+    """Return the natural residual, max |lam - clip(lam - s)| for s = K lam + b, shape (...)."""
     xp = namespace(lam)
     return xp.max(xp.abs(lam - clip(lam - s, lower, upper)), axis=-1)
 
 
 def complementarity(lam: Array, s: Array, upper: Array | None) -> Array:
-    """Return the largest product of a multiplier and a slack of which one should be zero, shape (...)."""
+    """Return the complementarity, max |lam s|, shape (...); zero at the solution."""
     xp = namespace(lam)
-    if upper is not None:  # at the upper bound a negative slack is right
+    if upper is not None:  # at the upper bound a negative slack is optimal
         s = xp.where(lam >= upper, xp.maximum(s, xp.zeros_like(s)), s)
     return xp.max(xp.abs(lam * s), axis=-1)
 
 
 def snap(lam: Array, upper: Array) -> Array:
-    """Return lam with multipliers that miss their upper bound by the rounding of scales moved onto it."""
+    """Return lam with multipliers set to their upper bound where they differ from it by rounding only."""
     xp = namespace(lam)
     return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
 
@@ -164,10 +165,10 @@ def dependent_below(tableau: Array) -> float:
 
 
 def sweep(tableau: Array, k: int) -> Array:
-    """Move row k into the free set: pivot the tableau (..., t, t + 1) on its k-th diagonal entry.
+    """Return the tableau (..., t, t + 1) swept on row k: pivoted on its k-th diagonal entry.
 
-    Swept on a set P the tableau holds ``K_PP^-1`` and ``K_PP^-1 b_P = -lam_P`` in the rows of P, and
-    the Schur complement and s = K lam + b in the others.
+    This adds row k to the free rows P. The tableau holds ``K_PP^-1`` and ``K_PP^-1 b_P = -lam_P`` in the rows
+    of P, and the Schur complement and s = K lam + b in the other rows.
     """
     xp = namespace(tableau)
     pivot = tableau[..., k, k]
@@ -183,7 +184,7 @@ def sweep(tableau: Array, k: int) -> Array:
 
 
 def inverse_of(K: Array, rows: Array) -> Array:
-    """Return ``K_PP^-1`` (..., t, t) for the chosen rows P, boolean (..., t), and zero for the others."""
+    """Return ``K_PP^-1`` (..., t, t) for the rows P of a mask (..., t), zero outside of P."""
     xp = namespace(K)
     per_norm = inverse(xp.sqrt(xp.linalg.diagonal(K)))
     rows = rows & (per_norm > 0)
@@ -195,7 +196,7 @@ def inverse_of(K: Array, rows: Array) -> Array:
 
 
 def smallest_pivot(K: Array, rows: Array) -> Array:
-    """Return the smallest pivot of K (..., t, t) restricted to the chosen rows, boolean (..., t)."""
+    """Return the smallest pivot of K (..., t, t) restricted to the rows of a mask (..., t)."""
     rest = submatrix(K, rows)
     xp = namespace(rest)
     smallest = xp.ones_like(rest[..., 0, 0])
@@ -209,7 +210,7 @@ def smallest_pivot(K: Array, rows: Array) -> Array:
 
 
 def submatrix(K: Array, rows: Array) -> Array:
-    """Return K for the chosen rows, boolean (..., t), and the identity for the others."""
+    """Return K with the identity in place of the rows and columns outside of a mask (..., t)."""
     xp = namespace(K)
     chosen = rows[..., :, None] & rows[..., None, :]
     return xp.where(chosen, K, identity_like(K))

@@ -25,9 +25,9 @@ def mapped(
 ) -> list[Tensor]:
     """Return tensors with the mapped dimension first, so that they broadcast as a batch.
 
-    Each has so many dimensions of its own behind the leading ones of the problem: two for G, one for g and
-    what there is for each constraint. Missing leading dimensions are inserted after the mapped one. Tensors
-    that are not mapped stay as they are, but for those that are `needed` with it.
+    `own` holds the number of dimensions of each tensor without a batch: 2 for G, 1 for g, h and other
+    vectors. Missing batch dimensions are inserted after the mapped dimension. Tensors that are not mapped are
+    returned unchanged, except for those with an index in `needed`, which are expanded.
     """
     lead = [a.ndim - (d is not None) - n for a, d, n in zip(tensors, dims, own, strict=True)]
     rank, front = max(lead), []
