@@ -7,7 +7,19 @@ import pytest
 import torch
 from problems import assert_close
 
-from gemproj import PGD, Status, combine, gram, project, solve_dual, solve_gram
+from gemproj import (
+    FISTA,
+    GEM2017,
+    OSQP,
+    PGD,
+    Quadprog,
+    Status,
+    combine,
+    gram,
+    project,
+    solve_dual,
+    solve_gram,
+)
 
 G, g = np.eye(3, 5), -np.ones(5)
 TENSORS, META = (torch.eye(3, 5), -torch.ones(5)), torch.ones(5, device="meta")
@@ -68,10 +80,21 @@ WRONG_VALUES = [
     (lambda: project(G, g, method=lambda K, b, w: b[:1]), "must return multipliers of the type and"),
     (lambda: project(G, g, method=lambda K, b, w: None), "found None"),
     (lambda: gram(TENSORS[0], META), "G is on device cpu but g is on meta"),
+    (lambda: PGD(steps=-3), "steps must be at least 1; found -3"),
+    (lambda: PGD(step_size="fast"), "step_size must be 'safe' or 'power'; found 'fast'"),
+    (lambda: PGD(c=0.0), "c must be finite and above 0"),
+    (lambda: FISTA(steps=0), "steps must be at least 1"),
+    (lambda: Quadprog(ridge=-1.0), "ridge must be finite and at least 0"),
+    (lambda: OSQP(eps=0.0), "eps must be finite and above 0"),
+    (lambda: GEM2017(memory_strength=-0.1), "memory_strength must be finite and at least 0"),
     (lambda: project(G, g, refine=-1), "refine must be at least 0; found -1"),
     (lambda: project(G, g, refine=1, method="pgd"), "refine needs method 'exact'"),
 ]
 WRONG_TYPES = [
+    (lambda: PGD(steps=1.5), "steps must be an integer; found 1.5"),
+    (lambda: PGD(power_iterations=True), "power_iterations must be an integer"),
+    (lambda: OSQP(max_iter="many"), "max_iter must be an integer; found 'many'"),
+    (lambda: GEM2017(eps="tiny"), "eps must be a number"),
     (lambda: project(G, g, h=MASKED), r"h must not be a masked array; pass h.filled\(0.0\)"),
     (lambda: project(G, g, margin=MASKED), "margin must not be a masked array"),
     (lambda: project(G, g, penalty=MASKED), "penalty must not be a masked array"),

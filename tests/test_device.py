@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from conftest import UNSEEN
 from devices import DEVICE, make_device
 from problems import assert_close
 
-from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
+from conftest import UNSEEN
+from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual, solve_gram
 
 torch = pytest.importorskip("torch")
 pytestmark = [

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from problems import assert_close, rational_feasible, small_integers
 
-from gemproj import Status, project, solve_dual, solve_gram
+from gemproj import Status, gram, project, solve_dual, solve_gram
 
 CORNER = np.array([[1.0, 0], [-1, 0], [0, 1], [0, -1], [1, 1], [-1, -1]])
 # Rows, right-hand side and equalities that no x meets.
@@ -41,6 +41,24 @@ def test_a_row_of_norm_zero_is_named_only_if_it_asks_for_something():
         project(G, np.zeros(1), h=np.array([1.0, 0, 5, 3]), equality=mask)
     with pytest.raises(ValueError, match="in rows 1 at once"):
         project(G, np.zeros(1), h=np.array([-9.0, -1, 5, 3]), equality=mask)
+
+
+@pytest.mark.parametrize("scale", [1e-5, 1.0, 1e8])
+@pytest.mark.parametrize("t", [2, 12])
+def test_contradicting_rows_are_named_at_any_scale(host, t, scale, rng):
+    G, g, h = rng.standard_normal((2, t, 40)), rng.standard_normal((2, 40)), np.ones(t + 1)
+    G, h[t] = np.concatenate([G, -2.0 * G[:, 1:2]], axis=1), -1.0
+    G, g, h = host.array(G), host.array(g), host.array(scale * np.stack([h, h]))
+    with pytest.raises(ValueError, match=f"h is infeasible: .* in rows 1, {t} at once.*penalty"):
+        project(G[1, ...], g[1, ...], h=h[1, ...])
+    if scale >= 1.0:  # K has half of the digits
+        with pytest.raises(ValueError, match="h is infeasible"):
+            solve_gram(*gram(G[1, ...], g[1, ...]), h=h[1, ...])
+    assert int(solve_dual(G[1, ...], g[1, ...], h=h[1, ...], penalty=2.0).status) == Status.OPTIMAL
+    h[0, 1] *= 0.4
+    assert int(solve_dual(G[0, ...], g[0, ...], h=h[0, ...]).status) == Status.OPTIMAL
+    with pytest.raises(ValueError, match=f"rows 1, {t} of problem 1 at once"):
+        project(G, g, h=h)
 
 
 @pytest.mark.parametrize("seed", range(4))

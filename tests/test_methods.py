@@ -75,15 +75,6 @@ def test_power_step_is_c_over_the_rayleigh_quotient(rng):
         assert_close(method(K, b, lam0), lam, atol=1e-13)
 
 
-def test_methods_that_solve_something_else_do_not_claim_to_be_optimal(rng):
-    pytest.importorskip("quadprog")
-    G, g = rng.standard_normal((3, 5)) - 0.5, rng.standard_normal(5) + 0.5
-    for method in ("gem2017", "osqp", "agem", "pgd", "fista"):
-        assert int(solve_dual(G, g, method=method).status) == Status.APPROXIMATE
-    for method in ("exact", "quadprog"):
-        assert int(solve_dual(G, g, method=method).status) == Status.OPTIMAL
-
-
 @pytest.mark.parametrize(
     "method", [PGD(steps=200), PGD(steps=200, normalize=False), FISTA(), Exact()], ids=repr
 )
@@ -174,13 +165,6 @@ def test_gem2017_is_the_reference_recipe(norm, strength, rng):
         assert_close(x, reference_recipe(G, g, strength, 1e-3), rtol=1e-9, atol=1e-11)
 
 
-def test_gem2017_leaves_most_of_the_violation_at_small_norms():
-    G, g = np.array([[0.01, 0.0]]), np.array([-1.0, 1.0])
-    left = -(G @ project(G, g, method=GEM2017(memory_strength=0.0))) / -(G @ g)
-    assert -left[0] == pytest.approx(-1e-3 / (1e-4 + 1e-3))
-    assert abs(G @ project(G, g))[0] < 1e-16
-
-
 @pytest.mark.parametrize(("method", "accuracy"), [(Quadprog(), 1e-10), (OSQP(), 1e-6)])
 @pytest.mark.parametrize(
     "options",
@@ -221,14 +205,6 @@ def test_osqp_starts_warm(rng):
     assert int(warm.iterations) < int(cold.iterations)
 
 
-def test_missing_solver_says_how_to_install_it(monkeypatch):
-    import sys
-
-    monkeypatch.setitem(sys.modules, "quadprog", None)
-    with pytest.raises(ImportError, match=r"\[qp\]"):
-        project(np.eye(2), -np.ones(2), method="quadprog")
-
-
 @pytest.mark.parametrize("method", [*METHODS.values(), PGD(step_size="power")], ids=repr)
 @pytest.mark.parametrize("t", [3, 12])
 def test_a_batch_is_its_problems_one_by_one(method, t, xp, rng):
@@ -250,32 +226,13 @@ def test_a_batch_is_its_problems_one_by_one(method, t, xp, rng):
 
 def test_nicknames_are_default_objects():
     assert set(METHODS) == {"exact", "pgd", "fista", "agem", "quadprog", "osqp", "gem2017"}
-    for method in METHODS.values():
+    for name, method in METHODS.items():
+        skip_without(name)
+        claims = int(solve_dual(np.eye(2), -np.ones(2), method=name).status)
+        assert claims == (Status.OPTIMAL if name in ("exact", "quadprog") else Status.APPROXIMATE)
         assert method == type(method)()
         assert repr(method).startswith(type(method).__name__)
         assert len({method, type(method)()}) == 1
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "text"),
-    [
-        (lambda: PGD(steps=0), ValueError, "steps must be at least 1; found 0"),
-        (lambda: PGD(steps=-3), ValueError, "found -3"),
-        (lambda: PGD(steps=1.5), TypeError, "steps must be an integer; found 1.5"),
-        (lambda: PGD(step_size="fast"), ValueError, "step_size must be 'safe' or 'power'; found 'fast'"),
-        (lambda: PGD(c=0.0), ValueError, "c must be finite and above 0"),
-        (lambda: PGD(power_iterations=True), TypeError, "power_iterations must be an integer"),
-        (lambda: FISTA(steps=0), ValueError, "steps must be at least 1"),
-        (lambda: Quadprog(ridge=-1.0), ValueError, "ridge must be finite and at least 0"),
-        (lambda: OSQP(eps=0.0), ValueError, "eps must be finite and above 0"),
-        (lambda: OSQP(max_iter="many"), TypeError, "max_iter must be an integer; found 'many'"),
-        (lambda: GEM2017(memory_strength=-0.1), ValueError, "memory_strength must be finite and at least 0"),
-        (lambda: GEM2017(eps="tiny"), TypeError, "eps must be a number"),
-    ],
-)
-def test_bad_options_are_named(make, error, text):
-    with pytest.raises(error, match=text):
-        make()
 
 
 def test_methods_that_compare_equal_are_not_mixed_up():

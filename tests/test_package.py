@@ -60,6 +60,12 @@ def test_command_without_extras(capsys, monkeypatch):
     assert "This method needs the package quadprog" in capsys.readouterr().out
 
 
+def test_a_missing_solver_says_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "quadprog", None)
+    with pytest.raises(ImportError, match=r"\[qp\]"):
+        gemproj.project(np.eye(2), -np.ones(2), method="quadprog")
+
+
 @pytest.mark.parametrize(
     ("extra", "missing"),
     [

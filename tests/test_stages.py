@@ -1,5 +1,7 @@
 """The three stages on every library: shapes, dtypes, blocks, out, margin, penalty, metric, edge cases."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from problems import assert_close, skip_without
@@ -111,9 +113,9 @@ def test_out_is_written_in_place(xp, t, d, batch, weighted, rng):
     """To g or to another array, to blocks, and for many gradients on one G."""
     G, g = rng.standard_normal((t, d)) - 0.2, rng.standard_normal((*batch, d)) + 0.2
     w = rng.random(d) + 0.5 if weighted else np.ones(d)
-    metric, lam = xp.array(w) if weighted else None, rng.random((*batch, t))
+    metric, some = xp.array(w) if weighted else None, rng.random((*batch, t))
     for call, lam in (
-        (lambda *args, **given: combine(*args, xp.array(lam), **given), lam),
+        (partial(combine, multipliers=xp.array(some)), some),
         (project, xp.numpy(solve_dual(xp.array(G), xp.array(g), metric=metric).multipliers)),
     ):
         expected = g + lam @ G / w
