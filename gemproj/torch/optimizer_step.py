@@ -166,7 +166,7 @@ class OptimizerStep:
 class ProjectedOptimizer:
     """The hooks of a projector in an optimizer, returned by `GradientProjector.attach`.
 
-    They observe the step and call the projector, which knows nothing of them.
+    They observe the step, and have the projector change the gradient before it, or the step after it.
     """
 
     def __init__(self, projector: Any, step: OptimizerStep) -> None:
