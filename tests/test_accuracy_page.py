@@ -17,7 +17,8 @@ from asv_benchmarks.reports.solvers import SOLVERS, Findings  # noqa: E402
 
 
 @pytest.mark.parametrize("suggest", [judge._suggest, lambda G, g: np.zeros(len(G))])
-def test_judge_agrees_with_rational_arithmetic_wherever_it_starts(suggest, monkeypatch):
+def test_judge_agrees_with_rational_arithmetic(suggest, monkeypatch):
+    """Wherever it starts."""
     monkeypatch.setattr(judge, "_suggest", suggest)
     problems = list(FAMILIES["tiny integers"].problems(repeats=2, largest=5))
     problems += list(FAMILIES["opposite, tilt 1e-7"].problems(repeats=2, largest=5))

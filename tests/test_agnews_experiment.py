@@ -43,7 +43,8 @@ def finished(tmp_path_factory):
     return root, *experiment_in(root)
 
 
-def test_runs_have_all_numbers_and_tables_those_of_the_paper_beside_them(finished):
+def test_runs_and_tables(finished):
+    """Runs have all numbers, and tables those of the paper beside them."""
     root, results, page = finished
     assert [(run["method"], run["seed"]) for run in results["runs"]] == [
         (method, seed) for method in ("plain", "agem", "gem") for seed in MINI.seeds
@@ -135,7 +136,8 @@ def test_the_protocol_is_the_papers():
         paper.protocol("elsewhere")
 
 
-def test_a_backbone_of_random_weights_makes_a_step_and_the_papers_trains_2166784(tmp_path, capsys):
+def test_a_backbone_of_random_weights(tmp_path, capsys):
+    """It makes a step, and one of the paper's shape trains 2,166,784 numbers."""
     folder = tmp_path / "model"
     assert random_backbone.main([str(folder), "--layers", "2", "--width", "64"]) == 0
     assert backbone.trained(folder) == 2 * 8 * 11 * 64 + 4 * 64

@@ -225,7 +225,7 @@ def test_whatever_is_not_narrow_is_wide(dtype, rng):
     assert_close(K, wide @ wide.T, atol=1e-9 * 140_000**0.5)
 
 
-def test_a_solution_does_not_change_with_the_arrays_of_the_caller(host):
+def test_a_solution_keeps_no_array_of_the_caller(host):
     options = {"h": np.array([-0.1, -0.2]), "margin": np.array([0.1, 0.0]), "penalty": np.array([5.0, 6.0])}
     options = {name: host.array(a) for name, a in options.items()}
     K, b, gg = (host.array(a) for a in (np.eye(2), np.array([-1.0, 1.0]), np.array(2.0)))

@@ -164,7 +164,8 @@ def test_suites_tell_what_failed_or_hangs(monkeypatch, rows, tmp_path):
     assert suites._tested("some", "wrong", 60)[1] == ["tests/test_some.py::test_wrong - assert 1 == 2"]
 
 
-def test_a_part_that_hangs_or_fails_takes_nothing_from_the_others(monkeypatch, tmp_path, capsys):
+def test_a_part_that_hangs_or_fails(monkeypatch, tmp_path, capsys):
+    """Such a part takes nothing from the others."""
     codes = {
         "correctness": "print('right')",
         "speed": "print('begun', flush=True); import time; time.sleep(60)",

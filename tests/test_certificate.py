@@ -129,7 +129,8 @@ def test_multipliers_that_cancel_keep_their_rounding(rows, start, method):
     assert error**2 <= float(sol.duality_gap())
 
 
-def test_error_bound_counts_the_rounding_of_multipliers_that_cancel(rng):
+def test_error_bound_of_multipliers_that_cancel(rng):
+    """The bound counts the rounding of such multipliers."""
     for size in 10.0 ** rng.uniform(8, 15, 60):
         G, g = np.array([[1.0], [-1.0]]) * rng.uniform(0.1, 1.0, (2, 1)), rng.standard_normal(1)
         lam = size * rng.random() * np.array([1.0, -G[0, 0] / G[1, 0]])
@@ -180,7 +181,7 @@ def test_error_bound_sees_what_a_dependent_row_misses():
 
 
 @pytest.mark.parametrize("missed", [3e-14, 8e-14, 1e-12])
-def test_error_bound_of_a_dependent_row_that_misses_its_h_by_little(missed):
+def test_error_bound_of_a_dependent_row_that_misses_its_h(missed):
     """Row 2 takes the place of row 1, in which it weighs a thousandth: x* is a thousand times as far."""
     G, h = np.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1e-3]]), np.array([0.0, 0.0, missed])
     sol = solve_dual(G, -np.ones(2), h=h, equality=np.array([True, False, False]))

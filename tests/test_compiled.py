@@ -157,7 +157,8 @@ def test_what_the_loops_cannot_read_is_read_portably(change, tolerance, rng):
     assert_close(project(rows, vector, metric=metric), project(G, g), atol=tolerance)
 
 
-def test_blocks_whose_entries_are_not_equally_far_apart_are_read_portably(rng):
+def test_blocks_with_uneven_gaps(rng):
+    """Blocks whose entries are not equally far apart are read portably."""
     G, g = rng.standard_normal((3, 6, 20)), rng.standard_normal((6, 20))
     assert not located([G[:, :, :10]], [g[:, :10]])
     assert located([G[:, :, ::2]], [g[:, ::2]])
@@ -289,7 +290,7 @@ def test_many_threads_may_project_at_once(rng, monkeypatch, any_size_in_threads)
                 np.testing.assert_array_equal(x, alone[i])
 
 
-def test_projections_of_a_forked_child_and_at_the_end_of_the_process():
+def test_forked_children_and_the_end_of_the_process():
     """A child has none of its parent's threads and must not wait for them; at the end Python starts none."""
     script = """
 import atexit, os
@@ -310,7 +311,8 @@ atexit.register(lambda: print(abs(project(G, g)).max()))
     assert float(done.stdout) < 1e-12
 
 
-def test_tensors_without_memory_of_their_own_are_not_read_by_address():
+def test_tensors_without_memory_of_their_own():
+    """Such tensors are not read by address."""
     torch = pytest.importorskip("torch")
     eye, ones = torch.eye(4).double(), torch.ones(4).double()
     assert torch.equal(project(eye, torch._efficientzerotensor((4,), dtype=torch.float64)), 0.0 * ones)
@@ -419,6 +421,7 @@ def test_threads_stop_before_an_error_is_raised():
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs timers that send signals")
 @pytest.mark.parametrize("name", ["at_every_instruction", "at_random"])
-def test_neither_an_interrupt_nor_a_signal_handler_that_projects_hangs(name):
+def test_interrupts_and_signal_handlers(name):
+    """Neither an interrupt nor a signal handler that projects hangs."""
     command = [sys.executable, Path(__file__).with_name("checks_threads.py"), name]
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "3"})

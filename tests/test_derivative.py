@@ -91,7 +91,8 @@ def test_blocks_and_mappings(device):
     ("scale", "dtype", "atol"),
     [(1e-120, torch.float64, 1e-12), (1e120, torch.float64, 1e-12), (1.0, torch.float32, 1e-5)],
 )
-def test_gradients_at_any_magnitude_have_the_dtype_of_their_array(scale, dtype, atol):
+def test_gradients_at_any_magnitude(scale, dtype, atol):
+    """A gradient has the dtype of its array."""
     G, g = problem(3, 7)
     expected = torch.autograd.grad(project(G, g).sum(), (G, g))
     scaled, vector = ((a.detach() * by).to(dtype).requires_grad_() for a, by in ((G, scale), (g, 1.0)))
@@ -263,7 +264,8 @@ def test_what_has_no_derivative_says_so():
         torch.autograd.grad(gradient.sum(), g)
 
 
-def test_changing_the_input_afterwards_is_an_error_not_a_wrong_gradient():
+def test_changing_the_input_afterwards_is_an_error():
+    """The error comes instead of a wrong gradient."""
     G, g = problem(3, 7)
     rows = G * 1.0
     x = project(rows, g)

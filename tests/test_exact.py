@@ -137,10 +137,3 @@ def test_same_bits_whatever_the_number_of_threads(
         results.append(project(G - 0.2, g + 0.2))
     for x in results[1:]:
         np.testing.assert_array_equal(x, results[0])
-
-
-def test_warm_start_changes_nothing(rng):
-    for t in (4, 15):
-        G, g = rng.standard_normal((t, 30)) - 0.2, rng.standard_normal(30)
-        for start in (np.zeros(t), np.ones(t) * 1e3, rng.random(t)):
-            assert_close(project(G, g, warm_start=start), project(G, g), atol=1e-12)

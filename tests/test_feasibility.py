@@ -35,7 +35,8 @@ def test_contradictions_are_errors(host, case, slope):
     assert np.all(np.isfinite(host.project(G, g, penalty=2.0, **options)))
 
 
-def test_a_row_of_norm_zero_is_named_only_if_it_asks_for_something():
+def test_when_a_row_of_norm_zero_is_named():
+    """Such a row is named only if it asks for something."""
     G, mask = np.array([[-3.0], [0], [8], [4]]), np.array([False, True, False, True])
     with pytest.raises(ValueError, match="in rows 0, 2, 3 at once"):
         project(G, np.zeros(1), h=np.array([1.0, 0, 5, 3]), equality=mask)
@@ -87,7 +88,8 @@ def test_small_integers_as_exact_arithmetic_says():
     assert 20 < sum(said) < 70
 
 
-def test_nearly_dependent_rows_that_some_x_meets_are_never_refused():
+def test_nearly_dependent_rows_are_not_refused():
+    """Some x meets these rows, and so no error is raised."""
     rng = np.random.default_rng(8)
     for _ in range(80):
         t, d = rng.integers(2, 14, 2)
@@ -211,7 +213,8 @@ def test_loose_rows_cost_no_digits_with_a_warm_start_either(xp, loose, t, rng):
         assert float(sol.kkt_residual()) < 1e-13
 
 
-def test_a_soft_row_of_norm_zero_has_its_penalty_for_a_multiplier(xp):
+def test_a_soft_row_of_norm_zero(xp):
+    """The multiplier of such a row is its penalty."""
     G, g, h = (xp.array(np.array(a)) for a in ([[0.0, 0], [1, 0]], [-1.0, 1], [1.0, 0]))
     sol = solve_dual(G, g, h=h, penalty=xp.array(np.array([2.0, np.inf])))
     assert xp.numpy(sol.multipliers).tolist() == [2.0, 1.0]
@@ -219,7 +222,8 @@ def test_a_soft_row_of_norm_zero_has_its_penalty_for_a_multiplier(xp):
 
 
 @pytest.mark.parametrize("penalty", [1e3, 1e6, 1e9, 1e12])
-def test_equalities_with_a_large_penalty_are_not_optimal_if_they_are_not(xp, penalty, rng):
+def test_equalities_with_a_large_penalty(xp, penalty, rng):
+    """A solution that misses its conditions is not called optimal."""
     G, g, mask = rng.standard_normal((4, 10)), rng.standard_normal(10), np.array([True, False, True, False])
     sol = solve_dual(xp.array(G), xp.array(g), equality=mask, penalty=penalty)
     x = g + G.T @ xp.numpy(sol.multipliers)

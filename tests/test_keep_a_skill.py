@@ -41,7 +41,8 @@ def test_keep_a_skill(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("setting", "method"), [("full", name) for name in METHODS] + [("lora", "kl-held"), ("few", "text-held")]
 )
-def test_every_method_learns_and_leaves_the_pretrained_model_alone(setting, method, monkeypatch):
+def test_every_method_learns(setting, method, monkeypatch):
+    """Methods leave the pretrained model alone."""
     monkeypatch.setattr(skill, "PRETRAINING", 4)
     monkeypatch.setitem(SETTINGS, setting, replace(SETTINGS[setting], steps=3))
     start = skill.pretrained.__wrapped__(100)
@@ -59,7 +60,8 @@ def best(run):
     return 2 + abs(RATES.index(run.rate) - 1) + 0.1 * grid.index(run.knob) + 0.01 * run.seed
 
 
-def test_rate_and_knob_are_chosen_on_tuning_seeds_and_reported_on_others(tmp_path):
+def test_seeds_of_tuning_and_reports(tmp_path):
+    """Rate and knob are chosen on tuning seeds, and reported on others."""
     results, runs = Results(tmp_path / "skill.jsonl"), []
     assert skill.page(results) == ""
     while waiting := skill.todo(results):

@@ -217,7 +217,8 @@ def test_refinement_with_a_metric_and_blocks(xp, rng):
         assert error(whole, judge.project_precisely(G, g), g) < 1e-8
 
 
-def test_large_float32_problems_are_solved_to_float64_where_it_matters(rng, monkeypatch):
+def test_large_float32_problems_of_nearly_dependent_rows(rng, monkeypatch):
+    """Such problems are solved to float64 accuracy."""
     monkeypatch.setattr("gemproj.backends.wanted", "portable")  # which sums in float32 for any number of rows
     base, d = rng.standard_normal(140_000), 140_000
     G = (base + 1e-3 * rng.standard_normal((3, d))).astype(np.float32)
@@ -229,7 +230,7 @@ def test_large_float32_problems_are_solved_to_float64_where_it_matters(rng, monk
     assert error(combine(*wide, sol.multipliers), project(*wide), g) < 1e-11
 
 
-def test_rows_that_are_dependent_to_rounding_are_taken_as_dependent(rng):
+def test_rows_that_are_dependent_to_rounding(rng):
     """The projection is that of exactly dependent rows, and the bound is relative to it."""
     for _ in range(10):
         G = rng.integers(-3, 4, (3, 6)).astype(float)

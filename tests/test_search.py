@@ -154,25 +154,6 @@ def test_past_its_budget_the_search_takes_the_first_violated_row(make, rng):
 
 
 @FORMS
-def test_the_stricter_one_of_repeated_rows_decides(solve):
-    """Which of them comes first does not matter: the other one takes its place."""
-    for h in ([1.0, 2.0, 1.5], [2.0, 1.0, 1.5]):
-        lam = solve(np.ones((3, 3)), -np.array(h), None, None, None)[0]
-        np.testing.assert_allclose(lam.sum(), 2.0, rtol=1e-14)
-        assert lam[int(np.argmax(h))] == lam.sum()
-
-
-@FORMS
-def test_a_slab_of_no_width_and_an_equality_say_the_same(solve):
-    K = np.array([[1.0, -1.0], [-1.0, 1.0]])  # x >= 0.5 and -x >= -0.5
-    for g in (-1.0, 2.0):
-        slab = solve(K, np.array([g - 0.5, 0.5 - g]), None, None, None)[0]
-        equal = solve(np.ones((1, 1)), np.array([g - 0.5]), np.array([-np.inf]), None, None)[0]
-        np.testing.assert_allclose(slab[0] - slab[1], equal[0], rtol=1e-14)
-        np.testing.assert_allclose(g + equal[0], 0.5, rtol=1e-14)
-
-
-@FORMS
 def test_what_no_point_meets_ends(solve):
     K = np.array([[1.0, -1.0], [-1.0, 1.0]])  # x >= 1 and -x >= 1
     lam, pivots, verdict = solve(K, np.array([-1.0, -1.0]), None, None, None)

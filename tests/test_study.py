@@ -57,7 +57,7 @@ def test_gem_keeps_its_promise_and_others_do_not():
     assert done("gem-step")["guarantee"]["update"]["violated"] == 0
 
 
-def test_methods_differ_only_in_what_they_do_with_the_same_bytes_of_memory():
+def test_methods_have_the_same_bytes_of_memory():
     alike = [name for name in settings.BASIC if name not in ("joint", "gem-step")]
     assert len({tuple(done(name)["accuracies"][1]) for name in alike}) == 1  # there is no memory yet
     names = [name for name in settings.BASIC if METHODS[name].family not in ("reference", "no examples")]
@@ -96,7 +96,7 @@ def test_replay_adds_the_mean_loss_of_each_past_task():
     torch.testing.assert_close(learner.loss(now), expected)
 
 
-def test_replay_with_divergence_adds_what_the_model_has_moved_from_its_outputs():
+def test_replay_with_divergence():
     """Nothing before a step: the divergence from what the model has just said is zero, and replay is left."""
     distilled, (batch, now, _) = learner_of("der", 0.7)
     replay, _ = learner_of("replay", 0.7, like=distilled)
@@ -141,7 +141,8 @@ def test_importances_of_ewc_are_mean_squares_of_gradients():
     torch.testing.assert_close(learner.importance[0], (rows[0] ** 2 + rows[1] ** 2) / 2)
 
 
-def test_the_second_moment_of_adam_is_that_of_the_gradient_before_projection():
+def test_second_moments_of_adam():
+    """The second moments are those of the gradient before projection."""
     learner, (batch, *_) = learner_of("gem-moments", optimizer=torch.optim.AdamW, rate=1e-3)
     optimizer, parameters = learner.setup.optimizer, learner.setup.parameters
     record = train.Recorder.__new__(train.Recorder)
@@ -160,7 +161,8 @@ def test_the_second_moment_of_adam_is_that_of_the_gradient_before_projection():
         torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], 0.999 * v + 0.001 * g.square())
 
 
-def test_each_method_is_tuned_on_as_many_settings_and_reported_on_other_seeds(tmp_path):
+def test_tuning_of_each_method(tmp_path):
+    """On as many settings as every other one, with other seeds than those reported."""
     assert not set(TUNING_SEEDS) & set(settings.SEEDS)
     results = Results(tmp_path / "runs.jsonl")
     score = lambda rate, knob: knob - abs(rate - 3e-4)  # noqa: E731
@@ -182,7 +184,8 @@ def test_what_is_taken_over_was_chosen_with_fewer_tasks():
     assert {run.phase for run in plan.todo("agnews20", Results(Path("none.jsonl")))} == {"report"}
 
 
-def test_results_come_back_and_a_line_that_was_cut_off_is_done_again(tmp_path):
+def test_results_come_back(tmp_path):
+    """And a line that was cut off is done again."""
     path = tmp_path / "runs" / "tiny.jsonl"
     results = Results(path)
     for k in range(3):

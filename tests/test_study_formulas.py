@@ -71,7 +71,8 @@ def test_mega_against_its_definition(weights, loss, x):
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_gradient_projection_memory_is_the_projection_with_equalities(rank):
+def test_gradient_projection_memory_is_a_projection(rank):
+    """With equalities."""
     torch.manual_seed(0)
     model = torch.nn.Linear(12, 5).double()
     projector = SubspaceProjector(model, threshold=1.0)
@@ -151,7 +152,8 @@ def test_intervals_agree_with_scipy():
     assert found.excludes_zero == (stats.ttest_rel(a, b).pvalue < 0.05)
 
 
-def test_an_interval_of_one_seed_excludes_nothing_and_of_equal_values_not_zero():
+def test_intervals_of_one_seed_and_of_equal_values():
+    """One seed excludes nothing; equal values exclude zero if they are not zero."""
     assert not compare.interval([3.0]).excludes_zero
     assert not compare.interval([0.0, 0.0]).excludes_zero
     assert compare.interval([3.0, 3.0]).excludes_zero

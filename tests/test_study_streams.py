@@ -102,7 +102,8 @@ def test_articles_in_the_original_format(tmp_path):
     assert articles.labels == (2, 0)
 
 
-def test_without_a_hub_a_corpus_without_doubles_is_generated_and_the_reason_told(monkeypatch):
+def test_the_corpus_without_a_hub(monkeypatch):
+    """The corpus is generated, without doubles, and the reason told."""
     monkeypatch.setattr(data, "HUB_NAME", "gemproj-tests/not-in-any-cache")
     monkeypatch.delenv("AGNEWS_DIR", raising=False)
     articles = data.load(None, "--data", [400, 300, 200, 100])
