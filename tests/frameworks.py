@@ -316,8 +316,8 @@ class Avalanche(Driver):
 
         self.optimizer.state.clear()
         both = [tuple(torch.cat([batch[name] for batch in data]) for name in "xy")]
-        stream = tensors_benchmark(train_tensors=both, test_tensors=both, task_labels=[label]).train_stream
-        self.strategy.train(stream[0], shuffle=False)
+        self.stream = tensors_benchmark(both, both, task_labels=[label]).train_stream
+        self.strategy.train(self.stream[0], shuffle=False)
 
     def end_task(self, data):
         """Do nothing: the strategy does it."""

@@ -60,7 +60,12 @@ def test_has_the_numbers_of_the_plugin_whose_place_it_takes(ours, other, tmp_pat
 def test_a_sample_has_the_size_that_was_asked_for(tmp_path):
     plugin, sizes = AGEMPlugin(10, 7), set()
     driver = learn(tmp_path, plugin, 2)
-    driver.model.register_forward_pre_hook(lambda m, given: m.training or sizes.add(len(given[0])))
+
+    def note(model, given):
+        if not model.training:
+            sizes.add(len(given[0]))
+
+    driver.model.register_forward_pre_hook(note)
     driver.train(batches(2))
     assert sizes == {7}
     assert plugin.last.constraints == 1
@@ -85,6 +90,7 @@ def test_remembers_a_random_choice_and_disturbs_no_random_state(tmp_path):
     for plugin in [GEMPlugin(6, seed=seed) for seed in (0, 0, 1)]:
         driver = learn(tmp_path, plugin, 1)
         assert driver.hooks() == 0
+        driver.strategy.experience = driver.stream[0]
         batch, state = plugin.memory.batch(0), torch.get_rng_state()
         assert [len(leaf) for leaf in batch] == [6, 6, 6]
         kept.append(batch[0])
