@@ -75,14 +75,15 @@ def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
         assert not any(key.startswith("gem/") for log in history if "eval_loss" in log for key in log)
 
 
-def test_steps_that_are_skipped_or_of_an_earlier_training_are_not_in_logs(tmp_path):
+@pytest.mark.parametrize(
+    ("skipped", "optim"), [(0, "adamw_torch"), (1, "adamw_torch_fused"), (2, "adamw_torch")]
+)
+def test_a_step_that_the_scaler_skips_is_not_in_the_logs(skipped, optim, tmp_path):
     driver, data = Transformers(tmp_path, precision="fp16"), batches(1, dtype=torch.float32)
     driver.end_task(batches(0, dtype=torch.float32))
-    overflow = [data[0] | {"x": data[0]["x"] * float("inf")}]
-    for skipped, optim in (([2], "adamw_torch"), ([1], "adamw_torch_fused"), ([0], "adamw_torch")):
-        (k,) = skipped
-        logs = driver.train(data[: 2 * k] + 2 * overflow + data[2 * k + 2 :], optim=optim)
-        assert ["gem/cosine" in log for log in logs] == [step != k for step in range(3)]
+    data[2 * skipped]["x"][0] = float("inf")
+    logs = driver.train(data, optim=optim)
+    assert ["gem/cosine" in log for log in logs] == [step != skipped for step in range(3)]
 
 
 @pytest.mark.parametrize("how", ["load", "arguments", "nothing", "load another step"])
