@@ -149,7 +149,7 @@ def complementarity(lam: Array, s: Array, upper: Array | None) -> Array:
     """Return the complementarity, max |lam s|, shape (...); zero at the solution."""
     xp = namespace(lam)
     if upper is not None:  # at the upper bound a negative slack is optimal
-        s = xp.where(lam >= upper, xp.maximum(s, xp.zeros_like(s)), s)
+        s = xp.where(snap(lam, upper) >= upper, xp.maximum(s, xp.zeros_like(s)), s)
     return xp.max(xp.abs(lam * s), axis=-1)
 
 
