@@ -27,6 +27,15 @@ def batches(k, n=6, dtype=torch.float64):
     return [{"x": x, "y": y} for x, y in made]
 
 
+class BreakingOff(list):
+    """Batches, of which the fourth cannot be had."""
+
+    def __getitem__(self, i):
+        if i == 3:
+            raise ConnectionError("on purpose")
+        return super().__getitem__(i)
+
+
 def adamw(model):
     return torch.optim.AdamW(trainable(model), lr=0.05, weight_decay=0.0)
 
@@ -87,9 +96,10 @@ class Driver:
             accelerator.state._mixed_precision, accelerator.native_amp = "fp16", True
             accelerator.scaler = self.scaler
 
-    def hooks(self):
-        """Return how many hooks of gemproj the optimizer has."""
-        bare = getattr(self.optimizer, "optimizer", self.optimizer)
+    def hooks(self, optimizer=None):
+        """Return how many hooks of gemproj an optimizer has: by default that of the last training."""
+        optimizer = optimizer or self.optimizer
+        bare = getattr(optimizer, "optimizer", optimizer)
         hooks = [*bare._optimizer_step_pre_hooks.values(), *bare._optimizer_step_post_hooks.values()]
         return sum(getattr(hook, "__module__", "").startswith("gemproj.") for hook in hooks)
 

@@ -13,6 +13,7 @@ from frameworks import (  # noqa: E402
     CLIP,
     Accelerate,
     Avalanche,
+    BreakingOff,
     Lightning,
     LightningByHand,
     Plain,
@@ -123,15 +124,6 @@ def test_a_margin_is_the_weight_of_replay_also_where_gradients_are_clipped(kind,
 # --- attached once, and removed -----------------------------------------------------------------
 
 
-class BreakingOff(list):
-    """Batches, of which the fourth cannot be had."""
-
-    def __getitem__(self, i):
-        if i == 3:
-            raise ConnectionError("on purpose")
-        return super().__getitem__(i)
-
-
 @loops
 def test_it_is_attached_once_also_after_a_training_that_broke_off(kind, tmp_path):
     counts = set()
@@ -144,9 +136,10 @@ def test_it_is_attached_once_also_after_a_training_that_broke_off(kind, tmp_path
     driver.object.memory.add(batches(0)[0], 0)
     with pytest.raises(ConnectionError, match="on purpose"):
         driver.train(BreakingOff(batches(1)))
+    broken = driver.optimizer
     driver.train(batches(1))
     assert counts == {Plain(tmp_path).hooks()}
-    assert driver.hooks() == (max(counts) if kind.lasts else 0)
+    assert driver.hooks() == driver.hooks(broken) == (max(counts) if kind.lasts else 0)
     driver.object.remove()
     assert driver.hooks() == 0
 

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from frameworks import Net, Plain, Transformers, batches  # noqa: E402
+from frameworks import BreakingOff, Net, Plain, Transformers, batches  # noqa: E402
 from models import assert_same_weights, flat, perceptron  # noqa: E402
 from models import task as points  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, TrainerCallback  # noqa: E402
@@ -56,6 +56,8 @@ def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
     driver = Transformers(tmp_path)
     for k in range(2):
         driver.object.memory.add(batches(k)[0], k)
+    with pytest.raises(ConnectionError):
+        driver.train(BreakingOff(batches(2)), logging_steps=9)  # whose step is in no log
     early, late = Watching(driver.object), Watching(driver.object)
     trainer = driver.trainer(batches(2, 12), late, eval_strategy="steps", eval_steps=4, logging_steps=4)
     trainer.callback_handler.callbacks.insert(0, early)
