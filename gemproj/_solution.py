@@ -186,7 +186,7 @@ class DualSolution:
         def moved(a: Any) -> Any:
             if isinstance(a, tuple):  # Gram and Bounds
                 return type(a)(*map(moved, a))
-            return move(a) if isinstance(a, np.ndarray) else a
+            return move(a) if isinstance(a, np.ndarray | np.generic) else a
 
         lam = move(self.multipliers)
         if lam is self.multipliers:
