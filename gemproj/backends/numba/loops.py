@@ -52,10 +52,10 @@ def _add_tile(tile, rows, n, sums):
 
 
 @fast
-def _clear(rows, first, columns):
-    """Set columns ``first .. columns - 1`` of all rows to zero."""
+def _clear(rows):
+    """Set all entries of all rows to zero."""
     for r in range(rows.shape[0]):
-        for c in range(first, columns):
+        for c in range(rows.shape[1]):
             rows[r, c] = 0
 
 
@@ -94,7 +94,7 @@ def sum_products(lines, blocks, first, last, pieces, piece_columns, like, column
     few = 0 < t < HEIGHT
     for p in range(first, last):
         problem, piece = p // pieces, p % pieces
-        _clear(sums, 0, sums.shape[1])
+        _clear(sums)
         for k in range(problem * blocks, (problem + 1) * blocks):
             line = lines[k]
             start, stop = _columns_of(line, piece, piece_columns)
@@ -129,11 +129,11 @@ def sum_shared_products(lines, blocks, first, last, piece_columns, like, columns
     # Order of the blocks in `sums`: those of K, then per group of gradients its products with each group of
     # rows of G, and its products with itself.
     size, vectors = groups * (groups + 1) // 2, groups * HEIGHT
-    _clear(tile, 0, n)
+    _clear(tile)
     while first < last:
         piece, crowd = first // crowds, first % crowds
         count = min(CROWDS, last - first, crowds - crowd)
-        _clear(sums, 0, sums.shape[1])
+        _clear(sums)
         for k in range(blocks):
             line = lines[k]
             start, stop = _columns_of(line, piece, piece_columns)
