@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test bench bench-gpu bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo study test test-lowest bench bench-gpu bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -32,6 +32,18 @@ test: $(STAMP)  ## Run all tests and the examples of the documentation.
 # other orders of sums, and no FMA. The strict array library takes that backend anyway.
 NUMERICAL := -k 'not array_api_strict' $(addprefix tests/test_,stages.py exact.py bounds.py feasibility.py refine.py certificate.py)
 OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPABILITY=default
+
+# An environment of its own, of some gigabytes, with the lowest version of everything; before a release.
+LOWEST := .venv-lowest
+
+test-lowest: $(LOWEST)/.installed  ## Run all tests with the lowest versions that pyproject.toml admits.
+	$(LOWEST)/bin/python -m asv_benchmarks.reports.lowest --out docs/results/lowest-versions.md $(ARGS)
+
+$(LOWEST)/.installed: pyproject.toml
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python -m asv_benchmarks.reports.lowest --constraints > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -q -c $(LOWEST)/constraints.txt -e '.[test]'
+	@touch $@
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m asv_benchmarks.reports.projection $(ARGS)
@@ -64,4 +76,4 @@ lint: $(STAMP)  ## Check style and types.
 
 clean:  ## Remove the environment and everything built.
 	find gemproj -name '*.nb[ci]' -delete
-	rm -rf $(VENV) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
     if like is not None and len(blocks) != like[1]:
         raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
     # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
-    for block in dict(zip(map(type, blocks), blocks, strict=True)).values():
+    for block in _one_of_each(type, blocks):
         if not is_array(block):
             hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
             raise TypeError(
@@ -49,12 +49,17 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
                 f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
             )
         refuse_masked(block, name)
-    for block in dict(zip(map(DTYPE, blocks), blocks, strict=True)).values():
+    for block in _one_of_each(DTYPE, blocks):
         if not is_real_floating(block):
             raise TypeError(
                 f"{name} must have a real floating-point dtype; found {block.dtype}. Convert it first."
             )
     return blocks, keys
+
+
+def _one_of_each(kind: Callable[[Any], Any], blocks: list[Any]) -> list[Any]:
+    kinds = list(map(kind, blocks))
+    return [blocks[kinds.index(k)] for k in dict.fromkeys(kinds)]
 
 
 def _kind(keys: Any) -> str:

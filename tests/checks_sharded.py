@@ -98,9 +98,11 @@ def tensor_only(model):
 def split(model, mesh):
     """Split the outputs of the first linear layer, and the inputs of the second."""
     names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    return parallelize_module(
-        model, mesh, dict(zip(names, (ColwiseParallel(), RowwiseParallel()), strict=True))
-    )
+    wanted = [p.requires_grad for p in model.parameters()]
+    layers = dict(zip(names, (ColwiseParallel(), RowwiseParallel()), strict=True))
+    for p, trained in zip(parallelize_module(model, mesh, layers).parameters(), wanted, strict=True):
+        p.requires_grad_(trained)  # which some versions of torch forget
+    return model
 
 
 def partly(parameters, lr):

@@ -195,6 +195,7 @@ def trainer():
 
     AcceleratorState._reset_state(reset_partial_state=True)
     config = CONFIG | {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0}
+    config["fp16"] = {"enabled": False}  # without it, transformers before 5 computes with float16
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,

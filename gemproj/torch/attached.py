@@ -81,6 +81,17 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), kind)
 
 
+def clip(parameters: list[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+    """Clip as torch does, and return the norm.
+
+    Of sharded gradients `torch.nn.utils.clip_grad_norm_` may add its 1e-6 to the norm of each shard, not to
+    that of all: then they are not clipped as on one process.
+    """
+    norm = total_norm(parameters, norm_type)
+    torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
 class Clips:
     """The clipping that waits for the gradient to be projected, in the next step of an optimizer.
 
@@ -122,7 +133,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     now: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
-    later: Callable[..., Tensor] = torch.nn.utils.clip_grad_norm_,
+    later: Callable[..., Tensor] = clip,
     measure: Callable[..., Tensor] = total_norm,
 ) -> Tensor:
     """Clip what the projection leaves of the gradients, in the next step; return their norm now.
@@ -137,7 +148,7 @@ def clip_grad_norm_(
     parameters, max_norm, norm_type
         As in `torch.nn.utils.clip_grad_norm_`.
     now, later : callable, optional
-        What clips at once, and in the step: by default that function.
+        What clips at once, and in the step: by default that function, and `clip`.
     measure : callable, optional
         What returns the norm before clipping in the step: by default `total_norm`.
     """
