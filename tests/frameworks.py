@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import gemproj.torch
 from gemproj.torch import EpisodicMemory
-from gemproj.torch.constraint_gradients import model_loss
+from gemproj.torch.losses import model_loss
 
 WINDOW, CLIP = 2, 0.1  # batches of a step; largest norm of its gradient
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from gemproj.integrations._base import FrameworkGEM  # noqa: E402
 from gemproj.torch import GEM, EpisodicMemory  # noqa: E402
-from gemproj.torch.constraint_gradients import model_loss  # noqa: E402
+from gemproj.torch.losses import model_loss  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Projection
 from gemproj.torch.batches import Batch, Loss
-from gemproj.torch.constraint_gradients import model_loss
+from gemproj.torch.losses import model_loss
 from gemproj.torch.remember import remember
 from gemproj.torch.unprotected import Watch
 

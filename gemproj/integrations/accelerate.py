@@ -19,7 +19,7 @@ except ImportError as error:
 from gemproj.integrations._accelerate import AcceleratedGEM, read
 from gemproj.torch import EpisodicMemory
 from gemproj.torch.batches import Loss
-from gemproj.torch.constraint_gradients import model_loss
+from gemproj.torch.losses import model_loss
 
 
 class GEM(AcceleratedGEM):

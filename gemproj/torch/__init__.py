@@ -13,6 +13,7 @@ from gemproj.torch.batches import Remembered
 from gemproj.torch.gem import GEM
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.projector import GradientProjector
+from gemproj.torch.promise import Promise
 from gemproj.torch.stats import Projection
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "EpisodicMemory",
     "GradientProjector",
     "Projection",
+    "Promise",
     "Remembered",
     "detach",
     "losses",

@@ -13,15 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gemproj._checks import check_count
-from gemproj.torch.batches import Batch, Batches, Loss, Remembered, Source, output_of, parts, source_of
+from gemproj.torch.batches import Batch, Batches, Loss, Remembered, Source, parts, source_of
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 from gemproj.torch.distributed import check_alone
 from gemproj.torch.losses import call_loss, check_function
-
-
-def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Return the loss that a model of transformers computes itself: ``model(**batch).loss``."""
-    return output_of(model, batch, "loss")
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:

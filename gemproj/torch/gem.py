@@ -13,8 +13,8 @@ from gemproj.methods import AnyMethod
 from gemproj.torch.attached import clip_grad_norm_
 from gemproj.torch.batches import Batch, Batches, Field, Loss, Source
 from gemproj.torch.checks import check_all_held, check_kinds, check_nothing_else_held
-from gemproj.torch.constraint_gradients import model_loss, reshard, unwrapped
-from gemproj.torch.losses import check_function
+from gemproj.torch.constraint_gradients import reshard, unwrapped
+from gemproj.torch.losses import check_function, model_loss
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.optimizer_step import Metric, On, will_skip
 from gemproj.torch.projector import GradientProjector

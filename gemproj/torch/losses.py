@@ -19,6 +19,11 @@ _IGNORED = -100
 _MASK = "attention_mask"
 
 
+def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
+    """Return the loss that a model of transformers computes itself: ``model(**batch).loss``."""
+    return output_of(model, batch, "loss")
+
+
 def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Return the logits of a model of transformers, ``model(**batch).logits``."""
     return output_of(model, batch, "logits")

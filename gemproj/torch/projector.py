@@ -18,9 +18,10 @@ from gemproj.methods import GEM2017, AnyMethod
 from gemproj.torch.attached import is_attached
 from gemproj.torch.batches import Batch, Loss
 from gemproj.torch.bound import LossBound, right_hand_side
-from gemproj.torch.constraint_gradients import from_batches, from_losses, model_loss, unwrapped
+from gemproj.torch.constraint_gradients import from_batches, from_losses, unwrapped
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated, check_alone
+from gemproj.torch.losses import model_loss
 from gemproj.torch.optimizer_step import Metric, On, OptimizerStep, ProjectedOptimizer
 from gemproj.torch.stats import Projection
 from gemproj.torch.unprotected import Unused
