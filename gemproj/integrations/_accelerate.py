@@ -14,8 +14,10 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, extract_model_from_parallel
 
-from gemproj.integrations._base import FrameworkGEM
-from gemproj.torch.attached import clip_grad_norm_, total_norm
+import gemproj.integrations.deepspeed  # noqa: F401
+from gemproj.integrations._processes import everyone
+from gemproj.torch.gem import Keeper
+from gemproj.torch.hooks import clip_grad_norm_, total_norm
 
 _clip_at_once = Accelerator.clip_grad_norm_
 
@@ -40,8 +42,8 @@ def _clip(self: Accelerator, parameters: Iterable[Any], max_norm: float, norm_ty
 Accelerator.clip_grad_norm_ = _clip
 
 
-class AcceleratedGEM(FrameworkGEM):
-    """A `FrameworkGEM` for prepared models and optimizers, with a file of its own in checkpoints."""
+class AcceleratedKeeper(Keeper):
+    """A `Keeper` for prepared models and optimizers, with a file of its own in checkpoints."""
 
     _number = 0  # of several in one checkpoint
 
@@ -52,7 +54,7 @@ class AcceleratedGEM(FrameworkGEM):
         model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         scaler = getattr(optimizers[0], "scaler", None)
-        self._attach(model, [bare(one) for one in optimizers], scaler=scaler)
+        self._attach(model, [bare(one) for one in optimizers], scaler=scaler, process_group=everyone())
 
     def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
         """Write the part of this process to a file in the checkpoint."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,19 +16,22 @@ except ImportError as error:
         "pip install '.[accelerate]' in a checkout of gemproj."
     ) from error
 
-from gemproj.integrations._accelerate import AcceleratedGEM, read
-from gemproj.torch import EpisodicMemory
+from gemproj.integrations._accelerate import AcceleratedKeeper, read
+from gemproj.methods import AnyMethod
+from gemproj.torch import EpisodicMemory, Promise
 from gemproj.torch.batches import Loss
+from gemproj.torch.changes import On
 from gemproj.torch.losses import model_loss
+from gemproj.torch.promise import Per
 
 
-class GEM(AcceleratedGEM):
+class GEM(AcceleratedKeeper):
     """`gemproj.torch.GEM` for a model and an optimizer that ``accelerator.prepare`` has returned.
 
     ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        gem = GEM(accelerator, model, optimizer, memory, loss=loss)
+        gem = GEM(accelerator, model, optimizer, loss, weight=0.5, examples=16)
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(loss(model, batch))
@@ -36,6 +39,7 @@ class GEM(AcceleratedGEM):
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()  # projected, then clipped
                 optimizer.zero_grad()
+            accelerator.log(gem.logs())
         gem.end_task(loader)
 
     Losses on the memory run through the forward pass of the prepared model, in its precision; an
@@ -48,17 +52,16 @@ class GEM(AcceleratedGEM):
     accelerator : accelerate.Accelerator
     model, optimizer
         As ``accelerator.prepare`` returned them; of several optimizers a list.
-    memory : EpisodicMemory
-        The past tasks. In several processes each has its own examples of the same tasks.
-    loss : callable
-        As in `gemproj.torch.GEM`.
-    **options
-        Of `gemproj.torch.GEM`.
+    loss, per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch
+        As in `gemproj.torch.GEM`; the scaler is that of the accelerator. In several processes each has its
+        own examples of the same tasks.
+    rows_dtype, process_group
+        As there; by default all processes.
 
     Attributes
     ----------
-    memory : EpisodicMemory
-    gem : gemproj.torch.GEM
+    memory, promise, promises, projector, history, metric, exclude
+        As in `gemproj.torch.GEM`.
 
     Raises
     ------
@@ -72,11 +75,27 @@ class GEM(AcceleratedGEM):
         accelerator: Accelerator,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        memory: EpisodicMemory,
-        loss: Loss = model_loss,
-        **options: Any,
+        loss: Loss | Promise = model_loss,
+        per_task: int = 100,
+        *,
+        per: Per = "task",
+        examples: int | None = None,
+        weight: float = 0.0,
+        tolerance: float | None = None,
+        memory: EpisodicMemory | None = None,
+        method: AnyMethod = "exact",
+        on: On = "gradient",
+        every: int = 1,
+        project: bool = True,
+        microbatch: int | None = None,
+        rows_dtype: torch.dtype | None = None,
+        process_group: Any = None,
     ) -> None:
-        super().__init__(memory, loss, **options)
+        super().__init__(
+            loss, per_task, per=per, examples=examples, weight=weight, tolerance=tolerance, memory=memory,
+            method=method, on=on, every=every, project=project, microbatch=microbatch, rows_dtype=rows_dtype,
+            process_group=process_group,
+        )  # fmt: skip
         self._attach_prepared(model, optimizer)
 
         self._numbers: set[int] = accelerator.__dict__.setdefault("_gemproj_numbers", set())
@@ -94,12 +113,9 @@ class GEM(AcceleratedGEM):
 
     def remove(self) -> None:
         """Detach from the optimizer and from the accelerator's checkpoints."""
-        self._detach()
+        super().remove()
+        if not hasattr(self, "_hooks"):  # as it is attached
+            return
         self._numbers.discard(self._number)
         for hook in self._hooks:
             hook.remove()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned."""
-        super().load_state_dict(state)
-        self._resume()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 try:
@@ -16,17 +17,20 @@ import torch
 from torch import Tensor
 
 from gemproj._checks import check_count
-from gemproj.integrations._base import FrameworkGEM
+from gemproj.integrations._processes import everyone
+from gemproj.methods import AnyMethod
 from gemproj.torch import EpisodicMemory
+from gemproj.torch.changes import On
+from gemproj.torch.gem import Keeper
 
 
-class _Plugin(FrameworkGEM, SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]
+class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]
     """What GEM and A-GEM share: a memory that is filled after each experience."""
 
     def __init__(self, patterns_per_experience: int, seed: int, **options: Any) -> None:
         check_count(patterns_per_experience, "patterns_per_experience", 1)
         SupervisedPlugin.__init__(self)
-        FrameworkGEM.__init__(self, EpisodicMemory(patterns_per_experience, seed=seed), **options)
+        Keeper.__init__(self, memory=EpisodicMemory(patterns_per_experience, seed=seed), **options)
         self._random = torch.Generator().manual_seed(seed)
 
     def before_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
@@ -36,11 +40,12 @@ class _Plugin(FrameworkGEM, SupervisedPlugin, supports_distributed=True):  # typ
             x, y, *_, task = batch
             return strategy._criterion(avalanche_forward(model, x, task), y)
 
-        self._attach(strategy.model, strategy.optimizer, loss=loss)
+        self.promise = replace(self.promise, loss=loss)
+        self._attach(strategy.model, strategy.optimizer, process_group=everyone())
 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Remember some patterns of the experience."""
-        self._detach()
+        self.remove()
         patterns = strategy.experience.dataset
         drawn = torch.randperm(len(patterns), generator=self._random)[: self.memory.per_task]
         batch = patterns.collate_fn([patterns[i] for i in drawn.tolist()])
@@ -68,21 +73,36 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
         Lower bound of the multipliers, the margin of `gemproj.solve_dual`.
     seed : int, default 0
         Of the choice of patterns.
-    **options
-        Of `gemproj.torch.GEM`: rows, method, penalty, equality, on, metric, interval, microbatch.
+    examples, method, on, every, project, microbatch
+        As in `gemproj.torch.GEM`.
 
     Attributes
     ----------
     memory : EpisodicMemory
         Lists ``[x, y, ..., task labels]``, by number of the experience.
-    gem : gemproj.torch.GEM or None
-        That of the present or last experience; ``last`` tells what a step did.
+    projector : gemproj.torch.GradientProjector or None
+        That of the present or last experience.
+    promise, history, metric
+        As in `gemproj.torch.GEM`; a penalty is set by ``plugin.promise = Promise(penalty=1.0)``.
     """
 
     def __init__(
-        self, patterns_per_experience: int, memory_strength: float = 0.0, *, seed: int = 0, **options: Any
+        self,
+        patterns_per_experience: int,
+        memory_strength: float = 0.0,
+        *,
+        seed: int = 0,
+        examples: int | None = None,
+        method: AnyMethod = "exact",
+        on: On = "gradient",
+        every: int = 1,
+        project: bool = True,
+        microbatch: int | None = None,
     ) -> None:
-        super().__init__(patterns_per_experience, seed, margin=memory_strength, **options)
+        super().__init__(
+            patterns_per_experience, seed, examples=examples, weight=memory_strength, method=method, on=on,
+            every=every, project=project, microbatch=microbatch,
+        )  # fmt: skip
 
 
 class AGEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
@@ -99,17 +119,28 @@ class AGEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
         How many of them, of all experiences together, make a constraint.
     seed : int, default 0
         Of the choice of patterns and of the samples.
-    **options
-        Of `gemproj.torch.GEM`: on, metric, interval, microbatch.
+    on, every, project, microbatch
+        As in `gemproj.torch.GEM`.
 
     Attributes
     ----------
-    memory, gem
+    memory, projector, promise, history, metric
         As in `GEMPlugin`.
     """
 
     def __init__(
-        self, patterns_per_experience: int, sample_size: int, *, seed: int = 0, **options: Any
+        self,
+        patterns_per_experience: int,
+        sample_size: int,
+        *,
+        seed: int = 0,
+        on: On = "gradient",
+        every: int = 1,
+        project: bool = True,
+        microbatch: int | None = None,
     ) -> None:
         check_count(sample_size, "sample_size", 1)
-        super().__init__(patterns_per_experience, seed, promise="all", rows=sample_size, **options)
+        super().__init__(
+            patterns_per_experience, seed, per="all", examples=sample_size, on=on, every=every,
+            project=project, microbatch=microbatch,
+        )  # fmt: skip

@@ -17,10 +17,10 @@ except ImportError as error:
 
 import torch
 
-from gemproj.integrations._base import FrameworkGEM
-from gemproj.torch import Projection
-from gemproj.torch.attached import clip_grad_norm_
-from gemproj.torch.stats import LogMeans
+from gemproj.integrations._processes import everyone
+from gemproj.torch.batches import Loss
+from gemproj.torch.gem import Keeper
+from gemproj.torch.hooks import clip_grad_norm_
 
 _REFUSED = {
     DeepSpeedStrategy: "DeepSpeed keeps gradients in flat buffers of its own, where no callback sees them",
@@ -38,7 +38,7 @@ def _clip(self: Precision, optimizer: Any, clip_val: float) -> None:
 Precision.clip_grad_by_norm = _clip
 
 
-class GEMCallback(FrameworkGEM, Callback):
+class GEMCallback(Keeper, Callback):
     """Keeps a `Trainer` from raising the losses on a memory of earlier tasks while it fits the next one.
 
     One call of ``Trainer.fit`` is one task: it projects the parameters that are trainable then. Pass the same
@@ -58,35 +58,37 @@ class GEMCallback(FrameworkGEM, Callback):
 
     Parameters
     ----------
-    memory : EpisodicMemory
-        Batches as the dataloader yields them; they are converted and moved to the device as in training.
-        In several processes each has its own examples of the same tasks.
-    loss : callable
-        ``loss(module, batch)`` returns the mean over the examples, or one number for each. A method of
-        the module will do, ``MyModule.loss``; not ``training_step``, which logs.
-    **options
-        Of `gemproj.torch.GEM`.
+    loss : callable or Promise
+        As in `gemproj.torch.GEM`, of a module and a batch as the dataloader yields it, which is converted and
+        moved to the device as in training. A method of the module will do, ``MyModule.loss``; not
+        ``training_step``, which logs.
+    memory : EpisodicMemory, optional
+        As in `gemproj.torch.GEM`. In several processes each has its own examples of the same tasks.
+    per_task, per, examples, weight, tolerance, method, on, every, project, microbatch, rows_dtype
+        As in `gemproj.torch.GEM`; the scaler is that of the trainer.
+    process_group
+        By default all processes.
 
     Attributes
     ----------
-    memory : EpisodicMemory
-    gem : gemproj.torch.GEM or None
+    memory, promise, promises, history, metric, exclude
+        As in `gemproj.torch.GEM`.
+    projector : GradientProjector or None
         That of the present or last call of ``fit``.
 
     Examples
     --------
     >>> from gemproj.integrations.lightning import GEMCallback
-    >>> from gemproj.torch import EpisodicMemory
     >>> def loss(module, batch):
     ...     return torch.nn.functional.cross_entropy(module(batch[0]), batch[1])
-    >>> gem = GEMCallback(EpisodicMemory(per_task=100), loss, on="both", metric="adam")
+    >>> gem = GEMCallback(loss, on="both", weight=0.5, examples=16)
     >>> for loader in stream:  # doctest: +SKIP
     ...     Trainer(max_epochs=1, callbacks=[gem]).fit(module, loader)
     ...     gem.end_task(loader)
     """
 
-    _logged: Projection | None = None
     _stage = "fit"
+    _trainer: Trainer | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note what begins: a checkpoint that is only evaluated has no say in what is remembered."""
@@ -113,30 +115,13 @@ class GEMCallback(FrameworkGEM, Callback):
                 "memory=memory) in the module's on_train_start, and remove() it in on_train_end."
             )
 
-        def in_precision(function: Any) -> Any:
-            def call(module: Any, batch: Any, *outputs: Any) -> Any:
-                with trainer.precision_plugin.forward_context():
-                    device = next(module.parameters()).device  # after `fit` Lightning moves it to the CPU
-                    batch = trainer.precision_plugin.convert_input(batch)
-                    return function(module, trainer.strategy.batch_to_device(batch, device), *outputs)
-
-            return call
-
-        loss = in_precision(self._loss)
-        if hasattr(self._loss, "outputs"):
-            loss.outputs = in_precision(self._loss.outputs)
-
+        self._trainer = trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._attach(pl_module, trainer.optimizers[0], loss=loss, scaler=scaler)
+        self._attach(pl_module, trainer.optimizers[0], scaler=scaler, process_group=everyone())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         """Log what the step did, if there was one."""
-        if self.last is None or self.last is self._logged:
-            return
-        self._logged = self.last
-        means = LogMeans()
-        means.add(self.last)
-        if numbers := means.take():
+        if numbers := self.logs():
             values = {name: torch.as_tensor(n, dtype=torch.float32) for name, n in numbers.items()}
             pl_module.log_dict(values)
 
@@ -152,8 +137,31 @@ class GEMCallback(FrameworkGEM, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the optimizer alone from now on."""
-        self._detach()
+        self.remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave the optimizer alone from now on."""
-        self._detach()
+        self.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, too: it is attached to nothing."""
+        return super().__getstate__() | {"_trainer": None}
+
+    def _wrapped(self, loss: Loss) -> Loss:
+        trainer = self._trainer
+        if trainer is None:
+            return loss
+
+        def in_precision(function: Any) -> Any:
+            def call(module: Any, batch: Any, *outputs: Any) -> Any:
+                with trainer.precision_plugin.forward_context():
+                    device = next(module.parameters()).device  # after `fit` Lightning moves it to the CPU
+                    batch = trainer.precision_plugin.convert_input(batch)
+                    return function(module, trainer.strategy.batch_to_device(batch, device), *outputs)
+
+            return call
+
+        found = in_precision(loss)
+        if hasattr(loss, "outputs"):
+            found.outputs = in_precision(loss.outputs)
+        return found

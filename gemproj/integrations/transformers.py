@@ -15,16 +15,15 @@ except ImportError as error:
         "pip install '.[transformers]' in a checkout of gemproj."
     ) from error
 
-from gemproj.integrations._accelerate import AcceleratedGEM, file_in, read
-from gemproj.torch.stats import LogMeans, Projection
+from gemproj.integrations._accelerate import AcceleratedKeeper, file_in, read
 
 
-class GEMCallback(AcceleratedGEM, TrainerCallback):
+class GEMCallback(AcceleratedKeeper, TrainerCallback):
     """Keeps a `transformers.Trainer` from raising the losses of earlier tasks.
 
     ::
 
-        gem = GEMCallback(EpisodicMemory(per_task=100))
+        gem = GEMCallback(weight=0.5, examples=16)
         for dataset in datasets:
             trainer = Trainer(model, args, train_dataset=dataset, callbacks=[gem])
             trainer.train()
@@ -34,8 +33,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
     that a margin is the weight of replay; ``grad_norm`` in the logs is that of the gradient before.
     Constraint gradients have the precision of training. Only trainable parameters take part, so with peft
     it costs what the adapters cost. Every call of ``train()`` starts without constraints and warm start,
-    unless it resumes. The collator must pad to a fixed length:
-    ``DataCollatorWithPadding(tokenizer, padding="max_length", max_length=...)``.
+    unless it resumes. Examples are stored as they are, and the trainer's collator makes batches of them.
 
     Logs of training get ``gem/violations`` and ``gem/active`` (constraints that the gradient violates, and
     active ones), ``gem/cosine`` (between the gradient before and after) and ``gem/seconds``, each the mean
@@ -51,18 +49,20 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
 
     Parameters
     ----------
-    memory : EpisodicMemory
-        The past tasks. In several processes each has its own examples of the same tasks.
-    loss : callable
-        ``loss(model, batch)``, by default ``model(**batch).loss``. If the trainer computes another loss than
-        the model's, pass the same here.
-    **options
-        Of `gemproj.torch.GEM`. With `training`, activation checkpointing must not be reentrant.
+    loss : callable or Promise
+        As in `gemproj.torch.GEM`. If the trainer computes another loss than the model's, pass the same here.
+    memory : EpisodicMemory, optional
+        As in `gemproj.torch.GEM`. In several processes each has its own examples of the same tasks.
+    per_task, per, examples, weight, tolerance, method, on, every, project, microbatch, rows_dtype
+        As in `gemproj.torch.GEM`; the scaler is that of the trainer.
+    process_group
+        By default all processes.
 
     Attributes
     ----------
-    memory : EpisodicMemory
-    gem : gemproj.torch.GEM or None
+    memory, promise, promises, history, metric, exclude
+        As in `gemproj.torch.GEM`.
+    projector : GradientProjector or None
         That of the present or last training.
 
     Raises
@@ -99,11 +99,10 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
     ) -> None:
         """Attach to the optimizer."""
         self._attach_prepared(model, optimizer)
-        self._means = LogMeans()
-        self._noted: Projection | None = None
+        self._noted: Any = None
+        self.logs()  # of another training
         if state.global_step:
             self.load_state_dict(self._find(args, state.global_step))
-            self._resume()
         self._named = None
 
     def on_optimizer_step(
@@ -112,7 +111,6 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         """Take note of what the step did; nothing is read from a device before it is logged."""
         if self.last is not None and self.last is not self._noted:
             self._noted = self.last
-            self._means.add(self.last)
         elif not getattr(optimizer, "step_was_skipped", False):
             raise RuntimeError(
                 f"The steps of optim={args.optim!r} are not taken by optimizer.step(), so they cannot be "
@@ -123,7 +121,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
         """Add what happened since the last log."""
         if not ({"loss", "train_loss"} & set(logs or ())):
             return  # an evaluation
-        numbers = {name: float(value) for name, value in self._means.take().items()}
+        numbers = {name: float(value) for name, value in self.logs().items()}
         logs.update(numbers)
         state.log_history[-1].update(numbers)  # a copy of logs, made before callbacks are called
 
@@ -134,7 +132,7 @@ class GEMCallback(AcceleratedGEM, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach from the optimizer."""
-        self._detach()
+        self.remove()
 
     def _find(self, args: Any, step: int) -> dict[str, Any]:
         """Return the state of GEM at the step from which training resumes, or raise."""

@@ -8,13 +8,13 @@ except ImportError as error:
     ) from error
 
 from gemproj.torch import losses
-from gemproj.torch.attached import detach
 from gemproj.torch.batches import Remembered
 from gemproj.torch.gem import GEM
+from gemproj.torch.hooks import detach
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.projector import GradientProjector
 from gemproj.torch.promise import Promise
-from gemproj.torch.stats import Projection
+from gemproj.torch.report import Projection
 
 __all__ = [
     "GEM",

@@ -70,7 +70,8 @@ class Source(NamedTuple):
 
     size: int
     fetch: Callable[[slice], Batch]
-    task: Hashable = None
+    name: Any = ()
+    promise: Any = None
 
     def all(self) -> Batch:
         """Return all examples as one batch."""

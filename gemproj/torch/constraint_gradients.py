@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -13,10 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gemproj._checks import check_count
-from gemproj.torch.batches import Batch, Batches, Loss, Remembered, Source, parts, source_of
+from gemproj.torch.batches import Batch, Batches, Remembered, Source, parts, source_of
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 from gemproj.torch.distributed import check_alone
-from gemproj.torch.losses import call_loss, check_function
+from gemproj.torch.losses import call_loss
+from gemproj.torch.promise import Promise
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
@@ -46,36 +48,63 @@ def from_batches(
     G: ConstraintMatrix,
     model: torch.nn.Module,
     batches: Iterable[Batch],
-    loss: Loss,
+    promise: Promise | Sequence[Promise],
     facts: Mapping[str, Any],
     *,
     microbatch: int | None = None,
     scale: float = 1.0,
-    names: Callable[[], Sequence[Any]] | None = None,
-) -> None:
+) -> list[Promise]:
     """Fill G with the gradients of the mean losses on `batches`; see `GradientProjector.recall`.
 
-    An error on one process is an error on all of them, as are other `facts`, and leaves no rows.
+    An error on one process is an error on all of them, as are other `facts`, and leaves no rows. Return the
+    promise about each row: of batches of a memory that have one of their own, that one.
     """
     topology = G.vector.topology
-    facts = {"number of past tasks": 0, "names of tasks or labels": None, **facts}
+    facts = {"number of rows": 0, "names of sets or labels": None, "promises": None, **facts}
     G.clear()
     with topology.agreement(facts):
-        _check(G, model, batches, loss, microbatch)
-        tasks = list(batches.sources) if isinstance(batches, Batches) else _sources(batches)
-        facts["number of past tasks"] = len(tasks)
-        if names is not None and topology.world > 1:
-            # Processes need not have the same examples of a task or label, nor as many.
-            facts["names of tasks or labels"] = list(dict.fromkeys(name[:2] for name in names()))
-    totals, passes = topology.plan([task.size for task in tasks])
+        _check(G, model, batches, microbatch)
+        sources = list(batches.sources) if isinstance(batches, Batches) else _sources(batches)
+        promises = _promises(sources, promise)
+        facts["number of rows"] = len(sources)
+        if topology.world > 1:
+            # Processes need not have the same examples of a set or label, nor as many.
+            facts["names of sets or labels"] = list(dict.fromkeys(source.name[:2] for source in sources))
+            facts["promises"] = [one.numbers() for one in promises]
+    totals, passes = topology.plan([source.size for source in sources])
     with topology.passes(), preserved_state(model, G.vector.device):
-        G.open(len(tasks), scale)
-        for k, task in enumerate(tasks):
-            for part, n in parts(task, microbatch, passes[k]):
-                value = call_loss(loss, model, part, task.task).mean()
-                stored = isinstance(part, Remembered) and "losses" in part.fields
-                G.add(k, value, topology.weight(n, totals[k]), part.losses.mean() if stored else None)
-    G.close(len(tasks))
+        G.open(len(sources), scale)
+        for k, (source, one) in enumerate(zip(sources, promises, strict=True)):
+            start = time.perf_counter()
+            for part, n in parts(source, microbatch, passes[k]):
+                value = call_loss(one.loss, model, part, source.name).mean()
+                G.add(k, value, topology.weight(n, totals[k]), _stored(part, one, source.name))
+            G.seconds.append(time.perf_counter() - start)
+    G.close(len(sources))
+    G.names = [source.name for source in sources]
+    return promises
+
+
+def _promises(sources: Sequence[Source], given: Promise | Sequence[Promise]) -> list[Promise]:
+    if not isinstance(given, Promise) and len(given) != len(sources):
+        raise ValueError(
+            f"promise must be one, or one for each of the {len(sources)} batches; found {len(given)}."
+        )
+    each = [given] * len(sources) if isinstance(given, Promise) else given
+    return [source.promise or one for source, one in zip(sources, each, strict=True)]
+
+
+def _stored(part: Batch, promise: Promise, name: Any) -> Tensor | None:
+    """Return the mean of the losses that were stored with the examples, which a tolerance needs."""
+    if isinstance(part, Remembered) and "losses" in part.fields:
+        return part.losses.mean()
+    if promise.tolerance is not None:
+        raise ValueError(
+            f"tolerance needs the losses that examples{f' of {name[0]!r}' if name else ''} had when they "
+            "were stored: use keep or end_task of GEM, memory.record(name, losses=...) or "
+            "memory.add(..., losses=...)."
+        )
+    return None
 
 
 def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[str, Any]) -> None:
@@ -177,9 +206,7 @@ def _add_all(G: ConstraintMatrix, losses: Iterable[Tensor], weight: float) -> in
     return k + 1
 
 
-def _check(
-    G: ConstraintMatrix, model: torch.nn.Module, batches: Any, loss: Any, microbatch: int | None
-) -> None:
+def _check(G: ConstraintMatrix, model: torch.nn.Module, batches: Any, microbatch: int | None) -> None:
     if microbatch is not None:
         check_count(microbatch, "microbatch", 1)
     mine = {id(p) for p in G.vector.parameters}
@@ -189,7 +216,6 @@ def _check(
             "model has none of the parameters of this projector. Make the projector of the model's own "
             "parameters, and after fully_shard, which replaces them."
         )
-    check_function(loss)
     if isinstance(batches, Mapping) or not isinstance(batches, Iterable):
         raise TypeError(
             "batches must be an iterable of batches, one per past task, such as memory.batches() or "

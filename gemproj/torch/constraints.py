@@ -35,10 +35,12 @@ class ConstraintMatrix:
         For each parameter, whether the loss of any row depends on it.
     losses : Tensor, shape (t,), float64
         The loss of each row: `follow` keeps it up with steps, to first order.
-    bounds : Tensor, shape (t,), float64
+    stored : Tensor, shape (t,), float64
         What the losses of the same examples were when they were stored, NaN where that is not known.
-    bounded : bool
-        Whether all rows have a bound.
+    names : list of tuple
+        What each row is about, starting with the name of its set; empty where that is not known.
+    seconds : list of float
+        What each row took, as the host sees it.
     age : int
         Steps that were followed since the rows were computed.
     """
@@ -62,8 +64,9 @@ class ConstraintMatrix:
         self._squares: Tensor | None = None
         self.reached = [False] * len(self.vector.parameters)
         device = self.vector.device
-        self.losses, self.bounds = torch.empty((2, 0), dtype=wide_dtype(torch, device), device=device)
-        self.bounded = True
+        self.losses, self.stored = torch.empty((2, 0), dtype=wide_dtype(torch, device), device=device)
+        self.names: list[Any] = []
+        self.seconds: list[float] = []
 
     def open(self, rows: int = 0, scale: float = 1.0) -> None:
         """Drop all rows, and make room for so many; losses are multiplied by a scale, rows divided again."""
@@ -73,8 +76,8 @@ class ConstraintMatrix:
         self._scale = scale
         self._sums: dict[int, Tensor] = {}  # of each row that was written, its loss and its bound
 
-    def add(self, k: int, loss: Tensor, weight: float = 1.0, bound: Tensor | None = None) -> None:
-        """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss and bound."""
+    def add(self, k: int, loss: Tensor, weight: float = 1.0, stored: Tensor | None = None) -> None:
+        """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss, and `stored`."""
         check_loss(k, loss)
         self._reserve(k + 1)
         factor = weight * self._scale
@@ -88,10 +91,9 @@ class ConstraintMatrix:
                 part.copy_(gradient) if fresh else part.add_(gradient)
             elif fresh:
                 part.zero_()
-        self.bounded = self.bounded and bound is not None
         sums = self._sums.setdefault(k, self.losses.new_zeros(2))
         sums[0] += weight * loss.detach()
-        sums[1] += weight * (math.nan if bound is None else bound)
+        sums[1] += weight * (math.nan if stored is None else stored)
 
     def close(self, rows: int) -> None:
         """Sum rows over processes, and declare so many complete; this process may have no example of some."""
@@ -104,7 +106,7 @@ class ConstraintMatrix:
         if rows:
             nothing = self.losses.new_zeros(2)
             sums = torch.stack([self._sums.get(k, nothing) for k in range(rows)], 1)
-            self.losses, self.bounds = topology.sum_values(sums)
+            self.losses, self.stored = topology.sum_values(sums)
         self._count = rows
 
     def project(
@@ -114,8 +116,11 @@ class ConstraintMatrix:
         warm_start: Tensor | None = None,
         moving: Sequence[bool] | None = None,
         weight: Tensor | None = None,
+        write: bool = True,
     ) -> tuple[DualSolution, bool]:
         """Project v in place, on the columns of the moving parameters; return whether it changed.
+
+        Without `write`, v stays, and only its solution is computed.
 
         All local columns are updated; replicated ones enter the Gram matrix on one rank only. The right-hand
         side h may be a function of the Gram matrix.
@@ -135,7 +140,7 @@ class ConstraintMatrix:
         sol = solve(measured, options, start)
         warn_if_missed(sol)
         # On a device looking at the multipliers would wait, so that x is always written.
-        changed = vector.device.type != "cpu" or bool(sol.multipliers.any())
+        changed = write and (vector.device.type != "cpu" or bool(sol.multipliers.any()))
         if changed:
             for problem in here:
                 combine_into(problem, sol, problem.vector)
@@ -173,14 +178,14 @@ class ConstraintMatrix:
         packed = self.vector.topology.sum_shards(packed)
         t = len(self)
         sizes = packed[t:-1].sqrt() * packed[-1].sqrt()
-        self.losses -= packed[:t]
+        self.losses = self.losses - packed[:t]  # whoever has the losses of before keeps them
         self.age += 1
         return torch.where(sizes > 0, packed[:t] / sizes, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the rows, of their losses and bounds, and which parameters they reach."""
-        known = {"reached": list(self.reached), "values": torch.stack([self.losses, self.bounds])}
-        return {"rows": self.rows.clone(), **known, "age": self.age}
+        """Return copies of the rows, of their losses now and when stored, and which parameters they reach."""
+        known = {"reached": list(self.reached), "values": torch.stack([self.losses, self.stored])}
+        return {"rows": self.rows.clone(), **known, "age": self.age, "names": [list(n) for n in self.names]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned, onto the device of the parameters."""
@@ -193,8 +198,8 @@ class ConstraintMatrix:
         self.open(len(rows))
         self._buffer[: len(rows)] = rows
         self._count, self.reached, self.age = len(rows), list(reached), state["age"]
-        self.losses, self.bounds = state["values"].to(self.losses, copy=True)
-        self.bounded = not bool(self.bounds.isnan().any())
+        self.losses, self.stored = state["values"].to(self.losses, copy=True)
+        self.names = [tuple(name) for name in state["names"]]
 
     def _problems(self, v: Tensor, weight: Tensor | None, columns: list[slice]) -> Iterable[Problem]:
         """Return the problem of projecting v, on some columns, in one or several parts."""

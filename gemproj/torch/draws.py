@@ -65,6 +65,29 @@ class Draws:
             return [(task, None, place) for task, store in stores for place in store.places()]
         return [(task, label) for task, store in stores for label, _ in store.groups(per == "label")]
 
+    def promised(self, default, exclude=None):
+        def each():
+            stores, done = self._others(exclude), []
+            for task, store in stores.items():
+                p = self.promises.get(task, default)
+                if p.per == "all":
+                    if p in done:
+                        continue
+                    done.append(p)
+                    total = sum(len(s) for t, s in stores.items() if self.promises.get(t, default) == p)
+                    yield source_of(self.sample(p.examples or total, exclude))._replace(
+                        promise=p, name=(None, None)
+                    )
+                    continue
+                random = self._own_random()
+                for label, slots in store.groups(p.per == "label"):
+                    drawn = slots if p.examples is None else store.draw(label, slots, p.examples, random)
+                    for some in [[slot] for slot in drawn] if p.per == "example" else [drawn]:
+                        name = (task, label) if p.per != "example" else (task, None, store.places()[some[0]])
+                        yield store.source(task, some)._replace(promise=p, name=name)
+
+        return Batches(each())
+
     def _drawn(self, exclude: Hashable, n: int | None, per: str) -> Iterator[Source]:
         random, stores = self._own_random(), self._others(exclude)
         if per == "all":

@@ -2,43 +2,384 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gemproj._checks import check_count
 from gemproj.methods import AnyMethod
-from gemproj.torch.attached import clip_grad_norm_
-from gemproj.torch.batches import Batch, Batches, Field, Loss, Source
-from gemproj.torch.checks import check_all_held, check_kinds, check_nothing_else_held
+from gemproj.torch.batches import Batch, Batches, Loss, Source
+from gemproj.torch.changes import Metric, On
 from gemproj.torch.constraint_gradients import reshard, unwrapped
-from gemproj.torch.losses import check_function, model_loss
+from gemproj.torch.hooks import clip_grad_norm_, will_skip
+from gemproj.torch.losses import model_loss
 from gemproj.torch.memory import EpisodicMemory
-from gemproj.torch.optimizer_step import Metric, On, will_skip
-from gemproj.torch.projector import GradientProjector
+from gemproj.torch.projector import GradientProjector, check_options
+from gemproj.torch.promise import Per, Promise
 from gemproj.torch.remember import remember
-from gemproj.torch.stats import Projection
+from gemproj.torch.report import History, LogMeans, Projection, Report, make_report
 from gemproj.torch.unprotected import Watch
-from gemproj.torch.zero import ZeroOptimizer, with_hooks
 
 # The loss scale of training is near the largest that float16 bears; past tasks may have larger losses.
 _HEADROOM = 1024.0
 
 
-class GEM:
+class Keeper:
+    """Sets of examples with promises about them, kept in the trainings that it is attached to.
+
+    What `GEM` and the objects for frameworks have in common; `GEM` explains it.
+    """
+
+    def __init__(
+        self,
+        loss: Loss | Promise = model_loss,
+        per_task: int = 100,
+        *,
+        per: Per = "task",
+        examples: int | None = None,
+        weight: float = 0.0,
+        tolerance: float | None = None,
+        memory: EpisodicMemory | None = None,
+        method: AnyMethod = "exact",
+        on: On = "gradient",
+        every: int = 1,
+        project: bool = True,
+        microbatch: int | None = None,
+        rows_dtype: torch.dtype | None = None,
+        process_group: Any = None,
+    ) -> None:
+        if isinstance(loss, EpisodicMemory):
+            raise TypeError("loss must be a function of model and batch; pass memory= for a memory.")
+        if not isinstance(memory, EpisodicMemory | None):
+            raise TypeError(f"memory must be an EpisodicMemory; found {type(memory).__name__}.")
+        self.promise = _one_promise(loss, per=per, examples=examples, weight=weight, tolerance=tolerance)
+        check_options(self.promise, method, on, every, project, rows_dtype)
+        if microbatch is not None:
+            check_count(microbatch, "microbatch", 1)
+        self.memory = EpisodicMemory(per_task) if memory is None else memory
+        _check_labels(self.promise, self.memory)
+        self.exclude: Hashable = None
+        self.metric: Metric | None = None
+        self.history = History()
+        self.projector: GradientProjector | None = None
+        self._options: dict[str, Any] = {
+            "method": method, "on": on, "every": every, "project": project, "rows_dtype": rows_dtype
+        }  # fmt: skip
+        self._microbatch, self._group = microbatch, process_group
+        self._model: torch.nn.Module | None = None
+        self._means = LogMeans()
+        self._handles: list[Any] = []
+        self._resumed: Mapping[str, Any] | None = None  # what was loaded before there was a projector
+        self._watch: Watch | None = None
+        self._tasks: list[Hashable] | None = None  # of the rows; None for any
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, too: it is attached to nothing."""
+        return self.__dict__ | {"_watch": None, "_handles": []}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.memory!r}, {self.promise!r}, {self.projector!r})"
+
+    @property
+    def promises(self) -> dict[Hashable, Promise]:
+        """The promises about sets that have one of their own, by name."""
+        return self.memory.promises
+
+    @property
+    def last(self) -> Projection | None:
+        """Statistics of the last step; see `Projection`."""
+        return None if self.projector is None else self.projector.last
+
+    def keep(
+        self,
+        data: Iterable[Any],
+        promise: Promise | Loss | None = None,
+        *,
+        name: Hashable = None,
+        collate: Callable[[list[Any]], Batch] | None = None,
+        model: torch.nn.Module | None = None,
+    ) -> None:
+        """Store examples, and keep a promise about them from the next step on.
+
+        What the promise needs of the model, its outputs or losses, is computed with it as it is now, for the
+        kept examples: also for those that an earlier call has stored under the same name. Otherwise the loss
+        is tried on two examples, or else on as many as a step passes. An error leaves the memory as it was.
+        The warm start is forgotten.
+
+        Parameters
+        ----------
+        data : DataLoader, Dataset or iterable of batches
+            Read to its end. Of a loader with a ``collate_fn`` of its own the examples are stored, and that
+            function makes batches of them, also of those of different lengths; of other iterables batches of
+            tensors. One that has no length may have 100,000 batches at most.
+        promise : Promise or loss, optional
+            By default that of this object, which its keywords make.
+        name : hashable, optional
+            Of this set of examples. By default the number of sets stored before, or the next integer that is
+            no name.
+        collate : callable, optional
+            Makes a batch of a list of examples: then `data` holds examples. By default that of the loader.
+        model : torch.nn.Module, optional
+            Another model whose outputs and losses are stored.
+
+        Raises
+        ------
+        ValueError, TypeError
+            For data that hold no example, or none that can be stored, for a loss that is wrong for them or
+            not finite, and for a promise that the method cannot keep.
+        """
+        if promise is not None:
+            promise = promise if isinstance(promise, Promise) else Promise(promise)
+            self._check(promise)
+        chosen = self.memory.promises.get(name, self.promise) if promise is None else promise
+        self._warn_if_unseen()
+        model = self._model if model is None else model
+        wrapped = replace(chosen, loss=self._wrapped(chosen.loss))
+        name = remember(
+            self.memory, data, name, model, wrapped,
+            collate=collate, microbatch=self._microbatch, process_group=self._group,
+        )  # fmt: skip
+        if promise is not None:
+            self.memory.promises[name] = promise
+        if self.projector is not None:
+            self._watch = Watch(self.memory, self.projector.parameters)
+            self._forget()
+        else:
+            self._watch = None if model is None else Watch(self.memory, model.parameters())
+
+    def end_task(
+        self, batches: Iterable[Any], task: Hashable = None, *, model: torch.nn.Module | None = None
+    ) -> None:
+        """Store examples of the task that has been learned: `keep`, under the promise of this object."""
+        self.keep(batches, name=task, model=model)
+
+    def report(self) -> Report:
+        """Return what became of each promise; it prints as a table, and its ``plot()`` draws the losses."""
+        return make_report(self.history, self.memory.counts)
+
+    def logs(self) -> dict[str, Tensor | float]:
+        """Return numbers to log, of the steps since the last call; see `LogMeans`."""
+        return self._means.take()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradient in the next step, after its projection; return its norm as it is now.
+
+        In place of `torch.nn.utils.clip_grad_norm_`, after which a weight is one beside the clipped
+        gradient. With several optimizers it is clipped at once.
+        """
+        return clip_grad_norm_(self._optimizers, self._attached().parameters, max_norm, norm_type)
+
+    def remove(self) -> None:
+        """Detach from the optimizer."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory, `exclude`, the history, the warm start and, where reused, the constraints.
+
+        Promises are not in it: make the same ones, with the same names, before it is loaded.
+        """
+        own = {"memory": self.memory.state_dict(), "exclude": self.exclude}
+        own["history"] = self.history.state_dict()
+        if self._resumed is not None:  # nothing has been trained since it was loaded
+            return {**self._resumed, **own}
+        if self.projector is None:
+            return {"projector": None} | own
+        state = self.projector.state_dict(constraints=self.projector.every > 1)
+        watched = self._watch is not None and self._watch.stepped
+        return {"projector": state, "tasks": self._tasks, "stepped": watched} | own
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what `state_dict` returned; before there is a projector, as far as it goes by then."""
+        lacking = {"memory", "projector"} - state.keys()
+        if lacking:
+            raise ValueError(f"state has no {min(lacking)!r}: it is not of a {type(self).__name__}.")
+        if self._handles and state["projector"] is not None:
+            self._load_projector(state)
+        else:
+            self._resumed = None if state["projector"] is None else state
+            self.memory.load_state_dict(state["memory"])
+        self.exclude = state.get("exclude", self.exclude)
+        if "history" in state:
+            self.history.load_state_dict(state["history"])
+
+    def _load_projector(self, state: Mapping[str, Any]) -> None:
+        projector = self._attached()
+        names = (state["projector"]["constraints"] or {}).get("names", ())
+        promises = [self.promises.get(name[0], self.promise) for name in names] or None
+        projector.load_state_dict(state["projector"], promises)
+        self.memory.load_state_dict(state["memory"])
+        self._tasks, self._removals = state.get("tasks"), self.memory.removals
+        self._watch = Watch(self.memory, projector.parameters)
+        self._watch.begin(state.get("stepped", True))  # older states do not tell
+        self._stepped.clear()
+
+    def _attach(
+        self,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        *,
+        scaler: Any = None,
+        process_group: Any = None,
+    ) -> None:
+        """Project the steps of optimizers from now on, without constraints and warm start at first."""
+        self.remove()
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
+        if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
+            raise TypeError(
+                f"scaler must be the torch.amp.GradScaler of training; found {type(scaler).__name__}. Leave "
+                "it out where losses are not scaled."
+            )
+        reshard(model)
+        parallel = unwrapped(model)[1]
+        group = self._group if self._group is not None else process_group
+        self._group = parallel.process_group if group is None and parallel is not None else group
+        self.projector = projector = GradientProjector(
+            model.parameters(), self.promise, process_group=self._group, **self._options
+        )
+        projector.check_processes()
+        self._model, self._scaler = model, scaler
+        self._tasks = None
+        self._removals = 0  # of the memory, when they were computed
+        optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        self._watch = Watch(self.memory, projector.parameters)
+        self._stepped: set[int] = set()  # the optimizers that have used the constraints at this point
+        attached = [projector.attach(one) for one in optimizers]
+        self._handles += attached
+        try:
+            self._optimizers = [one.optimizer for one in attached]
+            for promise in [self.promise, *self.memory.promises.values()]:
+                self._check(promise)
+            _check_nothing_else_held(self._held(), projector.parameters)
+            _check_all_held(self._held(), model)
+        except Exception:
+            self.remove()
+            raise
+        if len(optimizers) > 1:
+            stepped = self._stepped  # not self, which would live as long as the model
+            for p in projector.parameters:  # a backward pass brings gradients at another point
+                self._handles.append(p.register_post_accumulate_grad_hook(lambda _: stepped.clear()))
+        for one in attached:
+            one.around(self._compute_constraints, self._note)
+        if self._resumed is not None:
+            state, self._resumed = self._resumed, None
+            self._load_projector({**state, "memory": self.memory.state_dict()})
+
+    @torch.compiler.disable
+    def _compute_constraints(self, optimizer: torch.optim.Optimizer) -> None:
+        projector = self._attached()
+        if will_skip(optimizer):
+            return
+        if self._stepped and id(optimizer) not in self._stepped:
+            self._stepped.add(id(optimizer))
+            return
+        if self._tasks is not None and (self._tasks, self._removals) != (self._past(), self.memory.removals):
+            self._forget()  # row k was of another task, or of other examples
+        self._stepped.clear()
+        scaler: Any = optimizer if hasattr(optimizer, "get_scale") else self._scaler
+        scaled = scaler is not None and scaler.is_enabled()
+        scale = scaler.get_scale() / _HEADROOM if scaled else 1.0
+        projector.metric = self.metric
+        if not projector.due:
+            _check_nothing_else_held(self._held(), projector.parameters)
+        assert self._model is not None
+        assert self._watch is not None
+        projector.recall(
+            self._model, Batches(self._sources()), self.promise, microbatch=self._microbatch, scale=scale
+        )
+        self._tasks, self._removals = self._past(), self.memory.removals
+        self._watch.step(len(self._tasks))
+        self._stepped.add(id(optimizer))
+
+    def _note(self) -> None:
+        """Count a step that was taken."""
+        if self.last is not None:
+            self.history.add(self.last)
+            self._means.add(self.last)
+
+    def _sources(self) -> Iterator[Source]:
+        # Here an error is one of all processes.
+        projector = self._attached()
+        _check_nothing_else_held(self._held(), projector.parameters)
+        for source in self.memory.promised(self.promise, self.exclude).sources:
+            promise = source.promise
+            loss = self._wrapped(promise.loss)
+            if loss is not promise.loss:
+                promise = replace(promise, loss=loss)
+            yield source.to(projector.device)._replace(promise=promise)
+
+    def _wrapped(self, loss: Loss) -> Loss:
+        """Return a loss as the framework computes it, such as in the precision of training."""
+        return loss
+
+    def _check(self, promise: Promise) -> None:
+        """Raise for a promise that cannot be kept here."""
+        _check_labels(promise, self.memory)
+        check_options(promise, **self._options)
+        if promise.tolerance is not None and self.projector is not None and len(self._optimizers) > 1:
+            raise ValueError(
+                "tolerance is about a whole step, and each optimizer takes a part of it; pass one optimizer."
+            )
+
+    def _attached(self) -> GradientProjector:
+        if self.projector is None:
+            raise ValueError(f"{type(self).__name__} has not been attached to an optimizer yet.")
+        return self.projector
+
+    def _past(self) -> list[Hashable]:
+        return [task for task in self.memory.tasks if task != self.exclude]
+
+    def _forget(self) -> None:
+        """Forget constraints and warm start, but not the statistics of the last step."""
+        projector = self._attached()
+        last, self._tasks = projector.last, None
+        projector.reset()
+        projector.last = last
+        self._stepped.clear()
+
+    def _held(self) -> list[torch.Tensor]:
+        groups = [group for one in self._optimizers for group in one.param_groups]
+        return [p for group in groups for p in group["params"] if p.requires_grad]
+
+    def _warn_if_unseen(self) -> None:
+        if self._watch is None or not self._watch.unseen(self._past()):
+            return
+        warnings.warn(
+            "The weights have changed since the last end_task, or since this GEM was made, but not in step() "
+            f"of an optimizer that this {type(self).__name__} is attached to: if they were trained, earlier "
+            f"tasks were not protected. {self._remedy}",
+            stacklevel=3,
+        )
+
+    _remedy = "Pass it to the trainer of each task."
+
+
+class GEM(Keeper):
     """Projects every ``optimizer.step()`` so that no loss on the memory of earlier tasks rises.
 
     ::
 
-        gem = GEM(model, optimizer, loss, per_task=100, rows=16, margin=0.5)
+        gem = GEM(model, optimizer, loss, weight=0.5, examples=16)
         for loader in stream:
             for batch in loader:
                 optimizer.zero_grad()
                 loss(model, batch).backward()
                 optimizer.step()
             gem.end_task(loader)
+
+    Or several promises of different kinds, about different data, while something else is learned::
+
+        gem = GEM(model, optimizer)
+        gem.keep(general_texts, Promise(Distillation(top=32), tolerance=0.05), name="general")
+        gem.keep(refusals, Promise(loss, examples=8), name="safety")
+        ...
+        print(gem.report())
 
     Constraint gradients are computed at the beginning of ``optimizer.step()``: once per accumulation
     window, not for steps that a gradient scaler skips, and before a closure. ``.grad``, module modes and
@@ -54,40 +395,40 @@ class GEM:
         What moves the trainable parameters of the model, and no others. Of several, such as Muon and AdamW,
         each projects its own part; constraints are computed once for all that step after the same backward
         pass.
-    loss : callable
-        ``loss(model, batch)`` returns the mean over the examples, or one number for each, shape (n,), which a
-        `bound` needs; by default ``model(**batch).loss``. Runs under no autocast but its own. If it has a
-        method ``outputs(model, batch)``, as `gemproj.torch.losses.Distillation` does, `end_task` stores
-        what that returns, and the loss is called as ``loss(model, batch, outputs)``.
-    per_task, label
-        As in `EpisodicMemory`.
+    loss : callable or Promise
+        What is promised about sets without a promise of their own: that this loss does not rise; or a whole
+        `Promise`.
+    per_task : int, default 100
+        How many examples of a set are stored at most, a random choice; as in `EpisodicMemory`.
+    per, examples, weight, tolerance
+        Of the promise, with a `loss`; see `Promise`.
     memory : EpisodicMemory, optional
-        Instead of `per_task` and `label`. Batches are moved to the device of the parameters.
-    promise : {"task", "label", "example", "all"}, default "task"
-        One constraint for each task; for each label of each task; for each example; or for all tasks
-        together (A-GEM).
-    rows : int, optional
-        So many fresh examples of each task (or label) at every step, without replacement until all were
-        drawn: a step costs what replay of these examples costs. With ``promise="all"`` so many random
-        examples of all tasks. By default all of them.
+        Instead of `per_task`: with labels, another policy, or the sets of an earlier training and the
+        promises about them.
+    method, on, every, project, rows_dtype
+        As in `GradientProjector`.
     microbatch
         As in `GradientProjector.recall`.
-    method, margin, penalty, equality, bound, kappa, rows_dtype, on, metric
-        As in `GradientProjector`.
-    interval : int, default 1
-        Every so many steps constraint gradients are computed; every step is projected.
     scaler : torch.amp.GradScaler, optional
         That of float16 training: constraint gradients are computed with its scale, too.
-    group
+    process_group
         As in `GradientProjector`; needed where several processes are initialised, and the model is neither
         wrapped nor sharded.
 
     Attributes
     ----------
     memory : EpisodicMemory
+    promise : Promise
+        About sets without one of their own.
+    promises : dict
+        The other ones, by the names of the sets.
     projector : GradientProjector
-    exclude : task or None
-        A task to leave out: set it if examples of the current task are stored while it is learned.
+    history : History
+        Numbers of all steps, from which `report` is made.
+    metric : {"euclidean", "adam"} or None
+        The distance between steps, as in `GradientProjector`; may be set before training.
+    exclude : name or None
+        A set to leave out: set it if examples of the current task are stored while it is learned.
 
     Examples
     --------
@@ -103,203 +444,82 @@ class GEM:
     (1, True)
     """
 
+    projector: GradientProjector
+    _remedy = (
+        "For a new optimizer call remove() and make a new GEM(model, optimizer, loss, memory=gem.memory). "
+        "Where one optimizer takes its steps in another, as SAM does in its base_optimizer, pass "
+        "the inner one."
+    )
+
     def __init__(
         self,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        loss: Loss = model_loss,
+        loss: Loss | Promise = model_loss,
         per_task: int = 100,
         *,
-        label: Field | None = None,
+        per: Per = "task",
+        examples: int | None = None,
+        weight: float = 0.0,
+        tolerance: float | None = None,
         memory: EpisodicMemory | None = None,
-        promise: str = "task",
-        rows: int | None = None,
-        microbatch: int | None = None,
         method: AnyMethod = "exact",
-        margin: float | Tensor = 0.0,
-        penalty: float | Tensor | None = None,
-        equality: bool | Tensor = False,
-        bound: float | None = None,
-        kappa: float = 1.0,
-        rows_dtype: torch.dtype | None = None,
         on: On = "gradient",
-        metric: Metric = "euclidean",
-        interval: int = 1,
+        every: int = 1,
+        project: bool = True,
+        microbatch: int | None = None,
+        rows_dtype: torch.dtype | None = None,
         scaler: Any = None,
-        group: Any = None,
+        process_group: Any = None,
     ) -> None:
-        check_kinds(model, memory, scaler, microbatch=microbatch, rows=rows)
-        check_function(loss)
-        self.memory = EpisodicMemory(per_task, label) if memory is None else memory
-        self.memory.check_per(promise, "promise")
-        reshard(model)
-        parallel = unwrapped(model)[1]
-        group = parallel.process_group if group is None and parallel is not None else group
-        self.projector = GradientProjector(
-            model.parameters(),
-            method,
-            margin=margin,
-            penalty=penalty,
-            equality=equality,
-            bound=bound,
-            kappa=kappa,
-            rows_dtype=rows_dtype,
-            on=on,
-            metric=metric,
-            interval=interval,
-            group=group,
+        super().__init__(
+            loss, per_task, per=per, examples=examples, weight=weight, tolerance=tolerance, memory=memory,
+            method=method, on=on, every=every, project=project, microbatch=microbatch, rows_dtype=rows_dtype,
+            process_group=process_group,
+        )  # fmt: skip
+        self._attach(model, optimizer, scaler=scaler)
+
+
+def _one_promise(loss: Loss | Promise, **given: Any) -> Promise:
+    if not isinstance(loss, Promise):
+        return Promise(loss, **given)
+    default = Promise(loss.loss)
+    for name, value in given.items():
+        if value != getattr(default, name):
+            raise ValueError(f"{name} is given beside a Promise, which has its own; pass it there.")
+    return loss
+
+
+def _check_labels(promise: Promise, memory: EpisodicMemory) -> None:
+    if promise.per == "label" and memory.label is None:
+        raise ValueError(
+            "per='label' needs labels: memory=EpisodicMemory(label=...), where a batch has them."
         )
-        self.projector.check_processes()
-        self.exclude: Hashable = None
-        self._model, self._loss, self._scaler, self._promise = model, loss, scaler, promise
-        self._group = group
-        self._options: dict[str, Any] = {"bound": bound, "rows": rows, "microbatch": microbatch}
-        self._tasks: list[Hashable] | None = None  # of the rows; None for any
-        self._removals = 0  # of the memory, when they were computed
-        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        self._watch = Watch(self.memory, self.projector.parameters)
-        self._optimizers = [with_hooks(one) for one in optimizers]
-        if len(optimizers) > 1 and self.projector.bound is not None:
-            raise ValueError("bound is about a whole step, and each optimizer takes a part of it; pass one.")
-        self._stepped: set[int] = set()  # the optimizers that have used the constraints at this point
-        self._handles: list[Any] = []
-        for one in self._optimizers:
-            if isinstance(one, ZeroOptimizer):
-                self._scaler = one
-            self.projector.attach(one).remove()  # reports an optimizer that does not fit
-        check_nothing_else_held(self._held(), self.projector.parameters)
-        check_all_held(self._held(), model)
-        if len(optimizers) > 1:
-            stepped = self._stepped  # not self, which would live as long as the model
-            for p in self.projector.parameters:  # a backward pass brings gradients at another point
-                self._handles.append(p.register_post_accumulate_grad_hook(lambda _: stepped.clear()))
-        for one in self._optimizers:  # hooks are called in this order
-            self._handles.append(one.register_step_pre_hook(self._compute_constraints))
-            self._handles.append(self.projector.attach(one))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, too: it is attached to nothing."""
-        return {name: value for name, value in self.__dict__.items() if name != "_watch"} | {"_handles": []}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._watch = Watch(self.memory, self.projector.parameters)
-
-    def __repr__(self) -> str:
-        return f"GEM({self.memory!r}, {self.projector!r})"
-
-    @property
-    def last(self) -> Projection | None:
-        """Statistics of the last step; see `Projection`."""
-        return self.projector.last
-
-    def end_task(
-        self, batches: Iterable[Batch], task: Hashable = None, *, model: torch.nn.Module | None = None
-    ) -> None:
-        """Store examples of the task that has been learned, and forget its warm start.
-
-        Before training it stores what the model can do already. What the loss or a bound needs of the
-        model, its outputs and losses, is computed with it as it is now, for the kept examples: also for
-        those that an earlier call has stored for the same task. Otherwise the loss is tried on two examples,
-        or else on as many as a step passes. An error leaves the memory as it was; its `remove` drops a task.
-
-        Parameters
-        ----------
-        batches : iterable
-            The examples, such as the loader of the task, which is read to its end. One that has no length may
-            have 100,000 batches at most.
-        task : hashable, optional
-            By default the number of tasks stored before, or the next integer that no task is named after.
-        model : torch.nn.Module, optional
-            Another model whose outputs and losses are stored.
-        """
-        self._watch.warn(self._past())
-        remember(
-            self.memory,
-            batches,
-            task,
-            self._model if model is None else model,
-            self._loss,
-            group=self._group,
-            **self._options,
+def _check_all_held(held: Iterable[torch.Tensor], model: torch.nn.Module) -> None:
+    """Raise unless each trainable parameter of the model is held by one optimizer."""
+    ids = [id(p) for p in held]
+    if len(ids) > len(set(ids)):
+        raise ValueError("optimizer: parameters are in several optimizers, which would each move them.")
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    lacking = [name for name, p in trainable.items() if id(p) not in set(ids)]
+    if lacking:
+        raise ValueError(
+            f"optimizer lacks {len(lacking)} of the {len(trainable)} trainable parameters of the model, such "
+            f"as {lacking[0]!r}. Freeze those that stay, with requires_grad_(False); if other optimizers "
+            "move them, pass a list of all."
         )
-        self._watch.begin()
-        self._forget()
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradient in the next step, after its projection; return its norm as it is now.
 
-        In place of `torch.nn.utils.clip_grad_norm_`, after which a margin is a weight beside the clipped
-        gradient. With several optimizers it is clipped at once.
-        """
-        return clip_grad_norm_(self._optimizers, self.projector.parameters, max_norm, norm_type)
-
-    def remove(self) -> None:
-        """Detach from the optimizer."""
-        for handle in self._handles:
-            handle.remove()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the memory, `exclude`, the warm start and, where they are reused, the constraints."""
-        p = self.projector
-        state = {"memory": self.memory.state_dict(), "projector": p.state_dict(constraints=p.interval > 1)}
-        return state | {"exclude": self.exclude, "tasks": self._tasks, "stepped": self._watch.stepped}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned."""
-        lacking = {"memory", "projector"} - state.keys()
-        if lacking:
-            raise ValueError(f"state has no {min(lacking)!r}: it is not of a GEM.")
-        self.projector.load_state_dict(state["projector"])
-        self.memory.load_state_dict(state["memory"])
-        self.exclude, self._tasks = state.get("exclude", self.exclude), state.get("tasks")
-        self._removals = self.memory.removals
-        self._watch.begin(state.get("stepped", True))  # older states do not tell
-        self._stepped.clear()
-
-    @torch.compiler.disable
-    def _compute_constraints(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if will_skip(optimizer):
-            return
-        if self._stepped and id(optimizer) not in self._stepped:
-            self._stepped.add(id(optimizer))
-            return
-        if self._tasks is not None and (self._tasks, self._removals) != (self._past(), self.memory.removals):
-            self._forget()  # row k was of another task, or of other examples
-        self._stepped.clear()
-        scaled = self._scaler is not None and self._scaler.is_enabled()
-        scale = self._scaler.get_scale() / _HEADROOM if scaled else 1.0
-        if not self.projector.due:
-            check_nothing_else_held(self._held(), self.projector.parameters)
-        self.projector.recall(
-            self._model,
-            Batches(self._sources()),
-            self._loss,
-            microbatch=self._options["microbatch"],
-            scale=scale,
-            names=partial(self.memory.names, self.exclude, per=self._promise),
+def _check_nothing_else_held(held: Iterable[torch.Tensor], projected: Iterable[torch.Tensor]) -> None:
+    """Raise for parameters that optimizers move and nothing projects."""
+    mine = set(map(id, projected))
+    others = [tuple(p.shape) for p in held if id(p) not in mine]
+    if others:
+        raise ValueError(
+            f"optimizer moves {len(others)} parameters that are not projected, the first one of shape "
+            f"{others[0]}, so that nothing would be promised. Pass a model that has all of its "
+            "parameters; after unfreezing or adding some, call remove() and make a new GEM with the same "
+            "memory."
         )
-        self._tasks, self._removals = self._past(), self.memory.removals
-        self._watch.step(len(self._tasks))
-        self._stepped.add(id(optimizer))
-
-    def _past(self) -> list[Hashable]:
-        return [task for task in self.memory.tasks if task != self.exclude]
-
-    def _forget(self) -> None:
-        """Forget constraints and warm start, but not the statistics of the last step."""
-        last, self._tasks = self.projector.last, None
-        self.projector.reset()
-        self.projector.last = last
-        self._stepped.clear()
-
-    def _held(self) -> list[torch.Tensor]:
-        groups = [group for one in self._optimizers for group in one.param_groups]
-        return [p for group in groups for p in group["params"] if p.requires_grad]
-
-    def _sources(self) -> Iterator[Source]:
-        # Here an error is one of all processes.
-        check_nothing_else_held(self._held(), self.projector.parameters)
-        drawn = self.memory.batches(self.exclude, n=self._options["rows"], per=self._promise)
-        for source in drawn.sources:
-            yield source.to(self.projector.device)

@@ -83,6 +83,7 @@ class EpisodicMemory(Draws):
         self.policy = policy
         self._random = torch.Generator().manual_seed(seed)
         self._stores: dict[Hashable, Store] = {}
+        self.promises: dict[Hashable, Any] = {}
         self.removals = 0  # how often examples were dropped that a policy would have kept
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,6 +106,10 @@ class EpisodicMemory(Draws):
     def tasks(self) -> list[Hashable]:
         """The tasks with stored examples, in the order in which they were first added."""
         return list(self._stores)
+
+    @property
+    def counts(self):
+        return {task: len(store) for task, store in self._stores.items()}
 
     @property
     def nbytes(self) -> int:
@@ -149,8 +154,6 @@ class EpisodicMemory(Draws):
         if store is None:
             store = Store(examples, self.per_task)
         store.check(examples)
-        # One kind of example for all tasks: `sample` mixes them.
-        next(iter(self._stores.values()), store).check(examples, batch_only=True)
         store.add(examples, labels, POLICIES[self.policy], self._random)
         self._stores[task] = store
 
@@ -176,6 +179,7 @@ class EpisodicMemory(Draws):
         """
         self._store(task)
         del self._stores[task]
+        self.promises.pop(task, None)
         self.removals += 1
 
     def batch(self, task: Hashable) -> Batch | Remembered:

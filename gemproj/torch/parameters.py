@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,16 @@ class ParameterVector:
     owned : list of slice
         Columns that this process contributes to global sums: all, unless shards are replicated.
     """
+
+    kinds: ClassVar[list[Any]] = []  # of other libraries, which register theirs; see `of`
+
+    @classmethod
+    def of(cls, parameters: Iterable[Any], group: Any = None) -> ParameterVector:
+        """Return the vector of parameters, of the kind that fits how they are spread over processes."""
+        if not isinstance(parameters, torch.nn.Module):  # which the constructor tells about
+            parameters = list(parameters)
+            cls = next((kind for kind in cls.kinds if any(map(kind.fits, parameters))), cls)
+        return cls(parameters, group)
 
     def __init__(self, parameters: Iterable[Any], group: Any = None) -> None:
         if isinstance(parameters, torch.nn.Module):
@@ -70,6 +80,7 @@ class ParameterVector:
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in chosen]
         self.owned = self.slices(owned=True)
+        self._scratch: Tensor | None = None
 
     def check(self) -> None:
         """Raise if a parameter was frozen, or has got another dtype or device."""
@@ -92,6 +103,13 @@ class ParameterVector:
     def empty(self) -> Tensor:
         """Return an uninitialised vector."""
         return torch.empty(self.d, dtype=self.dtype, device=self.device)
+
+    @property
+    def scratch(self) -> Tensor:
+        """A vector that is kept, to read gradients to; made when it is first used."""
+        if self._scratch is None:
+            self._scratch = self.empty()
+        return self._scratch
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return views of a vector, one per parameter, in the shapes of the local shards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from gemproj._checks import check_count, check_number
 from gemproj.torch.batches import Loss
@@ -84,3 +84,7 @@ class Promise:
         check_number(self.tolerance, "tolerance", 0.0)
         if self.equal:
             raise ValueError("tolerance and equal exclude each other: an equality has no side to stay on.")
+
+    def numbers(self) -> tuple[Any, ...]:
+        """Return all but the loss, in which processes that train together must agree."""
+        return (self.per, self.examples, self.weight, self.tolerance, self.repair, self.equal, self.penalty)

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import Dataset, IterableDataset
 
-from gemproj.torch.batches import Batch, Loss, Remembered, count_examples, parts
+from gemproj.torch.batches import Batch, Remembered, count_examples, parts
 from gemproj.torch.constraint_gradients import preserved_state, reshard, unwrapped
 from gemproj.torch.distributed import Replicated
 from gemproj.torch.losses import call_loss, explained
 from gemproj.torch.memory import EpisodicMemory
-from gemproj.torch.zero import vector_of
+from gemproj.torch.parameters import ParameterVector
 
 # Most batches that are read where there is no length: a stream may have no end.
 _MOST_BATCHES = 100_000
@@ -31,24 +31,8 @@ _DATASETS = {
 }
 
 
-def remember(
-    memory: EpisodicMemory,
-    batches: Iterable[Batch],
-    task: Hashable,
-    model: torch.nn.Module | None,
-    loss: Loss,
-    *,
-    bound: float | None = None,
-    rows: int | None = None,
-    microbatch: int | None = None,
-    group: Any = None,
-) -> None:
-    """Store examples of a task, and of those kept the outputs that `loss` wants: all of it, or nothing.
-
-    With a `bound`, their losses are stored, too; otherwise the loss is tried, on a few examples, and if
-    these are too few on as many as a step passes: `rows`. The model may be None where nothing of it is
-    stored. Other arguments are those of `gemproj.torch.GEM` and its `end_task`.
-    """
+def remember(memory, batches, task, model, promise, *, collate=None, microbatch=None, process_group=None):
+    loss, bound, rows, group = promise.loss, promise.tolerance, promise.examples, process_group
     if task is None:
         task = next(k for k in itertools.count(len(memory)) if k not in memory.tasks)
     outputs, bounded = getattr(loss, "outputs", None), bound is not None
@@ -59,10 +43,10 @@ def remember(
             raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
         _add_all(draft, batches, task)
         memory.adopt(draft, task)
-        return
+        return task
     model, parallel = unwrapped(model)
     reshard(model)
-    vector = vector_of(_trainable(model), group)
+    vector = ParameterVector.of(_trainable(model), group)
     if parallel is not None and vector.topology.world == 1:
         vector.topology = Replicated(vector.device, parallel.process_group)
     topology = vector.topology
@@ -111,6 +95,7 @@ def remember(
             evaluate(size)
     reshard(model)
     memory.adopt(draft, task)
+    return task
 
 
 def _trainable(model: torch.nn.Module) -> list[Tensor]:

@@ -72,7 +72,7 @@ class Store:
 
     def source(self, task: Hashable, slots: list[int]) -> Source:
         """Return the source of some examples, to be fetched when they are needed."""
-        return Source(len(slots), lambda part: plain(self.at(slots[part])), task)
+        return Source(len(slots), lambda part: plain(self.at(slots[part])), (task, None))
 
     def groups(self, by_label: bool) -> Iterator[tuple[Hashable, list[int]]]:
         """Yield the slots of each label, in the order of the labels; or None and all slots."""

@@ -134,15 +134,3 @@ class Watch:
     def unseen(self, tasks: Sequence[Any]) -> bool:
         """Return whether weights have changed, no step was seen, and there are tasks to protect."""
         return bool(tasks) and not self.stepped and self._weights != weights(self._parameters)
-
-    def warn(self, tasks: Sequence[Any]) -> None:
-        """Warn if weights have changed `unseen`."""
-        if self.unseen(tasks):
-            warnings.warn(
-                "The weights have changed since the last end_task, or since this GEM was made, but not in "
-                "step() of the optimizer that it was given: if they were trained, earlier tasks were not "
-                "protected. For a new optimizer call remove() and make a new GEM(model, optimizer, loss, "
-                "memory=gem.memory). Where one optimizer takes its steps in another, as SAM does in its "
-                "base_optimizer, pass the inner one.",
-                stacklevel=3,
-            )

@@ -1,8 +1,13 @@
-"""Which projectors are attached to which optimizers; clipping that comes after the projection."""
+"""The hooks of a projector in an optimizer's step, and clipping that comes after the projection.
+
+A step goes like this: store the parameters; project the gradient, then clip it; the optimizer's own step;
+project that step.
+"""
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 from typing import Any
@@ -11,6 +16,8 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
+
+from gemproj.torch.changes import Step
 
 _attached: WeakSet[Any] = WeakSet()  # of ProjectedOptimizer; each lives as long as its optimizer
 _lock = Lock()  # of that set: threads may train models of their own
@@ -164,3 +171,113 @@ def clip_grad_norm_(
     if max_norm != math.inf:
         one.clips.add(later, parameters, max_norm, norm_type)
     return norm
+
+
+class ProjectedOptimizer:
+    """The hooks of a projector in an optimizer, returned by `GradientProjector.attach`."""
+
+    def __init__(self, projector: Any, step: Step) -> None:
+        step.metric = projector.metric
+        step.check(projector.on)
+        self._projector, self._step, self.clips = projector, step, Clips()
+        other = find(lambda one: one._step.optimizer is step.optimizer and one._step.shares(step))
+        if other is not None:
+            raise ValueError(
+                f"{'This' if other._projector is projector else 'Another'} projector is attached to this "
+                "optimizer already, and both would act. Attach once, before the loop, or call remove() on "
+                "the other GEM, or on what its attach returned, or gemproj.torch.detach(optimizer) if it is "
+                "lost; two losses of a task go into one function."
+            )
+        self.optimizer = step.optimizer
+        self._before: Callable[[Any], Any] = lambda optimizer: None
+        self._after: Callable[[], Any] = lambda: None
+        self._projected: list[tuple[Tensor | None, int]] = []  # gradients, until the step is complete
+        self._hooks: list[Any] = [
+            step.optimizer.register_step_pre_hook(self._begin),
+            before_steps(step.optimizer, self._project_gradient),
+            step.optimizer.register_step_post_hook(self._finish),
+        ]
+        register(self)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip what the projection leaves of the gradient, in the next step; see `GEM.clip_grad_norm_`."""
+        return clip_grad_norm_([self._step.optimizer], self._projector.parameters, max_norm, norm_type)
+
+    def around(self, before: Callable[[Any], Any], after: Callable[[], Any]) -> None:
+        """Call ``before(optimizer)`` when a step begins, and ``after()`` when one was projected."""
+        self._before, self._after = before, after
+
+    def remove(self) -> None:
+        """Detach the projector from the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        forget(self)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._before(optimizer)
+        start = time.perf_counter()
+        if self._projector.scale_dependent and getattr(optimizer, "grad_scale", None) is not None:
+            raise ValueError(
+                "A weight, a penalty, a tolerance and what GEM2017 adds are in units of gradients, and these "
+                "are still scaled: call scaler.unscale_(optimizer) before scaler.step(optimizer)."
+            )
+        self._skipped = will_skip(optimizer)
+        # A closure may bring the first constraints.
+        has_closure = _closure(args, kwargs) is not None
+        self._watches = not self._skipped and (len(self._projector.constraints) > 0 or has_closure)
+        if self._watches:
+            self._step.metric = self._projector.metric
+            self._step.begin()
+        self._seconds = time.perf_counter() - start
+
+    @torch.compiler.disable
+    def _project_gradient(self) -> None:
+        # Else a step that broke off after this is taken again, perhaps with its clipping repeated.
+        if not self._projected or not unchanged(self._projector.parameters, self._projected):
+            self._projector.before_step(None if self._skipped else self._step)
+            self._step.clipped = 1.0
+        self._step.clipped *= self.clips.run()  # the gradient with its weights, as replay does
+        self._step.note_moving()
+        self._projected = versions(self._projector.parameters)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        begun, self._projected = bool(self._projected), []
+        if self._watches and begun and len(self._projector.constraints):
+            self._projector.after_step(self._step, self._seconds)
+            self._after()
+
+
+def before_steps(optimizer: torch.optim.Optimizer, change: Callable[[], Any]) -> Any:
+    """Call `change` before every ``optimizer.step()``, or after every call of its closure."""
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        closure = _closure(args, kwargs)
+        if closure is None:
+            change()
+            return None
+
+        def changing() -> Any:
+            loss = closure()
+            change()
+            return loss
+
+        swap = {id(closure): changing}
+        return tuple(swap.get(id(a), a) for a in args), {k: swap.get(id(a), a) for k, a in kwargs.items()}
+
+    return optimizer.register_step_pre_hook(before_step)
+
+
+def will_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a fused optimizer will find infinities and skip its step; False where asking waits."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and found.device.type == "cpu" and bool(found)
+
+
+def _closure(args: Any, kwargs: Any) -> Callable[[], Any] | None:
+    # `args` starts with the optimizer itself in some versions of torch.
+    return next((a for a in [*args, *kwargs.values()] if callable(a)), None)

@@ -1,13 +1,14 @@
 """DeepSpeed ZeRO: float32 shards of the parameters, and the step that its optimizer takes on them.
 
 DeepSpeed reduces, unscales and clips gradients within its step. So only the step can be projected: the
-shards are stored before it, and what it made of them is replaced after it. Nothing of DeepSpeed is imported.
+shards are stored before it, and what it made of them is replaced after it. Import this module before a
+projector or GEM is made; the ones for Accelerate and transformers do. Nothing of DeepSpeed is imported.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from gemproj.torch.changes import On, Step
 from gemproj.torch.distributed import Local, Sharded
-from gemproj.torch.optimizer_step import Metric, On, OptimizerStep
 from gemproj.torch.parameters import ParameterVector
 
 
@@ -26,6 +27,11 @@ class ZeroVector(ParameterVector):
     Of each parameter these are contiguous entries, without those that pad the shards of stage 3: they may
     be anything.
     """
+
+    @staticmethod
+    def fits(p: Any) -> bool:
+        """Return whether a parameter is partitioned by DeepSpeed."""
+        return isinstance(p, Tensor) and (_stage3(p) or hasattr(p, "_hp_mapping"))
 
     def local(self) -> list[Tensor]:  # noqa: D102
         return [self._fragment(p)[0] for p in self.parameters]
@@ -173,26 +179,44 @@ class ZeroOptimizer:
         return found | {"step": held.get("step", group.get("step"))}  # FusedAdam counts in the group
 
 
-class ZeroStep(OptimizerStep):
+class ZeroStep(Step):
     """The step of a ZeRO optimizer, which moves all parameters whose rate is not zero."""
 
     optimizer: Any
 
-    def check_projectable(self, on: On, metric: Metric) -> None:  # noqa: D102
+    def __init__(self, vector: ParameterVector, optimizer: Any) -> None:
+        if not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "fp32_partitioned_groups_flat")):
+            raise ValueError(
+                f"optimizer is DeepSpeed's {type(optimizer).__name__}; a projector works with those of ZeRO "
+                '1, 2 and 3. Set "zero_optimization": {"stage": 1} or more.'
+            )
+        if not hasattr(optimizer, "_gemproj"):
+            optimizer._gemproj = ZeroOptimizer(optimizer)
+        super().__init__(vector, optimizer._gemproj)
+
+    @staticmethod
+    def fits(optimizer: Any) -> bool:
+        """Return whether an optimizer is one of DeepSpeed."""
+        return hasattr(optimizer, "loss_scale") and hasattr(optimizer, "optimizer")
+
+    def check(self, on: On) -> None:  # noqa: D102
         if on != "step":
             raise ValueError(
                 f"on={on!r} needs gradients, which DeepSpeed reduces and clips within its step; use "
                 "on='step'."
             )
-        super().check_projectable(on, metric)
+        super().check(on)
 
-    def moving(self) -> list[bool]:  # noqa: D102
+    def note_moving(self) -> None:  # noqa: D102
         groups = self._groups()
-        return [bool(groups[id(p)]["lr"]) if id(p) in groups else False for p in self._vector.parameters]
+        self._moving = [
+            bool(groups[id(p)]["lr"]) if id(p) in groups else False for p in self._vector.parameters
+        ]
 
-    def replace(self, step: Tensor) -> None:  # noqa: D102
-        super().replace(step)
-        self.optimizer.publish()
+    def write(self, x: Tensor, changed: bool, reached: Sequence[bool]) -> None:  # noqa: D102
+        super().write(x, changed, reached)
+        if changed:
+            self.optimizer.publish()
 
     def undo(self) -> None:  # noqa: D102
         super().undo()
@@ -203,34 +227,6 @@ class _Zero(Sharded):
     """Shards whose gradients are summed over processes by `ZeroVector.placed`, not by the backward pass."""
 
     weight, sum_values = Local.weight, Sharded.sum_shards
-
-
-def with_hooks(optimizer: Any) -> Any:
-    """Return an optimizer that has hooks: a ZeRO optimizer gets them, once."""
-    if not hasattr(optimizer, "loss_scale") or not hasattr(optimizer, "optimizer"):
-        return optimizer
-    if not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "fp32_partitioned_groups_flat")):
-        raise ValueError(
-            f"optimizer is DeepSpeed's {type(optimizer).__name__}; a projector works with those of ZeRO 1, 2 "
-            'and 3. Set "zero_optimization": {"stage": 1} or more.'
-        )
-    if not hasattr(optimizer, "_gemproj"):
-        optimizer._gemproj = ZeroOptimizer(optimizer)
-    return optimizer._gemproj
-
-
-def step_of(vector: ParameterVector, optimizer: Any) -> OptimizerStep:
-    """Return the step of an optimizer, which gets hooks if it has none."""
-    optimizer = with_hooks(optimizer)
-    return (ZeroStep if isinstance(optimizer, ZeroOptimizer) else OptimizerStep)(vector, optimizer)
-
-
-def vector_of(parameters: Iterable[Any], group: Any) -> ParameterVector:
-    """Return the parameters as one vector, of the kind that fits how they are spread over processes."""
-    if isinstance(parameters, torch.nn.Module):
-        return ParameterVector(parameters)  # which says what to pass instead
-    listed = list(parameters)
-    return (ZeroVector if any(map(_is_partitioned, listed)) else ParameterVector)(listed, group)
 
 
 def _stage3(p: Any) -> bool:
@@ -254,5 +250,5 @@ def _register(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., A
     return handle
 
 
-def _is_partitioned(p: Any) -> bool:
-    return isinstance(p, Tensor) and (_stage3(p) or hasattr(p, "_hp_mapping"))
+ParameterVector.kinds.append(ZeroVector)
+Step.kinds.append(ZeroStep)

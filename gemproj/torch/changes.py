@@ -1,0 +1,277 @@
+"""What a projection changes: the gradient before an optimizer's step, or the step that was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from gemproj._arrays import wide_dtype
+from gemproj.torch.parameters import ParameterVector, local
+
+On = Literal["gradient", "step", "both"]
+Metric = Literal["euclidean", "adam"]
+
+# Their state was computed from weights that a projection would replace.
+_UNFIT = {
+    "LBFGS": "it takes differences of gradients between the weights that it has set itself",
+    "ASGD": "it keeps an average of the weights that it has set itself",
+}
+
+
+class Change:
+    """A vector on the parameters that a projection replaces.
+
+    Attributes
+    ----------
+    name : str
+        "gradient" or "step"; each has a warm start of its own.
+    clipped : float or Tensor
+        What clipping has multiplied the gradient with, from which a step was made.
+    """
+
+    name: str
+    clipped: Any = 1.0
+
+    def moving(self) -> list[bool] | None:
+        """Return for each parameter whether it takes part; None for all."""
+        return None
+
+    def unit(self) -> float:
+        """Return what turns numbers in units of gradients, such as multipliers, into those of this vector."""
+        return 1.0
+
+    def rate(self) -> float:
+        """Return by how much a loss falls, to first order, per unit of the product with its gradient."""
+        return 1.0
+
+    def weights(self, largest: Callable[[], Tensor]) -> Tensor | None:
+        """Return the weights of the distance to the projection, None for ones."""
+        return None
+
+    def read(self) -> Tensor:
+        """Return the vector, in a buffer that is kept."""
+        raise NotImplementedError
+
+    def write(self, x: Tensor, changed: bool, reached: Sequence[bool]) -> None:
+        """Replace the vector by x, if it has `changed`; G has entries of the parameters `reached`."""
+        raise NotImplementedError
+
+
+class Gradient(Change):
+    """The ``.grad`` of the parameters; a missing one counts as zero."""
+
+    name = "gradient"
+
+    def __init__(
+        self, vector: ParameterVector, step: Step | None = None, learning_rate: float | None = None
+    ) -> None:
+        self._vector, self._step, self._rate = vector, step, learning_rate
+
+    def moving(self) -> list[bool] | None:  # noqa: D102
+        return None if self._step is None else self._step.held()
+
+    def rate(self) -> float:  # noqa: D102
+        rate = self._rate if self._step is None else self._step.learning_rate()
+        if rate is None:
+            raise ValueError(
+                "tolerance is about steps: attach(optimizer), or pass the learning_rate of the step."
+            )
+        return rate
+
+    def read(self) -> Tensor:  # noqa: D102
+        return self._vector.read_gradient(self._vector.scratch)
+
+    def write(self, x: Tensor, changed: bool, reached: Sequence[bool]) -> None:  # noqa: D102
+        moving = self.moving()
+        if moving is not None:
+            reached = [a and b for a, b in zip(reached, moving, strict=True)]
+        self._vector.write_gradient(x, reached, changed)
+
+
+class Step(Change):
+    """One step of an optimizer on a parameter vector, theta before minus theta after.
+
+    The metric of the projection is by default Adam's where the optimizer keeps second moments.
+    """
+
+    name = "step"
+
+    kinds: ClassVar[list[Any]] = []  # of other libraries, which register theirs; see `of`
+
+    def __init__(self, vector: ParameterVector, optimizer: torch.optim.Optimizer) -> None:
+        if type(optimizer).__module__.startswith("deepspeed."):
+            raise TypeError(
+                f"optimizer is DeepSpeed's {type(optimizer).__name__}: import gemproj.integrations.deepspeed "
+                "first, before deepspeed's parameters are passed to a projector or GEM."
+            )
+        if not hasattr(optimizer, "param_groups"):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}.")
+        own = isinstance(optimizer, torch.optim.Optimizer)
+        if own and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise TypeError(
+                f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass that one, or "
+                "for Accelerate use gemproj.integrations.accelerate.GEM."
+            )
+        self._vector, self.optimizer = vector, optimizer
+        self.metric: Metric | None = None
+        self._buffers: tuple[Tensor, Tensor] | None = None  # before, step: allocated with the first step
+        self._moving: list[bool] = []
+        if not self._groups():
+            raise ValueError(
+                "optimizer holds none of the parameters of this projector. Make both of the same parameters, "
+                "after freezing, adding adapters and fully_shard."
+            )
+
+    @classmethod
+    def of(cls, vector: ParameterVector, optimizer: Any) -> Step:
+        """Return the step of an optimizer, of the kind that fits it."""
+        kind = next((kind for kind in cls.kinds if kind.fits(optimizer)), cls)
+        return kind(vector, optimizer)
+
+    def check(self, on: On) -> None:
+        """Raise for optimizers that cannot be projected, as far as can be told before a step."""
+        name, groups = type(self.optimizer).__name__, self._groups().values()
+        if any(group.get("maximize") for group in groups):
+            raise ValueError(
+                f"{name} with maximize=True steps along its gradient, and constraints are for steps against "
+                "it. Minimise the negative loss instead."
+            )
+        if on == "gradient":
+            return
+        if name in _UNFIT:
+            raise ValueError(f"The steps of {name} cannot be projected: {_UNFIT[name]}. Use on='gradient'.")
+        # Adamax has betas, but keeps largest gradients.
+        if self.metric == "adam" and (name == "Adamax" or not all("betas" in group for group in groups)):
+            self._refuse_metric()
+
+    def shares(self, other: Step) -> bool:
+        """Return whether both have a parameter in common."""
+        return not set(map(id, self._vector.parameters)).isdisjoint(map(id, other._vector.parameters))
+
+    def held_ids(self) -> set[int]:
+        """Return which parameters the optimizer holds, by their ids."""
+        return set(self._groups())
+
+    def held(self) -> list[bool] | None:
+        """Return which parameters the optimizer holds; None for all of them."""
+        groups = self._groups()
+        if len(groups) == len(self._vector.parameters):
+            return None
+        return [id(p) in groups for p in self._vector.parameters]
+
+    def begin(self) -> None:
+        """Store the parameters, before the step."""
+        self._vector.check()
+        if self._buffers is None:
+            self._buffers = self._vector.empty(), self._vector.empty()
+        torch._foreach_copy_(self._vector.split(self._buffers[0]), self._vector.local())
+
+    def note_moving(self) -> None:
+        """Note which parameters move: with a gradient, which may be dropped in the step, and a rate."""
+        groups = self._groups()
+        self._moving = [
+            id(p) in groups and p.grad is not None and not _is_zero(groups[id(p)].get("lr"))
+            for p in self._vector.parameters
+        ]
+
+    def moving(self) -> list[bool]:
+        """Return which parameters the optimizer moves."""
+        return self._moving
+
+    def read(self) -> Tensor:
+        """Return the step so far as one vector, in a buffer that is kept."""
+        before, step = self._stored()
+        step.copy_(before)
+        torch._foreach_sub_(self._vector.split(step), self._vector.local())
+        return step
+
+    def write(self, x: Tensor, changed: bool, reached: Sequence[bool]) -> None:
+        """Apply another step to the stored parameters."""
+        if changed:
+            split = self._vector.split
+            self._vector.assign(torch._foreach_sub(split(self._stored()[0]), split(x)))
+
+    def undo(self) -> None:
+        """Restore the stored parameters."""
+        self._vector.assign(self._vector.split(self._stored()[0]))
+
+    def unit(self) -> float:  # noqa: D102
+        # Adam's metric has the unit of a gradient over a step.
+        return 1.0 if self._has_moments() else self.learning_rate()
+
+    def learning_rate(self) -> float:
+        """Return the largest learning rate."""
+        rates = [group["lr"] for group in self._groups().values() if group.get("lr") is not None]
+        if not rates:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} has no learning rate to convert a weight, a penalty or a "
+                "tolerance between units of gradients and of its steps; use an optimizer that has one."
+            )
+        return max(float(rate) for rate in rates)
+
+    def weights(self, largest: Callable[[], Tensor]) -> Tensor | None:
+        """Return Adam's own weights, ``(sqrt(v_hat) + eps) / lr``; None for an optimizer without moments.
+
+        Adam's step minimises a quadratic model with this metric. There v_hat is at least the square of the
+        `largest` value of the entry in the constraints. Where the new loss has had no gradient, v_hat alone
+        is zero, and a multiplier of 1 would move an entry by ``lr / eps`` times its gradient; so it moves it
+        by the learning rate at most, like Adam.
+        """
+        if not self._has_moments():
+            return None
+        w = largest()
+        groups, states = self._groups(), self.optimizer.state
+        parts = self._vector.split(w)
+        for p, part, moves in zip(self._vector.parameters, parts, self._moving, strict=True):
+            if not moves:
+                part.fill_(1.0)
+                continue
+            group, state = groups[id(p)], states.get(p, {})
+            second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
+            steps = state.get("step", group.get("step"))  # some optimizers count in the group
+            correction = 1 - group["betas"][1] ** _number(steps)
+            root = torch.maximum((local(second) / correction).sqrt_(), part)
+            part.copy_((root + group["eps"]) / _number(group["lr"]))
+        return w
+
+    def _has_moments(self) -> bool:
+        """Return whether the distance is Adam's, for which all parameters that move need second moments."""
+        if self.metric == "euclidean":
+            return False
+        groups, states = self._groups(), self.optimizer.state
+        moving = [p for p, moves in zip(self._vector.parameters, self._moving, strict=True) if moves]
+        found = all("exp_avg_sq" in states.get(p, {}) and "betas" in groups[id(p)] for p in moving)
+        if self.metric == "adam" and not found:
+            self._refuse_metric()
+        return found
+
+    def _stored(self) -> tuple[Tensor, Tensor]:
+        assert self._buffers is not None
+        return self._buffers
+
+    def _refuse_metric(self) -> NoReturn:
+        raise ValueError(
+            "metric='adam' needs an optimizer that keeps second moments (exp_avg_sq), such as Adam or AdamW; "
+            f"found {type(self.optimizer).__name__}. Use metric='euclidean'."
+        )
+
+    def _groups(self) -> dict[int, dict[str, Any]]:
+        mine = {id(p) for p in self._vector.parameters}
+        return {
+            id(p): group for group in self.optimizer.param_groups for p in group["params"] if id(p) in mine
+        }
+
+
+def _is_zero(rate: Any) -> bool:
+    """Return whether a learning rate is zero; False where asking would wait for a device."""
+    return (not isinstance(rate, Tensor) or rate.device.type == "cpu") and bool(rate == 0)
+
+
+def _number(value: Any) -> Any:
+    """Return a count or a rate in full precision: a tensor only where reading it would wait for a device."""
+    if not isinstance(value, Tensor):
+        return value
+    return float(value) if value.device.type == "cpu" else value.to(wide_dtype(torch, value.device))

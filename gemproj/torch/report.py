@@ -1,0 +1,394 @@
+"""What projected steps did: of one step, of all steps for each promise, and means for logs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemproj._solution import DualSolution
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Projection:
+    """Statistics of one step of a `GradientProjector`. On a device, reading a number waits for it.
+
+    Attributes
+    ----------
+    constraints : int
+        Number of constraints; 0 where nothing is promised, as before the first task is stored.
+    solution : DualSolution or None
+        Multipliers and certificates of the projection of the gradient (with ``on="step"``, of the step);
+        None where nothing was projected.
+    step : DualSolution or None
+        Those of the projection of the step, with ``on="step"`` and ``on="both"``.
+    cosines : Tensor or None
+        Cosine between the applied step and each constraint gradient, shape (t,), float64, measured on the
+        parameters: negative where the step raises a past task's loss, to first order. None before the
+        optimizer has stepped, and without `attach`.
+    excess : Tensor or None
+        How far each loss was above its bound when the step began, shape (t,), float64, NaN for a promise
+        without a tolerance; None where no promise has one.
+    age : int
+        Steps since the constraint gradients were computed. Losses are followed to first order meanwhile.
+    seconds : float
+        Time spent in the projector for this step, constraint gradients included, as the host sees it.
+    names : list of tuple
+        What each constraint is about, starting with the name of its set; empty where that is not known.
+    losses, stored : Tensor, shape (t,), float64, or None
+        The loss of each constraint when the step began, and when its examples were stored, NaN where that is
+        not known.
+    costs : list of float
+        Seconds that each constraint gradient took, as the host sees it.
+    """
+
+    constraints: int
+    solution: DualSolution | None
+    step: DualSolution | None = None
+    cosines: Tensor | None = None
+    excess: Tensor | None = None
+    age: int = 0
+    seconds: float = 0.0
+    names: Sequence[tuple[Any, ...]] = ()
+    losses: Tensor | None = None
+    stored: Tensor | None = None
+    costs: Sequence[float] = ()
+
+    def __repr__(self) -> str:
+        if not self.constraints:
+            return "Projection(no constraints: nothing is promised)"
+        found = f"{self.constraints} constraints, nothing was projected"
+        if self.solution is not None:
+            found = f"{self.num_violated} of {self.solution.violated.numel()} constraints violated"
+            found += f", cosine {self.cosine:.2f}"
+        worst = "" if self.worst_cosine is None else f", worst cosine of the step {self.worst_cosine:.2g}"
+        return f"Projection({found}{worst}, {1e3 * self.seconds:.3g} ms)"
+
+    @property
+    def num_violated(self) -> int:
+        """Number of constraints that the gradient violated."""
+        return 0 if self.solution is None else int(self.solution.violated.sum())
+
+    @property
+    def num_active(self) -> int:
+        """Number of active constraints: those whose multiplier is not at its lower bound."""
+        return 0 if self.solution is None else int(self.solution.active.sum())
+
+    @property
+    def multipliers(self) -> Tensor:
+        """The multipliers, shape (t,), float64."""
+        return torch.empty(0, dtype=torch.float64) if self.solution is None else self.solution.multipliers
+
+    @property
+    def cosine(self) -> float | None:
+        """Cosine between the gradient before and after; 1 when nothing changed, None without constraints."""
+        if not self.constraints:
+            return None
+        return 1.0 if self.solution is None else float(self.solution.cosine())
+
+    @property
+    def worst_cosine(self) -> float | None:
+        """Smallest cosine between the applied step and a constraint gradient."""
+        return None if self.cosines is None or not len(self.cosines) else float(self.cosines.min())
+
+
+class LogMeans:
+    """The numbers that training loops log: means over steps, and the smallest worst cosine.
+
+    Nothing is read from a device; steps without constraints do not count.
+    """
+
+    def __init__(self) -> None:
+        self._steps, self._seconds = 0, 0.0
+        self._total: list[Tensor] = []  # sums, smallest cosine and, with a tolerance, largest excess
+
+    def add(self, step: Projection) -> None:
+        """Count a step."""
+        sol, cosines = step.solution, step.cosines
+        if sol is None or cosines is None:
+            return
+        numbers = [sol.violated.sum(), sol.active.sum(), sol.cosine()]
+        found = [torch.stack([number.to(cosines.dtype) for number in numbers]), cosines.min()]
+        if step.excess is not None:
+            found.append(step.excess.nan_to_num(-math.inf).max())
+        if self._total:
+            sums, worst, *excess = zip(self._total, found, strict=True)
+            found = [torch.add(*sums), torch.minimum(*worst), *(torch.maximum(*pair) for pair in excess)]
+        self._total = found
+        self._steps, self._seconds = self._steps + 1, self._seconds + step.seconds
+
+    def take(self) -> dict[str, Tensor | float]:
+        """Return the numbers of the steps since the last call.
+
+        Returns
+        -------
+        dict
+            ``gem/violations``, ``gem/active``, ``gem/cosine``, ``gem/worst_cosine`` (scalar tensors) and
+            ``gem/seconds``; with a tolerance ``gem/excess``, the largest excess over a bound. Empty
+            if no step counts.
+        """
+        if not self._steps:
+            return {}
+        sums, worst, *excess = self._total
+        violations, active, cosine = sums / self._steps
+        numbers = {
+            "gem/violations": violations,
+            "gem/active": active,
+            "gem/cosine": cosine,
+            "gem/worst_cosine": worst,
+            "gem/seconds": self._seconds / self._steps,
+            **({"gem/excess": excess[0]} if excess else {}),
+        }
+        self._steps, self._seconds, self._total = 0, 0.0, []
+        return numbers
+
+
+# Points of a history; where it is full every second one is dropped, and every second step is left out.
+_MOST_POINTS = 1000
+
+
+class History:
+    """What the steps under promises did, set by set, in memory that does not grow with their number.
+
+    Nothing is read from a device before somebody reads this.
+
+    Attributes
+    ----------
+    steps : int
+        Steps under promises so far.
+    names : list
+        Names of the sets, in the order of their first step; "all sets" of what is promised together.
+    """
+
+    def __init__(self) -> None:
+        self.steps, self.names, self._every = 0, list[Any](), 1
+        self._index: tuple[list[Any], Tensor] | None = None  # the names of the last rows, and their sets
+        self._totals: Tensor | None = None  # (len(_TOTALS), sets)
+        self._points: list[tuple[int, Tensor]] = []  # steps, and (2, sets): losses and bounds
+
+    def add(self, step: Projection) -> None:
+        """Count a step."""
+        sol, losses, cosines = step.solution, step.losses, step.cosines
+        if sol is None or losses is None or cosines is None or not len(step.names):
+            return
+        at, n = self._sets(step.names, losses.device), len(self.names)
+        broken = cosines < -_ROUNDING
+        bounds = losses.new_full(losses.shape, math.nan)
+        if step.excess is not None:
+            bounds = losses - step.excess
+            broken = torch.where(step.excess.isnan(), broken, step.excess > _ROUNDING * (1.0 + losses.abs()))
+        ones = torch.ones_like(losses)
+        before = losses if step.stored is None else torch.where(step.stored.isnan(), losses, step.stored)
+        costs = _tensor(step.costs, losses)
+        rows = torch.stack([ones, before, losses, bounds, sol.multipliers.to(losses), costs])
+        count, before, loss, bound, multiplier, cost = losses.new_zeros(6, n).index_add_(1, at, rows)
+        flags = torch.stack([sol.violated.to(losses), broken.to(losses)])
+        violated, broke = losses.new_zeros(2, n).scatter_reduce_(1, at.expand(2, -1), flags, "amax")
+        seen = count > 0
+        means = (torch.where(seen, a / count, math.nan) for a in (before, loss, bound, multiplier))
+        before, loss, bound, multiplier = means
+        totals = self._grown(n, losses)
+        first, worst = totals[0], totals[2]
+        self._totals = torch.stack(
+            [
+                torch.where(first.isnan(), before, first),
+                torch.where(seen, loss, totals[1]),
+                torch.fmax(worst, loss),
+                torch.where(seen, bound, totals[3]),
+                totals[4] + seen,
+                totals[5] + violated,
+                totals[6] + broke,
+                totals[7] + multiplier.nan_to_num(0.0),
+                totals[8] + cost,
+            ]
+        )
+        if self.steps % self._every == 0:
+            self._points.append((self.steps, torch.stack([loss, bound])))
+            if len(self._points) > _MOST_POINTS:
+                self._points, self._every = self._points[::2], 2 * self._every
+        self.steps += 1
+
+    def points(self) -> dict[Any, list[tuple[int, float, float]]]:
+        """Return for each set the losses over the steps: (step, loss, bound), NaN where there is no bound."""
+        found: dict[Any, list[tuple[int, float, float]]] = {name: [] for name in self.names}
+        for step, values in self._points:
+            for name, (loss, bound) in zip(self.names, values.T.tolist(), strict=False):
+                if not math.isnan(loss):
+                    found[name].append((step, loss, bound))
+        return found
+
+    def lines(self) -> dict[Any, tuple[float, ...]]:
+        """Return for each set the numbers of its `Line`."""
+        if self._totals is None:
+            return {}
+        return dict(zip(self.names, map(tuple, self._totals.T.tolist()), strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it, as numbers, names and tensors."""
+        points = [[step, values.cpu()] for step, values in self._points]
+        totals = None if self._totals is None else self._totals.cpu()
+        known = {"names": list(self.names), "every": self._every, "totals": totals, "points": points}
+        return {"steps": self.steps} | known
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Bring back what `state_dict` returned."""
+        self.steps, self.names, self._every = state["steps"], list(state["names"]), state["every"]
+        self._totals, self._index = state["totals"], None
+        self._points = [(step, values) for step, values in state["points"]]
+
+    def _sets(self, names: Sequence[tuple[Any, ...]], device: torch.device) -> Tensor:
+        """Return for each row which of the sets it is about."""
+        sets = [_ALL if name[0] is None else name[0] for name in names]
+        if self._index is None or self._index[0] != sets:
+            self.names += [name for name in dict.fromkeys(sets) if name not in self.names]
+            at = torch.tensor([self.names.index(name) for name in sets], device=device)
+            self._index = sets, at
+        return self._index[1]
+
+    def _grown(self, n: int, like: Tensor) -> Tensor:
+        before = like.new_zeros(9, 0) if self._totals is None else self._totals.to(like)
+        fresh = like.new_zeros(9, n - before.shape[1])
+        fresh[:4] = math.nan
+        return torch.cat([before, fresh], 1)
+
+
+@dataclass(frozen=True)
+class Line:
+    """What became of one promise; losses are means over its rows.
+
+    Attributes
+    ----------
+    name : object
+        Of the set.
+    examples : int
+        Stored examples.
+    stored : float
+        The loss when the examples were stored, or, where a promise does not need that, at the first step.
+    now, worst : float
+        The loss at the last step under the promise, and at the worst.
+    bound : float
+        What the loss may be at most; NaN for a promise without a tolerance.
+    steps : int
+        Steps under the promise.
+    would_break, broke : float
+        Share of the steps that without a projection would have broken the promise, and that did: to first
+        order, or, with a tolerance, with a loss above its bound when the step began.
+    multiplier : float
+        Mean multiplier, in units of gradients (of steps with ``on="step"``).
+    seconds : float
+        Spent on its constraint gradients, as the host sees it.
+    """
+
+    name: Any
+    examples: int
+    stored: float
+    now: float
+    worst: float
+    bound: float
+    steps: int
+    would_break: float
+    broke: float
+    multiplier: float
+    seconds: float
+
+
+class Report(Sequence[Line]):
+    """What became of each promise: a sequence of `Line`, which prints as a table and can be drawn."""
+
+    def __init__(
+        self, lines: Sequence[Line], points: Mapping[Any, Sequence[tuple[int, float, float]]]
+    ) -> None:
+        self._lines, self._points = list(lines), points
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return a line by its place, or by the name of its set."""
+        if isinstance(key, int | slice) and not any(line.name == key for line in self._lines):
+            return self._lines[key]
+        found = [line for line in self._lines if line.name == key]
+        if not found:
+            raise KeyError(f"no promise is about {key!r}; found {[line.name for line in self._lines]}")
+        return found[0]
+
+    def __iter__(self) -> Iterator[Line]:
+        return iter(self._lines)
+
+    def __repr__(self) -> str:
+        if not self._lines:
+            return "No examples are stored: nothing is promised."
+        heads = [field.name.replace("_", " ") for field in fields(Line)]
+        cells = [[_cell(getattr(line, field.name), field.name) for field in fields(Line)] for line in self]
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if j == 0 else cell.rjust(width)
+                for j, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in [heads, *cells]
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw losses, and dashed their bounds, over the steps under promises; needs matplotlib.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            By default of a new figure.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install matplotlib.") from error
+        if ax is None:
+            _, ax = plt.subplots(layout="constrained")
+        for name, points in self._points.items():
+            if points:
+                steps, losses, bounds = zip(*points, strict=True)
+                (line,) = ax.plot(steps, losses, label=str(name))
+                ax.plot(steps, bounds, "--", color=line.get_color())
+        ax.set(xlabel="step under promises", ylabel="loss on stored examples (dashed: bound)")
+        if len(self._lines):
+            ax.legend()
+        return ax
+
+
+_ALL = "all sets"
+# Cosines and relative excesses below it are rounding.
+_ROUNDING = 1e-6
+
+
+def make_report(history: History, examples: Mapping[Any, int]) -> Report:
+    """Return the report on sets of so many `examples`, by name, and on what is promised of all together."""
+    known, lines = history.lines(), []
+    for name in [*examples, *(name for name in known if name not in examples)]:
+        nan = math.nan
+        first, now, worst, bound, steps, would, broke, multiplier, cost = known.get(
+            name, (nan,) * 4 + (0.0,) * 5
+        )
+        share = max(steps, 1.0)
+        count = examples.get(name, sum(examples.values()))
+        shares = would / share, broke / share, multiplier / share
+        lines.append(Line(name, count, first, now, worst, bound, int(steps), *shares, cost))
+    return Report(lines, history.points())
+
+
+def _cell(value: Any, name: str) -> str:
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "-"
+        return f"{100 * value:.1f} %" if name in ("would_break", "broke") else f"{value:.4g}"
+    return str(value)
+
+
+def _tensor(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values or [0.0] * len(like), dtype=like.dtype, device=like.device)

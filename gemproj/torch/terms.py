@@ -1,0 +1,165 @@
+"""What the promises about the rows of G ask of a projection: bounds of its multipliers, and h.
+
+For the step s of an optimizer, a promise with a tolerance asks for ``G s >= repair * (loss - bound)``, the
+discrete form of a control barrier condition. To first order it gives
+``loss' - bound <= (1 - repair) (loss - bound)``: what is above its bound comes back geometrically, and what
+is below may rise towards it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from gemproj._arrays import namespace, to_numpy, wide_dtype
+from gemproj._options import Options, check_options
+from gemproj._tspace import Gram
+from gemproj.methods import GEM2017, AnyMethod
+from gemproj.torch.changes import Change, On
+from gemproj.torch.promise import Promise
+
+# A learning rate of zero, as in the first step of a warmup, asks for nothing that is not finite.
+_SMALLEST_RATE = 1e-30
+# A gradient that is zero but for rounding is at most so many eps of another one.
+_NOISE = 16.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The numbers of the promises about the rows: one for all rows, or a tensor (t,) where they differ.
+
+    Attributes
+    ----------
+    weight, penalty, equal : float, float or None, bool; or Tensor
+        Of the promises. A penalty of infinity is none.
+    tolerance, repair : float or Tensor
+        Of the promises. A tolerance of NaN is none; all are NaN where `held` is False.
+    held : bool
+        Whether any promise has a tolerance.
+    compared : bool or Tensor
+        Whether the loss compares with stored outputs, so that it is zero when these are stored.
+    """
+
+    weight: Any = 0.0
+    penalty: Any = None
+    equal: Any = False
+    tolerance: Any = float("nan")
+    repair: Any = 1.0
+    held: bool = False
+    compared: Any = False
+
+    @classmethod
+    def of(cls, promises: Sequence[Promise], device: torch.device) -> Terms:
+        """Return the terms of the promises about the rows, in their order."""
+
+        def shared(values: list[Any]) -> Any:
+            if values.count(values[0]) == len(values):
+                return values[0]
+            kind = torch.bool if isinstance(values[0], bool) else wide_dtype(torch, device)
+            return torch.tensor(values, dtype=kind, device=device)
+
+        if not promises:
+            return cls()
+        none, infinite = float("nan"), float("inf")  # one object: NaN equals itself in lists only then
+        penalty = shared([infinite if p.penalty is None else p.penalty for p in promises])
+        return cls(
+            shared([p.weight for p in promises]),
+            None if isinstance(penalty, float) and penalty == infinite else penalty,
+            shared([p.equal for p in promises]),
+            shared([none if p.tolerance is None else p.tolerance for p in promises]),
+            shared([p.repair for p in promises]),
+            any(p.tolerance is not None for p in promises),
+            shared([not p.equal and hasattr(p.loss, "outputs") for p in promises]),
+        )
+
+    @property
+    def in_units(self) -> bool:
+        """Whether a weight or a penalty, which are in units of gradients, is given."""
+        return isinstance(self.weight, Tensor) or bool(self.weight) or self.penalty is not None
+
+    def options(self, method: AnyMethod, weighted: bool, change: Change, G: Any) -> Options:
+        """Return the options of the projection of a change, with weights if it is `weighted`.
+
+        `G` is the `ConstraintMatrix`, which has the losses of the rows.
+        """
+        weight, penalty = self.weight if weighted else 0.0, self.penalty
+        if self.in_units:
+            unit = change.clipped * change.unit()
+            weight = weight * unit
+            penalty = None if penalty is None else penalty * unit
+        found = check_options(method, margin=weight, penalty=penalty, equality=self.equal)
+        h = self._right_hand_side(change, G) if "h" in getattr(found.method, "accepts", "h") else None
+        return found if h is None else Options(found.method, h, weight, penalty, self.equal)
+
+    def excess(self, losses: Tensor, stored: Tensor) -> Tensor | None:
+        """Return how far losses are above their bounds, shape (t,), NaN without a bound; or None."""
+        return losses - stored - self.tolerance if self.held else None
+
+    def _right_hand_side(self, change: Change, G: Any) -> Callable[[Gram], Any] | None:
+        h = self._demand(change.rate(), G) if self.held else None
+        if self.compared is False:
+            return h
+        return self._without_noise(h, change, G)
+
+    def _demand(self, rate: float, G: Any) -> Callable[[Gram], Any]:
+        """Return h as a function of the Gram matrix; the `rate` is what a loss falls by per unit of G x."""
+        excess = self.excess(G.losses, G.stored)
+        assert excess is not None
+        # Rounding of the losses is no excess.
+        excess = torch.where((excess > 0.0) & (excess <= rounding(G.losses, G.vector.dtype)), 0.0, excess)
+        wanted = self.repair * excess / max(rate, _SMALLEST_RATE)
+        if isinstance(self.tolerance, Tensor):
+            wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
+
+        def right(gram: Gram) -> Any:
+            xp = namespace(gram.b)
+            own = wanted if isinstance(gram.b, Tensor) else to_numpy(wanted)
+            # More than |g_k| |s| would take a step longer than the one that is projected. Near a minimum of
+            # its loss, where the gradient of a row vanishes, it would be much longer.
+            return xp.minimum(own, xp.sqrt(xp.linalg.diagonal(gram.K) * gram.gg))
+
+        return right
+
+    def _without_noise(self, h: Any, change: Change, G: Any) -> Callable[[Gram], Any] | None:
+        """Return h as a function of the Gram matrix, by which rows of rounding errors ask for nothing.
+
+        A divergence from outputs that were just stored is zero but for rounding, and so is its gradient: a
+        row with such a loss that is shorter than the rounding of the gradient.
+        """
+        dtype = G.vector.dtype
+        near = (G.losses.abs() <= rounding(G.losses, dtype)) & self.compared
+        if near.device.type == "cpu" and not bool(near.any()):
+            return h
+        least, unit = _NOISE * torch.finfo(dtype).eps, change.unit()
+
+        def right(gram: Gram) -> Any:
+            xp = namespace(gram.b)
+            small = near if isinstance(gram.b, Tensor) else to_numpy(near)
+            norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
+            own = xp.zeros_like(norms) if h is None else h(gram)
+            return xp.where(small & (unit * norms <= least * size), -norms * size, own)
+
+        return right
+
+
+def check_terms(promise: Promise, method: AnyMethod, on: On) -> None:
+    """Raise where a method cannot solve for a promise, or cannot project what is to be projected."""
+    if on not in get_args(On):
+        raise ValueError(f"on must be one of {', '.join(map(repr, get_args(On)))}; found {on!r}.")
+    options = check_options(method, margin=promise.weight, penalty=promise.penalty, equality=promise.equal)
+    if promise.tolerance is not None and "h" not in getattr(options.method, "accepts", "h"):
+        raise ValueError(f"tolerance cannot be combined with method {options.method!r}: it takes no h.")
+    if on != "gradient" and isinstance(options.method, GEM2017):
+        raise ValueError(
+            f"{options.method!r} is made for gradients, in their units; use on='gradient', or another method "
+            "for steps."
+        )
+
+
+def rounding(losses: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return by how much losses that are computed in a dtype may differ from the same ones."""
+    return 4.0 * torch.finfo(dtype).eps * (1.0 + losses.abs())
