@@ -33,7 +33,7 @@ def processes_bring_and_keep_examples_of_their_own():
     memory = EpisodicMemory(per_task=16)
     for batch in past[rank::2]:
         memory.add(batch, 0)
-    gem = GEM(accelerator, model, optimizer, memory, loss=loss)
+    gem = GEM(accelerator, model, optimizer, loss, memory=memory)
     accelerator.backward(loss(model, rival(past[rank])))
     optimizer.step()
     everything = tuple(torch.cat(leaves) for leaves in zip(*past, strict=True))

@@ -20,11 +20,11 @@ REMEMBERED = [[5, 0, 2, 1], [0, 4, 1, 3]]
 # With labels: right after they were stored, the gradient of a divergence alone would be rounding.
 SAID = Distillation(logits, labels=EACH, weight=0.1)
 PROMISES = [
-    (loss, {"on": "both", "metric": "adam", "interval": 2}),
+    (loss, {"on": "both", "every": 2}),
     (loss, {"equality": True, "microbatch": 3}),
-    (SAID, {"on": "both", "bound": 0.0, "kappa": 0.5}),
-    (EACH, {"on": "step", "metric": "adam", "bound": 0.01, "microbatch": 3, "interval": 2}),
-    (EACH, {"margin": 0.02}),
+    (SAID, {"on": "both", "tolerance": 0.0, "repair": 0.5}),
+    (EACH, {"on": "step", "tolerance": 0.01, "microbatch": 3, "every": 2}),
+    (EACH, {"weight": 0.02}),
 ]
 
 
@@ -44,7 +44,7 @@ def same_rows(projector, single):
 def recall_joins_the_memories():
     together, mine = past()
     one, many = net(), DistributedDataParallel(net())
-    single = GradientProjector(one.parameters(), group=alone())
+    single = GradientProjector(one.parameters(), process_group=alone())
     projector = GradientProjector(many.parameters())
     single.recall(one, together, loss)
     for options in ({}, {"microbatch": 2}, {"scale": 4.0}):
@@ -58,7 +58,7 @@ def recall_joins_the_memories():
         projector.recall(torch.nn.Sequential(many), mine, loss)
     # Without the wrapping class, by a group.
     plain = net()
-    projector = GradientProjector(plain.parameters(), group=dist.group.WORLD)
+    projector = GradientProjector(plain.parameters(), process_group=dist.group.WORLD)
     projector.recall(plain, mine, loss)
     same_rows(projector, single)
 
@@ -70,13 +70,13 @@ def trains_as_one_process_does():
     parts = [share(batch) for batch in now]
     for options in (
         {},
-        {"margin": 0.1},
+        {"weight": 0.1},
         {"on": "step"},
-        {"on": "both", "metric": "adam"},
-        {"on": "step", "metric": "adam", "penalty": 0.5},
+        {"on": "both"},
+        {"on": "step", "penalty": 0.5},
     ):
         one, many = net(), DistributedDataParallel(net())
-        found = train(one, together, now, group=alone(), **options)
+        found = train(one, together, now, process_group=alone(), **options)
         torch.testing.assert_close(train(many, mine, parts, **options), found, rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(flat(many), flat(one), rtol=1e-9, atol=1e-12)
         same_everywhere(flat(many))
@@ -85,8 +85,8 @@ def trains_as_one_process_does():
 @check(2)
 def constrain_averages():
     one, many = net(), net()
-    single = GradientProjector(one.parameters(), group=alone())
-    projector = GradientProjector(many.parameters(), group=dist.group.WORLD)
+    single = GradientProjector(one.parameters(), process_group=alone())
+    projector = GradientProjector(many.parameters(), process_group=dist.group.WORLD)
     batches = [task(k, 6) for k in range(2)]
     single.constrain(loss(one, batch) for batch in batches)
     projector.constrain(loss(many, share(batch)) for batch in batches)
@@ -143,7 +143,7 @@ def errors_on_every_process():
     with pytest.raises(ValueError, match="disagree on the number of entries of all parameters"):
         GradientProjector(inner[1:] if odd else inner[:-1]).recall(many, full, loss)
 
-    projector = GradientProjector(inner, group=dist.group.WORLD)
+    projector = GradientProjector(inner, process_group=dist.group.WORLD)
     projector.constrain([loss(many.module, full[0])])
     with pytest.raises(ValueError, match="disagree on the number of losses"):
         projector.constrain(loss(many.module, batch) for batch in full[odd:])
@@ -152,7 +152,7 @@ def errors_on_every_process():
         projector.constrain(unlucky(many.module, batch) for batch in full)
     assert len(projector.constraints) == 0
     with pytest.raises(ValueError, match="disagree on the number of parameters"):
-        GradientProjector(inner[odd:], group=dist.group.WORLD).constrain([loss(many.module, full[0])])
+        GradientProjector(inner[odd:], process_group=dist.group.WORLD).constrain([loss(many.module, full[0])])
 
 
 @check(2)
@@ -160,9 +160,9 @@ def a_task_that_one_process_cannot_store_stops_every_process():
     odd = dist.get_rank() == 1
     for spread, promise, options in (
         (DistributedDataParallel, loss, {}),
-        (DistributedDataParallel, EACH, {"bound": 0.0}),
+        (DistributedDataParallel, EACH, {"tolerance": 0.0}),
         (fully_shard, loss, {}),
-        (lambda model: model, SAID, {"group": dist.group.WORLD, "bound": 0.0}),
+        (lambda model: model, SAID, {"group": dist.group.WORLD, "tolerance": 0.0}),
     ):
         model = spread(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -187,7 +187,7 @@ def processes_of_which_nothing_is_known_are_an_error():
         projector.recall(model, [task(0, 3)], loss)
     with pytest.raises(ValueError, match="2 processes are initialised"):
         projector.constrain([loss(model, task(0, 3))])
-    gem = GEM(model, optimizer, loss, group=alone())
+    gem = GEM(model, optimizer, loss, process_group=alone())
     for _ in range(dist.get_rank()):  # which nothing waits for
         gem.end_task([task(0, 3)])
     optimizer.step()
@@ -203,7 +203,7 @@ def options_that_differ_are_an_error():
         ("method", lambda K, b, start: b, "exact"),
         ("bound", 0.1, 0.2),
         ("bound", 0.1, None),
-        ("interval", 1, 2),
+        ("every", 1, 2),
         ("on", "gradient", "step"),
         ("rows_dtype", torch.float32, torch.float64),
         ("microbatch", None, 2),
@@ -228,7 +228,7 @@ def rows_are_of_the_same_tasks_and_labels():
     for names, promise in ((["a", "b"][:: 1 - 2 * rank], "task"), (["a"], "label")):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gem = GEM(model, optimizer, loss, group=dist.group.WORLD, label=1, promise=promise)
+        gem = GEM(model, optimizer, loss, process_group=dist.group.WORLD, label=1, promise=promise)
         for name in names:
             gem.end_task([(x[keep], y[keep])], name)
         with pytest.raises(ValueError, match="disagree on the names of tasks or labels"):
@@ -239,7 +239,7 @@ def rows_are_of_the_same_tasks_and_labels():
 def rows_of_examples_are_as_many_though_stored_examples_are_not():
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss, group=dist.group.WORLD, promise="example", rows=3)
+    gem = GEM(model, optimizer, loss, process_group=dist.group.WORLD, per="example", examples=3)
     gem.end_task([task(0, 10 - 2 * dist.get_rank())])
     optimizer.step()
     assert gem.last.constraints == 3
@@ -259,7 +259,7 @@ def tiles_of_columns_add_up_like_shards():
         patch.setattr(stream, "_HOST_TILE", 40)
         patch.setattr(ConstraintMatrix, "streamed", True)
         for spread in (DistributedDataParallel, fully_shard):
-            compare_gem(spread, EACH, {"on": "both", "metric": "adam", "bound": 0.0})
+            compare_gem(spread, EACH, {"on": "both", "tolerance": 0.0})
 
 
 def compare_gem(spread, promise, options):
@@ -270,7 +270,7 @@ def compare_gem(spread, promise, options):
         model = spread(net()) if several else net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         group = None if several else alone()
-        gem = GEM(model, optimizer, promise, per_task=100, group=group, **options)
+        gem = GEM(model, optimizer, promise, per_task=100, process_group=group, **options)
         for k, batch in enumerate(learned):
             for step in range(3):
                 optimizer.zero_grad()

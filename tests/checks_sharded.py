@@ -114,10 +114,10 @@ def partly(parameters, lr):
 PAST = [8, 12]
 OPTIONS = [
     {"optimizer": torch.optim.SGD},
-    {"clip": 0.1, "margin": 0.05},
+    {"clip": 0.1, "weight": 0.05},
     {"on": "step", "optimizer": torch.optim.Adam},
-    {"on": "both", "metric": "adam", "accumulate": 2},
-    {"on": "step", "metric": "adam", "penalty": 0.5},
+    {"on": "both", "accumulate": 2},
+    {"on": "step", "penalty": 0.5},
     {"on": "step", "optimizer": partly},
 ]
 
@@ -139,7 +139,7 @@ def compare(spread, options, dtype=torch.float64, make=net):
     data = past_of_all(dtype), [rival(10 + k, 16, dtype) for k in range(4)]
     one = make(dtype)
     many, part = spread(make(dtype))
-    expected = train(one, *data, group=alone(), **options)
+    expected = train(one, *data, process_group=alone(), **options)
     own = [[part(batch) for batch in batches] for batches in data]
     # Of the same size, so that the mean of the means is the mean.
     assert len(own[1][0][1]) % options.get("accumulate", 1) == 0
@@ -210,7 +210,7 @@ def frozen_parameters():
         return model
 
     for spread in (data_parallel, tensor_only):
-        compare(spread, {"on": "both", "metric": "adam"}, make=make)
+        compare(spread, {"on": "both"}, make=make)
 
 
 def gradients(model):
@@ -263,7 +263,7 @@ def parameters_without_gradient():
         return Heads().double()
 
     def run(model, past, now, group=None):
-        projector = GradientProjector(model.parameters(), group=group)
+        projector = GradientProjector(model.parameters(), process_group=group)
         by_head = nn.functional.cross_entropy
         projector.recall(model, [past], lambda m, b: by_head(m(b[0], 1), b[1]) + by_head(m(b[0], 0), b[1]))
         by_head(model(now[0], 0), now[1]).backward()
@@ -303,7 +303,7 @@ def recall_disturbs_nothing():
         assert model.training
         assert torch.equal(torch.get_rng_state(), state)
     one = net()
-    expected = GradientProjector(one[2].parameters(), group=alone())
+    expected = GradientProjector(one[2].parameters(), process_group=alone())
     expected.recall(one, past_of_all(), loss)
     rows = [layer_columns(row, model[2]) for row in projector.constraints]
     torch.testing.assert_close(torch.stack(rows), expected.constraints, rtol=1e-9, atol=1e-12)
@@ -326,7 +326,7 @@ def memories_of_unequal_size():
     """Processes wait for each other in every pass, so they make the same number of them."""
     together, one = task(0, 6), net()
     model, projector, *_ = begin()
-    expected = GradientProjector(one.parameters(), group=alone())
+    expected = GradientProjector(one.parameters(), process_group=alone())
     expected.recall(one, [together], loss)
     for microbatch in (None, 2, 1):
         projector.recall(model, [share(together, [5, 1])], loss, microbatch=microbatch)
@@ -370,7 +370,7 @@ def state_comes_back():
 
 @check(2)
 def exchanges_t_squared_numbers():
-    model, projector, past, now = begin(on="both", metric="adam")
+    model, projector, past, now = begin(on="both")
     optimizer = torch.optim.Adam(model.parameters())
     projector.attach(optimizer)
     projector.recall(model, [*past, share(task(2, 8))], loss)
@@ -435,7 +435,7 @@ def what_is_not_finite_on_one_process():
     if odd:
         gradient[0] = 0.0
     for options in ({}, {"rows_dtype": torch.float32}):
-        projector = GradientProjector(model.parameters(), on="step", metric="adam", **options)
+        projector = GradientProjector(model.parameters(), on="step", **options)
         projector.recall(model, past, loss)
         if odd:
             projector.constraints.zero_()

@@ -15,17 +15,17 @@ from deepspeed.utils import safe_get_full_fp32_param
 from models import EACH, flat, loss, perceptron, rival, task
 from processes import alone, check, same_everywhere, share
 
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector
+from gemproj.torch import GEM, GradientProjector
 
 # DeepSpeed would compile an operator of its own for processes of one machine.
 importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
 PROMISES = [
-    (loss, {"margin": 0.05}),
-    (loss, {"metric": "adam", "penalty": 0.5, "interval": 2}),
-    (EACH, {"metric": "adam", "bound": 0.01, "microbatch": 3}),
-    (SAID, {"bound": 0.0, "kappa": 0.5}),
+    (loss, {"weight": 0.05}),
+    (loss, {"metric": "adam", "penalty": 0.5, "every": 2}),
+    (EACH, {"metric": "adam", "tolerance": 0.01, "microbatch": 3}),
+    (SAID, {"tolerance": 0.0, "repair": 0.5}),
 ]
 
 
@@ -157,9 +157,7 @@ def accelerated():
         accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[gloo])
         model = perceptron(torch.float32)
         model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
-        gem = gemproj.integrations.accelerate.GEM(
-            accelerator, model, optimizer, EpisodicMemory(100), loss, on="step", metric="adam"
-        )
+        gem = gemproj.integrations.accelerate.GEM(accelerator, model, optimizer, loss, on="step")
         for k in range(3):
             for step in range(3):
                 batch = share(rival(task(10 * k + step, 8, torch.float32)))
@@ -209,7 +207,7 @@ def trainer():
             ddp_backend="gloo",
             deepspeed=config | {"zero_optimization": {"stage": 2}},
         )
-        gem = GEMCallback(EpisodicMemory(100), model_loss, on="step", metric="adam")
+        gem = GEMCallback(on="step")
         kept = task(0, 32, torch.float32)
         gem.end_task([dict(zip(("x", "labels"), kept, strict=True))])
         now = [{"x": x, "labels": y} for x, y in zip(*rival(kept), strict=True)]

@@ -79,7 +79,7 @@ class Driver:
         fp16 = precision == "fp16"
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2, enabled=fp16)
         self.prepare()
-        self.object = self.make(EpisodicMemory(self.per_task, label="y", seed=5), loss, **options)
+        self.object = self.make(loss, memory=EpisodicMemory(self.per_task, label="y", seed=5), **options)
 
     def prepare(self):
         """Have the framework take the model, where it does so before the object is made."""
@@ -118,13 +118,13 @@ class Plain(Driver):
         half = HALF.get(self.precision)
         return torch.autocast("cpu", half) if half else nullcontext()
 
-    def make(self, memory, loss, **options):
+    def make(self, loss, **options):
         def in_context(model, batch):
             with self.context():
                 return loss(model, batch)
 
         self.optimizer = adamw(self.model)
-        options |= {"memory": memory, "scaler": self.scaler}
+        options |= {"scaler": self.scaler}
         promised = in_context if self.precision else loss
         return gemproj.torch.GEM(self.model, self.optimizer, promised, **options)
 
@@ -309,10 +309,10 @@ class Avalanche(Driver):
     def prepare(self):
         import_avalanche()
 
-    def make(self, memory, loss, margin=0.0, **options):
+    def make(self, loss, memory, weight=0.0, **options):
         from gemproj.integrations.avalanche import GEMPlugin
 
-        return self.use(GEMPlugin(self.per_task, margin, **options))
+        return self.use(GEMPlugin(self.per_task, weight, **options))
 
     def use(self, plugin):
         from avalanche.training.supervised import Naive

@@ -1,10 +1,12 @@
 """Tiny models, batches and loops that the tests of training share."""
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from gemproj.torch import GEM
+from gemproj.torch import GEM, EpisodicMemory, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
 
 
@@ -55,14 +57,14 @@ SAID = Distillation(logits)
 
 
 def promises(logits=logits, labels=labels):
-    """Make promises, and options that need different parts of GEM, for the loops of other libraries."""
+    """Make promises and options that need different parts of GEM, for the loops of other libraries."""
     each = CrossEntropy(logits, labels=labels)
     said = Distillation(logits, labels=each, weight=0.2)
-    distilled = {"bound": 0.01, "kappa": 0.5, "rows": 5, "on": "both", "metric": "adam"}
+    distilled = Promise(said, tolerance=0.01, repair=0.5, examples=5)
     return [
-        pytest.param(said, distilled, id="distilled and bound"),
-        pytest.param(each, {"bound": 0.0, "promise": "label", "on": "step"}, id="labels and bound"),
-        pytest.param(said, {"rows": 3, "margin": 0.3}, id="margin"),
+        pytest.param(distilled, {"on": "both"}, id="distilled and tolerance"),
+        pytest.param(each, {"tolerance": 0.0, "per": "label", "on": "step"}, id="labels and tolerance"),
+        pytest.param(said, {"examples": 3, "weight": 0.3}, id="margin"),
     ]
 
 
@@ -82,11 +84,21 @@ def sgd(parameters, rate=0.1, **options):
     return torch.optim.SGD(parameters, lr=rate, **options)
 
 
+FIELDS = {field.name for field in fields(Promise)}
+
+
+def protect(model, optimizer, loss=loss, *, per_task=100, label=None, memory=None, **options):
+    """Return GEM with these options, those of its promise and of its memory among them."""
+    own = {name: options.pop(name) for name in FIELDS & options.keys()}
+    memory = EpisodicMemory(per_task, label) if memory is None else memory
+    return GEM(model, optimizer, Promise(loss, **own), memory=memory, **options)
+
+
 def begin(loss=loss, *, model=None, make=sgd, **options):
     """Return a model, its optimizer, and GEM for both, with these options."""
     model = perceptron() if model is None else model
     optimizer = make(model.parameters())
-    return model, optimizer, GEM(model, optimizer, loss, **options)
+    return model, optimizer, protect(model, optimizer, loss, **options)
 
 
 def trainable(model):

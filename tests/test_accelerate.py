@@ -17,7 +17,6 @@ from models import flat  # noqa: E402
 
 import gemproj.torch  # noqa: E402
 from gemproj.integrations.accelerate import GEM  # noqa: E402
-from gemproj.torch import EpisodicMemory  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
@@ -56,7 +55,7 @@ def test_several_objects_have_files_of_their_own(tmp_path):
     first, accelerator, other = driver.object, driver.accelerator, Net()
     parts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (other.net[0], other.net[2])]
     other, *parts = accelerator.prepare(other, *parts)
-    second = GEM(accelerator, other, parts, EpisodicMemory())
+    second = GEM(accelerator, other, parts)
     first.end_task(batches(0), "one")
     second.end_task(batches(1), "two")
     second.exclude = "two"
@@ -102,4 +101,4 @@ def test_engines_out_of_reach_are_refused(kind, version, message, monkeypatch, t
         monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
     expected = contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message)
     with expected:
-        driver.make(EpisodicMemory())
+        driver.make()

@@ -72,7 +72,7 @@ def test_a_sample_has_the_size_that_was_asked_for(tmp_path):
 
 
 def test_heads_of_past_tasks_are_held_too(tmp_path):
-    plugin = GEMPlugin(10, on="both", metric="adam")
+    plugin = GEMPlugin(10, on="both")
     driver, sizes = learn(tmp_path, plugin, 0, model=MultiHead()), []
     for k in range(3):
         driver.train(batches(k), label=k)

@@ -50,7 +50,7 @@ class Full(Distillation):
 )
 def test_an_end_of_a_task_that_fails_changes_nothing(failure, name):
     promised = Full(logits)
-    model, optimizer, gem = begin(promised, bound=0.0, per_task=5)
+    model, optimizer, gem = begin(promised, tolerance=0.0, per_task=5)
     gem.end_task([task(0), task(3)], "a")
     take(model, optimizer, task(9))
     before, batches = held(gem.memory), [task(1), task(2)]
@@ -67,7 +67,7 @@ def test_an_end_of_a_task_that_fails_changes_nothing(failure, name):
     assert held(gem.memory) == before
     promised.error = None
     gem.end_task([task(1), task(2)], name)  # as if nothing had happened
-    _, _, other = begin(SAID, bound=0.0, per_task=5)
+    _, _, other = begin(SAID, tolerance=0.0, per_task=5)
     other._model.load_state_dict(perceptron().state_dict())
     other.end_task([task(0), task(3)], "a")
     other.end_task([task(1), task(2)], name, model=model)
@@ -80,7 +80,7 @@ def test_an_end_of_a_task_that_fails_changes_nothing(failure, name):
 
 
 def test_a_task_can_be_dropped():
-    model, optimizer, gem = begin(interval=5)
+    model, optimizer, gem = begin(every=5)
     for name in "abc":
         gem.end_task([task(ord(name))], name)
     take(model, optimizer, task(9))
@@ -94,7 +94,7 @@ def test_a_task_can_be_dropped():
 
 
 def test_a_task_that_is_replaced_between_steps_has_new_rows():
-    model, optimizer, gem = begin(interval=5)
+    model, optimizer, gem = begin(every=5)
     gem.end_task([task(1)], 0)
     take(model, optimizer, task(9))
     gem.memory.remove(0)
@@ -190,7 +190,9 @@ def test_a_trial_leaves_no_traces(options, size):
     assert model.training
 
 
-@pytest.mark.parametrize(("options", "most"), [({}, 12), ({"rows": 6}, 6), ({"rows": 9, "microbatch": 5}, 5)])
+@pytest.mark.parametrize(
+    ("options", "most"), [({}, 12), ({"examples": 6}, 6), ({"examples": 9, "microbatch": 5}, 5)]
+)
 def test_a_loss_may_need_more_than_a_few_examples(options, most):
     sizes = []
 
@@ -205,7 +207,7 @@ def test_a_loss_may_need_more_than_a_few_examples(options, most):
         gem.end_task([tuple(leaf[:4] for leaf in task(1))])
 
 
-@pytest.mark.parametrize("options", [{}, {"bound": 0.1}])
+@pytest.mark.parametrize("options", [{}, {"tolerance": 0.1}])
 def test_a_frozen_teacher(options):
     begin()[2].end_task([task(0)], model=perceptron().requires_grad_(False))  # whose loss has no gradient
     _, _, gem = begin(SAID, **options)
@@ -221,14 +223,14 @@ def test_examples_without_outputs():
     model, optimizer, gem = begin(SAID)
     gem.end_task([task(0)], "a")
     gem.memory.add(task(1), "b")
-    with pytest.raises(ValueError, match="Examples of task 'b' are stored without outputs"):
+    with pytest.raises(ValueError, match="Examples of 'b' are stored without outputs"):
         take(model, optimizer, task(9))
 
 
 # --- one batch at a time ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatch": 1}, {"rows": 5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"microbatch": 1}, {"examples": 5}], ids=str)
 @pytest.mark.parametrize("promised", [loss, SAID])
 def test_one_batch_of_the_memory_is_there_at_a_time(promised, options):
     seen, alive, sizes = [], [], []

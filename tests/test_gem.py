@@ -6,9 +6,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import SMALL, begin, flat, half_loss, loss, perceptron, rival, rows, task  # noqa: E402
+from models import FIELDS, SMALL, begin, flat, half_loss, loss, perceptron, protect, rival, rows, task  # noqa: E402
 
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector, detach  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise, detach  # noqa: E402
 
 BATCHES = 8
 
@@ -28,9 +28,10 @@ def adamw(model, **options):
     )
 
 
-def by_hand(model, accumulate=1, make=adamw, promise="task", rows=None, loss=loss, **options):
+def by_hand(model, accumulate=1, make=adamw, per="task", examples=None, loss=loss, **options):
     memory, optimizer = EpisodicMemory(per_task=20, label=1), make(model)
-    projector = GradientProjector(model.parameters(), **options)
+    promise = Promise(loss, **{name: options.pop(name) for name in FIELDS & options.keys()})
+    projector = GradientProjector(model.parameters(), promise, **options)
     projector.attach(optimizer)
     active = 0
     for k, loader in enumerate(stream()):
@@ -39,8 +40,8 @@ def by_hand(model, accumulate=1, make=adamw, promise="task", rows=None, loss=los
             optimizer.zero_grad()
             for batch in loader[start : start + accumulate]:
                 (loss(model, batch) / accumulate).backward()
-            past = [memory.sample(rows)] if promise == "all" and k else memory.batches()
-            projector.recall(model, past, loss)
+            past = [memory.sample(examples)] if per == "all" and k else memory.batches()
+            projector.recall(model, past)
             optimizer.step()
             active += projector.last.num_active
         for batch in loader:
@@ -51,7 +52,7 @@ def by_hand(model, accumulate=1, make=adamw, promise="task", rows=None, loss=los
 
 def by_gem(model, accumulate=1, make=adamw, closure=False, loss=loss, **options):
     optimizer = make(model)
-    gem = GEM(model, optimizer, loss, per_task=20, label=1, **options)
+    gem = protect(model, optimizer, loss, per_task=20, label=1, **options)
     for loader in stream():
         for start in range(0, BATCHES, accumulate):
 
@@ -75,10 +76,10 @@ def by_gem(model, accumulate=1, make=adamw, closure=False, loss=loss, **options)
     [
         {},
         {"on": "step", "accumulate": 2},
-        {"on": "both", "metric": "adam", "interval": 2},
-        {"margin": 0.1, "method": "pgd"},
-        {"method": "agem", "promise": "all", "rows": 15},
-        {"equality": True},
+        {"on": "both", "every": 2},
+        {"weight": 0.1, "method": "pgd"},
+        {"method": "agem", "per": "all", "examples": 15},
+        {"equal": True},
         {"penalty": 0.05},
     ],
     ids=str,
@@ -134,7 +135,7 @@ def test_constraints_in_float16_do_not_vanish():
 def test_a_task_that_is_being_learned_can_be_left_out():
     model = perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for options in ({}, {"promise": "all", "rows": 5}):
+    for options in ({}, {"per": "all", "examples": 5}):
         gem = GEM(model, optimizer, loss, **options)
         gem.exclude = 0
         gem.memory.add(task(1), 0)
@@ -156,7 +157,7 @@ def test_a_state_without_rows_has_constraints_from_the_first_step_on():
     state = gem.state_dict()
     assert state["projector"]["constraints"] is None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seldom = GEM(model, optimizer, loss, interval=4)
+    seldom = GEM(model, optimizer, loss, every=4)
     seldom.load_state_dict(state)
     optimizer.step()
     assert seldom.last.constraints == 1
@@ -165,7 +166,7 @@ def test_a_state_without_rows_has_constraints_from_the_first_step_on():
 def test_a_state_of_another_model_changes_nothing():
     model, other = perceptron(), torch.nn.Linear(6, 3, dtype=torch.float64)
     gem, theirs = (
-        GEM(one, torch.optim.SGD(one.parameters(), lr=0.1), loss, interval=2) for one in (model, other)
+        GEM(one, torch.optim.SGD(one.parameters(), lr=0.1), loss, every=2) for one in (model, other)
     )
     theirs.end_task([task(2)], "theirs")
     theirs.projector.recall(other, theirs.memory.batches(), loss)
@@ -210,17 +211,17 @@ def test_what_is_removed_projects_no_more():
         ({"loss": torch.nn.functional.mse_loss}, TypeError, "called as .*batch.*, and mse_loss"),
         ({"per_task": 0}, ValueError, "per_task must be at least 1"),
         ({"memory": {}}, TypeError, "memory must be an EpisodicMemory; found dict"),
-        ({"margin": [0.5]}, TypeError, "margin must be a number or a tensor.*found list"),
-        ({"penalty": "high"}, TypeError, "penalty must be a number or a tensor.*found str"),
-        ({"kappa": 0.5}, ValueError, "kappa is for a bound"),
-        ({"bound": -1.0}, ValueError, "bound must be finite and at least 0"),
-        ({"bound": 0.0, "kappa": 1.5}, ValueError, "kappa must be at most 1; found 1.5"),
-        ({"bound": 0.0, "equality": True}, ValueError, "bound and equality exclude each other"),
-        ({"rows": 0}, ValueError, "rows must be at least 1"),
-        ({"promise": "class"}, ValueError, "promise must be one of 'task', .*'all'; found 'class'"),
-        ({"promise": "label"}, ValueError, "promise='label' needs label"),
+        ({"weight": [0.5]}, TypeError, r"weight must be a number; found \[0.5\]"),
+        ({"tolerance": -1.0}, ValueError, "tolerance must be finite and at least 0"),
+        ({"examples": 0}, ValueError, "examples must be at least 1"),
+        ({"per": "class"}, ValueError, "per must be one of 'task', .*'all'; found 'class'"),
+        ({"per": "label"}, ValueError, "per='label' needs labels"),
+        ({"loss": Promise(), "weight": 0.5}, ValueError, "weight is given beside a Promise"),
+        ({"loss": EpisodicMemory()}, TypeError, "pass memory= for a memory"),
         ({"microbatch": 0}, ValueError, "microbatch must be at least 1"),
-        ({"on": "both", "metric": "adam"}, ValueError, "second moments"),
+        ({"project": 0}, TypeError, "project must be True or False; found 0"),
+        ({"method": "gem2017", "on": "both"}, ValueError, "made for gradients"),
+        ({"method": "gem2017", "tolerance": 0.1}, ValueError, "tolerance cannot be combined with method"),
         ({"marign": 0.5}, TypeError, "unexpected keyword argument 'marign'"),
         ({"scaler": "cuda"}, TypeError, "scaler must be the torch.amp.GradScaler of training; found str"),
     ],

@@ -51,7 +51,7 @@ def test_clipping_is_of_the_optimizer_that_is_attached_to():
 
 def test_after_training_batches_go_where_the_module_is(monkeypatch, tmp_path):
     """When `fit` ends, Lightning moves the module to the CPU, but not its own idea of the device."""
-    driver = Lightning(tmp_path, EACH, bound=0.0)
+    driver = Lightning(tmp_path, EACH, tolerance=0.0)
     driver.train(batches(0))
     monkeypatch.setattr(type(driver.now.strategy), "root_device", torch.device("meta"))
     driver.end_task(batches(0))
@@ -74,7 +74,7 @@ def test_a_checkpoint_that_is_evaluated_leaves_the_memory_alone(tmp_path):
 
 
 def test_a_checkpoint_has_no_rows_of_shards(monkeypatch, tmp_path):
-    driver = Lightning(tmp_path, interval=3)
+    driver = Lightning(tmp_path, every=3)
     driver.object.memory.add(batches(0)[0], 0)
     driver.train(batches(1))
     assert driver.object.state_dict()["projector"]["constraints"] is not None

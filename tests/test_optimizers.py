@@ -58,7 +58,7 @@ def test_several_optimizers_keep_the_promise_together(on, turned):
     optimizers = [sgd(model[0].parameters()), sgd(model[2].parameters(), momentum=0.9)]
     if turned:
         optimizers.reverse()
-    GEM(model, optimizers, counting, memory=memory(), on=on, margin=0.5)
+    GEM(model, optimizers, counting, memory=memory(), on=on, weight=0.5)
     plain = perceptron()
     for _ in range(2):  # with the second step there is momentum
         calls.clear()
@@ -160,8 +160,8 @@ def test_projectors_of_other_parameters_share_an_optimizer():
 
 def test_a_bound_is_about_one_step():
     model = perceptron()
-    with pytest.raises(ValueError, match="bound is about a whole step"):
-        GEM(model, [sgd(model[0].parameters()), sgd(model[2].parameters())], EACH, bound=0.0)
+    with pytest.raises(ValueError, match="tolerance is about a whole step"):
+        GEM(model, [sgd(model[0].parameters()), sgd(model[2].parameters())], EACH, tolerance=0.0)
 
 
 def test_what_the_optimizers_lack_is_an_error():
@@ -217,7 +217,7 @@ def test_what_no_longer_fits_is_seen_before_rows_are_due(change, text, on):
     model = perceptron()
     model[2].bias.requires_grad_(False)
     optimizer = sgd(model.parameters())
-    gem = GEM(model, optimizer, lambda m, b: loss(m, (b[0].to(m[0].weight.dtype), b[1])), interval=4, on=on)
+    gem = GEM(model, optimizer, lambda m, b: loss(m, (b[0].to(m[0].weight.dtype), b[1])), every=4, on=on)
     gem.end_task([task(1)])
     optimizer.step()
     change(model, optimizer)
@@ -249,7 +249,7 @@ def test_nothing_outlives_the_optimizer():
 def test_rows_are_those_of_the_tasks_that_are_not_left_out():
     model = perceptron()
     optimizer = sgd(model.parameters(), 0.0)
-    gem = GEM(model, optimizer, loss, memory=memory(), interval=5)
+    gem = GEM(model, optimizer, loss, memory=memory(), every=5)
     for exclude, left in ((0, 1), (1, 0)):  # one row each time
         gem.exclude = exclude
         forgets(model)
@@ -263,14 +263,14 @@ def test_what_is_left_out_is_part_of_the_state(later):
     """Also where another task is left out right after the state was saved or loaded."""
     ends = []
     for resumed in (False, True):
-        model, optimizer, gem = begin(memory=memory(), interval=5)
+        model, optimizer, gem = begin(memory=memory(), every=5)
         gem.exclude, ages = 1, []
         for k in range(6):
             if k == 3:
                 if resumed:
                     state = copy.deepcopy(gem.state_dict())
                     gem.remove()
-                    gem = GEM(model, optimizer, loss, per_task=12, interval=5)
+                    gem = GEM(model, optimizer, loss, per_task=12, every=5)
                     gem.load_state_dict(state)
                 assert gem.exclude == 1
                 gem.exclude = 2 if later else gem.exclude
@@ -294,7 +294,7 @@ def test_names_of_tasks_are_not_taken_twice():
 
 @pytest.mark.parametrize("bound", [None, 0.0])
 def test_an_end_without_examples_is_an_error(bound):
-    gem = begin(EACH, bound=bound)[2]
+    gem = begin(EACH, tolerance=bound)[2]
     loader = iter([task(0)])
     gem.end_task(loader)
     with pytest.raises(ValueError, match=r"no example.*read once"):
@@ -309,7 +309,7 @@ def test_an_end_without_examples_is_an_error(bound):
 
 def test_the_losses_stored_are_those_of_the_model_that_is_named():
     model, other = perceptron(), perceptron(seed=1)
-    gem = GEM(model, sgd(model.parameters()), CrossEntropy(lambda m, b: m(b[0]), labels=1), bound=0.0)
+    gem = GEM(model, sgd(model.parameters()), CrossEntropy(lambda m, b: m(b[0]), labels=1), tolerance=0.0)
     gem.end_task([task(0)], model=other)
     stored = gem.memory.batch(0)
     torch.testing.assert_close(stored.losses.mean(), loss(other, stored.batch).detach())

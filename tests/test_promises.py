@@ -3,6 +3,7 @@
 import copy
 import io
 from functools import cache, partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from models import (  # noqa: E402
     gradient,
     loss,
     perceptron,
+    protect,
     rival,
     rows,
     take,
@@ -25,9 +27,10 @@ from models import (  # noqa: E402
 
 from gemproj import project  # noqa: E402
 from gemproj._tspace import Gram  # noqa: E402
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Remembered, stream  # noqa: E402
-from gemproj.torch.bound import LossBound  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise, Remembered, stream  # noqa: E402
+from gemproj.torch.changes import Change  # noqa: E402
 from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
+from gemproj.torch.terms import Terms  # noqa: E402
 
 
 def learned(n=24, dtype=torch.float64):
@@ -75,21 +78,21 @@ def give(model, g):
         p.grad = part.view_as(p).clone()
 
 
-@pytest.mark.parametrize("kappa", [1.0, 0.3])
+@pytest.mark.parametrize("repair", [1.0, 0.3])
 @pytest.mark.parametrize("on", ["gradient", "step", "both"])
-def test_a_bound_is_a_right_hand_side(on, kappa):
-    """``G s >= kappa (loss - bound)``, at most ``|g_k| |s|``; of the gradient over the learning rate."""
+def test_a_bound_is_a_right_hand_side(on, repair):
+    """``G s >= repair (loss - bound)``, at most ``|g_k| |s|``; of the gradient over the learning rate."""
     rate, tolerance = 0.2, 0.01
     for stored in (0.0, 10.0):  # far above the bound, and far below
         model, batch = learned()
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         memory = EpisodicMemory()
         memory.add(batch, 0, losses=EACH(model, batch).detach() + stored - 0.05)
-        gem = GEM(model, optimizer, EACH, memory=memory, bound=tolerance, kappa=kappa, on=on)
+        gem = GEM(model, optimizer, Promise(EACH, tolerance=tolerance, repair=repair), memory=memory, on=on)
         G = rows(model, [batch])
         g, found = take(model, optimizer, rival(batch))
         excess = torch.tensor([0.05 - stored - tolerance], dtype=torch.float64)
-        h = kappa * excess
+        h = repair * excess
 
         def cap(v, h):
             return torch.minimum(h, G.norm(dim=1) * v.norm())  # noqa: B023
@@ -116,7 +119,8 @@ def test_losses_that_cannot_all_come_back_are_an_error_that_names_them_unless_th
         memory.add(one, k, losses=signed(model, one).detach() - 0.05)
     before = flat(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    gem = GEM(model, optimizer, signed, memory=memory, bound=0.01, penalty=penalty, on=on)
+    promise = Promise(signed, tolerance=0.01, penalty=penalty)
+    gem = GEM(model, optimizer, promise, memory=memory, on=on)
     loss(model, rival(batch)).backward()
     given = gradient(model)
     if penalty is not None:
@@ -135,8 +139,9 @@ def test_losses_that_cannot_all_come_back_are_an_error_that_names_them_unless_th
 def test_a_bound_holds_where_a_promise_to_first_order_drifts(promise, metric):
     def drift(bound):
         model, optimizer, gem, batch = begin(
-            promise, rate=0.03, make=torch.optim.AdamW, per_task=24, on="step", metric=metric, bound=bound
+            promise, rate=0.03, make=torch.optim.AdamW, per_task=24, on="step", tolerance=bound
         )
+        gem.metric = metric
         (held,) = gem.memory.batches()
         given = (held.outputs,) if promise is SAID else ()
         before = promise(model, batch, *given).mean().detach()
@@ -160,12 +165,12 @@ def test_losses_come_with_the_rows():
             matrix = projector._matrix
             expected = torch.stack([each.mean(), loss(model, task(3))]).detach()
             torch.testing.assert_close(matrix.losses, expected)
-            torch.testing.assert_close(matrix.bounds[0], each.mean() + 1.0)
-            assert matrix.bounds[1].isnan()
+            torch.testing.assert_close(matrix.stored[0], each.mean() + 1.0)
+            assert matrix.stored[1].isnan()
 
 
 def test_losses_are_followed_while_rows_are_reused():
-    model, optimizer, gem, batch = begin(EACH, rate=1e-4, bound=0.5, interval=4)
+    model, optimizer, gem, batch = begin(EACH, rate=1e-4, tolerance=0.5, every=4)
     start = loss(model, batch).item()
     for age in range(4):
         now = loss(model, batch).item()
@@ -178,7 +183,7 @@ def test_losses_are_followed_while_rows_are_reused():
 
 @pytest.mark.parametrize("promise", ["task", "label", "example"])
 def test_promises_for_each_label_and_for_each_example(promise):
-    model, optimizer, gem, batch = begin(per_task=24, label=1, promise=promise)
+    model, optimizer, gem, batch = begin(per_task=24, label=1, per=promise)
     G = rows(model, parts_of(batch, promise))
     _, step = take(model, optimizer, rival(batch))
     # A balanced memory of all examples keeps their order.
@@ -190,7 +195,7 @@ def test_promises_for_each_label_and_for_each_example(promise):
 def test_a_promise_about_all_tasks_together_is_one_row(rows_drawn):
     """Of all stored examples where there are no more; their order does not matter."""
     other = task(7, 6)
-    model, optimizer, gem, batch = begin(loss, other, per_task=24, promise="all", rows=rows_drawn)
+    model, optimizer, gem, batch = begin(loss, other, per_task=24, per="all", examples=rows_drawn)
     together = tuple(map(torch.cat, zip(batch, other, strict=True)))
     G = rows(model, [together])
     _, step = take(model, optimizer, rival(batch))
@@ -199,7 +204,7 @@ def test_a_promise_about_all_tasks_together_is_one_row(rows_drawn):
 
 
 def test_fresh_rows_are_those_that_the_memory_draws():
-    model, optimizer, gem, batch = begin(rows=5)
+    model, optimizer, gem, batch = begin(examples=5)
     memory = EpisodicMemory()
     memory.add(batch, 0)
     for _ in range(6):
@@ -211,7 +216,11 @@ def test_fresh_rows_are_those_that_the_memory_draws():
 @pytest.mark.parametrize("on", ["gradient", "step"])
 def test_equalities_leave_the_losses_of_masked_rows_where_they_are(on):
     mask = torch.tensor([True, False, True])
-    model, optimizer, gem, batch = begin(label=1, promise="label", equality=mask, on=on)
+    (model, batch), parts = learned(), parts_of(learned()[1], "label")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    gem = GEM(model, optimizer, loss, on=on)
+    for part, equal in zip(parts, mask.tolist(), strict=True):
+        gem.keep([part], Promise(loss, equal=equal))
     for now, side in ((batch, 1.0), (rival(batch), -1.0)):
         G = rows(model, parts_of(batch, "label"))
         g, step = take(model, optimizer, now)
@@ -223,7 +232,7 @@ def test_equalities_leave_the_losses_of_masked_rows_where_they_are(on):
 
 
 def test_hundreds_of_equalities():
-    options = {"per_task": 200, "promise": "example", "equality": True, "on": "both"}
+    options = {"per_task": 200, "per": "example", "equal": True, "on": "both"}
     model, optimizer, _, batch = begin(rate=0.01, make=torch.optim.Adam, n=200, **options)
     G = rows(model, parts_of(batch, "example"))
     _, step = take(model, optimizer, rival(batch))
@@ -252,9 +261,9 @@ def test_rows_in_half_precision_are_a_projection_for_rounded_rows(on):
 @pytest.mark.parametrize(
     "options",
     [
-        {"on": "both", "metric": "adam"},
-        {"on": "step", "bound": 0.0, "interval": 2},
-        {"equality": True},
+        {"on": "both"},
+        {"on": "step", "tolerance": 0.0, "every": 2},
+        {"equal": True},
     ],
     ids=str,
 )
@@ -289,7 +298,7 @@ def test_rows_are_converted_twice_for_each_projection(monkeypatch):
     assert (read == 2).all()
 
 
-@pytest.mark.parametrize(("said", "options"), [(SAID, {}), (EACH, {"bound": 0.0})])
+@pytest.mark.parametrize(("said", "options"), [(SAID, {}), (EACH, {"tolerance": 0.0})])
 def test_a_task_may_end_in_several_parts(said, options):
     batch, memories = learned()[1], []
     halves = [tuple(leaf[part] for leaf in batch) for part in (slice(12), slice(12, 24))]
@@ -305,13 +314,13 @@ def test_a_task_may_end_in_several_parts(said, options):
 
 
 OPTIONS = [
-    {"rows": 4, "margin": 0.5},
-    {"rows": 4, "bound": 0.0, "on": "both"},
-    {"bound": 0.01, "kappa": 0.5, "interval": 3, "on": "step", "metric": "adam"},
-    {"rows": 3, "promise": "label"},
-    {"rows": 4, "method": "pgd"},
-    {"promise": "all", "rows": 6, "method": "agem"},
-    {"interval": 2, "method": "gem2017"},
+    {"examples": 4, "weight": 0.5},
+    {"examples": 4, "tolerance": 0.0, "on": "both"},
+    {"tolerance": 0.01, "repair": 0.5, "every": 3, "on": "step"},
+    {"examples": 3, "per": "label"},
+    {"examples": 4, "method": "pgd"},
+    {"per": "all", "examples": 6, "method": "agem"},
+    {"every": 2, "method": "gem2017"},
 ]
 
 
@@ -323,7 +332,7 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
     def start():
         model, _ = learned()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-        return model, optimizer, GEM(model, optimizer, promise, per_task=12, label=1, **options)
+        return model, optimizer, protect(model, optimizer, promise, per_task=12, label=1, **options)
 
     model, optimizer, gem = start()
     for one in (batch, task(7)):
@@ -348,9 +357,9 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
 
 
 def test_logs_have_the_largest_excess():
-    from gemproj.torch.stats import LogMeans
+    from gemproj.torch.report import LogMeans
 
-    model, optimizer, gem, batch = begin(EACH, rate=0.3, bound=0.0)
+    model, optimizer, gem, batch = begin(EACH, rate=0.3, tolerance=0.0)
     steps, means = [], LogMeans()
     assert means.take() == {}
     for _ in range(5):
@@ -372,17 +381,17 @@ def test_logs_have_the_largest_excess():
 def test_what_a_bound_needs():
     model, batch = learned()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss, bound=0.0)
+    gem = GEM(model, optimizer, loss, tolerance=0.0)
     with pytest.raises(ValueError, match=r"one loss for each example, shape \(24,\); found \(\)"):
         gem.end_task([batch])
     with pytest.raises(ValueError, match="state has no 'memory': it is not of a GEM"):
         gem.load_state_dict(model.state_dict())
     gem.memory.add(batch, 5)
     loss(model, batch).backward()
-    with pytest.raises(ValueError, match="bound needs the losses that examples had"):
+    with pytest.raises(ValueError, match="tolerance needs the losses that examples of 5 had"):
         optimizer.step()
-    projector = GradientProjector(model.parameters(), bound=0.0)
-    projector.recall(model, [Remembered(batch, losses=EACH(model, batch).detach())], loss)
+    projector = GradientProjector(model.parameters(), Promise(loss, tolerance=0.0))
+    projector.recall(model, [Remembered(batch, losses=EACH(model, batch).detach())])
     with pytest.raises(ValueError, match="attach"):
         projector.project_()
     assert projector.project_(learning_rate=0.1).num_violated == 0
@@ -391,10 +400,12 @@ def test_what_a_bound_needs():
 def test_the_rounding_of_a_loss_is_no_excess():
     losses = torch.ones(3, dtype=torch.float64)
     stored = losses - torch.tensor([1e-7, 1e-3, -1e-7], dtype=torch.float64)
+    terms = Terms.of([Promise(loss, tolerance=0.0)], torch.device("cpu"))
     K = 1e6 * torch.eye(3, dtype=torch.float64)
     gram = Gram(K, torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64))
     for dtype, first in ((torch.float32, 0.0), (torch.float64, 1e-7)):
-        h = LossBound(0.0).demand(losses, stored, 1.0, dtype)(gram)
+        G = SimpleNamespace(losses=losses, stored=stored, vector=SimpleNamespace(dtype=dtype))
+        h = terms.options("exact", True, Change(), G).h(gram)
         torch.testing.assert_close(
             h, torch.tensor([first, 1e-3, -1e-7], dtype=torch.float64), rtol=0, atol=1e-12
         )
@@ -406,14 +417,14 @@ def test_a_loss_that_is_at_its_bound_to_rounding_is_left_alone():
     optimizer, memory = torch.optim.SGD(model.parameters(), lr=0.1), EpisodicMemory()
     outputs = SAID.outputs(model, batch)
     memory.add(batch, 0, outputs=outputs, losses=SAID(model, batch, outputs).detach() - 1e-7)
-    gem = GEM(model, optimizer, SAID, memory=memory, bound=0.0)
+    gem = GEM(model, optimizer, SAID, memory=memory, tolerance=0.0)
     g, step = take(model, optimizer, batch)
     assert gem.last.excess > 0
     # At most the component along one row of noise goes.
     assert step.norm() <= 0.1 * g.norm() * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"on": "step"}, {"on": "both", "bound": 0.0}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"on": "step"}, {"on": "both", "tolerance": 0.0}], ids=str)
 def test_a_divergence_that_was_just_stored_does_not_turn_the_step(options):
     """It is zero, and its gradient noise in a random direction: it allows a step, or the opposite one."""
     for sign in (1, -1):

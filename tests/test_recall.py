@@ -93,7 +93,7 @@ def broken():
     ("batches", "function", "error"), [(lambda: TASKS, failing, RuntimeError), (broken, loss, OSError)]
 )
 def test_a_failing_loss_or_batch_leaves_no_constraints_and_no_traces(net, batches, function, error):
-    projector = GradientProjector(net.parameters(), interval=2)
+    projector = GradientProjector(net.parameters(), every=2)
     for _ in range(2):
         projector.recall(net, TASKS, loss)
     assert len(projector.constraints) == 3
@@ -108,7 +108,7 @@ def test_a_failing_loss_or_batch_leaves_no_constraints_and_no_traces(net, batche
 
 
 def test_an_interval_uses_rows_again_until_the_next_task(net):
-    projector = GradientProjector(net.parameters(), interval=3)
+    projector = GradientProjector(net.parameters(), every=3)
     seen = []
 
     def counting(model, data):
@@ -119,7 +119,7 @@ def test_an_interval_uses_rows_again_until_the_next_task(net):
     assert computed == [True, False, False, True, False, False, True]
     assert len(seen) == 9
     state = projector.state_dict()
-    resumed = GradientProjector(net.parameters(), interval=3)
+    resumed = GradientProjector(net.parameters(), every=3)
     resumed.load_state_dict(state)
     assert [resumed.recall(net, TASKS, counting) for _ in range(3)] == [False, False, True]
     projector.reset()
@@ -166,7 +166,7 @@ def test_masks_of_hooks_on_parameters_hold_under_a_margin(net):
     net.first.weight.register_hook(lambda gradient: gradient * mask)
     before = net.first.weight.detach().clone()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    gem = GEM(net, optimizer, loss, margin=0.5)
+    gem = GEM(net, optimizer, loss, weight=0.5)
     gem.end_task([batch(1)])
     for k in range(3):
         optimizer.zero_grad()

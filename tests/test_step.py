@@ -25,9 +25,9 @@ from models import (  # noqa: E402
 )
 
 from gemproj import GEM2017, project  # noqa: E402
-from gemproj.torch import GradientProjector, optimizer_step  # noqa: E402
-from gemproj.torch.attached import clip_grad_norm_  # noqa: E402
-from gemproj.torch.optimizer_step import OptimizerStep  # noqa: E402
+from gemproj.torch import GradientProjector, Promise, hooks  # noqa: E402
+from gemproj.torch.changes import Step  # noqa: E402
+from gemproj.torch.hooks import clip_grad_norm_  # noqa: E402
 
 MODES = [("step", "euclidean"), ("step", "adam"), ("both", "euclidean"), ("both", "adam")]
 OPTIMIZERS = {
@@ -147,6 +147,7 @@ def test_autocast_of_the_caller_reaches_neither_projection_nor_report(on, metric
 @pytest.mark.parametrize("amsgrad", [False, True])
 def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, options):
     models, changed = [perceptron(), perceptron()], False
+    promise = Promise(weight=options.get("margin", 0.0), penalty=options.get("penalty"))
     optimizers = [
         adamw(
             [{"params": m[0].parameters()}, {"params": m[2].parameters(), "lr": 0.005}],
@@ -156,8 +157,8 @@ def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, o
         for m in models
     ]
     projectors = [
-        GradientProjector(models[0].parameters(), on=on, metric=metric, **options),
-        GradientProjector(models[1].parameters(), **options),
+        GradientProjector(models[0].parameters(), promise, on=on, metric=metric),
+        GradientProjector(models[1].parameters(), promise),
     ]
     projectors[0].attach(optimizers[0])
     for _ in range(3):
@@ -192,7 +193,7 @@ def test_entries_that_the_optimizer_has_never_moved_are_not_moved_far():
     # The past task depends on the second row, of which the present one has no gradient.
     model = torch.nn.Embedding(2, 1, dtype=torch.float64)
     model.weight.data = torch.tensor([[0.0], [0.0]], dtype=torch.float64)
-    optimizer, projector = attach(model, lambda p: torch.optim.Adam(p, lr=0.01), on="step", metric="adam")
+    optimizer, projector = attach(model, lambda p: torch.optim.Adam(p, lr=0.01), on="step")
     projector.constrain([(model.weight[0] + 0.1 * model.weight[1]).sum()])
     (-model(torch.tensor([0]))).sum().backward()
     optimizer.step()
@@ -290,8 +291,7 @@ def test_closures_and_weights_decay_are_part_of_the_step():
     [
         (sgd, {"on": "both", "method": GEM2017()}, ValueError, "made for gradients"),
         (sgd, {"on": "update"}, ValueError, "on must be one of 'gradient', 'step', 'both'; found 'update'"),
-        (sgd, {"on": "both", "metric": "adamw"}, ValueError, "metric must be one of"),
-        (sgd, {"metric": "adam"}, ValueError, "distance between steps"),
+        (sgd, {"on": "both", "metric": "adamw"}, ValueError, "metric must be 'euclidean', 'adam' or None; found 'adamw'"),
         (sgd, {"on": "both", "metric": "adam"}, ValueError, "metric='adam' needs.*second moments.*found SGD"),
         (torch.optim.Adamax, {"on": "step", "metric": "adam"}, ValueError, "second moments.*found Adamax"),
         (sgd, {"rows_dtype": torch.int8}, TypeError, "rows_dtype must be a floating-point dtype"),
@@ -370,7 +370,7 @@ def test_a_step_that_breaks_off_and_is_taken_again_has_the_margin_once(on, anew,
     weights = []
     for times in (0, 2):
         model = perceptron()
-        optimizer, projector = attach(model, partial(Interrupted, lr=0.1), on=on, margin=0.5)
+        optimizer, projector = attach(model, partial(Interrupted, lr=0.1), on=on, promise=Promise(weight=0.5))
         optimizer.times = times
         oppose(model, projector)
         for _ in range(times):
@@ -455,22 +455,25 @@ def test_no_margin_makes_a_step_of_one_that_a_fused_optimizer_skips(overflow):
     model = perceptron()
     optimizer, projector = (
         sgd(model.parameters()),
-        GradientProjector(model.parameters(), on="step", margin=0.5),
+        GradientProjector(model.parameters(), on="step", promise=Promise(weight=0.5)),
     )
     projector.recall(model, past_tasks(), loss)
     # On an accelerator, where nobody waits to ask, only this flag tells.
     optimizer.found_inf = torch.tensor(float(overflow))
-    step, before = OptimizerStep(projector._vector, optimizer), flat(model)
+    step, before = Step(projector._vector, optimizer), flat(model)
     step.begin()
-    projector.project_step(step, [True] * len(list(model.parameters())))
+    loss(model, conflicting()).backward()
+    step.note_moving()
+    projector.before_step(None)
+    projector.after_step(step)
     assert torch.equal(flat(model), before) == overflow
 
 
-@pytest.mark.parametrize("options", [{"margin": 0.5}, {"margin": 0.2, "penalty": 0.5}])
+@pytest.mark.parametrize("options", [{"weight": 0.5}, {"weight": 0.2, "penalty": 0.5}])
 @pytest.mark.parametrize("broken", [float("inf"), float("nan")])
 def test_an_overflow_that_was_clipped_leaves_a_fused_step_alone(broken, options, monkeypatch):
-    monkeypatch.setattr(optimizer_step, "will_skip", lambda optimizer: False)  # as on an accelerator
-    model, optimizer, projector = begin(lambda p: adamw(p, fused=True), on="step", **options)
+    monkeypatch.setattr(hooks, "will_skip", lambda optimizer: False)  # as on an accelerator
+    model, optimizer, projector = begin(lambda p: adamw(p, fused=True), on="step", promise=Promise(**options))
     projector.recall(model, past_tasks(), loss)
     (loss(model, conflicting()) * broken).backward()
     clip_grad_norm_([optimizer], model.parameters(), 0.1)
@@ -498,7 +501,10 @@ def test_loss_scaling_changes_nothing_and_skipped_steps_are_left_alone(on, fused
     train(2.0**10, broken=(1, 2))
 
 
-@pytest.mark.parametrize("options", [{"margin": 0.5}, {"penalty": 0.5}, {"method": "gem2017"}])
+BOUNDS = [{"promise": Promise(weight=0.5)}, {"promise": Promise(penalty=0.5)}, {"method": "gem2017"}]
+
+
+@pytest.mark.parametrize("options", BOUNDS, ids=["weight", "penalty", "method"])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_bounds_need_gradients_in_their_own_units(unscale, options):
     model, optimizer, projector = begin(lambda p: adamw(p, fused=True), torch.float32, **options)
@@ -525,7 +531,7 @@ def test_bounds_of_a_step_need_a_learning_rate_and_a_margin_of_the_gradient_does
         ("both", nullcontext()),
         ("step", pytest.raises(ValueError, match="Signs has no learning rate")),
     ):
-        model, optimizer, projector = begin(Signs, on=on, margin=0.1)
+        model, optimizer, projector = begin(Signs, on=on, promise=Promise(weight=0.1))
         oppose(model, projector)
         with outcome:
             optimizer.step()

@@ -10,7 +10,7 @@ import models  # noqa: E402
 from models import flat, gradient, loss, perceptron, rival, rows  # noqa: E402
 
 from gemproj import PGD, project, solve_dual  # noqa: E402
-from gemproj.torch import GradientProjector  # noqa: E402
+from gemproj.torch import GradientProjector, Promise  # noqa: E402
 from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
 
 FLOAT = torch.float32
@@ -52,7 +52,7 @@ def test_projects_the_gradients_of_the_trainable_parameters(model):
     assert stats.cosine == pytest.approx(float(torch.cosine_similarity(x, g, dim=0)), abs=1e-5)
     assert projector.last is stats
     assert repr(stats).startswith(f"Projection({stats.num_violated} of 2 constraints violated, cosine 0.")
-    assert repr(projector).startswith("GradientProjector(3 parameters, d=75, t=2, Exact(), margin=0.0, ")
+    assert repr(projector).startswith("GradientProjector(3 parameters, d=75, t=2, Promise(loss=")
 
 
 def test_nothing_changes_without_constraints_or_violation(model):
@@ -148,7 +148,7 @@ def test_old_heads_take_part_in_every_step_on_every_device(active, monkeypatch):
     plain = ConstraintMatrix.project
     for device in (False, True):
         if device:
-            monkeypatch.setattr(ConstraintMatrix, "project", lambda *args: (plain(*args)[0], True))
+            monkeypatch.setattr(ConstraintMatrix, "project", lambda *a, **b: (plain(*a, **b)[0], True))
         body, old, new = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
         optimizer = torch.optim.AdamW([body, old, new], lr=0.1)
         projector = GradientProjector([body, old, new])
@@ -222,8 +222,8 @@ TABLE = torch.nn.Embedding(5, 3, sparse=True)
         (lambda m: GradientProjector([m[0].bias]), ValueError, "holds none that requires a gradient"),
         (lambda m: GradientProjector(m), TypeError, r"pass module.parameters\(\)"),
         (lambda m: GradientProjector([1.0]), TypeError, "iterable of real tensors; found float"),
-        (lambda m: make(m, margin=-1.0), ValueError, "margin must be finite and at least 0"),
-        (lambda m: make(m, interval=0), ValueError, "interval must be at least 1"),
+        (lambda m: make(m, promise=loss), TypeError, "promise must be a gemproj.torch.Promise; found function"),
+        (lambda m: make(m, every=0), ValueError, "every must be at least 1"),
         (lambda m: make(m).recall(m, PAST, loss, microbatch=0), ValueError, "microbatch must be at least 1"),
         (lambda m: make(m).constrain([torch.ones(3)]), ValueError, r"scalars.*loss 0 .* of shape \(3,\)"),
         (lambda m: make(m).constrain([1.0]), ValueError, "losses must be scalars.*loss 0 is float"),
@@ -250,8 +250,8 @@ def test_gradients_that_are_not_finite_stay_as_they_are(model):
 def test_a_margin_for_each_task_may_change_with_the_tasks(model):
     projector = GradientProjector(model.parameters())
     for margin in (torch.tensor([0.5]), torch.tensor([0.1, 0.3])):
-        projector.margin = margin
-        projector.constrain(loss(model, batch) for batch in PAST[: len(margin)])
+        promises = [Promise(weight=one) for one in margin.tolist()]
+        projector.constrain((loss(model, batch) for batch in PAST[: len(margin)]), promises)
         model.zero_grad()
         loss(model, NOW).backward()
         expected = project(projector.constraints, gradient(model).float(), margin=margin)

@@ -14,7 +14,6 @@ from models import assert_same_weights, flat, perceptron  # noqa: E402
 from models import task as points  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, TrainerCallback  # noqa: E402
 
-from gemproj.integrations.transformers import GEMCallback  # noqa: E402
 from gemproj.torch import GradientProjector  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
@@ -33,7 +32,7 @@ class Watching(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-@pytest.mark.parametrize("options", [{}, {"on": "both"}, {"margin": 0.5}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"on": "both"}, {"weight": 0.5}], ids=str)
 def test_of_adapters_only_their_weights_are_projected(options, tmp_path):
     peft = pytest.importorskip("peft")
     both = []
@@ -90,7 +89,7 @@ def test_a_step_that_the_scaler_skips_is_not_in_the_logs(skipped, optim, tmp_pat
 
 @pytest.mark.parametrize("how", ["load", "arguments", "nothing", "load another step"])
 def test_a_checkpoint_elsewhere_is_named_by_the_caller(how, tmp_path):
-    whole, resumed = (Transformers(tmp_path / name, rows=3) for name in ("whole", "resumed"))
+    whole, resumed = (Transformers(tmp_path / name, examples=3) for name in ("whole", "resumed"))
     whole.object.memory.add(batches(0)[0], 0)
     whole.train(batches(1), save=True, epochs=2)
     checkpoint, later = (str(whole.folder / f"checkpoint-{step}") for step in (3, 6))
@@ -121,8 +120,6 @@ def test_a_trainer_is_given_an_object_and_gives_its_loader(tmp_path):
     driver.train(batches(0))
     driver.object.end_task(driver.now.get_train_dataloader())
     assert sorted(driver.object.memory.batch(0)) == ["x", "y"]
-    with pytest.raises(TypeError, match=r"GEMCallback needs a memory, such as GEMCallback\(EpisodicMemory"):
-        driver.train(batches(0), GEMCallback)
 
 
 SIZES = {"vocab_size": 20, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}

@@ -28,20 +28,21 @@ class Change:
     ----------
     name : str
         "gradient" or "step"; each has a warm start of its own.
-    clipped : float or Tensor
-        What clipping has multiplied the gradient with, from which a step was made.
     """
 
     name: str
-    clipped: Any = 1.0
 
     def moving(self) -> list[bool] | None:
         """Return for each parameter whether it takes part; None for all."""
         return None
 
     def unit(self) -> float:
-        """Return what turns numbers in units of gradients, such as multipliers, into those of this vector."""
+        """Return what turns numbers in units of gradients into those of this vector."""
         return 1.0
+
+    def scale(self) -> Any:
+        """Return the same for multipliers, a number or a tensor: of what was made of the gradient before."""
+        return self.unit()
 
     def rate(self) -> float:
         """Return by how much a loss falls, to first order, per unit of the product with its gradient."""
@@ -95,9 +96,15 @@ class Step(Change):
     """One step of an optimizer on a parameter vector, theta before minus theta after.
 
     The metric of the projection is by default Adam's where the optimizer keeps second moments.
+
+    Attributes
+    ----------
+    clipped : float or Tensor
+        What clipping has multiplied the gradient with, from which the step is made.
     """
 
     name = "step"
+    clipped: Any = 1.0
 
     kinds: ClassVar[list[Any]] = []  # of other libraries, which register theirs; see `of`
 
@@ -202,6 +209,11 @@ class Step(Change):
         # Adam's metric has the unit of a gradient over a step.
         return 1.0 if self._has_moments() else self.learning_rate()
 
+    def scale(self) -> Any:  # noqa: D102
+        skipped = getattr(self.optimizer, "found_inf", None)
+        # A fused optimizer takes no step after an overflow, and a weight must not make one.
+        return self.clipped * self.unit() * (1.0 if skipped is None else skipped == 0)
+
     def learning_rate(self) -> float:
         """Return the largest learning rate."""
         rates = [group["lr"] for group in self._groups().values() if group.get("lr") is not None]
@@ -232,7 +244,9 @@ class Step(Change):
             group, state = groups[id(p)], states.get(p, {})
             second = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
             steps = state.get("step", group.get("step"))  # some optimizers count in the group
-            correction = 1 - group["betas"][1] ** _number(steps)
+            count = _number(steps)  # zero where an overflow had the first step skipped
+            count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+            correction = 1 - group["betas"][1] ** count
             root = torch.maximum((local(second) / correction).sqrt_(), part)
             part.copy_((root + group["eps"]) / _number(group["lr"]))
         return w

@@ -250,6 +250,7 @@ class Keeper:
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._watch = Watch(self.memory, projector.parameters)
         self._stepped: set[int] = set()  # the optimizers that have used the constraints at this point
+        _check_disjoint(optimizers)
         attached = [projector.attach(one) for one in optimizers]
         self._handles += attached
         try:
@@ -351,13 +352,13 @@ class Keeper:
         if self._watch is None or not self._watch.unseen(self._past()):
             return
         warnings.warn(
-            "The weights have changed since the last end_task, or since this GEM was made, but not in step() "
-            f"of an optimizer that this {type(self).__name__} is attached to: if they were trained, earlier "
-            f"tasks were not protected. {self._remedy}",
+            "The weights have changed since the last end_task, or since this object was made, but not in "
+            f"step() of the optimizer that this {type(self).__name__} is attached to: if they were trained, "
+            f"earlier tasks were not protected. {self._remedy}",
             stacklevel=3,
         )
 
-    _remedy = "Pass it to the trainer of each task."
+    _remedy = "Pass it to the trainer of each task, callbacks=[...]."
 
 
 class GEM(Keeper):
@@ -497,13 +498,19 @@ def _check_labels(promise: Promise, memory: EpisodicMemory) -> None:
         )
 
 
-def _check_all_held(held: Iterable[torch.Tensor], model: torch.nn.Module) -> None:
-    """Raise unless each trainable parameter of the model is held by one optimizer."""
-    ids = [id(p) for p in held]
+def _check_disjoint(optimizers: Sequence[Any]) -> None:
+    """Raise where several optimizers hold the same parameters."""
+    groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
+    ids = [id(p) for group in groups for p in group["params"]]
     if len(ids) > len(set(ids)):
         raise ValueError("optimizer: parameters are in several optimizers, which would each move them.")
+
+
+def _check_all_held(held: Iterable[torch.Tensor], model: torch.nn.Module) -> None:
+    """Raise unless each trainable parameter of the model is held by one optimizer."""
+    ids = {id(p) for p in held}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    lacking = [name for name, p in trainable.items() if id(p) not in set(ids)]
+    lacking = [name for name, p in trainable.items() if id(p) not in ids]
     if lacking:
         raise ValueError(
             f"optimizer lacks {len(lacking)} of the {len(trainable)} trainable parameters of the model, such "

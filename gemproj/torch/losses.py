@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -218,7 +218,7 @@ def check_function(loss: Any) -> None:
 
 
 def call_loss(
-    loss: Loss, model: torch.nn.Module, examples: Batch | Remembered, task: Hashable = None
+    loss: Loss, model: torch.nn.Module, examples: Batch | Remembered, name: tuple[Any, ...] = ()
 ) -> Tensor:
     """Return the loss, one number or one for each example; with stored outputs it is a function of these."""
     if not isinstance(examples, Remembered):
@@ -226,7 +226,7 @@ def call_loss(
     given = (examples.outputs,) if "outputs" in examples.fields else ()
     if not given and getattr(loss, "outputs", None) is not None:
         raise ValueError(
-            f"Examples{'' if task is None else f' of task {task!r}'} are stored without outputs, with which "
+            f"Examples{f' of {name[0]!r}' if name else ''} are stored without outputs, with which "
             "this loss compares. Store them with end_task(batches, task), with add(..., outputs=) or with "
             "record(task, outputs=), or remove(task)."
         )

@@ -87,10 +87,10 @@ class Terms:
         `G` is the `ConstraintMatrix`, which has the losses of the rows.
         """
         weight, penalty = self.weight if weighted else 0.0, self.penalty
-        if self.in_units:
-            unit = change.clipped * change.unit()
-            weight = weight * unit
-            penalty = None if penalty is None else penalty * unit
+        if penalty is not None or isinstance(weight, Tensor) or weight:
+            scale = change.scale()
+            weight = weight * scale
+            penalty = None if penalty is None else penalty * scale
         found = check_options(method, margin=weight, penalty=penalty, equality=self.equal)
         h = self._right_hand_side(change, G) if "h" in getattr(found.method, "accepts", "h") else None
         return found if h is None else Options(found.method, h, weight, penalty, self.equal)
