@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks_sharded import flat, loss, net, rival, task, train
-from models import EACH, logits
+from models import EACH, logits, protect
 from processes import all_reduces, alone, check, expect, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,7 +21,7 @@ REMEMBERED = [[5, 0, 2, 1], [0, 4, 1, 3]]
 SAID = Distillation(logits, labels=EACH, weight=0.1)
 PROMISES = [
     (loss, {"on": "both", "every": 2}),
-    (loss, {"equality": True, "microbatch": 3}),
+    (loss, {"equal": True, "microbatch": 3}),
     (SAID, {"on": "both", "tolerance": 0.0, "repair": 0.5}),
     (EACH, {"on": "step", "tolerance": 0.01, "microbatch": 3, "every": 2}),
     (EACH, {"weight": 0.02}),
@@ -162,11 +162,11 @@ def a_task_that_one_process_cannot_store_stops_every_process():
         (DistributedDataParallel, loss, {}),
         (DistributedDataParallel, EACH, {"tolerance": 0.0}),
         (fully_shard, loss, {}),
-        (lambda model: model, SAID, {"group": dist.group.WORLD, "tolerance": 0.0}),
+        (lambda model: model, SAID, {"process_group": dist.group.WORLD, "tolerance": 0.0}),
     ):
         model = spread(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gem = GEM(model, optimizer, promise, **options)
+        gem = protect(model, optimizer, promise, **options)
         with expect(odd, ValueError, "batches hold no example"):
             gem.end_task([] if odd else [task(0, 3)], 0)
         assert not gem.memory.tasks
@@ -228,10 +228,10 @@ def rows_are_of_the_same_tasks_and_labels():
     for names, promise in ((["a", "b"][:: 1 - 2 * rank], "task"), (["a"], "label")):
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gem = GEM(model, optimizer, loss, process_group=dist.group.WORLD, label=1, promise=promise)
+        gem = protect(model, optimizer, loss, process_group=dist.group.WORLD, label=1, per=promise)
         for name in names:
             gem.end_task([(x[keep], y[keep])], name)
-        with pytest.raises(ValueError, match="disagree on the names of tasks or labels"):
+        with pytest.raises(ValueError, match="disagree on the names of sets or labels"):
             optimizer.step()
 
 
@@ -270,7 +270,7 @@ def compare_gem(spread, promise, options):
         model = spread(net()) if several else net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         group = None if several else alone()
-        gem = GEM(model, optimizer, promise, per_task=100, process_group=group, **options)
+        gem = protect(model, optimizer, promise, per_task=100, process_group=group, **options)
         for k, batch in enumerate(learned):
             for step in range(3):
                 optimizer.zero_grad()

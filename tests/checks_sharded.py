@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import perceptron as net
-from models import task
+from models import projector_of, task
 from processes import all_reduces, alone, check, expect, gathered, same_everywhere, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +41,7 @@ def flat(model):
 def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
     """Train for some steps; return cosines of what was applied and the constraints, and the size of g."""
     trainable = [p for p in model.parameters() if p.requires_grad]
-    projector = GradientProjector(trainable, **options)
+    projector = projector_of(trainable, **options)
     optimizer = (optimizer or torch.optim.AdamW)(trainable, lr=0.05)
     attached = projector.attach(optimizer)
     found, active = [], 0
@@ -131,7 +131,7 @@ def begin(**options):
     """Return a sharded model, a projector of its parameters, and this process's part of the past and of now."""
     model = fsdp(net())
     past = [share(batch) for batch in past_of_all()]
-    return model, GradientProjector(model.parameters(), **options), past, share(rival(5, 16))
+    return model, projector_of(model.parameters(), **options), past, share(rival(5, 16))
 
 
 def compare(spread, options, dtype=torch.float64, make=net):
@@ -435,7 +435,7 @@ def what_is_not_finite_on_one_process():
     if odd:
         gradient[0] = 0.0
     for options in ({}, {"rows_dtype": torch.float32}):
-        projector = GradientProjector(model.parameters(), on="step", **options)
+        projector = projector_of(model.parameters(), on="step", **options)
         projector.recall(model, past, loss)
         if odd:
             projector.constraints.zero_()

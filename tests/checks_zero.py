@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from checks_replicated import SAID
 from deepspeed.utils import safe_get_full_fp32_param
-from models import EACH, flat, loss, perceptron, rival, task
+from models import EACH, flat, loss, perceptron, protect, rival, task
 from processes import alone, check, same_everywhere, share
 
+import gemproj.integrations.deepspeed  # noqa: F401
 from gemproj.torch import GEM, GradientProjector
 
 # DeepSpeed would compile an operator of its own for processes of one machine.
@@ -22,9 +23,9 @@ importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "zero_allow_untested_optimizer": True}
 PROMISES = [
-    (loss, {"weight": 0.05}),
-    (loss, {"metric": "adam", "penalty": 0.5, "every": 2}),
-    (EACH, {"metric": "adam", "tolerance": 0.01, "microbatch": 3}),
+    (loss, {"metric": "euclidean", "weight": 0.05}),
+    (loss, {"penalty": 0.5, "every": 2}),
+    (EACH, {"tolerance": 0.01, "microbatch": 3}),
     (SAID, {"tolerance": 0.0, "repair": 0.5}),
 ]
 
@@ -50,7 +51,7 @@ def whole(engine):
 
 def train(model, promise, options, take_step, mine=lambda batch, sizes=None: batch, zero=None):
     """Train on three tasks; `take_step` trains on a batch."""
-    gem = GEM(model, zero or take_step.optimizer, promise, per_task=100, on="step", **options)
+    gem = protect(model, zero or take_step.optimizer, promise, per_task=100, on="step", **options)
     violated = 0
     for k in range(3):
         for step in range(3):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from gemproj.torch import GEM, EpisodicMemory, Promise
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
 
 
@@ -87,11 +87,19 @@ def sgd(parameters, rate=0.1, **options):
 FIELDS = {field.name for field in fields(Promise)}
 
 
-def protect(model, optimizer, loss=loss, *, per_task=100, label=None, memory=None, **options):
+def protect(model, optimizer, loss=loss, *, per_task=100, label=None, memory=None, metric=None, **options):
     """Return GEM with these options, those of its promise and of its memory among them."""
     own = {name: options.pop(name) for name in FIELDS & options.keys()}
     memory = EpisodicMemory(per_task, label) if memory is None else memory
-    return GEM(model, optimizer, Promise(loss, **own), memory=memory, **options)
+    gem = GEM(model, optimizer, Promise(loss, **own), memory=memory, **options)
+    gem.metric = metric
+    return gem
+
+
+def projector_of(parameters, **options):
+    """Return a projector with these options, those of its promise among them."""
+    own = {name: options.pop(name) for name in FIELDS & options.keys()}
+    return GradientProjector(parameters, Promise(**own), **options)
 
 
 def begin(loss=loss, *, model=None, make=sgd, **options):
