@@ -121,7 +121,7 @@ def errors_on_every_process():
             raise OSError("no such memory")
         yield mine[1]
 
-    with pytest.raises(ValueError, match="disagree on the number of past tasks"):
+    with pytest.raises(ValueError, match="disagree on the number of rows"):
         projector.recall(many, mine[odd:], loss)
     full = [task(k, 3) for k in range(2)]
     projector.recall(many, full, loss)
@@ -198,11 +198,11 @@ def processes_of_which_nothing_is_known_are_an_error():
 def options_that_differ_are_an_error():
     odd = dist.get_rank() == 1
     for name, one, other in (
-        ("margin", 0.1, 0.9),
+        ("weight", 0.1, 0.9),
         ("method", "exact", "agem"),
         ("method", lambda K, b, start: b, "exact"),
-        ("bound", 0.1, 0.2),
-        ("bound", 0.1, None),
+        ("tolerance", 0.1, 0.2),
+        ("tolerance", 0.1, None),
         ("every", 1, 2),
         ("on", "gradient", "step"),
         ("rows_dtype", torch.float32, torch.float64),
@@ -216,7 +216,7 @@ def options_that_differ_are_an_error():
             gem.end_task([task(0, 3)])
             optimizer.step()
 
-        with pytest.raises(ValueError, match=f"disagree on the option {name}.*same options"):
+        with pytest.raises(ValueError, match=f"disagree on the (option {name}|promises|option bound).*same options"):
             store_and_step()
 
 

@@ -387,7 +387,7 @@ def exchanges_t_squared_numbers():
 def errors_on_every_process():
     odd = dist.get_rank() == 1
     model, projector, past, _ = begin()
-    with pytest.raises(ValueError, match="disagree on the number of past tasks"):
+    with pytest.raises(ValueError, match="disagree on the number of rows"):
         projector.recall(model, past[odd:], loss)
     with pytest.raises(ValueError, match="must have examples of every past task"):
         projector.recall(model, [tuple(leaf[:0] if odd else leaf for leaf in past[0])], loss)

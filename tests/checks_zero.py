@@ -86,7 +86,7 @@ def deepspeed_trains_as_one_process():
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "CUDA_VISIBLE_DEVICES": ""}
     for number, (promise, options) in enumerate(PROMISES):
         one = perceptron(torch.float32)
-        plain, violated = train(one, promise, options | {"group": alone()}, plainly(one))
+        plain, violated = train(one, promise, options | {"process_group": alone()}, plainly(one))
         assert violated
         for stage in (1, 2, 3) if number == 0 else (1 + number % 3, 1 + (number + 1) % 3):
             engine = engine_for(perceptron(torch.float32), stage)
@@ -148,7 +148,7 @@ def accelerated():
     import gemproj.integrations.accelerate
 
     one = perceptron(torch.float32)
-    train(one, loss, {"metric": "adam", "group": alone()}, plainly(one))
+    train(one, loss, {"process_group": alone()}, plainly(one))
     for stage in (1, 3):
         AcceleratorState._reset_state(reset_partial_state=True)
         plugin = DeepSpeedPlugin(zero_stage=stage)
@@ -208,7 +208,7 @@ def trainer():
             ddp_backend="gloo",
             deepspeed=config | {"zero_optimization": {"stage": 2}},
         )
-        gem = GEMCallback(on="step")
+        gem = GEMCallback(model_loss, on="step")
         kept = task(0, 32, torch.float32)
         gem.end_task([dict(zip(("x", "labels"), kept, strict=True))])
         now = [{"x": x, "labels": y} for x, y in zip(*rival(kept), strict=True)]
