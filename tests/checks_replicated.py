@@ -216,7 +216,9 @@ def options_that_differ_are_an_error():
             gem.end_task([task(0, 3)])
             optimizer.step()
 
-        with pytest.raises(ValueError, match=f"disagree on the (option {name}|promises|option bound).*same options"):
+        with pytest.raises(
+            ValueError, match=f"disagree on the (option {name}|promises|option bound).*same options"
+        ):
             store_and_step()
 
 

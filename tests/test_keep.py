@@ -95,7 +95,7 @@ def test_three_kinds_of_promises_while_a_fourth_thing_is_learned():
                 other.parameters(), x.split([p.numel() for p in other.parameters()]), strict=True
             ):
                 p -= 0.3 * part.view_as(p)
-        active |= {gem.history.names[k] for k in gem.last.solution.active.nonzero().flatten().tolist()}
+        active |= {gem.last.names[k][0] for k in gem.last.solution.active.nonzero().flatten().tolist()}
         torch.testing.assert_close(flat(model), flat(other), rtol=1e-8, atol=1e-9)
     assert active >= kept.keys() - {"task"}  # or they would not have been tried
     assert gem.last.multipliers[0] >= 0.3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ class ConstraintMatrix:
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
         self.vector = vector
         self._buffer = torch.empty((0, vector.d), dtype=dtype or vector.dtype, device=vector.device)
+        wide = wide_dtype(torch, vector.device)
+        self._unknown = torch.tensor(math.nan, dtype=wide, device=vector.device)
         self.clear()
 
     def __len__(self) -> int:
@@ -63,8 +65,7 @@ class ConstraintMatrix:
         self._count = self.age = 0
         self._squares: Tensor | None = None
         self.reached = [False] * len(self.vector.parameters)
-        device = self.vector.device
-        self.losses, self.stored = torch.empty((2, 0), dtype=wide_dtype(torch, device), device=device)
+        self.losses, self.stored = self._unknown.new_empty((2, 0))
         self.names: list[Any] = []
         self.seconds: list[float] = []
 
@@ -74,7 +75,7 @@ class ConstraintMatrix:
         self.vector.check()
         self._reserve(rows)
         self._scale = scale
-        self._sums: dict[int, Tensor] = {}  # of each row that was written, its loss and its bound
+        self._parts: list[tuple[int, Tensor, Tensor]] = []  # row, its loss, and what that was when stored
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0, stored: Tensor | None = None) -> None:
         """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss, and `stored`."""
@@ -82,30 +83,36 @@ class ConstraintMatrix:
         self._reserve(k + 1)
         factor = weight * self._scale
         gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
-        fresh = k not in self._sums
-        for j, part in enumerate(self.vector.split(self._buffer[k])):
-            gradient, gradients[j] = gradients[j], None  # freed as soon as it is written
-            if gradient is not None:
-                gradient = local(self.vector.placed(j, gradient))
-                self.reached[j] = True
-                part.copy_(gradient) if fresh else part.add_(gradient)
-            elif fresh:
-                part.zero_()
-        sums = self._sums.setdefault(k, self.losses.new_zeros(2))
-        sums[0] += weight * loss.detach()
-        sums[1] += weight * (math.nan if stored is None else stored)
+        fresh = all(k != row for row, _, _ in self._parts)
+        found = [j for j, gradient in enumerate(gradients) if gradient is not None]
+        if fresh and len(found) < len(gradients):
+            self._buffer[k].zero_()
+        parts, values = self.vector.split(self._buffer[k]), []
+        for j in found:
+            self.reached[j] = True
+            values.append(local(self.vector.placed(j, cast(Tensor, gradients[j]))))
+        if found:
+            (torch._foreach_copy_ if fresh else torch._foreach_add_)([parts[j] for j in found], values)
+        pair = loss.detach().reshape(()), self._unknown if stored is None else stored
+        now, before = (weight * value.to(self._unknown) for value in pair)
+        self._parts.append((k, now, before))
 
     def close(self, rows: int) -> None:
         """Sum rows over processes, and declare so many complete; this process may have no example of some."""
-        for k in set(range(rows)) - self._sums.keys():
+        for k in set(range(rows)) - {row for row, _, _ in self._parts}:
             self._buffer[k].zero_()
         G, topology = self._buffer[:rows], self.vector.topology
         if self._scale != 1.0:
             G.div_(self._scale)
         self.reached = topology.reduce(G, self.reached)
         if rows:
-            nothing = self.losses.new_zeros(2)
-            sums = torch.stack([self._sums.get(k, nothing) for k in range(rows)], 1)
+            at, *values = zip(*self._parts, strict=True) if self._parts else ((), (), ())
+            sums = self.losses.new_zeros(2, rows)
+            if at == tuple(range(rows)):
+                sums = torch.stack([torch.stack(one) for one in values])
+            elif at:
+                index = torch.tensor(at, device=sums.device)
+                sums.index_add_(1, index, torch.stack([torch.stack(one) for one in values]))
             self.losses, self.stored = topology.sum_values(sums)
         self._count = rows
 
@@ -133,6 +140,8 @@ class ConstraintMatrix:
             mine = here if owned == columns else self._problems(v, weight, owned)
             measured = measure_sum(mine) if self.streamed else measure(*mine)
         measured = topology.sum_gram(measured, vector.dtype == torch.float64)
+        if weight is None and columns == [slice(0, vector.d)]:
+            self._squares = torch.as_tensor(measured.gram.K, device=v.device).diagonal().clone()
         if callable(options.h):
             options = replace(options, h=options.h(measured.gram))
         host = not isinstance(measured.gram.b, Tensor)
@@ -163,24 +172,23 @@ class ConstraintMatrix:
 
         Cosines, float64, are zero where the step or a row is zero.
         """
-        wide, owned = wide_dtype(torch, step.device), self.vector.owned
+        wide, owned, known = self._unknown.dtype, self.vector.owned, self._squares is not None
         products, squares = [], []
         with torch.autocast(step.device.type, enabled=False):
             for at, rows in self._tiles(owned):
                 products.append((rows @ step[at]).to(wide))
-                if self._squares is None:
+                if not known:
                     squares.append(torch.linalg.vector_norm(rows, dim=1, dtype=wide).square())
-        if self._squares is None:
-            self._squares = torch.stack(squares).sum(0)
         norms = [torch.linalg.vector_norm(step[at], dtype=wide) for at in owned]
-        square = torch.stack(norms).square().sum(0, keepdim=True)
-        packed = torch.cat([torch.stack(products).sum(0), self._squares, square])
-        packed = self.vector.topology.sum_shards(packed)
-        t = len(self)
-        sizes = packed[t:-1].sqrt() * packed[-1].sqrt()
-        self.losses = self.losses - packed[:t]  # whoever has the losses of before keeps them
+        sums = [torch.stack(part).sum(0) for part in (products, squares) if part]
+        packed = torch.cat([torch.stack(norms).square().sum(0, keepdim=True), *sums])
+        square, product, *rest = self.vector.topology.sum_shards(packed).split([1, *map(len, sums)])
+        if not known:
+            (self._squares,) = rest
+        self.losses = self.losses - product  # whoever has the losses of before keeps them
         self.age += 1
-        return torch.where(sizes > 0, packed[:t] / sizes, 0.0)
+        sizes = cast(Tensor, self._squares).sqrt() * square.sqrt()
+        return torch.where(sizes > 0, product / sizes, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the rows, of their losses now and when stored, and which parameters they reach."""

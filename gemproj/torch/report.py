@@ -149,111 +149,109 @@ class LogMeans:
 
 # Points of a history; where it is full every second one is dropped, and every second step is left out.
 _MOST_POINTS = 1000
+# Steps that are counted at once, which saves the time of many small operations.
+_MOST_PENDING = 50
 
 
 class History:
     """What the steps under promises did, set by set, in memory that does not grow with their number.
 
-    Nothing is read from a device before somebody reads this.
-
-    Attributes
-    ----------
-    steps : int
-        Steps under promises so far.
-    names : list
-        Names of the sets, in the order of their first step; "all sets" of what is promised together.
+    Nothing is read from a device before somebody reads this. What is promised of all sets together has the
+    name "all sets".
     """
 
     def __init__(self) -> None:
-        self.steps, self.names, self._every = 0, list[Any](), 1
-        self._index: tuple[list[Any], Tensor] | None = None  # the names of the last rows, and their sets
-        self._totals: Tensor | None = None  # (len(_TOTALS), sets)
+        self._steps, self._names, self._every = 0, list[Any](), 1
+        self._totals = torch.zeros(9, 0, dtype=torch.float64)
         self._points: list[tuple[int, Tensor]] = []  # steps, and (2, sets): losses and bounds
+        self._pending: list[Tensor] = []  # (7, rows) of each step that has not been counted yet
+        self._sets: list[Any] = []  # which sets the rows of these steps are about
 
     def add(self, step: Projection) -> None:
-        """Count a step."""
+        """Note a step."""
         sol, losses, cosines = step.solution, step.losses, step.cosines
         if sol is None or losses is None or cosines is None or not len(step.names):
             return
-        at, n = self._sets(step.names, losses.device), len(self.names)
-        broken = cosines < -_ROUNDING
-        bounds = losses.new_full(losses.shape, math.nan)
-        if step.excess is not None:
-            bounds = losses - step.excess
-            broken = torch.where(step.excess.isnan(), broken, step.excess > _ROUNDING * (1.0 + losses.abs()))
-        ones = torch.ones_like(losses)
+        sets = [_ALL if name[0] is None else name[0] for name in step.names]
+        if sets != self._sets or len(self._pending) == _MOST_PENDING:
+            self._count()
+            self._sets = sets
         before = losses if step.stored is None else torch.where(step.stored.isnan(), losses, step.stored)
-        costs = _tensor(step.costs, losses)
-        rows = torch.stack([ones, before, losses, bounds, sol.multipliers.to(losses), costs])
-        count, before, loss, bound, multiplier, cost = losses.new_zeros(6, n).index_add_(1, at, rows)
-        flags = torch.stack([sol.violated.to(losses), broken.to(losses)])
-        violated, broke = losses.new_zeros(2, n).scatter_reduce_(1, at.expand(2, -1), flags, "amax")
-        seen = count > 0
-        means = (torch.where(seen, a / count, math.nan) for a in (before, loss, bound, multiplier))
-        before, loss, bound, multiplier = means
-        totals = self._grown(n, losses)
-        first, worst = totals[0], totals[2]
-        self._totals = torch.stack(
-            [
-                torch.where(first.isnan(), before, first),
-                torch.where(seen, loss, totals[1]),
-                torch.fmax(worst, loss),
-                torch.where(seen, bound, totals[3]),
-                totals[4] + seen,
-                totals[5] + violated,
-                totals[6] + broke,
-                totals[7] + multiplier.nan_to_num(0.0),
-                totals[8] + cost,
-            ]
-        )
-        if self.steps % self._every == 0:
-            self._points.append((self.steps, torch.stack([loss, bound])))
-            if len(self._points) > _MOST_POINTS:
-                self._points, self._every = self._points[::2], 2 * self._every
-        self.steps += 1
+        excess = losses.new_full(losses.shape, math.nan) if step.excess is None else step.excess
+        costs = torch.tensor(step.costs or [0.0] * len(sets), dtype=losses.dtype, device=losses.device)
+        numbers = [before, losses, excess, costs, sol.multipliers, sol.violated, cosines]
+        self._pending.append(torch.stack([n.to(losses) for n in numbers]))
 
     def points(self) -> dict[Any, list[tuple[int, float, float]]]:
         """Return for each set the losses over the steps: (step, loss, bound), NaN where there is no bound."""
-        found: dict[Any, list[tuple[int, float, float]]] = {name: [] for name in self.names}
+        self._count()
+        found: dict[Any, list[tuple[int, float, float]]] = {name: [] for name in self._names}
         for step, values in self._points:
-            for name, (loss, bound) in zip(self.names, values.T.tolist(), strict=False):
+            for name, (loss, bound) in zip(self._names, values.T.tolist(), strict=False):
                 if not math.isnan(loss):
                     found[name].append((step, loss, bound))
         return found
 
-    def lines(self) -> dict[Any, tuple[float, ...]]:
-        """Return for each set the numbers of its `Line`."""
-        if self._totals is None:
-            return {}
-        return dict(zip(self.names, map(tuple, self._totals.T.tolist()), strict=True))
+    def totals(self) -> dict[Any, list[float]]:
+        """Return for each set its first, last and worst loss and last bound, steps, and sums over them.
+
+        These are of steps that violated, that broke the promise, of multipliers and of seconds.
+        """
+        self._count()
+        return dict(zip(self._names, self._totals.T.tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
         """Return all of it, as numbers, names and tensors."""
+        self._count()
         points = [[step, values.cpu()] for step, values in self._points]
-        totals = None if self._totals is None else self._totals.cpu()
-        known = {"names": list(self.names), "every": self._every, "totals": totals, "points": points}
-        return {"steps": self.steps} | known
+        known = {"names": list(self._names), "every": self._every, "totals": self._totals.cpu()}
+        return {"steps": self._steps, "points": points} | known
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned."""
-        self.steps, self.names, self._every = state["steps"], list(state["names"]), state["every"]
-        self._totals, self._index = state["totals"], None
+        self._steps, self._names, self._every = state["steps"], list(state["names"]), state["every"]
+        self._totals, self._pending, self._sets = state["totals"], [], []
         self._points = [(step, values) for step, values in state["points"]]
 
-    def _sets(self, names: Sequence[tuple[Any, ...]], device: torch.device) -> Tensor:
-        """Return for each row which of the sets it is about."""
-        sets = [_ALL if name[0] is None else name[0] for name in names]
-        if self._index is None or self._index[0] != sets:
-            self.names += [name for name in dict.fromkeys(sets) if name not in self.names]
-            at = torch.tensor([self.names.index(name) for name in sets], device=device)
-            self._index = sets, at
-        return self._index[1]
-
-    def _grown(self, n: int, like: Tensor) -> Tensor:
-        before = like.new_zeros(9, 0) if self._totals is None else self._totals.to(like)
-        fresh = like.new_zeros(9, n - before.shape[1])
-        fresh[:4] = math.nan
-        return torch.cat([before, fresh], 1)
+    def _count(self) -> None:
+        """Count the pending steps, whose rows are about the same sets."""
+        if not self._pending:
+            return
+        numbers = torch.stack(self._pending)
+        self._pending = []
+        self._names += [name for name in dict.fromkeys(self._sets) if name not in self._names]
+        steps, n = len(numbers), len(self._names)
+        at = torch.tensor([self._names.index(name) for name in self._sets], device=numbers.device)
+        count = numbers.new_zeros(n).index_add_(0, at, numbers.new_ones(len(at)))
+        sums = numbers.new_zeros(steps, 5, n).index_add_(2, at, numbers[:, :5])
+        before, loss, excess, _, multiplier = (sums / torch.where(count > 0, count, math.nan)).unbind(1)
+        losses, above, violated, cosines = numbers[:, [1, 2, 5, 6]].unbind(1)
+        broken = torch.where(above.isnan(), cosines < -_ROUNDING, above > _ROUNDING * (1.0 + losses.abs()))
+        flags = torch.stack([violated, broken.to(violated)], 1)
+        happened = numbers.new_zeros(steps, 2, n).scatter_reduce_(2, at.expand(steps, 2, -1), flags, "amax")
+        bound, nothing = loss - excess, numbers.new_zeros(9, n)
+        nothing[:4] = math.nan
+        nothing[:, : self._totals.shape[1]] = self._totals.to(nothing)
+        first, last, worst, limit, *counted = nothing
+        seen = count > 0
+        self._totals = torch.stack(
+            [
+                torch.where(first.isnan(), before[0], first),
+                torch.where(seen, loss[-1], last),
+                torch.fmax(worst, loss.amax(0)),
+                torch.where(seen, bound[-1], limit),
+                counted[0] + steps * seen,
+                *(total + more for total, more in zip(counted[1:3], happened.sum(0), strict=True)),
+                counted[3] + multiplier.sum(0).nan_to_num(0.0),
+                counted[4] + sums[:, 3].sum(0),
+            ]
+        )
+        for k in range(steps):
+            if (self._steps + k) % self._every == 0:
+                self._points.append((self._steps + k, torch.stack([loss[k], bound[k]])))
+            if len(self._points) > _MOST_POINTS:
+                self._points, self._every = self._points[::2], 2 * self._every
+        self._steps += steps
 
 
 @dataclass(frozen=True)
@@ -369,7 +367,7 @@ _ROUNDING = 1e-6
 
 def make_report(history: History, examples: Mapping[Any, int]) -> Report:
     """Return the report on sets of so many `examples`, by name, and on what is promised of all together."""
-    known, lines = history.lines(), []
+    known, lines = history.totals(), []
     for name in [*examples, *(name for name in known if name not in examples)]:
         nan = math.nan
         first, now, worst, bound, steps, would, broke, multiplier, cost = known.get(
@@ -388,7 +386,3 @@ def _cell(value: Any, name: str) -> str:
             return "-"
         return f"{100 * value:.1f} %" if name in ("would_break", "broke") else f"{value:.4g}"
     return str(value)
-
-
-def _tensor(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values or [0.0] * len(like), dtype=like.dtype, device=like.device)
