@@ -51,7 +51,7 @@ def test_the_default_is_a_model_of_transformers():
     values, batch = tokens()
     model = lambda labels, attention_mask: Output(values)  # noqa: E731
     assert CrossEntropy()(model, batch).shape == (3,)
-    assert Distillation().outputs(model, batch).shape == values.shape
+    assert [len(one) for one in Distillation().outputs(model, batch)] == [3, 5, 0]
     with pytest.raises(TypeError, match=r"model\(\*\*batch\)\.logits; found list"):
         CrossEntropy()(model, [values])
 
@@ -99,7 +99,7 @@ def test_outputs_in_half_precision(dtype, top):
     before, batch = tokens(0, torch.float32)
     loss = Distillation(lambda values, b: values, dtype=dtype, top=top)
     stored = loss.outputs(before, batch)
-    assert (stored if top is None else stored[0]).dtype == dtype
+    assert (stored[0] if top is None else stored[0][0]).dtype == dtype
     same = loss(before, batch, stored)
     # Logarithms of probabilities are up to 8 here; a divergence is quadratic in what they are off.
     assert same.abs().max() < (8 * torch.finfo(dtype).eps) ** (2 if top is None else 1)
@@ -134,8 +134,13 @@ def test_the_mask_may_be_a_place_in_a_tuple():
     by_key = Distillation(lambda values, b: values, mask="mask")
     default = Distillation(lambda values, b: values)
     by_place = Distillation(lambda values, b: values, mask=1)
-    stored = by_key.outputs(before, batch)
+    stored = default.outputs(before, {})
     expected = by_key(now, {"mask": mask}, stored)
+    of_positions = by_key.outputs(before, {"mask": mask})
+    assert [len(one) for one in of_positions] == mask.sum(1).tolist()
+    torch.testing.assert_close(by_key(now, {"mask": mask}, of_positions), expected)
+    with pytest.raises(ValueError, match=r"now \[5, 5, 5\] count"):
+        default(now, {}, of_positions)
     torch.testing.assert_close(default(now, {"attention_mask": mask}, stored), expected)
     assert not torch.allclose(expected, default(now, {}, stored))
     with pytest.raises(ValueError, match="mask 'mask' is not in the batch"):

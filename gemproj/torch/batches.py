@@ -1,24 +1,28 @@
-"""Batches: any nesting of dicts, lists and tuples of tensors whose leading dimension is their examples."""
+"""Batches, what is stored with their examples, and the sources that they are fetched from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import copy
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import (
-    TreeSpec,
-    keystr,
-    tree_flatten,
-    tree_flatten_with_path,
-    tree_map,
-    tree_unflatten,
-)
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
-Batch = Any
+Batch = Any  # a nesting of tensors (n, ...), or whatever a collate function makes
+Collate = Callable[[list[Any]], Batch]
 Field = Hashable | Callable[[Batch], torch.Tensor]  # a key of a batch, or a function of it
 # (model, batch), or (model, batch, outputs): returns the mean over the examples, or one number for each.
 Loss = Callable[..., torch.Tensor]
+
+
+class PerExample(list[Any]):
+    """A list with one element for each example, which may differ in shape and structure.
+
+    A loss whose ``outputs(model, batch)`` differ in shape from example to example returns them in one, and
+    is given one again.
+    """
 
 
 class Remembered(NamedTuple):
@@ -26,9 +30,9 @@ class Remembered(NamedTuple):
 
     Attributes
     ----------
-    batch : nesting of dicts, lists and tuples of tensors
-    outputs : the same
-        What the model had put out, one row per example.
+    batch : nesting of dicts, lists and tuples of tensors, or what a collate function has made
+    outputs : nesting of tensors (n, ...), or PerExample
+        What the model had put out.
     losses : Tensor, shape (n,)
         The loss of each example when it was stored.
     """
@@ -56,7 +60,7 @@ def remembered(batch: Batch, outputs: Any, losses: Any) -> Remembered:
 
 
 class Source(NamedTuple):
-    """The examples of one constraint, which are fetched in parts when they are needed.
+    """The examples of one row of G, which are fetched in parts when they are needed.
 
     Attributes
     ----------
@@ -64,13 +68,16 @@ class Source(NamedTuple):
         Number of examples.
     fetch : callable
         ``fetch(slice(start, stop))`` returns some of them as a batch.
-    task : task
-        Whose examples they are; None where nothing is known of it.
+    name : tuple
+        The name of the set and the label, or None: of all sets together ``(None, None)``; with one row for
+        each example also its place in the stream. Empty for a batch that comes from no memory.
+    promise : Promise, optional
+        The promise about these examples.
     """
 
     size: int
     fetch: Callable[[slice], Batch]
-    name: Any = ()
+    name: tuple[Hashable, ...] = ()
     promise: Any = None
 
     def all(self) -> Batch:
@@ -79,7 +86,7 @@ class Source(NamedTuple):
 
     def to(self, device: Any) -> Source:
         """Return the source of the same examples on a device, to which each part is moved by itself."""
-        return self._replace(fetch=lambda part: tree_map(lambda leaf: leaf.to(device), self.fetch(part)))
+        return self._replace(fetch=lambda part: moved(self.fetch(part), device))
 
 
 class Batches(Iterator[Batch]):
@@ -94,15 +101,60 @@ class Batches(Iterator[Batch]):
 
 def source_of(batch: Batch) -> Source:
     """Return the source of a batch that is there already."""
-    leaves, spec = flatten(batch)
-    count = int(leaves[0].shape[0])
+    count = count_examples(batch)
+    return Source(count, lambda part: batch if part == slice(0, count) else take(batch, part))
 
-    def fetch(part: slice) -> Batch:
-        if part == slice(0, count):
-            return batch
-        return tree_unflatten([leaf[part] for leaf in leaves], spec)
 
-    return Source(count, fetch)
+def parts(source: Source, size: int | None, most: int) -> Iterator[tuple[Batch, int, int]]:
+    """Yield the examples of a source, `size` at a time: a batch, its number of examples, and its weight.
+
+    The weight is that number, too, except for the processes that have fewer examples than the one with
+    `most`: all make as many passes, in which the others repeat their first examples with weight zero.
+    """
+    if size is None or most <= size:
+        if source.size:
+            yield source.all(), source.size, source.size
+        return
+    for start in range(0, most, size):
+        first = start if start < source.size else 0
+        stop = min(first + size, source.size)
+        yield source.fetch(slice(first, stop)), stop - first, stop - first if start < source.size else 0
+
+
+def map_nested(
+    function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] = lambda value: False
+) -> Any:
+    """Return a nesting of mappings, lists, tuples and dataclasses with a function applied to its leaves.
+
+    Mappings become dicts.
+    """
+
+    def again(value: Any) -> Any:
+        if is_leaf(value):
+            return function(value)
+        if isinstance(value, Mapping):
+            return {key: again(value[key]) for key in value}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*map(again, value))
+        if isinstance(value, list | tuple):
+            return type(value)(map(again, value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            fresh = copy.copy(value)
+            for field in dataclasses.fields(value):
+                object.__setattr__(fresh, field.name, again(getattr(value, field.name)))
+            return fresh
+        return function(value)
+
+    return again(value)
+
+
+def moved(batch: Batch, device: Any) -> Batch:
+    """Return a batch on a device: what has a method `to` is moved, and what has none stays as it is."""
+
+    def movable(value: Any) -> bool:
+        return callable(getattr(value, "to", None)) and not isinstance(value, type)
+
+    return map_nested(lambda leaf: leaf.to(device) if movable(leaf) else leaf, batch, movable)
 
 
 def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
@@ -137,8 +189,13 @@ def place(batch: Batch, i: int) -> str:
 
 def _remedy(found: str, element: bool = True) -> str:
     if any(name in found for name in ("max_length", "cu_seq", "seq_idx")):
-        return " A packed or padding-free batch has no examples to choose from: store from a padded loader."
-    return " Elements of a data set are no batches: pass a DataLoader, which collates." if element else ""
+        return (
+            " A packed or padding-free batch has no examples to choose from: pass the loader itself, whose "
+            "data set has them, or the data set with collate=."
+        )
+    if not element:
+        return ""
+    return " Elements of a data set are no batches: pass the data set, a DataLoader of it, or collate=."
 
 
 def _ordered(batch: Batch) -> Batch:
@@ -150,25 +207,51 @@ def _ordered(batch: Batch) -> Batch:
     return type(batch)(map(_ordered, batch)) if type(batch) in (list, tuple) else batch
 
 
-def count_examples(batch: Batch) -> int:
-    """Return the number of examples in a batch."""
-    return int(flatten(batch)[0][0].shape[0])
+def count_examples(batch: Batch | Remembered) -> int:
+    """Return the number of examples in a batch of tensors, in a list, or in what is remembered of them."""
+    if isinstance(batch, PerExample):
+        return len(batch)
+    if not isinstance(batch, Remembered):
+        return int(flatten(batch)[0][0].shape[0])
+    counts = {name: count_examples(getattr(batch, name)) for name in batch.fields}
+    if len(set(counts.values())) != 1:
+        raise ValueError(
+            "Examples, outputs and losses need the same leading dimension, or length; found "
+            f"{', '.join(f'{n} in {name}' for name, n in counts.items())}."
+        )
+    return counts["batch"]
 
 
-def parts(source: Source, size: int | None, most: int) -> Iterator[tuple[Batch, int]]:
-    """Yield the examples of a source, `size` at a time, each part with its weight in examples.
+def take(batch: Batch | Remembered, part: slice) -> Batch:
+    """Return some examples of a batch of tensors, of a list, or of what is remembered."""
 
-    All processes make as many passes as the one with `most` examples: the others repeat their first
-    examples with weight zero.
-    """
-    if size is None or most <= size:
-        if source.size:
-            yield source.all(), source.size
-        return
-    for start in range(0, most, size):
-        first = start if start < source.size else 0
-        stop = min(first + size, source.size)
-        yield source.fetch(slice(first, stop)), stop - first if start < source.size else 0
+    def of(leaf: Any) -> Any:
+        return PerExample(leaf[part]) if isinstance(leaf, PerExample) else leaf[part]
+
+    return map_nested(of, batch, lambda value: isinstance(value, PerExample))
+
+
+def join(parts: list[Any]) -> Any:
+    """Return batches of tensors, or lists, as one; tensors may lie on different devices, as after loading."""
+    if len(parts) == 1:
+        return parts[0]
+    listed = [isinstance(part, PerExample) for part in parts]
+    if all(listed):
+        return PerExample(one for part in parts for one in part)
+    flat, specs = zip(*map(flatten, parts), strict=True) if not any(listed) else ((), (0, 1))
+    columns = list(zip(*flat, strict=False))
+    if any(spec != specs[0] for spec in specs) or not all(map(alike, columns)):
+        raise ValueError(
+            "Examples that differ in structure, shape or dtype, or that are stored in batches here and in a "
+            "list there, cannot be mixed in one batch. Draw from each task by itself, as per='task' does."
+        )
+    joined = [torch.cat([part.to(first.device) for part in (first, *rest)]) for first, *rest in columns]
+    return tree_unflatten(joined, specs[0])
+
+
+def alike(column: Iterable[torch.Tensor]) -> bool:
+    """Return whether tensors have rows of one shape and dtype."""
+    return len({(leaf.shape[1:], leaf.dtype) for leaf in column}) == 1
 
 
 def output_of(model: Any, batch: Batch, name: str) -> Any:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from itertools import groupby
 
 import torch
-from torch.utils._pytree import tree_unflatten
 from torch.utils.data import get_worker_info
 
 from gemproj._checks import check_count
-from gemproj.torch.batches import Batch, Batches, Field, Source, flatten, source_of
-from gemproj.torch.store import Store, plain
+from gemproj.torch.batches import Batch, Batches, Collate, Field, PerExample, Source
+from gemproj.torch.promise import Per, Promise
+from gemproj.torch.store import Store, mixed, plain
 
-PER = ("task", "label", "example", "all")
+_Chosen = list[tuple[Store, int]]  # stores and slots of examples
 
 
 class Draws:
     """What an `EpisodicMemory`, which explains it, gives back."""
 
     label: Field | None
+    collate: Collate | None
+    promises: dict[Hashable, Promise]
     _random: torch.Generator
     _stores: dict[Hashable, Store]
     _worker: int | None = None  # the seed of the loader's worker in which this copy lies
 
-    def batches(self, exclude: Hashable = None, *, n: int | None = None, per: str = "task") -> Batches:
+    def batches(self, exclude: Hashable = None, *, n: int | None = None, per: Per = "task") -> Batches:
         """Return an iterator over batches like `batch`, task after task in the order of their first examples.
 
         Examples are copied when it comes to their batch. Where `GradientProjector.recall` is given this
@@ -40,65 +43,31 @@ class Draws:
             One batch for each task; for each label of each task, in increasing order; for each of the
             n examples of each task; or for all tasks together, a `sample` of n examples.
         """
-        self.check_per(per, "per")
         if n is not None:
             check_count(n, "n", 1)
-        return Batches(self._drawn(exclude, n, per))
+        alike = Promise(per=per, examples=n)
+        self._check_label(alike)
+        drawn = self._drawn(dict.fromkeys(self._others(exclude), alike))
+        return Batches(source._replace(promise=None) for source in drawn)
 
-    def check_per(self, per: str, name: str) -> None:
-        """Raise for an argument of that name which is none of "task", "label", "example" and "all"."""
-        if per not in PER:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, PER))}; found {per!r}.")
-        if per == "label" and self.label is None:
-            raise ValueError(f"{name}='label' needs label: where the labels of a batch are.")
+    def promised(self, default: Promise, exclude: Hashable = None) -> Batches:
+        """Return an iterator over the batches of one step, one for each row of G, with their `sources`.
 
-    def names(self, exclude: Hashable = None, *, per: str = "task") -> list[tuple[Hashable, ...]]:
-        """Return what `batches` draws from: pairs of the task and, with ``per="label"``, the label.
+        Each task is drawn from as its promise says, the one in `promises` or the default, in the order of
+        the tasks and as by `batches`. Tasks with equal promises that are ``per="all"`` have one row
+        together, in the place of the first.
 
-        With ``per="example"`` there is a triple for each example, which ends with its place in the stream;
-        with ``per="all"`` one pair, of None.
+        Parameters
+        ----------
+        default : Promise
+            About the tasks that have none of their own.
+        exclude : task, optional
+            A task to leave out, as in `batches`.
         """
-        stores = self._others(exclude).items()
-        if per == "all":
-            return [(None, None)] if stores else []
-        if per == "example":
-            return [(task, None, place) for task, store in stores for place in store.places()]
-        return [(task, label) for task, store in stores for label, _ in store.groups(per == "label")]
-
-    def promised(self, default, exclude=None):
-        def each():
-            stores, done = self._others(exclude), []
-            for task, store in stores.items():
-                p = self.promises.get(task, default)
-                if p.per == "all":
-                    if p in done:
-                        continue
-                    done.append(p)
-                    total = sum(len(s) for t, s in stores.items() if self.promises.get(t, default) == p)
-                    yield source_of(self.sample(p.examples or total, exclude))._replace(
-                        promise=p, name=(None, None)
-                    )
-                    continue
-                random = self._own_random()
-                for label, slots in store.groups(p.per == "label"):
-                    drawn = slots if p.examples is None else store.draw(label, slots, p.examples, random)
-                    for some in [[slot] for slot in drawn] if p.per == "example" else [drawn]:
-                        name = (task, label) if p.per != "example" else (task, None, store.places()[some[0]])
-                        yield store.source(task, some)._replace(promise=p, name=name)
-
-        return Batches(each())
-
-    def _drawn(self, exclude: Hashable, n: int | None, per: str) -> Iterator[Source]:
-        random, stores = self._own_random(), self._others(exclude)
-        if per == "all":
-            if stores:
-                yield source_of(self.sample(n or sum(map(len, stores.values())), exclude))
-            return
-        for task, store in stores.items():
-            for label, slots in store.groups(per == "label"):
-                drawn = slots if n is None else store.draw(label, slots, n, random)
-                for some in [[slot] for slot in drawn] if per == "example" else [drawn]:
-                    yield store.source(task, some)
+        plan = {task: self.promises.get(task, default) for task in self._others(exclude)}
+        for promise in plan.values():
+            self._check_label(promise)
+        return Batches(self._drawn(plan))
 
     def sample(self, n: int, exclude: Hashable = None) -> Batch:
         """Draw a batch of `n` examples without replacement from all tasks together (all, if fewer).
@@ -113,37 +82,81 @@ class Draws:
         Raises
         ------
         ValueError
-            If there is no example to draw.
+            If there is no example to draw, or if tasks are stored in batches that differ in structure.
         """
         check_count(n, "n", 1)
-        stores = list(self._others(exclude).values())
-        if not stores:
+        tasks = self._others(exclude)
+        if not tasks:
             raise ValueError(
                 "The memory is empty: nothing to draw from."
                 if exclude is None
                 else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
             )
-        total = sum(len(store) for store in stores)
-        drawn = torch.randperm(total, generator=self._own_random(), device="cpu")[:n]
-        picks, start = [], 0
-        for store in stores:
-            own = drawn[(drawn >= start) & (drawn < start + len(store))] - start
-            picks.append(flatten(store.at(own.tolist())))
-            start += len(store)
-        leaves, specs = zip(*picks, strict=True)
-        if any(spec != specs[0] for spec in specs):
-            raise ValueError(
-                "Outputs or losses are stored with some tasks only, so that they cannot be mixed."
-            )
-        columns = zip(*leaves, strict=True)
-        # Tasks may have been stored on different devices, as after loading a checkpoint.
-        joined = [torch.cat([part.to(first.device) for part in (first, *rest)]) for first, *rest in columns]
-        return plain(tree_unflatten(joined, specs[0]))
+        return self._fetch(self._sampled(list(tasks.values()), n))
 
     def source(self, task: Hashable) -> Source:
         """Return the source of all examples of a task, in the order of `batch`."""
         store = self._store(task)
-        return store.source(task, list(range(len(store))))
+        return self._source([(store, slot) for slot in range(len(store))], (task, None), None)
+
+    def _drawn(self, plan: Mapping[Hashable, Promise]) -> Iterator[Source]:
+        """Yield the sources of each row, for the promises about these tasks."""
+        random, together = self._own_random(), []
+        for task, promise in plan.items():
+            store, per, n = self._stores[task], promise.per, promise.examples
+            if per == "all":
+                if promise not in together:
+                    together.append(promise)
+                    stores = [self._stores[other] for other, own in plan.items() if own == promise]
+                    chosen = self._sampled(stores, n or sum(map(len, stores)))
+                    yield self._source(chosen, (None, None), promise)
+                continue
+            for label, slots in store.groups(per == "label"):
+                drawn = slots if n is None else store.draw(label, slots, n, random)
+                if per != "example":
+                    yield self._source([(store, slot) for slot in drawn], (task, label), promise)
+                    continue
+                places = store.places()
+                for slot in drawn:
+                    yield self._source([(store, slot)], (task, None, places[slot]), promise)
+
+    def _check_label(self, promise: Promise) -> None:
+        if promise.per == "label" and self.label is None:
+            raise ValueError("per='label' needs label: where the labels of a batch are.")
+
+    def _sampled(self, stores: list[Store], n: int) -> _Chosen:
+        """Draw n examples of these stores together, without replacement."""
+        total = sum(map(len, stores))
+        drawn = torch.randperm(total, generator=self._own_random(), device="cpu")[:n]
+        chosen, start = [], 0
+        for store in stores:
+            own = drawn[(drawn >= start) & (drawn < start + len(store))] - start
+            chosen += [(store, slot) for slot in own.tolist()]
+            start += len(store)
+        return chosen
+
+    def _source(self, chosen: _Chosen, name: tuple[Hashable, ...], promise: Promise | None) -> Source:
+        return Source(len(chosen), lambda part: self._fetch(chosen[part]), name, promise)
+
+    def _fetch(self, chosen: _Chosen) -> Batch:
+        """Return a batch of copies of these examples; the last one's `collate` makes it of a list."""
+        groups = [(store, [slot for _, slot in some]) for store, some in groupby(chosen, lambda one: one[0])]
+        found = mixed([store.at(slots) for store, slots in groups])
+        if isinstance(found.batch, PerExample):
+            found = found._replace(batch=self._collate_of(groups[-1][0])(list(found.batch)))
+        return plain(found)
+
+    def _collate_of(self, store: Store) -> Collate:
+        """Return what makes batches of the examples of a store."""
+        collate = self.collate if store.collate is None else store.collate
+        if collate is None:
+            task = next((task for task, one in self._stores.items() if one is store), None)
+            raise ValueError(
+                f"The examples of task {task!r} were loaded without the function that makes batches of "
+                "them. Set memory.collate, such as to loader.collate_fn; or store the task before loading, "
+                "from the loader or with collate=."
+            )
+        return collate
 
     def _own_random(self) -> torch.Generator:
         """Return the random numbers of draws: each worker of a loader has a copy, and draws on its own."""

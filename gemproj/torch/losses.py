@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gemproj._checks import check_count, check_number
-from gemproj.torch.batches import Batch, Field, Loss, Remembered, count_examples, field_of, output_of
+from gemproj.torch.batches import Batch, Field, PerExample, field_of, output_of
 
 # Labels that torch and transformers leave out.
 _IGNORED = -100
@@ -33,7 +32,8 @@ class CrossEntropy:
     """Cross-entropy of each example: for tokens, the mean over those of the example that have a label.
 
     The losses of models of transformers are means over all tokens of a batch, from which no bound of an
-    example can be told.
+    example can be told. Of a padding-free batch, or of packed rows, examples are told apart by
+    ``batch["position_ids"]``, as these models do where there is no attention mask.
 
     Parameters
     ----------
@@ -75,11 +75,15 @@ class CrossEntropy:
                 f"labels must have shape {tuple(logits.shape[:-1])} to go with logits of shape "
                 f"{tuple(logits.shape)}; found {tuple(labels.shape)}."
             )
+        examples = _examples_of(batch, labels.shape)
         if self._shift:
             logits, labels = logits[:, :-1], labels[:, 1:]
         logits = _widened(logits).flatten(0, -2)
         values = cross_entropy(logits, labels.flatten(), ignore_index=_IGNORED, reduction="none")
-        return _means(values.view(labels.shape), labels != _IGNORED)
+        values, counts = values.view(labels.shape), labels != _IGNORED
+        if examples is not None and self._shift:  # no position of another example predicts a first label
+            counts = counts & (examples[:, 1:] == examples[:, :-1])
+        return _means(values, counts, examples)
 
 
 class Distillation:
@@ -89,6 +93,8 @@ class Distillation:
     temperature T, for tokens the mean over the example (Hinton et al., 2015); plus, with `labels`, a weight
     times the cross-entropy, as in DER++ (Buzzega et al., 2020). Promises of it need no labels, and say
     more: the model is held to what it said about every class.
+
+    Of a padding-free batch, or of packed rows, examples are told apart as by `CrossEntropy`.
 
     `gemproj.torch.GEM` stores the outputs of a task when it ends. By hand:
     ``memory.add(batch, task, outputs=loss.outputs(model, batch))``.
@@ -106,6 +112,8 @@ class Distillation:
         Of the stored log-probabilities, such as ``torch.float16``; by default that of the logits.
     mask : key or callable, default "attention_mask"
         Positions (n, ...) that count, those not zero. Batches need not have the default one; then all count.
+        Outputs are stored of these positions only, so that padding takes no bytes, and the same examples may
+        come back padded to another length, on another side, or in a padding-free batch.
     labels : CrossEntropy, optional
         Adds its losses, from the same logits.
     weight : float, default 1
@@ -144,22 +152,36 @@ class Distillation:
 
     @torch.no_grad()
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Any:
-        """Return what to store: log-probabilities (n, ..., classes); with `top`, those and their classes."""
+        """Return what to store: log-probabilities (n, ..., classes); with `top`, those and their classes.
+
+        Where a mask, or a padding-free batch, tells which positions are an example's own, a list with one
+        tensor (positions, classes) or pair of them for each example.
+        """
         logits = self._logits(model, batch)
-        found, dtype = self._log_probabilities(logits), self._dtype or logits.dtype
-        if self._top is None:
-            return found.to(dtype)
-        if self._top >= found.shape[-1]:
+        mask, examples = self._own(batch, logits)
+        found = self._log_probabilities(logits if mask is None else logits[mask])
+        dtype = self._dtype or logits.dtype
+        if self._top is not None and self._top >= found.shape[-1]:
             raise ValueError(
                 f"top must be below the number of classes, {found.shape[-1]}; found {self._top}."
             )
-        values, classes = found.topk(self._top, dim=-1)
-        return values.to(dtype), classes.int()
+        values, classes = (found, None) if self._top is None else found.topk(self._top, dim=-1)
+        stored = [values.to(dtype)] + ([] if classes is None else [classes.int()])
+        if mask is None:
+            return stored[0] if classes is None else tuple(stored)
+        sizes = _sums(mask.long(), examples).tolist()
+        split = [leaf.split(sizes) for leaf in stored]
+        return PerExample(split[0] if classes is None else zip(*split, strict=True))
 
     def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
         logits = self._logits(model, batch)
-        now = self._log_probabilities(logits)
+        mask, examples = self._own(batch, logits)
+        if mask is None and isinstance(outputs, PerExample):
+            mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
+        now = self._log_probabilities(logits if mask is None else logits[mask])
+        if mask is not None:
+            outputs = _at_positions(outputs, mask, examples)
         if self._top is None:
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one whatever was rounded
         else:
@@ -169,18 +191,26 @@ class Distillation:
         # What had probability zero adds nothing, although its logarithm is infinite.
         terms = torch.where(before.isneginf(), 0.0, before.exp() * (before - now))
         divergence = terms.sum(-1) * self._temperature**2
-        counts = torch.ones_like(divergence, dtype=torch.bool)
+        if mask is None:
+            losses = _means(divergence, torch.ones_like(divergence, dtype=torch.bool))
+        else:
+            losses = _means(divergence.new_zeros(mask.shape).masked_scatter(mask, divergence), mask, examples)
+        return losses if self._labels is None else losses + self._weight * self._labels.of(logits, batch)
+
+    def _own(self, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return the positions that count, or None for all, and `_examples_of` them."""
+        shape = logits.shape[:-1]
+        examples = _examples_of(batch, shape)
         # Of a classifier of sequences, the mask is about tokens and the logits are not.
-        if self._mask != _MASK or (isinstance(batch, Mapping) and _MASK in batch and divergence.ndim > 1):
+        if self._mask != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
             mask = field_of(batch, self._mask, "mask")
-            if mask.shape != divergence.shape:
+            if mask.shape != shape:
                 raise ValueError(
-                    f"mask must have the shape of the logits without classes, {tuple(divergence.shape)}; "
+                    f"mask must have the shape of the logits without classes, {tuple(shape)}; "
                     f"found {tuple(mask.shape)}. Pass another key, or a function of the batch."
                 )
-            counts = mask.bool()
-        losses = _means(divergence, counts)
-        return losses if self._labels is None else losses + self._weight * self._labels.of(logits, batch)
+            return mask.bool(), examples
+        return (None if examples is None else torch.ones_like(examples, dtype=torch.bool)), examples
 
     def _log_probabilities(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(_widened(logits) / self._temperature, dim=-1)
@@ -198,65 +228,45 @@ def _with_rest(top: Tensor) -> Tensor:
     return torch.cat([top, rest.log()], dim=-1)
 
 
-def _means(values: Tensor, counts: Tensor) -> Tensor:
-    """Return the means of (n, ...) over all but the first dimension, where `counts`; 0 where nothing does."""
-    values, counts = values.reshape(len(values), -1), counts.reshape(len(counts), -1)
-    return torch.where(counts, values, 0.0).sum(1) / counts.sum(1).clamp(min=1)
+def _means(values: Tensor, counts: Tensor, examples: Tensor | None = None) -> Tensor:
+    """Return the mean of (n, ...) over each example, where `counts`; 0 where nothing does."""
+    totals = _sums(torch.where(counts, values, 0.0), examples)
+    return totals / _sums(counts.long(), examples).clamp(min=1)
 
 
-def check_function(loss: Any) -> None:
-    """Raise for what cannot be called as ``loss(model, batch)``."""
-    kind = type(loss) if isinstance(loss, torch.nn.Module) else loss
-    if getattr(kind, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
-        raise TypeError(
-            f"loss is called as loss(model, batch), and {kind.__name__} takes predictions. Pass a function, "
-            "such as lambda model, batch: cross_entropy(model(batch[0]), batch[1]), or CrossEntropy of "
-            "gemproj.torch.losses."
-        )
-    if not callable(loss):
-        raise TypeError(f"loss must be a function of model and batch; found {type(loss).__name__}.")
+def _sums(values: Tensor, examples: Tensor | None) -> Tensor:
+    """Return the sum over each example: a row, or positions with its number; values may lack the first."""
+    if examples is None:
+        return values.reshape(len(values), -1).sum(1)
+    sums, of = values.new_zeros(int(examples[-1, -1]) + 1), examples[:, examples.shape[1] - values.shape[1] :]
+    return sums.index_add(0, of.flatten(), values.flatten())
 
 
-def call_loss(
-    loss: Loss, model: torch.nn.Module, examples: Batch | Remembered, name: tuple[Any, ...] = ()
-) -> Tensor:
-    """Return the loss, one number or one for each example; with stored outputs it is a function of these."""
-    if not isinstance(examples, Remembered):
-        examples = Remembered(examples)
-    given = (examples.outputs,) if "outputs" in examples.fields else ()
-    if not given and getattr(loss, "outputs", None) is not None:
+def _examples_of(batch: Batch, shape: torch.Size) -> Tensor | None:
+    """Return the number of the example that each position belongs to; None where each row is an example.
+
+    Rows may hold several examples if there is no attention mask: one begins wherever positions do not go on,
+    as models of transformers see it.
+    """
+    if not isinstance(batch, Mapping) or _MASK in batch or "position_ids" not in batch:
+        return None
+    positions = batch["position_ids"]
+    if positions.shape != shape or len(shape) != 2:
+        return None
+    begins = torch.ones_like(positions)
+    begins[:, 1:] = positions.diff(dim=1) != 1
+    return begins.flatten().cumsum(0).view(shape) - 1
+
+
+def _at_positions(outputs: Any, mask: Tensor, examples: Tensor | None) -> Any:
+    """Return the stored outputs of all positions that count, one after the other."""
+    if not isinstance(outputs, PerExample):
+        return tree_map(lambda leaf: leaf[mask], outputs)
+    stored = [len(tree_leaves(one)[0]) for one in outputs]
+    found = _sums(mask.long(), examples).tolist()
+    if stored != found:
         raise ValueError(
-            f"Examples{f' of {name[0]!r}' if name else ''} are stored without outputs, with which "
-            "this loss compares. Store them with end_task(batches, task), with add(..., outputs=) or with "
-            "record(task, outputs=), or remove(task)."
+            f"Outputs were stored of {stored} positions of the examples, and now {found} count: the mask, or "
+            "what the collate function cuts off, must be the same whenever an example is drawn."
         )
-    with explained(examples.batch):
-        value = loss(model, examples.batch, *given)
-        if not isinstance(value, Tensor):
-            raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
-        if value.shape not in ((), (1,)) and value.shape != ((n := count_examples(examples)),):
-            raise ValueError(
-                "loss(model, batch) must return the mean over the examples, or one number for each of these "
-                f"{n}, shape ({n},); found {tuple(value.shape)}. Of logits compute a loss; of losses of "
-                "tokens, (n, T) or (n * T,), the mean over the tokens of each example that have a label, as "
-                "CrossEntropy of gemproj.torch.losses does."
-            )
-    return value
-
-
-@contextmanager
-def explained(batch: Batch) -> Iterator[None]:
-    """Add to an error in a loss what it was called with."""
-    try:
-        yield
-    except Exception as error:
-        if hasattr(error, "add_note"):  # of Python 3.11
-            shapes = tree_map(lambda leaf: tuple(leaf.shape), batch)
-            note = f"The loss was called with stored examples, of shapes {shapes}."
-            if all(leaf.ndim == 1 for leaf in tree_leaves(batch)):
-                note += (
-                    " Their first dimension counts examples: if they are elements of a data set, pass a "
-                    "DataLoader, which collates."
-                )
-            error.add_note(note)
-        raise
+    return tree_map(lambda *leaves: torch.cat(leaves), *outputs)

@@ -1,61 +1,88 @@
-"""Storing examples of a task, with what a promise about them needs to know of the model as it is now."""
+"""Storing a set of examples, with what a promise about them needs to know of the model as it is now."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils._pytree import tree_leaves
 
-from gemproj.torch.batches import Batch, Remembered, count_examples, parts
+from gemproj.torch.batches import Collate, Remembered, join, moved, parts, take
+from gemproj.torch.calling import call_loss, explained
 from gemproj.torch.constraint_gradients import preserved_state, reshard, unwrapped
 from gemproj.torch.distributed import Replicated
-from gemproj.torch.losses import call_loss, explained
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.parameters import ParameterVector
+from gemproj.torch.promise import Promise
+from gemproj.torch.reading import read
 
-# Most batches that are read where there is no length: a stream may have no end.
-_MOST_BATCHES = 100_000
 # The loss is tried on so many examples: of one, some losses squeeze the dimension of the examples away.
 _TRIED = 2
-# Data sets of Hugging Face, which are not torch's.
-_DATASETS = {
-    "datasets.arrow_dataset.Dataset",
-    "datasets.iterable_dataset.IterableDataset",
-    "datasets.dataset_dict.DatasetDict",
-    "datasets.dataset_dict.IterableDatasetDict",
-}
 
 
-def remember(memory, batches, task, model, promise, *, collate=None, microbatch=None, process_group=None):
-    loss, bound, rows, group = promise.loss, promise.tolerance, promise.examples, process_group
-    if task is None:
-        task = next(k for k in itertools.count(len(memory)) if k not in memory.tasks)
-    outputs, bounded = getattr(loss, "outputs", None), bound is not None
+def remember(
+    memory: EpisodicMemory,
+    data: Any,
+    name: Hashable,
+    model: torch.nn.Module | None,
+    promise: Promise,
+    *,
+    collate: Collate | None = None,
+    microbatch: int | None = None,
+    process_group: Any = None,
+) -> Hashable:
+    """Store a set of examples, and of those kept what the promise needs: all of it, or nothing.
+
+    These are the outputs that its loss wants and, with a tolerance, the losses. Otherwise the loss is tried,
+    on a few examples, and if these are too few on as many as a step passes.
+
+    Parameters
+    ----------
+    memory : EpisodicMemory
+    data
+        A DataLoader, a data set, or an iterable of batches; with `collate` also one of examples. Of a loader
+        with a collate function other than torch's the examples of its data set are stored as they are.
+    name : hashable
+        Of the set; None for the number of sets stored before, or the next integer that is no name.
+    model : torch.nn.Module or None
+        May be None where nothing of it is stored.
+    promise : Promise
+    collate : callable, optional
+        Makes a batch of a list of examples; by default that of the loader, or torch's for a data set.
+    microbatch, process_group
+        As in `gemproj.torch.GEM`.
+
+    Returns
+    -------
+    hashable
+        The name.
+    """
+    if name is None:
+        name = next(k for k in itertools.count(len(memory)) if k not in memory.tasks)
+    loss, bounded = promise.loss, promise.tolerance is not None
+    outputs = getattr(loss, "outputs", None)
     evaluated = bounded or outputs is not None
-    draft = memory.draft(task)
+    draft = memory.draft(name)
     if model is None:
         if evaluated:
             raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
-        _add_all(draft, batches, task)
-        memory.adopt(draft, task)
-        return task
+        _add_all(draft, data, name, collate)
+        memory.adopt(draft, name)
+        return name
     model, parallel = unwrapped(model)
     reshard(model)
-    vector = ParameterVector.of(_trainable(model), group)
+    vector = ParameterVector.of(_trainable(model), process_group)
     if parallel is not None and vector.topology.world == 1:
         vector.topology = Replicated(vector.device, parallel.process_group)
     topology = vector.topology
-    with topology.agreement({"option bound": bounded, "option microbatch": microbatch}):
-        if evaluated and task in draft.tasks:
-            draft.record(task)  # drops what is computed anew for all of its examples
-        _add_all(draft, batches, task)
-    source = draft.source(task)
-    home = tree_leaves(source.fetch(slice(0, 1)))[0].device
+    with topology.agreement({"option tolerance": bounded, "option microbatch": microbatch}):
+        if evaluated and name in draft.tasks:
+            draft.record(name)  # drops what is computed anew for all of its examples
+        _add_all(draft, data, name, collate)
+    source = draft.source(name)
     _, (most,) = topology.plan([source.size])
     model = model if evaluated else getattr(model, "_orig_mod", model)  # a trial is no reason to compile
 
@@ -65,27 +92,29 @@ def remember(memory, batches, task, model, promise, *, collate=None, microbatch=
 
     def evaluate(size: int) -> None:
         found, losses = [], []
-        some = source._replace(size=min(source.size, size)).to(vector.device)
+        some = source._replace(size=min(source.size, size))
         with topology.passes(), preserved_state(model, vector.device), torch.no_grad():
-            for part, n in parts(some, microbatch, min(most, size)):
+            for given, n, weight in parts(some, microbatch, min(most, size)):
+                home, part = _device_of(given), moved(given, vector.device)
                 with explained(part):
                     stored = () if outputs is None else outputs(model, part)
-                found.append(tree_map(lambda leaf, n=n: leaf[:n].to(home), stored))
+                found.append(moved(take(stored, slice(weight)), home))
                 if bounded or len(found) == 1:
                     with torch.set_grad_enabled(tried):
-                        value = call_loss(loss, model, Remembered(part, stored) if evaluated else part)
+                        value = call_loss(loss, model, Remembered(part, stored) if evaluated else part, n)
                     if tried and trainable and not value.requires_grad:
                         raise ValueError(
                             "loss(model, batch) has no gradient: it does not depend on trainable parameters "
                             "of the model, or runs under torch.no_grad() or detach()."
                         )
+                    _check_finite(value, name)
                 if bounded:
-                    losses.append(_one_each(value, part)[:n])
+                    losses.append(_one_each(value, n)[:weight].to(home))
             if evaluated:
-                joined = None if outputs is None else tree_map(lambda *leaves: torch.cat(leaves), *found)
-                draft.record(task, outputs=joined, losses=torch.cat(losses).to(home) if bounded else None)
+                stored = None if outputs is None else join(found)
+                draft.record(name, outputs=stored, losses=torch.cat(losses) if bounded else None)
 
-    size = max(source.size, most) if evaluated or rows is None else rows
+    size = max(source.size, most) if evaluated or promise.examples is None else promise.examples
     if not tried:
         evaluate(size)
     else:
@@ -94,8 +123,8 @@ def remember(memory, batches, task, model, promise, *, collate=None, microbatch=
         except Exception:  # also of another process
             evaluate(size)
     reshard(model)
-    memory.adopt(draft, task)
-    return task
+    memory.adopt(draft, name)
+    return name
 
 
 def _trainable(model: torch.nn.Module) -> list[Tensor]:
@@ -104,59 +133,34 @@ def _trainable(model: torch.nn.Module) -> list[Tensor]:
     return [p for p in held if p.requires_grad] or [p.detach().requires_grad_() for p in held[:1]]
 
 
-def _add_all(memory: EpisodicMemory, batches: Iterable[Batch], task: Hashable) -> None:
-    """Offer all examples to the memory; raise where a new task has none, or where these are not batches."""
-    _check_batches(batches)
-    for count, batch in enumerate(batches):
-        if count == _MOST_BATCHES and not _has_length(batches):
-            raise ValueError(
-                f"batches have no length, and no end after {_MOST_BATCHES:,} of them. Pass as many as are "
-                "wanted: itertools.islice(batches, n)."
-            )
-        memory.add(batch, task)
-    if task not in memory.tasks:
+def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate | None) -> None:
+    """Offer all examples to the memory; raise where a new set has none."""
+    chunks, collate = read(data, collate)
+    for chunk in chunks:
+        memory.add(chunk, name, collate=collate)
+    if name not in memory.tasks:
+        raise ValueError("data holds no example. An iterator can be read once only: pass the loader itself.")
+
+
+def _device_of(batch: Any) -> torch.device:
+    found = (leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    return next(found, torch.device("cpu"))
+
+
+def _check_finite(losses: Tensor, name: Hashable) -> None:
+    wrong = losses[~losses.isfinite()]
+    if len(wrong):
         raise ValueError(
-            "batches hold no example. An iterator can be read once only: pass the loader itself."
+            f"The loss of examples of {name!r} is {float(wrong[0].detach())}, and nothing can be promised "
+            "about it. Leave out examples without a label, and check the weights of the model."
         )
 
 
-def _has_length(batches: Any) -> bool:
-    try:
-        return len(batches) >= 0
-    except TypeError:  # also of a loader, whose data set has none
-        return False
-
-
-def _check_batches(batches: Any) -> None:
-    """Raise for what is often passed instead of an iterable of batches."""
-    name = type(batches).__name__
-    tensors = isinstance(batches, tuple | list) and all(isinstance(part, Tensor) for part in batches)
-    # Batches that are tensors are alike; so tensors that are not are the parts of one batch.
-    kinds = {(part.shape[1:], part.dtype) for part in batches} if tensors else ()
-    one = tensors and (len(kinds) > 1 or (isinstance(batches, tuple) and len(batches) > 1))
-    hugging_face = any(
-        f"{kind.__module__}.{kind.__qualname__}" in _DATASETS for kind in type(batches).__mro__
-    )
-    if hugging_face or (isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)):
-        raise TypeError(
-            f"batches must be an iterable of batches; found a data set, {name}, which has single examples. "
-            "Pass DataLoader(dataset, batch_size=32), or batch_size=None if it has batches."
-        )
-    if one or isinstance(batches, Tensor | Mapping):
-        raise TypeError(
-            f"batches must be an iterable of batches, such as a loader; found one batch, of type {name}. "
-            "Pass [batch]."
-        )
-    if not isinstance(batches, Iterable) and not hasattr(batches, "__getitem__"):
-        loader = " Pass trainer.get_train_dataloader()." if hasattr(batches, "get_train_dataloader") else ""
-        raise TypeError(f"batches must be an iterable of batches, such as a loader; found {name}.{loader}")
-
-
-def _one_each(losses: Tensor, batch: Batch) -> Tensor:
-    if losses.shape != (count_examples(batch),):
+def _one_each(losses: Tensor, n: int) -> Tensor:
+    if losses.shape != (n,):
         raise ValueError(
-            f"bound needs one loss for each example, shape ({count_examples(batch)},); found "
-            f"{tuple(losses.shape)}. Compute it with reduction='none', or use CrossEntropy of "
-            "gemproj.torch.losses."
+            f"tolerance needs one loss for each example, shape ({n},); found {tuple(losses.shape)}. Compute "
+            "it with reduction='none', or use CrossEntropy of gemproj.torch.losses; or pass microbatch=1, so "
+            "that the loss is called with one example at a time."
         )
     return losses

@@ -1,4 +1,4 @@
-"""The examples of one task: preallocated tensors, the policy's bookkeeping, and draws without replacement."""
+"""The examples of one task: how they are held, the policy's bookkeeping, and draws without replacement."""
 
 from __future__ import annotations
 
@@ -7,34 +7,43 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_unflatten
 
-from gemproj.torch.batches import Batch, Remembered, Source, flatten, place
+from gemproj.torch.batches import Batch, Collate, PerExample, Remembered, count_examples, join
+from gemproj.torch.examples import hold, owned, packed, unpacked
 from gemproj.torch.policies import Policy, Slots
 
 
 class Store:
-    """At most `capacity` examples of one task, of which the first ``len(store)`` rows are in use.
+    """At most `capacity` examples of one task, of which the first ``len(store)`` slots are in use.
 
-    It is made from examples of the kind to be stored, and stores none of them.
+    It is made from examples of the kind to be stored, and stores none of them. What is stored about them is
+    held in the same slots.
+
+    Attributes
+    ----------
+    collate : callable or None
+        Makes a batch of a list of examples; None for examples that are held in batches of tensors, and after
+        loading.
     """
 
-    def __init__(self, examples: Remembered, capacity: int) -> None:
+    def __init__(self, examples: Remembered, capacity: int, collate: Collate | None = None) -> None:
         self.slots = Slots(capacity)
+        self.collate = collate
         self._queues: dict[Any, list[int]] = {}  # what is left to draw, by label; None for all examples
-        self._allocate(examples)
+        self._held = {name: hold(getattr(examples, name), capacity) for name in examples.fields}
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        return Store.from_state_dict(self.state_dict(), len(self.slots.labels))
+        copy = Store.from_state_dict(self.state_dict(), len(self.slots.labels))
+        copy.collate = self.collate
+        return copy
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors, in use or not."""
-        return sum(leaf.nbytes for leaf in self._leaves)
+        """Bytes of all that is held."""
+        return sum(held.nbytes for held in self._held.values())
 
     def add(self, examples: Remembered, labels: list[int], policy: Policy, random: torch.Generator) -> None:
         """Offer examples, which have been checked, to the policy."""
@@ -43,24 +52,24 @@ class Store:
             slot = self.slots.place(label, policy, random)
             if slot is not None:
                 source[slot] = row
-        self._write(flatten(examples)[0], list(source), list(source.values()))
+        for name, held in self._held.items():
+            held.write(list(source), getattr(examples, name), list(source.values()))
         self._queues = {}
 
-    def record(self, examples: Remembered) -> None:
-        """Replace all examples by the same ones with other outputs and losses."""
-        leaves, _ = flatten(examples)  # raises unless there is one row for each example
-        self._allocate(examples)
+    def record(self, outputs: Any, losses: Any) -> None:
+        """Replace the outputs and losses of all examples; empty tuples stand for none."""
         rows = list(range(len(self)))
-        self._write(leaves, rows, rows)
-
-    def all(self) -> Remembered:
-        """Return copies of all examples, in the order of their slots."""
-        return self._of([leaf[: len(self)].clone() for leaf in self._leaves])
+        stored = Remembered(PerExample(rows), owned(outputs), owned(losses))
+        count_examples(stored)  # raises unless there is one of each for each example
+        fresh = {"batch": self._held["batch"]}
+        for name in stored.fields[1:]:
+            fresh[name] = hold(getattr(stored, name), len(self.slots.labels))
+            fresh[name].write(rows, getattr(stored, name), rows)
+        self._held = fresh
 
     def at(self, slots: list[int]) -> Remembered:
-        """Return copies of some examples."""
-        index = torch.tensor(slots, dtype=torch.int64, device="cpu")
-        return self._of([leaf[index.to(leaf.device)] for leaf in self._leaves])
+        """Return copies of some examples, in a list where they are not held in batches."""
+        return Remembered(**{name: held.at(slots) for name, held in self._held.items()})
 
     def places(self) -> list[int]:
         """Return the place of each example in the stream of the task."""
@@ -69,10 +78,6 @@ class Store:
     def shuffle(self) -> None:
         """Have the next draws begin anew."""
         self._queues = {}
-
-    def source(self, task: Hashable, slots: list[int]) -> Source:
-        """Return the source of some examples, to be fetched when they are needed."""
-        return Source(len(slots), lambda part: plain(self.at(slots[part])), (task, None))
 
     def groups(self, by_label: bool) -> Iterator[tuple[Hashable, list[int]]]:
         """Yield the slots of each label, in the order of the labels; or None and all slots."""
@@ -94,64 +99,47 @@ class Store:
         self._queues[key] = queue
         return drawn
 
-    def check(self, examples: Remembered, *, batch_only: bool = False) -> None:
-        """Raise for examples that are not like those stored, or whose batch is not like theirs."""
-        kept = self._of([leaf[:0] for leaf in self._leaves])
-        if batch_only:
-            examples, kept = Remembered(examples.batch), Remembered(kept.batch)
-        if examples.fields != kept.fields:
+    def check(self, examples: Remembered) -> None:
+        """Raise for examples that are not like those stored."""
+        if examples.fields != list(self._held):
             raise ValueError(
-                f"The examples of this task are stored with {' and '.join(kept.fields)}; found "
+                f"The examples of this task are stored with {' and '.join(self._held)}; found "
                 f"{' and '.join(examples.fields)}. All examples of a task need the same."
             )
-        (leaves, spec), (stored, stored_spec) = flatten(examples), flatten(kept)
-        if spec != stored_spec:
-            raise ValueError(
-                f"The batch is nested differently from what is stored: {spec}, not {stored_spec}."
-            )
-        for i, (leaf, like) in enumerate(zip(leaves, stored, strict=True)):
-            if leaf.shape[1:] != like.shape[1:] or leaf.dtype != like.dtype:
-                raise ValueError(
-                    f"Stored examples have shape {tuple(like.shape[1:])} and {like.dtype} in "
-                    f"{place(kept, i)}; found {tuple(leaf.shape[1:])} and {leaf.dtype}. Pad sequences to a "
-                    "fixed length: DataCollatorWithPadding(tokenizer, padding='max_length', max_length=n), "
-                    "or for causal language models DataCollatorForLanguageModeling(tokenizer, mlm=False, "
-                    "pad_to_multiple_of=n), with n no less than the longest text."
-                )
+        for name, held in self._held.items():
+            held.check(getattr(examples, name), name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the examples, and the state of the policy and of the draws."""
         queues = [[key, list(queue)] for key, queue in self._queues.items()]
-        return {**self.all()._asdict(), **self.slots.state_dict(), "queues": queues}
+        examples = self.at(list(range(len(self))))._asdict()
+        listed = [name for name, value in examples.items() if isinstance(value, PerExample)]
+        held = {name: packed(value) for name, value in examples.items()}
+        return {**held, "listed": listed, **self.slots.state_dict(), "queues": queues}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], capacity: int) -> Store:
         """Make a store of what `state_dict` returned."""
-        examples = Remembered(*(state[name] for name in Remembered._fields))
-        leaves, _ = flatten(examples)
+        listed = state["listed"]
+        stored = {name: state[name] for name in Remembered._fields}
+        examples = Remembered(**{k: unpacked(value) if k in listed else value for k, value in stored.items()})
         store = cls(examples, capacity)
         store.slots.load_state_dict(state)
         used = list(range(len(store)))
-        if leaves[0].shape[0] != len(used):
-            raise ValueError(f"state has {leaves[0].shape[0]} examples of a task but {len(used)} labels.")
-        store._write(leaves, used, used)
+        for name, held in store._held.items():
+            found = count_examples(getattr(examples, name))
+            if found != len(used):
+                raise ValueError(f"state has {found} examples of a task but {len(used)} labels.")
+            held.write(used, getattr(examples, name), used)
         store._queues = {key: list(queue) for key, queue in state["queues"]}
         return store
 
-    def _allocate(self, examples: Remembered) -> None:
-        leaves, self._spec = flatten(examples)
-        capacity = len(self.slots.labels)
-        # What inference mode allocates could not be written to outside of it.
-        with torch.inference_mode(False):
-            self._leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
 
-    def _of(self, leaves: list[Tensor]) -> Remembered:
-        return tree_unflatten(leaves, self._spec)
-
-    def _write(self, leaves: list[Tensor], slots: list[int], rows: list[int]) -> None:
-        to, of = (torch.tensor(index, dtype=torch.int64, device="cpu") for index in (slots, rows))
-        for kept, leaf in zip(self._leaves, leaves, strict=True):
-            kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
+def mixed(parts: list[Remembered]) -> Remembered:
+    """Return examples of several stores as those of one."""
+    if any(part.fields != parts[0].fields for part in parts):
+        raise ValueError("Outputs or losses are stored with some tasks only, so that they cannot be mixed.")
+    return Remembered(**{name: join([getattr(part, name) for part in parts]) for name in parts[0].fields})
 
 
 def readable(nbytes: int) -> str:

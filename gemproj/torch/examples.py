@@ -1,0 +1,164 @@
+"""Two ways to hold examples in memory: dense columns of tensors, and a list of them as they are."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
+
+from gemproj.torch.batches import Batch, PerExample, alike, flatten, map_nested, place
+
+_NUMPY = "__numpy__"  # the key of the bytes of an array, which is a dict in a state
+
+
+class Dense:
+    """Examples of one shape, in preallocated tensors with one row for each slot.
+
+    It is made from examples of the kind to be stored, and stores none of them.
+    """
+
+    def __init__(self, like: Batch, capacity: int) -> None:
+        leaves, self._spec = flatten(like)
+        # What inference mode allocates could not be written to outside of it.
+        with torch.inference_mode(False):
+            self._leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, in use or not."""
+        return sum(leaf.nbytes for leaf in self._leaves)
+
+    def write(self, slots: list[int], examples: Batch, rows: list[int]) -> None:
+        """Copy rows of a batch into slots."""
+        to, of = _index(slots), _index(rows)
+        for kept, leaf in zip(self._leaves, flatten(examples)[0], strict=True):
+            kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
+
+    def at(self, slots: list[int]) -> Batch:
+        """Return copies of the examples in these slots."""
+        index = _index(slots)
+        return tree_unflatten([leaf[index.to(leaf.device)] for leaf in self._leaves], self._spec)
+
+    def check(self, examples: Batch, field: str) -> None:
+        """Raise for examples that are not like those stored."""
+        if isinstance(examples, PerExample):
+            raise ValueError(
+                f"The {field} of this task is stored in batches of tensors; found a list of examples. Pass "
+                "batches again, without collate, or remove(task) first."
+            )
+        (leaves, spec), kept = flatten(examples), self.at([])
+        if spec != self._spec:
+            raise ValueError(
+                f"The batch is nested differently from what is stored: {spec}, not {self._spec}."
+            )
+        for i, (leaf, like) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if not alike((leaf, like)):
+                where = field + place(kept, i).removeprefix("batch")
+                raise ValueError(
+                    f"Stored examples have shape {tuple(like.shape[1:])} and {like.dtype} in {where}; found "
+                    f"{tuple(leaf.shape[1:])} and {leaf.dtype}. For examples that differ in length pass the "
+                    "loader itself, whose collate_fn pads them, or a data set or list of examples with "
+                    "collate=: they are then stored as they are."
+                )
+
+
+class Listed:
+    """Examples as they are, in a list with one element for each slot in use."""
+
+    def __init__(self, like: Any = (), capacity: int = 0) -> None:
+        self._kept: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors and arrays, and of other values what `sys.getsizeof` says of each."""
+        sizes: list[int] = []
+        map_nested(lambda leaf: sizes.append(_size(leaf)), self._kept)
+        return sum(sizes)
+
+    def write(self, slots: list[int], examples: PerExample, rows: list[int]) -> None:
+        """Put examples, which are copies, into slots, of which new ones follow those in use."""
+        self._kept += [None] * (max(slots, default=-1) + 1 - len(self._kept))
+        for slot, row in zip(slots, rows, strict=True):
+            self._kept[slot] = examples[row]
+
+    def at(self, slots: list[int]) -> PerExample:
+        """Return copies of the examples in these slots: some collate functions change them."""
+        return PerExample(copied(self._kept[slot]) for slot in slots)
+
+    def check(self, examples: Any, field: str) -> None:
+        """Raise for what is no list of examples."""
+        if not isinstance(examples, PerExample):
+            raise ValueError(
+                f"The {field} of this task is stored as a list, one element for each example; found a batch. "
+                "Pass examples with collate=, or remove(task) first."
+            )
+
+
+def hold(like: Any, capacity: int) -> Dense | Listed:
+    """Return what can hold examples of this kind."""
+    return (Listed if isinstance(like, PerExample) else Dense)(like, capacity)
+
+
+def packed(examples: Any) -> Any:
+    """Return a list of examples as ``torch.load(..., weights_only=True)`` can read it; a batch as it is."""
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | np.generic):
+            return leaf
+        flat, scalar = np.ascontiguousarray(leaf).reshape(-1), not isinstance(leaf, np.ndarray)
+        of_bytes = torch.from_numpy(flat.view(np.uint8))
+        return {_NUMPY: of_bytes, "dtype": leaf.dtype.str, "shape": leaf.shape, "scalar": scalar}
+
+    return map_nested(of, list(examples)) if isinstance(examples, PerExample) else examples
+
+
+def unpacked(state: list[Any]) -> PerExample:
+    """Return copies of the examples that were `packed`."""
+
+    def is_array(value: Any) -> bool:
+        return isinstance(value, dict) and _NUMPY in value
+
+    def of(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        array = leaf[_NUMPY].cpu().numpy().view(leaf["dtype"]).reshape(leaf["shape"])
+        return array[()] if leaf["scalar"] else array
+
+    return PerExample(copied(map_nested(of, one, is_array)) for one in state)
+
+
+def owned(examples: Any) -> Any:
+    """Return copies of the examples of a list; a batch, which is copied into tensors, as it is."""
+    return PerExample(map(copied, examples)) if isinstance(examples, PerExample) else examples
+
+
+def copied(example: Any) -> Any:
+    """Return a copy of an example; raise for what cannot be stored."""
+    with torch.inference_mode(False):  # tensors of inference mode could not be trained on
+        return map_nested(_copied_leaf, example)
+
+
+def _copied_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    if isinstance(leaf, np.ndarray | np.generic) and not (leaf.dtype.hasobject or leaf.dtype.names):
+        return leaf.copy()
+    if leaf is None or type(leaf) in (bool, int, float, complex, str):
+        return leaf
+    raise TypeError(
+        "Stored examples may hold tensors, NumPy arrays, numbers, strings and None, in dicts, lists, tuples "
+        f"and dataclasses; found {type(leaf).__module__}.{type(leaf).__qualname__}. Convert it in the data "
+        "set, or pass batches of tensors: (batch for batch in loader)."
+    )
+
+
+def _size(leaf: Any) -> int:
+    return leaf.nbytes if isinstance(leaf, Tensor | np.ndarray | np.generic) else sys.getsizeof(leaf)
+
+
+def _index(places: list[int]) -> Tensor:
+    return torch.tensor(places, dtype=torch.int64, device="cpu")

@@ -1,0 +1,152 @@
+"""What may be passed as data: loaders, data sets, iterables of batches or of examples."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+
+from gemproj.torch.batches import Collate, flatten
+
+# Most batches that are read where there is no length: a stream may have no end.
+_MOST_BATCHES = 100_000
+# Examples that are offered at a time.
+_SOME = 64
+# Data sets of Hugging Face, which are not torch's.
+_SETS = {"datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"}
+_DICTS = {"datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"}
+# Loaders that make batches of examples as torch's own does.
+_ITERATED = ("DataLoader.__iter__", "DataLoaderShard.__iter__")
+
+
+def read(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
+    """Return an iterator over batches of tensors and None, or over lists of examples and what collates them.
+
+    Parameters
+    ----------
+    data : DataLoader, data set or iterable
+        See `gemproj.torch.GEM.end_task`.
+    collate : callable or None
+        Makes batches of a list of examples, where `data` has examples.
+    """
+    _check(data, collate)
+    if isinstance(data, DataLoader):
+        chunks, collate = _from_loader(data, collate)
+    elif collate is not None:
+        chunks = _lists(_elements(data))
+    elif _is_set(data):
+        chunks, collate = _from_set(data)
+    else:
+        chunks = iter(data)
+    return _ending(chunks, data), collate
+
+
+def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
+    """Read examples of a loader whose collate function is not torch's own, and otherwise its batches."""
+    given, own = collate is not None, loader.collate_fn
+    if loader.batch_sampler is None:
+        return (_lists(loader), collate) if given else (iter(loader), None)
+    as_torch = type(loader).__iter__.__qualname__ in _ITERATED
+    if not given and (own is default_collate or not as_torch or _hands_on(own)):
+        return iter(loader), None
+    streamed = isinstance(loader.dataset, IterableDataset)
+    how = ["batch_size", "drop_last"] if streamed else ["batch_sampler"]
+    how += ["num_workers", "worker_init_fn", "multiprocessing_context", "timeout", "generator"]
+    options: dict[str, Any] = {name: getattr(loader, name) for name in how}
+    lists: Iterator[list[Any]] = iter(DataLoader(loader.dataset, collate_fn=list, **options))
+    return lists, own if collate is None else collate
+
+
+def _hands_on(collate: Collate) -> bool:
+    """Return whether elements of the data set are batches, of which the first one is taken."""
+    probe = object()
+    try:
+        return collate([probe]) is probe
+    except Exception:
+        return False
+
+
+def _from_set(data: Any) -> tuple[Iterator[Any], Collate | None]:
+    """Collate examples of a data set as torch does by itself: to tensors, or else when they are drawn."""
+    lists = _lists(_elements(data))
+    first = next(lists, [])
+    if not first:
+        return lists, None
+    lists = itertools.chain([first], lists)
+    try:
+        flatten(_collated(first))
+    except TypeError:  # of text, for example
+        return lists, default_collate
+    return map(_collated, lists), None
+
+
+def _collated(examples: list[Any]) -> Any:
+    try:
+        return default_collate(examples)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise ValueError(
+            "torch's default_collate cannot make a batch of the examples of the data set. Pass collate=, a "
+            "function of a list of examples, such as the data collator of training; or a DataLoader that has "
+            "one."
+        ) from error
+
+
+def _ending(chunks: Iterator[Any], data: Any) -> Iterator[Any]:
+    """Yield what is read; raise where it has no length, and no end in sight."""
+    for count, chunk in enumerate(chunks):
+        if count == _MOST_BATCHES and not _has_length(data):
+            raise ValueError(
+                f"data has no length, and no end after {_MOST_BATCHES:,} batches. Pass as many as are "
+                "wanted: itertools.islice(batches, n)."
+            )
+        yield chunk
+
+
+def _elements(data: Any) -> Iterable[Any]:
+    """Return the elements of a data set or of an iterable."""
+    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not _is_kind(data, _SETS):
+        return (data[i] for i in range(len(data)))  # type: ignore[arg-type]
+    return data
+
+
+def _lists(elements: Iterable[Any]) -> Iterator[list[Any]]:
+    elements = iter(elements)
+    return iter(lambda: list(itertools.islice(elements, _SOME)), [])
+
+
+def _has_length(data: Any) -> bool:
+    try:
+        return len(data) >= 0
+    except TypeError:  # also of a loader, whose data set has none
+        return False
+
+
+def _is_set(data: Any) -> bool:
+    """Return whether the elements are examples: of an IterableDataset of torch they are batches."""
+    return _is_kind(data, _SETS) or (isinstance(data, Dataset) and not isinstance(data, IterableDataset))
+
+
+def _is_kind(data: Any, names: set[str]) -> bool:
+    return any(f"{kind.__module__}.{kind.__qualname__}" in names for kind in type(data).__mro__)
+
+
+def _check(data: Any, collate: Callable[..., Any] | None) -> None:
+    """Raise for what is often passed instead of data."""
+    if collate is not None and not callable(collate):
+        raise TypeError(f"collate must be a function of a list of examples; found {type(collate).__name__}.")
+    name = type(data).__name__
+    wanted = "data must be a loader, a data set or an iterable of batches"
+    tensors = isinstance(data, tuple | list) and all(isinstance(part, Tensor) for part in data)
+    # Batches that are tensors are alike; so tensors that are not are the parts of one batch.
+    kinds = {(part.shape[1:], part.dtype) for part in data} if tensors else ()
+    one = tensors and collate is None and (len(kinds) > 1 or (isinstance(data, tuple) and len(data) > 1))
+    if _is_kind(data, _DICTS):
+        raise TypeError(f"{wanted}; found {name}, which has several sets. Pass one of them: data['train'].")
+    if one or isinstance(data, Tensor | Mapping):
+        raise TypeError(f"{wanted}; found one batch, of type {name}. Pass [batch].")
+    if not isinstance(data, Iterable) and not hasattr(data, "__getitem__"):
+        loader = " Pass trainer.get_train_dataloader()." if hasattr(data, "get_train_dataloader") else ""
+        raise TypeError(f"{wanted}; found {name}.{loader}")
