@@ -15,9 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from gemproj._checks import check_count
 from gemproj.torch.batches import Batch, Batches, Remembered, Source, parts, source_of
+from gemproj.torch.calling import call_loss
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 from gemproj.torch.distributed import check_alone
-from gemproj.torch.losses import call_loss
 from gemproj.torch.promise import Promise
 
 
@@ -76,9 +76,9 @@ def from_batches(
         G.open(len(sources), scale)
         for k, (source, one) in enumerate(zip(sources, promises, strict=True)):
             start = time.perf_counter()
-            for part, n in parts(source, microbatch, passes[k]):
-                value = call_loss(one.loss, model, part, source.name).mean()
-                G.add(k, value, topology.weight(n, totals[k]), _stored(part, one, source.name))
+            for part, n, weight in parts(source, microbatch, passes[k]):
+                value = call_loss(one.loss, model, part, n, source.name).mean()
+                G.add(k, value, topology.weight(weight, totals[k]), _stored(part, one, source.name))
             G.seconds.append(time.perf_counter() - start)
     G.close(len(sources))
     G.names = [source.name for source in sources]

@@ -7,7 +7,8 @@ from typing import Any, Literal, get_args
 
 from gemproj._checks import check_count, check_number
 from gemproj.torch.batches import Loss
-from gemproj.torch.losses import check_function, model_loss
+from gemproj.torch.calling import check_function
+from gemproj.torch.losses import model_loss
 
 Per = Literal["task", "label", "example", "all"]
 
