@@ -167,7 +167,7 @@ def a_task_that_one_process_cannot_store_stops_every_process():
         model = spread(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         gem = protect(model, optimizer, promise, **options)
-        with expect(odd, ValueError, "batches hold no example"):
+        with expect(odd, ValueError, "data holds no example"):
             gem.end_task([] if odd else [task(0, 3)], 0)
         assert not gem.memory.tasks
         with expect(odd, ValueError, "leading dimension"):
