@@ -99,6 +99,8 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Attach to the optimizer."""
         self._attach_prepared(model, optimizer)
+        if self.memory.collate is None:  # as after a checkpoint, which has no functions
+            self.memory.collate = getattr(kwargs.get("train_dataloader"), "collate_fn", None)
         self._noted: Any = None
         self.logs()  # of another training
         if state.global_step:

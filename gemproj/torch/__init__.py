@@ -8,7 +8,7 @@ except ImportError as error:
     ) from error
 
 from gemproj.torch import losses
-from gemproj.torch.batches import Remembered
+from gemproj.torch.batches import PerExample, Remembered
 from gemproj.torch.gem import GEM
 from gemproj.torch.hooks import detach
 from gemproj.torch.memory import EpisodicMemory
@@ -20,6 +20,7 @@ __all__ = [
     "GEM",
     "EpisodicMemory",
     "GradientProjector",
+    "PerExample",
     "Projection",
     "Promise",
     "Remembered",

@@ -45,12 +45,15 @@ def call_loss(
         value = loss(model, examples.batch, *given)
         if not isinstance(value, Tensor):
             raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
+        if value.ndim == 1 and n == 1:  # a packed row has one number for each of its texts
+            value = value.mean()
         if value.shape not in ((), (1,)) and value.shape != (n,):
             raise ValueError(
                 "loss(model, batch) must return the mean over the examples, or one number for each of these "
                 f"{n}, shape ({n},); found {tuple(value.shape)}. Of logits compute a loss; of losses of "
                 "tokens, (n, T) or (n * T,), the mean over the tokens of each example that have a label, as "
-                "CrossEntropy of gemproj.torch.losses does."
+                "CrossEntropy of gemproj.torch.losses does. Of packed rows of several texts, without padding, "
+                "pass microbatch=1."
             )
     return value.reshape(1) if n == 1 else value
 

@@ -264,7 +264,7 @@ def _at_positions(outputs: Any, mask: Tensor, examples: Tensor | None) -> Any:
         return tree_map(lambda leaf: leaf[mask], outputs)
     stored = [len(tree_leaves(one)[0]) for one in outputs]
     found = _sums(mask.long(), examples).tolist()
-    if stored != found:
+    if sum(stored) != sum(found) or (len(stored) > 1 and stored != found):
         raise ValueError(
             f"Outputs were stored of {stored} positions of the examples, and now {found} count: the mask, or "
             "what the collate function cuts off, must be the same whenever an example is drawn."

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
-from gemproj.torch.batches import Collate, Remembered, join, moved, parts, take
+from gemproj.torch.batches import Collate, PerExample, Remembered, join, moved, parts, take
 from gemproj.torch.calling import call_loss, explained
 from gemproj.torch.constraint_gradients import preserved_state, reshard, unwrapped
 from gemproj.torch.distributed import Replicated
@@ -98,6 +98,8 @@ def remember(
                 home, part = _device_of(given), moved(given, vector.device)
                 with explained(part):
                     stored = () if outputs is None else outputs(model, part)
+                    if n == 1 and isinstance(stored, PerExample):  # a packed row, of several texts
+                        stored = PerExample([tree_map(lambda *leaves: torch.cat(leaves), *stored)])
                 found.append(moved(take(stored, slice(weight)), home))
                 if bounded or len(found) == 1:
                     with torch.set_grad_enabled(tried):
