@@ -13,10 +13,6 @@ import numpy as np
 Array = Any  # an array of NumPy, PyTorch, CuPy or any library of the array API standard
 Blocks = Array | Sequence[Array] | Mapping[Any, Array]
 
-# Models have hundreds of blocks, and `map` over these getters takes half the time of a loop.
-DTYPE, SHAPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("shape"), attrgetter("requires_grad")
-_DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
-
 # Caches by type: computing these values takes longer than projecting a small gradient.
 _NAMESPACES: dict[type, Any] = {}
 _REAL_FLOATING: dict[Any, bool] = {}
@@ -54,7 +50,8 @@ def device_of(a: Array) -> Any:
 
 def all_on(device: Any, arrays: Sequence[Array]) -> bool:
     """Return whether arrays of one library are all on `device`."""
-    found = list(map(_DEVICE if is_torch(arrays[0]) else device_of, arrays))
+    # Models have hundreds of blocks, and `map` over a getter takes half the time of a loop.
+    found = list(map(attrgetter("device") if is_torch(arrays[0]) else device_of, arrays))
     return found.count(device) == len(found)
 
 
@@ -101,7 +98,7 @@ def detach(a: Array) -> Array:
 
 def detach_all(arrays: list[Array]) -> None:
     """Replace the arrays of a list, all of one library, by arrays detached from autograd."""
-    if is_torch(arrays[0]) and any(map(REQUIRES_GRAD, arrays)):
+    if is_torch(arrays[0]) and any(map(attrgetter("requires_grad"), arrays)):
         arrays[:] = map(detach, arrays)
 
 
@@ -109,7 +106,11 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
     """Raise for tensors without dense memory: sparse, nested, meta and transformed by `torch.func`."""
     if is_torch(arrays[0]):
         first = arrays[0]
-        if first.is_nested or first.is_meta or set(map(_LAYOUT, arrays)) != {sys.modules["torch"].strided}:
+        if (
+            first.is_nested
+            or first.is_meta
+            or set(map(attrgetter("layout"), arrays)) != {sys.modules["torch"].strided}
+        ):
             raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
         functorch = sys.modules["torch"]._C._functorch
         if functorch.peek_interpreter_stack() is not None and any(

@@ -82,19 +82,22 @@ def slack_of(problem: Problem, lam: Array, h: Array | None) -> Array:
     return s + xp.reshape(total, lam.shape)
 
 
-def blocks_for_x(problem: Problem, out: Blocks | None) -> list[Array]:
+def blocks_for_x(problem: Problem, out: Blocks | None = None) -> list[Array]:
     """Return the blocks for x: the checked blocks of `out`, or new arrays."""
     if out is not None:
         return check_out(out, problem)
-    return problem.empty()
+    # Not empty_like, which would copy the zero strides of a broadcast g.
+    return [problem.xp.empty(tuple(v.shape), dtype=v.dtype, device=problem.device) for v in problem.vector]
 
 
-def as_asked(problem: Problem, x: list[Array], out: Any) -> Any:
+def as_asked(problem: Problem, x: list[Array], out: Any = None) -> Any:
     """Return `out`, or if it is None the blocks of x in a container like that of g."""
-    if out is None:
-        return problem.pack(x)
-    note_written(x)
-    return out
+    if out is not None:
+        note_written(x)
+        return out
+    if problem.keys is None:
+        return x[0]
+    return problem.keys(x) if problem.keys in (list, tuple) else dict(zip(problem.keys, x, strict=True))
 
 
 def write_x(problem: Problem, lam: Array, x: list[Array]) -> None:

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks
-from gemproj._blocks import blocks_of
+from gemproj._bounds import check_options
 from gemproj._checks import check_start
 from gemproj._combine import as_asked, blocks_for_x, combine_into
 from gemproj._dual import solve
 from gemproj._feasibility import warn_if_missed
 from gemproj._gram import measure
-from gemproj._options import check_options
-from gemproj._problem import check_problem
+from gemproj._problem import blocks_of, check_problem
 from gemproj.methods import AnyMethod, Exact
 
 

@@ -72,11 +72,11 @@ def solve_portable(
     if t == 0:
         return Outcome(b * 0.0, 0, int(Status.OPTIMAL))
     given, iterations = Standard(K, b, lower, upper), 0
-    if upper is None and few_sets(t, upper) and is_torch(b):
+    if upper is None and enumerable(t, upper) and is_torch(b):
         lam = _in_slabs(factorise_active_sets, *given)
     else:
         K, b, lower, upper, start, scale = normalise(*given, start)
-        if few_sets(t, upper):
+        if enumerable(t, upper):
             lam = _in_slabs(enumerate_active_sets, K, b, lower, upper)
         else:
             lam, iterations = _one_by_one(K, b, lower, upper, start)
@@ -86,7 +86,7 @@ def solve_portable(
     return Outcome(lam, iterations, lambda: _judge(*normalise(*given, lam)[:5])[0])
 
 
-def few_sets(t: int, upper: Array | None) -> bool:
+def enumerable(t: int, upper: Array | None) -> bool:
     """Return whether t rows have few enough active sets for enumeration."""
     return (2 if upper is None else 3) ** t <= MOST_SETS
 

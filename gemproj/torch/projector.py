@@ -11,8 +11,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from gemproj._bounds import Options, check_options
 from gemproj._checks import check_count
-from gemproj._options import Options, check_options
 from gemproj._solution import DualSolution
 from gemproj.methods import GEM2017, AnyMethod
 from gemproj.torch.attached import is_attached

@@ -11,7 +11,6 @@ import numpy as np
 from gemproj._arrays import Array
 from gemproj._constants import CHUNK, CLOSE, FEW_ROWS, LARGE, NARROW_ROUNDING, RESOLVED, WIDE_ROUNDING
 from gemproj._problem import Problem
-from gemproj._range import fits_float32
 from gemproj._tspace import Gram, Standard, matvec, normalise
 from gemproj.backends import portable
 from gemproj.backends.numba.addresses import locate, locate_output
@@ -161,7 +160,7 @@ def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
 
     Problem by problem, so that the bits of all other problems do not change.
     """
-    fits = fits_float32(gram)
+    fits = portable.fits_float32(gram)
     if problem.shared and not fits.all():
         return portable.Portable().gram(problem)
     for i in map(tuple, np.argwhere(~fits)):
