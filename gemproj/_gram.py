@@ -67,7 +67,7 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
     """Raise, on the CPU, if a row of G, or g, is not finite or its square leaves the range of float64."""
     low, high = WIDE_RANGE
     if gram.gg.ndim == 0:  # Python floats are compared faster than NumPy scalars
-        inside = all([low < v < high for v in (*gram.K.diagonal().tolist(), float(gram.gg))])
+        inside = all(low < v < high for v in (*gram.K.diagonal().tolist(), float(gram.gg)))
     else:
         squares = np.diagonal(gram.K, axis1=-2, axis2=-1), gram.gg
         inside = all([low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in squares])

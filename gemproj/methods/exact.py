@@ -46,10 +46,10 @@ class Exact(Method):
 
         xp, device, dtype = namespace(b), device_of(b), b.dtype
         shape = (*np.broadcast_shapes(tuple(K.shape[:-2]), tuple(b.shape[:-1])), b.shape[-1])
-        b = xp.broadcast_to(b, shape)
         if K.ndim > 2:
             K = xp.broadcast_to(K, (*shape, shape[-1]))
-        arrays = [K, b, lower, upper, warm_start]
+        vectors = (b, lower, upper, warm_start)
+        arrays = [K, *(a if a is None else xp.broadcast_to(a, shape) for a in vectors)]
         if on_host(device):  # arrays of t-space are NumPy arrays
             arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
         *dual, start = arrays
