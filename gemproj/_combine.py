@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +11,15 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks, namespace, note_written
 from gemproj._checks import check_multipliers
+from gemproj._constants import MISSED
 from gemproj._problem import Problem, check_out, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
-from gemproj._tspace import times_rows
+from gemproj._tspace import inverse, times_rows
 from gemproj.backends import select
+from gemproj.methods import Status
+
+_UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
 
 
 def combine(
@@ -65,6 +71,42 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
         first, second = sol._correction[i][::-1]
         step[i] = -second @ (first @ np.where(np.isfinite(s), s, 0.0))
     select(moved).combine(moved, step, x)
+
+
+def warn_if_missed(sol: DualSolution) -> None:
+    """Warn, on the CPU, if x violates the optimality conditions: callers of `project` see no status."""
+    status: Any = sol._status
+    if not (sol._exact and isinstance(status, np.ndarray) and np.count_nonzero(status)):
+        return
+    stalled = (status & int(Status.STALLED)) != 0
+    unsettled = stalled if sol.bounds.h is None else (status & _UNSETTLED) != 0
+    # The violation of x counts, too: nearly dependent rows have large multipliers with large rounding.
+    missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), _violation(sol))
+    worst = float(np.max(missed, where=unsettled, initial=0.0))
+    if worst <= MISSED:
+        return
+    cause = (
+        "constraints nearly contradict each other, or are nearly dependent. Look at `status` and "
+        "`kkt_residual` of `solve_dual`, or give a penalty."
+    )
+    if sol.bounds.equality is not None and sol.bounds.upper is not None:
+        cause = "x may have lost digits to the large penalty of an equality. Lower it, or leave it out."
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"The projection misses its optimality conditions by {worst:.0e} of the size of the problem: {cause}",
+        RuntimeWarning,
+        stacklevel=level,
+    )
+
+
+def _violation(sol: DualSolution) -> np.ndarray:
+    """Return the largest violation of a constraint without a penalty, (...), over row norm and size."""
+    s = sol.slack()
+    s = np.where(np.isinf(sol.lower), np.abs(s), -s) * inverse(np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1)))
+    worst = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
+    return worst * inverse(np.asarray(sol._size()))
 
 
 def slack_of(problem: Problem, lam: Array, h: Array | None) -> Array:

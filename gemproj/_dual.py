@@ -104,8 +104,9 @@ def solve_dual(
     problem = check_problem(G, g, metric)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     sol = solve(measure(problem), options, check_start(warm_start, *problem.like))
-    if problem.host and problem.t:  # certificates need more digits of K than multipliers
-        sol = return_to_rows(problem, sol, uncertified(sol))
+    # Certificates need more digits of K than multipliers.
+    if problem.host and problem.t and np.count_nonzero(chosen := uncertified(sol)):
+        sol = return_to_rows(problem, sol, chosen)
     return sol.to(problem.to_caller)
 
 
@@ -186,7 +187,9 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     if not (exact and host):
         return sol
     if rows is not None and rows.t:
-        sol = return_to_rows(rows, sol, ill_conditioned(rows, sol, found.resolution))
+        chosen = ill_conditioned(rows, sol, found.resolution)
+        if np.count_nonzero(chosen):
+            sol = return_to_rows(rows, sol, chosen)
     if bounds.equality is not None and bounds.upper is not None:
         sol = replace(sol, _status=sol.status | lost_to_penalty(sol) * int(Status.STALLED))
     if bounds.h is not None:
@@ -198,12 +201,13 @@ def _run(
     gram: Gram, bounds: Bounds, method: Any, start: Array | None, to_caller: Callable[[Array], Array]
 ) -> Outcome:
     """Return the outcome of a method on the standard form, with multipliers relative to the lower bounds."""
-    xp, base, exact = namespace(gram.b), bounds.base, isinstance(method, Exact)
+    exact = isinstance(method, Exact)
     reach = REACH if exact and isinstance(gram.b, np.ndarray) else LOOSE
     dual, cut = standard_form(gram.K, gram.b, bounds, reach)
     if start is not None:
+        xp = namespace(start)
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
-        start = clip(start if base is None else start - base, dual.lower, dual.upper)
+        start = clip(start if bounds.base is None else start - bounds.base, dual.lower, dual.upper)
     if exact and cut is not None:
         return _solve_cut(gram, bounds, method, dual, cut, start)
     if isinstance(method, Method):

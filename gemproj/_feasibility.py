@@ -1,9 +1,6 @@
-"""Detection of an infeasible h by Farkas' lemma, and the warning for answers that are not optimal."""
+"""Detection of an infeasible h, by Farkas' lemma."""
 
 from __future__ import annotations
-
-import sys
-import warnings
 
 import numpy as np
 
@@ -26,7 +23,6 @@ from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, identity_like, inverse, matvec, submatrix
 from gemproj.methods import Exact, Status
 
-_UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
 # Most rows that a message names.
 _NAMED = 12
 
@@ -45,42 +41,6 @@ def refuse_infeasible(sol: DualSolution, h: Array) -> None:
                 f"h is infeasible: no x satisfies G @ x >= h in rows {named}{where} at once. "
                 "Lower h there, or give a penalty, which allows violations."
             )
-
-
-def warn_if_missed(sol: DualSolution) -> None:
-    """Warn, on the CPU, if x violates the optimality conditions: callers of `project` see no status."""
-    if not (sol._exact and isinstance(sol.multipliers, np.ndarray) and np.count_nonzero(sol.status)):
-        return
-    status = np.asarray(sol.status)
-    stalled = (status & int(Status.STALLED)) != 0
-    unsettled = stalled if sol.bounds.h is None else (status & _UNSETTLED) != 0
-    # The violation of x counts, too: nearly dependent rows have large multipliers with large rounding.
-    missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), _violation(sol))
-    worst = float(np.max(missed, where=unsettled, initial=0.0))
-    if worst <= MISSED:
-        return
-    cause = (
-        "constraints nearly contradict each other, or are nearly dependent. Look at `status` and "
-        "`kkt_residual` of `solve_dual`, or give a penalty."
-    )
-    if sol.bounds.equality is not None and sol.bounds.upper is not None:
-        cause = "x may have lost digits to the large penalty of an equality. Lower it, or leave it out."
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"The projection misses its optimality conditions by {worst:.0e} of the size of the problem: {cause}",
-        RuntimeWarning,
-        stacklevel=level,
-    )
-
-
-def _violation(sol: DualSolution) -> np.ndarray:
-    """Return the largest violation of a constraint without a penalty, (...), over row norm and size."""
-    s = sol.slack()
-    s = np.where(np.isinf(sol.lower), np.abs(s), -s) * inverse(np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1)))
-    worst = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
-    return worst * inverse(np.asarray(sol._size()))
 
 
 def lost_to_penalty(sol: DualSolution) -> np.ndarray:

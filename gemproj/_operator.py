@@ -20,10 +20,9 @@ from gemproj._checks import (
     is_number,
     real_numbers,
 )
-from gemproj._combine import blocks_for_x, combine_into
+from gemproj._combine import blocks_for_x, combine_into, warn_if_missed
 from gemproj._derivative import pull_back
 from gemproj._dual import solve
-from gemproj._feasibility import warn_if_missed
 from gemproj._gram import measure
 from gemproj._problem import Problem, blocks_of, check_out, check_problem
 from gemproj._refine import inverse_of_free
