@@ -76,7 +76,7 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
 def warn_if_missed(sol: DualSolution) -> None:
     """Warn, on the CPU, if x violates the optimality conditions: callers of `project` see no status."""
     status: Any = sol._status
-    if not (sol._exact and isinstance(status, np.ndarray) and np.count_nonzero(status)):
+    if not (sol._exact and isinstance(sol.multipliers, np.ndarray) and np.count_nonzero(status)):
         return
     stalled = (status & int(Status.STALLED)) != 0
     unsettled = stalled if sol.bounds.h is None else (status & _UNSETTLED) != 0

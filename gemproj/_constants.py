@@ -70,9 +70,6 @@ LARGE_PENALTY = 1e5
 # h is infeasible for certain if every feasible x is longer than this factor times the size of the problem:
 # the factor with coordinates from the rows, and the factor with K.
 FAR, FAR_BY_GRAM = 1e6, 1e3
-# Further limits of singular values that count as zero in the search for a contradiction. The smallest limit
-# is tried first, because a larger limit adds vectors that are not exactly in the null space.
-NULL: tuple[float, ...] = (1e-11, 1e-9)
 # Rows with h_i / |g_i| below minus this factor times the largest h_i / |g_i| are left out of this search. The
 # factors are tried in this order.
 LOOSE_ROWS = (10.0, 1e4, 1e8)

@@ -13,7 +13,6 @@ from gemproj._constants import (
     LOOSE_ROWS,
     MISSED,
     NARROW_RIDGE,
-    NULL,
     OPTIMAL_WITHIN,
     RIDGE,
     ROWS_RESOLVE,
@@ -66,11 +65,11 @@ def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.n
         return np.flatnonzero(void)
     t = void.size
     if sol._coordinates is not None and sol._coordinates[i].any():
-        F, resolves, far, more = sol._coordinates[i], ROWS_RESOLVE, FAR, NULL
+        F, resolves, far = sol._coordinates[i], ROWS_RESOLVE, FAR
     else:
         K = np.broadcast_to(sol.gram.K, (*h.shape, t))
         F = from_gram(Gram(K[i], sol.gram.b[i], sol.gram.gg[i]))
-        resolves, far, more = float(np.sqrt(sol._rounding)), FAR_BY_GRAM, ()
+        resolves, far = float(np.sqrt(sol._rounding)), FAR_BY_GRAM
     n, free = np.linalg.norm(F[:, :t], axis=0), np.isinf(sol.lower[i])
     hard = np.isinf(sol.upper[i]) & (n > 0)
     unit_h = h[i] * inverse(n)
@@ -78,12 +77,11 @@ def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.n
     size = max(demand, float(np.linalg.norm(F[:, t])))
     for loose in LOOSE_ROWS if demand else ():
         rows = np.flatnonzero(hard & (free | (unit_h >= -loose * demand)))
-        for cutoff in (resolves, *more):
-            A, u = F[:, rows] / n[rows], unit_h[rows] / demand
-            d = _farkas(A, u, free[rows], cutoff)
-            length = max(float(np.linalg.norm(A @ d)), resolves * float(np.abs(d).sum()))
-            if demand * float(u @ d) > far * size * length:
-                return rows[np.abs(d) > 1e-10 * np.abs(d).max()]
+        A, u = F[:, rows] / n[rows], unit_h[rows] / demand
+        d = _farkas(A, u, free[rows], resolves)
+        length = max(float(np.linalg.norm(A @ d)), resolves * float(np.abs(d).sum()))
+        if demand * float(u @ d) > far * size * length:
+            return rows[np.abs(d) > 1e-10 * np.abs(d).max()]
     return np.empty(0, dtype=np.int64)
 
 

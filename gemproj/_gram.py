@@ -70,7 +70,7 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
         inside = all(low < v < high for v in (*gram.K.diagonal().tolist(), float(gram.gg)))
     else:
         squares = np.diagonal(gram.K, axis1=-2, axis2=-1), gram.gg
-        inside = all([low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in squares])
+        inside = all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in squares)
     if inside and problem is not None:
         return
     _check_finite(gram)

@@ -185,7 +185,7 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
 
 def _refuse_block(problem: Problem, k: int) -> None:
     """Raise for block k, whose shapes do not fit."""
-    G, g, keys = problem.rows[k], problem.vector[k], problem.keys
+    G, g, weight, keys = problem.rows[k], problem.vector[k], problem.weight, problem.keys
     where = f"[{k if keys in (list, tuple) else keys[k]!r}]"
     if G.ndim < 1 or G.shape[0] != problem.t:
         raise ValueError(
@@ -197,10 +197,10 @@ def _refuse_block(problem: Problem, k: int) -> None:
             f"g{where} must have shape {tuple(G.shape[1:])} to go with G{where} of shape {tuple(G.shape)}; "
             f"found {tuple(g.shape)}."
         )
-    raise ValueError(
-        f"metric{where} must have the shape of g{where}, {tuple(g.shape)}; "
-        f"found {tuple(problem.weight[k].shape)}."
-    )
+    if weight is not None:
+        raise ValueError(
+            f"metric{where} must have the shape of g{where}, {tuple(g.shape)}; found {tuple(weight[k].shape)}."
+        )
 
 
 def check_out(out: Blocks, problem: Problem) -> list[Array]:

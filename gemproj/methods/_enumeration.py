@@ -22,6 +22,8 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
     device = device_of(b)
     K = xp.broadcast_to(K, (*b.shape, t))
     tableau = xp.concat([K, b[..., None]], axis=-1)[..., None, :, :]
+    # Sets with a dependent row are left out: their tableau skips this row, and an equal solution on
+    # independent rows has more digits.
     dependent = xp.zeros(tableau.shape[:-2], dtype=xp.bool, device=device)
     for k in range(t):
         pivot = tableau[..., k, k]

@@ -118,7 +118,8 @@ class Numba:
         # number is read once and multiplied by n numbers. With a shared G the work is about one unit per row,
         # column and group of gradients.
         if problem.shared:
-            loop, count, steps = sum_shared_products, -(-self.problems // HEIGHT), (self.piece,)
+            loop, count = sum_shared_products, -(-self.problems // HEIGHT)
+            steps: tuple[int, ...] = (self.piece,)
             tile = ((groups + 1) * HEIGHT, min(chunk, _LEAST_TILE))
             sums, numbers = sums + MOST_GROUPS * (groups + 1), count * problem.columns * n
         else:
@@ -183,7 +184,8 @@ def _in_threads(
 ) -> list[Any]:
     """Return the results of ``loop(first, last, *arrays, *scratch)`` for `step` of `count` pieces at a time.
 
-    Each call has scratch arrays of its own, given by shapes and dtypes. The threads hold a reference to `held`.
+    Each call has scratch arrays of its own, given by shapes and dtypes. The threads hold a reference to
+    `held`.
     """
     if count <= step:
         return [loop(0, count, *arrays, *[_aligned(*a) for a in scratch])]

@@ -1,7 +1,8 @@
 """The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows).
 
-The arrays of a problem are given by their addresses, because one call reads hundreds of them, see `addresses`;
-the problem holds the arrays. Scratch arrays belong to the caller: loops that take addresses allocate nothing.
+The arrays of a problem are given by their addresses, see `addresses`, because one call reads hundreds of
+them; the problem holds the arrays. Scratch arrays belong to the caller, because loops that take addresses allocate
+nothing.
 """
 
 from __future__ import annotations
@@ -183,8 +184,8 @@ def sum_shared_products(first, last, lines, blocks, piece_columns, like, columns
     """Write the products of the rows [G; g] to `totals`, for many g and one G; K for problem 0 only.
 
     `first` and `last` count groups of HEIGHT gradients: all groups of piece 0, then all groups of piece 1,
-    and so on. Each tile of G is read once for up to MOST_GROUPS groups. The tile holds the rows of G, followed by
-    a group of gradients.
+    and so on. Each tile of G is read once for up to MOST_GROUPS groups. The tile holds the rows of G,
+    followed by a group of gradients.
     """
     problems, t = totals.shape[0], totals.shape[2] - 1
     n, row_groups, groups = tile.shape[1], (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT

@@ -1,6 +1,6 @@
 """Compiled linear algebra of the active-set search, for one problem.
 
-`set_free`, `pivot` and `trial` are the twins of `gemproj.methods._faces.Tableau`, the other functions those of
+`set_free`, `pivot` and `trial` are twins of `gemproj.methods._faces.Tableau`, the other functions twins of
 `gemproj._tspace` and `gemproj.methods.exact`. Scalar loops instead of array expressions, and small functions
 instead of large ones: most of the time of the first call goes into numba's type inference, which takes
 milliseconds for each operation.
