@@ -128,7 +128,11 @@ def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
     xp = namespace(b)
     # Not `isfinite`, which is four operations in torch.
     kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
-    K = xp.where(kept[..., :, None] & kept[..., None, :], K, zero[..., None])
+    rows = kept
+    if K.ndim <= b.ndim:  # one K for many b: where b_i alone is not finite, g is not
+        rows = xp.abs(xp.linalg.diagonal(K)) < math.inf
+        kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
+    K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))
     return K, xp.where(kept, b, zero), kept
 
 

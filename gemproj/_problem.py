@@ -199,7 +199,8 @@ def _refuse_block(problem: Problem, k: int) -> None:
         )
     if weight is not None:
         raise ValueError(
-            f"metric{where} must have the shape of g{where}, {tuple(g.shape)}; found {tuple(weight[k].shape)}."
+            f"metric{where} must have the shape of g{where}, {tuple(g.shape)}; "
+            f"found {tuple(weight[k].shape)}."
         )
 
 

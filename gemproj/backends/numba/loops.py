@@ -1,7 +1,7 @@
 """The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows).
 
 The arrays of a problem are given by their addresses, see `addresses`, because one call reads hundreds of
-them; the problem holds the arrays. Scratch arrays belong to the caller, because loops that take addresses allocate
+them. The problem holds the arrays. Scratch arrays belong to the caller: loops that take addresses allocate
 nothing.
 """
 
