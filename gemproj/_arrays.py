@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import array_api_compat
@@ -48,13 +47,6 @@ def device_of(a: Array) -> Any:
     return a.device if is_torch(a) else array_api_compat.device(a)
 
 
-def all_on(device: Any, arrays: Sequence[Array]) -> bool:
-    """Return whether arrays of one library are all on `device`."""
-    # Models have hundreds of blocks, and `map` over a getter takes half the time of a loop.
-    found = list(map(attrgetter("device") if is_torch(arrays[0]) else device_of, arrays))
-    return found.count(device) == len(found)
-
-
 def on_host(device: Any) -> bool:
     """Return whether `device` is the CPU, where reading a value needs no synchronisation."""
     kind = device if isinstance(device, str) else getattr(device, "type", None)
@@ -96,21 +88,11 @@ def detach(a: Array) -> Array:
     return a.detach() if is_torch(a) and a.requires_grad else a
 
 
-def detach_all(arrays: list[Array]) -> None:
-    """Replace the arrays of a list, all of one library, by arrays detached from autograd."""
-    if is_torch(arrays[0]) and any(map(attrgetter("requires_grad"), arrays)):
-        arrays[:] = map(detach, arrays)
-
-
 def refuse_transformed(arrays: Sequence[Array]) -> None:
     """Raise for tensors without dense memory: sparse, nested, meta and transformed by `torch.func`."""
     if is_torch(arrays[0]):
         first = arrays[0]
-        if (
-            first.is_nested
-            or first.is_meta
-            or set(map(attrgetter("layout"), arrays)) != {sys.modules["torch"].strided}
-        ):
+        if first.is_nested or first.is_meta or any(a.layout != sys.modules["torch"].strided for a in arrays):
             raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
         functorch = sys.modules["torch"]._C._functorch
         if functorch.peek_interpreter_stack() is not None and any(

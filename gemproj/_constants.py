@@ -22,7 +22,7 @@ OPTIMAL_WITHIN = 4e6
 # A row counts as nearly active if its slack is below this, in units of 1 + |lam|_1. Weights of a dependent
 # row in the free rows count as zero below this.
 NEAR_ZERO = 1e-9
-# K has lost too many digits if the smallest eigenvalue of the normalised Gram matrix of the active rows is
+# K is too ill-conditioned if the smallest eigenvalue of the normalised Gram matrix of the active rows is
 # below this: x is then off by 1e-16 / 1e-4 or more.
 RESOLVED = 1e-4
 # The same limit for small problems, where reading G again takes little time. And the limit for K from float32

@@ -13,7 +13,7 @@ from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
 from gemproj._bounds import PLAIN, Bounds, Options, check_options, make_bounds, overstepped, standard_form
 from gemproj._checks import check_start
 from gemproj._constants import LOOSE, OPTIMAL_WITHIN, REACH, WIDE_ROUNDING, WIDER
-from gemproj._feasibility import infeasible, lost_to_penalty, refuse_infeasible
+from gemproj._feasibility import cancelled_by_penalty, infeasible, refuse_infeasible
 from gemproj._gram import check_gram, check_range, drop_not_finite, measure
 from gemproj._problem import check_problem
 from gemproj._refine import ill_conditioned, refine_directly, return_to_rows, uncertified
@@ -72,7 +72,7 @@ def solve_dual(
     refine : int, default 0
         Number of refinement steps for numerically dependent rows on a device. Each step reads G once more,
         computes ``s = G x - h`` from it and corrects the multipliers. On the CPU, method "exact" reads G
-        again by itself where K has lost digits.
+        again by itself where K is ill-conditioned.
 
     Returns
     -------
@@ -191,7 +191,7 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
         if np.count_nonzero(chosen):
             sol = return_to_rows(rows, sol, chosen)
     if bounds.equality is not None and bounds.upper is not None:
-        sol = replace(sol, _status=sol.status | lost_to_penalty(sol) * int(Status.STALLED))
+        sol = replace(sol, _status=sol.status | cancelled_by_penalty(sol) * int(Status.STALLED))
     if bounds.h is not None:
         refuse_infeasible(sol, bounds.h)
     return sol

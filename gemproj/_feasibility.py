@@ -28,7 +28,7 @@ _NAMED = 12
 
 def refuse_infeasible(sol: DualSolution, h: Array) -> None:
     """Raise for an infeasible h, on the CPU; tested are stalled problems and zero rows with h > 0."""
-    suspect = ((sol.status & int(Status.STALLED)) != 0) | np.any(_void(sol, h), axis=-1)
+    suspect = ((sol.status & int(Status.STALLED)) != 0) | np.any(_unsatisfiable(sol, h), axis=-1)
     for i in map(tuple, np.argwhere(suspect)):
         rows = _contradiction(sol, h, i)
         if len(rows):
@@ -42,8 +42,8 @@ def refuse_infeasible(sol: DualSolution, h: Array) -> None:
             )
 
 
-def lost_to_penalty(sol: DualSolution) -> np.ndarray:
-    """Return the mask (...) of problems that lose digits to a large penalty of an equality; on the CPU."""
+def cancelled_by_penalty(sol: DualSolution) -> np.ndarray:
+    """Return the mask (...) of problems with cancellation, by a large penalty of an equality; on the CPU."""
     upper = sol.upper
     pull = np.where(np.isinf(upper), 0.0, upper) * np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1))
     if not (pull > LARGE_PENALTY * sol._size()[..., None]).any():  # most penalties are small
@@ -51,7 +51,7 @@ def lost_to_penalty(sol: DualSolution) -> np.ndarray:
     return sol.kkt_residual() > OPTIMAL_WITHIN * EPS
 
 
-def _void(sol: DualSolution, h: Array) -> Array:
+def _unsatisfiable(sol: DualSolution, h: Array) -> Array:
     """Return the mask (..., t) of rows that no x satisfies: norm zero, no penalty, and h > 0 (or h != 0)."""
     xp = namespace(h)
     asks = xp.where(xp.isinf(sol.lower), h != 0, h > 0)
@@ -60,7 +60,7 @@ def _void(sol: DualSolution, h: Array) -> Array:
 
 def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.ndarray:
     """Return the indices of rows of problem i that contradict each other; empty unless this is certain."""
-    void = _void(sol, h)[i]
+    void = _unsatisfiable(sol, h)[i]
     if void.any():
         return np.flatnonzero(void)
     t = void.size
@@ -113,7 +113,7 @@ def infeasible(sol: DualSolution, h: Array, stalled: Array) -> Array:
     For small ridges, the multipliers of ``min |max(0, h - G x)|^2 + ridge |x|^2`` tend to a Farkas direction
     if h is infeasible.
     """
-    void, lower = _void(sol, h), sol.lower
+    void, lower = _unsatisfiable(sol, h), sol.lower
     if not h.shape[-1]:
         return namespace(h).any(void, axis=-1)
     xp = namespace(h)

@@ -17,9 +17,8 @@ import numpy as np
 from gemproj._arrays import (
     Array,
     Blocks,
-    all_on,
     common_namespace,
-    detach_all,
+    detach,
     device_of,
     from_numpy,
     is_array,
@@ -131,13 +130,15 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
     xp, device = common_namespace(arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
-        if not all_on(device, arrays):
-            k, found = next((k, found) for k, found in enumerate(map(device_of, arrays)) if found != device)
-            name = ("G", "g", "metric")[k // n]
-            raise ValueError(f"{name} is on device {found} but g is on {device}; use one for all arrays.")
+        for k, a in enumerate(arrays):
+            if device_of(a) != device:
+                raise ValueError(
+                    f"{('G', 'g', 'metric')[k // n]} is on device {device_of(a)} but g is on {device}; "
+                    "use one for all arrays."
+                )
         if values:
             refuse_transformed(arrays)
-        detach_all(arrays)
+        arrays = [detach(a) for a in arrays]
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and values and on_host(device):
         for w in weight:
@@ -228,8 +229,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
         elif problem.is_torch and o.is_inference() and not problem.xp.is_inference_mode_enabled():
             raise ValueError(f"out{where} was made in inference mode and cannot be written outside of it.")
-    detach_all(blocks)
-    return blocks
+    return [detach(a) for a in blocks]
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:

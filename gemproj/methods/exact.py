@@ -95,8 +95,8 @@ def _judge(K: Array, b: Array, lower: Array | None, upper: Array | None, lam: Ar
     """Return the status of the solution of a normalised problem, and its resolution."""
     xp, s = namespace(b), matvec(K, lam) + b
     resolved = resolution(K, nearly_active(lam, s, lower))
-    lost = xp.astype(resolved < RESOLVED, xp.int64) * int(Status.UNRESOLVED)
-    return exact_status(lam, s, lower, upper) + lost, resolved
+    unresolved = xp.astype(resolved < RESOLVED, xp.int64) * int(Status.UNRESOLVED)
+    return exact_status(lam, s, lower, upper) + unresolved, resolved
 
 
 def nearly_active(lam: Array, s: Array, lower: Array | None) -> Array:
