@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 import array_api_compat
@@ -12,10 +11,6 @@ import numpy as np
 
 Array = Any  # an array of NumPy, PyTorch, CuPy or any library of the array API standard
 Blocks = Array | Sequence[Array] | Mapping[Any, Array]
-
-# Models have hundreds of blocks, and `map` over these getters takes half the time of a loop.
-DTYPE, SHAPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("shape"), attrgetter("requires_grad")
-_DEVICE, _LAYOUT = attrgetter("device"), attrgetter("layout")
 
 # Caches by type: computing these values takes longer than projecting a small gradient.
 _NAMESPACES: dict[type, Any] = {}
@@ -50,12 +45,6 @@ def device_of(a: Array) -> Any:
     if type(a) is np.ndarray:
         return "cpu"
     return a.device if is_torch(a) else array_api_compat.device(a)
-
-
-def all_on(device: Any, arrays: Sequence[Array]) -> bool:
-    """Return whether arrays of one library are all on `device`."""
-    found = list(map(_DEVICE if is_torch(arrays[0]) else device_of, arrays))
-    return found.count(device) == len(found)
 
 
 def on_host(device: Any) -> bool:
@@ -99,17 +88,11 @@ def detach(a: Array) -> Array:
     return a.detach() if is_torch(a) and a.requires_grad else a
 
 
-def detach_all(arrays: list[Array]) -> None:
-    """Replace the arrays of a list, all of one library, by arrays detached from autograd."""
-    if is_torch(arrays[0]) and any(map(REQUIRES_GRAD, arrays)):
-        arrays[:] = map(detach, arrays)
-
-
 def refuse_transformed(arrays: Sequence[Array]) -> None:
     """Raise for tensors without dense memory: sparse, nested, meta and transformed by `torch.func`."""
     if is_torch(arrays[0]):
         first = arrays[0]
-        if first.is_nested or first.is_meta or set(map(_LAYOUT, arrays)) != {sys.modules["torch"].strided}:
+        if first.is_nested or first.is_meta or any(a.layout != sys.modules["torch"].strided for a in arrays):
             raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
         functorch = sys.modules["torch"]._C._functorch
         if functorch.peek_interpreter_stack() is not None and any(

@@ -1,4 +1,4 @@
-"""All options of the projection, expressed as bounds of the multipliers and a right-hand side h.
+"""The options of a projection: the method, and bounds of the multipliers with a right-hand side h.
 
     minimise 1/2 lam'K lam + (b - h)'lam  subject to  lower <= lam <= upper
 
@@ -14,6 +14,8 @@ GEM                       ``0 <= lam``
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,11 +28,67 @@ from gemproj._arrays import (
     is_array,
     is_real_floating,
     namespace,
-    on_host,
 )
-from gemproj._checks import is_number, real_numbers
+from gemproj._checks import check_count, check_scalar, is_number, real_numbers, refuse_masked
 from gemproj._constants import LOOSE
 from gemproj._tspace import Standard, inverse, matvec, snap
+from gemproj.methods import AnyMethod, Exact, Method, as_method
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """Checked options of a projection; `make_bounds` checks the arrays among them against b."""
+
+    method: Any
+    h: Any = None
+    margin: Any = 0.0
+    penalty: Any = None
+    equality: Any = False
+    refine: int = 0
+
+
+def check_options(
+    method: AnyMethod,
+    *,
+    h: Any = None,
+    margin: Any = 0.0,
+    penalty: Any = None,
+    equality: Any = False,
+    refine: int = 0,
+) -> Options:
+    """Return the options of a projection, checked as far as possible without G and g."""
+    plain = h is None and penalty is None and type(margin) is float and margin == 0.0
+    if plain and equality is False and type(refine) is int and refine == 0:
+        return _named(method) if type(method) is str else Options(as_method(method))
+    found = as_method(method)
+    check_scalar(margin, "margin")
+    if penalty is not None:
+        check_scalar(penalty, "penalty")
+    check_count(refine, "refine", 0)
+    for name, value in {"h": h, "margin": margin, "penalty": penalty, "equality": equality}.items():
+        refuse_masked(value, name)
+    if not (is_array(equality) or isinstance(equality, (bool, list, tuple))):
+        raise TypeError(
+            f"equality must be True, False or a boolean array of one per constraint; found {equality!r}."
+        )
+    accepts = found.accepts if isinstance(found, Method) else {"h", "margin"}
+    given = {
+        "h": h is not None,
+        "margin": is_array(margin) or bool(margin),
+        "penalty": penalty is not None,
+        "equality": equality is not False,
+    }
+    for name in given:
+        if given[name] and name not in accepts:
+            raise ValueError(f"{name} cannot be combined with method {found!r}, which does not take it.")
+    if refine and not isinstance(found, Exact):
+        raise ValueError(f"refine needs method 'exact', which finds the active set; found {found!r}.")
+    return Options(found, h, margin, penalty, equality, refine)
+
+
+@lru_cache(maxsize=64)
+def _named(method: str) -> Options:
+    return Options(as_method(method))
 
 
 class Bounds(NamedTuple):
@@ -85,7 +143,7 @@ def standard_form(
     if base is not None:
         with np.errstate(over="ignore", invalid="ignore"):
             b = b + matvec(K, base)
-        if on_host(device_of(b)) and not np.isfinite(b).all():
+        if isinstance(b, np.ndarray) and not np.isfinite(b).all():
             raise ValueError(
                 "margin, or the penalty of an equality, times the rows of G overflows. Lower it, or scale G "
                 "and g down."
@@ -145,21 +203,22 @@ def _subtract(
     return xp.minimum(xp.maximum(s, low), most), (s > most) | (s < low)
 
 
-def make_bounds(h: Any, margin: Any, penalty: Any, equality: Any, like: Array) -> Bounds:
-    """Return the `Bounds` for the options of `project`, broadcast to the shape of `like`, which is b.
+def make_bounds(options: Options, like: Array) -> Bounds:
+    """Return the bounds for the options of a projection, broadcast to the shape of `like`, which is b.
 
     Raises for options that do not broadcast and, on the CPU, for values out of range.
     """
+    h, margin, penalty, equality = options.h, options.margin, options.penalty, options.equality
+    if h is None and penalty is None and equality is False and type(margin) is float and not margin:
+        return PLAIN
     no_margin = is_number(margin) and not margin
     none = penalty is None or (is_number(penalty) and penalty == math.inf)
-    if h is None and none and no_margin and equality is False:
-        return PLAIN
     xp = namespace(like)
     right = None if h is None else _per_row(h, "h", like)
     base = None if no_margin else _per_row(margin, "margin", like)
     upper = None if none else _per_row(penalty, "penalty", like)
     mask, zero = None if equality is False else _mask(equality, like), xp.zeros_like(like)
-    if on_host(device_of(like)):
+    if isinstance(like, np.ndarray):
         _check_values(right, base, upper, mask)
     if mask is None:
         return Bounds(base, None, upper, right)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -9,11 +11,15 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks, namespace, note_written
 from gemproj._checks import check_multipliers
+from gemproj._constants import MISSED
 from gemproj._problem import Problem, check_out, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
-from gemproj._tspace import times_rows
+from gemproj._tspace import inverse, times_rows
 from gemproj.backends import select
+from gemproj.methods import Status
+
+_UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
 
 
 def combine(
@@ -67,6 +73,42 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     select(moved).combine(moved, step, x)
 
 
+def warn_if_missed(sol: DualSolution) -> None:
+    """Warn, on the CPU, if x violates the optimality conditions: callers of `project` see no status."""
+    status: Any = sol._status
+    if not (sol._exact and isinstance(sol.multipliers, np.ndarray) and np.count_nonzero(status)):
+        return
+    stalled = (status & int(Status.STALLED)) != 0
+    unsettled = stalled if sol.bounds.h is None else (status & _UNSETTLED) != 0
+    # The violation of x counts, too: nearly dependent rows have large multipliers with large rounding.
+    missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), _violation(sol))
+    worst = float(np.max(missed, where=unsettled, initial=0.0))
+    if worst <= MISSED:
+        return
+    cause = (
+        "constraints nearly contradict each other, or are nearly dependent. Look at `status` and "
+        "`kkt_residual` of `solve_dual`, or give a penalty."
+    )
+    if sol.bounds.equality is not None and sol.bounds.upper is not None:
+        cause = "x may have lost digits to the large penalty of an equality. Lower it, or leave it out."
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(
+        f"The projection misses its optimality conditions by {worst:.0e} of the size of the problem: {cause}",
+        RuntimeWarning,
+        stacklevel=level,
+    )
+
+
+def _violation(sol: DualSolution) -> np.ndarray:
+    """Return the largest violation of a constraint without a penalty, (...), over row norm and size."""
+    s = sol.slack()
+    s = np.where(np.isinf(sol.lower), np.abs(s), -s) * inverse(np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1)))
+    worst = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
+    return worst * inverse(np.asarray(sol._size()))
+
+
 def slack_of(problem: Problem, lam: Array, h: Array | None) -> Array:
     """Return ``G x - h`` for ``x = g + G'lam``, from one read of G and g."""
     xp = namespace(lam)
@@ -82,19 +124,22 @@ def slack_of(problem: Problem, lam: Array, h: Array | None) -> Array:
     return s + xp.reshape(total, lam.shape)
 
 
-def blocks_for_x(problem: Problem, out: Blocks | None) -> list[Array]:
+def blocks_for_x(problem: Problem, out: Blocks | None = None) -> list[Array]:
     """Return the blocks for x: the checked blocks of `out`, or new arrays."""
     if out is not None:
         return check_out(out, problem)
-    return problem.empty()
+    # Not empty_like, which would copy the zero strides of a broadcast g.
+    return [problem.xp.empty(tuple(v.shape), dtype=v.dtype, device=problem.device) for v in problem.vector]
 
 
-def as_asked(problem: Problem, x: list[Array], out: Any) -> Any:
+def as_asked(problem: Problem, x: list[Array], out: Any = None) -> Any:
     """Return `out`, or if it is None the blocks of x in a container like that of g."""
-    if out is None:
-        return problem.pack(x)
-    note_written(x)
-    return out
+    if out is not None:
+        note_written(x)
+        return out
+    if problem.keys is None:
+        return x[0]
+    return problem.keys(x) if problem.keys in (list, tuple) else dict(zip(problem.keys, x, strict=True))
 
 
 def write_x(problem: Problem, lam: Array, x: list[Array]) -> None:

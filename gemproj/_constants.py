@@ -22,7 +22,7 @@ OPTIMAL_WITHIN = 4e6
 # A row counts as nearly active if its slack is below this, in units of 1 + |lam|_1. Weights of a dependent
 # row in the free rows count as zero below this.
 NEAR_ZERO = 1e-9
-# K has lost too many digits if the smallest eigenvalue of the normalised Gram matrix of the active rows is
+# K is too ill-conditioned if the smallest eigenvalue of the normalised Gram matrix of the active rows is
 # below this: x is then off by 1e-16 / 1e-4 or more.
 RESOLVED = 1e-4
 # The same limit for small problems, where reading G again takes little time. And the limit for K from float32
@@ -70,9 +70,6 @@ LARGE_PENALTY = 1e5
 # h is infeasible for certain if every feasible x is longer than this factor times the size of the problem:
 # the factor with coordinates from the rows, and the factor with K.
 FAR, FAR_BY_GRAM = 1e6, 1e3
-# Further limits of singular values that count as zero in the search for a contradiction. The smallest limit
-# is tried first, because a larger limit adds vectors that are not exactly in the null space.
-NULL: tuple[float, ...] = (1e-11, 1e-9)
 # Rows with h_i / |g_i| below minus this factor times the largest h_i / |g_i| are left out of this search. The
 # factors are tried in this order.
 LOOSE_ROWS = (10.0, 1e4, 1e8)

@@ -10,22 +10,19 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
-from gemproj._bounds import Bounds, make_bounds, overstepped, standard_form
-from gemproj._checks import check_gram, check_start
+from gemproj._bounds import PLAIN, Bounds, Options, check_options, make_bounds, overstepped, standard_form
+from gemproj._checks import check_start
 from gemproj._constants import LOOSE, OPTIMAL_WITHIN, REACH, WIDE_ROUNDING, WIDER
-from gemproj._feasibility import infeasible, lost_to_penalty, refuse_infeasible
-from gemproj._gram import measure
-from gemproj._options import Options, check_options
+from gemproj._feasibility import cancelled_by_penalty, infeasible, refuse_infeasible
+from gemproj._gram import check_gram, check_range, drop_not_finite, measure
 from gemproj._problem import check_problem
-from gemproj._range import check_finite, check_range, drop_not_finite
-from gemproj._refine import lost, refine_directly, return_to_rows, unsure
+from gemproj._refine import ill_conditioned, refine_directly, return_to_rows, uncertified
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured, Standard, clip, matvec, normalise, snap
 from gemproj.backends import solver_for
 from gemproj.methods import AnyMethod, Exact, Method, Outcome, Status
-from gemproj.methods._callable import call
-from gemproj.methods._method import exact_status
-from gemproj.methods.exact import few_sets
+from gemproj.methods._method import call, exact_status
+from gemproj.methods.exact import enumerable
 
 
 def solve_dual(
@@ -75,7 +72,7 @@ def solve_dual(
     refine : int, default 0
         Number of refinement steps for numerically dependent rows on a device. Each step reads G once more,
         computes ``s = G x - h`` from it and corrects the multipliers. On the CPU, method "exact" reads G
-        again by itself where K has lost digits.
+        again by itself where K is ill-conditioned.
 
     Returns
     -------
@@ -107,8 +104,9 @@ def solve_dual(
     problem = check_problem(G, g, metric)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     sol = solve(measure(problem), options, check_start(warm_start, *problem.like))
-    if problem.host and problem.t:  # certificates need more digits of K than multipliers
-        sol = return_to_rows(problem, sol, unsure(sol))
+    # Certificates need more digits of K than multipliers.
+    if problem.host and problem.t and np.count_nonzero(chosen := uncertified(sol)):
+        sol = return_to_rows(problem, sol, chosen)
     return sol.to(problem.to_caller)
 
 
@@ -160,26 +158,25 @@ def solve_gram(
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
-    """Return the dual solution of a measured problem; on the CPU, read G again where K has lost digits.
+    """Return the dual solution of a measured problem; on the CPU, read G again where K is ill-conditioned.
 
     On the CPU all arrays of the result are NumPy arrays, and rows that are not finite, or whose squares leave
     the range of float64, raise an error. On a device such rows are left out.
     """
     gram, rows, exact, kept = measured.gram, measured.rows, isinstance(options.method, Exact), None
     host = isinstance(gram.b, np.ndarray)
-    if not host:
+    if host:
+        check_range(gram, rows)
+    else:
         K, b, kept = drop_not_finite(gram.K, gram.b)
         gram = gram._replace(K=K, b=b)
-    elif rows is not None:
-        check_range(rows, gram)
-    else:
-        check_finite(gram)
-    bounds = make_bounds(options.h, options.margin, options.penalty, options.equality, gram.b)
+    bounds = make_bounds(options, gram.b)
     if kept is not None and bounds.h is not None:
         bounds = bounds._replace(h=namespace(kept).where(kept, bounds.h, 0.0))
     found = _run(gram, bounds, options.method, start, measured.to_caller)
-    lam = _within(gram, bounds, found.multipliers, kept)
-    status = found.status
+    lam, status = found.multipliers, found.status
+    if kept is not None or bounds is not PLAIN or lam.dtype is not gram.b.dtype:
+        lam = _multipliers(gram, bounds, lam, kept)
     if not host:
         status = partial(_status_on_device, status, kept)
     elif isinstance(status, int):
@@ -190,9 +187,11 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     if not (exact and host):
         return sol
     if rows is not None and rows.t:
-        sol = return_to_rows(rows, sol, lost(rows, sol, found.resolution))
+        chosen = ill_conditioned(rows, sol, found.resolution)
+        if np.count_nonzero(chosen):
+            sol = return_to_rows(rows, sol, chosen)
     if bounds.equality is not None and bounds.upper is not None:
-        sol = replace(sol, _status=sol.status | lost_to_penalty(sol) * int(Status.STALLED))
+        sol = replace(sol, _status=sol.status | cancelled_by_penalty(sol) * int(Status.STALLED))
     if bounds.h is not None:
         refuse_infeasible(sol, bounds.h)
     return sol
@@ -202,12 +201,13 @@ def _run(
     gram: Gram, bounds: Bounds, method: Any, start: Array | None, to_caller: Callable[[Array], Array]
 ) -> Outcome:
     """Return the outcome of a method on the standard form, with multipliers relative to the lower bounds."""
-    xp, base, exact = namespace(gram.b), bounds.base, isinstance(method, Exact)
+    exact = isinstance(method, Exact)
     reach = REACH if exact and isinstance(gram.b, np.ndarray) else LOOSE
     dual, cut = standard_form(gram.K, gram.b, bounds, reach)
     if start is not None:
+        xp = namespace(start)
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
-        start = clip(start if base is None else start - base, dual.lower, dual.upper)
+        start = clip(start if bounds.base is None else start - bounds.base, dual.lower, dual.upper)
     if exact and cut is not None:
         return _solve_cut(gram, bounds, method, dual, cut, start)
     if isinstance(method, Method):
@@ -215,11 +215,10 @@ def _run(
     return call(method, dual.K, dual.b, start, to_caller)
 
 
-def _within(gram: Gram, bounds: Bounds, lam: Array, kept: Array | None) -> Array:
+def _multipliers(gram: Gram, bounds: Bounds, lam: Array, kept: Array | None) -> Array:
     """Return the multipliers of the given problem, from the multipliers `lam` of its standard form."""
     xp = namespace(gram.b)
-    if lam.dtype is not gram.b.dtype:  # a user's method; `is not` is faster than `!=`
-        lam = xp.astype(lam, gram.b.dtype)
+    lam = xp.astype(lam, gram.b.dtype, copy=False)  # a user's method may return another dtype
     if bounds.base is not None:
         lam = lam + bounds.base
     if bounds.upper is not None:  # scaling has rounded multipliers that are at their upper bound
@@ -295,7 +294,7 @@ def _solve_on_device(
     optimal and does not depend on the cut.
     """
     solve, xp = solver_for(dual.b), namespace(dual.b)
-    if few_sets(dual.b.shape[-1], dual.upper):
+    if enumerable(dual.b.shape[-1], dual.upper):
         return solve(method, dual, start)
     near, cut = standard_form(gram.K, gram.b, bounds, REACH)
     both = solve(method, near._replace(b=xp.stack([near.b, dual.b])), start)

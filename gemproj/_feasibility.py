@@ -1,9 +1,6 @@
-"""Detection of an infeasible h by Farkas' lemma, and the warning for answers that are not optimal."""
+"""Detection of an infeasible h, by Farkas' lemma."""
 
 from __future__ import annotations
-
-import sys
-import warnings
 
 import numpy as np
 
@@ -16,7 +13,6 @@ from gemproj._constants import (
     LOOSE_ROWS,
     MISSED,
     NARROW_RIDGE,
-    NULL,
     OPTIMAL_WITHIN,
     RIDGE,
     ROWS_RESOLVE,
@@ -26,14 +22,13 @@ from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, identity_like, inverse, matvec, submatrix
 from gemproj.methods import Exact, Status
 
-_UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
 # Most rows that a message names.
 _NAMED = 12
 
 
 def refuse_infeasible(sol: DualSolution, h: Array) -> None:
     """Raise for an infeasible h, on the CPU; tested are stalled problems and zero rows with h > 0."""
-    suspect = ((sol.status & int(Status.STALLED)) != 0) | np.any(_void(sol, h), axis=-1)
+    suspect = ((sol.status & int(Status.STALLED)) != 0) | np.any(_unsatisfiable(sol, h), axis=-1)
     for i in map(tuple, np.argwhere(suspect)):
         rows = _contradiction(sol, h, i)
         if len(rows):
@@ -47,44 +42,8 @@ def refuse_infeasible(sol: DualSolution, h: Array) -> None:
             )
 
 
-def warn_if_missed(sol: DualSolution) -> None:
-    """Warn, on the CPU, if x violates the optimality conditions: callers of `project` see no status."""
-    if not (sol._exact and isinstance(sol.multipliers, np.ndarray) and np.count_nonzero(sol.status)):
-        return
-    status = np.asarray(sol.status)
-    stalled = (status & int(Status.STALLED)) != 0
-    unsettled = stalled if sol.bounds.h is None else (status & _UNSETTLED) != 0
-    # The violation of x counts, too: nearly dependent rows have large multipliers with large rounding.
-    missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), _violation(sol))
-    worst = float(np.max(missed, where=unsettled, initial=0.0))
-    if worst <= MISSED:
-        return
-    cause = (
-        "constraints nearly contradict each other, or are nearly dependent. Look at `status` and "
-        "`kkt_residual` of `solve_dual`, or give a penalty."
-    )
-    if sol.bounds.equality is not None and sol.bounds.upper is not None:
-        cause = "x may have lost digits to the large penalty of an equality. Lower it, or leave it out."
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"The projection misses its optimality conditions by {worst:.0e} of the size of the problem: {cause}",
-        RuntimeWarning,
-        stacklevel=level,
-    )
-
-
-def _violation(sol: DualSolution) -> np.ndarray:
-    """Return the largest violation of a constraint without a penalty, (...), over row norm and size."""
-    s = sol.slack()
-    s = np.where(np.isinf(sol.lower), np.abs(s), -s) * inverse(np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1)))
-    worst = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
-    return worst * inverse(np.asarray(sol._size()))
-
-
-def lost_to_penalty(sol: DualSolution) -> np.ndarray:
-    """Return the mask (...) of problems that lose digits to a large penalty of an equality; on the CPU."""
+def cancelled_by_penalty(sol: DualSolution) -> np.ndarray:
+    """Return the mask (...) of problems with cancellation, by a large penalty of an equality; on the CPU."""
     upper = sol.upper
     pull = np.where(np.isinf(upper), 0.0, upper) * np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1))
     if not (pull > LARGE_PENALTY * sol._size()[..., None]).any():  # most penalties are small
@@ -92,7 +51,7 @@ def lost_to_penalty(sol: DualSolution) -> np.ndarray:
     return sol.kkt_residual() > OPTIMAL_WITHIN * EPS
 
 
-def _void(sol: DualSolution, h: Array) -> Array:
+def _unsatisfiable(sol: DualSolution, h: Array) -> Array:
     """Return the mask (..., t) of rows that no x satisfies: norm zero, no penalty, and h > 0 (or h != 0)."""
     xp = namespace(h)
     asks = xp.where(xp.isinf(sol.lower), h != 0, h > 0)
@@ -101,16 +60,16 @@ def _void(sol: DualSolution, h: Array) -> Array:
 
 def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.ndarray:
     """Return the indices of rows of problem i that contradict each other; empty unless this is certain."""
-    void = _void(sol, h)[i]
+    void = _unsatisfiable(sol, h)[i]
     if void.any():
         return np.flatnonzero(void)
     t = void.size
     if sol._coordinates is not None and sol._coordinates[i].any():
-        F, resolves, far, more = sol._coordinates[i], ROWS_RESOLVE, FAR, NULL
+        F, resolves, far = sol._coordinates[i], ROWS_RESOLVE, FAR
     else:
         K = np.broadcast_to(sol.gram.K, (*h.shape, t))
         F = from_gram(Gram(K[i], sol.gram.b[i], sol.gram.gg[i]))
-        resolves, far, more = float(np.sqrt(sol._rounding)), FAR_BY_GRAM, ()
+        resolves, far = float(np.sqrt(sol._rounding)), FAR_BY_GRAM
     n, free = np.linalg.norm(F[:, :t], axis=0), np.isinf(sol.lower[i])
     hard = np.isinf(sol.upper[i]) & (n > 0)
     unit_h = h[i] * inverse(n)
@@ -118,12 +77,11 @@ def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.n
     size = max(demand, float(np.linalg.norm(F[:, t])))
     for loose in LOOSE_ROWS if demand else ():
         rows = np.flatnonzero(hard & (free | (unit_h >= -loose * demand)))
-        for cutoff in (resolves, *more):
-            A, u = F[:, rows] / n[rows], unit_h[rows] / demand
-            d = _farkas(A, u, free[rows], cutoff)
-            length = max(float(np.linalg.norm(A @ d)), resolves * float(np.abs(d).sum()))
-            if demand * float(u @ d) > far * size * length:
-                return rows[np.abs(d) > 1e-10 * np.abs(d).max()]
+        A, u = F[:, rows] / n[rows], unit_h[rows] / demand
+        d = _farkas(A, u, free[rows], resolves)
+        length = max(float(np.linalg.norm(A @ d)), resolves * float(np.abs(d).sum()))
+        if demand * float(u @ d) > far * size * length:
+            return rows[np.abs(d) > 1e-10 * np.abs(d).max()]
     return np.empty(0, dtype=np.int64)
 
 
@@ -155,7 +113,7 @@ def infeasible(sol: DualSolution, h: Array, stalled: Array) -> Array:
     For small ridges, the multipliers of ``min |max(0, h - G x)|^2 + ridge |x|^2`` tend to a Farkas direction
     if h is infeasible.
     """
-    void, lower = _void(sol, h), sol.lower
+    void, lower = _unsatisfiable(sol, h), sol.lower
     if not h.shape[-1]:
         return namespace(h).any(void, axis=-1)
     xp = namespace(h)

@@ -1,10 +1,30 @@
-"""Stage 1: K, b and |g|^2, in one read of G and g."""
+"""Stage 1: K, b and |g|^2, measured in one read of G and g, or given; and checks that they are finite."""
 
 from __future__ import annotations
 
-from gemproj._arrays import Blocks
+import math
+
+import numpy as np
+
+from gemproj._arrays import (
+    Array,
+    Blocks,
+    common_namespace,
+    detach,
+    device_of,
+    is_array,
+    is_real_floating,
+    namespace,
+    on_host,
+    refuse_transformed,
+    to_numpy,
+    wide_dtype,
+)
+from gemproj._checks import refuse_masked
+from gemproj._constants import WIDE_RANGE
 from gemproj._problem import Problem, check_problem
-from gemproj._tspace import Gram, Measured
+from gemproj._tiles import stacked
+from gemproj._tspace import Gram, Measured, inverse
 from gemproj.backends import select
 
 
@@ -41,3 +61,148 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 def measure(problem: Problem) -> Measured:
     """Return K, b and |g|^2 of a problem, together with the problem for later reads of G."""
     return Measured(*select(problem).gram(problem), problem.to_caller, problem)
+
+
+def check_range(gram: Gram, problem: Problem | None) -> None:
+    """Raise, on the CPU, if a row of G, or g, is not finite or its square leaves the range of float64."""
+    low, high = WIDE_RANGE
+    if gram.gg.ndim == 0:  # Python floats are compared faster than NumPy scalars
+        inside = all(low < v < high for v in (*gram.K.diagonal().tolist(), float(gram.gg)))
+    else:
+        squares = np.diagonal(gram.K, axis1=-2, axis2=-1), gram.gg
+        inside = all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in squares)
+    if inside and problem is not None:
+        return
+    _check_finite(gram)
+    if problem is None or not problem.has_float64():
+        return  # squares of numbers in float32 and narrower dtypes are in range
+    shared = problem.shared
+    rows = problem.t + (gram.gg.size if shared else 1)
+    largest = np.zeros((*(() if shared else problem.batch), rows), np.longdouble)
+    xp, arrays = problem.xp, [*problem.rows, *problem.vector]
+    # Small numbers in long double would be zero in float64.
+    dtype = next((a.dtype for a in arrays if xp.finfo(a.dtype).bits > 64), problem.wide)
+    for lead, tile in stacked(problem, dtype):
+        part = largest[(*lead, ...)]
+        np.maximum(part, np.max(np.abs(tile), axis=-1, initial=0.0), out=part)
+    tiny = (largest > 0) & (largest < 1e-140)
+    for i in map(tuple, np.argwhere(tiny)):
+        name, row = ("g", "") if i[-1] >= problem.t else ("G", f"row {i[-1]} of ")
+        most = np.format_float_scientific(largest[i], precision=1)
+        raise ValueError(
+            f"{row}{name} is too small: entries of at most {most}, whose squares leave the range "
+            f"of float64. Scale {name} up; rows of G may be scaled freely."
+        )
+
+
+def _check_finite(gram: Gram) -> None:
+    """Raise if G or g is not finite or its squares overflow; the message names the rows."""
+    K, b, gg = gram
+    if np.isfinite(K).all() and np.isfinite(b).all() and np.isfinite(gg).all():
+        return
+    cause = "NaN or infinity, or numbers whose squares overflow; scale it down if it is finite"
+    K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
+    for i in np.ndindex(gg.shape):
+        where = f"problem {i if len(i) > 1 else i[0]}" if i else ""
+        rows = np.flatnonzero(~np.isfinite(np.diagonal(K[i])))
+        if len(rows):
+            place = f" of {where}" if where else ""
+            name, hold = ("row", "holds") if len(rows) == 1 else ("rows", "hold")
+            found = f"{name} {', '.join(map(str, rows))}{place}"
+            raise ValueError(f"G is not finite: {found}, which {hold} {cause}.")
+        if not np.isfinite(gg[i]):
+            raise ValueError(f"g is not finite{': ' + where if where else ''}, which holds {cause}.")
+        if not (np.isfinite(K[i]).all() and np.isfinite(b[i]).all()):
+            place = f" in {where}" if where else ""
+            raise ValueError(
+                f"G and g are too large{place}: products of their entries overflow. Scale them down."
+            )
+
+
+def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
+    """Return K and b with zeros for the rows that are not finite, and the mask (..., t) of the finite rows.
+
+    No value is read, so a device is not synchronised. If g is not finite, all entries of b are not finite:
+    then all rows are left out, and x is g.
+    """
+    xp = namespace(b)
+    # Not `isfinite`, which is four operations in torch.
+    kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
+    rows = kept
+    if K.ndim <= b.ndim:  # one K for many b: where b_i alone is not finite, g is not
+        rows = xp.abs(xp.linalg.diagonal(K)) < math.inf
+        kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
+    K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))
+    return K, xp.where(kept, b, zero), kept
+
+
+def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
+    """Return copies of K, b and gg as arrays of t-space; raise if they are invalid or do not fit together."""
+    given = {"K": K, "b": b} | ({} if gg is None else {"gg": gg})
+    for name, a in given.items():
+        refuse_masked(a, name)
+        if not is_array(a):
+            raise TypeError(f"{name} must be an array (NumPy, torch, CuPy, ...); found {type(a).__name__}.")
+        if not is_real_floating(a):
+            raise TypeError(f"{name} must have a real floating-point dtype; found {a.dtype}.")
+    refuse_transformed(list(given.values()))
+    xp, device = common_namespace(list(given.values())), device_of(b)
+    of_K, of_b = tuple(K.shape), tuple(b.shape)
+    if K.ndim < 2 or of_K[-1] != of_K[-2]:
+        raise ValueError(f"K must be a Gram matrix of shape (..., t, t); found {of_K}.")
+    if of_b[-1:] != of_K[-1:]:
+        raise ValueError(f"b must have shape (..., {of_K[-1]}) to go with K of shape {of_K}; found {of_b}.")
+    try:
+        batch = np.broadcast_shapes(of_K[:-2], of_b[:-1])
+    except ValueError:
+        raise ValueError(f"The leading dimensions of K {of_K} and b {of_b} do not broadcast.") from None
+    if gg is not None and tuple(gg.shape) != batch:
+        raise ValueError(
+            f"gg must have shape {batch}, one squared norm per problem; found {tuple(gg.shape)}."
+        )
+    wide, t = wide_dtype(xp, device), b.shape[-1]
+    # Copies, because the solution keeps them and must not change with the caller's arrays.
+    K, b, gg = (a if a is None else xp.astype(detach(a), wide, copy=True) for a in (K, b, gg))
+    b = xp.broadcast_to(b, (*batch, t))
+    if K.ndim > 2 and of_K[:-2] != batch:
+        K = xp.broadcast_to(K, (*batch, t, t))
+    if on_host(device):
+        K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
+        _check_products(K)
+        if gg is not None and (gg < 0.0).any():
+            raise ValueError(f"gg must be the squared norm of g; found {gg.min()}.")
+    if gg is None:
+        xp = namespace(b)
+        squares = b * b * inverse(xp.linalg.diagonal(K))
+        if not on_host(device):  # rows that are not finite are left out on a device
+            squares = xp.where(xp.isfinite(squares), squares, xp.zeros_like(squares))
+        gg = xp.max(squares, axis=-1) if t else xp.sum(b, axis=-1)
+    return Gram(K, b, gg)
+
+
+def _check_products(K: np.ndarray) -> None:
+    """Raise if K is not a Gram matrix, with a tolerance of 1 % for rounded products."""
+    diagonal = np.diagonal(K, axis1=-2, axis2=-1)
+    if (diagonal < 0.0).any():
+        raise ValueError("K must be a Gram matrix; found a negative number on its diagonal.")
+    t = max(1, K.shape[-1])
+    n = np.sqrt(np.maximum(diagonal, WIDE_RANGE[0])).reshape(-1, t)
+    flat, step = K.reshape(-1, t, t), max(1, 65_536 // t**2)
+    for i in range(0, len(flat), step):  # slabs of matrices that stay in cache
+        part = flat[i : i + step]
+        most = n[i : i + step, :, None] * n[i : i + step, None, :]
+        if (np.abs(part) > 1.01 * most).any():
+            raise ValueError(
+                "K must be a Gram matrix, positive semidefinite: found K[i, j]**2 > K[i, i] * K[j, j]."
+            )
+        with np.errstate(invalid="ignore"):  # `check_range` raises for NaN and infinity
+            apart = np.abs(part - np.swapaxes(part, -1, -2))
+        if (apart > 0.01 * most).any():
+            raise ValueError("K must be a Gram matrix; found one that is not symmetric.")
+        if t > 2 and np.isfinite(part).all():  # for two rows the first check suffices
+            try:
+                np.linalg.cholesky(part / most + 0.01 * t * np.eye(t))
+            except np.linalg.LinAlgError:
+                raise ValueError(
+                    "K must be a Gram matrix, positive semidefinite: found one with a negative eigenvalue."
+                ) from None

@@ -11,25 +11,21 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import Blocks, wide_dtype
-from gemproj._blocks import blocks_of
-from gemproj._bounds import Bounds, make_bounds
+from gemproj._bounds import Bounds, Options, check_options, make_bounds
 from gemproj._checks import (
     check_count,
-    check_look_of_multipliers,
+    check_metadata_of_multipliers,
     check_scalar,
     check_start,
     is_number,
     real_numbers,
 )
-from gemproj._combine import combine_into
+from gemproj._combine import blocks_for_x, combine_into, warn_if_missed
 from gemproj._derivative import pull_back
 from gemproj._dual import solve
-from gemproj._feasibility import warn_if_missed
 from gemproj._gram import measure
-from gemproj._options import check_options
-from gemproj._problem import Problem, check_out, check_problem
+from gemproj._problem import Problem, blocks_of, check_out, check_problem
 from gemproj._refine import inverse_of_free
-from gemproj._vmap import mapped, refuse_blocks
 from gemproj.methods import Exact
 
 _OPTIONS = ("h", "margin", "penalty", "equality", "warm_start")
@@ -98,7 +94,7 @@ def project_operator(
                 "the arguments, or use method='exact'."
             )
         if warm_start is not None:
-            check_look_of_multipliers(warm_start, "warm_start", *problem.like[:2])
+            check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         if out is not None:
             check_out(out, problem)
     arrays = [_blocks(G, g, "G"), _blocks(g, g, "g"), [] if metric is None else _blocks(metric, g, "metric")]
@@ -160,7 +156,7 @@ def _project(tensors, form):
     given = {name: value for name, value in given.items() if value is not None}
     sol = solve(measure(problem), check_options("exact", **given, refine=form.refine), start)
     warn_if_missed(sol)
-    x = problem.empty()
+    x = blocks_for_x(problem)
     combine_into(problem, sol, x)
     inverse = problem.to_caller(inverse_of_free(sol)) if form.recorded else x[0].new_empty(0)
     return [*x, problem.to_caller(sol.multipliers), inverse]
@@ -190,7 +186,8 @@ def _project_backward(tensors, found, upstream, form):
     problem, given, (*x, lam, inverse) = form.problem(tensors), form.options(tensors), found
     margin = 0.0 if given["margin"] is None else given["margin"]
     equality = False if given["equality"] is None else given["equality"]
-    bounds = make_bounds(None, margin, given["penalty"], equality, problem.to_host(lam))
+    options = Options(None, margin=margin, penalty=given["penalty"], equality=equality)
+    bounds = make_bounds(options, problem.to_host(lam))
     bounds = Bounds(*map(problem.to_caller, bounds))
     grads = pull_back(problem, bounds, lam, inverse, x, upstream)
     values = [*grads.G, *grads.g, *(grads.metric if form.metric else [])]
@@ -295,3 +292,36 @@ class _TransformedBackward(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
+
+
+def refuse_blocks(alone: int) -> None:
+    """Raise for blocks, which have no batch dimension."""
+    if not alone:
+        raise ValueError(
+            "torch.func.vmap over a projection of blocks is not supported: blocks have no batch dimension. "
+            "Concatenate them to G (t, d) and g (d,)."
+        )
+
+
+def mapped(
+    size: int,
+    dims: Sequence[int | None],
+    tensors: Sequence[Tensor],
+    own: Sequence[int],
+    needed: Sequence[int],
+) -> list[Tensor]:
+    """Return tensors with the mapped dimension first, so that they broadcast as a batch.
+
+    `own` holds the number of dimensions of each tensor without a batch: 2 for G, 1 for g, h and other
+    vectors. Missing batch dimensions are inserted after the mapped dimension. Tensors that are not mapped are
+    returned unchanged, except for those with an index in `needed`, which are expanded.
+    """
+    lead = [a.ndim - (d is not None) - n for a, d, n in zip(tensors, dims, own, strict=True)]
+    rank, front = max(lead), []
+    for i, (a, d) in enumerate(zip(tensors, dims, strict=True)):
+        if d is None and i not in needed:
+            front.append(a)
+            continue
+        a = a.expand(size, *a.shape) if d is None else a.movedim(d, 0)
+        front.append(a.reshape(size, *(1,) * (rank - lead[i]), *a.shape[1:]))  # lead is -1 for a number
+    return front

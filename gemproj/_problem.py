@@ -1,33 +1,35 @@
-"""`Problem`: the checked G, g and metric of one call, with their library, device and shapes."""
+"""`Problem`: the checked G, g and metric of one call, with their library, device and shapes.
+
+Each argument is one array, or a sequence or mapping with one array (block) per parameter of a model.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from operator import is_
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from gemproj._arrays import (
-    DTYPE,
-    REQUIRES_GRAD,
-    SHAPE,
     Array,
     Blocks,
-    all_on,
     common_namespace,
-    detach_all,
+    detach,
     device_of,
     from_numpy,
+    is_array,
+    is_real_floating,
+    is_torch,
     on_host,
     refuse_transformed,
     to_numpy,
     wide_dtype,
 )
-from gemproj._blocks import as_blocks
-from gemproj._checks import shape
+from gemproj._checks import refuse_masked
 
 
 @dataclass(eq=False)
@@ -68,15 +70,12 @@ class Problem:
     shared: bool = False
     backend: Any = field(default=None, init=False)
     host: bool = field(init=False)
-    shapes: list[tuple[int, ...]] = field(init=False)
     sizes: list[int] = field(init=False)
     columns: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.host, lead = on_host(self.device), len(self.batch)
-        self.shapes = [v.shape for v in self.vector]
-        # A torch.Size is sliced only if there is a batch, because slicing it is slow.
-        self.sizes = [math.prod(of_block[lead:] if lead else of_block) for of_block in self.shapes]
+        self.sizes = [math.prod(v.shape[lead:]) for v in self.vector]
         self.columns = sum(self.sizes)
 
     @property
@@ -119,19 +118,6 @@ class Problem:
         """Return an array of the library of G and g as an array of t-space (a NumPy array on the CPU)."""
         return to_numpy(a) if self.host and a is not None else a
 
-    def empty(self) -> list[Array]:
-        """Return uninitialised blocks for x."""
-        # Not empty_like, which would copy the zero strides of a broadcast g.
-        return [self.xp.empty(tuple(v.shape), dtype=v.dtype, device=self.device) for v in self.vector]
-
-    def pack(self, arrays: list[Array]) -> Any:
-        """Return blocks in a container like that of g: an array, a sequence or a mapping."""
-        if self.keys is None:
-            return arrays[0]
-        if self.keys in (list, tuple):
-            return self.keys(arrays)
-        return dict(zip(self.keys, arrays, strict=True))
-
 
 def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values: bool = True) -> Problem:
     """Return `G`, `g` and `metric` as one `Problem`; raise if they are invalid or do not fit together.
@@ -144,13 +130,15 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
     xp, device = common_namespace(arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
-        if not all_on(device, arrays):
-            k, found = next((k, found) for k, found in enumerate(map(device_of, arrays)) if found != device)
-            name = ("G", "g", "metric")[k // n]
-            raise ValueError(f"{name} is on device {found} but g is on {device}; use one for all arrays.")
+        for k, a in enumerate(arrays):
+            if device_of(a) != device:
+                raise ValueError(
+                    f"{('G', 'g', 'metric')[k // n]} is on device {device_of(a)} but g is on {device}; "
+                    "use one for all arrays."
+                )
         if values:
             refuse_transformed(arrays)
-        detach_all(arrays)
+        arrays = [detach(a) for a in arrays]
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and values and on_host(device):
         for w in weight:
@@ -158,12 +146,18 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
                 raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
     if keys is None:
         return _arrays_problem(xp, device, rows[0], vector[0], None if weight is None else weight[0])
-    return _blocks_problem(xp, device, rows, vector, weight, keys)
+    if rows[0].ndim < 1:
+        raise ValueError("Blocks of G must have shape (t, *shape_k), one entry per constraint; found ().")
+    problem = Problem(xp, device, (), rows[0].shape[0], rows, vector, weight, keys)
+    for k, (a, v, w) in enumerate(zip(rows, vector, weight or vector, strict=True)):
+        if a.shape != (problem.t, *v.shape) or w.shape != v.shape:
+            _refuse_block(problem, k)
+    return problem
 
 
 def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -> Problem:
     """Return the problem of arrays G (..., t, d), g (..., d) and metric (..., d); broadcasts the batch."""
-    of_G, of_g = shape(G), shape(g)
+    of_G, of_g = tuple(G.shape), tuple(g.shape)
     if len(of_G) < 2:
         raise ValueError(f"G must have shape (..., t, d), one row per constraint; found {of_G}.")
     lead, batch, (t, d) = of_G[:-2], of_g[:-1], of_G[-2:]
@@ -172,59 +166,43 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
             f"g must have shape {(*lead, d)} or (..., {d}) to go with G of shape {of_G}; found {of_g}."
             f"{' If G has one column per constraint, pass G.T.' if of_g[-1:] == (t,) else ''}"
         )
-    if w is not None and (w.ndim < 1 or w.shape[-1] != d):
-        raise ValueError(f"metric must have the shape of g, {of_g}, or ({d},); found {shape(w)}.")
-    if not lead and batch and (w is None or w.ndim == 1):
-        weight = None if w is None else [w]
-        return Problem(xp, device, batch, t, [G], [g], weight, None, shared=True)
-    if lead != batch or (w is not None and tuple(w.shape[:-1]) != batch):
+    of_w = (d,) if w is None else tuple(w.shape)
+    if of_w[-1:] != (d,):
+        raise ValueError(f"metric must have the shape of g, {of_g}, or ({d},); found {of_w}.")
+    shared = not lead and len(batch) > 0 and len(of_w) == 1
+    if not shared and (lead != batch or (w is not None and of_w[:-1] != batch)):
         try:
-            found = [lead, batch] if w is None else [lead, batch, tuple(w.shape[:-1])]
-            batch = np.broadcast_shapes(*found)
+            batch = np.broadcast_shapes(lead, batch, of_w[:-1])
         except ValueError:
             raise ValueError(
                 f"The leading dimensions of G {of_G}, g {of_g}"
-                f"{'' if w is None else f' and metric {shape(w)}'} do not broadcast. "
+                f"{'' if w is None else f' and metric {of_w}'} do not broadcast. "
                 "G needs shape (..., t, d), g and metric (..., d)."
             ) from None
         G, g = xp.broadcast_to(G, (*batch, t, d)), xp.broadcast_to(g, (*batch, d))
         w = None if w is None else xp.broadcast_to(w, (*batch, d))
-    return Problem(xp, device, batch, t, [G], [g], None if w is None else [w], None)
+    return Problem(xp, device, batch, t, [G], [g], None if w is None else [w], None, shared)
 
 
-def _blocks_problem(
-    xp: Any, device: Any, rows: list[Array], vector: list[Array], weight: list[Array] | None, keys: Any
-) -> Problem:
-    """Return the problem of blocks G[k] (t, *shape_k) and g[k] (*shape_k); raise if shapes do not fit."""
-    if rows[0].ndim < 1:
-        raise ValueError("Blocks of G must have shape (t, *shape_k), one entry per constraint; found ().")
-    problem = Problem(xp, device, (), rows[0].shape[0], rows, vector, weight, keys)
-    alike = list(map(SHAPE, rows)) == [(problem.t, *of_g) for of_g in problem.shapes]
-    if not alike or (weight is not None and list(map(SHAPE, weight)) != problem.shapes):
-        _find_odd_block(problem)
-    return problem
-
-
-def _find_odd_block(problem: Problem) -> None:
-    """Raise for the first block whose shape does not fit."""
-    t, weight, keys = problem.t, problem.weight, problem.keys
-    for k, (G_k, g_k) in enumerate(zip(problem.rows, problem.vector, strict=True)):
-        where = f"[{k if keys in (list, tuple) else keys[k]!r}]"
-        if G_k.ndim < 1 or G_k.shape[0] != t:
-            raise ValueError(
-                f"Every block of G needs one leading entry per constraint: G{where} has shape {shape(G_k)}, "
-                f"but the first block has {t} constraints."
-            )
-        expected = tuple(G_k.shape[1:])
-        if tuple(g_k.shape) != expected:
-            raise ValueError(
-                f"g{where} must have shape {expected} to go with G{where} of shape {shape(G_k)}; "
-                f"found {shape(g_k)}."
-            )
-        if weight is not None and tuple(weight[k].shape) != expected:
-            raise ValueError(
-                f"metric{where} must have the shape of g{where}, {expected}; found {shape(weight[k])}."
-            )
+def _refuse_block(problem: Problem, k: int) -> None:
+    """Raise for block k, whose shapes do not fit."""
+    G, g, weight, keys = problem.rows[k], problem.vector[k], problem.weight, problem.keys
+    where = f"[{k if keys in (list, tuple) else keys[k]!r}]"
+    if G.ndim < 1 or G.shape[0] != problem.t:
+        raise ValueError(
+            f"Every block of G needs one leading entry per constraint: G{where} has shape {tuple(G.shape)}, "
+            f"but the first block has {problem.t} constraints."
+        )
+    if G.shape[1:] != g.shape:
+        raise ValueError(
+            f"g{where} must have shape {tuple(G.shape[1:])} to go with G{where} of shape {tuple(G.shape)}; "
+            f"found {tuple(g.shape)}."
+        )
+    if weight is not None:
+        raise ValueError(
+            f"metric{where} must have the shape of g{where}, {tuple(g.shape)}; "
+            f"found {tuple(weight[k].shape)}."
+        )
 
 
 def check_out(out: Blocks, problem: Problem) -> list[Array]:
@@ -235,34 +213,85 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
         )
-    if len(blocks) == 1 or not (problem.is_torch and _alike(blocks, problem)):
-        for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
-            _check_block("" if len(blocks) == 1 else f"[{k}]", o, g, problem)
-    detach_all(blocks)
-    return blocks
+    for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
+        where = "" if len(blocks) == 1 else f"[{k}]"
+        if o.shape != g.shape or o.dtype != g.dtype:
+            raise ValueError(
+                f"out{where} must have the shape and dtype of g{where}, {tuple(g.shape)} {g.dtype}; "
+                f"found {tuple(o.shape)} {o.dtype}."
+            )
+        if isinstance(o, np.ndarray):
+            if not o.flags.writeable:
+                raise ValueError(f"out{where} is read-only; pass an array that can be written.")
+        elif device_of(o) != problem.device:
+            raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
+        elif problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
+            raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
+        elif problem.is_torch and o.is_inference() and not problem.xp.is_inference_mode_enabled():
+            raise ValueError(f"out{where} was made in inference mode and cannot be written outside of it.")
+    return [detach(a) for a in blocks]
 
 
-def _alike(blocks: list[Array], problem: Problem) -> bool:
-    """Return whether the tensors of `out` pass one fast check, so that no check per block is needed."""
-    vector = problem.vector
-    if all(map(is_, blocks, vector)):
-        return True
-    same = list(map(SHAPE, blocks)) == problem.shapes and list(map(DTYPE, blocks)) == list(map(DTYPE, vector))
-    return same and all_on(problem.device, blocks) and not any(map(REQUIRES_GRAD, blocks))
+def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
+    """Return the checked blocks of an argument, and its keys.
+
+    `like` holds the keys and the number of blocks of G, with which the argument must agree.
+    """
+    # The usual case first: one array skips the slower checks of sequences and mappings.
+    plain = type(a) is np.ndarray or is_torch(a)
+    if plain and is_real_floating(a) and (like is None or like[0] is None):
+        return [a], None
+    if isinstance(a, Mapping):
+        keys: Any = list(a.keys())
+        if like is not None and isinstance(like[0], list):
+            if set(keys) != set(like[0]):
+                odd = sorted(map(repr, set(keys) ^ set(like[0])))
+                raise ValueError(
+                    f"{name} and G must have the same keys; only in one of them: {', '.join(odd)}."
+                )
+            keys = like[0]
+        blocks = [a[k] for k in keys]
+    elif isinstance(a, (list, tuple)):
+        keys, blocks = (tuple if isinstance(a, tuple) else list), list(a)
+    else:
+        keys, blocks = None, [a]
+    if not blocks:
+        raise ValueError(f"{name} has no blocks; pass at least one array.")
+    if like is not None and _kind(keys) != _kind(like[0]):
+        raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.")
+    if like is not None and len(blocks) != like[1]:
+        raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
+    # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
+    for block in _one_of_each(type, blocks):
+        if not is_array(block):
+            hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
+            raise TypeError(
+                f"{name} must be an array (NumPy, torch, CuPy, ...), or a sequence or mapping of arrays; "
+                f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
+            )
+        refuse_masked(block, name)
+    for block in _one_of_each(attrgetter("dtype"), blocks):
+        if not is_real_floating(block):
+            raise TypeError(
+                f"{name} must have a real floating-point dtype; found {block.dtype}. Convert it first."
+            )
+    return blocks, keys
 
 
-def _check_block(where: str, o: Array, g: Array, problem: Problem) -> None:
-    if o.shape != g.shape or o.dtype != g.dtype:
-        raise ValueError(
-            f"out{where} must have the shape and dtype of g{where}, {shape(g)} {g.dtype}; "
-            f"found {shape(o)} {o.dtype}."
-        )
-    if isinstance(o, np.ndarray):
-        if not o.flags.writeable:
-            raise ValueError(f"out{where} is read-only; pass an array that can be written.")
-    elif device_of(o) != problem.device:
-        raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
-    elif problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
-        raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
-    elif problem.is_torch and o.is_inference() and not problem.xp.is_inference_mode_enabled():
-        raise ValueError(f"out{where} was made in inference mode and cannot be written outside of it.")
+def _one_of_each(kind: Callable[[Any], Any], blocks: list[Any]) -> list[Any]:
+    kinds = list(map(kind, blocks))
+    return [blocks[kinds.index(k)] for k in dict.fromkeys(kinds)]
+
+
+def _kind(keys: Any) -> str:
+    if keys is None:
+        return "one array"
+    return "a sequence of arrays" if keys in (list, tuple) else "a mapping of arrays"
+
+
+def blocks_of(a: Blocks) -> Sequence[Any]:
+    """Return the arrays of an argument that has not been checked yet."""
+    if isinstance(a, (list, tuple)):
+        return a
+    # Arrays are tested first, because `isinstance(a, Mapping)` is slow.
+    return [a] if hasattr(a, "dtype") or not isinstance(a, Mapping) else list(a.values())

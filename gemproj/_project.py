@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks
-from gemproj._blocks import blocks_of
+from gemproj._bounds import check_options
 from gemproj._checks import check_start
-from gemproj._combine import as_asked, blocks_for_x, combine_into
+from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
 from gemproj._dual import solve
-from gemproj._feasibility import warn_if_missed
 from gemproj._gram import measure
-from gemproj._options import check_options
-from gemproj._problem import check_problem
+from gemproj._problem import blocks_of, check_problem
 from gemproj.methods import AnyMethod, Exact
 
 
@@ -86,7 +84,7 @@ def project(
     >>> x[0].tolist(), x[1].tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
     """
-    if _needs_operator(G, g, metric, h, margin, penalty):
+    if type(g) is not np.ndarray and _needs_operator(G, g, metric, h, margin, penalty):
         from gemproj._operator import outside_of_graphs, project_operator
 
         given = (method, h, margin, penalty, equality, metric, warm_start, out, refine)
@@ -107,23 +105,21 @@ def project(
 def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:
     """Return whether autograd, a torch compiler or a torch.func transform is active for these arguments."""
     torch = sys.modules.get("torch")
-    if torch is None or type(g) is np.ndarray:
-        return False
-    leaves = blocks_of(g)
-    if not leaves or not isinstance(leaves[0], torch.Tensor):
+    leaves = () if torch is None else blocks_of(g)
+    if torch is None or not leaves or not isinstance(leaves[0], torch.Tensor):
         return False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return True
     # Under torch.func, tensors have no memory of their own.
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    ):
         return True
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    if not torch.is_grad_enabled():
-        return False
-    for arg in (G, g, *others):
-        if arg is not None and type(arg) is not float:
-            for a in blocks_of(arg):
-                if getattr(a, "requires_grad", False):
-                    return True
+    if torch.is_grad_enabled():
+        for arg in (G, g, *others):
+            if arg is not None and type(arg) is not float:
+                for a in blocks_of(arg):
+                    if getattr(a, "requires_grad", False):
+                        return True
     return False

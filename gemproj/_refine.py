@@ -1,4 +1,4 @@
-"""Solving again from G, where K = G G' has lost digits by squaring."""
+"""Solving again from G, where K = G G', whose condition number is that of G squared, is ill-conditioned."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ _STALLED = int(Status.STALLED)
 _UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
 
 
-def lost(problem: Problem, sol: DualSolution, resolved: Any) -> np.ndarray:
-    """Return the mask (...) of problems whose K has lost digits; `resolved` is `Outcome.resolution`."""
+def ill_conditioned(problem: Problem, sol: DualSolution, resolved: Any) -> np.ndarray:
+    """Return the mask (...) of problems whose K is too ill-conditioned for the multipliers.
+
+    `resolved` is `Outcome.resolution`.
+    """
     if sol._rounding > 1e-12:  # K is too inaccurate to find the nearly active rows: all rows are tested
         return _resolution(sol) < TRUST_NARROW
     trusted = TRUST_SMALL if problem.columns * (problem.t + 1) <= SMALL else RESOLVED
-    if not resolved.ndim:  # Python floats are compared faster than NumPy scalars
-        return np.array(resolved.item() < trusted or sol.status.item() & _STALLED > 0)
-    return (resolved < trusted) | (sol.status & _STALLED > 0)
+    return (resolved < trusted) | (sol._status & _STALLED > 0)
 
 
-def unsure(sol: DualSolution) -> np.ndarray:
-    """Return the mask (...) of problems whose certificates need G, because K has lost digits.
+def uncertified(sol: DualSolution) -> np.ndarray:
+    """Return the mask (...) of problems whose K is too ill-conditioned for certificates, which then need G.
 
-    `lost` suffices unless rows that the method treated as inactive may be nearly active. That is possible if
-    the method is approximate, or if ``b - h`` is small relative to g, because the exact method normalises b.
+    `ill_conditioned` suffices unless rows that the method treated as inactive may be nearly active. That is
+    possible if the method is approximate, or if ``b - h`` is small relative to g, because the exact method
+    normalises b.
     """
     (K, b, gg), h = sol.gram, sol.bounds.h
     apart = b if h is None else b - h
@@ -60,8 +62,6 @@ def return_to_rows(problem: Problem, sol: DualSolution, chosen: np.ndarray) -> D
     The multipliers of an approximate method are kept, and so are multipliers that are optimal in these
     coordinates (for example with repeated rows). All other chosen problems are solved again in coordinates.
     """
-    if not np.count_nonzero(chosen):
-        return sol
     factor = of_problems(problem, sol.gram, sol._rounding, chosen)
     whole = (
         factor if sol._coordinates is None else np.where(chosen[..., None, None], factor, sol._coordinates)

@@ -49,7 +49,7 @@ class DualSolution:
     _rounding: float = WIDE_ROUNDING
     # Whether the method is exact: then the free rows have zero slack, and x may be moved to satisfy this.
     _exact: bool = False
-    # Coordinates (..., t + 1, t + 1) of [G; g] for the problems whose K has lost digits, else zeros.
+    # Coordinates (..., t + 1, t + 1) of [G; g] for the problems whose K is ill-conditioned, else zeros.
     _coordinates: np.ndarray | None = None
     # K_PP^+ of the free rows P as two factors (..., 2, t, t) for the problems solved in coordinates, else
     # zeros. It maps the slack of x to a correction of the multipliers.
@@ -118,7 +118,7 @@ class DualSolution:
 
     @property
     def refined(self) -> Array:
-        """Boolean (...): True for problems for which G was read again, on the CPU, as K had lost digits.
+        """Boolean (...): True for problems for which G was read again, on the CPU, as K is ill-conditioned.
 
         It is independent of the option `refine`.
         """
@@ -141,13 +141,13 @@ class DualSolution:
         size, xp = self._size(), namespace(s)
         norms = xp.sqrt(xp.linalg.diagonal(self.gram.K))
         found = _certificate.kkt_residual(norms, s, size, self.multipliers, self.lower, self.upper)
-        return self._unless_lost(xp.maximum(found, moved * inverse(size)))
+        return self._or_infinity(xp.maximum(found, moved * inverse(size)))
 
     def duality_gap(self) -> Array:
         """Return (primal - dual objective) / size^2, shape (...); can be negative where x is infeasible."""
         (s, moved), size = self._slack(), self._size()
         gap = _certificate.duality_gap(s, size, self.multipliers, self.lower, self.upper)
-        return self._unless_lost(gap + (moved * inverse(size)) ** 2)
+        return self._or_infinity(gap + (moved * inverse(size)) ** 2)
 
     def error_bound(self) -> Array:
         """Return an upper bound of ``|x - x*| / |g|``, shape (...). Synchronises a device.
@@ -173,7 +173,7 @@ class DualSolution:
             rounding = rounding * max(1.0, whole / unit.size)
             found = _certificate.error_bound(*unit[:6], rounding=rounding, resolves=resolves)
             bound[i] = found * unit.size / size[i]
-        return self._unless_lost(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
+        return self._or_infinity(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
         """Return the cosine between g and x, shape (...); 1 where g or x is zero, to rounding."""
@@ -209,11 +209,11 @@ class DualSolution:
             size = xp.maximum(size, xp.max(demand * inverse(xp.sqrt(xp.linalg.diagonal(K))), axis=-1))
         return size
 
-    def _unless_lost(self, value: Array) -> Array:
+    def _or_infinity(self, value: Array) -> Array:
         """Return a certificate, with infinity where the size of the problem is zero but x is not zero."""
         xp = namespace(value)
-        lost = (self._size() == 0) & ~self._vanishes()
-        return xp.where(lost, xp.full_like(value, math.inf), value)
+        undefined = (self._size() == 0) & ~self._vanishes()
+        return xp.where(undefined, xp.full_like(value, math.inf), value)
 
     def _vanishes(self) -> Array:
         """Return the mask (...) of problems whose x is zero, to the rounding of K."""

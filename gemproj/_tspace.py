@@ -45,7 +45,7 @@ class Measured(NamedTuple):
     to_caller : callable
         Converts an array of t-space to the library and device of the caller's arrays.
     rows : Problem or None
-        The problem with G and g, to read G again where K has lost digits. None if only K is given, or if
+        The problem with G and g, to read G again where K is ill-conditioned. None if only K is given, or if
         this process has only a shard of G.
     """
 

@@ -1,4 +1,4 @@
-"""Where a float64 Gram matrix has lost the digits, and at magnitudes whose squares no float64 holds."""
+"""Where a float64 Gram matrix is ill-conditioned, and at magnitudes whose squares no float64 holds."""
 
 import numpy as np
 import pytest

@@ -73,10 +73,10 @@ def test_the_optimality_conditions_are_met(solve, bounded, kind, t, d, equalitie
 
 def recorded(monkeypatch, K, b, lower, upper, start):
     """Return which rows the compiled search moves in and out of the free set, from its loops run by Python."""
-    from gemproj.backends.numba import conditions, search, tableau
+    from gemproj.backends.numba import search, tableau
 
     pivots, names = [], {}
-    for module in (conditions, search, tableau):
+    for module in (search, tableau):
         loops = {name: f.py_func for name, f in vars(module).items() if hasattr(f, "py_func")}
         names |= loops
         for name, loop in loops.items():
@@ -90,7 +90,7 @@ def recorded(monkeypatch, K, b, lower, upper, start):
     none, count = np.empty((0, 0)), np.empty(1, int)
     given = [none if a is None else a[None] for a in (K, b, lower, upper, start)]
     lam = np.empty((1, len(b)))
-    search.solve_active_set(*given, 0, 1, lam, count, count.copy(), np.empty(1))
+    search.solve_active_set(0, 1, *given, lam, count, count.copy(), np.empty(1))
     monkeypatch.undo()
     return lam[0], pivots
 

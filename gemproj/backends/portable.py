@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, namespace
-from gemproj._constants import CHUNK, EPS, LARGE, NARROW_ROUNDING, WIDE_ROUNDING
+from gemproj._constants import CHUNK, EPS, LARGE, NARROW_RANGE, NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._problem import Problem
-from gemproj._range import fits_float32
 from gemproj._tiles import stacked, tiles
 from gemproj._tspace import Gram, Standard, times_rows
 from gemproj.methods import Exact, Method, Outcome
@@ -62,6 +61,13 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     """Return the outcome of ``method.solve``; for `Exact`, always that of the portable backend."""
     run = solve_portable if type(method) is Exact else method.solve
     return run(*dual, start)
+
+
+def fits_float32(gram: Gram) -> np.ndarray:
+    """Return the mask (...) of problems in which no product left the range of float32; on the CPU."""
+    low, high = NARROW_RANGE
+    squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
+    return np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)
 
 
 def _sum_products(problem: Problem, dtype: Any) -> Gram:

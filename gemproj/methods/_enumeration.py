@@ -22,6 +22,8 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
     device = device_of(b)
     K = xp.broadcast_to(K, (*b.shape, t))
     tableau = xp.concat([K, b[..., None]], axis=-1)[..., None, :, :]
+    # Sets with a dependent row are left out: their tableau skips this row, and an equal solution on
+    # independent rows has more digits.
     dependent = xp.zeros(tableau.shape[:-2], dtype=xp.bool, device=device)
     for k in range(t):
         pivot = tableau[..., k, k]
@@ -62,6 +64,7 @@ def factorise_active_sets(K: Array, b: Array, lower: Array | None, upper: None =
     device launching an operation takes longer than its arithmetic.
     """
     xp, t, device = namespace(b), b.shape[-1], b.device
+    K = K.expand(*b.shape, t)
     per_norm = xp.linalg.diagonal(K).rsqrt().nan_to_num(nan=0.0, posinf=0.0)
     # Row i is free in set n if bit i of n is one: no row in the first set, all rows in the last set. The bits
     # are not cached, because the next call may run in another CUDA stream or graph.

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
-from gemproj._arrays import Array, namespace
+import numpy as np
+
+from gemproj._arrays import Array, detach, namespace, to_numpy
 from gemproj._constants import OPTIMAL_WITHIN
 from gemproj._tspace import clip, complementarity, natural_residual
 
@@ -96,3 +99,25 @@ def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None)
     residual = xp.maximum(natural_residual(lam, s, lower, upper), complementarity(lam, s, upper))
     met = residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps
     return xp.astype(~met, xp.int64) * int(Status.STALLED)
+
+
+def call(
+    method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
+) -> Outcome:
+    """Return the outcome of a user function, called with copies of K and b, because it may work in place."""
+    xp = namespace(b)
+    K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
+    like = to_caller(b + 0.0)
+    lam = method(to_caller(K + 0.0), like, None if start is None else to_caller(start + 0.0))
+    if not isinstance(lam, type(like)) or lam.shape != like.shape:
+        found = f"{type(lam).__name__} of shape {tuple(lam.shape)}" if hasattr(lam, "shape") else repr(lam)
+        raise ValueError(
+            f"method {method!r} must return multipliers of the type and shape of b, "
+            f"{type(like).__name__} {tuple(like.shape)}; found {found}."
+        )
+    lam = namespace(like).astype(detach(lam), like.dtype, copy=False)
+    if isinstance(b, np.ndarray):
+        lam = to_numpy(lam)
+        if not np.isfinite(lam).all():
+            raise ValueError(f"method {method!r} returned multipliers that are not finite: {lam}.")
+    return Outcome(lam, 0, int(Status.APPROXIMATE))

@@ -46,10 +46,10 @@ class Exact(Method):
 
         xp, device, dtype = namespace(b), device_of(b), b.dtype
         shape = (*np.broadcast_shapes(tuple(K.shape[:-2]), tuple(b.shape[:-1])), b.shape[-1])
-        b = xp.broadcast_to(b, shape)
         if K.ndim > 2:
             K = xp.broadcast_to(K, (*shape, shape[-1]))
-        arrays = [K, b, lower, upper, warm_start]
+        vectors = (b, lower, upper, warm_start)
+        arrays = [K, *(a if a is None else xp.broadcast_to(a, shape) for a in vectors)]
         if on_host(device):  # arrays of t-space are NumPy arrays
             arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
         *dual, start = arrays
@@ -72,11 +72,11 @@ def solve_portable(
     if t == 0:
         return Outcome(b * 0.0, 0, int(Status.OPTIMAL))
     given, iterations = Standard(K, b, lower, upper), 0
-    if upper is None and few_sets(t, upper) and is_torch(b):
+    if upper is None and enumerable(t, upper) and is_torch(b):
         lam = _in_slabs(factorise_active_sets, *given)
     else:
         K, b, lower, upper, start, scale = normalise(*given, start)
-        if few_sets(t, upper):
+        if enumerable(t, upper):
             lam = _in_slabs(enumerate_active_sets, K, b, lower, upper)
         else:
             lam, iterations = _one_by_one(K, b, lower, upper, start)
@@ -86,7 +86,7 @@ def solve_portable(
     return Outcome(lam, iterations, lambda: _judge(*normalise(*given, lam)[:5])[0])
 
 
-def few_sets(t: int, upper: Array | None) -> bool:
+def enumerable(t: int, upper: Array | None) -> bool:
     """Return whether t rows have few enough active sets for enumeration."""
     return (2 if upper is None else 3) ** t <= MOST_SETS
 
@@ -95,8 +95,8 @@ def _judge(K: Array, b: Array, lower: Array | None, upper: Array | None, lam: Ar
     """Return the status of the solution of a normalised problem, and its resolution."""
     xp, s = namespace(b), matvec(K, lam) + b
     resolved = resolution(K, nearly_active(lam, s, lower))
-    lost = xp.astype(resolved < RESOLVED, xp.int64) * int(Status.UNRESOLVED)
-    return exact_status(lam, s, lower, upper) + lost, resolved
+    unresolved = xp.astype(resolved < RESOLVED, xp.int64) * int(Status.UNRESOLVED)
+    return exact_status(lam, s, lower, upper) + unresolved, resolved
 
 
 def nearly_active(lam: Array, s: Array, lower: Array | None) -> Array:

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import to_numpy, wide_dtype
-from gemproj._combine import combine_into
+from gemproj._bounds import Options
+from gemproj._combine import combine_into, warn_if_missed
 from gemproj._dual import solve
-from gemproj._feasibility import warn_if_missed
 from gemproj._gram import measure
-from gemproj._options import Options
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
 from gemproj.torch.parameters import ParameterVector, local

@@ -20,13 +20,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from gemproj._arrays import Blocks, on_host, wide_dtype
+from gemproj._bounds import check_options
 from gemproj._checks import check_start
-from gemproj._combine import as_asked, blocks_for_x, combine_into
+from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
 from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._dual import solve
-from gemproj._feasibility import warn_if_missed
 from gemproj._gram import measure
-from gemproj._options import check_options
 from gemproj._problem import check_problem
 from gemproj._tspace import Gram, Measured
 from gemproj.methods import AnyMethod

@@ -10,6 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from gemproj._bounds import Options, check_options
 from gemproj._checks import check_count
 from gemproj._solution import DualSolution
 from gemproj.methods import GEM2017, AnyMethod, as_method

@@ -30,7 +30,7 @@ def cpu_as_device() -> Iterator[None]:
     Arrays of NumPy, whose device is a string, stay on the CPU.
     """
     with ExitStack() as stack:
-        for module in ("_problem", "_checks", "_bounds", "methods.exact", "methods._callable"):
+        for module in ("_problem", "_checks", "_gram", "methods.exact"):
             stack.enter_context(patch(f"gemproj.{module}.on_host", lambda device: isinstance(device, str)))
         yield
 

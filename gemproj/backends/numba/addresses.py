@@ -56,18 +56,15 @@ def locate(problem: Problem) -> tuple[np.ndarray, type, bool] | None:
 
 def locate_output(lines: np.ndarray, batch: tuple[int, ...], x: list[Array]) -> bool:
     """Write the addresses of x to the table; return False if a block of x has more than one stride."""
-    places = [place for a in x if (place := _place(a, len(batch)))]
-    # A stride of zero is refused: entries or problems of x would share memory.
-    if len(places) < len(x) or not all(place[2] for place in places):
-        return False
-    if len(lines) > len(x) and 0 in places[0][1]:
-        return False
-    if batch:
-        lines[:, OUT_STEP] = places[0][2]
-        lines[:, OUT] = _addresses(batch, *places[0][:2])
-    else:
-        for k, (address, _, step) in enumerate(places):
-            lines[k, OUT], lines[k, OUT_STEP] = address, step
+    for k, a in enumerate(x):
+        place = _place(a, len(batch))
+        # A stride of zero is refused: entries or problems of x would share memory.
+        if place is None or not place[2] or (len(lines) > 1 and 0 in place[1]):
+            return False
+        if batch:
+            lines[:, OUT], lines[:, OUT_STEP] = _addresses(batch, *place[:2]), place[2]
+        else:
+            lines[k, OUT], lines[k, OUT_STEP] = place[0], place[2]
     return True
 
 

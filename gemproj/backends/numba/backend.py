@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,17 +10,16 @@ import numpy as np
 from gemproj._arrays import Array
 from gemproj._constants import CHUNK, CLOSE, FEW_ROWS, LARGE, NARROW_ROUNDING, RESOLVED, WIDE_ROUNDING
 from gemproj._problem import Problem
-from gemproj._range import fits_float32
 from gemproj._tspace import Gram, Standard, matvec, normalise
 from gemproj.backends import portable
-from gemproj.backends.numba.addresses import locate, locate_output
-from gemproj.backends.numba.lanes import HEIGHT
-from gemproj.backends.numba.loops import add_pieces, sum_products, sum_shared_products, write_combination
-from gemproj.backends.numba.scratch import (
-    for_combination,
-    for_products,
-    for_shared_products,
-    make,
+from gemproj.backends.numba.addresses import address, locate, locate_output
+from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
+from gemproj.backends.numba.loops import (
+    MOST_GROUPS,
+    add_pieces,
+    sum_products,
+    sum_shared_products,
+    write_combination,
 )
 from gemproj.backends.numba.search import solve_active_set
 from gemproj.backends.numba.threads import cores, share
@@ -42,6 +40,12 @@ _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
 _MOST_SHARED = 1 << 20
 # Entries of K in one job of stage 2.
 _WORK = 1 << 14
+# Bytes of a tile: less than half of a first-level cache, because prefetched data passes through it, too. And
+# the least number of columns in a tile.
+_TILE, _LEAST_TILE = 12 << 10, 256
+# Columns of x that stage 3 computes at a time.
+_PART = 1024
+_LINE = 64  # bytes of a cache line
 _FLOAT64 = np.dtype(np.float64)
 _NONE = np.empty((0, 0))
 
@@ -59,35 +63,27 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     K, b, lower, upper = dual
     if type(method) is not Exact or not b.shape[-1]:
         return portable.solve(method, dual, start)
-    shape, t = b.shape, b.shape[-1]
+    batch, t = b.shape[:-1], b.shape[-1]
     Ks, bs = _float64(K, (-1, t, t)), _float64(b, (-1, t))
+    lowers, *others = [_NONE if a is None else _float64(a, (-1, t)) for a in (lower, upper, start)]
     count = len(bs)
-    bounds = [
-        _NONE if a is None else _float64(np.broadcast_to(a, shape), (-1, t)) for a in (lower, upper, start)
-    ]
     lam, resolved = np.empty((count, t)), np.empty(count)
     pivots, status = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-    step, to_resolve = max(1, _WORK // t**2), []
-
-    def work(i: int) -> None:
-        first, last = i * step, min(count, (i + 1) * step)
-        found = (lam, pivots, status, resolved)
-        to_resolve.append(solve_active_set(Ks, bs, *bounds, first, last, *found))
-
-    share(work, -(-count // step))
-    if any(to_resolve):
+    arrays = (Ks, bs, lowers, *others, lam, pivots, status, resolved)
+    if any(_in_threads(solve_active_set, count, max(1, _WORK // t**2), arrays)):
         if len(Ks) == 1 and count > 1:
             # No principal submatrix has a smaller eigenvalue than the whole (Cauchy's interlacing).
             whole = normalise(Ks[0], bs[0]).K
             resolved = np.maximum(resolved, np.linalg.eigvalsh(whole)[0])
         if len(close := np.flatnonzero(resolved < CLOSE)):
-            low = None if lower is None else bounds[0][close]
+            low = None if lower is None else lowers[close]
             one = normalise(Ks[close] if len(Ks) > 1 else Ks, bs[close], low, start=lam[close])
             near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
             resolved[close] = resolution(one.K, near)
             status[close] |= np.where(resolved[close] < RESOLVED, int(Status.UNRESOLVED), 0)
-    batch = shape[:-1]
-    return Outcome(lam.reshape(shape), pivots.reshape(batch), status.reshape(batch), resolved.reshape(batch))
+    return Outcome(
+        lam.reshape(b.shape), pivots.reshape(batch), status.reshape(batch), resolved.reshape(batch)
+    )
 
 
 def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -113,29 +109,32 @@ class Numba:
 
     def gram(self, problem: Problem) -> tuple[Gram, float]:
         """Return K, b and |g|^2, and their rounding error, summed chunk by chunk in threads."""
-        t, n, shared, blocks = problem.t, problem.t + 1, problem.shared, len(problem.rows)
-        chunk, dtype, itemsize = (_WIDE_CHUNK, np.float64, 8) if self.wide else (CHUNK, np.float32, 4)
-        totals = np.empty((self.problems, self.pieces, n, n))
-        shapes = for_shared_products(t, chunk) if shared else for_products(n, chunk, itemsize)
-
-        def work(first: int, last: int) -> None:
-            arrays = (self.like, self.columns, *make(*shapes, dtype), totals)
-            if shared:
-                sum_shared_products(self.lines, blocks, first, last, self.piece, *arrays)
-            else:
-                sum_products(self.lines, blocks, first, last, self.pieces, self.piece, *arrays)
-
+        t, n, blocks, pieces = problem.t, problem.t + 1, len(problem.rows), self.pieces
+        chunk, dtype = (_WIDE_CHUNK, _FLOAT64) if self.wide else (CHUNK, np.dtype(np.float32))
+        totals = np.empty((self.problems, pieces, n, n))
+        groups = -(-(t if problem.shared else n) // HEIGHT)
+        sums = groups * (groups + 1) // 2  # blocks of the lower triangle
         # The work, in units of the time to read a number, which is also the time of eight products. Each
         # number is read once and multiplied by n numbers. With a shared G the work is about one unit per row,
         # column and group of gradients.
-        count = -(-self.problems // HEIGHT) if shared else self.problems
-        numbers = count * problem.columns * n * (1 if shared else (8 + n) // 8)
-        _in_threads(work, count * self.pieces, numbers, problem)
-        if self.pieces > 1:
+        if problem.shared:
+            loop, count = sum_shared_products, -(-self.problems // HEIGHT)
+            steps: tuple[int, ...] = (self.piece,)
+            tile = ((groups + 1) * HEIGHT, min(chunk, _LEAST_TILE))
+            sums, numbers = sums + MOST_GROUPS * (groups + 1), count * problem.columns * n
+        else:
+            loop, count, steps = sum_products, self.problems, (pieces, self.piece)
+            columns = _TILE // (n * dtype.itemsize) // MULTIPLE * MULTIPLE
+            tile = (n, min(chunk, max(_LEAST_TILE, columns)))
+            numbers = count * problem.columns * n * ((8 + n) // 8)
+        arrays = (self.lines, blocks, *steps, self.like, self.columns, totals)
+        scratch = (tile, dtype), ((sums, HEIGHT * HEIGHT * LANES), _FLOAT64)
+        _share(loop, count * pieces, numbers, arrays, scratch, problem)
+        if pieces > 1:
             add_pieces(totals)
         total = totals[:, 0].reshape((*problem.batch, n, n)) if problem.batch else totals[0, 0]
         # With a shared G only the first matrix is complete; all other matrices have only their last row.
-        K = totals[0, 0, :t, :t] if shared else total[..., :t, :t]
+        K = totals[0, 0, :t, :t] if problem.shared else total[..., :t, :t]
         gram = Gram(K, total[..., t, :t], total[..., t, t])
         return (gram, WIDE_ROUNDING) if self.wide else _remake_out_of_range(gram, problem)
 
@@ -144,16 +143,11 @@ class Numba:
         if not locate_output(self.lines, problem.batch, x):
             portable.Portable().combine(problem, lam, x)
             return
-        lam = _float64(lam, (self.problems, problem.t))
-        blocks, shared = len(problem.rows), problem.shared
-
-        def work(first: int, last: int) -> None:
-            pieces, loops = (self.pieces, self.piece), (self.like, self.columns)
-            scratch = for_combination(problem.t)
-            write_combination(self.lines, blocks, first, last, *pieces, shared, *loops, lam, *scratch)
-
+        lam, steps = _float64(lam, (self.problems, problem.t)), (self.pieces, self.piece, problem.shared)
+        arrays = (self.lines, len(problem.rows), *steps, self.like, self.columns, lam)
+        scratch = ((1, _PART), _FLOAT64), ((problem.t,), np.dtype(np.int64))
         numbers = self.problems * problem.columns * (problem.t + 2)
-        _in_threads(work, self.problems * self.pieces, numbers, problem, x)
+        _share(write_combination, self.problems * self.pieces, numbers, arrays, scratch, problem, x)
 
 
 def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
@@ -161,7 +155,7 @@ def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
 
     Problem by problem, so that the bits of all other problems do not change.
     """
-    fits = fits_float32(gram)
+    fits = portable.fits_float32(gram)
     if problem.shared and not fits.all():
         return portable.Portable().gram(problem)
     for i in map(tuple, np.argwhere(~fits)):
@@ -171,18 +165,43 @@ def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
     return gram, NARROW_ROUNDING
 
 
-def _in_threads(
-    work: Callable[[int, int], None], count: int, numbers: int, problem: Problem, x: Any = None
+def _share(
+    loop: Any, count: int, numbers: int, arrays: Any, scratch: Any, problem: Problem, x: Any = None
 ) -> None:
-    """Call ``work(first, last)`` for `count` pieces, in threads if there are enough `numbers` to read.
+    """Call a loop for `count` pieces, in threads if there are enough `numbers` to read.
 
     The threads hold a reference to the problem and x, because the loops have only addresses of the arrays.
     """
     threads = 1
     if numbers >= _WORTH_THREADS:
         threads = int(problem.xp.get_num_threads()) if problem.is_torch else cores()
-    if threads == 1:
-        work(0, count)
-        return
-    step = -(-count // (_JOBS * threads))
-    share(lambda i: work(i * step, min((i + 1) * step, count)), -(-count // step), threads, (problem, x))
+    step = count if threads == 1 else -(-count // (_JOBS * threads))
+    _in_threads(loop, count, step, arrays, scratch, threads, (problem, x))
+
+
+def _in_threads(
+    loop: Any, count: int, step: int, arrays: Any, scratch: Any = (), threads: Any = None, held: Any = None
+) -> list[Any]:
+    """Return the results of ``loop(first, last, *arrays, *scratch)`` for `step` of `count` pieces at a time.
+
+    Each call has scratch arrays of its own, given by shapes and dtypes. The threads hold a reference to
+    `held`.
+    """
+    if count <= step:
+        return [loop(0, count, *arrays, *[_aligned(*a) for a in scratch])]
+    found = []
+
+    def work(i: int) -> None:
+        last = min((i + 1) * step, count)
+        found.append(loop(i * step, last, *arrays, *[_aligned(*a) for a in scratch]))
+
+    share(work, -(-count // step), threads, held)
+    return found
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an uninitialised array that starts at a cache line, so that no vector crosses two lines."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _LINE, np.uint8)
+    start = -address(memory) % _LINE
+    return memory[start : start + size].view(dtype).reshape(shape)

@@ -27,14 +27,14 @@ from gemproj.backends.numba.lanes import (
 )
 
 # Columns that are transposed at a time.
-TURNED = 16
+TRANSPOSED = 16
 # Number of columns, and of their entries, whose products are summed in parallel.
 QUAD = 4
 
 
 @intrinsic
 def separate(typing_context, source, n, t, like, tile):
-    """Copy n adjacent columns of fewer than 8 rows to the rows of a tile; n is a multiple of TURNED."""
+    """Copy n adjacent columns of fewer than 8 rows to the rows of a tile; n is a multiple of TRANSPOSED."""
 
     def generate(context, builder, signature, args):
         source, n, t, _, tile = args
@@ -161,7 +161,7 @@ def _sums(builder, vectors):
 
 @intrinsic
 def transpose(typing_context, source, column, like, tile, first_row, first_column):
-    """Copy TURNED columns of 8 rows (4 in float64) to ``tile[first_row:, first_column:]``.
+    """Copy TRANSPOSED columns of 8 rows (4 in float64) to ``tile[first_row:, first_column:]``.
 
     The columns are `column` bytes apart.
     """
@@ -183,7 +183,7 @@ def transpose(typing_context, source, column, like, tile, first_row, first_colum
                 vectors.append(shuffle(builder, halves[0], halves[1], range(4 * n)))
             return vectors
 
-        for first in range(0, TURNED, 4 * n):
+        for first in range(0, TRANSPOSED, 4 * n):
             left = _transposed(builder, columns(first))
             right = _transposed(builder, columns(first + 2 * n))
             for r in range(2 * n):

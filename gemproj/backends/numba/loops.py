@@ -1,4 +1,9 @@
-"""The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows)."""
+"""The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows).
+
+The arrays of a problem are given by their addresses, see `addresses`, because one call reads hundreds of
+them. The problem holds the arrays. Scratch arrays belong to the caller: loops that take addresses allocate
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +18,73 @@ from gemproj.backends.numba.addresses import (
     VECTOR,
     VECTOR_STEP,
 )
-from gemproj.backends.numba.columns import QUAD, TURNED, add_dots, add_separated
+from gemproj.backends.numba.columns import (
+    QUAD,
+    TRANSPOSED,
+    add_dots,
+    add_separated,
+    separate,
+    transpose,
+)
 from gemproj.backends.numba.jit import fast, fast_entry
 from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
-from gemproj.backends.numba.reading import read_rows, read_vector
-from gemproj.backends.numba.scratch import CROWDS
-from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, narrow
+from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, narrow, widen
 
+# Most groups of HEIGHT gradients that are multiplied while a tile of G stays in cache.
+MOST_GROUPS = 16
 # Rows that stage 3 adds at a time.
 _TOGETHER = 10
+
+
+@fast
+def _copy(address, step, n, like, tile, r, c):
+    """Copy n entries, `step` bytes apart, of the dtype of `like`, to row r of a tile, from column c on."""
+    if step == like.itemsize:
+        widen(address, n, like, tile, r, c)
+    else:
+        for i in range(n):
+            widen(address + i * step, 1, like, tile, r, c + i)
+
+
+@fast
+def read_vector(line, start, n, like, tile, r):
+    """Copy n entries of g to row r of a tile."""
+    _copy(line[VECTOR] + start * line[VECTOR_STEP], line[VECTOR_STEP], n, like, tile, r, 0)
+
+
+@fast
+def read_rows(line, start, n, t, like, columns, tile):
+    """Copy n columns of G, from column `start` on, to the first t rows of a tile.
+
+    `columns` is None if the entries of each row are adjacent; else G may have any strides.
+    """
+    row, column, done, transposed = line[ROW_STEP], line[COLUMN_STEP], 0, 0
+    source = line[ROWS] + start * column
+    if columns is not None:
+        done, transposed = _read_columns(source, row, column, n, t, like, tile)
+    for r in range(t):
+        begin = done if r < transposed else 0
+        _copy(source + r * row + begin * column, column, n - begin, like, tile, r, begin)
+
+
+@fast
+def _read_columns(source, row, column, n, t, like, tile):
+    """Copy columns with adjacent entries to rows of a tile; return the numbers of columns and rows copied."""
+    done, height = n // TRANSPOSED * TRANSPOSED, 32 // max(4, like.itemsize)  # bfloat16 is read as float32
+    if column == like.itemsize or row != like.itemsize:
+        return 0, 0
+    if t < 8 and column == t * row:
+        separate(source, done, t, like, tile)
+        return done, t
+    if t < height:
+        return 0, 0
+    # Up to 3 remaining rows are copied entry by entry; more are transposed together with preceding rows.
+    transposed = t - t % height if t % height <= 3 else t
+    for c in range(0, done, TRANSPOSED):
+        for r in range(0, transposed, height):
+            first = min(r, t - height)
+            transpose(source + c * column + first * row, column, like, tile, first, c)
+    return done, transposed
 
 
 @fast
@@ -82,7 +145,7 @@ def _collect(sums, rows, totals, problem, piece):
 
 
 @fast_entry
-def sum_products(lines, blocks, first, last, pieces, piece_columns, like, columns, tile, sums, totals):
+def sum_products(first, last, lines, blocks, pieces, piece_columns, like, columns, totals, tile, sums):
     """Write the products of the rows [G; g] over pieces ``first .. last - 1`` of the problems to `totals`.
 
     Each piece has its own matrix in `totals` (problems, pieces, t + 1, t + 1). Products are summed over the
@@ -117,22 +180,22 @@ def sum_products(lines, blocks, first, last, pieces, piece_columns, like, column
 
 
 @fast_entry
-def sum_shared_products(lines, blocks, first, last, piece_columns, like, columns, tile, sums, totals):
+def sum_shared_products(first, last, lines, blocks, piece_columns, like, columns, totals, tile, sums):
     """Write the products of the rows [G; g] to `totals`, for many g and one G; K for problem 0 only.
 
     `first` and `last` count groups of HEIGHT gradients: all groups of piece 0, then all groups of piece 1,
-    and so on. Each tile of G is read once for up to CROWDS groups. The tile holds the rows of G, followed by
-    a group of gradients.
+    and so on. Each tile of G is read once for up to MOST_GROUPS groups. The tile holds the rows of G,
+    followed by a group of gradients.
     """
     problems, t = totals.shape[0], totals.shape[2] - 1
-    n, groups, crowds = tile.shape[1], (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT
+    n, row_groups, groups = tile.shape[1], (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT
     # Order of the blocks in `sums`: those of K, then per group of gradients its products with each group of
     # rows of G, and its products with itself.
-    size, vectors = groups * (groups + 1) // 2, groups * HEIGHT
+    size, vectors = row_groups * (row_groups + 1) // 2, row_groups * HEIGHT
     _clear(tile)
     while first < last:
-        piece, crowd = first // crowds, first % crowds
-        count = min(CROWDS, last - first, crowds - crowd)
+        piece, group = first // groups, first % groups
+        count = min(MOST_GROUPS, last - first, groups - group)
         _clear(sums)
         for k in range(blocks):
             line = lines[k]
@@ -141,28 +204,28 @@ def sum_shared_products(lines, blocks, first, last, piece_columns, like, columns
                 here = min(n, stop - start)
                 read_rows(line, start, here, t, like, columns, tile)
                 end = _fill_up(tile, 0, t, here)
-                if crowd == 0:
+                if group == 0:
                     _add_tile(tile, t, end, sums)
                 place = size
-                for c in range(crowd, crowd + count):
+                for c in range(group, group + count):
                     height = min(HEIGHT, problems - c * HEIGHT)
                     for i in range(height):
                         read_vector(
                             lines[(c * HEIGHT + i) * blocks + k], start, here, like, tile, vectors + i
                         )
                     _fill_up(tile, vectors, height, here)
-                    for j in range(groups + 1):
+                    for j in range(row_groups + 1):
                         add_block(tile, vectors, j * HEIGHT, height, end, sums, place)
                         place += 1
                 start += here
-        if crowd == 0:
+        if group == 0:
             _collect(sums, t, totals, 0, piece)
-        for p in range(crowd * HEIGHT, min((crowd + count) * HEIGHT, problems)):
-            place, i = size + (p // HEIGHT - crowd) * (groups + 1), p % HEIGHT
+        for p in range(group * HEIGHT, min((group + count) * HEIGHT, problems)):
+            place, i = size + (p // HEIGHT - group) * (row_groups + 1), p % HEIGHT
             for r in range(t):
                 total = _total(sums, place + r // HEIGHT, i, r % HEIGHT)
                 totals[p, piece, t, r] = totals[p, piece, r, t] = total
-            totals[p, piece, t, t] = _total(sums, place + groups, i, i)
+            totals[p, piece, t, t] = _total(sums, place + row_groups, i, i)
         first += count
 
 
@@ -181,25 +244,25 @@ def add_pieces(totals):
 
 
 @fast
-def _add_rows(line, start, n, like, columns, lam, problem, chosen, factors, sums):
+def _add_rows(line, start, n, like, columns, lam, chosen, sums):
     """Add rows times their multipliers to n sums; rows whose multiplier is zero need not be finite."""
     row, column, count = line[ROW_STEP], line[COLUMN_STEP], 0
     source = line[ROWS] + start * column
-    for r in range(lam.shape[1]):
-        if lam[problem, r] != 0.0:
-            chosen[count], factors[count] = r, lam[problem, r]
+    for r in range(lam.size):
+        if lam[r] != 0.0:
+            chosen[count] = r
             count += 1
     done = 0
     if columns is not None:
-        done = _add_columns(source, row, column, n, like, lam[problem], sums)
+        done = _add_columns(source, row, column, n, like, lam, sums)
         if column != like.itemsize:
             for k in range(count):
                 for c in range(done, n):
-                    add_scaled(source + c * column, row, 1, like, chosen, factors, k, 1, sums, c)
+                    add_scaled(source + c * column, row, 1, like, lam, chosen, k, 1, sums, c)
             return
     # A few rows at a time, because processors prefetch few streams of memory.
     for k in range(0, count, _TOGETHER):
-        add_scaled(source, row, n, like, chosen, factors, k, min(_TOGETHER, count - k), sums, 0)
+        add_scaled(source, row, n, like, lam, chosen, k, min(_TOGETHER, count - k), sums, 0)
 
 
 @fast
@@ -209,8 +272,8 @@ def _add_columns(source, row, column, n, like, lam, sums):
     if column == like.itemsize or row != like.itemsize:
         return 0
     if t < 8 and column == t * row:
-        add_separated(source, n // TURNED * TURNED, t, like, lam, sums)
-        return n // TURNED * TURNED
+        add_separated(source, n // TRANSPOSED * TRANSPOSED, t, like, lam, sums)
+        return n // TRANSPOSED * TRANSPOSED
     if t < QUAD:
         return 0
     add_dots(source, column, n // QUAD * QUAD, t, like, lam, sums)
@@ -230,7 +293,7 @@ def _write(line, start, n, like, sums):
 
 @fast_entry
 def write_combination(
-    lines, blocks, first, last, pieces, piece_columns, shared, like, columns, lam, sums, chosen, factors
+    first, last, lines, blocks, pieces, piece_columns, shared, like, columns, lam, sums, chosen
 ):
     """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself.
 
@@ -251,7 +314,7 @@ def write_combination(
                 for p in range(problem, problem + together):
                     one = lines[p * blocks + k]
                     read_vector(one, start, here, like, sums, 0)
-                    _add_rows(line, start, here, like, columns, lam, p, chosen, factors, sums)
+                    _add_rows(line, start, here, like, columns, lam[p], chosen, sums)
                     _write(one, start, here, like, sums)
                 start += here
         first += together

@@ -6,9 +6,18 @@ import numpy as np
 
 from gemproj import _constants
 from gemproj._constants import BUDGET, CLOSE, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
-from gemproj.backends.numba.conditions import clip, normalise, optimality, resolution
 from gemproj.backends.numba.jit import strict, strict_entry
-from gemproj.backends.numba.tableau import DEPENDENT, pivot, rounding, set_free, trial
+from gemproj.backends.numba.tableau import (
+    DEPENDENT,
+    clip,
+    normalise,
+    optimality,
+    pivot,
+    resolution,
+    rounding,
+    set_free,
+    trial,
+)
 from gemproj.methods._method import Status
 
 _OPTIMAL_WITHIN = _constants.OPTIMAL_WITHIN * _constants.EPS
@@ -16,7 +25,7 @@ _STALLED = int(Status.STALLED)
 
 
 @strict_entry
-def solve_active_set(Ks, bs, lowers, uppers, starts, first, last, lams, pivots, status, resolved):
+def solve_active_set(first, last, Ks, bs, lowers, uppers, starts, lams, pivots, status, resolved):
     """Write the solutions of problems ``first .. last - 1``; return how many of them K may not resolve.
 
     Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);

@@ -72,17 +72,17 @@ def narrow(typing_context, sums, column, n, target, like):
 
 
 @intrinsic
-def add_scaled(typing_context, source, step, n, like, chosen, scale, first, count, target, at):
-    """Add the next `count` rows of ``chosen[first:]``, times ``scale[first:]``, to ``target[0, at:]``.
+def add_scaled(typing_context, source, step, n, like, scale, chosen, first, count, target, at):
+    """Add `count` rows times their numbers in `scale` to ``target[0, at:]``: the rows ``chosen[first:]``.
 
     Rows have n entries of the dtype of `like`, and are `step` bytes apart.
     """
 
     def generate(context, builder, signature, args):
-        source, step, n, _, chosen, scale, first, count, target, at = args
+        source, step, n, _, scale, chosen, first, count, target, at = args
         (stored,) = types_of(context, signature.args[3:4])
-        chosen = place_in(context, builder, signature.args[4], chosen, first)
-        scale = place_in(context, builder, signature.args[5], scale, first)
+        scale = place_in(context, builder, signature.args[4], scale)
+        chosen = place_in(context, builder, signature.args[5], chosen, first)
         target = place_in(context, builder, signature.args[8], target, I64(0), at)
         unroll = 4
 
@@ -93,10 +93,10 @@ def add_scaled(typing_context, source, step, n, like, chosen, scale, first, coun
                 value = load(builder, builder.add(target, builder.mul(places[u], I64(8))), vector)
                 totals.append(cgutils.alloca_once_value(builder, value))
             with cgutils.for_range(builder, count) as loop:
-                offset = builder.mul(loop.index, I64(8))
-                index = load(builder, builder.add(chosen, offset), I64)
+                index = load(builder, builder.add(chosen, builder.mul(loop.index, I64(8))), I64)
                 row = builder.add(source, builder.mul(index, step))
-                factor = spread(builder, load(builder, builder.add(scale, offset), F64), vector)
+                number = load(builder, builder.add(scale, builder.mul(index, I64(8))), F64)
+                factor = spread(builder, number, vector)
                 for place, total in zip(places, totals, strict=True):
                     value = stream(builder, row, place, stored, vector.count, F64)
                     multiply_add(builder, factor, value, total)
@@ -107,7 +107,7 @@ def add_scaled(typing_context, source, step, n, like, chosen, scale, first, coun
         return context.get_dummy_value()
 
     integer = types.int64
-    kinds = (integer, integer, integer, like, chosen, scale, integer, integer, target, integer)
+    kinds = (integer, integer, integer, like, scale, chosen, integer, integer, target, integer)
     return types.none(*kinds), generate
 
 
@@ -159,11 +159,11 @@ def add_few(typing_context, source, row, column, vector, n, t, like, columns, ti
         count = BYTES // bytes_of(real)
         by_rows = builder.icmp_signed("==", column, I64(bytes_of(stored)))
 
-        def entries(rows, turned):
+        def entries(rows, by_columns):
             places = [builder.add(source, builder.mul(row, I64(r))) for r in range(rows)]
 
             def read_all(at):
-                if turned:
+                if by_columns:
                     found = separated(builder, source, at, rows, stored, count, real)
                 else:
                     found = [stream(builder, place, at, stored, count, real) for place in places]
