@@ -37,11 +37,11 @@ OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPAB
 LOWEST := .venv-lowest
 
 test-lowest: $(LOWEST)/.installed  ## Run all tests with the lowest versions that pyproject.toml admits.
-	$(LOWEST)/bin/python -m asv_benchmarks.reports.lowest --out docs/results/lowest-versions.md $(ARGS)
+	$(LOWEST)/bin/python -m pytest -p tests.lowest -n auto --dist loadfile $(ARGS)
 
 $(LOWEST)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(LOWEST)
-	$(LOWEST)/bin/python -m asv_benchmarks.reports.lowest --constraints > $(LOWEST)/constraints.txt
+	$(LOWEST)/bin/python tests/lowest.py > $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -q -c $(LOWEST)/constraints.txt -e '.[test]'
 	@touch $@
 

@@ -91,7 +91,8 @@ def tensor_parallel(model, shard=fsdp):
 
 
 def tensor_only(model):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tensor",))
+    # Not "tensor": some versions of torch take groups from an equal mesh, and a check before has destroyed them.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
     return split(model, mesh), lambda batch: batch
 
 

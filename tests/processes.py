@@ -1,6 +1,7 @@
 """Checks that run on several processes: one start of four for all of them, a process group for each check."""
 
 import importlib.util
+import os
 import time
 import traceback
 from contextlib import contextmanager
@@ -62,6 +63,8 @@ def run_all(folder):
 
 def _process(rank, folder):
     torch.set_num_threads(1)
+    # The Trainer of another test may leave its precision there, for all that are made later.
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     todo = [(name, world) for world in MODULES if rank < world for name in names(world)]
     # On a busy machine one has imported all that long before another.
     Path(folder, f"imported.{rank}").touch()

@@ -174,7 +174,7 @@ def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]
 
 
 def _is_checkpointed(module: Any) -> bool:
-    """Return whether a module is a layer of transformers (4.53 or newer) that checkpoints in training."""
+    """Return whether a module is a layer of transformers that checkpoints in training."""
     if "_gradient_checkpointing_func" not in module.__dict__:
         return False
     if not getattr(module, "gradient_checkpointing", False):
