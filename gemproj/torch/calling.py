@@ -52,7 +52,7 @@ def call_loss(
                 "loss(model, batch) must return the mean over the examples, or one number for each of these "
                 f"{n}, shape ({n},); found {tuple(value.shape)}. Of logits compute a loss; of losses of "
                 "tokens, (n, T) or (n * T,), the mean over the tokens of each example that have a label, as "
-                "CrossEntropy of gemproj.torch.losses does. Of packed rows of several texts, without padding, "
+                "CrossEntropy of gemproj.torch.losses does. Of packed rows of several texts, unpadded, "
                 "pass microbatch=1."
             )
     return value.reshape(1) if n == 1 else value

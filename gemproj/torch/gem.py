@@ -18,7 +18,7 @@ from gemproj.torch.constraint_gradients import reshard, unwrapped
 from gemproj.torch.hooks import clip_grad_norm_, will_skip
 from gemproj.torch.losses import model_loss
 from gemproj.torch.memory import EpisodicMemory
-from gemproj.torch.projector import GradientProjector, check_options
+from gemproj.torch.projector import GradientProjector, check_choices
 from gemproj.torch.promise import Per, Promise
 from gemproj.torch.remember import remember
 from gemproj.torch.report import History, LogMeans, Projection, Report, make_report
@@ -57,7 +57,7 @@ class Keeper:
         if not isinstance(memory, EpisodicMemory | None):
             raise TypeError(f"memory must be an EpisodicMemory; found {type(memory).__name__}.")
         self.promise = _one_promise(loss, per=per, examples=examples, weight=weight, tolerance=tolerance)
-        check_options(self.promise, method, on, every, project, rows_dtype)
+        check_choices(self.promise, method, on, every, project, rows_dtype)
         if microbatch is not None:
             check_count(microbatch, "microbatch", 1)
         self.memory = EpisodicMemory(per_task) if memory is None else memory
@@ -322,7 +322,7 @@ class Keeper:
     def _check(self, promise: Promise) -> None:
         """Raise for a promise that cannot be kept here."""
         _check_labels(promise, self.memory)
-        check_options(promise, **self._options)
+        check_choices(promise, **self._options)
         if promise.tolerance is not None and self.projector is not None and len(self._optimizers) > 1:
             raise ValueError(
                 "tolerance is about a whole step, and each optimizer takes a part of it; pass one optimizer."

@@ -10,7 +10,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from gemproj._bounds import Options, check_options
 from gemproj._checks import check_count
 from gemproj._solution import DualSolution
 from gemproj.methods import GEM2017, AnyMethod, as_method
@@ -112,7 +111,7 @@ class GradientProjector:
         process_group: Any = None,
     ) -> None:
         promise = Promise() if promise is None else promise
-        check_options(promise, method, on, every, project, rows_dtype)
+        check_choices(promise, method, on, every, project, rows_dtype)
         if metric not in (None, *get_args(Metric)):
             raise ValueError(f"metric must be 'euclidean', 'adam' or None; found {metric!r}.")
         self.promise, self.method, self.on, self.metric = promise, method, on, metric
@@ -415,7 +414,7 @@ class GradientProjector:
         return self.last
 
 
-def check_options(
+def check_choices(
     promise: Any, method: AnyMethod, on: On, every: int, project: bool, rows_dtype: torch.dtype | None
 ) -> None:
     """Raise for options of a projector that are wrong, or that do not go together."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import namespace, to_numpy, wide_dtype
-from gemproj._options import Options, check_options
+from gemproj._bounds import Options, check_options
 from gemproj._tspace import Gram
 from gemproj.methods import GEM2017, AnyMethod
 from gemproj.torch.changes import Change, On
