@@ -5,14 +5,16 @@ passed. The script runs before anything is installed, so it imports only what co
 """
 
 import platform
-import sys
 from importlib import metadata
 from pathlib import Path
 
-if sys.version_info >= (3, 11):
+try:
     import tomllib
-else:
-    from pip._vendor import tomli as tomllib
+except ImportError:  # before Python 3.11
+    try:
+        import tomli as tomllib  # which pytest brings
+    except ImportError:  # Not where tests run: importing pip undoes what setuptools does to distutils.
+        from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/results/lowest-versions.md"
@@ -56,8 +58,9 @@ def pytest_configure():
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     """Write the page after a run of all tests in which none has failed."""
-    chosen = config.args_source != config.ArgsSource.TESTPATHS or config.option.keyword
-    if chosen or exitstatus:
+    part = hasattr(config, "workerinput")  # of pytest-xdist
+    part = part or config.args_source != config.ArgsSource.TESTPATHS or config.option.keyword
+    if part or exitstatus:
         return
     passed, skipped = (len(terminalreporter.stats.get(outcome, ())) for outcome in ("passed", "skipped"))
     others = "; ".join(f"`{extra}` ({reason})" for extra, reason in NOT_TESTED.items())

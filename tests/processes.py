@@ -63,8 +63,9 @@ def run_all(folder):
 
 def _process(rank, folder):
     torch.set_num_threads(1)
-    # The Trainer of another test may leave its precision there, for all that are made later.
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    # Where the Trainer and the Accelerator of another test leave their options, for all that are made later.
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[name]
     todo = [(name, world) for world in MODULES if rank < world for name in names(world)]
     # On a busy machine one has imported all that long before another.
     Path(folder, f"imported.{rank}").touch()
