@@ -10,7 +10,9 @@ import importlib
 import importlib.metadata
 import platform
 import time
+import timeit
 from collections.abc import Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import numpy as np
@@ -91,15 +93,9 @@ def report() -> None:
         except ImportError as error:
             print(f"{name:12s}{str(error).split(':')[0]}")
             continue
-        seconds = min(_time(lambda m=method: solve_dual(G, g, method=m)) for _ in range(5))
+        seconds = min(timeit.repeat(partial(solve_dual, G, g, method=method), number=1, repeat=5))
         print(f"{name:12s}{seconds * 1e6:10.0f}", end="")
         print(f"{sol.kkt_residual():15.1e}{sol.duality_gap():14.1e}{sol.error_bound():14.1e}")
-
-
-def _time(call) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def _version(package: str) -> str:

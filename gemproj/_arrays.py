@@ -18,8 +18,14 @@ _REAL_FLOATING: dict[Any, bool] = {}
 _IS_TORCH: dict[type, bool] = {}
 
 
-def namespace(a: Array) -> Any:
-    """Return the array API namespace of an array."""
+def namespace(a: Array, *others: Array) -> Any:
+    """Return the array API namespace of arrays; raise a TypeError if their libraries differ."""
+    if others and len({type(a), *map(type, others)}) > 1:
+        try:
+            return array_api_compat.array_namespace(a, *others)
+        except TypeError:
+            found = sorted({f"{type(b).__module__.split('.')[0]}.{type(b).__name__}" for b in (a, *others)})
+            raise TypeError(f"All arrays must come from one library; found {', '.join(found)}.") from None
     xp = _NAMESPACES.get(type(a))
     if xp is None:
         xp = _NAMESPACES[type(a)] = array_api_compat.array_namespace(a)
@@ -27,17 +33,6 @@ def namespace(a: Array) -> Any:
 
 
 _NUMPY = namespace(np.empty(0))
-
-
-def common_namespace(arrays: Sequence[Array]) -> Any:
-    """Return the common array API namespace of arrays; raise a TypeError if their libraries differ."""
-    if len(arrays) == 1 or len(set(map(type, arrays))) == 1:
-        return namespace(arrays[0])
-    try:
-        return array_api_compat.array_namespace(*arrays)
-    except TypeError:
-        found = sorted({type(a).__module__.split(".")[0] + "." + type(a).__name__ for a in arrays})
-        raise TypeError(f"All arrays must come from one library; found {', '.join(found)}.") from None
 
 
 def device_of(a: Array) -> Any:

@@ -69,11 +69,6 @@ def refuse_masked(a: Any, name: str) -> None:
         raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
 
 
-def check_start(warm_start: Any, expected: tuple[int, ...], xp: Any, device: Any) -> Array | None:
-    """Return the checked warm start as an array of t-space, or None."""
-    return None if warm_start is None else check_multipliers(warm_start, "warm_start", expected, xp, device)
-
-
 def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:
     """Return checked multipliers (..., t) as an array of t-space: float64, and NumPy on the CPU."""
     check_metadata_of_multipliers(lam, name, expected, xp)

@@ -11,7 +11,7 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
 from gemproj._bounds import PLAIN, Bounds, Options, check_options, make_bounds, overstepped, standard_form
-from gemproj._checks import check_start
+from gemproj._checks import check_multipliers
 from gemproj._constants import LOOSE, OPTIMAL_WITHIN, REACH, WIDE_ROUNDING, WIDER
 from gemproj._feasibility import cancelled_by_penalty, infeasible, refuse_infeasible
 from gemproj._gram import check_gram, check_range, drop_not_finite, measure
@@ -103,7 +103,8 @@ def solve_dual(
     """
     problem = check_problem(G, g, metric)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
-    sol = solve(measure(problem), options, check_start(warm_start, *problem.like))
+    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
+    sol = solve(measure(problem), options, start)
     # Certificates need more digits of K than multipliers.
     if problem.host and problem.t and np.count_nonzero(chosen := uncertified(sol)):
         sol = return_to_rows(problem, sol, chosen)
@@ -152,7 +153,8 @@ def solve_gram(
     """
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     gram, xp, device = check_gram(K, b, gg), namespace(b), device_of(b)
-    start = check_start(warm_start, tuple(gram.b.shape), xp, device)
+    like = tuple(gram.b.shape), xp, device
+    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *like)
     measured = Measured(gram, WIDE_ROUNDING, partial(from_numpy, xp=xp, device=device))
     return solve(measured, options, start).to(measured.to_caller)
 

@@ -9,7 +9,6 @@ import numpy as np
 from gemproj._arrays import (
     Array,
     Blocks,
-    common_namespace,
     detach,
     device_of,
     is_array,
@@ -146,7 +145,7 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
         if not is_real_floating(a):
             raise TypeError(f"{name} must have a real floating-point dtype; found {a.dtype}.")
     refuse_transformed(list(given.values()))
-    xp, device = common_namespace(list(given.values())), device_of(b)
+    xp, device = namespace(*given.values()), device_of(b)
     of_K, of_b = tuple(K.shape), tuple(b.shape)
     if K.ndim < 2 or of_K[-1] != of_K[-2]:
         raise ValueError(f"K must be a Gram matrix of shape (..., t, t); found {of_K}.")

@@ -15,8 +15,8 @@ from gemproj._bounds import Bounds, Options, check_options, make_bounds
 from gemproj._checks import (
     check_count,
     check_metadata_of_multipliers,
+    check_multipliers,
     check_scalar,
-    check_start,
     is_number,
     real_numbers,
 )
@@ -152,7 +152,8 @@ def _project(tensors, form):
     """Return the blocks of x, the multipliers, and `inverse_of_free` if a backward pass may follow."""
     form = Form(*form)
     problem, given = form.problem(tensors), form.options(tensors)
-    start = check_start(given.pop("warm_start"), *problem.like)
+    if (start := given.pop("warm_start")) is not None:
+        start = check_multipliers(start, "warm_start", *problem.like)
     given = {name: value for name, value in given.items() if value is not None}
     sol = solve(measure(problem), check_options("exact", **given, refine=form.refine), start)
     warn_if_missed(sol)

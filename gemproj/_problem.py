@@ -17,13 +17,13 @@ import numpy as np
 from gemproj._arrays import (
     Array,
     Blocks,
-    common_namespace,
     detach,
     device_of,
     from_numpy,
     is_array,
     is_real_floating,
     is_torch,
+    namespace,
     on_host,
     refuse_transformed,
     to_numpy,
@@ -128,7 +128,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
-    xp, device = common_namespace(arrays), device_of(vector[0])
+    xp, device = namespace(*arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
         for k, a in enumerate(arrays):
             if device_of(a) != device:
@@ -208,7 +208,7 @@ def _refuse_block(problem: Problem, k: int) -> None:
 def check_out(out: Blocks, problem: Problem) -> list[Array]:
     """Return the blocks of `out`; raise if x cannot be written to them."""
     blocks, _ = as_blocks(out, "out", like=(problem.keys, len(problem.vector)))
-    if common_namespace(blocks) is not problem.xp:
+    if namespace(*blocks) is not problem.xp:
         raise TypeError(
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."

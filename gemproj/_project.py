@@ -9,7 +9,7 @@ import numpy as np
 
 from gemproj._arrays import Array, Blocks
 from gemproj._bounds import check_options
-from gemproj._checks import check_start
+from gemproj._checks import check_multipliers
 from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
 from gemproj._dual import solve
 from gemproj._gram import measure
@@ -96,7 +96,8 @@ def project(
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     problem = check_problem(G, g, metric)
     x = blocks_for_x(problem, out)
-    sol = solve(measure(problem), options, check_start(warm_start, *problem.like))
+    start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
+    sol = solve(measure(problem), options, start)
     warn_if_missed(sol)
     combine_into(problem, sol, x)
     return as_asked(problem, x, out)

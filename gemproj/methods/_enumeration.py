@@ -20,6 +20,8 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
     xp = namespace(b)
     t = b.shape[-1]
     device = device_of(b)
+    if upper is not None:  # no multiplier is held at an infinite bound
+        bound = xp.where(xp.isfinite(upper), upper, xp.zeros_like(upper))
     K = xp.broadcast_to(K, (*b.shape, t))
     tableau = xp.concat([K, b[..., None]], axis=-1)[..., None, :, :]
     # Sets with a dependent row are left out: their tableau skips this row, and an equal solution on
@@ -30,8 +32,8 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
         branches = [tableau, sweep(tableau, k)]
         flags = [dependent, dependent | ~(pivot > dependent_below(tableau))]
         if upper is not None:
-            held = xp.concat([tableau[..., :t], _at_upper(tableau, upper, k)], axis=-1)
-            branches.append(held)
+            moved = (tableau[..., k] * bound[..., k][..., None, None])[..., None]
+            branches.append(xp.concat([tableau[..., :t], tableau[..., t:] + moved], axis=-1))
             flags.append(dependent | ~xp.isfinite(upper[..., k])[..., None])
         tableau = xp.concat(branches, axis=-3)
         dependent = xp.concat(flags, axis=-1)
@@ -44,7 +46,7 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
     free = xp.astype(states == FREE, b.dtype)
     lam = -tableau[..., t] * free
     if upper is not None:
-        lam = lam + xp.astype(states == AT_UPPER, b.dtype) * _finite(upper)[..., None, :]
+        lam = lam + xp.astype(states == AT_UPPER, b.dtype) * bound[..., None, :]
     K, b = K[..., None, :, :], b[..., None, :]
     lower, upper = (None if a is None else a[..., None, :] for a in (lower, upper))
     lam = clip(lam, lower, upper)
@@ -87,14 +89,3 @@ def factorise_active_sets(K: Array, b: Array, lower: Array | None, upper: None =
     best = xp.argmin(residual, axis=-1, keepdims=True)[..., None]
     lam = lam.gather(-2, best.expand(*b.shape[:-1], 1, t))[..., 0, :] * per_norm
     return clip(lam, lower, None)
-
-
-def _at_upper(tableau: Array, upper: Array, k: int) -> Array:
-    """Return the last column of the tableau with multiplier k held at its upper bound."""
-    return tableau[..., -1:] + (tableau[..., k] * _finite(upper)[..., k][..., None, None])[..., None]
-
-
-def _finite(upper: Array) -> Array:
-    """Return upper bounds with zeros for infinite bounds, at which no multiplier is held."""
-    xp = namespace(upper)
-    return xp.where(xp.isfinite(upper), upper, xp.zeros_like(upper))

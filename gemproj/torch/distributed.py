@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_flatten
 
 from gemproj._arrays import Blocks, on_host, wide_dtype
 from gemproj._bounds import check_options
-from gemproj._checks import check_start
+from gemproj._checks import check_multipliers
 from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
 from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._dual import solve
@@ -265,7 +265,7 @@ def project(
             raise ValueError(f"G must have shape (t, n), one problem; found a batch of {problem.batch}.")
         options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
         x = blocks_for_x(problem, out)
-        start = check_start(warm_start, *problem.like)
+        start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
         facts["number of constraints"] = problem.t
     sol = solve(shards.sum_gram(measure(problem), problem.has_float64()), options, start)
     warn_if_missed(sol)
