@@ -61,7 +61,7 @@ def tables(summary: Summary) -> dict[str, list[dict[str, str]]]:
             "cost": {
                 "Projection": plus_minus(numbers["seconds_per_projection"], 1e3),
                 "Batch": significant(ms["batch"]),
-                "Constraint gradients": significant(ms["constraints"]) if method.constrained else "-",
+                "Constraint gradients": significant(ms["constraints"]) if method.options else "-",
                 "Optimizer": significant(ms["optimizer"]),
                 "Whole step": significant(sum(ms.values())),
             },
