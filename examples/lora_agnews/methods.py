@@ -53,10 +53,10 @@ METHODS = {
         "Replay", "#009E73", replayed=lambda memory, c: memory.batches(n=c.sample_size, per="all")
     ),
     "gem-few": Method(
-        "GEM, tuned", "#882255", lambda c: {"margin": c.weight, "rows": c.few}, policy="reservoir"
+        "GEM, weighted", "#882255", lambda c: {"margin": c.weight, "rows": c.few}, policy="reservoir"
     ),
     "replay-few": Method(
-        "Replay, tuned",
+        "Replay, weighted",
         "#CC79A7",
         replayed=lambda memory, c: memory.batches(n=c.few),
         weight=lambda c: c.weight,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.progress import track
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -25,7 +26,7 @@ THREADS = 2  # fixed: sums in another order make another model
 
 
 def main(given: Path, folder: Path) -> None:
-    """Read settings and texts, print how many steps are done, and write a model and its tokenizer.
+    """Read settings and texts, show how far it is, and write a model and its tokenizer.
 
     For a process of its own, see `small`: it sets the threads and the seed of torch.
     """
@@ -64,7 +65,7 @@ def train_model(config: Config, tokenizer: PreTrainedTokenizerFast, texts: Seque
     # Not fused, it would take torch.sqrt, whose last bit depends on the processor.
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, config.small_steps, pct_start=0.1)
-    for step in range(config.small_steps):
+    for _ in track(range(config.small_steps), "pretraining"):
         chosen = torch.randint(len(texts), (BATCH,))
         tokens, mask = rows["input_ids"][chosen], rows["attention_mask"][chosen]
         loss = model(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
@@ -73,7 +74,6 @@ def train_model(config: Config, tokenizer: PreTrainedTokenizerFast, texts: Seque
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        print(step + 1, flush=True)  # the parent process reads it
     return model.eval()
 
 

@@ -33,7 +33,7 @@ class Recorder:
     since an adaptive optimizer does not apply what it is given.
 
     After `watch` and `watch_gem`, hooks of the optimizer measure every step, and the loop has nothing of it.
-    The study, whose methods may change more than the step, calls `begin_step` to `end_task` itself.
+    The study, whose methods may change more than the step, calls `before_update` to `end_task` itself.
     """
 
     def __init__(
@@ -69,7 +69,6 @@ class Recorder:
 
         def before(*_: Any) -> None:
             self.turn(None)
-            self.begin_step()
             self.before_update()
             self.turn("projection")
 
@@ -120,14 +119,11 @@ class Recorder:
         yield
         self.turn(None)
 
-    def begin_step(self) -> None:
-        """Begin a step, the first one being number 1."""
+    def before_update(self) -> None:
+        """Count the step; if it is probed, note the parameters and the gradients on all stored examples."""
         self._note_stored_losses()
         self.step += 1
         self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
-
-    def before_update(self) -> None:
-        """Compute the gradients of all tasks, on all that is stored, and note the parameters."""
         if self.probed:
             microbatch = getattr(self.config, "microbatch", None)  # the study takes all rows at once
             self.checker.recall(self.model, self.memory.batches(), self.loss, microbatch=microbatch)

@@ -123,7 +123,6 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
         for batch in batches(task.train, setting.batch_size, setting.epochs, shuffler):
             if diverged:
                 continue
-            record.begin_step()
             with record.time("batch"):
                 optimizer.zero_grad()
                 loss = learner.loss(batch)
