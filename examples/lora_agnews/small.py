@@ -74,12 +74,11 @@ def prepare(config: Config, texts: Sequence[str], folder: Path, quiet: bool) -> 
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="draft-", dir=folder.parent) as parent:
         given, draft = Path(parent, "given"), Path(parent, "model")
-        given.write_bytes(pickle.dumps((config, texts)))
+        given.write_bytes(pickle.dumps((config, texts, quiet)))
         command = [sys.executable, "-m", pretrain.__name__, str(given), str(draft)]
         environment = os.environ | SAME_EVERYWHERE | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        status = subprocess.run(
-            command, env=environment, stdout=subprocess.DEVNULL if quiet else None
-        ).returncode
+        # Libraries print, too; progress and errors are on the other stream.
+        status = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
         if status:
             raise RuntimeError(f"pretraining ended with exit status {status}; its error stands above")
         try:
