@@ -58,7 +58,7 @@ def run(
         "runs": records,
     }
     (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    tables = report.markdown(summary)
+    tables = report.markdown(records, summary)
     (out / "table.md").write_text(tables, encoding="utf-8")
     paths = figures.draw(records, summary, out)
     console.print()

@@ -58,7 +58,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
 def train_model(
     config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], console: Console
 ) -> GPT2LMHeadModel:
-    """Model the language of the texts for a fixed number of steps, one article a row; show how many are done."""
+    """Model the language of the texts for a fixed number of steps, one article a row; show progress."""
     rows = tokenizer(
         list(texts), truncation=True, max_length=config.max_length, padding=True, return_tensors="pt"
     )
