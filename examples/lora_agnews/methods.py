@@ -6,11 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import nn
-
 from gemproj import PGD
-from gemproj.torch import GEM, EpisodicMemory
+from gemproj.torch import EpisodicMemory
 
 from .config import Config
 
@@ -25,20 +22,6 @@ class Method:
     replayed: Callable[[EpisodicMemory, Config], Iterable[Any]] = lambda memory, c: ()  # learned along
     weight: Callable[[Config], float] = lambda c: 1.0  # of each replayed batch
     policy: str = "balanced"  # which examples are stored; the paper balances labels
-
-    def gem(
-        self,
-        config: Config,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loss: Callable[[nn.Module, Any], torch.Tensor],
-        memory: EpisodicMemory,
-    ) -> GEM | None:
-        """Attach the method's GEM to an optimizer."""
-        if self.options is None:
-            return None
-        options = self.options(config)
-        return GEM(model, optimizer, loss, memory=memory, microbatch=config.microbatch, **options)
 
 
 METHODS = {

@@ -13,9 +13,9 @@ from .record import PHASES
 Record = dict[str, Any]  # what a run returns
 Summary = dict[str, dict[str, Any]]
 CAPTIONS = (
-    "Accuracy after the whole stream. {spread}. Over GEM: the difference in AvgAcc, in percentage points,"
-    " paired over the seeds, ± half of its 95 % interval (Student's t); where it is not bold, these seeds do not tell "
-    "the two apart.",
+    "Accuracy after the whole stream. {spread}. Over GEM: the difference in AvgAcc, in percentage points, "
+    "paired over the seeds, ± half of its 95 % interval (Student's t). Where it is not bold, these seeds do "
+    "not tell the two apart.",
     "Milliseconds. Projection: mean of one call. The rest: means over all steps after the first "
     "task, in which all methods are alike. Batch includes the replayed rows. {spread}.",
     "Share of measured steps that point against a stored task: cos(g_k, v) < -0.001 for some k, "

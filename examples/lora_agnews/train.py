@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from gemproj.torch import EpisodicMemory
+from gemproj.torch import GEM, EpisodicMemory
 
 from ..common.batch import Batch, batches, parts
 from .backbone import batch_loss
@@ -24,7 +24,10 @@ def learn(
     memory = EpisodicMemory(config.per_task, "labels", seed, policy=method.policy)
     shuffler = torch.Generator().manual_seed(seed)
     record.watch(optimizer, memory)
-    gem = method.gem(config, model, optimizer, batch_loss, memory)
+    gem = None
+    if method.options:
+        options = method.options(config)
+        gem = GEM(model, optimizer, batch_loss, memory=memory, microbatch=config.microbatch, **options)
     record.watch_gem(optimizer, gem)
 
     for k, task in enumerate(tasks):
