@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -14,7 +15,7 @@ from transformers import GPT2Config
 
 from examples.common import metrics
 from examples.common.command import SetupError
-from examples.lora_agnews import backbone, data, runs, small, stream, train
+from examples.lora_agnews import backbone, data, methods, record, runs, small, stream, train
 from examples.lora_agnews.__main__ import main, parser
 from examples.lora_agnews.config import METHODS, MINI, PAPER
 from examples.study import one_step, paper, paper_report, published, random_backbone
@@ -92,8 +93,29 @@ def test_pretraining_sees_the_training_texts_only(stage, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs(stage, method, one_thread):
-    found = runs.Run(MINI, method, 3, *stage)(lambda *state: None)
-    assert (found["seconds"]["projections"] > 0) == (method not in ("plain", "replay", "replay-few"))
+    found = runs.Run(MINI, method, 3, *stage)(lambda *state: None)["seconds"]
+    projects = method not in ("plain", "replay", "replay-few")
+    assert found["projections"] == 12 * projects
+    assert {part for part, seconds in found["per_step"].items() if seconds > 0} == {
+        "batch",
+        "optimizer",
+        *(("constraints", "projection") if projects else ()),
+    }
+
+
+@pytest.mark.parametrize("method", ["replay", "gem-step"])
+def test_measuring_changes_nothing(stage, method, one_thread):
+    config, found = replace(MINI, probe_interval=1, eval_interval=1), []
+    for measured in (True, False):
+        model, tokenizer = backbone.load(stage[1], seed=0)
+        tasks = [backbone.encode(one.train, tokenizer, config) for one in stage[0]]
+        watcher = mock.Mock()
+        if measured:
+            given = tasks, tasks, lambda *state: None, backbone.batch_loss, backbone.logits
+            watcher = record.Recorder(config, model, *given)
+        train.learn(config, methods.METHODS[method], 0, model, tasks, watcher)
+        found.append([p.detach() for p in model.parameters() if p.requires_grad])
+    assert all(map(torch.equal, *found))
 
 
 def test_a_batch_in_parts_has_the_same_gradient(stage):

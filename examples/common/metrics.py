@@ -7,9 +7,11 @@ first row is the accuracy before any training.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.stats import t as student
 
 VIOLATED = -1e-3  # a cosine below this is a violated constraint; above it, rounding
 
@@ -55,6 +57,31 @@ def mean_std(values: Iterable[float]) -> dict[str, float | None]:
         "mean": float(array.mean()) if len(array) else None,
         "std": float(array.std(ddof=1)) if len(array) > 1 else None,
     }
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean over `n` seeds with its 95 % interval of Student's t: mean ± half, infinite for one seed."""
+
+    mean: float
+    half: float
+    n: int
+
+    @property
+    def excludes_zero(self) -> bool:
+        """Whether zero lies outside."""
+        return abs(self.mean) > self.half
+
+
+def interval(values: Iterable[float]) -> Interval:
+    """Return mean and interval of a sample of at least one."""
+    sample = list(values)
+    found = mean_std(sample)
+    if found["mean"] is None:
+        raise ValueError("values must not be empty: there is no mean of none")
+    n, std = len(sample), found["std"]
+    half = np.inf if std is None else student.ppf(0.975, n - 1) * std / n**0.5
+    return Interval(found["mean"], float(half), n)
 
 
 def _matrix(R: ArrayLike) -> NDArray[np.float64]:

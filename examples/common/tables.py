@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from .metrics import Interval
+
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table in GitHub's Markdown, all columns but the first one aligned to the right."""
@@ -26,3 +28,18 @@ def plus_minus(value: Mapping[str, float | None], scale: float, decimals: int | 
         return text
     std = scale * value["std"]
     return f"{text} ± {significant(std, 2) if decimals is None else f'{std:.{decimals}f}'}"
+
+
+def difference(found: Interval | None, brief: bool = False) -> str:
+    """Return a difference in percentage points with its interval, bold where that excludes zero.
+
+    The interval is given by its ends, or with `brief` by half of its length.
+    """
+    if found is None:
+        return "-"
+    mean, half = 100 * found.mean, 100 * found.half
+    if found.n == 1:
+        return f"{mean:+.1f} (one seed)"
+    ends = f"± {half:.1f}" if brief else f"[{mean - half:+.1f}, {mean + half:+.1f}]"
+    text = f"{mean:+.1f} {ends}"
+    return f"**{text}**" if found.excludes_zero else text

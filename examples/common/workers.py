@@ -14,7 +14,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-BAR = 24
 # Asked without an import, which takes seconds that not all workers need.
 VERSIONS = {name: importlib.metadata.version(name) for name in ("gemproj", "torch", "transformers", "peft")}
 
@@ -29,8 +28,8 @@ def work(
     Ctrl-C and a failed run end the others at once.
     """
     context = _context(type(runs[0]).__module__)
-    name, note = TextColumn("{task.description:<20}"), TextColumn("{task.fields[note]}")
-    columns = name, BarColumn(BAR), MofNCompleteColumn(), TimeElapsedColumn(), note
+    name, note = TextColumn("{task.description:<24}"), TextColumn("{task.fields[note]}")
+    columns = name, BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), note
     screen = Progress(*columns, console=console, refresh_per_second=4, auto_refresh=console.is_terminal)
     with screen as progress:
         told = context.SimpleQueue()
@@ -51,7 +50,7 @@ def work(
                     run, result = futures[future], future.result()
                     keep(run, result)
                     progress.update(bars[run.title], visible=False)
-                    line = f"{run.title:<20} {'━' * BAR} {result['wall_seconds']:5.0f} s, {run.brief(result)}"
+                    line = f"{run.title:<24} {result['wall_seconds']:5.0f} s, {run.brief(result)}"
                     progress.console.print(f"[green]finished[/]  {line}")
             pool.shutdown()
         except BaseException:

@@ -74,8 +74,8 @@ class Config:
 
 
 PAPER = Config()
-QUICK = replace(PAPER, preset="quick", seeds=(0, 2, 5), rows=1_000, backbone="small", max_length=24)
-QUICK = replace(QUICK, microbatch=1_000, eval_interval=10, eval_rows=160, probe_interval=4)
+QUICK = replace(PAPER, preset="quick", seeds=(0, 2, 5, 7), rows=1_600, backbone="small", max_length=32)
+QUICK = replace(QUICK, microbatch=1_000, eval_interval=10, eval_rows=120, probe_interval=8)
 QUICK = replace(QUICK, methods=(*PAPER.methods, "gem-few", "replay-few"))
 MINI = replace(
     QUICK, preset="mini", seeds=(0, 1), methods=("plain", "gem"), rows=60, batch_size=8, device="cpu"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
 import platform
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.markup import escape
 
 from gemproj import project
@@ -38,8 +38,7 @@ def run(
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
 
     folder = small.backbone_folder(config, experiences, cache, console)
-    _compile_loops(console)
-
+    project(torch.ones(2, 1000), -torch.ones(1000))  # if loops have to be compiled: once, and not in each run
     stage = experiences, folder
     todo = [runs.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
     workers = min(jobs or (command.cores() if config.device == "cpu" else 1), len(todo))
@@ -59,22 +58,13 @@ def run(
         "runs": records,
     }
     (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    (out / "table.md").write_text(report.markdown(summary), encoding="utf-8")
+    tables = report.markdown(records, summary)
+    (out / "table.md").write_text(tables, encoding="utf-8")
     paths = figures.draw(records, summary, out)
     console.print()
-    report.show(summary, console)
+    console.print(Markdown(tables))
     names = ", ".join(["results.json", "table.md", *(path.name for path in paths)])
     console.print(f"[bold]written[/]   {names} in {out}")
-
-
-def _compile_loops(console: Console) -> None:
-    """Project something small: if gemproj has to compile its loops first, it logs that here, and once."""
-    handler, logger = logging.Handler(logging.INFO), logging.getLogger("gemproj")
-    handler.emit = lambda record: console.print(f"[bold]gemproj[/]   {escape(record.getMessage())}")  # type: ignore[method-assign]
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    project(torch.ones(2, 1000), -torch.ones(1000))
-    logger.removeHandler(handler)
 
 
 def _device(name: str) -> str:

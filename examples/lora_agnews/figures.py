@@ -16,8 +16,10 @@ from .report import Record, Summary
 
 
 def draw(records: Sequence[Record], summary: Summary, out: Path) -> list[Path]:
-    """Write the figures as PNG files and return their paths."""
-    drawings = final_accuracy, accuracy_over_steps, transfer, projection_time
+    """Write the figures as PNG files, that of projections if there are any; return their paths."""
+    drawings = [final_accuracy, accuracy_over_steps, transfer]
+    if any(numbers["seconds_per_projection"]["mean"] for numbers in summary.values()):
+        drawings.append(projection_time)
     return [save(out / f"{drawing.__name__}.png", drawing, records, summary) for drawing in drawings]
 
 
@@ -29,7 +31,7 @@ def final_accuracy(records: Sequence[Record], summary: Summary) -> Figure:
         values = [100 * r["metrics"]["average_accuracy"] for r in records if r["method"] == name]
         aside = np.linspace(0.12, 0.24, len(values))  # beside the error bar
         axes.scatter(x + aside, values, s=16, color="white", edgecolor=INK, linewidth=0.8, zorder=4)
-    ticks(axes, [METHODS[name].title for name in summary])
+    ticks(axes, [METHODS[name].title.replace(", ", ",\n") for name in summary])
     axes.set_ylim(0, 100)
     axes.set_ylabel("Final average accuracy (%)")
     return noted(figure, f"Dots: seeds. Error bars: {spread(records)}.")
@@ -44,7 +46,7 @@ def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
     size = 3.1 * columns, 2.7 * lines + 0.5
     figure, grid = plt.subplots(lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
     for i, axes in enumerate(grid.flat[:tasks]):
-        for name in summary:
+        for k, name in enumerate(summary):
             curves = [record["curve"] for record in records if record["method"] == name]
             steps = [point["step"] for point in curves[0]]
             values = 100 * np.array([[point["accuracy"][i] for point in curve] for curve in curves])
@@ -55,7 +57,8 @@ def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
             if len(values) > 1:
                 std = values.std(axis=0, ddof=1)
                 low, high = np.clip((mean - std, mean + std), 0, 100)
-                axes.fill_between(steps, low, high, color=method.colour, alpha=0.13, linewidth=0)
+                own = [not k or step >= edges[1] for step in steps]  # in the first task all are alike
+                axes.fill_between(steps, low, high, own, color=method.colour, alpha=0.13, linewidth=0)
         axes.axvspan(edges[i], edges[i + 1], color="#f3f3f3", zorder=0)
         for edge in edges[1:-1]:
             axes.axvline(edge, color="#999999", linewidth=0.8, linestyle=":")
@@ -65,7 +68,7 @@ def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
     for axes in grid.flat[tasks:]:
         axes.set_visible(False)
     figure.supylabel("Test accuracy (%)", fontsize=10)
-    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=6)
+    figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return noted(figure, f"Grey: the task is being learned. Bands: {spread(records)}.")
 
 
@@ -91,10 +94,6 @@ def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
     """Time of a projection, and beside it that of the gradients it needs."""
     names = [name for name in summary if summary[name]["seconds_per_projection"]["mean"]]
     figure, axes = plt.subplots(figsize=(2.6 + 1.1 * max(len(names), 2), 3.4))
-    if not names:
-        axes.text(0.5, 0.5, "No method here projects its gradient.", ha="center", transform=axes.transAxes)
-        axes.set_axis_off()
-        return figure
     tops = []
     hatched = {"facecolor": "white", "hatch": "////"}
     for x, name in enumerate(names):

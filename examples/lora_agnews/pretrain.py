@@ -10,6 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import track
 from sklearn.decomposition import TruncatedSVD
 from sklearn.feature_extraction.text import TfidfVectorizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -25,16 +27,16 @@ THREADS = 2  # fixed: sums in another order make another model
 
 
 def main(given: Path, folder: Path) -> None:
-    """Read settings and texts, print how many steps are done, and write a model and its tokenizer.
+    """Read settings and texts, show how far it is, and write a model and its tokenizer.
 
     For a process of its own, see `small`: it sets the threads and the seed of torch.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    config, texts = pickle.loads(given.read_bytes())
+    config, texts, quiet = pickle.loads(given.read_bytes())
     tokenizer = train_tokenizer(texts, config.small_vocabulary)
-    train_model(config, tokenizer, texts).save_pretrained(folder)
+    train_model(config, tokenizer, texts, Console(stderr=True, quiet=quiet)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -53,8 +55,10 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 
 
-def train_model(config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> GPT2LMHeadModel:
-    """Model the language of the texts for a fixed number of steps, one article a row; print each step."""
+def train_model(
+    config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], console: Console
+) -> GPT2LMHeadModel:
+    """Model the language of the texts for a fixed number of steps, one article a row; show progress."""
     rows = tokenizer(
         list(texts), truncation=True, max_length=config.max_length, padding=True, return_tensors="pt"
     )
@@ -64,7 +68,7 @@ def train_model(config: Config, tokenizer: PreTrainedTokenizerFast, texts: Seque
     # Not fused, it would take torch.sqrt, whose last bit depends on the processor.
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, config.small_steps, pct_start=0.1)
-    for step in range(config.small_steps):
+    for _ in track(range(config.small_steps), "pretraining", console=console):
         chosen = torch.randint(len(texts), (BATCH,))
         tokens, mask = rows["input_ids"][chosen], rows["attention_mask"][chosen]
         loss = model(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100)).loss
@@ -73,7 +77,6 @@ def train_model(config: Config, tokenizer: PreTrainedTokenizerFast, texts: Seque
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        print(step + 1, flush=True)  # the parent process reads it
     return model.eval()
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gemproj import project
-from gemproj.torch import EpisodicMemory, GradientProjector
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector
 
 from ..common import metrics
 from ..common.batch import Batch, parts, rows
@@ -31,6 +31,9 @@ class Recorder:
     A step v is theta before minus theta after. To first order it raises the loss of task k where its cosine
     with that task's gradient is negative. The same is asked of the gradient that the optimizer was given,
     since an adaptive optimizer does not apply what it is given.
+
+    After `watch` and `watch_gem`, hooks of the optimizer measure every step, and the loop has nothing of it.
+    The study, whose methods may change more than the step, calls `before_update` to `end_task` itself.
     """
 
     def __init__(
@@ -49,51 +52,88 @@ class Recorder:
         self.step, self.boundaries = 0, list(accumulate(steps))
         self.test, self.few_test_rows = test, [rows(task, slice(config.eval_rows)) for task in test]
         self.device = torch.device(config.device)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.checker = GradientProjector(self.parameters)
+        self.phase: str | None = None  # which part of a step is timed, from when, and what the parts took
+        self.since, self.spent = 0.0, defaultdict[str, float](float)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.probes: list[dict[str, float]] = []
         self.loss_when_stored: list[float] = []  # of each task's stored examples
         self.R = [self._accuracies(test)]
         self.curve: list[dict[str, Any]] = [{"step": 0, "accuracy": self._accuracies(self.few_test_rows)}]
-
-    def start(
-        self,
-        parameters: Sequence[nn.Parameter],
-        memory: EpisodicMemory,
-        projector: Any,
-        holds_all_tasks: bool,
-    ) -> None:
-        """Note what is watched, and whether the projector's constraints are the gradients of all tasks."""
-        self.parameters, self.memory, self.projector = parameters, memory, projector
-        self.checker = projector if holds_all_tasks else GradientProjector(parameters)
-        ones = torch.ones(2, sum(p.numel() for p in parameters), device=parameters[0].device)
+        ones = torch.ones(2, sum(p.numel() for p in self.parameters), device=self.device)
         project(ones, -ones[0])  # compiling and loading is not timed
+
+    def watch(self, optimizer: torch.optim.Optimizer, memory: EpisodicMemory) -> None:
+        """Measure the steps of an optimizer, which has no GEM yet: hooks are called in their order."""
+
+        def before(*_: Any) -> None:
+            self.turn(None)
+            self.before_update()
+            self.turn("projection")
+
+        self.memory = memory
+        optimizer.register_step_pre_hook(before)
+        optimizer.register_step_post_hook(lambda *_: self.turn("projection"))
+
+    def watch_gem(self, optimizer: torch.optim.Optimizer, gem: GEM | None) -> None:
+        """Measure what a GEM does, which is attached now; or begin without one."""
+
+        def after(*_: Any) -> None:
+            self.turn(None)
+            if gem is None or not len(self.memory):
+                self.spent.pop("projection")
+            self.after_update()
+            if self.step == self.boundaries[len(self.R) - 1]:
+                self.end_task()
+            self.turn("batch")
+
+        optimizer.register_step_pre_hook(lambda *_: self.turn("optimizer"))
+        optimizer.register_step_post_hook(after)
+        if gem is not None:
+            projector: Any = gem.projector
+            recall = projector.recall
+
+            def timed(*given: Any, **named: Any) -> Any:
+                self.turn("constraints")
+                found = recall(*given, **named)
+                self.turn("projection")
+                return found
+
+            projector.recall = timed
+        self.turn("batch")
+
+    def turn(self, phase: str | None) -> None:
+        """Time another part of the step from now on, with the device synchronised; None: no part of it."""
+        if self.device.type != "cpu":
+            getattr(torch, self.device.type).synchronize()
+        now = time.perf_counter()
+        if self.phase is not None:
+            self.spent[self.phase] += now - self.since
+        self.phase, self.since = phase, now
 
     @contextmanager
     def time(self, phase: str) -> Iterator[None]:
-        """Time a phase of a step, with the device synchronised at both ends."""
-        start = self._now()
+        """Time a part of the step."""
+        self.turn(phase)
         yield
-        self.seconds[phase].append(self._now() - start)
-
-    def begin_step(self) -> None:
-        """Begin a step, the first one being number 1."""
-        self.step += 1
-        self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
+        self.turn(None)
 
     def before_update(self) -> None:
-        """Compute the gradients of all tasks where the method has not, and note the parameters."""
+        """Count the step; if it is probed, note the parameters and the gradients on all stored examples."""
+        self._note_stored_losses()
+        self.step += 1
+        self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
         if self.probed:
-            if self.checker is not self.projector:
-                microbatch = getattr(self.config, "microbatch", None)  # the study takes all rows at once
-                self.checker.recall(self.model, self.memory.batches(), self.loss, microbatch=microbatch)
+            microbatch = getattr(self.config, "microbatch", None)  # the study takes all rows at once
+            self.checker.recall(self.model, self.memory.batches(), self.loss, microbatch=microbatch)
             self.before = _flat(self.parameters)
 
     def after_update(self) -> None:
         """Write down what the step has done."""
-        if len(self.memory) and self.projector.on != "gradient":  # projected in optimizer.step
-            spent = self.projector.last.seconds - self.seconds["constraints"][-1]
-            self.seconds["optimizer"][-1] -= spent
-            self.seconds["projection"].append(spent)
+        for phase, seconds in self.spent.items():
+            self.seconds[phase].append(seconds)
+        self.spent.clear()
         if self.probed:
             G = self.checker.constraints.cpu().double()
             gradient, update = _flat(p.grad for p in self.parameters), self.before - _flat(self.parameters)
@@ -106,7 +146,7 @@ class Recorder:
     def end_task(self) -> None:
         """Measure the accuracy on all tasks."""
         self.R.append(self._accuracies(self.test, last=len(self.R) == len(self.test)))
-        self.loss_when_stored.append(self._stored_loss(self.memory.tasks[-1]))
+        self._note_stored_losses()
         if len(self.R) == 2:
             self.seconds.clear()  # until here every method is plain fine-tuning
 
@@ -117,7 +157,7 @@ class Recorder:
         """
         later_steps = self.boundaries[-1] - self.boundaries[0]
         projections = self.seconds["projection"]
-        past = zip(self.memory.tasks[:-1], self.loss_when_stored[:-1], strict=True)
+        past = list(zip(self.memory.tasks[:-1], self.loss_when_stored, strict=False))
         rises = [self._stored_loss(task) - then for task, then in past]
         cosines = {v: [probe[v] for probe in self.probes] for v in ("gradient", "update")}
         return {
@@ -159,10 +199,9 @@ class Recorder:
         self.model.train()
         return loss
 
-    def _now(self) -> float:
-        if self.device.type != "cpu":
-            getattr(torch, self.device.type).synchronize()
-        return time.perf_counter()
+    def _note_stored_losses(self) -> None:
+        for task in self.memory.tasks[len(self.loss_when_stored) :]:
+            self.loss_when_stored.append(self._stored_loss(task))
 
 
 def worst_cosine(G: Tensor, v: Tensor) -> float:

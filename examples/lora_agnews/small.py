@@ -14,12 +14,11 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import pretrain
 from .backbone import locate
@@ -53,10 +52,7 @@ def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Pa
         console.print(f"{told} pretrained earlier ({folder})")
         return folder
     console.print(f"{told} to be pretrained once on the {len(texts):,} training articles")
-    columns = TextColumn("pretraining"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=config.small_steps)
-        prepare(config, texts, folder, lambda done: progress.update(bar, completed=done))
+    prepare(config, texts, folder, quiet=console.quiet)
     console.print(f"          kept in {folder}")
     return folder
 
@@ -70,34 +66,23 @@ def cached(config: Config, texts: Sequence[str], cache: Path) -> Path:
     return cache / f"small-gpt2-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:20]}"
 
 
-def prepare(config: Config, texts: Sequence[str], folder: Path, on_step: Callable[[int], None]) -> None:
-    """Write the pretrained model and its tokenizer into a folder, which appears complete or not at all."""
+def prepare(config: Config, texts: Sequence[str], folder: Path, quiet: bool) -> None:
+    """Write the pretrained model and its tokenizer into a folder, which appears complete or not at all.
+
+    A new process does it: libraries read the variables above when they are loaded.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="draft-", dir=folder.parent) as parent:
-        draft = Path(parent, "model")
-        _in_own_process(config, texts, draft, on_step)
+        given, draft = Path(parent, "given"), Path(parent, "model")
+        given.write_bytes(pickle.dumps((config, texts, quiet)))
+        command = [sys.executable, "-m", pretrain.__name__, str(given), str(draft)]
+        environment = os.environ | SAME_EVERYWHERE | {"PYTHONPATH": os.pathsep.join(sys.path)}
+        # Libraries print, too; progress and errors are on the other stream.
+        status = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
+        if status:
+            raise RuntimeError(f"pretraining ended with exit status {status}; its error stands above")
         try:
             draft.rename(folder)
         except OSError:
             if not folder.is_dir():  # else another process has made the same model meanwhile
                 raise
-
-
-def _in_own_process(
-    config: Config, texts: Sequence[str], folder: Path, on_step: Callable[[int], None]
-) -> None:
-    """Pretrain in a new process: libraries read the variables above when they are loaded."""
-    given = folder.with_suffix(".given")
-    given.write_bytes(pickle.dumps((config, texts)))
-    command = [sys.executable, "-m", pretrain.__name__, str(given), str(folder)]
-    environment = os.environ | SAME_EVERYWHERE | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            for line in process.stdout or ():
-                if line.strip().isdecimal():  # libraries may print, too
-                    on_step(int(line))
-        except BaseException:
-            process.terminate()
-            raise
-    if process.returncode:
-        raise RuntimeError(f"pretraining ended with exit status {process.returncode}; its error stands above")

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-from scipy.stats import t as student
-
-from ..common.metrics import mean_std
+from ..common.metrics import Interval, interval
 
 Record = dict[str, Any]  # one run
 Runs = dict[str, list[Record]]  # by method, one for each seed
@@ -61,31 +57,6 @@ def seconds_per_step(record: Record) -> float:
 def mean_step(runs: Sequence[Record]) -> float:
     """Return the time of a whole step, mean over the runs."""
     return sum(map(seconds_per_step, runs)) / len(runs)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A mean over `n` seeds with its 95 % interval of Student's t: mean ± half, infinite for one seed."""
-
-    mean: float
-    half: float
-    n: int
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether zero lies outside."""
-        return abs(self.mean) > self.half
-
-
-def interval(values: Iterable[float]) -> Interval:
-    """Return mean and interval of a sample of at least one."""
-    sample = list(values)
-    found = mean_std(sample)
-    if found["mean"] is None:
-        raise ValueError("values must not be empty: there is no mean of none")
-    n, std = len(sample), found["std"]
-    half = np.inf if std is None else student.ppf(0.975, n - 1) * std / n**0.5
-    return Interval(found["mean"], float(half), n)
 
 
 def paired(runs: Sequence[Record], baseline: Sequence[Record], measure: Measure) -> Interval | None:

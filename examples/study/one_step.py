@@ -9,8 +9,7 @@ from __future__ import annotations
 import sys
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,13 +36,12 @@ class Meter(Recorder):
         super().__init__(*given)
         self.peak_bytes: dict[str, int] = defaultdict(int)
 
-    @contextmanager
-    def time(self, phase: str) -> Iterator[None]:
-        """Time a phase, and note the most memory that it took."""
+    def turn(self, phase: str | None) -> None:
+        """Time another part of the step, and note the most memory that the one before took."""
+        if self.phase is not None:
+            self.peak_bytes[self.phase] = max(self.peak_bytes[self.phase], peaks.peak(self.device) or 0)
+        super().turn(phase)
         peaks.restart(self.device)
-        with super().time(phase):
-            yield
-        self.peak_bytes[phase] = max(self.peak_bytes[phase], peaks.peak(self.device) or 0)
 
     def _due(self, interval: int) -> bool:
         return False

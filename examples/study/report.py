@@ -8,9 +8,9 @@ from math import isfinite
 from typing import Any
 
 from ..common.metrics import mean_std
-from ..common.tables import markdown_table, plus_minus
+from ..common.tables import difference, markdown_table, plus_minus
 from . import compare
-from .compare import Interval, Measure, Record, Runs
+from .compare import Measure, Record, Runs
 
 SPREAD = "Mean ± sample standard deviation (n - 1) over the seeds, whose number stands beside the method."
 
@@ -180,21 +180,6 @@ def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, othe
         rows.append([methods[name].title, *map(difference, cells)])
     head = ["Other method", *(f"{k} tasks" for k in range(2, tasks + 1))]
     return f"{caption}\n\n{markdown_table(head, rows)}"
-
-
-def difference(found: Interval | None, brief: bool = False) -> str:
-    """Return a difference in percentage points with its interval, bold where that excludes zero.
-
-    The interval is given by its ends, or with `brief` by half of its length.
-    """
-    if found is None:
-        return "-"
-    mean, half = 100 * found.mean, 100 * found.half
-    if found.n == 1:
-        return f"{mean:+.1f} (one seed)"
-    ends = f"± {half:.1f}" if brief else f"[{mean - half:+.1f}, {mean + half:+.1f}]"
-    text = f"{mean:+.1f} {ends}"
-    return f"**{text}**" if found.excludes_zero else text
 
 
 def variants(runs: Runs, methods: Mapping[str, Any], names: Iterable[str], times: Runs | None = None) -> str:

@@ -114,7 +114,7 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
         lambda model, batch: cross_entropy(model, batch).mean(),
         stream.logits,
     )
-    record.start(setup.parameters, stored, learner.projector, holds_all_tasks=False)
+    record.memory = stored
     shuffler = torch.Generator().manual_seed(run.seed)
     torch.manual_seed(run.seed)  # of dropout
     model.train()
@@ -123,7 +123,6 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
         for batch in batches(task.train, setting.batch_size, setting.epochs, shuffler):
             if diverged:
                 continue
-            record.begin_step()
             with record.time("batch"):
                 optimizer.zero_grad()
                 loss = learner.loss(batch)
@@ -135,6 +134,10 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
             with record.time("optimizer"):
                 optimizer.step()
                 learner.end_step()
+            if len(stored) and learner.projector.on != "gradient":  # projected in optimizer.step
+                spent = learner.projector.last.seconds - record.spent["constraints"]
+                record.spent["optimizer"] -= spent
+                record.spent["projection"] += spent
             record.after_update()
         stored.add(task.train, k)
         if not diverged:
