@@ -82,7 +82,7 @@ KL = Distillation(logits)
 
 @dataclass(frozen=True)
 class Method:
-    """What is done for X: nothing; replay of a loss, with a weight; or GEM on a loss, maybe with a tolerance."""
+    """What is done for X: nothing; replay of a loss, with a weight; or GEM, maybe with a tolerance."""
 
     kind: str
     rate: float

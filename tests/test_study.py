@@ -57,6 +57,12 @@ def test_gem_keeps_its_promise_and_others_do_not():
     assert done("gem-step")["guarantee"]["update"]["violated"] == 0
 
 
+@pytest.mark.parametrize("name", ["gem", "gem-step", "agem", "sgem", "mega1"])
+def test_each_part_of_a_step_has_its_time(name):
+    spent = done(name)["seconds"]["per_step"]
+    assert all(spent[part] > 0 for part in ("batch", "constraints", "projection", "optimizer"))
+
+
 def test_methods_have_the_same_bytes_of_memory():
     alike = [name for name in settings.BASIC if name not in ("joint", "gem-step")]
     assert len({tuple(done(name)["accuracies"][1]) for name in alike}) == 1  # there is no memory yet
@@ -76,7 +82,7 @@ def test_a_run_that_diverges_is_a_result():
 def learner_of(name, knob=0.0, like=None, optimizer=torch.optim.SGD, rate=0.1):
     """Return a learner, of the same model as another one if there is one, and a batch of each task."""
     stream = streams.load("permuted", 0, tasks=3, rows=40, hidden=8)
-    setup = Setup(stream, optimizer(stream.model.parameters(), lr=rate), knob, 8, "reservoir", 8, 0)
+    setup = Setup(stream, optimizer(stream.model.parameters(), lr=rate), knob, replace(TINY, examples=8), 0)
     learner = METHODS[name].learner(setup)
     learner.model = like.model if like else learner.model
     return learner, [task.train for task in stream.tasks]

@@ -126,7 +126,7 @@ def run(method, seed, gain=0.0, step=0.01, **changes):
 
 
 def grouped(records):
-    return compare.reported(records, METHODS, "permuted")
+    return compare.reported(records, METHODS)
 
 
 @pytest.fixture

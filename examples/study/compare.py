@@ -110,13 +110,9 @@ def one_setting(runs: Sequence[Record]) -> list[Record]:
     return sorted(runs, key=lambda run: run["seed"])
 
 
-def reported(records: Iterable[Record], methods: Mapping[str, Any], stream: str) -> Runs:
-    """Return the reported runs on a stream, in the order of the methods and of the seeds.
-
-    Methods without runs are left out.
-    """
-    wanted = {"stream": stream, "phase": "report"}
-    chosen = [record for record in records if wanted.items() <= record.items()]
+def reported(records: Iterable[Record], methods: Mapping[str, Any]) -> Runs:
+    """Return the reported runs of the methods that have some, in the order of the methods and the seeds."""
+    chosen = [record for record in records if record["phase"] == "report"]
     runs = {name: one_setting([record for record in chosen if record["method"] == name]) for name in methods}
     return {name: found for name, found in runs.items() if found}
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from examples.common.batch import rows as select
+from examples.common.batch import rows
 from examples.lora_agnews.record import Recorder
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
@@ -19,32 +19,18 @@ from . import mega
 from .gpm import SubspaceProjector
 from .stream import Batch, Stream
 
+if TYPE_CHECKING:  # which has the learners
+    from .settings import Setting
+
 
 @dataclass
 class Setup:
-    """What a learner has at hand.
-
-    Attributes
-    ----------
-    stream : Stream
-    optimizer : torch.optim.Optimizer
-    knob : float
-        The method's main setting.
-    per_task : int
-        Examples of each task that may be stored.
-    policy : str
-        Which ones, as in `EpisodicMemory`.
-    examples : int
-        Stored examples of each past task that may take part in a step.
-    seed : int
-    """
+    """What a learner has at hand; `knob` is the method's main setting."""
 
     stream: Stream
     optimizer: torch.optim.Optimizer
     knob: float
-    per_task: int
-    policy: str
-    examples: int
+    setting: Setting
     seed: int
 
     @property
@@ -55,13 +41,13 @@ class Setup:
     def memory(self, extra: int = 0) -> EpisodicMemory:
         """Return an empty memory, with fewer examples if each needs `extra` bytes beside itself."""
         example = sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
-        size = max(1, self.per_task * example // (example + extra))
-        return EpisodicMemory(size, "labels", self.seed, policy=self.policy)
+        size = max(1, self.setting.per_task * example // (example + extra))
+        return EpisodicMemory(size, "labels", self.seed, policy=self.setting.policy)
 
     def bytes_of_outputs(self) -> int:
         """Return what the outputs for one example take."""
         with torch.no_grad():
-            return self.stream.logits(self.stream.model, select(self.stream.tasks[0].train, slice(1))).nbytes
+            return self.stream.logits(self.stream.model, rows(self.stream.tasks[0].train, slice(1))).nbytes
 
 
 class Learner:
@@ -85,7 +71,7 @@ class Learner:
         """Look at the step that was made."""
 
     def account(self, record: Recorder) -> None:
-        """Write down what the parts of the optimizer's step took."""
+        """Write down what took how long in the optimizer's step."""
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Keep what will be needed of a task, of which these examples may be stored."""
@@ -101,7 +87,7 @@ class Replay(Learner):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the batch plus that of the past, from one forward pass."""
-        stored: list[Any] = list(self.memory.batches(n=self.setup.examples))
+        stored: list[Any] = list(self.memory.batches(n=self.setup.setting.examples))
         if not stored:
             return super().loss(batch)
         size, past = len(batch["labels"]), concatenate(stored)
@@ -125,7 +111,7 @@ class DistilledReplay(Replay):
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the batch plus that of the past."""
         loss = self.cross_entropy(self.model, batch).mean()
-        stored: list[Any] = list(self.memory.batches(n=self.setup.examples))
+        stored: list[Any] = list(self.memory.batches(n=self.setup.setting.examples))
         if stored:
             past = concatenate([one.batch for one in stored])
             said = torch.cat([one.outputs for one in stored])
@@ -171,7 +157,7 @@ class Projected(Learner):
         self.memory = setup.memory(setup.bytes_of_outputs() if distilled else 0)
         past: Any = Distillation(setup.stream.logits) if distilled else self.cross_entropy
         tuned: dict[str, Any] = {knob: setup.knob} if knob else {}
-        promise = Promise(past, per=per, examples=setup.examples, tolerance=tolerance, **tuned)
+        promise = Promise(past, per=per, examples=setup.setting.examples, tolerance=tolerance, **tuned)
         self.gem = GEM(self.model, setup.optimizer, promise, memory=self.memory, **options)
         self.labels = 1
 
@@ -190,7 +176,7 @@ class Projected(Learner):
         """Store examples; a step passes as many of each task, however many labels or tasks share a row."""
         self.gem.end_task([batch], task)
         self.labels = max(self.labels, len(batch["labels"].unique()))
-        n = self.setup.examples
+        n = self.setup.setting.examples
         sizes = {"label": max(1, n // self.labels), "all": n * len(self.memory)}
         self.gem.promise = replace(self.gem.promise, examples=sizes.get(self.gem.promise.per, n))
 
@@ -219,52 +205,59 @@ class TwoMoments(Projected):
                 optimizer.state[p]["exp_avg_sq"].add_(change, alpha=(1 - beta) / beta)
 
 
-class OneTask(Learner):
-    """S-GEM: one constraint, of a past task at random."""
+class Reference(Learner):
+    """Changes the gradient by that of one batch of stored examples."""
 
-    def __init__(self, setup: Setup) -> None:
-        super().__init__(setup)
-        self.projector = GradientProjector(setup.parameters, Promise(self.cross_entropy), "agem")
-        self.random = torch.Generator().manual_seed(0)
+    def draw(self) -> Any:
+        """Draw the batch."""
+        return self.memory.sample(self.setup.setting.examples * len(self.memory))
+
+    def change(self, loss: Tensor) -> None:
+        """Change the gradient."""
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
-        """Draw a task and some of its examples, and project the gradient."""
-        if not len(self.memory):
-            return
-        with record.time("constraints"):
-            tasks = self.memory.tasks
-            one: Any = self.memory.batch(tasks[int(torch.randint(len(tasks), (), generator=self.random))])
-            order = torch.randperm(len(one["labels"]), generator=self.random)
-            self.projector.recall(self.model, [select(one, order[: self.setup.examples * len(tasks)])])
-        with record.time("projection"):
-            self.projector.project_()
+        """Compute the gradient of the batch, and use it."""
+        if len(self.memory):
+            with record.time("constraints"):
+                self.projector.recall(self.model, [self.draw()], self.cross_entropy)
+            with record.time("projection"):
+                self.change(loss)
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Store examples."""
         self.memory.add(batch, task)
 
 
-class Balanced(Learner):
+class OneTask(Reference):
+    """S-GEM: the constraint of one past task, drawn at random."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.projector = GradientProjector(setup.parameters, method="agem")
+        self.random = torch.Generator().manual_seed(0)
+
+    def draw(self) -> Any:
+        """Draw the task, and as many examples as others take of all tasks together."""
+        tasks = self.memory.tasks
+        one: Any = self.memory.batch(tasks[int(torch.randint(len(tasks), (), generator=self.random))])
+        order = torch.randperm(len(one["labels"]), generator=self.random)
+        return rows(one, order[: self.setup.setting.examples * len(tasks)])
+
+    def change(self, loss: Tensor) -> None:
+        """Project the gradient."""
+        self.projector.project_()
+
+
+class Balanced(Reference):
     """MEGA: the gradient of the batch weighed against that of the memory."""
 
     def __init__(self, setup: Setup, weights: mega.Weights) -> None:
         super().__init__(setup)
         self.projector = mega.MEGA(setup.parameters, weights)
 
-    def constrain(self, record: Recorder, loss: Tensor) -> None:
+    def change(self, loss: Tensor) -> None:
         """Weigh the gradients."""
-        if not len(self.memory):
-            return
-        size = self.setup.examples * len(self.memory)
-        with record.time("constraints"):
-            mean = lambda model, batch: self.cross_entropy(model, batch).mean()  # noqa: E731
-            self.projector.recall(self.model, [self.memory.sample(size)], mean)
-        with record.time("projection"):
-            self.projector.balance_(loss)
-
-    def end_task(self, task: int, batch: Batch) -> None:
-        """Store examples."""
-        self.memory.add(batch, task)
+        self.projector.balance_(loss)
 
 
 class Subspaces(Learner):
@@ -276,20 +269,16 @@ class Subspaces(Learner):
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Project the gradients of the layers."""
-        if len(self.memory):
-            with record.time("projection"):
-                self.subspaces.project_()
+        with record.time("projection"):
+            self.subspaces.project_()
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Add the inputs of this task, on as many examples as others store."""
-        self.memory.add(batch, task)
-        self.subspaces.remember(
-            [self.memory.batch(task)], lambda one: self.setup.stream.logits(self.model, one)
-        )
+        self.subspaces.remember([batch], lambda one: self.setup.stream.logits(self.model, one))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bases; the examples are not needed any more."""
+        """Bytes of the bases."""
         return sum(basis.nbytes for basis in self.subspaces.bases.values())
 
 

@@ -35,7 +35,7 @@ class MEGA:
         """Take the gradient on the one batch, without dropout."""
         [batch] = batches
         model.eval()
-        reference = loss(model, batch)
+        reference = loss(model, batch).mean()
         self.r = [row[None] for row in torch.autograd.grad(reference, self.parameters)]
         self.reference = float(reference.detach())
         model.train()

@@ -24,7 +24,7 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{stream}.md"]
     written[0].write_text(page(stream, records), encoding="utf-8")
-    runs = compare.reported(records, METHODS, stream)
+    runs = compare.reported(records, METHODS)
     times = compare.timed(runs, records)
     main = {name: runs[name] for name in named(stream) if name in runs}
     with_same = {name: runs[name] for name in runs if name in main or name in SAME}
@@ -46,8 +46,8 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
 
 def page(stream: str, records: Sequence[Record]) -> str:
     """Return all tables of a stream: of the methods, and of what varies them."""
-    parts = [report.page(records, named(stream), stream)]
-    runs = compare.reported(records, METHODS, stream)
+    parts = [report.page(records, named(stream))]
+    runs = compare.reported(records, METHODS)
     times = compare.timed(runs, records)
     if EXACT in runs and set(SHORTCUTS) & set(runs):
         parts.append(report.after_each_task(runs, METHODS, EXACT, SHORTCUTS))
@@ -79,7 +79,7 @@ def overview(folder: Path) -> dict[str, str]:
     streams, times = {}, {}
     for name, setting in STREAMS.items():
         records = plan.published(name, results_of(name, folder))
-        streams[setting.title] = runs = compare.reported(records, METHODS, name)
+        streams[setting.title] = runs = compare.reported(records, METHODS)
         times[setting.title] = compare.timed(runs, records)
     title = {name: method.title for name, method in METHODS.items()}
     others = [name for name in BASIC if name not in ("replay", "joint")]

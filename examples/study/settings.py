@@ -19,7 +19,7 @@ from .learners import (
     Setup,
     Subspaces,
     TwoMoments,
-)
+)  # fmt: skip
 from .mega import mega1, mega2
 from .penalties import EWC, SI
 

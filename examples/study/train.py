@@ -99,8 +99,7 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
     tasks = mixed(stream.tasks, run.seed) if method.joint else stream.tasks
     cross_entropy = CrossEntropy(stream.logits)
     optimizer = make_optimizer(setting.optimizer, model, run.rate)
-    memory = setting.per_task, setting.policy, setting.examples
-    setup = Setup(stream, optimizer, run.knob, *memory, run.seed)
+    setup = Setup(stream, optimizer, run.knob, setting, run.seed)
     learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
     # Where nothing is reported, only the end counts.
     measured = setting if run.phase == "report" else replace(setting, eval_interval=0, probe_interval=0)
