@@ -8,6 +8,8 @@ accumulated over two batches and clipped; ``accelerate launch`` runs the same fi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from accelerate import Accelerator
 from rich.console import Console
@@ -15,7 +17,6 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from gemproj.integrations.accelerate import GEM
-from gemproj.torch import EpisodicMemory
 
 TASKS, CLASSES, FEATURES = 3, 6, 20
 CENTRES = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
@@ -35,7 +36,7 @@ def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(points), labels)
 
 
-def learn(on: str | None, epochs: int) -> list[float]:
+def learn(on: Any, epochs: int) -> list[float]:
     """Learn all tasks in turn; return the accuracy on each of them at the end."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -45,8 +46,7 @@ def learn(on: str | None, epochs: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loaders = [DataLoader(draw(task, 512, seed=0), batch_size=16, shuffle=True) for task in range(TASKS)]
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
-    memory = EpisodicMemory(per_task=40)
-    gem = GEM(accelerator, model, optimizer, memory, loss=loss, on=on) if on else None
+    gem = GEM(accelerator, model, optimizer, loss, per_task=40, on=on) if on else None
     for loader in loaders:
         for _ in range(epochs):
             for batch in loader:

@@ -72,7 +72,7 @@ def train(project: bool, steps: int) -> list[float]:
     fully_shard(model, mesh=mesh)
     # After fully_shard, which makes other parameters of them; as for the optimizer.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    gem = GEM(model, optimizer, loss, 64, label="y", on="both", metric="adam") if project else None
+    gem = GEM(model, optimizer, loss, 64, on="both") if project else None
     for task in range(TASKS):
         for step in range(steps):
             optimizer.zero_grad()

@@ -15,7 +15,6 @@ from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
 from gemproj.integrations.lightning import GEMCallback
-from gemproj.torch import EpisodicMemory
 
 FEATURES, CLASSES = 16, 4
 
@@ -86,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # such as its advice on worker processes
     tasks = [make_task(seed, 256 if quick else 1024) for seed in range(3 if quick else 5)]
-    gem = GEMCallback(EpisodicMemory(40), Classifier.loss, on="both", metric="adam")
+    gem = GEMCallback(Classifier.loss, per_task=40, on="both")
     table = Table("Method", *(f"Task {k + 1}" for k in range(len(tasks))), "Average", title="Accuracy (%)")
     for name, callback in (("Fine-tuning", None), ("GEM", gem)):
         print(f"{name}: {len(tasks)} tasks of 4 epochs ...", flush=True)

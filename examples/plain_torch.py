@@ -41,14 +41,16 @@ def train(project: bool, steps: int) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    gem = GEM(model, optimizer, loss, on="both", metric="adam") if project else None
+    gem = GEM(model, optimizer, loss, on="both") if project else None
     for task in range(TASKS):
         for step in range(steps):
             optimizer.zero_grad()
             loss(model, draw(task, 32, seed=1 + step)).backward()
             optimizer.step()  # projected
         if gem:
-            gem.end_task([draw(task, 100, seed=0)])
+            gem.keep([draw(task, 100, seed=0)], name=f"task {task}")
+    if gem:
+        print(gem.report())
     return accuracies(model)
 
 

@@ -18,7 +18,6 @@ from rich.table import Table
 from transformers import GPT2Config, GPT2ForSequenceClassification, Trainer, TrainingArguments
 
 from gemproj.integrations.transformers import GEMCallback
-from gemproj.torch import EpisodicMemory
 
 TASKS, CLASSES, WORDS, LENGTH = 3, 6, 8, 12
 VOCABULARY = 1 + CLASSES * WORDS  # 0 is padding
@@ -101,10 +100,9 @@ def main(steps: int = 100) -> Table:
     table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
     with tempfile.TemporaryDirectory() as folder:
         for on in (None, "gradient", "both"):
-            memory = EpisodicMemory(per_task=40)
             name = f'GEM, on="{on}"' if on else "fine-tuning"
             print(f"{name}: {TASKS} tasks of {steps} steps ...", flush=True)
-            found = learn(GEMCallback(memory, on=on) if on else None, steps, folder)
+            found = learn(GEMCallback(per_task=40, on=on) if on else None, steps, folder)
             table.add_row(name, *(f"{a:.0%}" for a in [*found, sum(found) / TASKS]))
     Console().print(table)
     return table

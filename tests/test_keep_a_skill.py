@@ -1,4 +1,4 @@
-"""A skill is kept at the bound that was given, in the example and in the study, which tunes on other seeds."""
+"""A skill is kept within the tolerance that was given, in the example and in the study, which tunes on other seeds."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_keep_a_skill(tmp_path, monkeypatch):
-    chosen = ("plain", "replay of KL, weight 3", "KL held, bound 0.1")
+    chosen = ("plain", "replay of KL, weight 3", "KL held, tolerance 0.1")
     monkeypatch.setattr(keep_a_skill, "METHODS", [m for m in keep_a_skill.METHODS if str(m) in chosen])
     figure, out = tmp_path / "figure.png", tmp_path / "numbers.json"
     keep_a_skill.main(["--steps", "40", "--figure", str(figure), "--out", str(out)])
@@ -79,6 +79,6 @@ def test_seeds_of_tuning_and_reports(tmp_path):
         mine = [run for run in tuned if (run.setting, run.method) == ("lora", name)]
         assert len(mine) == (len(RATES) + 2) * len(TUNING_SEEDS)
     [row, *_] = [
-        line for line in skill.page(results).splitlines() if line.startswith("| KL held, bound 0.03 |")
+        line for line in skill.page(results).splitlines() if line.startswith("| KL held, tolerance 0.03 |")
     ]
     assert "+0.100 ± 0.000" in row  # X + Y above that of replay of KL at its chosen weight

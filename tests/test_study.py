@@ -57,12 +57,18 @@ def test_gem_keeps_its_promise_and_others_do_not():
     assert done("gem-step")["guarantee"]["update"]["violated"] == 0
 
 
+@pytest.mark.parametrize("name", ["gem", "gem-step", "agem", "sgem", "mega1"])
+def test_each_part_of_a_step_has_its_time(name):
+    spent = done(name)["seconds"]["per_step"]
+    assert all(spent[part] > 0 for part in ("batch", "constraints", "projection", "optimizer"))
+
+
 def test_methods_have_the_same_bytes_of_memory():
     alike = [name for name in settings.BASIC if name not in ("joint", "gem-step")]
     assert len({tuple(done(name)["accuracies"][1]) for name in alike}) == 1  # there is no memory yet
     names = [name for name in settings.BASIC if METHODS[name].family not in ("reference", "no examples")]
     example = 64 * 4 + 8
-    # Those that store outputs, too, have room for fewer; losses of a bound come on top, four bytes each.
+    # Those that store outputs, too, have room for fewer; losses of a tolerance come on top, four bytes each.
     bounds = 3 * 8 * example - 3 * (example + 40), 3 * 8 * (example + 4)
     assert all(bounds[0] < done(name)["bytes"] <= bounds[1] for name in names)
 
@@ -76,7 +82,7 @@ def test_a_run_that_diverges_is_a_result():
 def learner_of(name, knob=0.0, like=None, optimizer=torch.optim.SGD, rate=0.1):
     """Return a learner, of the same model as another one if there is one, and a batch of each task."""
     stream = streams.load("permuted", 0, tasks=3, rows=40, hidden=8)
-    setup = Setup(stream, optimizer(stream.model.parameters(), lr=rate), knob, 8, "reservoir", 8, 0)
+    setup = Setup(stream, optimizer(stream.model.parameters(), lr=rate), knob, replace(TINY, examples=8), 0)
     learner = METHODS[name].learner(setup)
     learner.model = like.model if like else learner.model
     return learner, [task.train for task in stream.tasks]
@@ -145,20 +151,38 @@ def test_second_moments_of_adam():
     """The second moments are those of the gradient before projection."""
     learner, (batch, *_) = learner_of("gem-moments", optimizer=torch.optim.AdamW, rate=1e-3)
     optimizer, parameters = learner.setup.optimizer, learner.setup.parameters
-    record = train.Recorder.__new__(train.Recorder)
-    record.time = lambda phase: contextlib.nullcontext()
     learner.loss(batch).backward()
+    learner.constrain(None, None)
     optimizer.step()
     learner.end_task(0, first(8, batch))
     before = [optimizer.state[p]["exp_avg_sq"].clone() for p in parameters]
     optimizer.zero_grad()
     (-learner.loss(first(8, batch))).backward()  # against the constraint
     raw = [p.grad.clone() for p in parameters]
-    learner.constrain(record, None)
-    assert not torch.allclose(raw[0], parameters[0].grad)
+    learner.constrain(None, None)
     optimizer.step()
+    assert not torch.allclose(raw[0], parameters[0].grad)  # projected
     for p, g, v in zip(parameters, raw, before, strict=True):
         torch.testing.assert_close(optimizer.state[p]["exp_avg_sq"], 0.999 * v + 0.001 * g.square())
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("gem", {0: 8, 1: 8}), ("agem", {None: 16}), ("gem-label", {0: 2, 1: 2})]
+)
+def test_examples_of_a_row(name, expected):
+    """As many examples of each task, whether one row is about them, one for each label, or one for all."""
+    learner, (*past, _) = learner_of(name, 0.5)
+    for k, batch in enumerate(past):
+        labels = torch.arange(8) % 4
+        learner.end_task(k, first(8, batch) | {"labels": labels})
+    learner.loss(past[0]).backward()
+    sizes = []
+    cross_entropy = learner.gem.promise.loss
+    loss = lambda model, batch: sizes.append(len(batch["labels"])) or cross_entropy(model, batch)  # noqa: E731
+    learner.gem.promise = replace(learner.gem.promise, loss=loss)
+    learner.setup.optimizer.step()
+    rows = [name[0] for name in learner.last.names]
+    assert dict(zip(rows, sizes, strict=True)) == expected
 
 
 def test_tuning_of_each_method(tmp_path):

@@ -117,7 +117,7 @@ def run(method, seed, gain=0.0, step=0.01, **changes):
         20: [0.5, 0.7, 0.3], 25: [0.45, 0.2, 0.8], 30: [0.4, 0.6, 0.9],
     }  # fmt: skip
     record = {
-        "stream": "permuted", "method": method, "phase": "report", "budget": "rows", "lr": 0.03, "knob": None,
+        "stream": "permuted", "method": method, "phase": "report", "lr": 0.03, "knob": None,
         "seed": seed, "accuracies": R.tolist(), "metrics": {name: f(R) for name, f in metrics.METRICS.items()},
         "boundaries": [10, 20, 30], "curve": [{"step": s, "accuracy": a} for s, a in curve.items()],
         "seconds": {"per_step": {"batch": step, "projection": 0.0}}, "bytes": 2000,
@@ -126,7 +126,7 @@ def run(method, seed, gain=0.0, step=0.01, **changes):
 
 
 def grouped(records):
-    return compare.reported(records, METHODS, "permuted", "rows")
+    return compare.reported(records, METHODS)
 
 
 @pytest.fixture

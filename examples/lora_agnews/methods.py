@@ -26,17 +26,15 @@ class Method:
 
 METHODS = {
     "plain": Method("Fine-tuning", "#999999"),
-    "agem": Method("A-GEM", "#E69F00", lambda c: {"promise": "all", "rows": c.sample_size}),
-    "gem": Method("GEM", "#0072B2", lambda c: {"margin": c.margin}),
-    "igem": Method("I-GEM", "#D55E00", lambda c: {"margin": c.margin, "method": PGD(c.pgd_steps)}),
-    "gem-step": Method(
-        "GEM, step", "#56B4E9", lambda c: {"margin": c.margin, "on": "both", "metric": "adam"}
-    ),
+    "agem": Method("A-GEM", "#E69F00", lambda c: {"per": "all", "examples": c.sample_size}),
+    "gem": Method("GEM", "#0072B2", lambda c: {"weight": c.margin}),
+    "igem": Method("I-GEM", "#D55E00", lambda c: {"weight": c.margin, "method": PGD(c.pgd_steps)}),
+    "gem-step": Method("GEM, step", "#56B4E9", lambda c: {"weight": c.margin, "on": "both"}),
     "replay": Method(
         "Replay", "#009E73", replayed=lambda memory, c: memory.batches(n=c.sample_size, per="all")
     ),
     "gem-few": Method(
-        "GEM, weighted", "#882255", lambda c: {"margin": c.weight, "rows": c.few}, policy="reservoir"
+        "GEM, weighted", "#882255", lambda c: {"weight": c.weight, "examples": c.few}, policy="reservoir"
     ),
     "replay-few": Method(
         "Replay, weighted",

@@ -2,48 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from examples.common.batch import rows as select
+from examples.common.batch import rows
 from examples.lora_agnews.record import Recorder
-from gemproj.torch import EpisodicMemory, GradientProjector
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
+from gemproj.torch.promise import Per
 
 from . import mega
 from .gpm import SubspaceProjector
 from .stream import Batch, Stream
 
+if TYPE_CHECKING:  # which has the learners
+    from .settings import Setting
+
 
 @dataclass
 class Setup:
-    """What a learner has at hand.
-
-    Attributes
-    ----------
-    stream : Stream
-    optimizer : torch.optim.Optimizer
-    knob : float
-        The method's main setting.
-    per_task : int
-        Examples of each task that may be stored.
-    policy : str
-        Which ones, as in `EpisodicMemory`.
-    rows : int
-        Stored examples of each past task that may take part in a step.
-    seed : int
-    """
+    """What a learner has at hand; `knob` is the method's main setting."""
 
     stream: Stream
     optimizer: torch.optim.Optimizer
     knob: float
-    per_task: int
-    policy: str
-    rows: int
+    setting: Setting
     seed: int
 
     @property
@@ -54,19 +41,17 @@ class Setup:
     def memory(self, extra: int = 0) -> EpisodicMemory:
         """Return an empty memory, with fewer examples if each needs `extra` bytes beside itself."""
         example = sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
-        size = max(1, self.per_task * example // (example + extra))
-        return EpisodicMemory(size, "labels", self.seed, policy=self.policy)
+        size = max(1, self.setting.per_task * example // (example + extra))
+        return EpisodicMemory(size, "labels", self.seed, policy=self.setting.policy)
 
     def bytes_of_outputs(self) -> int:
         """Return what the outputs for one example take."""
         with torch.no_grad():
-            return self.stream.logits(self.stream.model, select(self.stream.tasks[0].train, slice(1))).nbytes
+            return self.stream.logits(self.stream.model, rows(self.stream.tasks[0].train, slice(1))).nbytes
 
 
 class Learner:
     """Plain fine-tuning; methods replace what they do otherwise."""
-
-    on = "gradient"
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.model, self.memory = setup, setup.stream.model, setup.memory()
@@ -83,6 +68,9 @@ class Learner:
     def end_step(self) -> None:
         """Look at the step that was made."""
 
+    def account(self, record: Recorder) -> None:
+        """Write down what took how long in the optimizer's step."""
+
     def end_task(self, task: int, batch: Batch) -> None:
         """Keep what will be needed of a task, of which these examples may be stored."""
 
@@ -97,7 +85,7 @@ class Replay(Learner):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the batch plus that of the past, from one forward pass."""
-        stored: list[Any] = list(self.memory.batches(n=self.setup.rows))
+        stored: list[Any] = list(self.memory.batches(n=self.setup.setting.examples))
         if not stored:
             return super().loss(batch)
         size, past = len(batch["labels"]), concatenate(stored)
@@ -121,7 +109,7 @@ class DistilledReplay(Replay):
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the batch plus that of the past."""
         loss = self.cross_entropy(self.model, batch).mean()
-        stored: list[Any] = list(self.memory.batches(n=self.setup.rows))
+        stored: list[Any] = list(self.memory.batches(n=self.setup.setting.examples))
         if stored:
             past = concatenate([one.batch for one in stored])
             said = torch.cat([one.outputs for one in stored])
@@ -131,116 +119,144 @@ class DistilledReplay(Replay):
     def end_task(self, task: int, batch: Batch) -> None:
         """Store examples, and what the model says about them."""
         self.memory.add(batch, task)
-        remember(self.memory, task, self.model, self.past)
+        self.model.eval()
+        self.memory.record(task, outputs=self.past.outputs(self.model, self.memory.batch(task)))
+        self.model.train()
 
 
 class Projected(Learner):
-    """GEM and its kin: constraints from stored examples, in a `GradientProjector`.
+    """GEM and its kin: a promise about the stored examples of each task.
 
     Parameters
     ----------
     setup : Setup
-    promise : {"task", "label", "sample", "one"}, default "task"
-        One constraint for each task; for each label of each; one on examples of all tasks together; or
-        that of one task at random.
     distilled : bool, default False
-        Whether the constraints are about the divergence from stored outputs.
+        Whether the promise is about the divergence from stored outputs.
     knob : str, default ""
-        The option of the projector that is tuned.
+        The field of the promise that is tuned.
+    per, tolerance
+        As in `Promise`.
     **options
-        Of the projector.
+        Of `GEM`.
     """
 
     def __init__(
-        self, setup: Setup, promise: str = "task", distilled: bool = False, knob: str = "", **options: Any
+        self,
+        setup: Setup,
+        distilled: bool = False,
+        knob: str = "",
+        per: Per = "task",
+        tolerance: float | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(setup)
-        self.promise, self.distilled = promise, distilled
-        self.past: Any = Distillation(setup.stream.logits) if distilled else self.cross_entropy
+        self.memory = setup.memory(setup.bytes_of_outputs() if distilled else 0)
+        past: Any = Distillation(setup.stream.logits) if distilled else self.cross_entropy
         tuned: dict[str, Any] = {knob: setup.knob} if knob else {}
-        self.projector = GradientProjector(setup.parameters, **tuned, **options)
-        self.attached = self.projector.on != "gradient"
-        if self.attached:
-            self.projector.attach(setup.optimizer)
-        if distilled:
-            self.memory = setup.memory(setup.bytes_of_outputs())
-        self.random = torch.Generator().manual_seed(0)
+        promise = Promise(past, per=per, examples=setup.setting.examples, tolerance=tolerance, **tuned)
+        self.gem = GEM(self.model, setup.optimizer, promise, memory=self.memory, **options)
+        self.labels = 1
 
-    def constrain(self, record: Recorder, loss: Tensor) -> None:
-        """Compute the constraints; project the gradient unless the optimizer does."""
-        if not len(self.memory):
-            return
-        with record.time("constraints"):
-            self.projector.recall(self.model, self.batches(), self.past)
-        if not self.attached:
-            rate = self.setup.optimizer.param_groups[0]["lr"]
-            with record.time("projection"):
-                self.projector.project_(rate)
+    @property
+    def last(self) -> Any:
+        """Statistics of the last step."""
+        return self.gem.last
 
-    def batches(self) -> Iterable[Any]:
-        """Return a batch for each constraint."""
-        rows, tasks = self.setup.rows, self.memory.tasks
-        if self.promise == "sample":
-            return [self.memory.sample(rows * len(tasks))]
-        if self.promise == "one":
-            one: Any = self.memory.batch(tasks[int(torch.randint(len(tasks), (), generator=self.random))])
-            drawn = torch.randperm(len(one["labels"]), generator=self.random)[: rows * len(tasks)]
-            return [select(one, drawn)]
-        if self.promise == "label":
-            stored: Any = self.memory.batches()
-            labels = max(len(one["labels"].unique()) for one in stored)
-            return self.memory.batches(n=max(1, rows // labels), per="label")
-        return self.memory.batches(n=rows)
+    def account(self, record: Recorder) -> None:
+        """Tell the time that GEM takes from that of the optimizer's step."""
+        last = self.gem.last
+        if last is not None and last.constraints:
+            spent = sum(last.costs)
+            record.spent["constraints"] += spent
+            record.spent["projection"] += last.seconds - spent
+            record.spent["optimizer"] -= last.seconds
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Store examples with what the constraints compare with."""
-        self.memory.add(batch, task)
-        bounded = self.projector.bound is not None
-        if self.distilled or bounded:
-            remember(self.memory, task, self.model, self.past, bounded)
-        self.projector.reset()  # other constraints, no warm start
+        """Store examples; a step passes as many of each task, however many labels or tasks share a row."""
+        self.gem.end_task([batch], task)
+        self.labels = max(self.labels, len(batch["labels"].unique()))
+        n = self.setup.setting.examples
+        sizes = {"label": max(1, n // self.labels), "all": n * len(self.memory)}
+        self.gem.promise = replace(self.gem.promise, examples=sizes.get(self.gem.promise.per, n))
 
 
 class TwoMoments(Projected):
     """GEM whose projected gradient enters Adam's first moment, and the gradient itself the second."""
 
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        setup.optimizer.register_step_pre_hook(self.correct)  # after those of GEM
+
     def constrain(self, record: Recorder, loss: Tensor) -> None:
-        """Project, and let the second moments see the gradient instead.
+        """Copy the gradient."""
+        self.raw = [None if p.grad is None else p.grad.clone() for p in self.setup.parameters]
+
+    def correct(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Let the second moments see the gradient from before the projection.
 
         The optimizer computes ``v <- beta v + (1 - beta) x^2``; adding ``(1 - beta) / beta (g^2 - x^2)`` to v
         before makes that g^2.
         """
-        raw = [None if p.grad is None else p.grad.clone() for p in self.setup.parameters]
-        super().constrain(record, loss)
-        optimizer, [group] = self.setup.optimizer, self.setup.optimizer.param_groups
-        beta = group["betas"][1]
-        for p, g in zip(self.setup.parameters, raw, strict=True):
+        beta = optimizer.param_groups[0]["betas"][1]
+        for p, g in zip(self.setup.parameters, self.raw, strict=True):
             if g is not None and p.grad is not None and p in optimizer.state:
                 change = g.square() - p.grad.square()
                 optimizer.state[p]["exp_avg_sq"].add_(change, alpha=(1 - beta) / beta)
 
 
-class Balanced(Learner):
+class Reference(Learner):
+    """Changes the gradient by that of one batch of stored examples."""
+
+    def draw(self) -> Any:
+        """Draw the batch."""
+        return self.memory.sample(self.setup.setting.examples * len(self.memory))
+
+    def change(self, loss: Tensor) -> None:
+        """Change the gradient."""
+
+    def constrain(self, record: Recorder, loss: Tensor) -> None:
+        """Compute the gradient of the batch, and use it."""
+        if len(self.memory):
+            with record.time("constraints"):
+                self.projector.recall(self.model, [self.draw()], self.cross_entropy)
+            with record.time("projection"):
+                self.change(loss)
+
+    def end_task(self, task: int, batch: Batch) -> None:
+        """Store examples."""
+        self.memory.add(batch, task)
+
+
+class OneTask(Reference):
+    """S-GEM: the constraint of one past task, drawn at random."""
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup)
+        self.projector = GradientProjector(setup.parameters, method="agem")
+        self.random = torch.Generator().manual_seed(0)
+
+    def draw(self) -> Any:
+        """Draw the task, and as many examples as others take of all tasks together."""
+        tasks = self.memory.tasks
+        one: Any = self.memory.batch(tasks[int(torch.randint(len(tasks), (), generator=self.random))])
+        order = torch.randperm(len(one["labels"]), generator=self.random)
+        return rows(one, order[: self.setup.setting.examples * len(tasks)])
+
+    def change(self, loss: Tensor) -> None:
+        """Project the gradient."""
+        self.projector.project_()
+
+
+class Balanced(Reference):
     """MEGA: the gradient of the batch weighed against that of the memory."""
 
     def __init__(self, setup: Setup, weights: mega.Weights) -> None:
         super().__init__(setup)
         self.projector = mega.MEGA(setup.parameters, weights)
 
-    def constrain(self, record: Recorder, loss: Tensor) -> None:
+    def change(self, loss: Tensor) -> None:
         """Weigh the gradients."""
-        if not len(self.memory):
-            return
-        size = self.setup.rows * len(self.memory)
-        with record.time("constraints"):
-            mean = lambda model, batch: self.cross_entropy(model, batch).mean()  # noqa: E731
-            self.projector.recall(self.model, [self.memory.sample(size)], mean)
-        with record.time("projection"):
-            self.projector.balance_(loss)
-
-    def end_task(self, task: int, batch: Batch) -> None:
-        """Store examples."""
-        self.memory.add(batch, task)
+        self.projector.balance_(loss)
 
 
 class Subspaces(Learner):
@@ -252,34 +268,17 @@ class Subspaces(Learner):
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Project the gradients of the layers."""
-        if len(self.memory):
-            with record.time("projection"):
-                self.subspaces.project_()
+        with record.time("projection"):
+            self.subspaces.project_()
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Add the inputs of this task, on as many examples as others store."""
-        self.memory.add(batch, task)
-        self.subspaces.remember(
-            [self.memory.batch(task)], lambda one: self.setup.stream.logits(self.model, one)
-        )
+        self.subspaces.remember([batch], lambda one: self.setup.stream.logits(self.model, one))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the bases; the examples are not needed any more."""
+        """Bytes of the bases."""
         return sum(basis.nbytes for basis in self.subspaces.bases.values())
-
-
-def remember(memory: EpisodicMemory, task: int, model: nn.Module, loss: Any, bounded: bool = False) -> None:
-    """Store what a loss compares with, for the kept examples of a task, from the model as it is."""
-    model.eval()
-    batch = memory.batch(task)
-    outputs = loss.outputs(model, batch) if isinstance(loss, Distillation) else None
-    losses = None
-    if bounded:
-        with torch.no_grad():
-            losses = loss(model, batch) if outputs is None else loss(model, batch, outputs)
-    memory.record(task, outputs=outputs, losses=losses)
-    model.train()
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

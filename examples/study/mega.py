@@ -26,8 +26,6 @@ class MEGA:
         ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)``, for x = u g + v r.
     """
 
-    on = "gradient"
-
     def __init__(self, parameters: Sequence[Tensor], weights: Weights) -> None:
         self.parameters, self.weights = parameters, weights
 
@@ -35,7 +33,7 @@ class MEGA:
         """Take the gradient on the one batch, without dropout."""
         [batch] = batches
         model.eval()
-        reference = loss(model, batch)
+        reference = loss(model, batch).mean()
         self.r = [row[None] for row in torch.autograd.grad(reference, self.parameters)]
         self.reference = float(reference.detach())
         model.train()

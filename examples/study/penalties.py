@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -50,12 +48,10 @@ class EWC(Penalty):
     def end_task(self, task: int, batch: Batch) -> None:
         """Add the squared gradients of single examples."""
         super().end_task(task, batch)
-        self.memory.add(batch, task)
         self.model.eval()
-        examples: Any = self.memory.batch(task)
-        count = len(examples["labels"])
+        count = len(batch["labels"])
         for i in range(count):
-            loss = self.cross_entropy(self.model, rows(examples, slice(i, i + 1))).mean()
+            loss = self.cross_entropy(self.model, rows(batch, slice(i, i + 1))).mean()
             for w, g in zip(self.importance, torch.autograd.grad(loss, self.parameters), strict=True):
                 w.add_(g.square(), alpha=1 / count)
         self.model.train()

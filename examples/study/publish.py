@@ -11,8 +11,8 @@ from .compare import Record
 from .results import Results, results_of
 from .settings import BASIC, BUDGETS, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS, Method
 
-OVER_STREAM = ("plain", "agem", "gem", "gem-bound", "gpm", "replay", "der", "gem-margin", "gem-kl")
-COSTS = ("replay", "replay-4", "replay-all", "agem", "igem3", "gem", "gem-margin", *LADDERS[1][1:])
+OVER_STREAM = ("plain", "agem", "gem", "gem-tolerance", "gpm", "replay", "der", "gem-weight", "gem-kl")
+COSTS = ("replay", "replay-4", "replay-all", "agem", "igem3", "gem", "gem-weight", *LADDERS[1][1:])
 EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness matter?
 
 
@@ -24,7 +24,7 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{stream}.md"]
     written[0].write_text(page(stream, records), encoding="utf-8")
-    runs = compare.reported(records, METHODS, stream, "rows")
+    runs = compare.reported(records, METHODS)
     times = compare.timed(runs, records)
     main = {name: runs[name] for name in named(stream) if name in runs}
     with_same = {name: runs[name] for name in runs if name in main or name in SAME}
@@ -46,8 +46,8 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
 
 def page(stream: str, records: Sequence[Record]) -> str:
     """Return all tables of a stream: of the methods, and of what varies them."""
-    parts = [report.page(records, named(stream), stream, "rows")]
-    runs = compare.reported(records, METHODS, stream, "rows")
+    parts = [report.page(records, named(stream))]
+    runs = compare.reported(records, METHODS)
     times = compare.timed(runs, records)
     if EXACT in runs and set(SHORTCUTS) & set(runs):
         parts.append(report.after_each_task(runs, METHODS, EXACT, SHORTCUTS))
@@ -63,7 +63,7 @@ def page(stream: str, records: Sequence[Record]) -> str:
 
 
 def named(stream: str) -> dict[str, Method]:
-    """Return the methods of a stream that do not merely vary others in settings, rows, age or memory."""
+    """Return the methods of a stream that do not merely vary others in settings, examples, age or memory."""
     vary = {*SAME, *CHEAPER, *MEMORIES}
     return {name: METHODS[name] for name in STREAMS[stream].methods if name not in vary}
 
@@ -79,17 +79,19 @@ def overview(folder: Path) -> dict[str, str]:
     streams, times = {}, {}
     for name, setting in STREAMS.items():
         records = plan.published(name, results_of(name, folder))
-        streams[setting.title] = runs = compare.reported(records, METHODS, name, "rows")
+        streams[setting.title] = runs = compare.reported(records, METHODS)
         times[setting.title] = compare.timed(runs, records)
     title = {name: method.title for name, method in METHODS.items()}
     others = [name for name in BASIC if name not in ("replay", "joint")]
     varied = {title[name]: (name, METHODS[name].like) for name in CHEAPER}
-    same = "minus that of the same method with 10 (digits) or 16 (articles) fresh rows of each task a step."
+    same = (
+        "minus that of the same method with 10 (digits) or 16 (articles) fresh examples of each task a step."
+    )
     tables = {
         "projection": across.at_equal_settings(
-            "GEM with a margin minus replay at the same learning rate and weight.",
+            "GEM with a weight minus replay at the same learning rate and weight.",
             streams,
-            "gem-margin",
+            "gem-weight",
             ("replay", *SAME),
         ),
         "exactness": across.differences(

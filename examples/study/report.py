@@ -87,11 +87,9 @@ DIFFERENCES = {
 def page(
     records: Iterable[Record],
     methods: Mapping[str, Any],
-    stream: str,
-    budget: str,
     baselines: Sequence[str] = ("replay", "gem"),
 ) -> str:
-    """Return all tables of a stream under a budget, each below its caption.
+    """Return all tables of a stream, each below its caption.
 
     Parameters
     ----------
@@ -100,13 +98,11 @@ def page(
     methods : mapping
         By key, in the order of the rows: objects with `title`, `knob`, the name of the main knob or "", and
         `joint`, whether all tasks are learned at once.
-    stream, budget : str
-        Which runs.
     baselines : sequence of str
         Keys of the methods that the others are compared with.
     """
     records = list(records)
-    runs = compare.reported(records, methods, stream, budget)
+    runs = compare.reported(records, methods)
     times = compare.timed(runs, records)
     parts = [accuracy(runs, methods), cost(times, methods), promises(runs, methods)] if runs else []
     parts += [differences(runs, methods, baseline) for baseline in baselines if baseline in runs]
@@ -130,7 +126,7 @@ def cost(runs: Runs, methods: Mapping[str, Any], plain: str = "plain") -> str:
     """Return the table of what a step and the memory cost."""
     caption = (
         "Cost: milliseconds per step by part, means over all steps after the first task. Batch includes the "
-        "replayed rows."
+        "replayed examples."
     )
     columns = list(COST)
     if plain in runs:
@@ -221,14 +217,14 @@ def equal_time(
 ) -> str:
     """Return the table of what methods reach with the same time per step.
 
-    Each ladder holds a method with more and fewer rows; of each the step that takes the longest within the
-    budget is taken, whatever it reaches.
+    Each ladder holds a method with more and fewer examples; of each the step that takes the longest within
+    the budget is taken, whatever it reaches.
     """
     heads = [methods[ladder[0]].title for ladder in ladders]
     caption = (
-        f"The same time per step: of {' and of '.join(heads)} with more or fewer rows, or rows that are kept "
-        "for some steps, what takes the longest within the budget. No choice by results. AvgAcc in percent; "
-        f"{heads[1]} minus {heads[0]}: paired over the seeds, with 95 % interval."
+        f"The same time per step: of {' and of '.join(heads)} with more or fewer examples, or rows that are "
+        "kept for some steps, what takes the longest within the budget. No choice by results. AvgAcc in "
+        f"percent; {heads[1]} minus {heads[0]}: paired over the seeds, with 95 % interval."
     )
     unit, rows = compare.mean_step(times[plain]), []
     for budget in budgets:

@@ -9,7 +9,17 @@ from typing import Any
 
 from gemproj import PGD
 
-from .learners import Balanced, DistilledReplay, Learner, Projected, Replay, Setup, Subspaces, TwoMoments
+from .learners import (
+    Balanced,
+    DistilledReplay,
+    Learner,
+    OneTask,
+    Projected,
+    Replay,
+    Setup,
+    Subspaces,
+    TwoMoments,
+)  # fmt: skip
 from .mega import mega1, mega2
 from .penalties import EWC, SI
 
@@ -69,7 +79,7 @@ class Setting:
         Stored examples of each task; methods that store outputs, too, get as many bytes.
     policy : str
         Which examples are stored, as in `EpisodicMemory`.
-    rows : int
+    examples : int
         Stored examples of each past task that take part in a step.
     fixed : mapping
         Learning rate and knob of methods that are not tuned on this stream.
@@ -80,7 +90,7 @@ class Setting:
     optimizer: str
     rates: tuple[float, ...]
     per_task: int
-    rows: int
+    examples: int
     options: Mapping[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     fixed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -95,8 +105,8 @@ class Setting:
     device: str = "cpu"
 
 
-ALL = 10**9  # rows
-WEIGHTS = (0.1, 0.5, 2.0)  # of the past, in the loss or as a margin
+ALL = 10**9  # examples
+WEIGHTS = (0.1, 0.5, 2.0)  # of the past, in the loss or in the promise
 
 
 def gem(**options: Any) -> Callable[[Setup], Learner]:
@@ -114,24 +124,26 @@ METHODS = {
     "ewc": Method("EWC", "no examples", PINK, EWC, "strength", (1.0, 10.0, 100.0)),
     "si": Method("SI", "no examples", PINK, SI, "strength", (0.1, 1.0, 10.0)),
     "gpm": Method("GPM", "no examples", PURPLE, Subspaces, "threshold", (0.8, 0.9, 0.95)),
-    "agem": Method("A-GEM", "one constraint", ORANGE, gem(promise="sample", method="agem")),
-    "sgem": Method("S-GEM", "one constraint", ORANGE, gem(promise="one", method="agem")),
+    "agem": Method("A-GEM", "one constraint", ORANGE, gem(per="all", method="agem")),
+    "sgem": Method("S-GEM", "one constraint", ORANGE, OneTask),
     "mega1": Method("MEGA-I", "one constraint", ORANGE, partial(Balanced, weights=mega1)),
     "mega2": Method("MEGA-II", "one constraint", ORANGE, partial(Balanced, weights=mega2)),
     "gem": Method("GEM", "GEM", BLUE, gem()),
-    "gem-all": Method("GEM, all rows", "GEM", BLUE, gem(), like="gem", changes={"rows": ALL}),
+    "gem-all": Method("GEM, all examples", "GEM", BLUE, gem(), like="gem", changes={"examples": ALL}),
     "igem1": Method("I-GEM, 1 step", "GEM", SKY, gem(method=PGD(1)), like="gem"),
     "igem3": Method("I-GEM, 3 steps", "GEM", SKY, gem(method=PGD(3)), like="gem"),
     "igem10": Method("I-GEM, 10 steps", "GEM", SKY, gem(method=PGD(10)), like="gem"),
-    "gem-step": Method("GEM, step", "GEM", BLUE, gem(on="both", metric="adam")),
+    "gem-step": Method("GEM, step", "GEM", BLUE, gem(on="both")),
     "softgem": Method("SOFT-GEM", "GEM", BLUE, gem(knob="penalty"), "penalty", WEIGHTS),
-    "gem-bound": Method("GEM, bound", "GEM", BLUE, gem(bound=0.0, knob="kappa"), "kappa", (0.1, 0.3, 1.0)),
-    "gem-margin": Method("GEM, margin", "GEM + weight", RED, gem(knob="margin"), "margin", WEIGHTS),
+    "gem-tolerance": Method(
+        "GEM, tolerance", "GEM", BLUE, gem(tolerance=0.0, knob="repair"), "repair", (0.1, 0.3, 1.0)
+    ),
+    "gem-weight": Method("GEM, weight", "GEM + weight", RED, gem(knob="weight"), "weight", WEIGHTS),
     "gem-label": Method(
-        "GEM, margin, labels", "GEM + weight", RED, gem(promise="label", knob="margin"), "margin", WEIGHTS
+        "GEM, weight, labels", "GEM + weight", RED, gem(per="label", knob="weight"), "weight", WEIGHTS
     ),
     "gem-kl": Method(
-        "GEM, margin, KL", "GEM + weight", RED, gem(distilled=True, knob="margin"), "margin", WEIGHTS
+        "GEM, weight, KL", "GEM + weight", RED, gem(distilled=True, knob="weight"), "weight", WEIGHTS
     ),
 }
 BASIC = tuple(METHODS)
@@ -145,33 +157,33 @@ def variant(
     return replace(method, title=title, learner=learner or method.learner, like=name, changes=changes)
 
 
-# How many rows, how old they may be, and which moment of Adam sees what.
+# How many examples, how old rows may be, and which moment of Adam sees what.
 CHEAPER = {
-    "replay-1": variant("replay", "Replay, 1 row", rows=1),
-    "replay-4": variant("replay", "Replay, 4 rows", rows=4),
-    "replay-all": variant("replay", "Replay, all rows", rows=ALL),
-    "gem-margin-1": variant("gem-margin", "GEM, margin, 1 row", rows=1),
-    "gem-margin-4": variant("gem-margin", "GEM, margin, 4 rows", rows=4),
-    "gem-margin-2nd": variant("gem-margin", "GEM, margin, every 2nd", gem(knob="margin", interval=2)),
-    "gem-margin-8-2nd": variant(
-        "gem-margin", "GEM, margin, 8 rows, every 2nd", gem(knob="margin", interval=2), rows=8
+    "replay-1": variant("replay", "Replay, 1 example", examples=1),
+    "replay-4": variant("replay", "Replay, 4 examples", examples=4),
+    "replay-all": variant("replay", "Replay, all examples", examples=ALL),
+    "gem-weight-1": variant("gem-weight", "GEM, weight, 1 example", examples=1),
+    "gem-weight-4": variant("gem-weight", "GEM, weight, 4 examples", examples=4),
+    "gem-weight-2nd": variant("gem-weight", "GEM, weight, every 2nd", gem(knob="weight", every=2)),
+    "gem-weight-8-2nd": variant(
+        "gem-weight", "GEM, weight, 8 examples, every 2nd", gem(knob="weight", every=2), examples=8
     ),
-    "gem-margin-3rd": variant("gem-margin", "GEM, margin, every 3rd", gem(knob="margin", interval=3)),
-    "gem-margin-4th": variant("gem-margin", "GEM, margin, every 4th", gem(knob="margin", interval=4)),
-    "gem-margin-4-2nd": variant(
-        "gem-margin", "GEM, margin, 4 rows, every 2nd", gem(knob="margin", interval=2), rows=4
+    "gem-weight-3rd": variant("gem-weight", "GEM, weight, every 3rd", gem(knob="weight", every=3)),
+    "gem-weight-4th": variant("gem-weight", "GEM, weight, every 4th", gem(knob="weight", every=4)),
+    "gem-weight-4-2nd": variant(
+        "gem-weight", "GEM, weight, 4 examples, every 2nd", gem(knob="weight", every=2), examples=4
     ),
 }
-# A method, and the same with more or fewer rows, or rows that are kept for some steps: what time buys.
+# A method, and the same with more or fewer examples, or rows that are kept for some steps: what time buys.
 LADDERS = (
     ("replay", "replay-4", "replay-all"),
     (
-        "gem-margin",
-        "gem-margin-4",
-        "gem-margin-8-2nd",
-        "gem-margin-4-2nd",
-        "gem-margin-3rd",
-        "gem-margin-2nd",
+        "gem-weight",
+        "gem-weight-4",
+        "gem-weight-8-2nd",
+        "gem-weight-4-2nd",
+        "gem-weight-3rd",
+        "gem-weight-2nd",
     ),
 )
 BUDGETS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # of time per step, in plain steps
@@ -187,22 +199,22 @@ MEMORIES = {
 }
 MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", TwoMoments)}
 # Where tuning has chosen different rates for both, what of their difference is due to that.
-SAME = {"replay-same": replace(METHODS["replay"], title="Replay, settings of GEM", like="gem-margin")}
+SAME = {"replay-same": replace(METHODS["replay"], title="Replay, settings of GEM", like="gem-weight")}
 METHODS |= CHEAPER | MEMORIES | MOMENTS | SAME
-# Steps of SGD are gradients already; with ten labels a promise for each is a hundred constraints.
+# Steps of SGD are gradients already; with ten labels a row for each is a hundred constraints.
 ON_DIGITS = (*(name for name in BASIC if name not in ("gem-step", "gem-label")), *SAME)
 DIGITS: dict[str, Any] = {
     "methods": ON_DIGITS,
     "optimizer": "sgd",
     "rates": (0.01, 0.03, 0.1, 0.3, 1.0),
     "per_task": 50,
-    "rows": 10,
+    "examples": 10,
 }
 NEWS: dict[str, Any] = {
     "optimizer": "adamw",
     "rates": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
     "per_task": 100,
-    "rows": 16,
+    "examples": 16,
     "batch_size": 32,
     "eval_batch_size": 50,
     "eval_rows": 100,
@@ -218,17 +230,17 @@ LONGER = (
     "gem",
     "igem1",
     "igem3",
-    "gem-margin",
-    "gem-margin-4",
-    "gem-margin-4-2nd",
+    "gem-weight",
+    "gem-weight-4",
+    "gem-weight-4-2nd",
 )
 # A run with twenty tasks takes minutes: what ten tasks chose is taken over.
-LONGEST = ("plain", "replay", "replay-4", "gem-margin", "gem-margin-4", "gem-margin-4-2nd")
-OF_TEN_TASKS = {"plain": (1e-4, 0.0), "replay": (1e-3, 0.5), "gem-margin": (1e-3, 0.5)}
+LONGEST = ("plain", "replay", "replay-4", "gem-weight", "gem-weight-4", "gem-weight-4-2nd")
+OF_TEN_TASKS = {"plain": (1e-4, 0.0), "replay": (1e-3, 0.5), "gem-weight": (1e-3, 0.5)}
 
 # With three tasks tuning chose the larger of two rates, alike for GEM. How old rows may be depends on it.
-AT_LOWER_RATE = ("plain", "replay", "gem-margin", *(name for name in CHEAPER if name != "replay-1"))
-LOWER_RATE = {"plain": (3e-4, 0.0), "replay": (1e-3, 2.0), "gem-margin": (1e-3, 2.0)}
+AT_LOWER_RATE = ("plain", "replay", "gem-weight", *(name for name in CHEAPER if name != "replay-1"))
+LOWER_RATE = {"plain": (3e-4, 0.0), "replay": (1e-3, 2.0), "gem-weight": (1e-3, 2.0)}
 
 
 def news(tasks: int, methods: tuple[str, ...], title: str = "", **changes: Any) -> Setting:

@@ -88,8 +88,8 @@ METHODS = {
     "text": Method("Replay of text", RED, "replay", TEXT, "weight", (0.1, 0.3, 1.0)),
     "kl": Method("Replay of KL", ORANGE, "replay", KL, "weight", (1.0, 3.0, 10.0)),
     "gem": Method("GEM on text", GREEN, "GEM", TEXT),
-    "text-held": Method("Text held", SKY, "held", TEXT, "bound", (0.0, 0.03, 0.1)),
-    "kl-held": Method("KL held", BLUE, "held", KL, "bound", (0.0, 0.03, 0.1)),
+    "text-held": Method("Text held", SKY, "held", TEXT, "tolerance", (0.0, 0.03, 0.1)),
+    "kl-held": Method("KL held", BLUE, "held", KL, "tolerance", (0.0, 0.03, 0.1)),
 }
 SETTINGS = {
     "full": Setting("All weights, 48 references, 150 steps"),
@@ -147,9 +147,8 @@ class Run:
         if setting.adapters:
             torch.manual_seed(self.seed)
             model.gpt = get_peft_model(model.gpt, LoraConfig(**ADAPTERS))
-        option = {"replay": "weight", "held": "bound"}.get(method.kind, "")
         asked = keep_a_skill.Method(
-            method.kind, self.rate, method.loss, option, self.knob if option else None
+            method.kind, self.rate, method.loss, method.knob, self.knob if method.knob else None
         )
         start = time.perf_counter()
         learn(model, texts["tune"], setting.steps, self.seed, asked, texts["reference"])

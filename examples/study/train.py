@@ -40,7 +40,6 @@ class Run:
     knob: float
     seed: int
     phase: str
-    budget: str = "rows"
 
     @property
     def title(self) -> str:
@@ -56,7 +55,7 @@ class Run:
         method = METHODS[self.method]
         own = {"learner": describe(method.learner), "changes": method.changes, "joint": method.joint}
         numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
-        return f"{self.method}-{self.budget}-{self.phase}-{numbers}-{digest.of_values([setting, own])}"
+        return f"{self.method}-{self.phase}-{numbers}-{digest.of_values([setting, own])}"
 
     @staticmethod
     def brief(result: Mapping[str, Any]) -> str:
@@ -85,7 +84,7 @@ class Run:
             "seed": self.seed,
         }
         named: dict[str, Any] = {"key": self.key, "stream": self.stream, "method": self.method}
-        named |= {"phase": self.phase, "budget": self.budget}
+        named["phase"] = self.phase
         if self.phase == "report":
             setting = replace(self.setting, **METHODS[self.method].changes)
             named |= {"per_task": setting.per_task, "policy": setting.policy}
@@ -100,8 +99,7 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
     tasks = mixed(stream.tasks, run.seed) if method.joint else stream.tasks
     cross_entropy = CrossEntropy(stream.logits)
     optimizer = make_optimizer(setting.optimizer, model, run.rate)
-    memory = setting.per_task, setting.policy, setting.rows
-    setup = Setup(stream, optimizer, run.knob, *memory, run.seed)
+    setup = Setup(stream, optimizer, run.knob, setting, run.seed)
     learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
     # Where nothing is reported, only the end counts.
     measured = setting if run.phase == "report" else replace(setting, eval_interval=0, probe_interval=0)
@@ -127,18 +125,9 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
                 optimizer.zero_grad()
                 loss = learner.loss(batch)
                 loss.backward()
-            diverged = not (bool(loss.isfinite()) and constrained(learner, record, loss))
-            if diverged:
-                continue
-            record.before_update()
-            with record.time("optimizer"):
-                optimizer.step()
-                learner.end_step()
-            if len(stored) and learner.projector.on != "gradient":  # projected in optimizer.step
-                spent = learner.projector.last.seconds - record.spent["constraints"]
-                record.spent["optimizer"] -= spent
-                record.spent["projection"] += spent
-            record.after_update()
+            diverged = not (bool(loss.isfinite()) and stepped(learner, record, loss))
+            if not diverged:
+                record.after_update()
         stored.add(task.train, k)
         if not diverged:
             kept: Any = stored.batch(k)
@@ -149,10 +138,15 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
     return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
 
 
-def constrained(learner: Learner, record: Recorder, loss: Tensor) -> bool:
-    """Let a learner change the gradient; return False where gradients are not finite any more."""
+def stepped(learner: Learner, record: Recorder, loss: Tensor) -> bool:
+    """Take a step; return False where gradients are not finite any more."""
     try:
         learner.constrain(record, loss)
+        record.before_update()
+        with record.time("optimizer"):
+            learner.setup.optimizer.step()
+            learner.end_step()
+        learner.account(record)
     except ValueError as error:
         if "is not finite" not in str(error):
             raise
