@@ -17,7 +17,7 @@ from gemproj._dual import solve
 from gemproj._gram import measure
 from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
-from gemproj.torch.parameters import ParameterVector, local
+from gemproj.torch.parameters import ParameterVector
 from gemproj.torch.stream import Stream, measure_sum, tiles
 
 
@@ -47,6 +47,7 @@ class ConstraintMatrix:
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
         self.vector = vector
         self._buffer = torch.empty((0, vector.d), dtype=dtype or vector.dtype, device=vector.device)
+        self._views: dict[int, list[Tensor]] = {}  # of the rows, by parameters
         wide = wide_dtype(torch, vector.device)
         self._unknown = torch.tensor(math.nan, dtype=wide, device=vector.device)
         self.clear()
@@ -86,15 +87,15 @@ class ConstraintMatrix:
         found = [j for j, gradient in enumerate(gradients) if gradient is not None]
         if fresh and len(found) < len(gradients):
             self._buffer[k].zero_()
-        parts, values = self.vector.split(self._buffer[k]), []
+        if k not in self._views:
+            self._views[k] = self.vector.split(self._buffer[k])
+        parts, values = [self._views[k][j] for j in found], self.vector.dense(gradients)
         for j in found:
             self.reached[j] = True
-            values.append(local(self.vector.placed(j, cast(Tensor, gradients[j]))))
         if found:
-            (torch._foreach_copy_ if fresh else torch._foreach_add_)([parts[j] for j in found], values)
-        pair = loss.detach().reshape(()), self._unknown if stored is None else stored
-        now, before = (weight * value.to(self._unknown) for value in pair)
-        self._parts.append((k, now, before))
+            (torch._foreach_copy_ if fresh else torch._foreach_add_)(parts, values)
+        now = weight * loss.detach().reshape(()).to(self._unknown)
+        self._parts.append((k, now, self._unknown if stored is None else weight * stored.to(self._unknown)))
 
     def close(self, rows: int) -> None:
         """Sum rows over processes, and declare so many complete; this process may have no example of some."""
@@ -227,7 +228,7 @@ class ConstraintMatrix:
         if rows > kept:
             grown = self._buffer.new_empty((rows, self.vector.d))
             grown[:kept] = self._buffer
-            self._buffer = grown
+            self._buffer, self._views = grown, {}
 
 
 def check_loss(k: int, loss: Any) -> None:

@@ -150,6 +150,12 @@ class ParameterVector:
             )
         return found
 
+    def dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+        """Return the local entries of the gradients that there are, with the placements of the parameters."""
+        if not self.topology.collective and all(g is None or g.layout == torch.strided for g in gradients):
+            return [g for g in gradients if g is not None]
+        return [local(self.placed(j, g)) for j, g in enumerate(gradients) if g is not None]
+
     def placed(self, j: int, gradient: Tensor) -> Tensor:
         """Return a dense gradient of parameter j with the placements of the parameter."""
         if gradient.layout != torch.strided:

@@ -137,6 +137,8 @@ class Store:
 
 def mixed(parts: list[Remembered]) -> Remembered:
     """Return examples of several stores as those of one."""
+    if len(parts) == 1:
+        return parts[0]
     if any(part.fields != parts[0].fields for part in parts):
         raise ValueError("Outputs or losses are stored with some tasks only, so that they cannot be mixed.")
     return Remembered(**{name: join([getattr(part, name) for part in parts]) for name in parts[0].fields})
