@@ -171,6 +171,26 @@ def test_other_calls_without_waiting(name):
         assert_close(a.double(), b.double(), rtol=0.008 if a.dtype == torch.bfloat16 else 1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("options", [{}, {"penalty": 0.1, "margin": 0.05}], ids=str)
+def test_one_K_for_many_gradients(options):
+    """K is kept once, also where a row of G or one of the gradients is not finite; these are left out."""
+    G, g = draw(4, 30)
+    many = torch.stack([g, -g, 0.5 * g + G[0]])
+    expected = on_cpu(project, G[1:], many, **options)
+    G[0, 3], many[1, 5] = torch.inf, torch.nan
+    with make_device(), no_waiting():
+        sol, x = solve_dual(G, many, **options), project(G, many, **options)
+        status = sol.status
+    assert sol.gram.K.shape == (4, 4)
+    assert_close(x[[0, 2]].cpu(), expected[[0, 2]].cpu(), atol=1e-13)
+    assert torch.equal(torch.nan_to_num(x[1]), torch.nan_to_num(many[1]))
+    assert bool((status & Status.ROW_DROPPED > 0).all())
+    K, b = torch.tensor([[2.0, 1], [1, 2]]), torch.tensor([[torch.nan, -1.0], [-1, -1]])
+    with make_device():
+        sol = solve_gram(K.to(DEVICE), b.to(DEVICE))
+    assert_close(sol.multipliers.cpu(), [[0.0, 0], [1 / 3, 1 / 3]], atol=1e-15)
+
+
 def test_what_stands_where_there_is_no_factor_is_not_used(monkeypatch):
     """Torch promises nothing of it."""
     linalg = pytest.importorskip("array_api_compat.torch").linalg
