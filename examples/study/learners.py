@@ -53,10 +53,11 @@ class Setup:
 class Learner:
     """Plain fine-tuning; methods replace what they do otherwise."""
 
+    projector: Any
+
     def __init__(self, setup: Setup) -> None:
         self.setup, self.model, self.memory = setup, setup.stream.model, setup.memory()
         self.cross_entropy = CrossEntropy(setup.stream.logits)
-        self.projector: Any = self
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss that the step descends."""
@@ -157,19 +158,13 @@ class Projected(Learner):
         self.gem = GEM(self.model, setup.optimizer, promise, memory=self.memory, **options)
         self.labels = 1
 
-    @property
-    def last(self) -> Any:
-        """Statistics of the last step."""
-        return self.gem.last
-
     def account(self, record: Recorder) -> None:
-        """Tell the time that GEM takes from that of the optimizer's step."""
-        last = self.gem.last
-        if last is not None and last.constraints:
-            spent = sum(last.costs)
-            record.spent["constraints"] += spent
-            record.spent["projection"] += last.seconds - spent
-            record.spent["optimizer"] -= last.seconds
+        """Tell the time that GEM took from that of the optimizer's step."""
+        if len(self.memory) and self.gem.last:
+            whole, constraints = self.gem.last.seconds, sum(self.gem.last.costs)
+            record.spent["optimizer"] -= whole
+            record.spent["constraints"] += constraints
+            record.spent["projection"] += whole - constraints
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Store examples; a step passes as many of each task, however many labels or tasks share a row."""
