@@ -280,7 +280,7 @@ def test_any_example_survives_a_file(tmp_path):
     examples = [
         {
             "tensor": torch.arange(k + 1.0).bfloat16(),
-            "arrays": [np.arange(k + 1, dtype=np.uint16), np.float32(k) / 3, np.array(["a", "text"])],
+            "arrays": [np.arange(k + 1, dtype=np.uint16), np.float32(k / 3), np.array(["a", "text"])],
             ("a", 1): (k, k / 3, 1j * k, True, None, "text"),
             "when": np.datetime64("2026-01-01"),
             "none": np.zeros((0, 3)),

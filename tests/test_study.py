@@ -181,7 +181,7 @@ def test_examples_of_a_row(name, expected):
     loss = lambda model, batch: sizes.append(len(batch["labels"])) or cross_entropy(model, batch)  # noqa: E731
     learner.gem.promise = replace(learner.gem.promise, loss=loss)
     learner.setup.optimizer.step()
-    rows = [name[0] for name in learner.last.names]
+    rows = [name[0] for name in learner.gem.last.names]
     assert dict(zip(rows, sizes, strict=True)) == expected
 
 
