@@ -233,7 +233,10 @@ def test_a_callback_that_no_trainer_was_given_is_told_once(kind, passed, tmp_pat
         ([None], {}, "loss must be a function of model and batch; found NoneType"),
         ([EpisodicMemory()], {}, "pass memory= for a memory"),
         ([], {"memory": 50}, "memory must be an EpisodicMemory; found int"),
-        ([], {"marign": 0.5}, "unexpected keyword argument 'marign'"),
+        ([], {"wieght": 0.5}, "^{0} has no keyword 'wieght'; did you mean weight"),
+        ([], {"memory_strength": 1.0}, "^{0} has no keyword .*did you mean weight"),
+        ([], {"repair": 1.0}, "^{0} .*did you mean a Promise with repair"),
+        ([], {"eps": 1.0}, r"^{0} has no keyword 'eps'\.$"),
         ([], {"on": "all"}, "on must be one of"),
     ],
 )

@@ -222,7 +222,7 @@ def test_what_is_removed_projects_no_more():
         ({"project": 0}, TypeError, "project must be True or False; found 0"),
         ({"method": "gem2017", "on": "both"}, ValueError, "made for gradients"),
         ({"method": "gem2017", "tolerance": 0.1}, ValueError, "tolerance cannot be combined with method"),
-        ({"marign": 0.5}, TypeError, "unexpected keyword argument 'marign'"),
+        ({"margin": 0.5}, TypeError, "GEM has no keyword 'margin'; did you mean weight"),
         ({"scaler": "cuda"}, TypeError, "scaler must be the torch.amp.GradScaler of training; found str"),
     ],
 )

@@ -21,6 +21,7 @@ from gemproj.methods import AnyMethod
 from gemproj.torch import EpisodicMemory, Promise
 from gemproj.torch.batches import Loss
 from gemproj.torch.changes import On
+from gemproj.torch.keywords import suggesting
 from gemproj.torch.losses import model_loss
 from gemproj.torch.promise import Per
 
@@ -70,6 +71,7 @@ class GEM(AcceleratedKeeper):
         and 3) for another `on` than "step".
     """
 
+    @suggesting
     def __init__(
         self,
         accelerator: Accelerator,

@@ -22,6 +22,7 @@ from gemproj.methods import AnyMethod
 from gemproj.torch import EpisodicMemory
 from gemproj.torch.changes import On
 from gemproj.torch.gem import Keeper
+from gemproj.torch.keywords import suggesting
 
 
 class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]
@@ -86,6 +87,7 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
         As in `gemproj.torch.GEM`; a penalty is set by ``plugin.promise = Promise(penalty=1.0)``.
     """
 
+    @suggesting
     def __init__(
         self,
         patterns_per_experience: int,
@@ -128,6 +130,7 @@ class AGEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
         As in `GEMPlugin`.
     """
 
+    @suggesting
     def __init__(
         self,
         patterns_per_experience: int,

@@ -16,6 +16,7 @@ from gemproj.torch.batches import Batch, Batches, Loss, Source
 from gemproj.torch.changes import Metric, On
 from gemproj.torch.constraint_gradients import reshard, unwrapped
 from gemproj.torch.hooks import clip_grad_norm_, will_skip
+from gemproj.torch.keywords import suggesting
 from gemproj.torch.losses import model_loss
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.projector import GradientProjector, check_choices
@@ -34,6 +35,7 @@ class Keeper:
     What `GEM` and the objects for frameworks have in common; `GEM` explains it.
     """
 
+    @suggesting
     def __init__(
         self,
         loss: Loss | Promise = model_loss,
@@ -452,6 +454,7 @@ class GEM(Keeper):
         "the inner one."
     )
 
+    @suggesting
     def __init__(
         self,
         model: torch.nn.Module,

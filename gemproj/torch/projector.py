@@ -19,6 +19,7 @@ from gemproj.torch.constraint_gradients import from_batches, from_losses, unwrap
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated, check_alone
 from gemproj.torch.hooks import ProjectedOptimizer, is_attached
+from gemproj.torch.keywords import suggesting
 from gemproj.torch.parameters import ParameterVector
 from gemproj.torch.promise import Promise
 from gemproj.torch.report import Projection
@@ -97,6 +98,7 @@ class GradientProjector:
     True
     """
 
+    @suggesting
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter],

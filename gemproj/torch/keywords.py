@@ -1,0 +1,46 @@
+"""Keywords that there are not: an error that names the one that may be meant."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
+
+# What it is called in GEM's code and paper, in Avalanche, or was in earlier versions.
+_ELSEWHERE = {
+    "margin": "weight",
+    "memory_strength": "weight",
+    "bound": "tolerance",
+    "kappa": "a Promise with repair",
+    "repair": "a Promise with repair",
+    "equality": "a Promise with equal",
+    "equal": "a Promise with equal",
+    "penalty": "a Promise with penalty",
+    "rows": "examples",
+    "patterns_per_experience": "per_task",
+    "promise": "per, or a Promise as loss",
+    "interval": "every",
+    "group": "process_group",
+    "label": "memory=EpisodicMemory(label=...)",
+}
+
+
+def suggesting(init: Callable[P, None]) -> Callable[P, None]:
+    """Have a constructor tell which keyword may be meant; its signature stays."""
+    known = list(inspect.signature(init).parameters)
+
+    @wraps(init)
+    def told(*args: P.args, **named: P.kwargs) -> None:
+        for name in named:
+            if name not in known:
+                close: Any = get_close_matches(name, known, 1)
+                meant = _ELSEWHERE.get(name, close[0] if close else None)
+                hint = "." if meant is None else f"; did you mean {meant}?"
+                raise TypeError(f"{type(args[0]).__name__} has no keyword {name!r}{hint}")
+        init(*args, **named)
+
+    return told
