@@ -40,9 +40,13 @@ class Setup:
 
     def memory(self, extra: int = 0) -> EpisodicMemory:
         """Return an empty memory, with fewer examples if each needs `extra` bytes beside itself."""
-        example = sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
+        example = self.bytes_of_example()
         size = max(1, self.setting.per_task * example // (example + extra))
         return EpisodicMemory(size, "labels", self.seed, policy=self.setting.policy)
+
+    def bytes_of_example(self) -> int:
+        """Return what one example takes."""
+        return sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
 
     def bytes_of_outputs(self) -> int:
         """Return what the outputs for one example take."""
@@ -151,12 +155,16 @@ class Projected(Learner):
         **options: Any,
     ) -> None:
         super().__init__(setup)
-        self.memory = setup.memory(setup.bytes_of_outputs() if distilled else 0)
+        self.memory = setup.memory(self.extra_bytes(distilled))
         past: Any = Distillation(setup.stream.logits) if distilled else self.cross_entropy
         tuned: dict[str, Any] = {knob: setup.knob} if knob else {}
         promise = Promise(past, per=per, examples=setup.setting.examples, tolerance=tolerance, **tuned)
         self.gem = GEM(self.model, setup.optimizer, promise, memory=self.memory, **options)
         self.labels = 1
+
+    def extra_bytes(self, distilled: bool) -> int:
+        """Return what is stored with each example, in bytes."""
+        return self.setup.bytes_of_outputs() if distilled else 0
 
     def account(self, record: Recorder) -> None:
         """Tell the time that GEM took from that of the optimizer's step."""
@@ -173,6 +181,28 @@ class Projected(Learner):
         n = self.setup.setting.examples
         sizes = {"label": max(1, n // self.labels), "all": n * len(self.memory)}
         self.gem.promise = replace(self.gem.promise, examples=sizes.get(self.gem.promise.per, n))
+
+
+class Mixture(Projected):
+    """Two promises about each task: labels are replayed with a weight, and stored outputs may not drift.
+
+    Each is about examples of its own, half of those that other methods pass in a step, in as many bytes.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        super().__init__(setup, knob="weight")
+        half = max(1, setup.setting.examples // 2)
+        self.gem.promise = replace(self.gem.promise, examples=half)
+        self.said = Promise(Distillation(setup.stream.logits), examples=half, tolerance=0.0)
+
+    def extra_bytes(self, distilled: bool) -> int:
+        """Return what another example and its outputs take."""
+        return self.setup.bytes_of_example() + self.setup.bytes_of_outputs()
+
+    def end_task(self, task: int, batch: Batch) -> None:
+        """Store examples for both."""
+        self.gem.end_task([batch], task)
+        self.gem.keep([batch], self.said, name=f"outputs of {task}")
 
 
 class TwoMoments(Projected):
