@@ -173,13 +173,15 @@ class ConstraintMatrix:
         Cosines, float64, are zero where the step or a row is zero.
         """
         wide, owned, known = self._unknown.dtype, self.vector.owned, self._squares is not None
+        # In float64 the norms of float32 would take longer than all else here.
+        kind = torch.promote_types(step.dtype, torch.float32)
         products, squares = [], []
         with torch.autocast(step.device.type, enabled=False):
             for at, rows in self._tiles(owned):
                 products.append((rows @ step[at]).to(wide))
                 if not known:
-                    squares.append(torch.linalg.vector_norm(rows, dim=1, dtype=wide).square())
-        norms = [torch.linalg.vector_norm(step[at], dtype=wide) for at in owned]
+                    squares.append(torch.linalg.vector_norm(rows, dim=1, dtype=kind).to(wide).square())
+        norms = [torch.linalg.vector_norm(step[at], dtype=kind).to(wide) for at in owned]
         sums = [torch.stack(part).sum(0) for part in (products, squares) if part]
         packed = torch.cat([torch.stack(norms).square().sum(0, keepdim=True), *sums])
         square, product, *rest = self.vector.topology.sum_shards(packed).split([1, *map(len, sums)])
