@@ -70,9 +70,10 @@ class Gradient(Change):
         self, vector: ParameterVector, step: Step | None = None, learning_rate: float | None = None
     ) -> None:
         self._vector, self._step, self._rate = vector, step, learning_rate
+        self._moving = None if step is None else step.held()
 
     def moving(self) -> list[bool] | None:  # noqa: D102
-        return None if self._step is None else self._step.held()
+        return self._moving
 
     def rate(self) -> float:  # noqa: D102
         rate = self._rate if self._step is None else self._step.learning_rate()
@@ -86,9 +87,8 @@ class Gradient(Change):
         return self._vector.read_gradient(self._vector.scratch)
 
     def write(self, x: Tensor, changed: bool, reached: Sequence[bool]) -> None:  # noqa: D102
-        moving = self.moving()
-        if moving is not None:
-            reached = [a and b for a, b in zip(reached, moving, strict=True)]
+        if self._moving is not None:
+            reached = [a and b for a, b in zip(reached, self._moving, strict=True)]
         self._vector.write_gradient(x, reached, changed)
 
 

@@ -76,6 +76,7 @@ class ConstraintMatrix:
         self._reserve(rows)
         self._scale = scale
         self._parts: list[tuple[int, Tensor, Tensor]] = []  # row, its loss, and what that was when stored
+        self._written: set[int] = set()
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0, stored: Tensor | None = None) -> None:
         """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss, and `stored`."""
@@ -83,7 +84,8 @@ class ConstraintMatrix:
         self._reserve(k + 1)
         factor = weight * self._scale
         gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
-        fresh = all(k != row for row, _, _ in self._parts)
+        fresh = k not in self._written
+        self._written.add(k)
         found = [j for j, gradient in enumerate(gradients) if gradient is not None]
         if fresh and len(found) < len(gradients):
             self._buffer[k].zero_()
@@ -99,7 +101,7 @@ class ConstraintMatrix:
 
     def close(self, rows: int) -> None:
         """Sum rows over processes, and declare so many complete; this process may have no example of some."""
-        for k in set(range(rows)) - {row for row, _, _ in self._parts}:
+        for k in set(range(rows)) - self._written:
             self._buffer[k].zero_()
         G, topology = self._buffer[:rows], self.vector.topology
         if self._scale != 1.0:

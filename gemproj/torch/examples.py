@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_unflatten
 
 from gemproj.torch.batches import Batch, PerExample, alike, flatten, map_nested, place
 
+_PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # cannot change
 _NUMPY = "__numpy__"  # the key of the bytes of an array, which is a dict in a state
 
 
@@ -139,7 +140,12 @@ def owned(examples: Any) -> Any:
 def copied(example: Any) -> Any:
     """Return a copy of an example; raise for what cannot be stored."""
     with torch.inference_mode(False):  # tensors of inference mode could not be trained on
-        return map_nested(_copied_leaf, example)
+        return map_nested(_copied_leaf, example, _is_plain_list)
+
+
+def _is_plain_list(value: Any) -> bool:
+    """Return whether a value is a list of numbers or strings, such as tokens, which is copied at once."""
+    return type(value) is list and _PLAIN.issuperset(map(type, value))
 
 
 def _copied_leaf(leaf: Any) -> Any:
@@ -147,7 +153,9 @@ def _copied_leaf(leaf: Any) -> Any:
         return leaf.detach().clone()
     if isinstance(leaf, np.ndarray | np.generic) and not (leaf.dtype.hasobject or leaf.dtype.names):
         return leaf.copy()
-    if leaf is None or type(leaf) in (bool, int, float, complex, str):
+    if _is_plain_list(leaf):
+        return list(leaf)
+    if type(leaf) in _PLAIN:
         return leaf
     raise TypeError(
         "Stored examples may hold tensors, NumPy arrays, numbers, strings and None, in dicts, lists, tuples "

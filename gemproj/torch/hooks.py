@@ -240,7 +240,8 @@ class ProjectedOptimizer:
             self._projector.before_step(None if self._skipped else self._step)
             self._step.clipped = 1.0
         self._step.clipped *= self.clips.run()  # the gradient with its weights, as replay does
-        self._step.note_moving()
+        if self._projector.on != "gradient":
+            self._step.note_moving()
         self._projected = versions(self._projector.parameters)
 
     @torch.compiler.disable
