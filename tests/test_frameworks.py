@@ -209,6 +209,17 @@ def test_a_training_without_a_stored_task_is_told_once(kind, protected, tmp_path
 
 
 @pytest.mark.parametrize("kind", CALLBACKS)
+def test_a_copy_remembers_and_has_nothing_of_a_training(kind, tmp_path):
+    driver = kind(tmp_path)
+    driver.train(batches(0))
+    driver.end_task(batches(0))
+    other = copy.deepcopy(driver.object)
+    assert other.memory.tasks == [0]
+    assert other.projector is None
+    assert torch.equal(other.memory.batch(0)["x"], driver.object.memory.batch(0)["x"])
+
+
+@pytest.mark.parametrize("kind", CALLBACKS)
 @pytest.mark.parametrize("passed", [False, True])
 def test_a_callback_that_no_trainer_was_given_is_told_once(kind, passed, tmp_path):
     driver, told = kind(tmp_path), []

@@ -142,6 +142,11 @@ def test_optimizers_may_not_overlap():
         GEM(model, [optimizer, sgd(model[2].parameters())], loss)
     with pytest.raises(ValueError, match="in several optimizers"):
         GEM(model, [optimizer, optimizer], loss)
+    unfit = sgd(model[2].parameters(), maximize=True)
+    first = sgd(model[0].parameters())
+    with pytest.raises(ValueError, match="maximize=True"):
+        GEM(model, [first, unfit], loss)
+    assert not first._optimizer_step_pre_hooks
     GEM(model, optimizer, loss)  # nothing is left of them
 
 

@@ -73,6 +73,8 @@ class Keeper:
         }  # fmt: skip
         self._microbatch, self._group = microbatch, process_group
         self._model: torch.nn.Module | None = None
+        self._optimizers: list[Any] = []
+        self._scaler: Any = None
         self._means = LogMeans()
         self._handles: list[Any] = []
         self._resumed: Mapping[str, Any] | None = None  # what was loaded before there was a projector
@@ -80,8 +82,9 @@ class Keeper:
         self._tasks: list[Hashable] | None = None  # of the rows; None for any
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, too: it is attached to nothing."""
-        return self.__dict__ | {"_watch": None, "_handles": []}
+        """Return what a copy has, too: it is attached to nothing, and has nothing of a training."""
+        trained: dict[str, Any] = {"projector": None, "_model": None, "_optimizers": [], "_scaler": None, "_tasks": None}
+        return self.__dict__ | trained | {"_watch": None, "_handles": []}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.memory!r}, {self.promise!r}, {self.projector!r})"
@@ -140,9 +143,8 @@ class Keeper:
         chosen = self.memory.promises.get(name, self.promise) if promise is None else promise
         self._warn_if_unseen()
         model = self._model if model is None else model
-        wrapped = replace(chosen, loss=self._wrapped(chosen.loss))
         name = remember(
-            self.memory, data, name, model, wrapped,
+            self.memory, data, name, model, self._as_computed(chosen),
             collate=collate, microbatch=self._microbatch, process_group=self._group,
         )  # fmt: skip
         if promise is not None:
@@ -253,9 +255,11 @@ class Keeper:
         self._watch = Watch(self.memory, projector.parameters)
         self._stepped: set[int] = set()  # the optimizers that have used the constraints at this point
         _check_disjoint(optimizers)
-        attached = [projector.attach(one) for one in optimizers]
-        self._handles += attached
+        attached = []
         try:
+            for one in optimizers:
+                attached.append(projector.attach(one))
+                self._handles.append(attached[-1])
             self._optimizers = [one.optimizer for one in attached]
             for promise in [self.promise, *self.memory.promises.values()]:
                 self._check(promise)
@@ -311,11 +315,12 @@ class Keeper:
         projector = self._attached()
         _check_nothing_else_held(self._held(), projector.parameters)
         for source in self.memory.promised(self.promise, self.exclude).sources:
-            promise = source.promise
-            loss = self._wrapped(promise.loss)
-            if loss is not promise.loss:
-                promise = replace(promise, loss=loss)
-            yield source.to(projector.device)._replace(promise=promise)
+            yield source.to(projector.device)._replace(promise=self._as_computed(source.promise))
+
+    def _as_computed(self, promise: Promise) -> Promise:
+        """Return a promise whose loss is computed as in training."""
+        loss = self._wrapped(promise.loss)
+        return promise if loss is promise.loss else replace(promise, loss=loss)
 
     def _wrapped(self, loss: Loss) -> Loss:
         """Return a loss as the framework computes it, such as in the precision of training."""
@@ -482,6 +487,10 @@ class GEM(Keeper):
             process_group=process_group,
         )  # fmt: skip
         self._attach(model, optimizer, scaler=scaler)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, too, with its model: it is attached to nothing."""
+        return self.__dict__ | {"_watch": None, "_handles": []}
 
 
 def _one_promise(loss: Loss | Promise, **given: Any) -> Promise:
