@@ -83,8 +83,8 @@ class Keeper:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing, and has nothing of a training."""
-        trained: dict[str, Any] = {"projector": None, "_model": None, "_optimizers": [], "_scaler": None, "_tasks": None}
-        return self.__dict__ | trained | {"_watch": None, "_handles": []}
+        detached: dict[str, Any] = dict.fromkeys(("projector", "_model", "_scaler", "_tasks", "_watch"))
+        return self.__dict__ | detached | {"_optimizers": [], "_handles": []}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.memory!r}, {self.promise!r}, {self.projector!r})"
