@@ -1,4 +1,4 @@
-"""docs/from_hand_written.md: projections as they are written by hand, and the line that takes their place."""
+"""docs/migrate.md: projections as they are written by hand, and the line that takes their place."""
 
 import doctest
 import re
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 quadprog = pytest.importorskip("quadprog")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-PAGE = Path(__file__).parent.parent / "docs" / "from_hand_written.md"
+PAGE = Path(__file__).parent.parent / "docs" / "migrate.md"
 NAMES = {"np": np, "quadprog": quadprog, "torch": torch}
 for block in re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text()):
     exec(block, NAMES)
