@@ -1,6 +1,11 @@
 """Sphinx configuration."""
 
+import sys
+from pathlib import Path
+
 import gemproj
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "gemproj"
 author = "The gemproj developers"
@@ -11,14 +16,29 @@ extensions = [
     "myst_parser",
     "numpydoc",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "checks",
+    "mathml",
 ]
-myst_enable_extensions = ["dollarmath", "deflist"]
+# What is only included in other pages is no page of its own; neither are the sources of what is built.
+exclude_patterns = ["_build", "results"]
+
+myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-autosummary_generate = True
 numpydoc_show_class_members = False
 autodoc_typehints = "none"  # the docstrings say it better
-exclude_patterns = ["_build"]
+html_math_renderer = "mathml"
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_selector = "div:not(.highlight-output) > div.highlight > pre"
+
 html_theme = "furo"
 html_title = f"gemproj {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0b5e9c", "color-brand-content": "#0b5e9c"},
+    "dark_css_variables": {"color-brand-primary": "#6cb6f0", "color-brand-content": "#6cb6f0"},
+}
