@@ -25,9 +25,6 @@ UNFINISHED = {
     "docs/agnews.md",
     "docs/gpu.md",
     "docs/index.md",
-    "docs/keep_a_skill.md",
-    "docs/replay.md",
-    "docs/study.md",
 }
 
 
