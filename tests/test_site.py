@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("latex2mathml")
-from sphinx.errors import ExtensionError  # noqa: E402
+from sphinx.errors import ExtensionError
 
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "_ext"))
-from checks import faults  # noqa: E402
-from mathml import mathml  # noqa: E402
+from checks import faults
+from mathml import mathml
 
 
 def test_a_formula_is_mathml():

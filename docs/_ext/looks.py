@@ -66,7 +66,7 @@ def write(figure: Figure, path: Path) -> list[Path]:
 
 
 def scrape(block: Any, block_vars: dict[str, Any], gallery_conf: dict[str, Any]) -> str:
-    """Keep the figures of a block of a gallery script, for light and for dark pages; return the text of the page.
+    """Keep the figures of a block of a gallery script, for light and for dark pages; return the page's text.
 
     What the figure shows is its label, `figure.set_label`, which is its alt text.
     """

@@ -2,8 +2,9 @@
 The cone
 ========
 
-What a projection does, in the plane. Each old loss has a gradient, a row of ``G``. A step along ``-x`` raises no old
-loss, to first order, where ``G @ x >= 0``: that is a cone. ``project`` returns the point of it that is closest to ``g``.
+What a projection does, in the plane. Each old loss has a gradient, a row of ``G``. A step along ``-x`` raises
+no old loss, to first order, where ``G @ x >= 0``: that is a cone. ``project`` returns the point of it that is
+closest to ``g``.
 
 A-GEM replaces the rows by their mean. Its answer is closer to ``g``, and still violates one constraint.
 """

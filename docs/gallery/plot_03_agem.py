@@ -2,8 +2,9 @@
 A-GEM against the exact answer as tasks grow
 ============================================
 
-A-GEM protects the mean of the old losses. With one old task that is all of them. With more tasks a step may raise some
-old losses while it lowers others: about half of them rise, and the more tasks there are, the more the worst one rises.
+A-GEM protects the mean of the old losses. With one old task that is all of them. With more tasks a step may
+raise some old losses while it lowers others: about half of them rise, and the more tasks there are, the more
+the worst one rises.
 """
 
 import matplotlib.pyplot as plt
@@ -26,8 +27,8 @@ for t in tasks:
             moved[method].append((np.linalg.norm(x - g, axis=-1) / np.linalg.norm(g, axis=-1)).mean())
 
 # %%
-# A rise is the cosine of the step with a row. The price of keeping all of them: the exact answer is farther from ``g``.
-# 300 random problems for each number of tasks.
+# A rise is the cosine of the step with a row. The price of keeping all of them: the exact answer is farther
+# from ``g``. 300 random problems for each number of tasks.
 figure, (left, right) = plt.subplots(1, 2)
 looks = {"nothing": ("C1", "no projection"), "agem": ("C3", "A-GEM"), "exact": ("C0", "exact")}
 for method, (colour, name) in looks.items():
@@ -39,6 +40,6 @@ right.set(xlabel="old tasks", ylabel="|x - g| / |g|", ylim=(0, None))
 left.legend(loc="upper right", fontsize=9)
 left.set_ylim(-0.02, 0.5)
 figure.set_label(
-    "Rise of the worst old loss over the number of tasks: exact none, A-GEM more and more; how far each moves g"
+    "Rise of the worst old loss over the tasks: exact none, A-GEM more and more; how far each moves g"
 )
 plt.show()

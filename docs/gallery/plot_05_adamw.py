@@ -2,9 +2,9 @@
 AdamW breaks the promise, and ``on="both"`` keeps it
 ====================================================
 
-GEM projects the gradient. AdamW then takes a step that is something else: it divides by the root of the second moments,
-remembers older gradients, and decays weights. ``on="both"`` projects the step as well. Here each step's cosine with the
-gradient of the old loss: below zero the step raises it.
+GEM projects the gradient. AdamW then takes a step that is something else: it divides by the root of the
+second moments, remembers older gradients, and decays weights. ``on="both"`` projects the step as well. Here
+each step's cosine with the gradient of the old loss: below zero the step raises it.
 """
 
 import matplotlib.pyplot as plt
@@ -48,14 +48,8 @@ figure, axes = plt.subplots()
 for on, colour, name in (("gradient", "C1", 'on="gradient"'), ("both", "C0", 'on="both"')):
     found = cosines(on)
     share = sum(cosine < -1e-6 for cosine in found) / len(found)
-    axes.hist(
-        found,
-        44,
-        range=(-0.205, 0.235),
-        color=colour,
-        alpha=0.6,
-        label=f"{name}: {share:.0%} of the steps raise it",
-    )
+    text = f"{name}: {share:.0%} of the steps raise it"
+    axes.hist(found, 44, range=(-0.205, 0.235), color=colour, alpha=0.6, label=text)
 axes.axvline(0, color="C4", lw=1)
 axes.set(xlabel="cosine of the applied step with the old loss's gradient", ylabel="steps", ylim=(0, 90))
 axes.legend()

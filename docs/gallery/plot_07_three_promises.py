@@ -2,8 +2,9 @@
 Three promises of three kinds
 =============================
 
-A model must keep several things at once: what it said about general inputs, its accuracy on an older task, and the loss
-on a small safety set. Each is a set of examples with a promise of its own, and all are kept by one projection.
+A model must keep several things at once: what it said about general inputs, its accuracy on an older task,
+and the loss on a small safety set. Each is a set of examples with a promise of its own, and all are kept by
+one projection.
 """
 
 import matplotlib.pyplot as plt

@@ -2,8 +2,8 @@
 Watch before you project
 ========================
 
-Is anything forgotten at all? ``project=False`` measures and changes nothing: the same losses, the same report. Then turn
-the projection on and compare.
+Is anything forgotten at all? ``project=False`` measures and changes nothing: the same losses, the same
+report. Then turn the projection on and compare.
 """
 
 import matplotlib.pyplot as plt

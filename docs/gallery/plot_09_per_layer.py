@@ -2,9 +2,9 @@
 One cone for the model, or one for each layer
 =============================================
 
-Some methods project layer by layer. Each layer then has constraints of its own, which together are stricter than one
-constraint for the whole model: the gradient is changed more than needed. Arrays in a list are one problem; a projection
-for each layer is one call for each.
+Some methods project layer by layer. Each layer then has constraints of its own, which together are stricter
+than one constraint for the whole model: the gradient is changed more than needed. Arrays in a list are one
+problem; a projection for each layer is one call for each.
 """
 
 import matplotlib.pyplot as plt

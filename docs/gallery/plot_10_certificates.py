@@ -2,9 +2,9 @@
 Certificates on nearly dependent rows
 =====================================
 
-Two old losses ask for nearly opposite things: row 2 is row 1 turned around, tilted by a small angle. Everything depends
-on the tilt, and in the Gram matrix its square is lost in rounding. ``project`` then reads the rows again, and
-``error_bound`` says how far the answer can be off.
+Two old losses ask for nearly opposite things: row 2 is row 1 turned around, tilted by a small angle.
+Everything depends on the tilt, and in the Gram matrix its square is lost in rounding. ``project`` then reads
+the rows again, and ``error_bound`` says how far the answer can be off.
 """
 
 import matplotlib.pyplot as plt

@@ -2,8 +2,8 @@
 Many gradients under one set of rows
 ====================================
 
-Per-example gradients, or the gradients of several heads, often share their constraints. Pass them together: the Gram
-matrix is measured once, and rows are read once for all.
+Per-example gradients, or the gradients of several heads, often share their constraints. Pass them together:
+the Gram matrix is measured once, and rows are read once for all.
 """
 
 import time

@@ -3,8 +3,8 @@ Two processes
 =============
 
 Each process holds half of the columns of every gradient, as with sharded parameters. A projection exchanges
-``t * t + t + 1`` numbers, whatever the model's size: all processes solve the same small problem and combine their own
-columns.
+``t * t + t + 1`` numbers, whatever the model's size: all processes solve the same small problem and combine
+their own columns.
 """
 
 import tempfile
