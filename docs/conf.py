@@ -18,17 +18,35 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx_copybutton",
     "sphinx_design",
+    "sphinx_gallery.gen_gallery",
     "checks",
     "mathml",
 ]
 # What is only included in other pages is no page of its own; neither are the sources of what is built.
-exclude_patterns = ["_build", "results"]
+exclude_patterns = ["_build", "results", "gallery", "sg_execution_times.rst", "**/sg_execution_times.rst"]
 
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 numpydoc_show_class_members = False
 autodoc_typehints = "none"  # the docstrings say it better
 html_math_renderer = "mathml"
+
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "gallery_pages",
+    "filename_pattern": r"plot_.*\.py$",
+    "within_subsection_order": "FileNameSortKey",
+    "image_scrapers": ("looks.scrape",),
+    "reset_modules": ("looks.reset",),
+    "copyfile_regex": "",
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "remove_config_comments": True,
+    "show_memory": False,
+    "show_signature": False,
+    "min_reported_time": 10**6,
+    "write_computation_times": False,
+}
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True

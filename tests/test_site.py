@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("latex2mathml")
-from sphinx.errors import ExtensionError  # noqa: E402
+from sphinx.errors import ExtensionError
 
 sys.path.append(str(Path(__file__).parents[1] / "docs" / "_ext"))
-from checks import faults  # noqa: E402
-from mathml import mathml  # noqa: E402
+from checks import faults
+from mathml import mathml
 
 
 def test_a_formula_is_mathml():
-    found = mathml(r"x^* = \arg\min_x \tfrac12 (x-g)^\top W (x-g) \quad\text{subject to some}\quad Gx \ge h", "block")
+    found = mathml(
+        r"x^* = \arg\min_x \tfrac12 (x-g)^\top W (x-g) \quad\text{subject to some}\quad Gx \ge h", "block"
+    )
     assert found.startswith("<math")
     assert "<mfrac>" in found
     assert "subject" in found
@@ -47,7 +49,10 @@ GOOD = """<p id="here">a <a href="#here">link</a>, <a href="b.html#there">anothe
         ('<a href="gone.html">', ["a.html: gone.html is not there"]),
         ('<img src="gone.svg" alt="">', ["a.html: gone.svg is not there"]),
         ('<img src="c.svg">', ["a.html: the picture c.svg has no alt text"]),
-        ("<pre>\\n</pre><p>\\lambda</p>", ["a.html: a backslash in '\\\\lambda': a formula that was not set?"]),
+        (
+            "<pre>\\n</pre><p>\\lambda</p>",
+            ["a.html: a backslash in '\\\\lambda': a formula that was not set?"],
+        ),
     ],
 )
 def test_faults_of_a_page(tmp_path, text, expected):

@@ -1,4 +1,4 @@
-"""Looks through the built pages: links that lead nowhere, pictures without words, formulas that were not set."""
+"""Looks through the built pages: links to nowhere, pictures without words, formulas that were not set."""
 
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +13,7 @@ VOID = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "met
 
 
 class Page(HTMLParser):
-    """What is checked of one page: anchors, links, pictures without words, and text that holds a backslash."""
+    """What is checked of one page: anchors, links, pictures without words, text with a backslash."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -11,7 +11,7 @@ WORDS_ON_PURPOSE = re.compile(r"\\(text|mathrm|operatorname)\s*\{[^{}]*\}|\\[A-Z
 
 
 def mathml(latex: str, display: str = "inline") -> str:
-    """Return one formula as a ``math`` element; raise where it was not meant as a formula, or cannot be converted."""
+    """Return one formula as a ``math`` element; raise where it is prose, or cannot be converted."""
     if re.search(r"[A-Za-z]{4,}\s+[A-Za-z]{4,}", WORDS_ON_PURPOSE.sub("", latex)):
         raise ExtensionError(
             f"prose in the formula {latex!r}: a $$ in the middle of a paragraph, or one $ too many?"
