@@ -71,5 +71,5 @@ def check(app, exception: Exception | None) -> None:
 
 
 def setup(app) -> ExtensionMetadata:
-    app.connect("build-finished", check)
+    app.connect("build-finished", check, priority=900)  # when all files are written
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
