@@ -56,6 +56,7 @@ html_theme = "furo"
 html_title = f"gemproj {release}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_extra_path = ["llms.txt"]
 html_theme_options = {
     "light_css_variables": {"color-brand-primary": "#0b5e9c", "color-brand-content": "#0b5e9c"},
     "dark_css_variables": {"color-brand-primary": "#6cb6f0", "color-brand-content": "#6cb6f0"},

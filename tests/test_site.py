@@ -46,6 +46,7 @@ GOOD = """<p id="here">a <a href="#here">link</a>, <a href="b.html#there">anothe
         (GOOD, []),
         ('<a href="#gone">', ["a.html: no anchor #gone"]),
         ('<a href="b.html#gone">', ["a.html: no anchor b.html#gone"]),
+        ('<a href="b.html#x=1">', []),
         ('<a href="gone.html">', ["a.html: gone.html is not there"]),
         ('<img src="gone.svg" alt="">', ["a.html: gone.svg is not there"]),
         ('<img src="c.svg">', ["a.html: the picture c.svg has no alt text"]),

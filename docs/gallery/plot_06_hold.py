@@ -30,6 +30,8 @@ def train(model, optimizer, skill, steps):
         optimizer.step()
 
 
+# %%
+# The loss on the stored examples while the network learns something that contradicts it. Dashed: the bounds.
 figure, axes = plt.subplots()
 for tolerance, colour, name in (
     (None, "C1", "no step raises it"),
@@ -46,9 +48,6 @@ for tolerance, colour, name in (
     steps, losses, bounds = zip(*gem.history.points()["old"], strict=True)
     axes.plot(steps, losses, color=colour, label=name)
     axes.plot(steps, bounds, "--", color=colour, lw=1)
-
-# %%
-# The loss on the stored examples while the network learns something that contradicts it. Dashed: the bounds.
 axes.set(xlabel="step", ylabel="loss on the stored examples")
 axes.legend()
 figure.set_label("Stored loss over the steps: drifting up without a tolerance, at the dashed bound with one")

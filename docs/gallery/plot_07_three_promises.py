@@ -42,15 +42,15 @@ def train(*tasks):
 
 train(0, 1)
 gem.keep(
-    [draw(0, 100)], Promise(Distillation(logits), tolerance=0.05), name="what it said: at most 0.05 nats"
+    [draw(0, 100)], Promise(Distillation(logits), tolerance=0.05), name="what it said"
 )
-gem.keep([draw(1, 100)], Promise(loss, weight=0.5, examples=16), name="older task: replayed, weight 0.5")
-gem.keep([draw(1, 20)], Promise(loss, tolerance=0.0), name="safety set: at its bound")
+gem.keep([draw(1, 100)], Promise(loss, weight=0.5, examples=16), name="older task")
+gem.keep([draw(1, 20)], Promise(loss, tolerance=0.0), name="safety set")
 train(2)
 print(gem.report())
 
 # %%
-# The report draws itself.
+# The report draws itself: loss, or divergence from what the model said, over the steps; dashed: the bounds.
 figure, axes = plt.subplots(figsize=(7, 4.2))
 gem.report().plot(axes)
 axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -31,6 +31,8 @@ def train(model, optimizer, skill):
         optimizer.step()
 
 
+# %%
+# The loss on the stored examples of each skill while the next ones are learned; dashed: its bound.
 figure, both = plt.subplots(1, 2, sharey=True)
 for project, axes in zip((False, True), both, strict=True):
     torch.manual_seed(0)
@@ -43,9 +45,6 @@ for project, axes in zip((False, True), both, strict=True):
     print(gem.report(), "\n")
     gem.report().plot(axes)
     axes.set(title=f"project={project}", ylabel="")
-
-# %%
-# The loss on the stored examples of each skill while the next ones are learned; dashed: its bound.
 both[0].set_ylabel("loss on the stored examples")
 figure.set_label("Stored losses of three skills rise without projection, and stay at their bounds with it")
 plt.show()
