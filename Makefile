@@ -66,7 +66,7 @@ accuracy: $(STAMP)  ## Find out which solver fails where; tables and figure of d
 fuzz: $(STAMP)  ## Compare a million degenerate integer problems with exact rational arithmetic.
 	$(BIN)/python -m asv_benchmarks.reports.fuzz $(ARGS)
 
-docs: $(STAMP)  ## Build the documentation into docs/_build.
+docs: $(STAMP)  ## Build the documentation into docs/_build, run its gallery, and check links and formulas.
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
 
 lint: $(STAMP)  ## Check style and types.
@@ -76,4 +76,4 @@ lint: $(STAMP)  ## Check style and types.
 
 clean:  ## Remove the environment and everything built.
 	find gemproj -name '*.nb[ci]' -delete
-	rm -rf $(VENV) $(LOWEST) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) asv_benchmarks/env asv_benchmarks/html docs/_build docs/gallery_pages build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

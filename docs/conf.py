@@ -23,7 +23,7 @@ extensions = [
     "mathml",
 ]
 # What is only included in other pages is no page of its own; neither are the sources of what is built.
-exclude_patterns = ["_build", "results", "gallery", "sg_execution_times.rst", "**/sg_execution_times.rst"]
+exclude_patterns = ["_build", "results", "gallery"]
 
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

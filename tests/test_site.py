@@ -61,3 +61,9 @@ def test_faults_of_a_page(tmp_path, text, expected):
     (tmp_path / "b.html").write_text('<h1 id="there">')
     (tmp_path / "c.svg").write_text("<svg/>")
     assert faults(tmp_path) == expected
+
+
+def test_links_of_plain_text(tmp_path):
+    (tmp_path / "llms.txt").write_text("- [A](a.html)\n- [B](b.html)\n- [C](https://example.org)\n")
+    (tmp_path / "a.html").write_text("")
+    assert faults(tmp_path) == ["llms.txt: b.html is not there"]

@@ -1,5 +1,6 @@
 """Looks through the built pages: links to nowhere, pictures without words, formulas that were not set."""
 
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -61,6 +62,9 @@ def faults(folder: Path) -> list[str]:
                 continue
             elif anchor and target in pages and unquote(anchor) not in pages[target].anchors:
                 found.append(f"{name}: no anchor {link}")
+    for path in sorted(folder.glob("*.txt")):
+        links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8"))
+        found += [f"{path.name}: {link} is not there" for link in links if not (folder / link).is_file()]
     return found
 
 

@@ -41,9 +41,7 @@ def train(*tasks):
 
 
 train(0, 1)
-gem.keep(
-    [draw(0, 100)], Promise(Distillation(logits), tolerance=0.05), name="what it said"
-)
+gem.keep([draw(0, 100)], Promise(Distillation(logits), tolerance=0.05), name="what it said")
 gem.keep([draw(1, 100)], Promise(loss, weight=0.5, examples=16), name="older task")
 gem.keep([draw(1, 20)], Promise(loss, tolerance=0.0), name="safety set")
 train(2)
