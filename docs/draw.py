@@ -13,8 +13,8 @@ from matplotlib.figure import Figure  # noqa: E402
 
 # Method and knob in the study, which chose it on other seeds; what the figure calls it; its colour.
 BARS = [
-    ("plain", None, "fine-tuning", "C1"),
-    ("text", 0.3, "the stored texts replayed", "C4"),
+    ("plain", None, "fine-tuning", FAINT[0]),
+    ("text", 0.3, "the stored texts replayed", "C2"),
     ("kl", 3.0, "the stored outputs replayed", "C3"),
     ("kl-held", 0.0, "the stored outputs held\nat a bound (gemproj)", "C0"),
 ]

@@ -8,7 +8,8 @@ import pytest
 pytest.importorskip("latex2mathml")
 from sphinx.errors import ExtensionError
 
-sys.path.append(str(Path(__file__).parents[1] / "docs" / "_ext"))
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.append(str(DOCS / "_ext"))
 from checks import faults
 from mathml import mathml
 
@@ -67,3 +68,13 @@ def test_links_of_plain_text(tmp_path):
     (tmp_path / "llms.txt").write_text("- [A](a.html)\n- [B](b.html)\n- [C](https://example.org)\n")
     (tmp_path / "a.html").write_text("")
     assert faults(tmp_path) == ["llms.txt: b.html is not there"]
+
+
+GALLERY = sorted((DOCS / "gallery").glob("plot_*.py"))
+
+
+@pytest.mark.parametrize("script", GALLERY, ids=lambda script: script.stem)
+def test_a_script_of_the_gallery_is_short_and_its_figure_has_words(script):
+    text = script.read_text()
+    assert len(text.splitlines()) <= 60
+    assert text.count("figure.set_label(") == text.count("plt.subplots(") == 1
