@@ -128,13 +128,11 @@ class Chromium:
             "Emulation.setEmulatedMedia", features=[{"name": k, "value": v} for k, v in features.items()]
         )
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
-        self.call(
-            "Page.navigate", url="about:blank"
-        )  # an address that differs behind # only would load nothing
-        before = self.loaded
-        self.call("Page.navigate", url=address)
-        while self.loaded == before:
-            self._note(self._receive())
+        for step in ("about:blank", address):  # an address that differs behind # only would load nothing
+            before = self.loaded
+            self.call("Page.navigate", url=step)
+            while self.loaded == before:
+                self._note(self._receive())
 
     def evaluate(self, expression):
         """Return the value of an expression of JavaScript in the page."""
