@@ -30,7 +30,7 @@ class Colours:
     cone: str
 
 
-LIGHT = Colours(ink="#1d2127", soft="#59616b", exact="#00639c", agem="#b44a00", cone="#56b4e9")
+LIGHT = Colours(ink="#1d2127", soft="#4f5761", exact="#00639c", agem="#b44a00", cone="#56b4e9")
 DARK = Colours(ink="#eef1f4", soft="#aab3be", exact="#6cc3f5", agem="#f3a033", cone="#2f8fc6")
 BOTH = Colours(ink="#7b8490", soft="#8a939e", exact="#1583c4", agem="#d9731a", cone="#56b4e9")
 

@@ -308,3 +308,27 @@ def test_what_the_pictures_say_is_so(run):
     assert (G @ agem)[1] < -0.1
     assert_close((G @ x)[1], 0.0, atol=1e-12)
     assert (G @ x)[0] > 0.1
+
+
+def contrast(one, other):
+    """Return the contrast of two colours, as WCAG defines it."""
+
+    def luminance(colour):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in np.array(colour) / 255]
+        return np.dot([0.2126, 0.7152, 0.0722], linear)
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("colours", "ground"), [("LIGHT", "#ffffff"), ("DARK", "#131416")])
+def test_labels_of_the_pictures_have_contrast(colours, ground):
+    """On the page, and where the cone has most of its colour."""
+
+    def parse(colour):
+        return np.array([int(colour[k : k + 2], 16) for k in (1, 3, 5)])
+
+    found, ground = HERO[colours], parse(ground)
+    cone = 0.42 * parse(found.cone) + 0.58 * ground
+    for text, behind in [("ink", ground), ("agem", ground), ("exact", cone), ("soft", cone)]:
+        assert contrast(parse(getattr(found, text)), behind) >= 4.5, text

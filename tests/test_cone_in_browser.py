@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 from chromium import BROWSER, Chromium
-from test_cone import PAGE
+from test_cone import PAGE, contrast
 
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="needs Chromium or Chrome, from the system's packages"
@@ -51,11 +51,11 @@ def value_text(page, i):
 
 @pytest.mark.parametrize("i", range(4))
 @pytest.mark.parametrize("width", [1280, 360])
-def test_dragging_moves_the_tip_with_the_pointer(page, i, width):
+def test_dragging_moves_the_tip_with_mouse_and_finger(page, i, width):
     page.open(ADDRESS + THIRD, width=width)
     before = page.evaluate("vectors()")
     unit = page.evaluate("document.querySelector('svg.plane').getScreenCTM().a * UNIT")
-    page.drag(centre(page, handle(i) + " .knob"), (unit / 2, -unit / 4))
+    page.drag(centre(page, handle(i) + " .knob"), (unit / 2, -unit / 4), finger=width == 360)
     after = page.evaluate("vectors()")
     moved = np.array(after) - np.array(before)
     expected = np.zeros((4, 2))
@@ -234,17 +234,6 @@ def test_reduced_motion_jumps_to_the_end(page):
     assert page.evaluate("[state.steps, playing]") == [20, 0]
     page.open(ADDRESS)
     assert page.evaluate("document.getAnimations().length") == 0
-
-
-def contrast(one, other):
-    """Return the contrast of two colours, as WCAG defines it."""
-
-    def luminance(colour):
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in np.array(colour) / 255]
-        return np.dot([0.2126, 0.7152, 0.0722], linear)
-
-    low, high = sorted([luminance(one), luminance(other)])
-    return (high + 0.05) / (low + 0.05)
 
 
 def colours(page, *expressions):
