@@ -113,7 +113,7 @@ def test_geometry_is_what_project_computes(run, part):
         if (x := or_none(computed, "exact", equality=equality)) is None:
             assert shape["exact"] is None
         else:
-            assert_close(shape["exact"]["x"], x, atol=1e-9 * size * max(1, case["metric"]))
+            assert_close(shape["exact"]["x"], x, atol=1e-11 * size * max(1, case["metric"]))
             check_optimality(shape["exact"], G, g, options, h, equality)
         takes_no_equality = equality.any()
         assert (shape["agem"] is None) == takes_no_equality
@@ -146,7 +146,7 @@ def check_optimality(exact, G, g, options, h, equality):
 
 def check_answer(answer, x, G, g, h, equality, size):
     """The point, the rows that it violates, and how much of the largest violation is left."""
-    assert_close(answer["x"], x, atol=1e-9 * size)
+    assert_close(answer["x"], x, atol=1e-11 * size)
     inverse = np.array([0.0 if not row.any() else 1 / np.linalg.norm(row) for row in G])
 
     def violation(point):
