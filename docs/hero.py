@@ -1,7 +1,7 @@
 """Draw the picture of the projection: `python docs/hero.py` writes three files into docs/_static.
 
-hero-light.svg and hero-dark.svg are the picture with its labels, cone-card.svg is a thumbnail for both themes. The
-gradients are those with which cone.html starts.
+hero-light.svg and hero-dark.svg are the picture with its labels, cone-card.svg a thumbnail for both themes.
+The gradients are those with which cone.html starts.
 """
 
 from dataclasses import dataclass
@@ -30,15 +30,15 @@ class Colours:
     cone: str
 
 
-LIGHT = Colours(ink="#1d2127", soft="#59616b", exact="#00639c", agem="#b44a00", cone="#56b4e9")
+LIGHT = Colours(ink="#1d2127", soft="#4f5761", exact="#00639c", agem="#b44a00", cone="#56b4e9")
 DARK = Colours(ink="#eef1f4", soft="#aab3be", exact="#6cc3f5", agem="#f3a033", cone="#2f8fc6")
 BOTH = Colours(ink="#7b8490", soft="#8a939e", exact="#1583c4", agem="#d9731a", cone="#56b4e9")
 
 TITLE = "A gradient, its projection, and the answer of A-GEM"
 TEXT = (
-    "Two earlier tasks leave a cone of directions that keep both. The gradient g of the new task points outside "
-    "of it. So does A-GEM's answer, which violates task 2. The projection x is the point of the cone that is "
-    "nearest to g; it lies on the boundary."
+    "Two earlier tasks leave a cone of directions that keep both. The gradient g of the new task points out "
+    "of it. So does A-GEM's answer, which violates task 2. The projection x is the point of the cone "
+    "that is nearest to g; it lies on the boundary."
 )
 
 
@@ -151,7 +151,7 @@ def svg(sheet: Sheet, *parts: str) -> str:
     """Return a file."""
     size = f'viewBox="0 0 {sheet.width} {sheet.height}" width="{sheet.width}" height="{sheet.height}"'
     return f"""<svg xmlns="http://www.w3.org/2000/svg" {size} role="img" aria-labelledby="title text"
- font-family="system-ui, -apple-system, Segoe UI, Roboto, Liberation Sans, Arial, sans-serif" font-size="17">
+ font-family="-apple-system, BlinkMacSystemFont, Segoe UI, Helvetica, Arial, sans-serif" font-size="17">
 <title id="title">{TITLE}</title>
 <desc id="text">{TEXT}</desc>
 {chr(10).join(parts)}

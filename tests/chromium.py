@@ -128,13 +128,11 @@ class Chromium:
             "Emulation.setEmulatedMedia", features=[{"name": k, "value": v} for k, v in features.items()]
         )
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
-        self.call(
-            "Page.navigate", url="about:blank"
-        )  # an address that differs behind # only would load nothing
-        before = self.loaded
-        self.call("Page.navigate", url=address)
-        while self.loaded == before:
-            self._note(self._receive())
+        for step in ("about:blank", address):  # an address that differs behind # only would load nothing
+            before = self.loaded
+            self.call("Page.navigate", url=step)
+            while self.loaded == before:
+                self._note(self._receive())
 
     def evaluate(self, expression):
         """Return the value of an expression of JavaScript in the page."""
@@ -163,21 +161,17 @@ class Chromium:
                 modifiers=8 * shift,
             )
 
-    def drag(self, start, by):
-        """Press the mouse at a point of the window, move by a vector in steps, and release."""
-        (x, y), (right, down) = start, by
-        mouse = {"button": "left", "clickCount": 1}
-        self.call("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, buttons=1, **mouse)
-        for step in (0.5, 1.0):
-            self.call(
-                "Input.dispatchMouseEvent",
-                type="mouseMoved",
-                x=x + step * right,
-                y=y + step * down,
-                buttons=1,
-                **mouse,
-            )
-        self.call("Input.dispatchMouseEvent", type="mouseReleased", x=x + right, y=y + down, **mouse)
+    def drag(self, start, by, finger=False):
+        """Press the mouse, or put a finger, at a point of the window, move by a vector in steps, and release."""
+        points = [{"x": start[0] + step * by[0], "y": start[1] + step * by[1]} for step in (0.0, 0.5, 1.0)]
+        if finger:
+            for kind, point in zip(("touchStart", "touchMove", "touchMove"), points, strict=True):
+                self.call("Input.dispatchTouchEvent", type=kind, touchPoints=[point])
+            self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+            return
+        kinds = ("mousePressed", "mouseMoved", "mouseMoved", "mouseReleased")
+        for kind, point in zip(kinds, [*points, points[-1]], strict=True):
+            self.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1, **point)
 
     def screenshot(self, path):
         """Write the whole page as a picture."""

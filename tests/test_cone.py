@@ -1,7 +1,9 @@
-"""The page docs/_static/cone.html: its mathematics against `project`, and its controls in a real browser."""
+"""The page docs/_static/cone.html, its mathematics against `project`; and the pictures of docs/hero.py."""
 
 import json
 import re
+import runpy
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import numpy as np
@@ -75,14 +77,20 @@ def arguments(case):
     return G, g, options, h, equality
 
 
+def or_none(projection, *arguments, **options):
+    """Return what a projection returns, and None if there is none."""
+    try:
+        return projection(*arguments, **options)
+    except ValueError as error:
+        if "infeasible" not in str(error):
+            raise
+
+
 def test_cases_are_of_every_kind():
     infeasible = 0
     for case in CASES:
         G, g, options, _, equality = arguments(case)
-        try:
-            project(G, g, equality=equality, **options)
-        except ValueError:
-            infeasible += 1
+        infeasible += or_none(project, G, g, equality=equality, **options) is None
     assert infeasible > 5
     assert sum(len(case["rows"]) == 3 for case in CASES) > 50
     for name, plain in {"margin": 0, "metric": 1, "scale": 1}.items():
@@ -102,13 +110,10 @@ def test_geometry_is_what_project_computes(run, part):
         def computed(method, **more):
             return project(scale * G, scale * g, method=method, **options, **more) / scale  # noqa: B023
 
-        try:
-            x = computed("exact", equality=equality)
-        except ValueError as error:
-            assert "infeasible" in str(error)
+        if (x := or_none(computed, "exact", equality=equality)) is None:
             assert shape["exact"] is None
         else:
-            assert_close(shape["exact"]["x"], x, atol=1e-9 * size * max(1, case["metric"]))
+            assert_close(shape["exact"]["x"], x, atol=1e-11 * size * max(1, case["metric"]))
             check_optimality(shape["exact"], G, g, options, h, equality)
         takes_no_equality = equality.any()
         assert (shape["agem"] is None) == takes_no_equality
@@ -141,7 +146,7 @@ def check_optimality(exact, G, g, options, h, equality):
 
 def check_answer(answer, x, G, g, h, equality, size):
     """The point, the rows that it violates, and how much of the largest violation is left."""
-    assert_close(answer["x"], x, atol=1e-9 * size)
+    assert_close(answer["x"], x, atol=1e-11 * size)
     inverse = np.array([0.0 if not row.any() else 1 / np.linalg.norm(row) for row in G])
 
     def violation(point):
@@ -260,3 +265,70 @@ def test_page_needs_nothing_else():
         "import ",
     ):
         assert reference not in text
+
+
+HERO = runpy.run_path(str(PAGE.parents[1] / "hero.py"))
+NUMBER = re.compile(r"-?\d+\.?\d*")
+
+
+@pytest.mark.parametrize("name", HERO["FILES"])
+def test_pictures_are_those_that_the_script_draws(name):
+    drawn = HERO["FILES"][name]()
+    committed = (PAGE.parent / name).read_text(encoding="utf-8")
+    assert NUMBER.sub("0", committed) == NUMBER.sub("0", drawn), (
+        f"Run python docs/hero.py to draw {name} again."
+    )
+    numbers = [np.array(NUMBER.findall(text), dtype=float) for text in (committed, drawn)]
+    assert_close(*numbers, atol=0.11)  # one unit of the last digit
+
+
+@pytest.mark.parametrize("name", HERO["FILES"])
+def test_pictures_have_a_title_and_readable_labels(name):
+    root = ElementTree.fromstring((PAGE.parent / name).read_text(encoding="utf-8"))
+    namespace = "{http://www.w3.org/2000/svg}"
+    assert root.find(f"{namespace}title").text
+    assert root.find(f"{namespace}desc").text
+    assert {root.find(namespace + tag).get("id") for tag in ("title", "desc")} == set(
+        root.get("aria-labelledby").split()
+    )
+    if name.startswith("hero"):
+        assert root.get("width") == "720"
+        assert float(root.get("font-size")) >= 13
+        texts = {element.text for element in root.iter(f"{namespace}text")}
+        assert {"g, the gradient", "x, the projection", "A-GEM", "violates task 2"} <= texts
+
+
+def test_what_the_pictures_say_is_so(run):
+    G, g, x, agem = (HERO[name] for name in ("G", "g", "x", "agem"))
+    start = run("START")
+    assert_close(G, start["rows"], atol=0)
+    assert_close(g, start["g"], atol=0)
+    assert (G @ g)[1] < -0.1  # g violates task 2 only
+    assert (G @ g)[0] > 0.1
+    assert (G @ agem)[1] < -0.1
+    assert_close((G @ x)[1], 0.0, atol=1e-12)
+    assert (G @ x)[0] > 0.1
+
+
+def contrast(one, other):
+    """Return the contrast of two colours, as WCAG defines it."""
+
+    def luminance(colour):
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in np.array(colour) / 255]
+        return np.dot([0.2126, 0.7152, 0.0722], linear)
+
+    low, high = sorted([luminance(one), luminance(other)])
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize(("colours", "ground"), [("LIGHT", "#ffffff"), ("DARK", "#131416")])
+def test_labels_of_the_pictures_have_contrast(colours, ground):
+    """On the page, and where the cone has most of its colour."""
+
+    def parse(colour):
+        return np.array([int(colour[k : k + 2], 16) for k in (1, 3, 5)])
+
+    found, ground = HERO[colours], parse(ground)
+    cone = 0.42 * parse(found.cone) + 0.58 * ground
+    for text, behind in [("ink", ground), ("agem", ground), ("exact", cone), ("soft", cone)]:
+        assert contrast(parse(getattr(found, text)), behind) >= 4.5, text
