@@ -15,7 +15,7 @@ MOST_VARYING = 3  # words of a message that differ from case to case, such as na
 
 
 def words(text):
-    return re.findall(r"[\w@]+", text)
+    return re.findall(r"[^\W\d]\w*", text)
 
 
 @cache
