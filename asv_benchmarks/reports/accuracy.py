@@ -174,12 +174,12 @@ def environment(skipped: list[Solver], problems: int) -> str:
 
 
 def picture(results: Results, solvers: list[Solver], path: Path) -> None:
-    """Draw the matrix: powers of ten, and crosses where answers failed."""
+    """Draw the matrix: powers of ten, and crosses with percentages where answers failed."""
     rows = [[cells[solver.name] for solver in solvers] for cells in results.values()]
     errors = np.array([[cell.worst("error") for cell in row] for row in rows])
     texts = [
         [
-            f"✗ {cell.percent} %"
+            f"✗{cell.percent}"
             if cell.failed and solver.aim == "exact"
             else f"{round(np.log10(max(cell.worst('error'), 1e-16)))}"
             for cell, solver in zip(row, solvers, strict=True)
