@@ -34,7 +34,12 @@ def skill() -> Figure:
     """Loss on the old skill and on the new one, by what is done to keep the old one."""
     figure, both = plt.subplots(1, 2, figsize=(8.4, 2.7), sharey=True, width_ratios=(3, 1.6))
     names = [title for *_, title, _ in BARS]
-    for axes, key, title in zip(both, "xy", ("Loss on the old skill", "Loss on the new one"), strict=True):
+    for axes, key, title in zip(
+        both,
+        "xy",
+        ("Loss on the old skill (bars start at its floor, 1.21)", "Loss on the new one"),
+        strict=True,
+    ):
         for place, (method, knob, _, colour) in enumerate(BARS):
             found = [loss[key] - ENTROPY for loss in losses(method, knob)]
             axes.barh(place, mean(found), 0.62, color=colour)

@@ -10,8 +10,8 @@ from sphinx.errors import ExtensionError
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.append(str(DOCS / "_ext"))
-from checks import faults
-from mathml import mathml
+from checks import faults  # noqa: E402
+from mathml import mathml  # noqa: E402
 
 
 def test_a_formula_is_mathml():

@@ -37,7 +37,7 @@ for method, (colour, name) in looks.items():
         right.plot(tasks, moved[method], "o-", color=colour)
 left.set(xlabel="old tasks", ylabel="rise of the worst old loss")
 right.set(xlabel="old tasks", ylabel="|x - g| / |g|", ylim=(0, None))
-left.legend(loc="upper right", fontsize=9)
+left.legend(loc="upper right")
 left.set_ylim(-0.02, 0.5)
 figure.set_label(
     "Rise of the worst old loss over the tasks: exact none, A-GEM more and more; how far each moves g"

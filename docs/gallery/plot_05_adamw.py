@@ -51,7 +51,7 @@ for on, colour, name in (("gradient", "C1", 'on="gradient"'), ("both", "C0", 'on
     text = f"{name}: {share:.0%} of the steps raise it"
     axes.hist(found, 44, range=(-0.205, 0.235), color=colour, alpha=0.6, label=text)
 axes.axvline(0, color="C4", lw=1)
-axes.set(xlabel="cosine of the applied step with the old loss's gradient", ylabel="steps", ylim=(0, 90))
+axes.set(xlabel="cosine of the applied step with the old loss's gradient", ylabel="steps", ylim=(0, 160))
 axes.legend()
 figure.set_label("Histogram of cosines: many steps below zero with the gradient projected, none with both")
 plt.show()
