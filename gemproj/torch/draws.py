@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -48,7 +49,7 @@ class Draws:
         alike = Promise(per=per, examples=n)
         self._check_label(alike)
         drawn = self._drawn(dict.fromkeys(self._others(exclude), alike))
-        return Batches(source._replace(promise=None) for source in drawn)
+        return Batches(replace(source, promise=None) for source in drawn)
 
     def promised(self, default: Promise, exclude: Hashable = None) -> Batches:
         """Return an iterator over the batches of one step, one for each row of G, with their `sources`.
@@ -136,7 +137,9 @@ class Draws:
         return chosen
 
     def _source(self, chosen: _Chosen, name: tuple[Hashable, ...], promise: Promise | None) -> Source:
-        return Source(len(chosen), lambda part: self._fetch(chosen[part]), name, promise)
+        store = chosen[0][0]
+        kind = store.kind, id(store.collate)
+        return Source(chosen, self._fetch, name, promise, kind)
 
     def _fetch(self, chosen: _Chosen) -> Batch:
         """Return a batch of copies of these examples; the last one's `collate` makes it of a list."""

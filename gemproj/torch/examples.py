@@ -27,6 +27,7 @@ class Dense:
         # What inference mode allocates could not be written to outside of it.
         with torch.inference_mode(False):
             self._leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
+        self.kind = str(self._spec), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
 
     @property
     def nbytes(self) -> int:
@@ -69,6 +70,8 @@ class Dense:
 
 class Listed:
     """Examples as they are, in a list with one element for each slot in use."""
+
+    kind = ()
 
     def __init__(self, like: Any = (), capacity: int = 0) -> None:
         self._kept: list[Any] = []

@@ -45,6 +45,11 @@ class Store:
         """Bytes of all that is held."""
         return sum(held.nbytes for held in self._held.values())
 
+    @property
+    def kind(self) -> Hashable:
+        """What stores have in common whose examples can be mixed."""
+        return tuple((name, held.kind) for name, held in self._held.items())
+
     def add(self, examples: Remembered, labels: list[int], policy: Policy, random: torch.Generator) -> None:
         """Offer examples, which have been checked, to the policy."""
         source: dict[int, int] = {}  # slot -> row of the batch
