@@ -76,12 +76,14 @@ def from_batches(
     weights = [topology.weight(source.size, n) for source, n in zip(sources, totals, strict=True)]
     rows = list(map(Row, range(len(sources)), sources, promises, weights))
 
-    def alone(row: Row) -> None:
+    def alone(row: Row) -> Tensor:
+        values = G.losses
         for part, n, weight in parts(row.source, microbatch, passes[row.k]):
-            value = call_loss(row.promise.loss, model, part, n, row.source.name).mean()
+            values = call_loss(row.promise.loss, model, part, n, row.source.name)
             stored = stored_losses(part, row.promise, row.source.name)
             share = topology.weight(weight, totals[row.k])
-            G.add(row.k, value, share, None if stored is None else stored.mean())
+            G.add(row.k, values.mean(), share, None if stored is None else stored.mean())
+        return values.detach()
 
     with topology.passes(), preserved_state(model, G.vector.device):
         G.open(len(sources), scale)

@@ -55,7 +55,8 @@ class RowGradients:
     @contextmanager
     def recorded(self, examples: int) -> Iterator[None]:
         """Have the layers see to it, in the forward pass of so many examples, that rows get gradients."""
-        self._anchor = torch.zeros((), requires_grad=True)
+        device = next(iter(self._into.values())).device
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
         with ExitStack() as restored:
             for layer, own, rule in self._layers:
                 layer.forward = self._recording(layer, own, rule, examples)

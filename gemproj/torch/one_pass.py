@@ -24,6 +24,7 @@ _CPU_PASS, _CPU_ROW = 2**26, 2**23
 
 # The gradient of a smaller loss may be all rounding, as at the beginning of a distillation.
 _NOISE, _NOTHING_YET = 1e-6, "the losses are zero, and their gradients rounding"
+_A_MEAN = "the loss is a mean over examples; if it returned one number for each, rows could share a pass"
 
 
 class Row(NamedTuple):
@@ -75,10 +76,10 @@ class SharedPasses:
         G: ConstraintMatrix,
         model: torch.nn.Module,
         rows: Sequence[Row],
-        alone: Callable[[Row], None],
+        alone: Callable[[Row], Tensor],
         microbatch: int | None = None,
     ) -> None:
-        """Compute rows of G; ``alone(row)`` computes one in a pass of its own."""
+        """Compute rows of G; ``alone(row)`` computes one in a pass of its own, and returns its losses."""
         self.reason = None
         for kind, same in groupby(rows, lambda row: row.kind):
             some = list(same)
@@ -117,10 +118,15 @@ def _find_limit(
         return Limit(loss, reason="parameters are sharded")
     if row.source.kind is None or row.source.size == 0:
         return Limit(loss, reason="batches were given, and not what they are made of")
+    room = (microbatch or 2**31) // row.source.size
+    if room < 2:
+        return Limit(loss, reason="a microbatch has no room for two rows")
     with _counted_activations(model) as count:
-        alone(row)
+        values = alone(row)
+    if values.shape != (row.source.size,):
+        return Limit(loss, reason=_A_MEAN)
     of_pass, of_row = _budget(device)
-    most = min(of_pass // max(count[0], 1), (microbatch or 2**31) // row.source.size)
+    most = min(of_pass // max(count[0], 1), room)
     if most < 2 or count[0] > of_row:
         return Limit(loss, reason=f"a row has {row.source.size} examples, {count[0] / 2**20:.3g} MiB")
     if G.last_loss() < _NOISE:
@@ -161,8 +167,10 @@ def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Row], batch: B
     with gradients.recorded(t * n):
         values = call_loss(first.promise.loss, model, batch, t * n, first.source.name)
         if values.shape != (t * n,):
-            raise RowByRow("the loss is a mean: one number for each example would let rows share passes")
-        weights = torch.tensor([row.weight for row in rows], dtype=values.dtype, device=values.device)
+            raise RowByRow(_A_MEAN)
+        weights: Any = [row.weight for row in rows]
+        alike = all(weight == weights[0] for weight in weights)  # then a device need not wait for them
+        weights = weights[0] if alike else torch.tensor(weights, dtype=values.dtype, device=values.device)
         losses = values.view(t, n).mean(1) * weights
         gradients.differentiate(losses.sum() * G.scale, G.vector.parameters)
     stored = stored_losses(batch, first.promise, first.source.name)
