@@ -85,6 +85,8 @@ def from_batches(
             G.add(row.k, values.mean(), share, None if stored is None else stored.mean())
         return values.detach()
 
+    if topology.collective:
+        reshard(model)
     with topology.passes(), preserved_state(model, G.vector.device):
         G.open(len(sources), scale)
         shared.fill(G, model, rows, alone, microbatch)
@@ -132,7 +134,6 @@ def preserved_state(model: torch.nn.Module, device: torch.device) -> Iterator[No
 
     Layers of transformers that checkpoint in training do so in evaluation mode, too.
     """
-    reshard(model)
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     modes = [module for module in model.modules() if module.training]
     changes = _evaluation(modes)

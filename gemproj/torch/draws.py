@@ -12,7 +12,7 @@ from torch.utils.data import get_worker_info
 from gemproj._checks import check_count
 from gemproj.torch.batches import Batch, Batches, Collate, Field, PerExample, Source
 from gemproj.torch.promise import Per, Promise
-from gemproj.torch.store import Store, mixed, plain
+from gemproj.torch.store import Store, examples_of, plain
 
 _Chosen = list[tuple[Store, int]]  # stores and slots of examples
 
@@ -144,7 +144,7 @@ class Draws:
     def _fetch(self, chosen: _Chosen) -> Batch:
         """Return a batch of copies of these examples; the last one's `collate` makes it of a list."""
         groups = [(store, [slot for _, slot in some]) for store, some in groupby(chosen, lambda one: one[0])]
-        found = mixed([store.at(slots) for store, slots in groups])
+        found = examples_of(groups)
         if isinstance(found.batch, PerExample):
             found = found._replace(batch=self._collate_of(groups[-1][0])(list(found.batch)))
         return plain(found)

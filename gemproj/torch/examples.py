@@ -40,10 +40,14 @@ class Dense:
         for kept, leaf in zip(self._leaves, flatten(examples)[0], strict=True):
             kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
 
-    def at(self, slots: list[int]) -> Batch:
-        """Return copies of the examples in these slots."""
-        index = _index(slots)
-        return tree_unflatten([leaf[index.to(leaf.device)] for leaf in self._leaves], self._spec)
+    def at(self, slots: list[int], *others: tuple[Dense, list[int]]) -> Batch:
+        """Return copies of the examples in these slots, and of some that others of this kind hold."""
+        chosen = [(held._leaves, _index(some)) for held, some in ((self, slots), *others)]
+        joined = []
+        for i, home in enumerate(leaf.device for leaf in self._leaves):
+            found = [leaves[i].index_select(0, index.to(leaves[i].device)) for leaves, index in chosen]
+            joined.append(found[0] if len(found) == 1 else torch.cat([part.to(home) for part in found]))
+        return tree_unflatten(joined, self._spec)
 
     def check(self, examples: Batch, field: str) -> None:
         """Raise for examples that are not like those stored."""
