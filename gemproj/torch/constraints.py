@@ -121,9 +121,9 @@ class ConstraintMatrix:
         """Return whether something was added to row k."""
         return k in self._written
 
-    def last_loss(self) -> float:
-        """Return the largest loss of what was added last."""
-        return float(self._losses[-1][1][0].abs().max())
+    def last_losses(self) -> Tensor:
+        """Return the losses of what was added last."""
+        return self._losses[-1][1][0]
 
     def drop(self, k: int) -> Tensor:
         """Return row k, which is to be added again."""

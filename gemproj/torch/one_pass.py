@@ -17,13 +17,14 @@ from gemproj.torch.calling import call_loss
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.layers import RowByRow, RowGradients
 from gemproj.torch.promise import Promise
+from gemproj.torch.terms import rounding
 
 # Bytes of activations, of a pass and of the largest row in it. Several rows in a pass save calls of small
 # kernels; a row that fills the caches of a processor is faster alone (docs/performance.md).
 _CPU_PASS, _CPU_ROW = 2**26, 2**23
 
-# The gradient of a smaller loss may be all rounding, as at the beginning of a distillation.
-_NOISE, _NOTHING_YET = 1e-6, "the losses are zero, and their gradients rounding"
+# As at the beginning of a distillation; gradients are compared later.
+_NOTHING_YET = "the losses are zero, and their gradients rounding"
 _A_MEAN = "the loss is a mean over examples; if it returned one number for each, rows could share a pass"
 
 
@@ -129,7 +130,8 @@ def _find_limit(
     most = min(of_pass // max(count[0], 1), room)
     if most < 2 or count[0] > of_row:
         return Limit(loss, reason=f"a row has {row.source.size} examples, {count[0] / 2**20:.3g} MiB")
-    if G.last_loss() < _NOISE:
+    now = G.last_losses()
+    if bool((now.abs() <= rounding(now, G.vector.dtype)).all()):
         return Limit(loss, reason=_NOTHING_YET)
     expected, batch = G.drop(row.k), _batch(rows)
     try:
