@@ -263,11 +263,16 @@ def test_gpt2_on_texts_of_different_lengths(lora, checkpointed):
     agree(model, texts(LENGTHS, padded), CAUSAL, per="example")
 
 
-def test_llama():
+@pytest.mark.parametrize("name", ["Llama", "Gemma"])  # with weights w, and 1 + w
+def test_norms_of_transformers(name):
     transformers = pytest.importorskip("transformers")
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
-    config = transformers.LlamaConfig(**sizes, vocab_size=40, max_position_embeddings=16, use_cache=False)
-    agree(transformers.LlamaForCausalLM(config).double(), texts(LENGTHS, padded), CAUSAL, rtol=1e-6)
+    few = {"vocab_size": 40, "max_position_embeddings": 16, "num_key_value_heads": 1, "head_dim": 8}
+    config = getattr(transformers, f"{name}Config")(**sizes, **few, use_cache=False, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    model.get_input_embeddings().requires_grad_(False)  # Gemma's multiply by a constant
+    # The norms compute in float32.
+    agree(model, texts(LENGTHS, padded), CAUSAL, rtol=1e-5)
 
 
 def test_longer_examples_than_at_first_share_smaller_passes(monkeypatch):

@@ -1,6 +1,6 @@
 """Constraint gradients: rows that share a pass, and rows with a pass each.
 
-    python -m asv_benchmarks.reports.constraints [--out FILE]
+    python -m asv_benchmarks.reports.constraints [--out FOLDER]
 
 Both are the same call on batches of the same memory: a list of batches has a pass for each. They take turns,
 and the least time of each counts. Memory is the peak of a process of its own beyond what it was before.
@@ -23,6 +23,7 @@ from torch.nn.functional import cross_entropy
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.tables import Table, digits
 from gemproj.torch import EpisodicMemory, GradientProjector, Promise
+from gemproj.torch.losses import CrossEntropy
 
 WAYS = ("a pass each", "shared")
 TEXT, PIXELS, LABELS = 48, 784, 4
@@ -88,8 +89,59 @@ def _peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
+def hidden_states(layers: int, width: int, trained: int, n: int, t: int, rounds: int = 4) -> list[str]:
+    """Return a row of a table: from stored tokens, and from stored hidden states (docs/cached_trunk.md)."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    first = layers - trained
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 32, "n_positions": TEXT}
+    special = {"vocab_size": 5000, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    lora = LoraConfig(
+        r=8,
+        target_modules=["c_attn", "c_proj"],
+        layers_to_transform=list(range(first, layers)),
+        fan_in_fan_out=True,
+    )
+    model = get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes, **special)), lora).eval()
+    gpt2: Any = model.base_model.model
+
+    def upper(model: nn.Module, batch: Any) -> torch.Tensor:
+        hidden = batch["hidden"]
+        for layer in gpt2.transformer.h[first:]:
+            found = layer(hidden)
+            hidden = found[0] if isinstance(found, tuple) else found
+        return gpt2.lm_head(gpt2.transformer.ln_f(hidden))
+
+    tokens, hidden = EpisodicMemory(per_task=n), EpisodicMemory(per_task=n)
+    for task in range(t):
+        ids = torch.randint(1, 5000, (n, TEXT))
+        with torch.no_grad():
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states[first]
+        tokens.add({"input_ids": ids, "labels": ids}, task)
+        hidden.add({"hidden": states, "labels": ids}, task)
+    found = []
+    for memory, logits in ((tokens, CrossEntropy(shift=True)), (hidden, CrossEntropy(upper, shift=True))):
+        projector = GradientProjector([p for p in model.parameters() if p.requires_grad], Promise(logits))
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            projector.recall(model, memory.batches())
+            times.append(time.perf_counter() - start)
+        found.append((min(times), memory.nbytes, projector.constraints.clone()))
+    (slow, _, G), (fast, size, H) = found
+    apart = float(((G - H).norm(dim=1) / G.norm(dim=1)).max())
+    return [
+        f"{layers} layers of {width}, the last {trained} trained",
+        *(digits(1e3 * taken) for taken in (slow, fast)),
+        digits(slow / fast),
+        f"{apart:.0e}",
+        digits(size / 1e6),
+    ]
+
+
 def main(out: Path | None = None, seconds: float = 4.0) -> None:
-    """Print the tables, or write them."""
+    """Print the tables, or write them to a folder."""
     text = [describe(), ""]
     for threads in sorted({1, torch.get_num_threads()}):
         head = ["examples of a row", "rows", *WAYS, "ratio", *(f"MB, {way}" for way in WAYS)]
@@ -101,7 +153,14 @@ def main(out: Path | None = None, seconds: float = 4.0) -> None:
             cells = [digits(1e3 * times[0]), digits(1e3 * times[1]), digits(times[0] / times[1])]
             tables[name].rows.append([str(n), str(t), *cells, *(digits(b / 1e6, 2) for b in peaks)])
         text += [table.markdown() for table in tables.values()]
-    print("\n".join(text)) if out is None else out.write_text("\n".join(text))
+    head = ["GPT-2", "from tokens", "from hidden states", "ratio", "difference of a row", "MB stored"]
+    trunk = Table(
+        f"4 rows of 8 examples of {TEXT} tokens; {torch.get_num_threads()} threads; milliseconds", head
+    )
+    trunk.rows += [hidden_states(6, 128, 2, 8, 4), hidden_states(12, 768, 4, 8, 4)]
+    texts = {"constraints-cpu.md": "\n".join(text), "cached-trunk.md": f"{text[0]}\n\n{trunk.markdown()}"}
+    for name, content in texts.items():
+        print(content) if out is None else (out / name).write_text(content)
 
 
 def _run(threads: int, *case: object) -> dict[str, float]:

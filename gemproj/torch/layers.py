@@ -151,11 +151,16 @@ def _transposed(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor
 
 
 def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
-    """Of a layer that multiplies what it has normalised, which it returns for weights of one."""
+    """Of a layer that multiplies what it has normalised: its output is linear in the weight w.
+
+    So its derivative is the output for w = 1 minus that for w = 0, also where a layer multiplies by 1 + w.
+    """
     if name == "weight":
-        ones = {"weight": torch.ones_like(layer.weight), "bias": None}
-        with _parameters(layer, {own: ones[own] for own in layer._parameters}):
-            gradient = gradient * type(layer).forward(layer, x)
+        constant = dict.fromkeys(layer._parameters)
+        with _parameters(layer, constant | {"weight": torch.ones_like(layer.weight)}):
+            one = type(layer).forward(layer, x)
+        with _parameters(layer, constant | {"weight": torch.zeros_like(layer.weight)}):
+            gradient = gradient * (one - type(layer).forward(layer, x))
     _add(gradient.sum(tuple(range(1, gradient.ndim - into.ndim + 1))), into, fresh)
 
 
