@@ -45,6 +45,31 @@ def test_command_prints_every_method(capsys):
     assert float(exact[2]) < 1e-12
 
 
+def test_check_finds_every_answer_right(capsys):
+    assert command.main(["--check"]) == 0
+    out = capsys.readouterr().out
+    assert "All right" in out
+    libraries = [line.split()[0] for line in out[out.index("200 problems") :].splitlines()]
+    assert {"numpy", "torch"} <= set(libraries)
+
+
+def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
+    monkeypatch.setattr("gemproj._selfcheck.PROBLEMS", 28)
+    right = gemproj.project
+
+    def wrong(G, g, **options):
+        if "h" in options:
+            raise ValueError("no such h")
+        return right(G, g, **options) + (1e-7 if len(G) > 8 else 0)
+
+    monkeypatch.setattr(gemproj, "project", wrong)
+    assert command.main(["--check"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG" in out
+    assert "ValueError: no such h" in out
+    assert "float64, []): off by" in out
+
+
 def test_command_without_extras(capsys, monkeypatch):
     missing = ("torch", "quadprog", "osqp")
 
