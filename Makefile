@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-lowest bench bench-gpu bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo study test test-lowest dist matrix bench bench-gpu bench-asv accuracy fuzz docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -45,6 +45,12 @@ $(LOWEST)/.installed: pyproject.toml
 	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -q -c $(LOWEST)/constraints.txt -e '.[test]'
 	@touch $@
 
+dist: $(STAMP)  ## Build sdist and wheel into dist/, and check what they hold.
+	$(BIN)/python tests/dists.py
+
+matrix: $(STAMP)  ## Install and test the wheel in some twenty environments; hours; docs/results/matrix.md.
+	$(BIN)/python tests/matrix.py $(ARGS)
+
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m asv_benchmarks.reports.projection $(ARGS)
 
@@ -76,4 +82,4 @@ lint: $(STAMP)  ## Check style and types.
 
 clean:  ## Remove the environment and everything built.
 	find gemproj -name '*.nb[ci]' -delete
-	rm -rf $(VENV) $(LOWEST) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
