@@ -1,7 +1,7 @@
 # make demo: the AG News comparison. make test: everything the project promises. Both build .venv first.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -37,19 +37,24 @@ OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPAB
 LOWEST := .venv-lowest
 
 test-lowest: $(LOWEST)/.installed  ## Run all tests with the lowest versions that pyproject.toml admits.
-	$(LOWEST)/bin/python -m pytest -p tests.lowest -n auto --dist loadfile $(ARGS)
+	$(LOWEST)/$(notdir $(BIN))/python -m pytest -p tests.lowest -n auto --dist loadfile $(ARGS)
 
 $(LOWEST)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(LOWEST)
-	$(LOWEST)/bin/python tests/lowest.py > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -q -c $(LOWEST)/constraints.txt -e '.[test]'
+	$(LOWEST)/$(notdir $(BIN))/python tests/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/$(notdir $(BIN))/python -m pip install --disable-pip-version-check -q -c $(LOWEST)/constraints.txt -e '.[test]'
 	@touch $@
 
-dist: $(STAMP)  ## Build sdist and wheel into dist/, and check what they hold.
-	$(BIN)/python tests/dists.py
+# In an environment of its own, so that a release needs nothing but these two.
+PUBLISH := .venv-dist
 
-matrix: $(STAMP)  ## Install and test the wheel in some twenty environments; hours; docs/results/matrix.md.
-	$(BIN)/python tests/matrix.py $(ARGS)
+dist:  ## Build sdist and wheel into dist/, and check what they hold.
+	$(PYTHON) -m venv --clear $(PUBLISH)
+	$(PUBLISH)/bin/python -m pip install --disable-pip-version-check -q build twine
+	$(PUBLISH)/bin/python tests/dists.py
+
+matrix:  ## Install and test the wheel in some twenty environments, one by one; hours; docs/results/matrix.md.
+	$(PYTHON) tests/matrix.py $(ARGS)
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m asv_benchmarks.reports.projection $(ARGS)
@@ -82,4 +87,4 @@ lint: $(STAMP)  ## Check style and types.
 
 clean:  ## Remove the environment and everything built.
 	find gemproj -name '*.nb[ci]' -delete
-	rm -rf $(VENV) $(LOWEST) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(PUBLISH) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,7 +1,8 @@
 """``make matrix``: the wheel in environments of their own, one after the other, and a table of what was found.
 
-``python tests/matrix.py CELL ...`` runs some cells and replaces their rows in docs/results/matrix.md; without names,
-all of them. An environment is removed when its cell is done. Interpreters are searched on the path and in pyenv.
+``python tests/matrix.py CELL ...`` runs some cells and replaces their rows in docs/results/matrix.md; without
+names, all but "nightly", which needs another index. An environment is removed when its cell is done. Interpreters
+are searched on the path and in pyenv.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import dists
 import lowest
 
 ROOT = Path(__file__).parents[1]
@@ -38,10 +38,13 @@ EXTRAS = [
 ]
 SHOWN = ["numpy", "numba", "torch", "transformers", "accelerate", "lightning", "peft", "deepspeed", "trl"]
 SHOWN += ["avalanche-lib", "torchjd", "osqp", "quadprog"]
-HEAD = [
-    "| cell | Python | versions | smoke problems | `--check` | tests |",
-    "| :-- | :-- | :-- | :-- | :-- | :-- |",
-]
+HEAD = """\
+Written by `make matrix`: in each row the wheel in an environment of its own. Smoke problems (`tests/smoke.py`) are one
+for each extra; `python -m gemproj --check` solves 200 problems with known answers, in brackets by how many pairs of
+array library and backend; "numerical" are the tests of the solver. Bold is wrong.
+
+| cell | Python | versions | smoke problems | `--check` | tests |
+| :-- | :-- | :-- | :-- | :-- | :-- |"""
 
 
 @dataclass(frozen=True)
@@ -58,16 +61,18 @@ class Cell:
 def cells() -> dict[str, Cell]:
     """Return all cells by name."""
     pinned, tests = ("-c", str(ROOT / "constraints.txt")), tuple(NEEDED)
-    found = {f"NumPy alone, {v}": Cell(v) for v in ("3.10", "3.11", "3.12", "3.13", "3.14")}
-    found |= {f"extra {extra}": Cell("3.11", extra, pinned, smoke=(extra,)) for extra in EXTRAS}
+    found = {f"numpy-{v}": Cell(v) for v in ("3.10", "3.11", "3.12", "3.13", "3.14")}
+    found |= {f"extra-{extra}": Cell("3.11", extra, pinned, smoke=(extra,)) for extra in EXTRAS}
     for version in ("3.12", "3.13", "3.14"):
         smoke, numerical = ("torch", "fast"), tuple(NUMERICAL)
-        found[f"pinned, {version}"] = Cell(version, "torch,fast", (*pinned, *tests), smoke, numerical)
+        found[f"pinned-{version}"] = Cell(version, "torch,fast", (*pinned, *tests), smoke, numerical)
     some = tuple(extra for extra in EXTRAS if extra != "avalanche")
     bounds = tuple(f"{name}=={version}" for name, version in lowest.lowest_versions().items())
     found["lowest"] = Cell("3.10", "test", bounds, some, tuple(NUMERICAL))
-    found["no extras"] = Cell("3.12", "", tests, tests=())
+    found["no-extras"] = Cell("3.12", "", tests, tests=())
     found["newest"] = Cell("3.13", "test,avalanche", ("trl", "torchvision"), tuple(EXTRAS), ())
+    nightly = ("--pre", "torch", "--extra-index-url", "https://download.pytorch.org/whl/nightly/cpu")
+    found["nightly"] = Cell("3.13", "test", nightly, ("torch", "fast"), ())
     return found
 
 
@@ -103,7 +108,7 @@ def run_cell(name: str, cell: Cell, wheel: Path) -> str:
         if cell.smoke == ("core",) and not wrong:
             said += f" ({re.search(r'[0-9]+ ms', smoke[0][1])[0]} to import beyond NumPy)"
         code, out = run([python, "-m", "gemproj", "--check"], folder)
-        check = "**wrong**" if code else f"right in {out.count(' cpu ')} ways"
+        check = "**wrong**" if code else f"right ({out.count(' cpu ')})"
         tests = "-"
         if cell.tests is not None:
             code, out = run(
@@ -111,7 +116,7 @@ def run_cell(name: str, cell: Cell, wheel: Path) -> str:
             )
             tests = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", out.splitlines()[-1]))
             tests = f"**{tests or 'pytest failed'}**" if code else tests
-            tests += "" if cell.tests else ", the whole suite"
+            tests = f"{'numerical' if cell.tests else 'all'}: {tests}"
         code, out = run([python, "-m", "pip", "list", "--format", "freeze"], folder)
         versions = dict(line.split("==", 1) for line in out.split() if "==" in line)
         shown = ", ".join(f"{p} {versions[p]}" for p in SHOWN if p in versions)
@@ -136,7 +141,7 @@ def write(rows: dict[str, str]) -> None:
         known = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")][2:]
         rows = {line.split(" | ")[0][2:]: line for line in known} | rows
     order = [name for name in cells() if name in rows]
-    PAGE.write_text("\n".join([*HEAD, *(rows[name] for name in order)]) + "\n")
+    PAGE.write_text("\n".join([HEAD, *(rows[name] for name in order)]) + "\n")
 
 
 def main(names: list[str]) -> int:
@@ -146,8 +151,10 @@ def main(names: list[str]) -> int:
         print(f"No such cells: {sorted(unknown)}. There are: {list(every)}.")
         return 2
     with tempfile.TemporaryDirectory() as folder:
-        _, wheel = dists.build(folder)
-        for name in names or every:
+        pip_wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT]
+        subprocess.run(pip_wheel, check=True)
+        (wheel,) = Path(folder).glob("*.whl")
+        for name in names or [name for name in every if name != "nightly"]:
             start = time.perf_counter()
             row = run_cell(name, every[name], wheel)
             write({name: row})
