@@ -4,6 +4,7 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,6 +29,13 @@ def test_every_public_name_is_documented():
             for attribute, member in vars(thing).items() if isinstance(thing, type) else ():
                 if not attribute.startswith("_") and callable(member) and attribute != "solve":
                     assert member.__doc__, f"{name}.{attribute}"
+
+
+def test_all_files_name_one_version():
+    root = Path(__file__).parents[1]
+    for name, line in (("CITATION.cff", "version: {}\n"), ("conda/recipe.yaml", '  version: "{}"\n')):
+        assert line.format(gemproj.__version__) in (root / name).read_text(), name
+    assert f"\n## {gemproj.__version__} - " in (root / "CHANGELOG.md").read_text()
 
 
 def test_import_needs_the_core_only():
