@@ -4,25 +4,29 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import gemproj
-import gemproj.torch
 from gemproj import __main__ as command
+from gemproj._tiles import _HOST_TILE
+from gemproj.backends.numba import installed
+
+TORCH = [importlib.import_module("gemproj.torch")] if find_spec("torch") else []
 
 
 def test_public_names_exist():
-    for module in (gemproj, gemproj.torch):
+    for module in (gemproj, *TORCH):
         assert all(hasattr(module, name) for name in module.__all__)
     methods = {"Exact", "PGD", "FISTA", "AGEM", "Quadprog", "OSQP", "GEM2017"}
     assert {"project", "solve_dual", "combine", "gram", *methods} <= set(gemproj.__all__)
 
 
 def test_every_public_name_is_documented():
-    for module in (gemproj, gemproj.torch):
+    for module in (gemproj, *TORCH):
         for name in module.__all__:
             thing = getattr(module, name)
             assert len(thing.__doc__ or "") > 40, name
@@ -58,7 +62,7 @@ def test_check_finds_every_answer_right(capsys):
     out = capsys.readouterr().out
     assert "All right" in out
     libraries = [line.split()[0] for line in out[out.index("200 problems") :].splitlines()]
-    assert {"numpy", "torch"} <= set(libraries)
+    assert {"numpy", *(["torch"] if TORCH else [])} <= set(libraries)
 
 
 def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
@@ -132,7 +136,7 @@ def test_a_backend_that_does_not_exist_is_an_error(monkeypatch):
 
 
 def test_large_problem_makes_no_copy_of_G():
-    """Peak extra memory of an in-place projection stays below 5 % of G."""
+    """Peak extra memory of an in-place projection stays below 5 % of G, and two tiles without compiled loops."""
     import tracemalloc
 
     rng = np.random.default_rng(0)
@@ -142,4 +146,5 @@ def test_large_problem_makes_no_copy_of_G():
     gemproj.project(G, g, out=g)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 0.05 * G.nbytes
+    tiles = 0 if installed() else 2 * 8 * _HOST_TILE
+    assert peak < 0.05 * G.nbytes + tiles
