@@ -67,6 +67,9 @@ def cells() -> dict[str, Cell]:
     pinned, tests = ("-c", str(ROOT / "constraints.txt")), tuple(NEEDED)
     found = {f"numpy-{v}": Cell(v) for v in ("3.10", "3.11", "3.12", "3.13", "3.14")}
     found |= {f"extra-{extra}": Cell("3.11", extra, pinned, smoke=(extra,)) for extra in EXTRAS}
+    found["extra-avalanche"] = Cell(
+        "3.11", "avalanche", smoke=("avalanche",)
+    )  # torchvision chooses its torch
     for version in ("3.12", "3.13", "3.14"):
         smoke, numerical = ("torch", "fast"), tuple(NUMERICAL)
         found[f"pinned-{version}"] = Cell(version, "torch,fast", (*pinned, *tests), smoke, numerical)
