@@ -45,7 +45,7 @@ def integers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
             return G, g
 
 
-def draw_options(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+def draw_options(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
     """Draw G, g and some of all options; a batch, with one G or several, in two of three problems."""
     t, d, m = int(rng.integers(1, 5)), int(rng.integers(1, 4)), int(rng.choice([1, 2, 4]))
     lead = () if m == 1 else (m,)
@@ -122,7 +122,7 @@ _fractions = np.vectorize(Fraction, otypes=[object])
 def options_error(
     G: np.ndarray,
     g: np.ndarray,
-    options: dict[str, np.ndarray],
+    options: dict[str, Any],
     expected: list[np.ndarray | None],
     backend: str,
 ) -> float:
@@ -140,7 +140,7 @@ def options_error(
     return float(np.abs(x - np.array(expected)).max()) / size
 
 
-def one_by_one(g: np.ndarray, **arrays: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
+def one_by_one(g: np.ndarray, **arrays: np.ndarray) -> Iterator[dict[str, Any]]:
     """Yield the arrays of each problem of a batch; those without its dimension are shared."""
     depth = {"G": 2}
     for i in range(len(g) if g.ndim == 2 else 1):
