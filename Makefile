@@ -5,7 +5,7 @@ BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-lowest dist matrix bench bench-gpu bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo study test test-lowest dist matrix bench bench-gpu bench-asv accuracy fuzz soak docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -74,8 +74,11 @@ bench-asv: $(STAMP)  ## Record the benchmarks of this commit; pages of all recor
 accuracy: $(STAMP)  ## Find out which solver fails where; tables and figure of docs/accuracy.md.
 	$(BIN)/python -m asv_benchmarks.reports.accuracy $(ARGS)
 
-fuzz: $(STAMP)  ## Compare a million degenerate integer problems with exact rational arithmetic.
+fuzz: $(STAMP)  ## Compare a million degenerate integer problems with exact rational arithmetic; hours.
 	$(BIN)/python -m asv_benchmarks.reports.fuzz $(ARGS)
+
+soak: $(STAMP)  ## Train ten thousand steps, and see whether memory stays flat.
+	$(BIN)/python -m asv_benchmarks.reports.soak $(ARGS)
 
 docs: $(STAMP)  ## Build the documentation into docs/_build.
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
