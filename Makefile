@@ -83,10 +83,11 @@ soak: $(STAMP)  ## Train ten thousand steps, and see whether memory stays flat.
 docs: $(STAMP)  ## Build the documentation into docs/_build.
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
 
-lint: $(STAMP)  ## Check style and types.
+lint: $(STAMP)  ## Check style, types and the workflows.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
 
 clean:  ## Remove the environment and everything built.
 	find gemproj -name '*.nb[ci]' -delete
