@@ -99,9 +99,9 @@ def report_versions() -> None:
 def report_arithmetic() -> None:
     """Print what decides the rounding on this machine: BLAS, vector instructions, threads and variables."""
     built = np.show_config(mode="dicts")
-    blas = built["Build Dependencies"]["blas"]
-    found = ", ".join(built["SIMD Extensions"].get("found", []))
-    print(f"{'numpy':14s}BLAS {blas['name']} {blas.get('version', '')}; {found}")
+    blas = built.get("Build Dependencies", {}).get("blas", {})
+    found = ", ".join(built.get("SIMD Extensions", {}).get("found", []))
+    print(f"{'numpy':14s}BLAS {blas.get('name', 'unknown')} {blas.get('version', '')}; {found}")
     if find_spec("torch") is not None:
         torch = importlib.import_module("torch")
         capability = torch.backends.cpu.get_cpu_capability()
