@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -129,7 +130,11 @@ def options_error(
     """Return the largest error of x over the size of the problem, infinity if feasibility is told wrong."""
     backends.wanted = backend
     try:
-        x = project(G, g, **options).reshape(-1, g.shape[-1])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            x = project(G, g, **options).reshape(-1, g.shape[-1])
+    except RuntimeWarning:  # no problem here is so hard that a warning is right
+        return np.inf
     except ValueError as error:
         if "infeasible" not in str(error):
             raise
