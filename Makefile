@@ -80,7 +80,7 @@ fuzz: $(STAMP)  ## Compare a million degenerate integer problems with exact rati
 soak: $(STAMP)  ## Train ten thousand steps, and see whether memory stays flat.
 	$(BIN)/python -m asv_benchmarks.reports.soak $(ARGS)
 
-docs: $(STAMP)  ## Build the documentation into docs/_build.
+docs: $(STAMP)  ## Build the documentation into docs/_build, run its gallery, and check links and formulas.
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
 
 lint: $(STAMP)  ## Check style, types and the workflows.
@@ -91,4 +91,4 @@ lint: $(STAMP)  ## Check style, types and the workflows.
 
 clean:  ## Remove the environment and everything built.
 	find gemproj -name '*.nb[ci]' -delete
-	rm -rf $(VENV) $(LOWEST) $(PUBLISH) asv_benchmarks/env asv_benchmarks/html docs/_build docs/api build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(PUBLISH) asv_benchmarks/env asv_benchmarks/html docs/_build docs/gallery_pages build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,6 +1,11 @@
 """Sphinx configuration."""
 
+import sys
+from pathlib import Path
+
 import gemproj
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "gemproj"
 author = "The gemproj developers"
@@ -11,14 +16,48 @@ extensions = [
     "myst_parser",
     "numpydoc",
     "sphinx.ext.autodoc",
-    "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
+    "sphinx_copybutton",
+    "sphinx_design",
+    "sphinx_gallery.gen_gallery",
+    "checks",
+    "mathml",
 ]
-myst_enable_extensions = ["dollarmath", "deflist"]
+# What is only included in other pages is no page of its own; neither are the sources of what is built.
+exclude_patterns = ["_build", "results", "gallery"]
+
+myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-autosummary_generate = True
 numpydoc_show_class_members = False
 autodoc_typehints = "none"  # the docstrings say it better
-exclude_patterns = ["_build"]
+html_math_renderer = "mathml"
+
+sphinx_gallery_conf = {
+    "examples_dirs": "gallery",
+    "gallery_dirs": "gallery_pages",
+    "filename_pattern": r"plot_.*\.py$",
+    "within_subsection_order": "FileNameSortKey",
+    "image_scrapers": ("looks.scrape",),
+    "reset_modules": ("looks.reset",),
+    "copyfile_regex": "",
+    "abort_on_example_error": True,
+    "download_all_examples": False,
+    "remove_config_comments": True,
+    "show_memory": False,
+    "show_signature": False,
+    "min_reported_time": 10**6,
+    "write_computation_times": False,
+}
+
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+copybutton_selector = "div:not(.highlight-output) > div.highlight > pre"
+
 html_theme = "furo"
 html_title = f"gemproj {release}"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_extra_path = ["llms.txt"]
+html_theme_options = {
+    "light_css_variables": {"color-brand-primary": "#0b5e9c", "color-brand-content": "#0b5e9c"},
+    "dark_css_variables": {"color-brand-primary": "#6cb6f0", "color-brand-content": "#6cb6f0"},
+}

@@ -102,12 +102,12 @@ METHODS = [
     Method("GEM on text", 3e-3, TEXT),
     *(Method("KL held", 6e-2, KL, "tolerance", e) for e in (0.0, 0.03, 0.1)),
 ]
-# Okabe and Ito's colours, which differ for all kinds of eyes, markers, and where labels go.
+# Colours as in all figures (examples/common/colours.py), markers, and where labels go.
 LOOKS = {
-    "plain": ("#000000", "X", 1),
-    "replay of text": ("#D55E00", "s", 1),
-    "replay of KL": ("#E69F00", "^", 1),
-    "GEM on text": ("#CC79A7", "D", 1),
+    "plain": ("#999999", "X", 1),
+    "replay of text": ("#009E73", "s", 1),
+    "replay of KL": ("#882255", "^", 1),
+    "GEM on text": ("#332288", "D", 1),
     "KL held": ("#0072B2", "o", -1),
 }
 Curve = tuple[tuple[str, str, int], list[tuple[tuple[float, float], tuple[float, float], str]]]

@@ -1,13 +1,12 @@
-"""docs/from_hand_written.md: projections as they are written by hand, and the line that takes their place."""
+"""Projections as docs/migrate.md writes them by hand, against the line that takes their place."""
 
-import doctest
-import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pages import blocks
 from problems import arbitrary
 
 from gemproj import GEM2017, project
@@ -16,12 +15,13 @@ torch = pytest.importorskip("torch")
 quadprog = pytest.importorskip("quadprog")
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-PAGE = Path(__file__).parent.parent / "docs" / "from_hand_written.md"
-NAMES = {"np": np, "quadprog": quadprog, "torch": torch}
-for block in re.findall(r"(?s)```python\n(.*?)```", PAGE.read_text()):
-    exec(block, NAMES)
-BY_HAND = {name: thing for name, thing in NAMES.items() if callable(thing)}
-gem, agem, per_tensor, pcgrad, orthogonalise, safe_step = BY_HAND.values()
+PAGE = Path(__file__).parent.parent / "docs" / "migrate.md"
+NAMES: dict = {}
+for block in blocks(PAGE):
+    if block.language == "python":
+        exec(block.code, NAMES)
+gem, agem, per_tensor = (NAMES[name] for name in ("gem", "agem", "per_tensor"))
+pcgrad, orthogonalise, safe_step = (NAMES[name] for name in ("pcgrad", "orthogonalise", "safe_step"))
 SHAPES = [(3, 4), (4,), (5, 3, 2)]
 
 
@@ -35,14 +35,6 @@ def draw(seed, *shape):
 
 def per_parameter(seed):
     return [draw(seed + i, *shape) for i, shape in enumerate(SHAPES)]
-
-
-def test_the_page_runs():
-    text = re.sub(r"(?m)^```.*$", "", PAGE.read_text())  # a fence would be read as expected output
-    page = doctest.DocTestParser().get_doctest(text, BY_HAND, PAGE.name, str(PAGE), 0)
-    assert len(page.examples) > 20
-    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
-    assert doctest.DocTestRunner(optionflags=flags).run(page).failed == 0
 
 
 @given(arbitrary(), st.sampled_from([0.0, 0.5]))

@@ -9,6 +9,7 @@ from typing import Any
 from gemproj import PGD
 from gemproj.torch import EpisodicMemory
 
+from ..common import colours
 from .config import Config
 
 
@@ -25,20 +26,23 @@ class Method:
 
 
 METHODS = {
-    "plain": Method("Fine-tuning", "#999999"),
-    "agem": Method("A-GEM", "#E69F00", lambda c: {"per": "all", "examples": c.sample_size}),
-    "gem": Method("GEM", "#0072B2", lambda c: {"weight": c.margin}),
-    "igem": Method("I-GEM", "#D55E00", lambda c: {"weight": c.margin, "method": PGD(c.pgd_steps)}),
-    "gem-step": Method("GEM, step", "#56B4E9", lambda c: {"weight": c.margin, "on": "both"}),
+    "plain": Method("Fine-tuning", colours.FINE_TUNING),
+    "agem": Method("A-GEM", colours.AGEM, lambda c: {"per": "all", "examples": c.sample_size}),
+    "gem": Method("GEM", colours.GEM, lambda c: {"weight": c.margin}),
+    "igem": Method("I-GEM", colours.IGEM, lambda c: {"weight": c.margin, "method": PGD(c.pgd_steps)}),
+    "gem-step": Method("GEM, step", colours.GEM_STEP, lambda c: {"weight": c.margin, "on": "both"}),
     "replay": Method(
-        "Replay", "#009E73", replayed=lambda memory, c: memory.batches(n=c.sample_size, per="all")
+        "Replay", colours.REPLAY, replayed=lambda memory, c: memory.batches(n=c.sample_size, per="all")
     ),
     "gem-few": Method(
-        "GEM, weighted", "#882255", lambda c: {"weight": c.weight, "examples": c.few}, policy="reservoir"
+        "GEM, weighted",
+        colours.GEM_WEIGHTED,
+        lambda c: {"weight": c.weight, "examples": c.few},
+        policy="reservoir",
     ),
     "replay-few": Method(
         "Replay, weighted",
-        "#CC79A7",
+        colours.REPLAY_WEIGHTED,
         replayed=lambda memory, c: memory.batches(n=c.few),
         weight=lambda c: c.weight,
         policy="reservoir",

@@ -9,6 +9,7 @@ from typing import Any
 
 from gemproj import PGD
 
+from ..common import colours
 from .learners import (
     Balanced,
     DistilledReplay,
@@ -115,36 +116,46 @@ def gem(**options: Any) -> Callable[[Setup], Learner]:
     return partial(Projected, **options)
 
 
-GREY, BLACK, GREEN, PINK = "#999999", "#000000", "#009E73", "#CC79A7"
-PURPLE, ORANGE, BLUE, SKY, RED = "#882255", "#E69F00", "#0072B2", "#56B4E9", "#D55E00"
 METHODS = {
-    "plain": Method("Fine-tuning", "reference", GREY, Learner),
-    "joint": Method("Joint", "reference", BLACK, Learner, joint=True),
-    "replay": Method("Replay", "replay", GREEN, Replay, "weight", WEIGHTS),
-    "der": Method("Replay + KL", "replay", GREEN, DistilledReplay, "weight", WEIGHTS),
-    "ewc": Method("EWC", "no examples", PINK, EWC, "strength", (1.0, 10.0, 100.0)),
-    "si": Method("SI", "no examples", PINK, SI, "strength", (0.1, 1.0, 10.0)),
-    "gpm": Method("GPM", "no examples", PURPLE, Subspaces, "threshold", (0.8, 0.9, 0.95)),
-    "agem": Method("A-GEM", "one constraint", ORANGE, gem(per="all", method="agem")),
-    "sgem": Method("S-GEM", "one constraint", ORANGE, OneTask),
-    "mega1": Method("MEGA-I", "one constraint", ORANGE, partial(Balanced, weights=mega1)),
-    "mega2": Method("MEGA-II", "one constraint", ORANGE, partial(Balanced, weights=mega2)),
-    "gem": Method("GEM", "GEM", BLUE, gem()),
-    "gem-all": Method("GEM, all examples", "GEM", BLUE, gem(), like="gem", changes={"examples": ALL}),
-    "igem1": Method("I-GEM, 1 step", "GEM", SKY, gem(method=PGD(1)), like="gem"),
-    "igem3": Method("I-GEM, 3 steps", "GEM", SKY, gem(method=PGD(3)), like="gem"),
-    "igem10": Method("I-GEM, 10 steps", "GEM", SKY, gem(method=PGD(10)), like="gem"),
-    "gem-step": Method("GEM, step", "GEM", BLUE, gem(on="both")),
-    "softgem": Method("SOFT-GEM", "GEM", BLUE, gem(knob="penalty"), "penalty", WEIGHTS),
+    "plain": Method("Fine-tuning", "reference", colours.FINE_TUNING, Learner),
+    "joint": Method("Joint", "reference", colours.JOINT, Learner, joint=True),
+    "replay": Method("Replay", "replay", colours.REPLAY, Replay, "weight", WEIGHTS),
+    "der": Method("Replay + KL", "replay", colours.REPLAY_OF_OUTPUTS, DistilledReplay, "weight", WEIGHTS),
+    "ewc": Method("EWC", "no examples", colours.NO_EXAMPLES, EWC, "strength", (1.0, 10.0, 100.0)),
+    "si": Method("SI", "no examples", colours.NO_EXAMPLES, SI, "strength", (0.1, 1.0, 10.0)),
+    "gpm": Method("GPM", "no examples", colours.NO_EXAMPLES, Subspaces, "threshold", (0.8, 0.9, 0.95)),
+    "agem": Method("A-GEM", "one constraint", colours.AGEM, gem(per="all", method="agem")),
+    "sgem": Method("S-GEM", "one constraint", colours.AGEM, OneTask),
+    "mega1": Method("MEGA-I", "one constraint", colours.AGEM, partial(Balanced, weights=mega1)),
+    "mega2": Method("MEGA-II", "one constraint", colours.AGEM, partial(Balanced, weights=mega2)),
+    "gem": Method("GEM", "GEM", colours.GEM, gem()),
+    "gem-all": Method("GEM, all examples", "GEM", colours.GEM, gem(), like="gem", changes={"examples": ALL}),
+    "igem1": Method("I-GEM, 1 step", "GEM", colours.IGEM, gem(method=PGD(1)), like="gem"),
+    "igem3": Method("I-GEM, 3 steps", "GEM", colours.IGEM, gem(method=PGD(3)), like="gem"),
+    "igem10": Method("I-GEM, 10 steps", "GEM", colours.IGEM, gem(method=PGD(10)), like="gem"),
+    "gem-step": Method("GEM, step", "GEM", colours.GEM_STEP, gem(on="both")),
+    "softgem": Method("SOFT-GEM", "GEM", colours.GEM, gem(knob="penalty"), "penalty", WEIGHTS),
     "gem-tolerance": Method(
-        "GEM, tolerance", "GEM", BLUE, gem(tolerance=0.0, knob="repair"), "repair", (0.1, 0.3, 1.0)
+        "GEM, tolerance", "GEM", colours.GEM, gem(tolerance=0.0, knob="repair"), "repair", (0.1, 0.3, 1.0)
     ),
-    "gem-weight": Method("GEM, weight", "GEM + weight", RED, gem(knob="weight"), "weight", WEIGHTS),
+    "gem-weight": Method(
+        "GEM, weight", "GEM + weight", colours.GEM_WEIGHTED, gem(knob="weight"), "weight", WEIGHTS
+    ),
     "gem-label": Method(
-        "GEM, weight, labels", "GEM + weight", RED, gem(per="label", knob="weight"), "weight", WEIGHTS
+        "GEM, weight, labels",
+        "GEM + weight",
+        colours.GEM_WEIGHTED,
+        gem(per="label", knob="weight"),
+        "weight",
+        WEIGHTS,
     ),
     "gem-kl": Method(
-        "GEM, weight, KL", "GEM + weight", RED, gem(distilled=True, knob="weight"), "weight", WEIGHTS
+        "GEM, weight, KL",
+        "GEM + weight",
+        colours.GEM_WEIGHTED,
+        gem(distilled=True, knob="weight"),
+        "weight",
+        WEIGHTS,
     ),
 }
 BASIC = tuple(METHODS)
@@ -199,7 +210,11 @@ MEMORIES = {
     if (policy, size) != ("reservoir", 100)  # as it is
 }
 # Labels with a weight, and outputs at a tolerance: the accuracy of the one and the small dips of the other?
-MIXED = {"gem-mixture": Method("GEM, labels and outputs", "GEM + weight", RED, Mixture, "weight", WEIGHTS)}
+MIXED = {
+    "gem-mixture": Method(
+        "GEM, labels and outputs", "GEM + weight", colours.GEM_WEIGHTED, Mixture, "weight", WEIGHTS
+    )
+}
 MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", TwoMoments)}
 # Where tuning has chosen different rates for both, what of their difference is due to that.
 SAME = {"replay-same": replace(METHODS["replay"], title="Replay, settings of GEM", like="gem-weight")}

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples import keep_a_skill
-from examples.common import command
+from examples.common import colours, command
 from examples.common.command import SetupError
 from examples.common.drawing import save
 from examples.common.metrics import mean_std
@@ -41,7 +41,7 @@ from . import compare, digest, figures, plan
 from .compare import Record
 from .plan import Point
 from .results import Results
-from .settings import BLACK, BLUE, GREEN, ORANGE, RED, SEEDS, SKY, TUNING_SEEDS
+from .settings import SEEDS, TUNING_SEEDS
 from .train import rounded
 
 CAPTION = (
@@ -84,12 +84,12 @@ class Setting:
 
 
 METHODS = {
-    "plain": Method("Fine-tuning", BLACK, "plain"),
-    "text": Method("Replay of text", RED, "replay", TEXT, "weight", (0.1, 0.3, 1.0)),
-    "kl": Method("Replay of KL", ORANGE, "replay", KL, "weight", (1.0, 3.0, 10.0)),
-    "gem": Method("GEM on text", GREEN, "GEM", TEXT),
-    "text-held": Method("Text held", SKY, "held", TEXT, "tolerance", (0.0, 0.03, 0.1)),
-    "kl-held": Method("KL held", BLUE, "held", KL, "tolerance", (0.0, 0.03, 0.1)),
+    "plain": Method("Fine-tuning", colours.FINE_TUNING, "plain"),
+    "text": Method("Replay of text", colours.REPLAY, "replay", TEXT, "weight", (0.1, 0.3, 1.0)),
+    "kl": Method("Replay of KL", colours.REPLAY_OF_OUTPUTS, "replay", KL, "weight", (1.0, 3.0, 10.0)),
+    "gem": Method("GEM on text", colours.GEM_STEP, "GEM", TEXT),
+    "text-held": Method("Text held", colours.IGEM, "held", TEXT, "tolerance", (0.0, 0.03, 0.1)),
+    "kl-held": Method("KL held", colours.GEM, "held", KL, "tolerance", (0.0, 0.03, 0.1)),
 }
 SETTINGS = {
     "full": Setting("All weights, 48 references, 150 steps"),

@@ -91,7 +91,7 @@ class RowGradients:
                 raise RowByRow(f"the inputs of a {type(layer).__name__} do not count examples")
             with _parameters(layer, constants):
                 out = forward(x, *args[1:], **kwargs)
-            return _Recorded.apply(out, self._anchor, x.detach(), add)
+            return _Recorded.apply(out, self._anchor, x.detach(), add)  # type: ignore[no-untyped-call]
 
         return recording
 
@@ -117,7 +117,7 @@ class _Recorded(torch.autograd.Function):
 Rule = Callable[[Any, str, Tensor, Tensor, Tensor, bool], None]
 
 
-def _rule(layer: nn.Module) -> Rule | None:
+def _rule(layer: Any) -> Rule | None:
     """Return how gradients of the parameters of a layer are computed; None where that is not known.
 
     Of a subclass it is not: it may compute something else.

@@ -1,0 +1,57 @@
+"""
+AdamW breaks the promise, and ``on="both"`` keeps it
+====================================================
+
+GEM projects the gradient. AdamW then takes a step that is something else: it divides by the root of the
+second moments, remembers older gradients, and decays weights. ``on="both"`` projects the step as well. Here
+each step's cosine with the gradient of the old loss: below zero the step raises it.
+"""
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from gemproj.torch import GEM
+
+
+def draw(task, n, seed):
+    rule = torch.Generator().manual_seed(task)
+    x = torch.randn(n, 16, generator=torch.Generator().manual_seed(seed))
+    labels = (x @ torch.randn(16, 4, generator=rule)).argmax(1)
+    return x + 2 * torch.randn(16, generator=rule), labels
+
+
+def loss(model, batch):
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def cosines(on):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    gem = GEM(model, optimizer, loss, on=on)
+    found = []
+    for task in (0, 1):
+        for step in range(300):
+            optimizer.zero_grad()
+            loss(model, draw(task, 32, 1 + step)).backward()
+            optimizer.step()
+            if task == 1:
+                found.append(float(gem.last.worst_cosine))
+        gem.end_task([draw(task, 100, 0)])
+    return found
+
+
+# %%
+# All 300 steps of the second task, with the gradient alone projected and with the step projected, too.
+figure, axes = plt.subplots()
+for on, colour, name in (("gradient", "C1", 'on="gradient"'), ("both", "C0", 'on="both"')):
+    found = cosines(on)
+    share = sum(cosine < -1e-6 for cosine in found) / len(found)
+    text = f"{name}: {share:.0%} of the steps raise it"
+    axes.hist(found, 44, range=(-0.205, 0.235), color=colour, alpha=0.6, label=text)
+axes.axvline(0, color="C4", lw=1)
+axes.set(xlabel="cosine of the applied step with the old loss's gradient", ylabel="steps", ylim=(0, 90))
+axes.legend()
+figure.set_label("Histogram of cosines: many steps below zero with the gradient projected, none with both")
+plt.show()

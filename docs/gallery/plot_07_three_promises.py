@@ -1,0 +1,57 @@
+"""
+Three promises of three kinds
+=============================
+
+A model must keep several things at once: what it said about general inputs, its accuracy on an older task,
+and the loss on a small safety set. Each is a set of examples with a promise of its own, and all are kept by
+one projection.
+"""
+
+import matplotlib.pyplot as plt
+import torch
+from torch import nn
+
+from gemproj.torch import GEM, Promise
+from gemproj.torch.losses import CrossEntropy, Distillation
+
+torch.manual_seed(0)
+RULES = torch.randn(3, 8, 4)
+
+
+def draw(task, n):
+    x = torch.randn(n, 8)
+    return x + 2 * task - 2, (x @ RULES[task]).argmax(1)
+
+
+def logits(model, batch):
+    return model(batch[0])
+
+
+loss = CrossEntropy(logits, labels=1)
+model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+gem = GEM(model, optimizer, on="both")
+
+
+def train(*tasks):
+    for _ in range(200):
+        optimizer.zero_grad()
+        sum(loss(model, draw(task, 32)).mean() for task in tasks).backward()
+        optimizer.step()
+
+
+train(0, 1)
+gem.keep([draw(0, 100)], Promise(Distillation(logits), tolerance=0.05), name="what it said")
+gem.keep([draw(1, 100)], Promise(loss, weight=0.5, examples=16), name="older task")
+gem.keep([draw(1, 20)], Promise(loss, tolerance=0.0), name="safety set")
+train(2)
+print(gem.report())
+
+# %%
+# The report draws itself: loss, or divergence from what the model said, over the steps; dashed: the bounds.
+figure, axes = plt.subplots(figsize=(7, 4.2))
+gem.report().plot(axes)
+axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
+axes.set_ylabel("loss on stored examples")
+figure.set_label("Three stored losses over the steps, two of them at or below their dashed bounds")
+plt.show()

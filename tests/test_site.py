@@ -1,0 +1,80 @@
+"""What a build of the pages refuses: formulas that are prose, links that lead nowhere, pictures without words."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("latex2mathml")
+from sphinx.errors import ExtensionError
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.append(str(DOCS / "_ext"))
+from checks import faults  # noqa: E402
+from mathml import mathml  # noqa: E402
+
+
+def test_a_formula_is_mathml():
+    found = mathml(
+        r"x^* = \arg\min_x \tfrac12 (x-g)^\top W (x-g) \quad\text{subject to some}\quad Gx \ge h", "block"
+    )
+    assert found.startswith("<math")
+    assert "<mfrac>" in found
+    assert "subject" in found
+
+
+@pytest.mark.parametrize(
+    ("latex", "message"),
+    [
+        ("where rows without an upper bound contribute", "prose"),
+        (r"\lambda without bounds", "prose"),
+        (r"\nosuchcommand x", "not known"),
+        (r"\frac{", "cannot convert"),
+    ],
+)
+def test_what_is_no_formula_is_refused(latex, message):
+    with pytest.raises(ExtensionError, match=message):
+        mathml(latex)
+
+
+GOOD = """<p id="here">a <a href="#here">link</a>, <a href="b.html#there">another</a>, one
+<a href="https://example.org/x">elsewhere</a>, <code>\\n</code> <img src="c.svg" alt="a cone"></p>"""
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD, []),
+        ('<a href="#gone">', ["a.html: no anchor #gone"]),
+        ('<a href="b.html#gone">', ["a.html: no anchor b.html#gone"]),
+        ('<a href="b.html#x=1">', []),
+        ('<a href="gone.html">', ["a.html: gone.html is not there"]),
+        ('<img src="gone.svg" alt="">', ["a.html: gone.svg is not there"]),
+        ('<img src="c.svg">', ["a.html: the picture c.svg has no alt text"]),
+        (
+            "<pre>\\n</pre><p>\\lambda</p>",
+            ["a.html: a backslash in '\\\\lambda': a formula that was not set?"],
+        ),
+    ],
+)
+def test_faults_of_a_page(tmp_path, text, expected):
+    (tmp_path / "a.html").write_text(text)
+    (tmp_path / "b.html").write_text('<h1 id="there">')
+    (tmp_path / "c.svg").write_text("<svg/>")
+    assert faults(tmp_path) == expected
+
+
+def test_links_of_plain_text(tmp_path):
+    (tmp_path / "llms.txt").write_text("- [A](a.html)\n- [B](b.html)\n- [C](https://example.org)\n")
+    (tmp_path / "a.html").write_text("")
+    assert faults(tmp_path) == ["llms.txt: b.html is not there"]
+
+
+GALLERY = sorted((DOCS / "gallery").glob("plot_*.py"))
+
+
+@pytest.mark.parametrize("script", GALLERY, ids=lambda script: script.stem)
+def test_a_script_of_the_gallery_is_short_and_its_figure_has_words(script):
+    text = script.read_text()
+    assert len(text.splitlines()) <= 60
+    assert text.count("figure.set_label(") == text.count("plt.subplots(") == 1
