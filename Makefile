@@ -1,11 +1,11 @@
 # make demo: the AG News comparison. make test: everything the project promises. Both build .venv first.
 PYTHON ?= python3
 VENV := .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo study test test-lowest bench bench-gpu bench-asv accuracy fuzz docs lint clean
+.PHONY: help demo study test test-lowest dist matrix bench bench-gpu bench-asv accuracy fuzz soak docs lint clean
 
 help:  ## Show the commands.
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -37,13 +37,24 @@ OTHER_ARITHMETIC := OPENBLAS_CORETYPE=Nehalem MKL_CBWR=COMPATIBLE ATEN_CPU_CAPAB
 LOWEST := .venv-lowest
 
 test-lowest: $(LOWEST)/.installed  ## Run all tests with the lowest versions that pyproject.toml admits.
-	$(LOWEST)/bin/python -m pytest -p tests.lowest -n auto --dist loadfile $(ARGS)
+	$(LOWEST)/$(notdir $(BIN))/python -m pytest -p tests.lowest -n auto --dist loadfile $(ARGS)
 
 $(LOWEST)/.installed: pyproject.toml
 	$(PYTHON) -m venv --clear $(LOWEST)
-	$(LOWEST)/bin/python tests/lowest.py > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pip install --disable-pip-version-check -q -c $(LOWEST)/constraints.txt -e '.[test]'
+	$(LOWEST)/$(notdir $(BIN))/python tests/lowest.py > $(LOWEST)/constraints.txt
+	$(LOWEST)/$(notdir $(BIN))/python -m pip install --disable-pip-version-check -q -c $(LOWEST)/constraints.txt -e '.[test]'
 	@touch $@
+
+# In an environment of its own, so that a release needs nothing but these two.
+PUBLISH := .venv-dist
+
+dist:  ## Build sdist and wheel into dist/, and check what they hold.
+	$(PYTHON) -m venv --clear $(PUBLISH)
+	$(PUBLISH)/bin/python -m pip install --disable-pip-version-check -q build twine
+	$(PUBLISH)/bin/python tests/dists.py
+
+matrix:  ## Install and test the wheel in some twenty environments, one by one; hours; docs/results/matrix.md.
+	$(PYTHON) tests/matrix.py $(ARGS)
 
 bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 	$(BIN)/python -m asv_benchmarks.reports.projection $(ARGS)
@@ -63,17 +74,21 @@ bench-asv: $(STAMP)  ## Record the benchmarks of this commit; pages of all recor
 accuracy: $(STAMP)  ## Find out which solver fails where; tables and figure of docs/accuracy.md.
 	$(BIN)/python -m asv_benchmarks.reports.accuracy $(ARGS)
 
-fuzz: $(STAMP)  ## Compare a million degenerate integer problems with exact rational arithmetic.
+fuzz: $(STAMP)  ## Compare a million degenerate integer problems with exact rational arithmetic; hours.
 	$(BIN)/python -m asv_benchmarks.reports.fuzz $(ARGS)
+
+soak: $(STAMP)  ## Train ten thousand steps, and see whether memory stays flat.
+	$(BIN)/python -m asv_benchmarks.reports.soak $(ARGS)
 
 docs: $(STAMP)  ## Build the documentation into docs/_build, run its gallery, and check links and formulas.
 	$(BIN)/python -m sphinx -W -q -b html docs docs/_build
 
-lint: $(STAMP)  ## Check style and types.
+lint: $(STAMP)  ## Check style, types and the workflows.
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/zizmor --offline --quiet .github
 
 clean:  ## Remove the environment and everything built.
 	find gemproj -name '*.nb[ci]' -delete
-	rm -rf $(VENV) $(LOWEST) asv_benchmarks/env asv_benchmarks/html docs/_build docs/gallery_pages build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LOWEST) $(PUBLISH) asv_benchmarks/env asv_benchmarks/html docs/_build docs/gallery_pages build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,11 @@ collect_ignore_glob = [
     "tests/checks_*.py",
     "examples/fsdp2.py",
 ]
+if not find_spec("torch"):
+    collect_ignore_glob += ["gemproj/torch/*", "gemproj/integrations/*", "gemproj/_operator.py", "examples/*"]
+    collect_ignore_glob += ["tests/frameworks.py", "tests/models.py"]
+if not find_spec("numba"):
+    collect_ignore_glob.append("gemproj/backends/numba/*")
 if not find_spec("lightning"):
     collect_ignore_glob += ["gemproj/integrations/lightning.py", "examples/lightning_fit.py"]
 # Slow to import, and not importable wherever it is installed; its tests look.

@@ -1,5 +1,7 @@
 """``python -m gemproj`` prints installed versions and devices, and solves a small problem with every method.
 
+``python -m gemproj --check`` solves 200 problems with known answers, and exits with 1 if an answer is wrong.
+
 ``python -m gemproj --compile`` compiles the loops of the numba backend for this machine, ahead of time.
 """
 
@@ -8,7 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import os
 import platform
+import sys
 import time
 import timeit
 from collections.abc import Sequence
@@ -35,14 +39,25 @@ OPTIONAL = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line with `arguments`, by default ``sys.argv[1:]``."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line with `arguments`, by default ``sys.argv[1:]``, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m gemproj", description=__doc__)
     parser.add_argument("--compile", action="store_true", help="compile the loops ahead of time, and exit")
-    if parser.parse_args(arguments).compile:
+    parser.add_argument(
+        "--check", action="store_true", help="solve problems with known answers; 1 if one is wrong"
+    )
+    given = parser.parse_args(arguments)
+    if given.compile:
         compile_loops()
-    else:
-        report()
+        return 0
+    report_versions()
+    if given.check:
+        report_arithmetic()
+        from gemproj._selfcheck import check
+
+        return int(not check())
+    report_methods()
+    return 0
 
 
 def compile_loops() -> None:
@@ -70,8 +85,8 @@ def compile_loops() -> None:
     print(f"Done in {time.perf_counter() - start:.0f} seconds.")
 
 
-def report() -> None:
-    """Print versions, extras and devices, then time, KKT residual and gap of every method."""
+def report_versions() -> None:
+    """Print versions, extras and devices."""
     print(f"gemproj {gemproj.__version__} on Python {platform.python_version()}, {platform.platform()}\n")
     print(f"{'core':14s}{_version('numpy')}, {_version('array-api-compat')}")
     for extra, packages in OPTIONAL.items():
@@ -80,6 +95,28 @@ def report() -> None:
         print(f"{extra:14s}{found}{hint}")
     print(f"{'devices':14s}{', '.join(_devices())}\n")
 
+
+def report_arithmetic() -> None:
+    """Print what decides the rounding on this machine: BLAS, vector instructions, threads and variables."""
+    built = np.show_config(mode="dicts")
+    blas = built.get("Build Dependencies", {}).get("blas", {})
+    found = ", ".join(built.get("SIMD Extensions", {}).get("found", []))
+    print(f"{'numpy':14s}BLAS {blas.get('name', 'unknown')} {blas.get('version', '')}; {found}")
+    if find_spec("torch") is not None:
+        torch = importlib.import_module("torch")
+        capability = torch.backends.cpu.get_cpu_capability()
+        mkl = "MKL" if torch.backends.mkl.is_available() else "no MKL"
+        print(f"{'torch':14s}{mkl}; {capability}; {torch.get_num_threads()} threads")
+    variables = {
+        name: os.environ[name] for name in ("GEMPROJ_BACKEND", "OMP_NUM_THREADS") if name in os.environ
+    }
+    print(
+        f"{'processor':14s}{platform.machine()}, {os.cpu_count()} cores; {variables or 'no variables set'}\n"
+    )
+
+
+def report_methods() -> None:
+    """Print time, KKT residual, gap and error bound of every method on one problem."""
     rng = np.random.default_rng(0)
     t, d = 6, 10_000
     G, g = rng.standard_normal((t, d)) + 0.3, rng.standard_normal(d) - 0.3
@@ -125,4 +162,4 @@ def _devices() -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -73,7 +73,7 @@ def project_operator(
 ) -> Any:  # fmt: skip
     """Return x for the arguments of `project`, computed by the torch operator."""
     transformed = False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
         # Tracing cannot follow the checks of arrays; these run inside the operator.
         for name, value in (("margin", margin), ("penalty", 0.0 if penalty is None else penalty)):
             if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
@@ -148,7 +148,7 @@ def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
 @torch.library.custom_op(
     "gemproj::project", mutates_args=(), schema="(Tensor[] tensors, SymInt[] form) -> Tensor[]"
 )
-def _project(tensors, form):
+def _project(tensors: list[Tensor], form: Any) -> list[Tensor]:
     """Return the blocks of x, the multipliers, and `inverse_of_free` if a backward pass may follow."""
     form = Form(*form)
     problem, given = form.problem(tensors), form.options(tensors)
@@ -164,7 +164,7 @@ def _project(tensors, form):
 
 
 @_project.register_fake
-def _(tensors, form):
+def _(tensors: list[Tensor], form: Any) -> list[Tensor]:
     form = Form(*form)
     G, g, metric = form.arrays(tensors)
     if form.alone:
@@ -181,7 +181,9 @@ def _(tensors, form):
     mutates_args=(),
     schema="(Tensor[] tensors, Tensor[] found, Tensor[] upstream, SymInt[] form) -> Tensor[]",
 )
-def _project_backward(tensors, found, upstream, form):
+def _project_backward(
+    tensors: list[Tensor], found: list[Tensor], upstream: list[Tensor], form: Any
+) -> list[Tensor]:
     """Return the gradients for all tensors except the mask of equalities and the warm start."""
     form = Form(*form)
     problem, given, (*x, lam, inverse) = form.problem(tensors), form.options(tensors), found
@@ -198,17 +200,17 @@ def _project_backward(tensors, found, upstream, form):
 
 
 @_project_backward.register_fake
-def _(tensors, found, upstream, form):
+def _(tensors: list[Tensor], found: Any, upstream: Any, form: Any) -> list[Tensor]:
     return [a.new_empty(a.shape) for a in tensors[: sum(form[:6])]]
 
 
-def _setup_context(ctx, inputs, output):
+def _setup_context(ctx: Any, inputs: Any, output: Sequence[Tensor]) -> None:
     tensors, form = inputs
     ctx.form, ctx.count = form, len(tensors)
     ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(ctx, upstream):
+def _backward(ctx: Any, upstream: Any) -> tuple[list[Any], None]:
     saved, form = list(ctx.saved_tensors), ctx.form
     tensors, found = saved[: ctx.count], saved[ctx.count :]
     upstream = [torch.zeros_like(v) if u is None else u for u, v in zip(upstream, found[:-2], strict=False)]
@@ -220,7 +222,7 @@ _project.register_autograd(_backward, setup_context=_setup_context)
 
 
 @_project.register_vmap
-def _(info, in_dims, tensors, form):
+def _(info: Any, in_dims: Any, tensors: list[Tensor], form: Any) -> tuple[list[Tensor], list[int]]:
     one = Form(*form)
     refuse_blocks(one.alone)
     # g and the warm start get the mapped dimension even if they are not mapped.
@@ -231,7 +233,9 @@ def _(info, in_dims, tensors, form):
 
 
 @_project_backward.register_vmap
-def _(info, in_dims, tensors, found, upstream, form):
+def _(
+    info: Any, in_dims: Any, tensors: list[Tensor], found: list[Tensor], upstream: list[Tensor], form: Any
+) -> tuple[list[Tensor], list[int]]:
     refuse_blocks(Form(*form).alone)
     flat, dims = [*tensors, *found, *upstream], [d for some in in_dims[:3] for d in some]
     ends = len(tensors), len(tensors) + len(found)
@@ -244,7 +248,7 @@ def _(info, in_dims, tensors, found, upstream, form):
     return grads, [0] * len(grads)
 
 
-def _no_second(ctx, *upstream):
+def _no_second(ctx: Any, *upstream: Any) -> Any:
     raise NotImplementedError("The projection has one derivative, not a second one.")
 
 

@@ -221,8 +221,12 @@ class DualSolution:
         xp = namespace(gg)
         square = gg + xp.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1)
         lengths = lam * xp.sqrt(xp.linalg.diagonal(K))
-        whole = gg + xp.sum(lengths * lengths, axis=-1)
-        return square <= 8 * (lam.shape[-1] + 1) * self._rounding * whole
+        whole, most = gg + xp.sum(lengths * lengths, axis=-1), 8 * (lam.shape[-1] + 1)
+        zero = square <= most * self._rounding * whole
+        if self.bounds.base is not None:  # lam is base + mu, and has the rounding of base
+            origin = self.bounds.base * xp.sqrt(xp.linalg.diagonal(K))
+            zero = zero | (square <= (most * EPS) ** 2 * xp.sum(origin * origin, axis=-1))
+        return zero
 
     def _slack(self) -> tuple[Array, Array]:
         """Return the slack ``G x - h`` (..., t), and the rounding error of ``g + G'lam`` (...)."""

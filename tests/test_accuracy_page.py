@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 from problems import assert_close, draw, rational_projection
 
+import gemproj
+from gemproj.backends.numba import installed
+
 pytest.importorskip("mpmath")
 pytest.importorskip("scipy")
 accuracy = pytest.importorskip("asv_benchmarks.reports.accuracy")
@@ -60,12 +63,27 @@ def test_script_writes_its_tables(tmp_path):
 def test_fuzz_tells_wrong_from_right(monkeypatch):
     monkeypatch.setattr(fuzz, "CHUNK", 20)
     wrong, worst, failures = fuzz.run(0)
-    assert (wrong.total(), failures, len(worst)) == (0, [], 5)
-    monkeypatch.setattr(fuzz, "project", lambda G, g: g)
+    assert (wrong.total(), failures, len(worst)) == (0, [], 7 if installed() else 6)
+    monkeypatch.setattr(fuzz, "project", lambda G, g, **options: g)
     wrong, _, failures = fuzz.run(0)
-    assert 0 < wrong["project"] == wrong.total() == len(failures)
+    assert wrong["project"]
+    assert wrong["all options, portable"]
+    assert wrong.total() == len(failures)
+    assert wrong["project"] + wrong["all options, portable"] + wrong["all options, numba"] == wrong.total()
     monkeypatch.setattr(fuzz, "rational_feasible", lambda *given: True)
     assert fuzz.run(0)[0]["right-hand sides: residual"]
+
+
+@pytest.mark.parametrize("ignored", ["h", "equality", "penalty", "margin", "metric"])
+def test_fuzz_notices_an_option_that_is_ignored(ignored, monkeypatch):
+    monkeypatch.setattr(fuzz, "CHUNK", 60)
+
+    def project(G, g, **options):
+        options.pop(ignored, None)
+        return gemproj.project(G, g, **options)
+
+    monkeypatch.setattr(fuzz, "project", project)
+    assert fuzz.run(0)[0]["all options, portable"]
 
 
 def test_score_tells_failures_apart():

@@ -4,7 +4,6 @@ import pickle
 
 import numpy as np
 import pytest
-import torch
 from problems import assert_close
 
 from gemproj import (
@@ -21,6 +20,7 @@ from gemproj import (
     solve_gram,
 )
 
+torch = pytest.importorskip("torch")
 G, g = np.eye(3, 5), -np.ones(5)
 TENSORS, META = (torch.eye(3, 5), -torch.ones(5)), torch.ones(5, device="meta")
 READ_ONLY = np.empty(5)

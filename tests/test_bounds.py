@@ -105,6 +105,18 @@ def test_right_hand_side_is_a_shift(xp, t, options, rng):
     assert_close(x, x0 + project(G, g - x0, **options), atol=1e-12)
 
 
+def test_penalised_equalities_at_zero_are_solved(xp):
+    """The multipliers are rounded to the penalty, which is no loss of digits: x is zero, to rounding."""
+    G = xp.array([[-1.0, 1, -2], [-1, -1, -2], [-2, -1, -1], [-2, 1, -1]])
+    equality, penalty = [True, False, True, True], [np.inf, np.inf, 1, 1]
+    options = {"equality": np.array(equality), "penalty": np.array(penalty)}
+    sol = solve_dual(G, xp.array(np.zeros(3)), **options)
+    assert int(sol.status) & Status.STALLED == 0
+    assert float(sol.kkt_residual()) == 0
+    x = xp.numpy(project(G, xp.array(np.zeros(3)), **options))  # without a warning
+    assert_close(x, np.zeros(3), atol=1e-15)
+
+
 TILT = 2.0**-12
 # Rows that depend on each other, with an h that differs by more than their rounding: G, g, h, options, x.
 TOGETHER = [

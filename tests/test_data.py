@@ -244,7 +244,7 @@ def test_dataclasses_and_views():
     batch = memory.batch(0)
     assert batch.ids.tolist() == [[0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
     assert [one.label.tolist() for one in memory.batches(per="label")] == [[0], [1], [2]]
-    moved = memory.source(0).to("meta").all()
+    moved = dataclasses.replace(memory.source(0), device="meta").all()
     assert (moved.ids.device.type, moved.label.device.type) == ("meta", "meta")
 
 

@@ -4,30 +4,42 @@ import importlib
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import gemproj
-import gemproj.torch
 from gemproj import __main__ as command
+from gemproj._tiles import _HOST_TILE
+from gemproj.backends.numba import installed
+
+TORCH = [importlib.import_module("gemproj.torch")] if find_spec("torch") else []
 
 
 def test_public_names_exist():
-    for module in (gemproj, gemproj.torch):
+    for module in (gemproj, *TORCH):
         assert all(hasattr(module, name) for name in module.__all__)
     methods = {"Exact", "PGD", "FISTA", "AGEM", "Quadprog", "OSQP", "GEM2017"}
     assert {"project", "solve_dual", "combine", "gram", *methods} <= set(gemproj.__all__)
 
 
 def test_every_public_name_is_documented():
-    for module in (gemproj, gemproj.torch):
+    for module in (gemproj, *TORCH):
         for name in module.__all__:
             thing = getattr(module, name)
             assert len(thing.__doc__ or "") > 40, name
             for attribute, member in vars(thing).items() if isinstance(thing, type) else ():
                 if not attribute.startswith("_") and callable(member) and attribute != "solve":
                     assert member.__doc__, f"{name}.{attribute}"
+
+
+def test_all_files_name_one_version():
+    root = Path(__file__).parents[1]
+    for name, line in (("CITATION.cff", "version: {}\n"), ("conda/recipe.yaml", '  version: "{}"\n')):
+        assert line.format(gemproj.__version__) in (root / name).read_text(), name
+    assert f"\n## {gemproj.__version__} - " in (root / "CHANGELOG.md").read_text()
 
 
 def test_import_needs_the_core_only():
@@ -43,6 +55,31 @@ def test_command_prints_every_method(capsys):
         assert word in out
     exact = next(line for line in out.splitlines() if line.startswith("exact")).split()
     assert float(exact[2]) < 1e-12
+
+
+def test_check_finds_every_answer_right(capsys):
+    assert command.main(["--check"]) == 0
+    out = capsys.readouterr().out
+    assert "All right" in out
+    libraries = [line.split()[0] for line in out[out.index("200 problems") :].splitlines()]
+    assert {"numpy", *(["torch"] if TORCH else [])} <= set(libraries)
+
+
+def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
+    monkeypatch.setattr("gemproj._selfcheck.PROBLEMS", 28)
+    right = gemproj.project
+
+    def wrong(G, g, **options):
+        if "h" in options:
+            raise ValueError("no such h")
+        return right(G, g, **options) + (1e-7 if len(G) > 8 else 0)
+
+    monkeypatch.setattr(gemproj, "project", wrong)
+    assert command.main(["--check"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG" in out
+    assert "ValueError: no such h" in out
+    assert "float64, []): off by" in out
 
 
 def test_command_without_extras(capsys, monkeypatch):
@@ -99,7 +136,7 @@ def test_a_backend_that_does_not_exist_is_an_error(monkeypatch):
 
 
 def test_large_problem_makes_no_copy_of_G():
-    """Peak extra memory of an in-place projection stays below 5 % of G."""
+    """Peak extra memory of an in-place projection stays below 5 % of G, and two tiles without compiled loops."""
     import tracemalloc
 
     rng = np.random.default_rng(0)
@@ -109,4 +146,5 @@ def test_large_problem_makes_no_copy_of_G():
     gemproj.project(G, g, out=g)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 0.05 * G.nbytes
+    tiles = 0 if installed() else 2 * 8 * _HOST_TILE
+    assert peak < 0.05 * G.nbytes + tiles

@@ -2,26 +2,32 @@
 
 Small integers make repeated, opposite, dependent and zero rows, ties and multipliers that are zero
 together with their constraint: all that active-set methods cycle or stop early on. Right-hand sides and
-equalities are drawn, too: an error has to say that no x meets them exactly if none does.
+equalities are drawn, too: an error has to say that no x meets them exactly if none does. Then all options at
+once (h, equality, penalty, margin, metric, batches with one G or several), on both backends, against an
+enumeration of all active sets of the dual problem in rational arithmetic.
 """
 
 from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from fractions import Fraction
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
 from rich.progress import track
 
 import gemproj
-from gemproj import Exact, combine, gram, project, solve_dual
+from gemproj import Exact, backends, combine, gram, project, solve_dual
 from gemproj._tspace import normalise
+from gemproj.backends.numba import installed
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._faces import Factorisation, Tableau
 from tests.problems import rational_feasible, rational_projection, small_integers
@@ -38,6 +44,115 @@ def integers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         G, g = rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
         if g.any():
             return G, g
+
+
+def draw_options(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
+    """Draw G, g and some of all options; a batch, with one G or several, in two of three problems."""
+    t, d, m = int(rng.integers(1, 5)), int(rng.integers(1, 4)), int(rng.choice([1, 2, 4]))
+    lead = () if m == 1 else (m,)
+    G = rng.integers(-2, 3, (*lead * int(rng.integers(2)), t, d)).astype(float)
+    g = rng.integers(-3, 4, (*lead, d)).astype(float)
+    equality = rng.random((*lead, t)) < 0.3
+    penalty = rng.choice([0.5, 1.0, 2.0, np.inf], (*lead, t))
+    margin = np.minimum(rng.choice([0.0, 0.25, 1.0], (*lead, t)), penalty)
+    metric = rng.choice([0.25, 0.5, 1.0, 3.0], d if rng.integers(2) else g.shape)
+    options = {"equality": equality, "penalty": penalty, "margin": margin, "metric": metric}
+    options = {name: value for name, value in options.items() if rng.random() < 0.5}
+    if rng.random() < 0.6:
+        options["h"] = rng.integers(-2, 3, (*lead, t)) / rng.choice([1.0, 4.0])
+    return G, g, options
+
+
+def enumerate_exactly(
+    G: np.ndarray,
+    g: np.ndarray,
+    h: Any = 0.0,
+    equality: Any = False,
+    penalty: Any = np.inf,
+    margin: Any = 0.0,
+    metric: Any = 1.0,
+) -> np.ndarray | None:
+    """Return the projection of one problem, None if h is infeasible: all active sets, in rational arithmetic.
+
+    A multiplier is at a bound or free; an equality without a penalty has no bound, and may be zero where its
+    row depends on free rows. Floats are rationals, so nothing is rounded before the end.
+    """
+    t = len(G)
+    h, equality, upper, margin = (np.broadcast_to(a, t) for a in (h, equality, penalty, margin))
+    lower = np.where(equality, -upper, margin)
+    A, a, w, hs = (_fractions(np.asarray(v, float)) for v in (G, g, np.broadcast_to(metric, g.shape), h))
+    K, s0 = (A / w) @ A.T, A @ a - hs
+    values: list[list[Any]] = []
+    for i in range(t):
+        held = [Fraction(float(v)) for v in {lower[i], upper[i]} if np.isfinite(v)]
+        values.append([*(held or [Fraction(0)]), None])
+    for state in product(*values):
+        free = [i for i in range(t) if state[i] is None]
+        lam = np.array([Fraction(0) if v is None else v for v in state], dtype=object)
+        if free:
+            solved = _solve_exactly(K[np.ix_(free, free)], -(s0 + K @ lam)[free])
+            if solved is None:
+                continue
+            lam[free] = solved
+        s = s0 + K @ lam
+        if all(_optimal(lam[i], s[i], float(lower[i]), float(upper[i])) for i in range(t)):
+            return np.asarray(a + (A.T @ lam) / w, dtype=float)
+    return None
+
+
+def _optimal(lam: Fraction, s: Fraction, lower: float, upper: float) -> bool:
+    return lower <= lam <= upper and (s >= 0 or lam == upper) and (s <= 0 or lam == lower)
+
+
+def _solve_exactly(K: np.ndarray, b: np.ndarray) -> np.ndarray | None:
+    """Solve ``K x = b`` by elimination; None if K, a Gram matrix, is singular."""
+    table = np.column_stack([K, b])
+    for k in range(len(table)):
+        if table[k, k] == 0:  # of a positive semidefinite matrix: then it is singular
+            return None
+        table[k] = table[k] / table[k, k]
+        for i in range(len(table)):
+            if i != k:
+                table[i] = table[i] - table[i, k] * table[k]
+    return table[:, -1]
+
+
+_fractions = np.vectorize(Fraction, otypes=[object])
+
+
+def options_error(
+    G: np.ndarray,
+    g: np.ndarray,
+    options: dict[str, Any],
+    expected: list[np.ndarray | None],
+    backend: str,
+) -> float:
+    """Return the largest error of x over the size of the problem, infinity if feasibility is told wrong."""
+    backends.wanted = backend
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)
+            x = project(G, g, **options).reshape(-1, g.shape[-1])
+    except RuntimeWarning:  # no problem here is so hard that a warning is right
+        return np.inf
+    except ValueError as error:
+        if "infeasible" not in str(error):
+            raise
+        return 0.0 if any(e is None for e in expected) else np.inf
+    if any(e is None for e in expected):
+        return np.inf
+    size = 1.0 + float(np.abs(g).max()) + float(np.abs(options.get("h", 0.0)).max())
+    return float(np.abs(x - np.array(expected)).max()) / size
+
+
+def one_by_one(g: np.ndarray, **arrays: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Yield the arrays of each problem of a batch; those without its dimension are shared."""
+    depth = {"G": 2}
+    for i in range(len(g) if g.ndim == 2 else 1):
+        yield {
+            name: a[i] if g.ndim == 2 and a.ndim > depth.get(name, 1) else a
+            for name, a in {"g": g, **arrays}.items()
+        }
 
 
 def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -63,12 +178,14 @@ def run(seed: int) -> tuple[Counter[str], dict[str, float], list[str]]:
     wrong: Counter[str] = Counter()
     worst: dict[str, float] = {}
     failures = []
+    before = backends.wanted
 
-    def judge(way: str, error: float, most: float, *problem: np.ndarray) -> None:
+    def judge(way: str, error: float, most: float, *problem: np.ndarray, **options: np.ndarray) -> None:
         worst[way] = max(worst.get(way, 0.0), error)
         wrong[way] += not error < most
         if not error < most:
-            failures.append(f"{way}: {[array.tolist() for array in problem]}, off by {error:.1e}")
+            named = {name: array.tolist() for name, array in options.items()}
+            failures.append(f"{way}: {[array.tolist() for array in problem]} {named}, off by {error:.1e}")
 
     for _ in range(CHUNK):
         G, g = integers(rng)
@@ -83,6 +200,12 @@ def run(seed: int) -> tuple[Counter[str], dict[str, float], list[str]]:
             found, answered = 0.0, False
         error = max(found, float(answered != rational_feasible(G, h, equality)))
         judge("right-hand sides: residual", error, UNMET, G, g, h, equality)
+        G, g, options = draw_options(rng)
+        true = [enumerate_exactly(**one) for one in one_by_one(g, G=G, **options)]
+        for backend in ("portable", "numba") if installed() else ("portable",):
+            error = options_error(G, g, options, true, backend)
+            judge(f"all options, {backend}", error, WRONG, G, g, **options)
+        backends.wanted = before
     return wrong, worst, failures
 
 

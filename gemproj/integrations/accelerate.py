@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 try:
     from accelerate import Accelerator
 except ImportError as error:
@@ -15,6 +13,8 @@ except ImportError as error:
         "gemproj.integrations.accelerate needs Accelerate: "
         "pip install '.[accelerate]' in a checkout of gemproj."
     ) from error
+
+import torch
 
 from gemproj.integrations._accelerate import AcceleratedKeeper, read
 from gemproj.methods import AnyMethod

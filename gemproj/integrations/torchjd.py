@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 try:
     from torchjd.linalg import DualConeProjector
@@ -15,6 +13,9 @@ except ImportError as error:
         "gemproj.integrations.torchjd needs TorchJD 0.17 or newer: "
         "pip install '.[torchjd]' in a checkout of gemproj."
     ) from error
+
+import torch
+from torch import Tensor
 
 from gemproj._dual import solve_gram
 

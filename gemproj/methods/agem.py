@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gemproj._arrays import namespace
+from gemproj._arrays import Array, namespace
 from gemproj._tspace import clip, inverse
 from gemproj.methods._method import Method, Outcome, Status
 
@@ -30,7 +30,9 @@ class AGEM(Method):
 
     accepts: ClassVar[frozenset[str]] = frozenset({"h", "margin", "penalty"})
 
-    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
+    def solve(  # noqa: D102
+        self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
+    ) -> Outcome:
         xp = namespace(K)
         t = b.shape[-1]
         step = xp.sum(b, axis=-1, keepdims=True) * inverse(xp.sum(K, axis=(-2, -1))[..., None])

@@ -41,7 +41,9 @@ class Exact(Method):
     array([1., 0.])
     """
 
-    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
+    def solve(  # noqa: D102
+        self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
+    ) -> Outcome:
         from gemproj.backends import solver_for  # `backends` imports the methods
 
         xp, device, dtype = namespace(b), device_of(b), b.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gemproj._arrays import namespace
+from gemproj._arrays import Array, namespace
 from gemproj._checks import check_count
 from gemproj._tspace import clip, inverse, matvec, normalise
 from gemproj.methods._method import Method, Outcome, Status
@@ -44,7 +44,9 @@ class FISTA(Method):
     def __post_init__(self) -> None:
         check_count(self.steps, "steps", 1)
 
-    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
+    def solve(  # noqa: D102
+        self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
+    ) -> Outcome:
         if self.normalize:
             K, b, lower, upper, warm_start, scale = normalise(K, b, lower, upper, warm_start)
         xp = namespace(K)
@@ -60,7 +62,7 @@ class FISTA(Method):
             y = new + (momentum - 1.0) / faster * (new - lam)
             lam, momentum = new, faster
 
-        def objective(v):
+        def objective(v: Array) -> Array:
             return xp.sum(v * (0.5 * matvec(K, v) + b), axis=-1, keepdims=True)
 
         lam = xp.where(objective(lam) <= objective(start), lam, start)

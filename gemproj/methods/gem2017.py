@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from gemproj._arrays import namespace
+from gemproj._arrays import Array, namespace
 from gemproj._checks import check_number
 from gemproj._tspace import identity_like, matvec
 from gemproj.methods._method import Method, Outcome, Status
@@ -47,7 +47,9 @@ class GEM2017(Method):
         check_number(self.memory_strength, "memory_strength", 0.0)
         check_number(self.eps, "eps", 0.0)
 
-    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
+    def solve(  # noqa: D102
+        self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
+    ) -> Outcome:
         xp = namespace(K)
         violated = xp.any(b < 0, axis=-1, keepdims=True)
         ridged = K + self.eps * identity_like(K)

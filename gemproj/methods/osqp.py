@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from gemproj._arrays import Array
 from gemproj._checks import check_count, check_number
 from gemproj.methods._external import solve_each
 from gemproj.methods._method import Method, Outcome, Status
@@ -33,10 +35,14 @@ class OSQP(Method):
         check_number(self.eps, "eps", 0.0, strict=True)
         check_count(self.max_iter, "max_iter", 1)
 
-    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
+    def solve(  # noqa: D102
+        self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
+    ) -> Outcome:
         return solve_each(self._solve_one, "osqp", K, b, lower, upper, warm_start)
 
-    def _solve_one(self, osqp, K, b, lower, upper, start):
+    def _solve_one(
+        self, osqp: Any, K: np.ndarray, b: np.ndarray, lower: Any, upper: Any, start: Any
+    ) -> Outcome:
         from scipy import sparse
 
         t = len(b)

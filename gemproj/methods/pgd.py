@@ -56,7 +56,9 @@ class PGD(Method):
         check_number(self.c, "c", 0.0, strict=True)
         check_count(self.power_iterations, "power_iterations", 1)
 
-    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
+    def solve(  # noqa: D102
+        self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
+    ) -> Outcome:
         if self.normalize:
             K, b, lower, upper, warm_start, scale = normalise(K, b, lower, upper, warm_start)
         if self.step_size == "safe":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from gemproj._arrays import Array
 from gemproj._checks import check_number
 from gemproj._tspace import snap
 from gemproj.methods._external import solve_each
@@ -30,10 +32,14 @@ class Quadprog(Method):
     def __post_init__(self) -> None:
         check_number(self.ridge, "ridge", 0.0)
 
-    def solve(self, K, b, lower=None, upper=None, warm_start=None):  # noqa: D102
+    def solve(  # noqa: D102
+        self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
+    ) -> Outcome:
         return solve_each(self._solve_one, "quadprog", K, b, lower, upper, warm_start)
 
-    def _solve_one(self, quadprog, K, b, lower, upper, start):
+    def _solve_one(
+        self, quadprog: Any, K: np.ndarray, b: np.ndarray, lower: Any, upper: Any, start: Any
+    ) -> Outcome:
         t = len(b)
         below, above = np.isfinite(lower), np.isfinite(upper)
         sides = np.concatenate([np.eye(t)[:, below], -np.eye(t)[:, above]], axis=1)

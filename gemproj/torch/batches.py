@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,34 +59,52 @@ def remembered(batch: Batch, outputs: Any, losses: Any) -> Remembered:
     return Remembered(batch, () if outputs is None else outputs, () if losses is None else losses)
 
 
-class Source(NamedTuple):
-    """The examples of one row of G, which are fetched in parts when they are needed.
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """The examples of one row of G, of which batches are made when they are needed.
 
     Attributes
     ----------
-    size : int
-        Number of examples.
-    fetch : callable
-        ``fetch(slice(start, stop))`` returns some of them as a batch.
+    examples : sequence
+        What stands for each example.
+    make : callable
+        ``make(some)`` returns a batch of some of them.
     name : tuple
         The name of the set and the label, or None: of all sets together ``(None, None)``; with one row for
         each example also its place in the stream. Empty for a batch that comes from no memory.
     promise : Promise, optional
         The promise about these examples.
+    kind : hashable, optional
+        Sources of equal kind can be `joined`; None can not.
+    device : torch.device, optional
+        Where batches are moved to.
     """
 
-    size: int
-    fetch: Callable[[slice], Batch]
+    examples: Sequence[Any]
+    make: Callable[[Any], Batch]
     name: tuple[Hashable, ...] = ()
     promise: Any = None
+    kind: Hashable = None
+    device: Any = None
+
+    @property
+    def size(self) -> int:
+        """Number of examples."""
+        return len(self.examples)
+
+    def fetch(self, part: slice) -> Batch:
+        """Return some examples as a batch."""
+        batch = self.make(self.examples[part])
+        return batch if self.device is None else moved(batch, self.device)
 
     def all(self) -> Batch:
         """Return all examples as one batch."""
-        return self.fetch(slice(0, self.size))
+        return self.fetch(slice(None))
 
-    def to(self, device: Any) -> Source:
-        """Return the source of the same examples on a device, to which each part is moved by itself."""
-        return self._replace(fetch=lambda part: moved(self.fetch(part), device))
+    def joined(self, others: Iterable[Source]) -> Source:
+        """Return one source of these examples and of those of `others`."""
+        examples = [one for source in (self, *others) for one in source.examples]
+        return dataclasses.replace(self, examples=examples)
 
 
 class Batches(Iterator[Batch]):
@@ -101,8 +119,8 @@ class Batches(Iterator[Batch]):
 
 def source_of(batch: Batch) -> Source:
     """Return the source of a batch that is there already."""
-    count = count_examples(batch)
-    return Source(count, lambda part: batch if part == slice(0, count) else take(batch, part))
+    count = range(count_examples(batch))
+    return Source(count, lambda some: batch if some == count else take(batch, slice(some.start, some.stop)))
 
 
 def parts(source: Source, size: int | None, most: int) -> Iterator[tuple[Batch, int, int]]:

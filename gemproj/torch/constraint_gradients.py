@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -14,10 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from gemproj._checks import check_count
-from gemproj.torch.batches import Batch, Batches, Remembered, Source, parts, source_of
+from gemproj.torch.batches import Batch, Batches, Source, parts, source_of
 from gemproj.torch.calling import call_loss
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 from gemproj.torch.distributed import check_alone
+from gemproj.torch.one_pass import Row, SharedPasses, stored_losses
 from gemproj.torch.promise import Promise
 
 
@@ -50,6 +50,7 @@ def from_batches(
     batches: Iterable[Batch],
     promise: Promise | Sequence[Promise],
     facts: Mapping[str, Any],
+    shared: SharedPasses,
     *,
     microbatch: int | None = None,
     scale: float = 1.0,
@@ -72,14 +73,23 @@ def from_batches(
             facts["names of sets or labels"] = list(dict.fromkeys(source.name[:2] for source in sources))
             facts["promises"] = [one.numbers() for one in promises]
     totals, passes = topology.plan([source.size for source in sources])
+    weights = [topology.weight(source.size, n) for source, n in zip(sources, totals, strict=True)]
+    rows = list(map(Row, range(len(sources)), sources, promises, weights))
+
+    def alone(row: Row) -> Tensor:
+        values = G.losses
+        for part, n, weight in parts(row.source, microbatch, passes[row.k]):
+            values = call_loss(row.promise.loss, model, part, n, row.source.name)
+            stored = stored_losses(part, row.promise, row.source.name)
+            share = topology.weight(weight, totals[row.k])
+            G.add(row.k, values.mean(), share, None if stored is None else stored.mean())
+        return values.detach()
+
+    if topology.collective:
+        reshard(model)
     with topology.passes(), preserved_state(model, G.vector.device):
         G.open(len(sources), scale)
-        for k, (source, one) in enumerate(zip(sources, promises, strict=True)):
-            start = time.perf_counter()
-            for part, n, weight in parts(source, microbatch, passes[k]):
-                value = call_loss(one.loss, model, part, n, source.name).mean()
-                G.add(k, value, topology.weight(weight, totals[k]), _stored(part, one, source.name))
-            G.seconds.append(time.perf_counter() - start)
+        shared.fill(G, model, rows, alone, microbatch)
     G.close(len(sources))
     G.names = [source.name for source in sources]
     return promises
@@ -92,19 +102,6 @@ def _promises(sources: Sequence[Source], given: Promise | Sequence[Promise]) -> 
         )
     each = [given] * len(sources) if isinstance(given, Promise) else given
     return [source.promise or one for source, one in zip(sources, each, strict=True)]
-
-
-def _stored(part: Batch, promise: Promise, name: Any) -> Tensor | None:
-    """Return the mean of the losses that were stored with the examples, which a tolerance needs."""
-    if isinstance(part, Remembered) and "losses" in part.fields:
-        return part.losses.mean()
-    if promise.tolerance is not None:
-        raise ValueError(
-            f"tolerance needs the losses that examples{f' of {name[0]!r}' if name else ''} had when they "
-            "were stored: use keep or end_task of GEM, memory.record(name, losses=...) or "
-            "memory.add(..., losses=...)."
-        )
-    return None
 
 
 def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[str, Any]) -> None:
@@ -137,7 +134,6 @@ def preserved_state(model: torch.nn.Module, device: torch.device) -> Iterator[No
 
     Layers of transformers that checkpoint in training do so in evaluation mode, too.
     """
-    reshard(model)
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad]
     modes = [module for module in model.modules() if module.training]
     changes = _evaluation(modes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -74,15 +74,15 @@ class ConstraintMatrix:
         self.clear()
         self.vector.check()
         self._reserve(rows)
-        self._scale = scale
-        self._parts: list[tuple[int, Tensor, Tensor]] = []  # row, its loss, and what that was when stored
+        self.scale, self.seconds = scale, [0.0] * rows
+        self._losses: list[tuple[range, Tensor]] = []  # of these rows: losses now, and when stored
         self._written: set[int] = set()
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0, stored: Tensor | None = None) -> None:
         """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss, and `stored`."""
         check_loss(k, loss)
         self._reserve(k + 1)
-        factor = weight * self._scale
+        factor = weight * self.scale
         gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
         fresh = k not in self._written
         self._written.add(k)
@@ -96,25 +96,61 @@ class ConstraintMatrix:
             self.reached[j] = True
         if found:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(parts, values)
-        now = weight * loss.detach().reshape(()).to(self._unknown)
-        self._parts.append((k, now, self._unknown if stored is None else weight * stored.to(self._unknown)))
+        self._note(
+            k, weight * loss.detach().reshape(1), None if stored is None else weight * stored.reshape(1)
+        )
+
+    def parts(self, k: int, rows: int) -> dict[int, Tensor]:
+        """Return G from row k on as one view (rows, *shape) for each parameter, by its id, to write to."""
+        self._reserve(k + rows)
+        split = self._buffer[k : k + rows].split(self.vector.sizes, dim=1)
+        parameters = self.vector.parameters
+        return {id(p): part.view(rows, *p.shape) for p, part in zip(parameters, split, strict=True)}
+
+    def note(self, k: int, losses: Tensor, stored: Tensor | None, reached: Container[int]) -> None:
+        """Note that `parts` from row k on have the gradients of these losses, and which ids they reach."""
+        self._written.update(range(k, k + len(losses)))
+        for j, p in enumerate(self.vector.parameters):
+            if id(p) in reached:
+                self.reached[j] = True
+            else:
+                self.parts(k, len(losses))[id(p)].zero_()
+        self._note(k, losses.detach(), stored)
+
+    def has(self, k: int) -> bool:
+        """Return whether something was added to row k."""
+        return k in self._written
+
+    def last_losses(self) -> Tensor:
+        """Return the losses of what was added last."""
+        return self._losses[-1][1][0]
+
+    def drop(self, k: int) -> Tensor:
+        """Return row k, which is to be added again."""
+        self._written.discard(k)
+        self._losses = [part for part in self._losses if k not in part[0]]
+        return self._buffer[k].clone()
+
+    def _note(self, k: int, losses: Tensor, stored: Tensor | None) -> None:
+        now = losses.to(self._unknown)
+        then = self._unknown.expand_as(now) if stored is None else stored.to(self._unknown)
+        self._losses.append((range(k, k + len(now)), torch.stack([now, then])))
 
     def close(self, rows: int) -> None:
         """Sum rows over processes, and declare so many complete; this process may have no example of some."""
         for k in set(range(rows)) - self._written:
             self._buffer[k].zero_()
         G, topology = self._buffer[:rows], self.vector.topology
-        if self._scale != 1.0:
-            G.div_(self._scale)
+        if self.scale != 1.0:
+            G.div_(self.scale)
         self.reached = topology.reduce(G, self.reached)
         if rows:
-            at, *values = zip(*self._parts, strict=True) if self._parts else ((), (), ())
-            sums = self.losses.new_zeros(2, rows)
-            if at == tuple(range(rows)):
-                sums = torch.stack([torch.stack(one) for one in values])
-            elif at:
-                index = torch.tensor(at, device=sums.device)
-                sums.index_add_(1, index, torch.stack([torch.stack(one) for one in values]))
+            if [k for at, _ in self._losses for k in at] == list(range(rows)):
+                sums = torch.cat([values for _, values in self._losses], dim=1)
+            else:
+                sums = self.losses.new_zeros(2, rows)
+                for at, values in self._losses:
+                    sums[:, at.start : at.stop] += values
             self.losses, self.stored = topology.sum_values(sums)
         self._count = rows
 

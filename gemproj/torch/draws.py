@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.data import get_worker_info
 from gemproj._checks import check_count
 from gemproj.torch.batches import Batch, Batches, Collate, Field, PerExample, Source
 from gemproj.torch.promise import Per, Promise
-from gemproj.torch.store import Store, mixed, plain
+from gemproj.torch.store import Store, examples_of, plain
 
 _Chosen = list[tuple[Store, int]]  # stores and slots of examples
 
@@ -48,7 +49,7 @@ class Draws:
         alike = Promise(per=per, examples=n)
         self._check_label(alike)
         drawn = self._drawn(dict.fromkeys(self._others(exclude), alike))
-        return Batches(source._replace(promise=None) for source in drawn)
+        return Batches(replace(source, promise=None) for source in drawn)
 
     def promised(self, default: Promise, exclude: Hashable = None) -> Batches:
         """Return an iterator over the batches of one step, one for each row of G, with their `sources`.
@@ -136,12 +137,14 @@ class Draws:
         return chosen
 
     def _source(self, chosen: _Chosen, name: tuple[Hashable, ...], promise: Promise | None) -> Source:
-        return Source(len(chosen), lambda part: self._fetch(chosen[part]), name, promise)
+        store = chosen[0][0]
+        kind = store.kind, id(store.collate)
+        return Source(chosen, self._fetch, name, promise, kind)
 
     def _fetch(self, chosen: _Chosen) -> Batch:
         """Return a batch of copies of these examples; the last one's `collate` makes it of a list."""
         groups = [(store, [slot for _, slot in some]) for store, some in groupby(chosen, lambda one: one[0])]
-        found = mixed([store.at(slots) for store, slots in groups])
+        found = examples_of(groups)
         if isinstance(found.batch, PerExample):
             found = found._replace(batch=self._collate_of(groups[-1][0])(list(found.batch)))
         return plain(found)

@@ -27,6 +27,7 @@ class Dense:
         # What inference mode allocates could not be written to outside of it.
         with torch.inference_mode(False):
             self._leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
+        self.kind = str(self._spec), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
 
     @property
     def nbytes(self) -> int:
@@ -39,10 +40,14 @@ class Dense:
         for kept, leaf in zip(self._leaves, flatten(examples)[0], strict=True):
             kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
 
-    def at(self, slots: list[int]) -> Batch:
-        """Return copies of the examples in these slots."""
-        index = _index(slots)
-        return tree_unflatten([leaf[index.to(leaf.device)] for leaf in self._leaves], self._spec)
+    def at(self, slots: list[int], *others: tuple[Dense, list[int]]) -> Batch:
+        """Return copies of the examples in these slots, and of some that others of this kind hold."""
+        chosen = [(held._leaves, _index(some)) for held, some in ((self, slots), *others)]
+        joined = []
+        for i, home in enumerate(leaf.device for leaf in self._leaves):
+            found = [leaves[i].index_select(0, index.to(leaves[i].device)) for leaves, index in chosen]
+            joined.append(found[0] if len(found) == 1 else torch.cat([part.to(home) for part in found]))
+        return tree_unflatten(joined, self._spec)
 
     def check(self, examples: Batch, field: str) -> None:
         """Raise for examples that are not like those stored."""
@@ -69,6 +74,8 @@ class Dense:
 
 class Listed:
     """Examples as they are, in a list with one element for each slot in use."""
+
+    kind = ()
 
     def __init__(self, like: Any = (), capacity: int = 0) -> None:
         self._kept: list[Any] = []

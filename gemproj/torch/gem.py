@@ -84,7 +84,7 @@ class Keeper:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing, and has nothing of a training."""
         detached: dict[str, Any] = dict.fromkeys(("projector", "_model", "_scaler", "_tasks", "_watch"))
-        return self.__dict__ | detached | {"_optimizers": [], "_handles": []}
+        return self.__dict__ | detached | {"_optimizers": [], "_handles": [], "_computed": {}}
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.memory!r}, {self.promise!r}, {self.projector!r})"
@@ -251,6 +251,7 @@ class Keeper:
         self._model, self._scaler = model, scaler
         self._tasks = None
         self._removals = 0  # of the memory, when they were computed
+        self._computed: dict[int, tuple[Promise, Promise]] = {}  # with the loss as in training, by id
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._watch = Watch(self.memory, projector.parameters)
         self._stepped: set[int] = set()  # the optimizers that have used the constraints at this point
@@ -315,7 +316,9 @@ class Keeper:
         projector = self._attached()
         _check_nothing_else_held(self._held(), projector.parameters)
         for source in self.memory.promised(self.promise, self.exclude).sources:
-            yield source.to(projector.device)._replace(promise=self._as_computed(source.promise))
+            given = source.promise
+            _, promise = self._computed.setdefault(id(given), (given, self._as_computed(given)))
+            yield replace(source, device=projector.device, promise=promise)
 
     def _as_computed(self, promise: Promise) -> Promise:
         """Return a promise whose loss is computed as in training."""

@@ -20,6 +20,7 @@ from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated, check_alone
 from gemproj.torch.hooks import ProjectedOptimizer, is_attached
 from gemproj.torch.keywords import suggesting
+from gemproj.torch.one_pass import SharedPasses
 from gemproj.torch.parameters import ParameterVector
 from gemproj.torch.promise import Promise
 from gemproj.torch.report import Projection
@@ -120,6 +121,7 @@ class GradientProjector:
         self.every, self.project = every, project
         self._vector = ParameterVector.of(parameters, process_group)
         self._matrix = ConstraintMatrix(self._vector, rows_dtype)
+        self._passes = SharedPasses()
         self._unused = Unused(self)
         self.last: Projection | None = None
         self.reset()
@@ -149,6 +151,11 @@ class GradientProjector:
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self._vector.device
+
+    @property
+    def why_row_by_row(self) -> str | None:
+        """Why constraint gradients took a pass each when some last did; None if they have shared passes."""
+        return self._passes.reason
 
     @property
     def due(self) -> bool:
@@ -239,7 +246,7 @@ class GradientProjector:
         if due:
             start, facts = time.perf_counter(), self._facts() | {"option microbatch": microbatch}
             given = from_batches(
-                self._matrix, model, batches, promise, facts, microbatch=microbatch, scale=scale
+                self._matrix, model, batches, promise, facts, self._passes, microbatch=microbatch, scale=scale
             )
             self._agree(given)
             self._seconds += time.perf_counter() - start

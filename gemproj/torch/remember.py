@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def remember(
 
     def evaluate(size: int) -> None:
         found, losses = [], []
-        some = source._replace(size=min(source.size, size))
+        some = replace(source, examples=source.examples[:size])
         with topology.passes(), preserved_state(model, vector.device), torch.no_grad():
             for given, n, weight in parts(some, microbatch, min(most, size)):
                 home, part = _device_of(given), moved(given, vector.device)

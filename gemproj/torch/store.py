@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gemproj.torch.batches import Batch, Collate, PerExample, Remembered, count_examples, join
-from gemproj.torch.examples import hold, owned, packed, unpacked
+from gemproj.torch.examples import Dense, hold, owned, packed, unpacked
 from gemproj.torch.policies import Policy, Slots
 
 
@@ -44,6 +44,11 @@ class Store:
     def nbytes(self) -> int:
         """Bytes of all that is held."""
         return sum(held.nbytes for held in self._held.values())
+
+    @property
+    def kind(self) -> Hashable:
+        """What stores have in common whose examples can be mixed."""
+        return tuple((name, held.kind) for name, held in self._held.items())
 
     def add(self, examples: Remembered, labels: list[int], policy: Policy, random: torch.Generator) -> None:
         """Offer examples, which have been checked, to the policy."""
@@ -135,13 +140,21 @@ class Store:
         return store
 
 
-def mixed(parts: list[Remembered]) -> Remembered:
-    """Return examples of several stores as those of one."""
-    if len(parts) == 1:
-        return parts[0]
-    if any(part.fields != parts[0].fields for part in parts):
+def examples_of(chosen: list[tuple[Store, list[int]]]) -> Remembered:
+    """Return copies of some examples of several stores as those of one."""
+    (first, slots), *others = chosen
+    if not others:
+        return first.at(slots)
+    if any(list(store._held) != list(first._held) for store, _ in others):
         raise ValueError("Outputs or losses are stored with some tasks only, so that they cannot be mixed.")
-    return Remembered(**{name: join([getattr(part, name) for part in parts]) for name in parts[0].fields})
+    found: dict[str, Any] = {}
+    for name, held in first._held.items():
+        rest: list[Any] = [(store._held[name], some) for store, some in others]
+        if isinstance(held, Dense) and all(one.kind == held.kind for one, _ in rest):
+            found[name] = held.at(slots, *rest)
+        else:
+            found[name] = join([held.at(slots), *(one.at(some) for one, some in rest)])
+    return Remembered(**found)
 
 
 def readable(nbytes: int) -> str:

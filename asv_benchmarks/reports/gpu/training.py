@@ -17,7 +17,7 @@ from asv_benchmarks.reports.gpu.printing import Running, say
 from gemproj.torch import EpisodicMemory, GradientProjector
 
 SHAPE = Shape()
-TEXTS, TOKENS, TASKS, STORED, FEW = 32, 128, (3, 10), 100, 16
+TEXTS, TOKENS, TASKS, STORED = 32, 128, (3, 10, 20), 100
 ROUNDS = 5
 STAGES = ["batch", "constraint gradients", "projection", "optimizer"]
 # Of the optimality conditions, free of scale.
@@ -28,7 +28,10 @@ Batches = Callable[[EpisodicMemory], Iterable[Any]]
 WAYS: dict[str, Batches | None] = {
     "no constraints": None,
     f"A-GEM, {TEXTS} texts": lambda memory: [memory.sample(TEXTS)],
-    f"GEM, {FEW} texts a task": lambda memory: memory.batches(n=FEW),
+    "GEM, 16 texts a task": lambda memory: memory.batches(n=16),
+    "GEM, 16 texts a task, a pass each": lambda memory: list(memory.batches(n=16)),
+    "GEM, 4 texts a task": lambda memory: memory.batches(n=4),
+    "GEM, 4 texts a task, a pass each": lambda memory: list(memory.batches(n=4)),
     f"GEM, {STORED} texts a task": EpisodicMemory.batches,
 }
 
@@ -40,10 +43,10 @@ def draw(n: int) -> Batch:
 
 
 def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the mean loss of a batch, as a loop with autocast computes it."""
+    """Return the loss of each text, as a loop with autocast computes it."""
     with torch.autocast(DEVICE.type, torch.bfloat16):
         logits = model(batch["tokens"])
-    return cross_entropy(logits.float(), batch["labels"])
+    return cross_entropy(logits.float(), batch["labels"], reduction="none")
 
 
 class Loop:
@@ -60,7 +63,7 @@ class Loop:
         """Make a step, with the gradients of `batches` as constraints; return milliseconds by stage."""
         batch, projector = draw(TEXTS), self.projector
         self.optimizer.zero_grad()
-        times = {STAGES[0]: _timed(lambda: loss(self.model, batch).backward())}
+        times = {STAGES[0]: _timed(lambda: loss(self.model, batch).mean().backward())}
         if batches is not None:
             times[STAGES[1]] = _timed(lambda: projector.recall(self.model, batches(memory), loss))
             times[STAGES[2]] = _timed(projector.project_)

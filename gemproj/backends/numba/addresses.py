@@ -106,7 +106,7 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
 
 
 @strict_entry
-def address(a):
+def address(a: np.ndarray) -> int:
     """Return the memory address of an array, five times as fast as ``a.ctypes.data`` in Python."""
     return a.ctypes.data
 

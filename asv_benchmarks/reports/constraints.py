@@ -1,0 +1,178 @@
+"""Constraint gradients: rows that share a pass, and rows with a pass each.
+
+    python -m asv_benchmarks.reports.constraints [--out FOLDER]
+
+Both are the same call on batches of the same memory: a list of batches has a pass for each. They take turns,
+and the least time of each counts. Memory is the peak of a process of its own beyond what it was before.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.tables import Table, digits
+from gemproj.torch import EpisodicMemory, GradientProjector, Promise
+from gemproj.torch.losses import CrossEntropy
+
+WAYS = ("a pass each", "shared")
+TEXT, PIXELS, LABELS = 48, 784, 4
+# Model, examples of a row, rows: one of each task, or one of each example.
+CASES = [
+    *(("MLP 784-100-100-10", n, t) for n, t in [(10, 2), (10, 10), (10, 20), (100, 10)]),
+    *(("GPT-2 of 2 layers of 128, LoRA", n, t) for n, t in [(1, 48), (1, 160), (2, 10), (4, 10), (4, 20)]),
+    *(("GPT-2 of 2 layers of 128, LoRA", n, t) for n, t in [(8, 10), (16, 10)]),
+    *(("GPT-2 of 2 layers of 128, all weights", n, t) for n, t in [(1, 48), (4, 10), (16, 10)]),
+    *(("GPT-2 of 6 layers of 384, LoRA", n, t) for n, t in [(1, 10), (4, 10)]),
+]
+
+
+def make(name: str) -> nn.Module:
+    """Return a model of this name."""
+    if name.startswith("MLP"):
+        layers = [nn.Linear(PIXELS, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)]
+        return nn.Sequential(*layers)
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2ForSequenceClassification
+
+    n, width = (6, 384) if "384" in name else (2, 128)
+    sizes = {"n_layer": n, "n_embd": width, "n_head": width // 32, "n_positions": TEXT, "vocab_size": 5000}
+    special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    model = GPT2ForSequenceClassification(GPT2Config(**sizes, **special, num_labels=LABELS))
+    lora = LoraConfig(r=8, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, task_type="SEQ_CLS")
+    return get_peft_model(model, lora) if "LoRA" in name else model
+
+
+def draw(name: str, n: int) -> dict[str, torch.Tensor]:
+    """Return a batch of random examples."""
+    x = torch.randn(n, PIXELS) if name.startswith("MLP") else torch.randint(1, 5000, (n, TEXT))
+    return {"x": x, "y": torch.randint(LABELS, (n,))}
+
+
+def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    """Return the loss of each example."""
+    out = model(batch["x"])
+    return cross_entropy(getattr(out, "logits", out), batch["y"], reduction="none")
+
+
+def measure(name: str, n: int, t: int, ways: tuple[str, ...], seconds: float) -> dict[str, float]:
+    """Return the least seconds of each way, of at least five rounds, and what memory has grown by."""
+    torch.manual_seed(0)
+    model, memory = make(name), EpisodicMemory(per_task=n)
+    for task in range(t):
+        memory.add(draw(name, n), task)
+    projectors = {way: GradientProjector(model.parameters(), Promise(loss)) for way in ways}
+    taken: dict[str, list[float]] = {way: [] for way in ways}
+    torch.autograd.grad(loss(model, memory.batch(0)).sum(), projectors[ways[0]].parameters)
+    before, end = _peak(), time.monotonic() + seconds
+    while len(taken[ways[-1]]) < 6 or time.monotonic() < end:
+        for way, projector in projectors.items():
+            start = time.perf_counter()
+            batches = memory.batches()
+            projector.recall(model, batches if way == "shared" else list(batches))
+            taken[way].append(time.perf_counter() - start)
+    found = {way: min(times[1:]) for way, times in taken.items()}
+    return found | {"memory": _peak() - before}
+
+
+def _peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+
+
+def hidden_states(layers: int, width: int, trained: int, n: int, t: int, rounds: int = 4) -> list[str]:
+    """Return a row of a table: from stored tokens, and from stored hidden states (docs/cached_trunk.md)."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    first = layers - trained
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 32, "n_positions": TEXT}
+    special = {"vocab_size": 5000, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
+    lora = LoraConfig(
+        r=8,
+        target_modules=["c_attn", "c_proj"],
+        layers_to_transform=list(range(first, layers)),
+        fan_in_fan_out=True,
+    )
+    model = get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes, **special)), lora).eval()
+    gpt2: Any = model.base_model.model
+
+    def upper(model: nn.Module, batch: Any) -> torch.Tensor:
+        hidden = batch["hidden"]
+        for layer in gpt2.transformer.h[first:]:
+            found = layer(hidden)
+            hidden = found[0] if isinstance(found, tuple) else found
+        return gpt2.lm_head(gpt2.transformer.ln_f(hidden))
+
+    tokens, hidden = EpisodicMemory(per_task=n), EpisodicMemory(per_task=n)
+    for task in range(t):
+        ids = torch.randint(1, 5000, (n, TEXT))
+        with torch.no_grad():
+            states = model(input_ids=ids, output_hidden_states=True).hidden_states[first]
+        tokens.add({"input_ids": ids, "labels": ids}, task)
+        hidden.add({"hidden": states, "labels": ids}, task)
+    found = []
+    for memory, logits in ((tokens, CrossEntropy(shift=True)), (hidden, CrossEntropy(upper, shift=True))):
+        projector = GradientProjector([p for p in model.parameters() if p.requires_grad], Promise(logits))
+        times = []
+        for _ in range(rounds):
+            start = time.perf_counter()
+            projector.recall(model, memory.batches())
+            times.append(time.perf_counter() - start)
+        found.append((min(times), memory.nbytes, projector.constraints.clone()))
+    (slow, _, G), (fast, size, H) = found
+    apart = float(((G - H).norm(dim=1) / G.norm(dim=1)).max())
+    return [
+        f"{layers} layers of {width}, the last {trained} trained",
+        *(digits(1e3 * taken) for taken in (slow, fast)),
+        digits(slow / fast),
+        f"{apart:.0e}",
+        digits(size / 1e6),
+    ]
+
+
+def main(out: Path | None = None, seconds: float = 4.0) -> None:
+    """Print the tables, or write them to a folder."""
+    text = [describe(), ""]
+    for threads in sorted({1, torch.get_num_threads()}):
+        head = ["examples of a row", "rows", *WAYS, "ratio", *(f"MB, {way}" for way in WAYS)]
+        tables = {name: Table(f"{name}; {threads} thread(s); milliseconds", head) for name, *_ in CASES}
+        for name, n, t in CASES:
+            results = [_run(threads, name, n, t, ways, seconds) for ways in (WAYS, WAYS[:1], WAYS[1:])]
+            times = [results[0][way] for way in WAYS]
+            peaks = [results[1]["memory"], results[2]["memory"]]
+            cells = [digits(1e3 * times[0]), digits(1e3 * times[1]), digits(times[0] / times[1])]
+            tables[name].rows.append([str(n), str(t), *cells, *(digits(b / 1e6, 2) for b in peaks)])
+        text += [table.markdown() for table in tables.values()]
+    head = ["GPT-2", "from tokens", "from hidden states", "ratio", "difference of a row", "MB stored"]
+    trunk = Table(
+        f"4 rows of 8 examples of {TEXT} tokens; {torch.get_num_threads()} threads; milliseconds", head
+    )
+    trunk.rows += [hidden_states(6, 128, 2, 8, 4), hidden_states(12, 768, 4, 8, 4)]
+    texts = {"constraints-cpu.md": "\n".join(text), "cached-trunk.md": f"{text[0]}\n\n{trunk.markdown()}"}
+    for name, content in texts.items():
+        print(content) if out is None else (out / name).write_text(content)
+
+
+def _run(threads: int, *case: object) -> dict[str, float]:
+    given = json.dumps([threads, *case])
+    command = [sys.executable, "-m", __spec__.name, "--case", given]
+    return json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+
+
+if __name__ == "__main__":
+    if "--case" in sys.argv:
+        count, *given = json.loads(sys.argv[-1])
+        torch.set_num_threads(count)
+        print(json.dumps(measure(*given)))
+    else:
+        main(Path(sys.argv[-1]) if "--out" in sys.argv else None)

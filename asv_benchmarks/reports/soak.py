@@ -1,0 +1,104 @@
+"""``python -m asv_benchmarks.reports.soak``: ten thousand training steps, and whether memory stays flat.
+
+A small network keeps two kinds of promises about three sets, with gradient and step projected. Every thousand
+steps a checkpoint is taken and loaded, the report is read, and one set is dropped and stored again.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch.nn.functional import cross_entropy
+
+from asv_benchmarks.reports.machine import describe
+from gemproj.torch import GEM, Promise
+from gemproj.torch.losses import Distillation
+
+EACH = 1000
+WARM = 2  # rows of the table before which caches and the history still fill
+ROOM = 2.0  # MB that the allocator may take after that
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def batches(task: int, count: int) -> list[Batch]:
+    """Draw batches of a task whose labels contradict those of the others."""
+    random = torch.Generator().manual_seed(task)
+    drawn = [torch.randn(16, 20, generator=random) for _ in range(count)]
+    return [(x, (x[:, :6].argmax(1) + task) % 6) for x in drawn]
+
+
+def logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return what the model says about a batch."""
+    found: torch.Tensor = model(batch[0])
+    return found
+
+
+def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the mean loss on a batch."""
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def resident() -> float:
+    """Return the resident memory of this process in MB; Linux."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096 / 1e6
+
+
+def main(
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 10_000,
+    out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
+) -> None:
+    """Train, print resident memory and the number of objects, and exit with 1 where memory grows."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 6))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    gem = GEM(model, optimizer, on="both")
+    said = Promise(Distillation(logits), examples=8, tolerance=0.05)
+    for k, promise in enumerate((Promise(loss, weight=0.5, examples=8), Promise(loss, penalty=2.0), said)):
+        gem.keep(batches(k, 4), promise, name=k)
+    stream, rows, active = batches(3, 64), [], 0
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss(model, stream[step % len(stream)]).backward()
+        optimizer.step()
+        active += bool(gem.last and gem.last.num_active)
+        if step % EACH == 0:
+            file = io.BytesIO()
+            torch.save({"gem": gem.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+            gem.load_state_dict(state["gem"])
+            optimizer.load_state_dict(state["optimizer"])
+            gem.memory.remove(2)
+            gem.keep(batches(2, 4), said, name=2)
+            assert len(gem.report()) == 3
+            del file, state
+            gc.collect()
+            tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+            rows.append((step, resident(), len(gc.get_objects()), tensors))
+            print(*rows[-1], flush=True)
+    growth = rows[-1][1] - rows[WARM - 1][1]
+    lines = [
+        f"{steps:,} steps, {active:,} of them with an active constraint. {describe()}",
+        "",
+        f"Resident memory grew by {growth:.1f} MB from step {rows[WARM - 1][0]:,} to the end.",
+        "",
+        "| step | resident memory, MB | objects of Python | tensors |",
+        "| --: | --: | --: | --: |",
+        *(f"| {step:,} | {size:.1f} | {objects:,} | {tensors:,} |" for step, size, objects, tensors in rows),
+    ]
+    print("\n".join(lines))
+    if out is not None:
+        out.write_text("---\norphan: true\n---\n\n" + "\n".join(lines) + "\n")
+    raise typer.Exit(code=int(growth > ROOM))
+
+
+if __name__ == "__main__":
+    typer.run(main)

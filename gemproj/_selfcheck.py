@@ -1,0 +1,183 @@
+"""``python -m gemproj --check``: problems with known answers, on this machine's NumPy, BLAS, numba and torch.
+
+The families are those of the tests, where the answer is drawn first and the problem around it. Problems with
+options are solved once more by enumeration of the active sets, with NumPy's pseudoinverse of rows of G: that
+shares no code with the library and forms no Gram matrix.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import gemproj
+from gemproj import backends
+from gemproj.backends.numba import installed
+
+PROBLEMS = 200
+WITHIN = {"float64": 1e-9, "float32": 1e-6}  # of |x - x*| / |g|
+KINDS = ["generic", "parallel", "repeated", "opposite", "more rows than columns", "mixed norms", "zero row"]
+# In the other families rounding to float32 tilts dependent rows: another problem, with another answer.
+FLOAT32_KINDS = ["generic", "parallel", "mixed norms"]
+
+
+class Known(NamedTuple):
+    """Constraints, gradient and projection; `multipliers` is one optimal choice, `kind` the family."""
+
+    G: np.ndarray
+    g: np.ndarray
+    x: np.ndarray
+    multipliers: np.ndarray
+    kind: str
+
+
+def draw(rng: np.random.Generator, kind: str, t: int, d: int) -> Known:
+    """Draw x*, rows that are active (orthogonal to it) or not, and multipliers; then ``g = x* - G'lam*``."""
+    if kind == "more rows than columns":
+        d = max(2, t // 2)
+    x = rng.standard_normal(d)
+    G = rng.standard_normal((t, d))
+    if kind == "parallel":
+        G = rng.standard_normal(d) + 0.03 * G
+    active = rng.random(t) < 0.6
+    x_unit = x / np.linalg.norm(x)
+    for _ in range(2):  # twice, because the first time cancels digits of rows that nearly point along x
+        G[active] -= np.outer(G[active] @ x_unit, x_unit)
+    G[~active] *= np.where(G[~active] @ x < 0, -1.0, 1.0)[:, None]
+    if kind == "repeated" and t > 1:
+        G[t // 2 :], active[t // 2 :] = G[: t - t // 2], active[: t - t // 2]
+    if kind == "opposite" and t > 1:
+        G[0] -= G[0] @ x_unit * x_unit
+        G[-1], active[0], active[-1] = -G[0], True, True
+    if kind == "mixed norms":
+        G *= 10.0 ** rng.uniform(-6, 6, (t, 1))
+    if kind == "zero row":
+        G[rng.integers(t)] = 0.0
+    norms = np.linalg.norm(G, axis=1)
+    lam = np.where(active, rng.random(t), 0.0) / np.where(norms > 0, norms, 1.0)
+    return Known(G, x - G.T @ lam, x, lam, kind)
+
+
+def draw_options(rng: np.random.Generator, G: np.ndarray) -> dict[str, np.ndarray]:
+    """Draw some of all options: an h that some x satisfies, equalities, margins, penalties and a metric."""
+    t, d = G.shape
+    n = np.linalg.norm(G, axis=1)
+    per_norm = 1.0 / np.where(n > 0, n, 1.0)
+    equality = rng.random(t) < 0.3
+    room = np.where(equality | (rng.random(t) < 0.3), 0.0, n * rng.random(t))
+    options = {
+        "h": G @ rng.standard_normal(d) - room,
+        "equality": equality,
+        "margin": 0.3 * rng.random(t) * per_norm,
+        "penalty": np.where(rng.random(t) < 0.5, np.inf, (0.3 + rng.random(t)) * per_norm),
+        "metric": 10.0 ** rng.uniform(-1, 1, d),
+    }
+    return {name: value for name, value in options.items() if rng.random() < 0.5}
+
+
+def enumerate_projection(
+    G: np.ndarray,
+    g: np.ndarray,
+    *,
+    h: Any = 0.0,
+    equality: Any = False,
+    margin: Any = 0.0,
+    penalty: Any = np.inf,
+    metric: Any = 1.0,
+) -> np.ndarray:
+    """Return the projection: of all active sets, the one that misses the optimality conditions least."""
+    root, t = np.sqrt(metric), len(G)
+    A, a = G / root, g * root
+    n = np.linalg.norm(A, axis=1)
+    n[n == 0] = 1.0
+    A, h, upper = A / n[:, None], h / n, np.broadcast_to(penalty, t) * n
+    lower = np.where(equality, -upper, margin * n)
+    at_bounds = [[v for v in {*bounds} if np.isfinite(v)] for bounds in zip(lower, upper, strict=True)]
+    least, answer = np.inf, a
+    for values in product(*[[*bounds, np.nan] for bounds in at_bounds]):  # NaN: free, to be solved for
+        lam = np.array(values)
+        free = np.isnan(lam)
+        x, inverse = a + A[~free].T @ lam[~free], np.linalg.pinv(A[free])
+        step = inverse @ (h[free] - A[free] @ x)
+        x, lam[free] = x + step, inverse.T @ step
+        s = A @ x - h
+        off = [lower - lam, lam - upper, np.where(lam < upper, -s, 0.0), np.where(lam > lower, s, 0.0)]
+        if (missed := np.max(off)) < least:
+            least, answer = missed, x
+    return answer / root
+
+
+def problems() -> Iterator[tuple[str, str, np.ndarray, np.ndarray, dict[str, Any], np.ndarray]]:
+    """Yield name, dtype, G, g, options and the projection of each problem."""
+    for seed in range(PROBLEMS):
+        rng, kind, form = np.random.default_rng(seed), KINDS[seed % len(KINDS)], seed // len(KINDS) % 4
+        dtype, options = "float64", {}
+        if form == 3:  # large, in threads, and its products summed in float32
+            dtype, kind = "float32", FLOAT32_KINDS[seed % len(FLOAT32_KINDS)]
+            G, g, x, *_ = draw(rng, kind, int(rng.integers(2, 10)), int(rng.integers(20_000, 150_000)))
+        elif form == 2:
+            t = int(rng.integers(9, 60))
+            G, g, x, *_ = draw(rng, kind, t, 2 * t)
+        else:
+            G, g, *_ = draw(rng, kind, int(rng.integers(1, 6 - form)), int(rng.integers(2, 9)))
+            options = draw_options(rng, G) if form else {}
+            x = enumerate_projection(G, g, **options)
+        yield f"problem {seed} ({kind}, t = {len(G)}, {dtype}, {[*options]})", dtype, G, g, options, x
+
+
+def check() -> bool:
+    """Solve all problems with each library and backend, print a table, and return whether all are right."""
+    ways = [("numpy", "cpu")]
+    if find_spec("torch") is not None:
+        ways += [("torch", device) for device in ("cpu", "cuda")]
+        if not importlib.import_module("torch").cuda.is_available():
+            ways.pop()
+    given, wrong, start, before = list(problems()), 0, time.perf_counter(), backends.wanted
+    print(f"{PROBLEMS} problems with known projections: largest error of x, over the norm of g")
+    print(
+        f"{'library':10s}{'device':8s}{'backend':12s}" + "".join(f"{d:>10s}" for d in WITHIN) + "     wrong"
+    )
+    try:
+        for (library, device), backend in product(ways, ["portable", "numba"]):
+            if backend == "numba" and not (installed() and device == "cpu"):
+                continue
+            backends.wanted = backend
+            worst, failures = dict.fromkeys(WITHIN, 0.0), []
+            for name, dtype, G, g, options, x in given:
+                try:
+                    error = float(np.linalg.norm(_solve(library, device, dtype, G, g, options) - x))
+                    error /= float(np.linalg.norm(g))
+                    worst[dtype] = max(worst[dtype], error)
+                    if not error <= WITHIN[dtype]:  # also if it is NaN
+                        failures.append(f"{name}: off by {error:.1e}")
+                except (
+                    Exception
+                ) as error:  # which is a wrong answer; the other problems are still of interest
+                    failures.append(f"{name}: {type(error).__name__}: {error}")
+            errors = "".join(f"{e:10.0e}" for e in worst.values())
+            print(f"{library:10s}{device:8s}{backend:12s}{errors}{len(failures):10d}")
+            print(*(f"  {line}" for line in failures[:5]), sep="\n", end="\n" if failures else "")
+            wrong += len(failures)
+    finally:
+        backends.wanted = before
+    print(f"{'WRONG' if wrong else 'All right'}, in {time.perf_counter() - start:.0f} seconds.")
+    return not wrong
+
+
+def _solve(
+    library: str, device: str, dtype: str, G: np.ndarray, g: np.ndarray, options: dict[str, Any]
+) -> np.ndarray:
+    """Project with arrays of a library on a device, and return x in float64."""
+    G, g = G.astype(dtype), g.astype(dtype)
+    if library == "numpy":
+        return gemproj.project(G, g, **options).astype(np.float64)
+    torch = importlib.import_module(library)
+    options = {name: torch.as_tensor(a, device=device) for name, a in options.items()}
+    x = gemproj.project(torch.as_tensor(G, device=device), torch.as_tensor(g, device=device), **options)
+    return x.to("cpu", torch.float64).numpy()

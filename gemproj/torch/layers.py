@@ -1,0 +1,189 @@
+"""Gradients by rows from one backward pass: what each layer adds to each row of G."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class RowByRow(Exception):
+    """Tells why rows cannot share a pass."""
+
+
+class RowGradients:
+    """Adds gradients to rows of G, by rows, while the sum of their losses is differentiated once.
+
+    In the forward pass of its own layer a parameter is a constant. The layer's output then goes through an
+    identity, whose backward pass has the input of the layer and the gradient of the output: from these follow
+    the gradients of each row, of a linear layer as the products of both over the examples of the row. A
+    parameter that is used outside of its layer still requires a gradient there, which `differentiate` finds.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+    into : dict of Tensor, shape (t, *shape)
+        The part of G of each parameter, by its id.
+
+    Attributes
+    ----------
+    reached : set of int
+        Ids of the parameters that the losses depend on.
+    rounding : float
+        The machine epsilon of the least precise gradient.
+    """
+
+    def __init__(self, model: nn.Module, into: Mapping[int, Tensor]) -> None:
+        self._into = into
+        self._layers: list[tuple[Any, Mapping[str, Tensor], Rule]] = []
+        self.reached: set[int] = set()
+        self.rounding = 0.0
+        for layer in model.modules():
+            if "_orig_mod" in layer._modules or layer._compiled_call_impl is not None:
+                raise RowByRow("a part of the model is compiled")
+            own = {k: p for k, p in layer._parameters.items() if p is not None and id(p) in into}
+            if not own:
+                continue
+            rule = _rule(layer)
+            if rule is None or "forward" in layer.__dict__:
+                raise RowByRow(f"{type(layer).__name__} is none of the layers whose gradients are known")
+            self._layers.append((layer, own, rule))
+
+    @contextmanager
+    def recorded(self, examples: int) -> Iterator[None]:
+        """Have the layers see to it, in the forward pass of so many examples, that rows get gradients."""
+        device = next(iter(self._into.values())).device
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        with ExitStack() as restored:
+            for layer, own, rule in self._layers:
+                layer.forward = self._recording(layer, own, rule, examples)
+                restored.callback(delattr, layer, "forward")
+            yield
+
+    def differentiate(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+        """Add the gradients of a loss to the rows; raise if a parameter is used outside of its layer."""
+        _, *elsewhere = torch.autograd.grad(loss, [self._anchor, *parameters], allow_unused=True)
+        if any(gradient is not None for gradient in elsewhere):
+            raise RowByRow("a parameter is used outside of the layer that owns it")
+
+    def _recording(
+        self, layer: Any, own: Mapping[str, Tensor], rule: Rule, examples: int
+    ) -> Callable[..., Tensor]:
+        forward = layer.forward
+        constants = {name: p.detach() for name, p in own.items()}
+
+        def add(x: Tensor, gradient: Tensor) -> None:
+            self.rounding = max(self.rounding, torch.finfo(gradient.dtype).eps)
+            t = len(next(iter(self._into.values())))
+            x, gradient = x.unflatten(0, (t, -1)), gradient.unflatten(0, (t, -1))
+            for name, p in own.items():
+                rule(layer, name, x, gradient, self._into[id(p)], id(p) not in self.reached)
+                self.reached.add(id(p))
+
+        def recording(*args: Any, **kwargs: Any) -> Tensor:
+            x = args[0] if args else None
+            if rule is _embedding and isinstance(x, Tensor) and len(x) == 1:  # positions, of all examples
+                x = x.expand(examples, *x.shape[1:])
+            if not isinstance(x, Tensor) or x.ndim < 1 or len(x) != examples:
+                raise RowByRow(f"the inputs of a {type(layer).__name__} do not count examples")
+            with _parameters(layer, constants):
+                out = forward(x, *args[1:], **kwargs)
+            return _Recorded.apply(out, self._anchor, x.detach(), add)  # type: ignore[no-untyped-call]
+
+        return recording
+
+
+class _Recorded(torch.autograd.Function):
+    """The identity, with a backward pass that is given the input of the layer before it."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, anchor: Tensor, x: Tensor, add: Callable[..., None]) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.add = add
+        ctx.mark_dirty(out)  # it is returned itself, and no view: the next layer may work in place
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.add(*ctx.saved_tensors, gradient)
+        return gradient, None, None, None
+
+
+# (layer, name of a parameter, x, gradient of the output, part of G, whether that has no values yet), where
+# x and the gradient are (t, n, ...).
+Rule = Callable[[Any, str, Tensor, Tensor, Tensor, bool], None]
+
+
+def _rule(layer: Any) -> Rule | None:
+    """Return how gradients of the parameters of a layer are computed; None where that is not known.
+
+    Of a subclass it is not: it may compute something else.
+    """
+    kind = type(layer)
+    if kind is nn.Embedding:
+        plain = layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
+        return _embedding if plain else None
+    if kind is nn.LayerNorm or (kind.__name__.endswith("RMSNorm") and list(layer._parameters) == ["weight"]):
+        return _scaling
+    if (kind.__module__, kind.__name__) == ("transformers.pytorch_utils", "Conv1D"):
+        return _transposed
+    return _linear if kind is nn.Linear else None
+
+
+def _linear(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
+    gradient = gradient.flatten(1, -2)
+    if name == "bias":
+        _add(gradient.sum(1), into, fresh)
+        return
+    left, right = gradient.mT, x.flatten(1, -2).to(gradient.dtype)  # as autocast has it
+    if into.dtype == left.dtype:
+        into.baddbmm_(left, right, beta=0.0 if fresh else 1.0)
+    else:
+        _add(left @ right, into, fresh)
+
+
+def _transposed(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
+    """Of a linear layer that stores the transposed weight."""
+    _linear(layer, name, x, gradient, into if name == "bias" else into.mT, fresh)
+
+
+def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
+    """Of a layer that multiplies what it has normalised: its output is linear in the weight w.
+
+    So its derivative is the output for w = 1 minus that for w = 0, also where a layer multiplies by 1 + w.
+    """
+    if name == "weight":
+        constant = dict.fromkeys(layer._parameters)
+        with _parameters(layer, constant | {"weight": torch.ones_like(layer.weight)}):
+            one = type(layer).forward(layer, x)
+        with _parameters(layer, constant | {"weight": torch.zeros_like(layer.weight)}):
+            gradient = gradient * (one - type(layer).forward(layer, x))
+    _add(gradient.sum(tuple(range(1, gradient.ndim - into.ndim + 1))), into, fresh)
+
+
+def _embedding(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
+    if layer.padding_idx is not None:
+        gradient = gradient.masked_fill((x == layer.padding_idx)[..., None], 0.0)
+    if fresh:
+        into.zero_()
+    rows = torch.arange(len(x), device=x.device)[:, None]
+    into.index_put_((rows, x.flatten(1)), gradient.flatten(1, -2).to(into.dtype), accumulate=True)
+
+
+def _add(values: Tensor, into: Tensor, fresh: bool) -> None:
+    (into.copy_ if fresh else into.add_)(values)
+
+
+@contextmanager
+def _parameters(layer: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """Have a layer compute with other values of its parameters."""
+    held: Any = layer._parameters
+    before = {name: held[name] for name in values}
+    held.update(values)
+    try:
+        yield
+    finally:
+        held.update(before)

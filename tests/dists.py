@@ -1,0 +1,50 @@
+"""``make dist``: build the sdist, from it the wheel, and check what both hold."""
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).parents[1]
+
+
+def source_files():
+    """Return the files of the library that git tracks."""
+    done = subprocess.run(
+        ["git", "ls-files", "gemproj"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.split())
+
+
+def build(folder):
+    """Build both into a folder, which is emptied before, and return the paths of sdist and wheel."""
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "build", "--outdir", folder, ROOT], check=True)
+    (sdist,), (wheel,) = Path(folder).glob("*.tar.gz"), Path(folder).glob("*.whl")
+    return sdist, wheel
+
+
+def check_contents(sdist, wheel):
+    """Raise unless both hold the library, and nothing but it and what describes it."""
+    with zipfile.ZipFile(wheel) as archive:
+        held = set(archive.namelist())
+    extra = {name for name in held - source_files() if ".dist-info/" not in name}
+    assert not extra, f"files in the wheel that are not of the library: {sorted(extra)}"
+    assert not source_files() - held, f"files missing from the wheel: {sorted(source_files() - held)}"
+    with tarfile.open(sdist) as archive:
+        names = [PurePosixPath(name) for name in archive.getnames() if archive.getmember(name).isfile()]
+    held = {str(PurePosixPath(*name.parts[1:])) for name in names}
+    described = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md"}
+    described |= {"pyproject.toml", "setup.cfg"}
+    extra = {n for n in held - source_files() - described if not n.startswith("gemproj.egg-info/")}
+    assert not extra, f"files in the sdist that are not of the library: {sorted(extra)}"
+    assert not source_files() - held, f"files missing from the sdist: {sorted(source_files() - held)}"
+
+
+if __name__ == "__main__":
+    made = build(ROOT / "dist")
+    check_contents(*made)
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *made], check=True)
+    print(*(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1000:.0f} kB" for path in made), sep="\n")

@@ -1,0 +1,425 @@
+"""Rows of G that share a pass: those of a pass each, or a reason why not."""
+
+import warnings
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from gemproj.torch import EpisodicMemory, GradientProjector, Promise  # noqa: E402
+from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def each(model, batch):
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def vectors(*shape, tasks=3, n=4, dtype=torch.float64):
+    memory = EpisodicMemory(per_task=n)
+    for task in range(tasks):
+        memory.add({"x": torch.randn(n, *shape, dtype=dtype), "y": torch.randint(3, (n,))}, task)
+    return memory
+
+
+def tokens(*, tasks=3, n=4, length=5, words=7):
+    memory = EpisodicMemory(per_task=n)
+    for task in range(tasks):
+        memory.add({"x": torch.randint(words, (n, length)), "y": torch.randint(3, (n,))}, task)
+    return memory
+
+
+def recalled(model, memory, loss=each, *, shared=True, per="task", **options):
+    """Return a projector with its rows, and how often the model was called for them.
+
+    Batches that are given in a list have a pass each.
+    """
+    limit = {"microbatch": options.pop("microbatch", None)}
+    projector = GradientProjector(
+        (p for p in model.parameters() if p.requires_grad), Promise(loss), **options
+    )
+    calls = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    for _ in range(2):  # the first time finds out what is possible
+        calls.clear()
+        batches = memory.batches(per=per)
+        projector.recall(model, batches if shared else list(batches), **limit)
+    handle.remove()
+    return projector, len(calls)
+
+
+def agree(model, memory, loss=each, *, rtol=1e-12, **options):
+    """Compare rows that share a pass with those of a pass each."""
+    alone, passes = recalled(model, memory, loss, shared=False, **options)
+    assert passes == len(alone.constraints)
+    together, passes = recalled(model, memory, loss, **options)
+    assert (passes, together.why_row_by_row) == (1, None)
+    G, expected = together.constraints.double(), alone.constraints.double()
+    assert (expected.norm(dim=1) > 0).all()
+    assert ((G - expected).norm(dim=1) <= rtol * expected.norm(dim=1)).all()
+    assert together._matrix.reached == alone._matrix.reached
+    torch.testing.assert_close(together._matrix.losses, alone._matrix.losses, rtol=rtol, atol=0)
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+    return together
+
+
+def refused(model, memory, loss=each, **options):
+    """Compare rows that cannot share a pass, and return the reason."""
+    before = [set(module.__dict__) for module in model.modules()]
+    expected, _ = recalled(model, memory, loss, shared=False, **options)
+    found, passes = recalled(model, memory, loss, **options)
+    torch.testing.assert_close(found.constraints, expected.constraints, rtol=0, atol=0)
+    assert before == [set(module.__dict__) for module in model.modules()]
+    return found.why_row_by_row, passes - len(expected.constraints)
+
+
+def mlp(middle=nn.Tanh, dtype=torch.float64):
+    return nn.Sequential(nn.Linear(6, 5), middle(), nn.Linear(5, 3)).to(dtype)
+
+
+class Ours(nn.Module):
+    """Embeddings of tokens and of positions, normalised in three ways, and a head that may be tied."""
+
+    def __init__(self, tied=False, twice=False, checkpointed=False):
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 7, padding_idx=0), nn.Embedding(5, 7)
+        self.first, self.second = nn.LayerNorm(7), nn.RMSNorm(7)
+        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
+        self.head = nn.Linear(7, 7, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+        self.twice, self.checkpointed = twice, checkpointed
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+        self.double()
+
+    def block(self, x):
+        x = x + self.down(F.relu_(self.up(self.first(x))))
+        return x + self.down(F.gelu(self.up(self.second(x)))) if self.twice else self.second(x)
+
+    def forward(self, x):
+        x = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device)[None])
+        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        return self.head(x).mean(1)[:, :3]
+
+
+@pytest.mark.parametrize("middle", [nn.Tanh, lambda: nn.ReLU(inplace=True)], ids=["tanh", "in place"])
+@pytest.mark.parametrize("per", ["task", "example"])
+def test_a_perceptron(middle, per):
+    agree(mlp(middle), vectors(6), per=per)
+
+
+def test_examples_of_more_dimensions():
+    agree(nn.Sequential(nn.Linear(6, 5), nn.LayerNorm((4, 5)), nn.Flatten(), nn.Linear(20, 3)).double(),
+          vectors(4, 6))  # fmt: skip
+
+
+@pytest.mark.parametrize("option", ["tied", "twice", "checkpointed"])
+@pytest.mark.parametrize("per", ["task", "example"])
+def test_layers_of_language_models(option, per):
+    agree(Ours(**{option: True}), tokens(), per=per)
+
+
+def test_everything_at_once():
+    agree(Ours(tied=True, twice=True, checkpointed=True), tokens())
+
+
+def test_frozen_parts_and_parts_that_are_not_reached():
+    model = Ours()
+    model.first.weight.requires_grad_(False)
+    model.up.requires_grad_(False)
+    model.spare = nn.Linear(2, 2).double()
+    projector = agree(model, tokens())
+    assert projector._matrix.reached.count(False) == 2
+
+
+def test_rows_of_another_precision():
+    agree(mlp(dtype=torch.float32), vectors(6, dtype=torch.float32), rows_dtype=torch.float64, rtol=1e-5)
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_autocast(outside):
+    def loss(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return each(model, batch)
+
+    model, memory = mlp(dtype=torch.float32), vectors(6, dtype=torch.float32)
+    if not outside:
+        agree(model, memory, loss, rtol=0.02)
+        return
+    with torch.autocast("cpu", torch.bfloat16):
+        agree(model, memory, rtol=0.02)
+
+
+def test_weights_of_processes_and_scales_of_losses():
+    model, memory = mlp(), vectors(6)
+    expected, _ = recalled(model, memory)
+    projector = GradientProjector(model.parameters(), Promise(each))
+    for _ in range(2):
+        projector.recall(model, memory.batches(), scale=2.0**10)
+        projector._calls = 0
+    torch.testing.assert_close(projector.constraints, expected.constraints)
+    torch.testing.assert_close(projector._matrix.losses, expected._matrix.losses)
+
+
+@pytest.mark.parametrize(("microbatch", "passes"), [(12, 1), (8, 2), (7, 3), (3, 6)])
+def test_no_pass_has_more_examples_than_the_microbatch(microbatch, passes):
+    model, memory = mlp(), vectors(6)
+    expected, _ = recalled(model, memory)
+    sizes = []
+
+    def loss(model, batch):
+        sizes.append(len(batch["y"]))
+        return each(model, batch)
+
+    found, count = recalled(model, memory, loss, microbatch=microbatch)
+    assert (count, max(sizes) <= microbatch) == (passes, True)
+    torch.testing.assert_close(found.constraints, expected.constraints)
+
+
+def test_stored_losses_and_outputs_belong_to_their_rows():
+    memory, model = vectors(6), mlp()
+    said = Distillation(lambda model, batch: model(batch["x"]))
+    for task in memory.tasks:
+        batch = memory.batch(task)
+        memory.record(task, outputs=said.outputs(model, batch), losses=torch.arange(4.0) + task)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    projector = agree(model, memory, said)
+    assert projector._matrix.stored.tolist() == [1.5, 2.5, 3.5]
+
+
+def test_nothing_is_compared_while_gradients_are_rounding():
+    memory, model = vectors(6, dtype=torch.float32), mlp(dtype=torch.float32)
+    said = Distillation(lambda model, batch: model(batch["x"]))
+    for task in memory.tasks:
+        memory.record(task, outputs=said.outputs(model, memory.batch(task)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        projector = GradientProjector(model.parameters(), Promise(said))
+        projector.recall(model, memory.batches())
+        assert "zero" in projector.why_row_by_row
+        with torch.no_grad():
+            model[0].weight.add_(0.1)
+        agree(model, memory, said, rtol=1e-3)
+
+
+def texts(lengths, collate, words=40):
+    memory = EpisodicMemory(per_task=len(lengths[0]))
+    for task, some in enumerate(lengths):
+        memory.add([torch.randint(1, words, (length,)) for length in some], task, collate=collate)
+    return memory
+
+
+def padded(examples):
+    size = max(map(len, examples))
+    ids = torch.stack([F.pad(x, (0, size - len(x))) for x in examples])
+    mask = torch.stack([F.pad(torch.ones_like(x), (0, size - len(x))) for x in examples])
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def gpt2(**options):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 40, "n_positions": 12}
+    config = transformers.GPT2Config(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0, **options)
+    return transformers.GPT2LMHeadModel(config).double()
+
+
+def adapted(model, **options):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **options)
+    model = peft.get_peft_model(model, config).double()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+LENGTHS = [(5, 3, 7), (4, 9, 2), (6, 6, 6)]
+CAUSAL = CrossEntropy(shift=True)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("lora", [False, True])
+def test_gpt2_on_texts_of_different_lengths(lora, checkpointed):
+    model = adapted(gpt2()) if lora else gpt2()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        if lora:
+            model.enable_input_require_grads()
+    agree(model, texts(LENGTHS, padded), CAUSAL)
+    agree(model, texts(LENGTHS, padded), CAUSAL, per="example")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma"])  # with weights w, and 1 + w
+def test_norms_of_transformers(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 24}
+    few = {"vocab_size": 40, "max_position_embeddings": 16, "num_key_value_heads": 1, "head_dim": 8}
+    config = getattr(transformers, f"{name}Config")(**sizes, **few, use_cache=False, pad_token_id=0)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).double()
+    model.get_input_embeddings().requires_grad_(False)  # Gemma's multiply by a constant
+    # The norms compute in float32.
+    agree(model, texts(LENGTHS, padded), CAUSAL, rtol=1e-5)
+
+
+def test_longer_examples_than_at_first_share_smaller_passes(monkeypatch):
+    model, memory = gpt2(), texts([(2, 2)] * 6, padded)
+    monkeypatch.setattr("gemproj.torch.one_pass._CPU_PASS", 2**18)
+    projector = GradientProjector(model.parameters(), Promise(CAUSAL))
+    calls = []
+    model.register_forward_hook(lambda *_: calls.append(1))
+
+    def passes():
+        calls.clear()
+        projector.recall(model, memory.batches())
+        projector._calls = 0
+        return len(calls)
+
+    passes()
+    before = passes()
+    for task in range(6):
+        memory.remove(task)
+        memory.add([torch.randint(1, 40, (11,)) for _ in range(2)], task, collate=padded)
+    assert before < passes()
+    expected, _ = recalled(model, memory, CAUSAL, shared=False)
+    torch.testing.assert_close(projector.constraints, expected.constraints)
+
+
+def test_large_rows_have_passes_of_their_own(monkeypatch):
+    monkeypatch.setattr("gemproj.torch.one_pass._CPU_ROW", 100)
+    reason, more = refused(mlp(), vectors(6))
+    assert "MiB" in reason
+    assert more == 0
+
+
+class Direct(nn.Module):
+    """Uses the weight of a layer that it does not call, or calls, too."""
+
+    def __init__(self, called):
+        super().__init__()
+        self.inner, self.called = nn.Linear(6, 3).double(), called
+
+    def forward(self, x):
+        return F.linear(x, self.inner.weight) + (self.inner(x) if self.called else 0.0)
+
+
+class First(nn.Module):
+    """Has examples in the second dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 3).double()
+
+    def forward(self, x):
+        return self.inner(x.transpose(0, 1)).mean(0)
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+        self.inner = nn.Linear(6, 3).double()
+
+    def forward(self, x):
+        return self.inner(self.scale * x)
+
+
+class Odd(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flip(1))
+
+
+def compiled():
+    return nn.Sequential(torch.compile(nn.Linear(6, 3).double(), backend="eager"))
+
+
+def hooked():
+    model = nn.Sequential(nn.Linear(6, 3).double())
+    model[0].forward = lambda x: F.linear(x, model[0].weight)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "reason"),
+    [
+        (lambda: Direct(True), (6,), "outside of the layer"),
+        (lambda: Direct(False), (6,), "outside of the layer"),
+        (First, (2, 6), "do not count examples"),
+        (Own, (6,), "Own"),
+        (lambda: Odd(6, 3).double(), (6,), "Odd"),
+        (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double(), (6,), "BatchNorm1d"),
+        (compiled, (6,), "compiled"),
+        (hooked, (6,), "Linear"),
+    ],
+)
+def test_models_that_need_a_pass_for_each_row(make, shape, reason):
+    found, _ = refused(make(), vectors(*shape))
+    assert reason in found
+
+
+def test_weight_decomposed_adapters():
+    found, _ = refused(adapted(gpt2(), use_dora=True), texts(LENGTHS, padded), CAUSAL)
+    assert "Dora" in found
+
+
+def test_losses_that_are_a_mean():
+    found, _ = refused(mlp(), vectors(6), lambda model, batch: each(model, batch).mean())
+    assert "mean over examples" in found
+
+
+def test_batches_of_packed_texts():
+    def packed(examples):
+        ids = torch.cat(examples)[None]
+        places = torch.cat([torch.arange(len(x)) for x in examples])[None]
+        return {"input_ids": ids, "position_ids": places, "labels": ids}
+
+    found, _ = refused(gpt2(attn_implementation="eager"), texts(LENGTHS, packed), CAUSAL)
+    assert "packed texts" in found
+
+
+def test_losses_of_examples_that_depend_on_others():
+    def contrastive(model, batch):
+        logits = model(batch["x"])
+        return F.cross_entropy(logits - logits.mean(0), batch["y"], reduction="none")
+
+    with pytest.warns(UserWarning, match="depend on the other examples"):
+        found, more = refused(mlp(), vectors(6), contrastive)
+    assert "differs" in found
+    assert more == 0
+
+
+def test_errors_of_a_loss_are_raised():
+    def fails(model, batch):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        recalled(mlp(), vectors(6), fails)
+
+
+def test_a_pass_that_fails_later_is_replaced():
+    calls = []
+
+    def loss(model, batch):
+        calls.append(len(batch["y"]))
+        if len(calls) > 2 and len(batch["y"]) > 4:
+            raise RuntimeError("out of memory")
+        return each(model, batch)
+
+    model, memory = mlp(), vectors(6)
+    expected, _ = recalled(model, memory)
+    found, _ = recalled(model, memory, loss)
+    assert found.why_row_by_row == "out of memory"
+    torch.testing.assert_close(found.constraints, expected.constraints)

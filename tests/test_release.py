@@ -1,0 +1,56 @@
+"""What a release is made of fits together: workflows, Makefile, extras, smoke problems, and what a wheel holds."""
+
+import re
+import tarfile
+import zipfile
+from pathlib import Path
+
+import dists
+import lowest
+import matrix
+import pytest
+import smoke
+
+ROOT = Path(__file__).parents[1]
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_call_what_there_is(workflow):
+    text = workflow.read_text()
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = {
+        word for line in re.findall(r"make ([^\n\"]*)", text) for word in line.split() if "=" not in word
+    }
+    assert called
+    assert called <= targets
+    cells = set(re.findall(r"{ cell: ([^,]*),", text))
+    cells |= {name for line in re.findall(r"cell: \[(.*)\]", text) for name in line.split(", ")}
+    assert cells <= set(matrix.cells())
+    # A tag can be moved to other code; a commit cannot.
+    assert all(re.fullmatch(r"[0-9a-f]{40}", ref) for ref in re.findall(r"uses: [^@\s]*@(\S*)", text))
+
+
+def test_every_extra_has_a_smoke_problem():
+    project = lowest.tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    ours = {"bench", "compare", "cupy", "dev", "docs", "examples", "test"}  # for work on gemproj, or a device
+    assert {*matrix.EXTRAS, *ours} == set(project["optional-dependencies"])
+    assert all(callable(getattr(smoke, extra)) for extra in matrix.EXTRAS)
+
+
+@pytest.mark.parametrize("stray", ["tests/test_x.py", None, "-gemproj/py.typed"])
+def test_contents_of_a_wheel_are_checked(stray, tmp_path, monkeypatch):
+    monkeypatch.setattr(dists, "source_files", lambda: {"gemproj/__init__.py", "gemproj/py.typed"})
+    names = {"gemproj/__init__.py", "gemproj/py.typed"} - {(stray or "").removeprefix("-")}
+    extra = {stray} if stray and not stray.startswith("-") else set()
+    with zipfile.ZipFile(tmp_path / "x.whl", "w") as wheel:
+        for name in names | extra:
+            wheel.writestr(name, "")
+    with tarfile.open(tmp_path / "x.tar.gz", "w:gz") as sdist:
+        for name in ("gemproj/__init__.py", "gemproj/py.typed"):
+            sdist.addfile(tarfile.TarInfo(f"gemproj-0/{name}"))
+    if stray is None:
+        dists.check_contents(tmp_path / "x.tar.gz", tmp_path / "x.whl")
+    else:
+        with pytest.raises(AssertionError, match=stray.removeprefix("-")):
+            dists.check_contents(tmp_path / "x.tar.gz", tmp_path / "x.whl")
