@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-PAGES = [page for page in sorted(DOCS.rglob("*.md")) if not {"results", "_build"} & set(page.parts)]
+PAGES = [
+    page for page in sorted(DOCS.rglob("*.md")) if not {"results", "_build", "paper.md"} & set(page.parts)
+]
 NAMES = [page.relative_to(DOCS).as_posix() for page in PAGES]
 FENCE = re.compile(r"(?ms)^ *(`{3,})(\S*)[^\n]*\n(.*?)^ *\1 *$")
 MOST_WORDS_OF_A_SENTENCE, MOST_WORDS_OF_A_PARAGRAPH, COLUMNS = 30, 80, 80
