@@ -39,6 +39,8 @@ sphinx_gallery_conf = {
     "image_scrapers": ("looks.scrape",),
     "reset_modules": ("looks.reset",),
     "copyfile_regex": "",
+    "backreferences_dir": "gallery_pages/uses",
+    "doc_module": ("gemproj",),
     "abort_on_example_error": True,
     "download_all_examples": False,
     "remove_config_comments": True,
@@ -55,6 +57,7 @@ copybutton_selector = "div:not(.highlight-output) > div.highlight > pre"
 html_theme = "furo"
 html_title = f"gemproj {release}"
 html_static_path = ["_static"]
+html_favicon = "_static/icon.svg"
 html_css_files = ["site.css"]
 html_extra_path = ["llms.txt"]
 html_theme_options = {

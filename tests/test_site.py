@@ -10,7 +10,7 @@ from sphinx.errors import ExtensionError
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.append(str(DOCS / "_ext"))
-from checks import faults  # noqa: E402
+from checks import faults, missing  # noqa: E402
 from mathml import mathml  # noqa: E402
 
 
@@ -68,6 +68,13 @@ def test_links_of_plain_text(tmp_path):
     (tmp_path / "llms.txt").write_text("- [A](a.html)\n- [B](b.html)\n- [C](https://example.org)\n")
     (tmp_path / "a.html").write_text("")
     assert faults(tmp_path) == ["llms.txt: b.html is not there"]
+
+
+def test_links_of_a_readme(tmp_path):
+    text = '[a](docs/a.md#b) [c](https://example.org) [d](#e) <img src="docs/f.svg"> [g](docs/)'
+    (tmp_path / "README.md").write_text(text)
+    (tmp_path / "docs").mkdir()
+    assert missing(tmp_path) == [f"README.md: docs/{name} is not there" for name in ("a.md", "f.svg")]
 
 
 GALLERY = sorted((DOCS / "gallery").glob("plot_*.py"))

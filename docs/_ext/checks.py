@@ -68,10 +68,23 @@ def faults(folder: Path) -> list[str]:
     return found
 
 
+def missing(folder: Path) -> list[str]:
+    """Return which files that the Markdown of a folder names, as links or pictures, are not there."""
+    found = []
+    for path in sorted(folder.glob("*.md")):
+        text = path.read_text(encoding="utf-8")
+        links = re.findall(r"\]\(([^)#\s]+)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text)
+        there = [link for link in links if not urlsplit(link).scheme]
+        found += [f"{path.name}: {link} is not there" for link in there if not (folder / link).exists()]
+    return found
+
+
 def check(app, exception: Exception | None) -> None:
-    """Fail a build of pages with faults."""
-    if exception is None and app.builder.name == "html" and (found := faults(Path(app.outdir).resolve())):
-        raise ExtensionError("\n".join(["faults of the built pages:", *found]))
+    """Fail a build of pages with faults, or beside a README with faults."""
+    if exception is None and app.builder.name == "html":
+        found = faults(Path(app.outdir).resolve()) + missing(Path(app.srcdir).parent)
+        if found:
+            raise ExtensionError("\n".join(["faults of the pages:", *found]))
 
 
 def setup(app) -> ExtensionMetadata:

@@ -33,6 +33,7 @@ G, g = torch.randn(5, 10_000, dtype=torch.float64), torch.randn(10_000, dtype=to
 with tempfile.TemporaryDirectory() as folder:
     for rank, columns in enumerate((slice(0, 6_000), slice(6_000, None))):  # shards may be uneven
         torch.save((G[:, columns].clone(), g[columns].clone()), f"{folder}/shard{rank}.pt")
+    # From a script of your own: torchrun.
     processes.start_processes(work, (folder,), nprocs=2, start_method="fork")
     x = torch.cat([torch.load(Path(folder) / f"x{rank}.pt") for rank in (0, 1)])
 print("largest difference from one process:", float((x - project(G, g)).abs().max()))
