@@ -131,41 +131,42 @@ def problems() -> Iterator[tuple[str, str, np.ndarray, np.ndarray, dict[str, Any
         yield f"problem {seed} ({kind}, t = {len(G)}, {dtype}, {[*options]})", dtype, G, g, options, x
 
 
-def check() -> bool:
-    """Solve all problems with each library and backend, print a table, and return whether all are right."""
-    ways = [("numpy", "cpu")]
+def ways() -> Iterator[tuple[str, str, str]]:
+    """Yield library, device and backend of all ways to solve a problem on this machine."""
+    found = [("numpy", "cpu")]
     if find_spec("torch") is not None:
-        ways += [("torch", device) for device in ("cpu", "cuda")]
-        if not importlib.import_module("torch").cuda.is_available():
-            ways.pop()
-    given, wrong, start, before = list(problems()), 0, time.perf_counter(), backends.wanted
+        found.append(("torch", "cpu"))
+        if importlib.import_module("torch").cuda.is_available():
+            found.append(("torch", "cuda"))
+    for library, device in found:
+        yield library, device, "portable"
+        if device == "cpu" and installed():
+            yield library, device, "numba"
+
+
+def check() -> bool:
+    """Solve all problems in all ways, print a table, and return whether all answers are right."""
+    start, before, wrong = time.perf_counter(), backends.wanted, 0
+    given = list(problems())
     print(f"{PROBLEMS} problems with known projections: largest error of x, over the norm of g")
-    print(
-        f"{'library':10s}{'device':8s}{'backend':12s}" + "".join(f"{d:>10s}" for d in WITHIN) + "     wrong"
-    )
-    try:
-        for (library, device), backend in product(ways, ["portable", "numba"]):
-            if backend == "numba" and not (installed() and device == "cpu"):
+    print(f"{'library':10s}{'device':8s}{'backend':10s}{'float64':>10s}{'float32':>10s}{'wrong':>8s}")
+    for library, device, backends.wanted in ways():
+        worst, failures = {"float64": 0.0, "float32": 0.0}, []
+        for name, dtype, G, g, options, x in given:
+            try:
+                found = _solve(library, device, dtype, G, g, options)
+            except Exception as refused:  # a wrong answer, too; the other problems are still of interest
+                failures.append(f"  {name}: {type(refused).__name__}: {refused}")
                 continue
-            backends.wanted = backend
-            worst, failures = dict.fromkeys(WITHIN, 0.0), []
-            for name, dtype, G, g, options, x in given:
-                try:
-                    error = float(np.linalg.norm(_solve(library, device, dtype, G, g, options) - x))
-                    error /= float(np.linalg.norm(g))
-                    worst[dtype] = max(worst[dtype], error)
-                    if not error <= WITHIN[dtype]:  # also if it is NaN
-                        failures.append(f"{name}: off by {error:.1e}")
-                except (
-                    Exception
-                ) as error:  # which is a wrong answer; the other problems are still of interest
-                    failures.append(f"{name}: {type(error).__name__}: {error}")
-            errors = "".join(f"{e:10.0e}" for e in worst.values())
-            print(f"{library:10s}{device:8s}{backend:12s}{errors}{len(failures):10d}")
-            print(*(f"  {line}" for line in failures[:5]), sep="\n", end="\n" if failures else "")
-            wrong += len(failures)
-    finally:
-        backends.wanted = before
+            error = float(np.linalg.norm(found - x) / np.linalg.norm(g))
+            worst[dtype] = max(worst[dtype], error)
+            if not error <= WITHIN[dtype]:  # also where it is NaN
+                failures.append(f"  {name}: off by {error:.1e}")
+        errors = f"{worst['float64']:10.0e}{worst['float32']:10.0e}"
+        print(f"{library:10s}{device:8s}{backends.wanted:10s}{errors}{len(failures):8d}")
+        print("".join(f"{line}\n" for line in failures[:5]), end="")
+        wrong += len(failures)
+    backends.wanted = before
     print(f"{'WRONG' if wrong else 'All right'}, in {time.perf_counter() - start:.0f} seconds.")
     return not wrong
 
