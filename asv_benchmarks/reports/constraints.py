@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from asv_benchmarks.reports.machine import describe
-from asv_benchmarks.reports.tables import Table, digits
+from asv_benchmarks.reports.tables import Table, digits, markdown
 from gemproj.torch import EpisodicMemory, GradientProjector, Promise
 from gemproj.torch.losses import CrossEntropy
 
@@ -35,6 +35,7 @@ CASES = [
     *(("GPT-2 of 2 layers of 128, all weights", n, t) for n, t in [(1, 48), (4, 10), (16, 10)]),
     *(("GPT-2 of 6 layers of 384, LoRA", n, t) for n, t in [(1, 10), (4, 10)]),
 ]
+SHORT = [CASES[1], *(case for case in CASES if "2 layers of 128, LoRA" in case[0])]
 
 
 def make(name: str) -> nn.Module:
@@ -142,7 +143,7 @@ def hidden_states(layers: int, width: int, trained: int, n: int, t: int, rounds:
 
 def main(out: Path | None = None, seconds: float = 4.0) -> None:
     """Print the tables, or write them to a folder."""
-    text = [describe(), ""]
+    text, short = [describe(), ""], Table("", ["", *WAYS, "ratio"])
     for threads in sorted({1, torch.get_num_threads()}):
         head = ["examples of a row", "rows", *WAYS, "ratio", *(f"MB, {way}" for way in WAYS)]
         tables = {name: Table(f"{name}; {threads} thread(s); milliseconds", head) for name, *_ in CASES}
@@ -152,13 +153,19 @@ def main(out: Path | None = None, seconds: float = 4.0) -> None:
             peaks = [results[1]["memory"], results[2]["memory"]]
             cells = [digits(1e3 * times[0]), digits(1e3 * times[1]), digits(times[0] / times[1])]
             tables[name].rows.append([str(n), str(t), *cells, *(digits(b / 1e6, 2) for b in peaks)])
+            if threads > 1 and (name, n, t) in SHORT:
+                short.rows.append([f"{name}: {t} rows of {n} example(s)", *cells])
         text += [table.markdown() for table in tables.values()]
     head = ["GPT-2", "from tokens", "from hidden states", "ratio", "difference of a row", "MB stored"]
     trunk = Table(
         f"4 rows of 8 examples of {TEXT} tokens; {torch.get_num_threads()} threads; milliseconds", head
     )
     trunk.rows += [hidden_states(6, 128, 2, 8, 4), hidden_states(12, 768, 4, 8, 4)]
-    texts = {"constraints-cpu.md": "\n".join(text), "cached-trunk.md": f"{text[0]}\n\n{trunk.markdown()}"}
+    texts = {
+        "constraints-cpu.md": "\n".join(text),
+        "constraints-summary.md": "\n".join(markdown(short.head, short.rows)),
+        "cached-trunk.md": f"{text[0]}\n\n{trunk.markdown()}",
+    }
     for name, content in texts.items():
         print(content) if out is None else (out / name).write_text(content)
 
