@@ -49,10 +49,10 @@ def run(page: Path, names: dict | None = None) -> dict:
             assert compared.check_output(code, printed, FLAGS), f"{where}: printed was\n{printed}"
         elif language == "python":
             stdout = StringIO()
+            # Line numbers are those of the page, and so tracebacks show its lines.
+            program = compile("\n" * line + code, str(page), "exec")
             with redirect_stdout(stdout):
-                exec(
-                    compile("\n" * line + code, str(page), "exec"), names
-                )  # the traceback shows lines of the page
+                exec(program, names)
             printed = stdout.getvalue()
         else:
             examples = doctest.DocTestParser().get_examples(code)

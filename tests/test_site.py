@@ -77,6 +77,20 @@ def test_links_of_a_readme(tmp_path):
     assert missing(tmp_path) == [f"README.md: docs/{name} is not there" for name in ("a.md", "f.svg")]
 
 
+def test_figures_come_for_light_and_for_dark_pages(tmp_path):
+    looks = pytest.importorskip("looks", reason="needs matplotlib and torch")
+    with looks.plt.rc_context(looks.STYLE):
+        figure, axes = looks.plt.subplots()
+        axes.plot([0, 1], color="C0")
+        axes.set_title("title")
+        light, dark = (file.read_text() for file in looks.write(figure, tmp_path / "figure"))
+        looks.plt.close(figure)
+    pairs = [looks.INK, looks.FAINT, looks.LINES, looks.COLOURS["C0"]]
+    assert all(day in light and night not in light for day, night in pairs)
+    assert all(night in dark and day not in dark for day, night in pairs)
+    assert "#ffffff" not in light + dark  # no ground of its own
+
+
 GALLERY = sorted((DOCS / "gallery").glob("plot_*.py"))
 
 
