@@ -149,7 +149,7 @@ def hidden_states(layers: int, width: int, trained: int, n: int, t: int, rounds:
     ]
 
 
-def main(out: Path | None = None, seconds: float = 3.0) -> None:
+def main(out: Path | None = None, seconds: float = 2.0) -> None:
     """Print the tables, or write them to a folder."""
     text, short = [describe(), ""], Table("", ["", *WAYS, "ratio"])
     for threads in sorted({1, torch.get_num_threads()}):

@@ -19,9 +19,9 @@ from gemproj.torch.layers import RowByRow, RowGradients
 from gemproj.torch.promise import Promise
 from gemproj.torch.terms import rounding
 
-# Bytes of activations, of a pass and of the largest row in it. Several rows in a pass save calls of small
-# kernels; a row that fills the caches of a processor is faster alone (docs/performance.md).
-_CPU_PASS, _CPU_ROW = 2**26, 2**23
+# Bytes of activations for each thread, of a pass and of the largest row in it. Several rows in a pass save
+# calls of small operations; a row that fills the caches of a core is faster alone (docs/cost.md).
+_CPU_PASS, _CPU_ROW = 2**25, 2**22
 
 # As at the beginning of a distillation; gradients are compared later.
 _NOTHING_YET = "the losses are zero, and their gradients rounding"
@@ -209,7 +209,8 @@ def _budget(device: torch.device) -> tuple[int, int]:
     if device.type == "cuda":  # an estimate: a quarter of what is free
         free = torch.cuda.mem_get_info(device)[0] // 4
         return free, free // 2
-    return _CPU_PASS, _CPU_ROW
+    threads = torch.get_num_threads()
+    return threads * _CPU_PASS, threads * _CPU_ROW
 
 
 @contextmanager
