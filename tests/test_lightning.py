@@ -18,6 +18,7 @@ from models import EACH, SAID, gradient, loss, perceptron  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
+import gemproj.integrations.lightning  # noqa: E402, F401
 from gemproj.torch import GEM, GradientProjector  # noqa: E402
 
 

@@ -90,10 +90,11 @@ def test_command_without_extras(capsys, monkeypatch):
             if name in missing:
                 raise ModuleNotFoundError(name)
 
-    for name in missing:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-    command.main([])
+    with monkeypatch.context() as hidden:  # not also from plugins of pytest, which act when a test has ended
+        for name in missing:
+            hidden.delitem(sys.modules, name, raising=False)
+        hidden.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+        command.main([])
     assert "This method needs the package quadprog" in capsys.readouterr().out
 
 

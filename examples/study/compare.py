@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +13,14 @@ from ..common.metrics import Interval, interval
 Record = dict[str, Any]  # one run
 Runs = dict[str, list[Record]]  # by method, one for each seed
 Measure = Callable[[Record], "float | None"]  # None where a run has no such number
+
+
+def in_order(values: Iterable[float]) -> float:
+    """Return the sum as it is rounded term by term, which `sum` does not do any more from Python 3.12 on.
+
+    Accuracies are multiples of 0.05 %, so that the last bit decides which of two digits a table shows.
+    """
+    return functools.reduce(operator.add, values, 0.0)
 
 
 def average_accuracy(record: Record) -> float:
@@ -41,22 +51,22 @@ def lowest_past_accuracy(record: Record) -> float:
         )
         for task, learned in enumerate(record["boundaries"][:-1])
     ]
-    return sum(lowest) / len(lowest)
+    return in_order(lowest) / len(lowest)
 
 
 def after(task: int) -> Measure:
     """Return the measure of the mean accuracy over the tasks learned so far, after so many of them."""
-    return lambda record: sum(record["accuracies"][task][:task]) / task
+    return lambda record: in_order(record["accuracies"][task][:task]) / task
 
 
 def seconds_per_step(record: Record) -> float:
     """Return the time of a whole step, all its parts together."""
-    return sum(record["seconds"]["per_step"].values())
+    return in_order(record["seconds"]["per_step"].values())
 
 
 def mean_step(runs: Sequence[Record]) -> float:
     """Return the time of a whole step, mean over the runs."""
-    return sum(map(seconds_per_step, runs)) / len(runs)
+    return in_order(map(seconds_per_step, runs)) / len(runs)
 
 
 def paired(runs: Sequence[Record], baseline: Sequence[Record], measure: Measure) -> Interval | None:
