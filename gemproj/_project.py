@@ -84,15 +84,21 @@ def project(
     >>> x[0].tolist(), x[1].tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
     """
-    if type(g) is not np.ndarray and _needs_operator(G, g, metric, h, margin, penalty):
-        from gemproj._operator import outside_of_graphs, project_operator
-
+    torch = None if type(g) is np.ndarray else sys.modules.get("torch")
+    if torch is not None:
         given = (method, h, margin, penalty, equality, metric, warm_start, out, refine)
-        exact = isinstance(method, Exact) or (isinstance(method, str) and method.lower() == "exact")
-        if exact or not sys.modules["torch"].compiler.is_compiling():
+        compiling = torch.compiler.is_compiling()
+        # torch may run this function as it is, and yet compile what it calls; a function that is compiled by
+        # itself takes itself for a part of a graph.
+        if not compiling and _are_calls_compiled():
+            return _outside_of_graphs(G, g, given)
+        if _needs_operator(G, g, metric, h, margin, penalty):
+            exact = isinstance(method, Exact) or (isinstance(method, str) and method.lower() == "exact")
+            if compiling and not exact:
+                return _outside_of_graphs(G, g, given)
+            from gemproj._operator import project_operator
+
             return project_operator(G, g, *given)
-        names = ("method", "h", "margin", "penalty", "equality", "metric", "warm_start", "out", "refine")
-        return outside_of_graphs(project, G, g, **dict(zip(names, given, strict=True)))
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
     problem = check_problem(G, g, metric)
     x = blocks_for_x(problem, out)
@@ -101,6 +107,21 @@ def project(
     warn_if_missed(sol)
     combine_into(problem, sol, x)
     return as_asked(problem, x, out)
+
+
+def _outside_of_graphs(G: Blocks, g: Blocks, given: tuple[Any, ...]) -> Any:
+    """Return ``project(G, g, *given)``, without `torch.compile`."""
+    from gemproj._operator import outside_of_graphs
+
+    names = ("method", "h", "margin", "penalty", "equality", "metric", "warm_start", "out", "refine")
+    return outside_of_graphs(project, G, g, **dict(zip(names, given, strict=True)))
+
+
+def _are_calls_compiled() -> bool:
+    """Return whether `torch.compile` compiles functions that are called here, where nothing is compiled."""
+    dynamo = sys.modules.get("torch._C._dynamo.eval_frame")
+    active = getattr(dynamo, "get_eval_frame_callback", None)  # there is no public name
+    return active is not None and active() not in (None, False)
 
 
 def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:

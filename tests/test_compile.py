@@ -46,6 +46,23 @@ def test_other_methods_break_the_graph(problem, method):
     assert torch.equal(torch.compile(step, backend=BACKEND)(*problem), step(*problem))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo detected")
+@pytest.mark.parametrize("method", [PGD(steps=4), "exact"])
+def test_nothing_is_compiled_by_halves(problem, method):
+    """After an error in `project` torch runs that as it is, and goes on to compile what it calls."""
+    torch.compiler.reset()
+    G, g = problem
+    for bad in (lambda G, g: project({"a": G, "b": G}, {"a": g}), lambda G, g: project([G], [g], margin=True)):
+        with pytest.raises(Exception, match=r"the same keys|must be a number"):
+            torch.compile(bad, backend=BACKEND)(G, g)
+
+    def step(G, g):
+        return 2.0 * project(G.reshape(3, 50) * 1.0, g.reshape(50), method=method, margin=0.1)
+
+    assert torch.equal(torch.compile(step, backend=BACKEND)(*problem), step(*problem))
+    torch.compiler.reset()
+
+
 def test_blocks_metric_warm_start_and_out(problem):
     G, g = problem
     weight, start = torch.rand_like(g) + 0.1, torch.ones(3, dtype=torch.float64)
