@@ -160,7 +160,7 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
             cells = [digits(1e3 * times[0]), digits(1e3 * times[1]), digits(times[0] / times[1])]
             tables[name].rows.append([str(n), str(t), *cells, *(digits(b / 1e6, 2) for b in peaks)])
             if threads > 1 and (name, n, t) in SHORT:
-                short.rows.append([f"{name}: {t} rows of {n} example(s)", *cells])
+                short.rows.append([f"{name}: {t} rows of {n} example{'s' * (n > 1)}", *cells])
         text += [table.markdown() for table in tables.values()]
     head = ["GPT-2", "from tokens", "from hidden states", "ratio", "difference of a row", "MB stored"]
     trunk = Table(
