@@ -52,7 +52,10 @@ def test_nothing_is_compiled_by_halves(problem, method):
     """After an error in `project` torch runs that as it is, and goes on to compile what it calls."""
     torch.compiler.reset()
     G, g = problem
-    for bad in (lambda G, g: project({"a": G, "b": G}, {"a": g}), lambda G, g: project([G], [g], margin=True)):
+    for bad in (
+        lambda G, g: project({"a": G, "b": G}, {"a": g}),
+        lambda G, g: project([G], [g], margin=True),
+    ):
         with pytest.raises(Exception, match=r"the same keys|must be a number"):
             torch.compile(bad, backend=BACKEND)(G, g)
 
