@@ -98,7 +98,8 @@ def solve_dual(
     An equality, and a constraint with a positive right-hand side:
 
     >>> G, g = np.eye(2), np.array([2.0, 0.5])
-    >>> solve_dual(G, g, equality=np.array([True, False]), h=np.array([0.0, 1.0])).multipliers
+    >>> equality, h = np.array([True, False]), np.array([0.0, 1.0])
+    >>> solve_dual(G, g, equality=equality, h=h).multipliers
     array([-2. ,  0.5])
     """
     problem = check_problem(G, g, metric)
@@ -147,7 +148,8 @@ def solve_gram(
     --------
     >>> import numpy as np
     >>> from gemproj import solve_gram
-    >>> solve_gram(np.array([[2.0, 1.0], [1.0, 2.0]]), np.array([[-1.0, 1.0], [1.0, -1.0]])).multipliers
+    >>> K, b = np.array([[2.0, 1.0], [1.0, 2.0]]), np.array([[-1.0, 1.0], [1.0, -1.0]])
+    >>> solve_gram(K, b).multipliers
     array([[0.5, 0. ],
            [0. , 0.5]])
     """

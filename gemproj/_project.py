@@ -80,7 +80,8 @@ def project(
 
     Blocks, one per parameter of a model:
 
-    >>> x = project([np.ones((1, 2, 2)), np.ones((1, 3))], [np.zeros((2, 2)), np.array([-7.0, 0.0, 0.0])])
+    >>> G = [np.ones((1, 2, 2)), np.ones((1, 3))]
+    >>> x = project(G, [np.zeros((2, 2)), np.array([-7.0, 0.0, 0.0])])
     >>> x[0].tolist(), x[1].tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
     """

@@ -24,7 +24,7 @@ class AGEM(Method):
     --------
     >>> import numpy as np
     >>> from gemproj import AGEM, project
-    >>> project(np.array([[1.0, 0.0], [0.0, 1.0]]), np.array([-3.0, 1.0]), method=AGEM())
+    >>> project(np.eye(2), np.array([-3.0, 1.0]), method=AGEM())
     array([-2.,  2.])
     """
 

@@ -33,7 +33,8 @@ class FISTA(Method):
     --------
     >>> import numpy as np
     >>> from gemproj import FISTA
-    >>> FISTA(steps=100)(np.array([[2.0, -1.0], [-1.0, 2.0]]), np.array([-1.0, -1.0])).round(6)
+    >>> K, b = np.array([[2.0, -1.0], [-1.0, 2.0]]), np.array([-1.0, -1.0])
+    >>> FISTA(steps=100)(K, b).round(6)
     array([1., 1.])
     """
 

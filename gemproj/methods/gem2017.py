@@ -33,7 +33,7 @@ class GEM2017(Method):
     --------
     >>> import numpy as np
     >>> from gemproj import GEM2017, project
-    >>> G = np.array([[0.01, 0.0]])  # a gradient norm of 0.01: most of the violation stays
+    >>> G = np.array([[0.01, 0.0]])  # of norm 0.01: most of the violation stays
     >>> project(G, np.array([-1.0, 1.0]), method=GEM2017(memory_strength=0.0)).round(3)
     array([-0.909,  1.   ])
     """

@@ -447,7 +447,8 @@ class GEM(Keeper):
     >>> from gemproj.torch import GEM
     >>> model = torch.nn.Linear(2, 1, bias=False)
     >>> optimizer = torch.optim.Adam(model.parameters())
-    >>> gem = GEM(model, optimizer, lambda model, x: model(x).mean(), per_task=10, on="both")
+    >>> loss = lambda model, x: model(x).mean()
+    >>> gem = GEM(model, optimizer, loss, per_task=10, on="both")
     >>> gem.end_task([torch.eye(2)[:1]])
     >>> (-model(torch.ones(1, 2)).sum()).backward()
     >>> optimizer.step()

@@ -79,7 +79,8 @@ class EpisodicMemory(Draws):
     >>> import torch
     >>> from gemproj.torch import EpisodicMemory
     >>> memory = EpisodicMemory(per_task=4, label="y", policy="balanced")
-    >>> memory.add({"x": torch.randn(20, 3), "y": torch.tensor([0] * 18 + [1] * 2)}, task=0)
+    >>> batch = {"x": torch.randn(20, 3), "y": torch.tensor([0] * 18 + [1] * 2)}
+    >>> memory.add(batch, task=0)
     >>> [batch["y"].sort().values.tolist() for batch in memory.batches()]
     [[0, 0, 1, 1]]
     >>> memory
