@@ -9,7 +9,7 @@ from processes import all_reduces, alone, check, expect, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch import GEM, GradientProjector, stream
+from gemproj.torch import GEM, EpisodicMemory, GradientProjector, stream
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.losses import Distillation
 
@@ -61,6 +61,25 @@ def recall_joins_the_memories():
     projector = GradientProjector(plain.parameters(), process_group=dist.group.WORLD)
     projector.recall(plain, mine, loss)
     same_rows(projector, single)
+
+
+@check(2)
+def rows_share_passes():
+    """With weights of their own where the other process has other numbers of examples."""
+    sizes = [[3, 1], [3, 5], [3, 3]]
+    together = [task(k, sum(one)) for k, one in enumerate(sizes)]
+    memory = EpisodicMemory(per_task=10)
+    for k, (batch, one) in enumerate(zip(together, sizes, strict=True)):
+        memory.add(share(batch, one), k)
+    one, many = net(), DistributedDataParallel(net())
+    single = GradientProjector(one.parameters(), process_group=alone())
+    projector = GradientProjector(many.parameters())
+    single.recall(one, together, EACH)
+    for _ in range(2):
+        projector.recall(many, memory.batches(), EACH)
+        same_rows(projector, single)
+    # Rows of the second process differ in size, so that each has a pass, and none could have shared one.
+    assert projector.why_row_by_row is None
 
 
 @check(2, 4)

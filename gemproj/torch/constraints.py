@@ -110,11 +110,11 @@ class ConstraintMatrix:
     def note(self, k: int, losses: Tensor, stored: Tensor | None, reached: Container[int]) -> None:
         """Note that `parts` from row k on have the gradients of these losses, and which ids they reach."""
         self._written.update(range(k, k + len(losses)))
-        for j, p in enumerate(self.vector.parameters):
-            if id(p) in reached:
+        for j, (p, part) in enumerate(self.parts(k, len(losses)).items()):
+            if p in reached:
                 self.reached[j] = True
             else:
-                self.parts(k, len(losses))[id(p)].zero_()
+                part.zero_()
         self._note(k, losses.detach(), stored)
 
     def has(self, k: int) -> bool:

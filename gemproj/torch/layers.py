@@ -156,6 +156,7 @@ def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, f
     So its derivative is the output for w = 1 minus that for w = 0, also where a layer multiplies by 1 + w.
     """
     if name == "weight":
+        x = x.to(layer.weight.dtype)  # backward passes run outside of autocast
         constant = dict.fromkeys(layer._parameters)
         with _parameters(layer, constant | {"weight": torch.ones_like(layer.weight)}):
             one = type(layer).forward(layer, x)

@@ -89,13 +89,8 @@ class SharedPasses:
                 limit = _find_limit(G, model, some[-2:], alone, microbatch)
                 if limit.reason != _NOTHING_YET:
                     self._limits[kind] = limit
-            parts = [some[start : start + limit.rows] for start in range(0, len(some), limit.rows)]
-            while parts:
-                start, part = time.perf_counter(), parts.pop(0)
-                batch = _batch(part) if len(part) > 1 else None
-                if batch is not None and _entries(batch) > 1.5 * limit.entries:  # of longer examples
-                    parts[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
-                    continue
+            start = time.perf_counter()
+            for part, batch in _passes(some, limit):
                 try:
                     if batch is not None:
                         _fill(G, model, part, batch)
@@ -106,6 +101,7 @@ class SharedPasses:
                         alone(row)
                 for row in part:
                     G.seconds[row.k] = (time.perf_counter() - start) / len(part)
+                start = time.perf_counter()
             if len(some) > 1:
                 self.reason = self.reason or limit.reason
 
@@ -153,6 +149,22 @@ def _find_limit(
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
+
+
+def _passes(rows: list[Row], limit: Limit) -> Iterator[tuple[list[Row], Batch | None]]:
+    """Yield rows that share a pass, with the batch of all their examples; or one row, and None."""
+    for start in range(0, len(rows), limit.rows):
+        yield from _fitting(rows[start : start + limit.rows], 1.5 * limit.entries)
+
+
+def _fitting(rows: list[Row], entries: float) -> Iterator[tuple[list[Row], Batch | None]]:
+    """Yield the same for some of these rows: all, or halves where their examples are longer than at first."""
+    batch = _batch(rows) if len(rows) > 1 else None
+    if batch is None or _entries(batch) <= entries:
+        yield rows, batch
+        return
+    for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+        yield from _fitting(half, entries)
 
 
 def _batch(rows: list[Row]) -> Batch:

@@ -154,7 +154,7 @@ class GradientProjector:
 
     @property
     def why_row_by_row(self) -> str | None:
-        """Why constraint gradients took a pass each when some last did; None if they have shared passes."""
+        """Why some of the last constraint gradients had a pass each; None if all shared passes that could."""
         return self._passes.reason
 
     @property
