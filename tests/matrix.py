@@ -40,10 +40,6 @@ EXTRAS = [
 SHOWN = ["numpy", "numba", "torch", "transformers", "accelerate", "lightning", "peft", "deepspeed", "trl"]
 SHOWN += ["avalanche-lib", "torchjd", "osqp", "quadprog"]
 HEAD = """\
----
-orphan: true
----
-
 Written by `make matrix`: in each row the wheel in an environment of its own. Smoke problems (`tests/smoke.py`) are one
 for each extra; `python -m gemproj --check` solves 200 problems with known answers, in brackets by how many pairs of
 array library and backend; "numerical" are the tests of the solver. Bold is wrong.

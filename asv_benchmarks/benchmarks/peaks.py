@@ -63,14 +63,14 @@ def rest() -> None:
 def _grown(run: Callable[[], object], prepare: Callable[[], object]) -> float:
     prepare()
     rest()
-    before = _status("VmRSS")
-    if _status("VmHWM") > before + (1 << 20):
+    before = status("VmRSS")
+    if status("VmHWM") > before + (1 << 20):
         raise OSError("the peak of this process cannot be reset")
     run()
-    return max(0.0, _status("VmHWM") - before)
+    return max(0.0, status("VmHWM") - before)
 
 
-def _status(name: str) -> float:
-    """Return an entry of /proc/self/status in bytes."""
+def status(name: str) -> float:
+    """Return an entry of /proc/self/status in bytes, such as VmRSS or, at its peak, VmHWM."""
     lines = dict(line.split(":", 1) for line in (PROC / "status").read_text().splitlines())
     return 1024.0 * int(lines[name].split()[0])

@@ -9,7 +9,6 @@ and the least time of each counts. Memory is by how much the peak of the process
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
+from asv_benchmarks.benchmarks.peaks import status
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.tables import Table, digits, markdown
 from gemproj.torch import EpisodicMemory, GradientProjector, Promise
@@ -43,15 +43,29 @@ def make(name: str) -> nn.Module:
     if name.startswith("MLP"):
         layers = [nn.Linear(PIXELS, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)]
         return nn.Sequential(*layers)
-    from peft import LoraConfig, get_peft_model
-    from transformers import GPT2Config, GPT2ForSequenceClassification
-
     n, width = (6, 384) if "384" in name else (2, 128)
-    sizes = {"n_layer": n, "n_embd": width, "n_head": width // 32, "n_positions": TEXT, "vocab_size": 5000}
+    return gpt2("ForSequenceClassification", n, width, n if "LoRA" in name else None)
+
+
+def gpt2(head: str, layers: int, width: int, adapted: int | None) -> nn.Module:
+    """Return a GPT-2 of random weights, all of them trained, or adapters of some last layers."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+
+    sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 32, "n_positions": TEXT}
     special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    model = GPT2ForSequenceClassification(GPT2Config(**sizes, **special, num_labels=LABELS))
-    lora = LoraConfig(r=8, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, task_type="SEQ_CLS")
-    return get_peft_model(model, lora) if "LoRA" in name else model
+    config = transformers.GPT2Config(**sizes, **special, vocab_size=5000, num_labels=LABELS)
+    model = getattr(transformers, f"GPT2{head}")(config)
+    if adapted is None:
+        return model
+    lora = LoraConfig(
+        r=8,
+        target_modules=["c_attn", "c_proj"],
+        layers_to_transform=list(range(layers - adapted, layers)),
+        fan_in_fan_out=True,
+        task_type="SEQ_CLS" if "Classification" in head else "CAUSAL_LM",
+    )
+    return get_peft_model(model, lora)
 
 
 def draw(name: str, n: int) -> dict[str, torch.Tensor]:
@@ -81,11 +95,11 @@ def measure(name: str, n: int, t: int, seconds: float) -> dict[str, list[float]]
         return time.perf_counter() - start
 
     torch.autograd.grad(loss(model, memory.batch(0)).sum(), projectors["shared"].parameters)
-    before, grown = _peak(), []
+    before, grown = status("VmHWM"), []
     for way in WAYS:  # the one that takes more is the last
         run(way)
         run(way)
-        grown.append(_peak() - before)
+        grown.append(status("VmHWM") - before)
     taken: dict[str, list[float]] = {way: [] for way in WAYS}
     end = time.monotonic() + seconds
     while len(taken["shared"]) < 5 or time.monotonic() < end:
@@ -94,33 +108,18 @@ def measure(name: str, n: int, t: int, seconds: float) -> dict[str, list[float]]
     return {way: [min(taken[way]), more] for way, more in zip(WAYS, grown, strict=True)}
 
 
-def _peak() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-
-
 def hidden_states(layers: int, width: int, trained: int, n: int, t: int, rounds: int = 4) -> list[str]:
     """Return a row of a table: from stored tokens, and from stored hidden states (docs/cached_trunk.md)."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    first = layers - trained
-    sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 32, "n_positions": TEXT}
-    special = {"vocab_size": 5000, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    lora = LoraConfig(
-        r=8,
-        target_modules=["c_attn", "c_proj"],
-        layers_to_transform=list(range(first, layers)),
-        fan_in_fan_out=True,
-    )
-    model = get_peft_model(GPT2LMHeadModel(GPT2Config(**sizes, **special)), lora).eval()
-    gpt2: Any = model.base_model.model
+    first, model = layers - trained, gpt2("LMHeadModel", layers, width, trained).eval()
+    inner: Any = model.base_model
+    whole = inner.model
 
     def upper(model: nn.Module, batch: Any) -> torch.Tensor:
         hidden = batch["hidden"]
-        for layer in gpt2.transformer.h[first:]:
+        for layer in whole.transformer.h[first:]:
             found = layer(hidden)
             hidden = found[0] if isinstance(found, tuple) else found
-        return gpt2.lm_head(gpt2.transformer.ln_f(hidden))
+        return whole.lm_head(whole.transformer.ln_f(hidden))
 
     tokens, hidden = EpisodicMemory(per_task=n), EpisodicMemory(per_task=n)
     for task in range(t):

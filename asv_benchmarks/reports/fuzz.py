@@ -25,6 +25,7 @@ import typer
 from rich.progress import track
 
 import gemproj
+from asv_benchmarks.reports.tables import markdown, publish
 from gemproj import Exact, backends, combine, gram, project, solve_dual
 from gemproj._tspace import normalise
 from gemproj.backends.numba import installed
@@ -228,13 +229,12 @@ def main(
         f"{len(seeds) * CHUNK:,} problems, seeds 0 to {len(seeds) - 1}, in {minutes:.0f} minutes "
         f"on {workers} processes; gemproj {gemproj.__version__}, NumPy {np.__version__}.",
         "",
-        "| way | wrong | largest error of x, over the norm of g |",
-        "|:--|--:|--:|",
-        *(f"| {way} | {wrong[way]} | {error:.0e} |" for way, error in worst.items()),
+        *markdown(
+            ["way", "wrong", "largest error of x, over the norm of g"],
+            [[way, str(wrong[way]), f"{error:.0e}"] for way, error in worst.items()],
+        ),
     ]
-    print("\n".join(lines))
-    if out is not None:
-        out.write_text("\n".join(lines) + "\n")
+    publish(lines, out)
     raise typer.Exit(code=int(bool(wrong.total())))
 
 

@@ -15,7 +15,9 @@ import torch
 import typer
 from torch.nn.functional import cross_entropy
 
+from asv_benchmarks.benchmarks.peaks import status
 from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.tables import markdown, publish
 from gemproj.torch import GEM, Promise
 from gemproj.torch.losses import Distillation
 
@@ -42,12 +44,6 @@ def logits(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     """Return the mean loss on a batch."""
     return cross_entropy(model(batch[0]), batch[1])
-
-
-def resident() -> float:
-    """Return the resident memory of this process in MB; Linux."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * 4096 / 1e6
 
 
 def main(
@@ -82,7 +78,7 @@ def main(
             del file, state
             gc.collect()
             tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
-            rows.append((step, resident(), len(gc.get_objects()), tensors))
+            rows.append((step, status("VmRSS") / 1e6, len(gc.get_objects()), tensors))
             print(*rows[-1], flush=True)
     growth = rows[-1][1] - rows[WARM - 1][1]
     lines = [
@@ -90,13 +86,12 @@ def main(
         "",
         f"Resident memory grew by {growth:.1f} MB from step {rows[WARM - 1][0]:,} to the end.",
         "",
-        "| step | resident memory, MB | objects of Python | tensors |",
-        "| --: | --: | --: | --: |",
-        *(f"| {step:,} | {size:.1f} | {objects:,} | {tensors:,} |" for step, size, objects, tensors in rows),
+        *markdown(
+            ["step", "resident memory, MB", "objects of Python", "tensors"],
+            [[f"{at:,}", f"{size:.1f}", f"{n:,}", f"{tensors:,}"] for at, size, n, tensors in rows],
+        ),
     ]
-    print("\n".join(lines))
-    if out is not None:
-        out.write_text("---\norphan: true\n---\n\n" + "\n".join(lines) + "\n")
+    publish(lines, out)
     raise typer.Exit(code=int(growth > ROOM))
 
 

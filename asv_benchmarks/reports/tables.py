@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 
@@ -52,3 +53,11 @@ def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     """Return the lines of a Markdown table with numbers to the right."""
     lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines] + [""]
+
+
+def publish(lines: list[str], out: Path | None) -> None:
+    """Print lines of Markdown, and also write them to a file, if one is given."""
+    text = "\n".join(lines)
+    print(text)
+    if out is not None:
+        out.write_text(text.rstrip() + "\n")
