@@ -1,4 +1,4 @@
-"""Gradients by rows from one backward pass: what each layer adds to each row of G."""
+"""The gradients of many rows of G from one backward pass, layer by layer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class RowByRow(Exception):
 
 
 class RowGradients:
-    """Adds gradients to rows of G, by rows, while the sum of their losses is differentiated once.
+    """Computes the gradient of each row while the sum of all losses is differentiated once.
 
-    In the forward pass of its own layer a parameter is a constant. The layer's output then goes through an
-    identity, whose backward pass has the input of the layer and the gradient of the output: from these follow
-    the gradients of each row, of a linear layer as the products of both over the examples of the row. A
+    In the forward pass of its own layer a parameter is a constant. The output of the layer then goes through
+    an identity, whose backward pass has the input x of the layer and the gradient e of its output. The
+    gradient of a row follows from x and e of its examples: for the weight of a linear layer it is ``e' x``. A
     parameter that is used outside of its layer still requires a gradient there, which `differentiate` finds.
 
     Parameters
@@ -54,7 +54,7 @@ class RowGradients:
 
     @contextmanager
     def recorded(self, examples: int) -> Iterator[None]:
-        """Have the layers see to it, in the forward pass of so many examples, that rows get gradients."""
+        """Record the inputs of all layers in the forward pass of so many examples."""
         device = next(iter(self._into.values())).device
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         with ExitStack() as restored:
@@ -64,7 +64,7 @@ class RowGradients:
             yield
 
     def differentiate(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Add the gradients of a loss to the rows; raise if a parameter is used outside of its layer."""
+        """Add the gradient of the loss to each row; raise if a parameter is used outside of its layer."""
         _, *elsewhere = torch.autograd.grad(loss, [self._anchor, *parameters], allow_unused=True)
         if any(gradient is not None for gradient in elsewhere):
             raise RowByRow("a parameter is used outside of the layer that owns it")
@@ -118,9 +118,9 @@ Rule = Callable[[Any, str, Tensor, Tensor, Tensor, bool], None]
 
 
 def _rule(layer: Any) -> Rule | None:
-    """Return how gradients of the parameters of a layer are computed; None where that is not known.
+    """Return the function that adds the gradients of a kind of layer; None for an unknown kind.
 
-    Of a subclass it is not: it may compute something else.
+    Subclasses are unknown kinds: they may compute something else.
     """
     kind = type(layer)
     if kind is nn.Embedding:
@@ -146,14 +146,15 @@ def _linear(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fr
 
 
 def _transposed(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
-    """Of a linear layer that stores the transposed weight."""
+    """Add the gradients of a linear layer that stores its weight transposed."""
     _linear(layer, name, x, gradient, into if name == "bias" else into.mT, fresh)
 
 
 def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
-    """Of a layer that multiplies what it has normalised: its output is linear in the weight w.
+    """Add the gradients of a layer that normalises, and multiplies by a weight w.
 
-    So its derivative is the output for w = 1 minus that for w = 0, also where a layer multiplies by 1 + w.
+    Its output is linear in w. So the derivative is the output for w = 1 minus the output for w = 0, also
+    where a layer multiplies by 1 + w.
     """
     if name == "weight":
         x = x.to(layer.weight.dtype)  # backward passes run outside of autocast

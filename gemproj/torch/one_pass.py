@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 class Limit(NamedTuple):
-    """How many rows of a kind share a pass, and how many entries its batch may have; if one, the reason."""
+    """How many rows of a kind share a pass, with how many entries in its batch; for one row, the reason."""
 
     loss: Any  # kept, so that no other one has its id
     rows: int = 1
@@ -158,7 +158,7 @@ def _passes(rows: list[Row], limit: Limit) -> Iterator[tuple[list[Row], Batch | 
 
 
 def _fitting(rows: list[Row], entries: float) -> Iterator[tuple[list[Row], Batch | None]]:
-    """Yield the same for some of these rows: all, or halves where their examples are longer than at first."""
+    """Yield the same for these rows together, or for halves of them where examples are longer than at first."""
     batch = _batch(rows) if len(rows) > 1 else None
     if batch is None or _entries(batch) <= entries:
         yield rows, batch
