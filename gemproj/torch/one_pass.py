@@ -158,7 +158,7 @@ def _passes(rows: list[Row], limit: Limit) -> Iterator[tuple[list[Row], Batch | 
 
 
 def _fitting(rows: list[Row], entries: float) -> Iterator[tuple[list[Row], Batch | None]]:
-    """Yield the same for these rows together, or for halves of them where examples are longer than at first."""
+    """Yield the same for all these rows, or for halves of them where examples are longer than at first."""
     batch = _batch(rows) if len(rows) > 1 else None
     if batch is None or _entries(batch) <= entries:
         yield rows, batch
