@@ -20,16 +20,23 @@ _IS_TORCH: dict[type, bool] = {}
 
 def namespace(a: Array, *others: Array) -> Any:
     """Return the array API namespace of arrays; raise a TypeError if their libraries differ."""
-    if others and len({type(a), *map(type, others)}) > 1:
-        try:
-            return array_api_compat.array_namespace(a, *others)
-        except TypeError:
-            found = sorted({f"{type(b).__module__.split('.')[0]}.{type(b).__name__}" for b in (a, *others)})
-            raise TypeError(f"All arrays must come from one library; found {', '.join(found)}.") from None
-    xp = _NAMESPACES.get(type(a))
+    kind = type(a)
+    for other in others:
+        if type(other) is not kind:
+            return _common_namespace(a, *others)
+    xp = _NAMESPACES.get(kind)
     if xp is None:
-        xp = _NAMESPACES[type(a)] = array_api_compat.array_namespace(a)
+        xp = _NAMESPACES[kind] = array_api_compat.array_namespace(a)
     return xp
+
+
+def _common_namespace(*arrays: Array) -> Any:
+    """Return the namespace of arrays of several types, such as Tensor and Parameter."""
+    try:
+        return array_api_compat.array_namespace(*arrays)
+    except TypeError:
+        found = sorted({f"{type(a).__module__.split('.')[0]}.{type(a).__name__}" for a in arrays})
+        raise TypeError(f"All arrays must come from one library; found {', '.join(found)}.") from None
 
 
 _NUMPY = namespace(np.empty(0))
@@ -86,10 +93,10 @@ def detach(a: Array) -> Array:
 def refuse_transformed(arrays: Sequence[Array]) -> None:
     """Raise for tensors without dense memory: sparse, nested, meta and transformed by `torch.func`."""
     if is_torch(arrays[0]):
-        first = arrays[0]
-        if first.is_nested or first.is_meta or any(a.layout != sys.modules["torch"].strided for a in arrays):
+        first, torch = arrays[0], sys.modules["torch"]
+        if first.is_nested or first.is_meta or any(a.layout is not torch.strided for a in arrays):
             raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
-        functorch = sys.modules["torch"]._C._functorch
+        functorch = torch._C._functorch
         if functorch.peek_interpreter_stack() is not None and any(
             map(functorch.is_functorch_wrapped_tensor, arrays)
         ):
@@ -97,6 +104,18 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
                 "torch.func transforms (vmap, grad, ...) pass through gemproj.project only. For solutions of "
                 "many problems call this function on arrays with leading dimensions."
             )
+
+
+def empty_as(a: Array) -> Array:
+    """Return an uninitialised array of the shape, dtype and device of `a`, stored row by row.
+
+    `empty_like` would copy the strides, which are zero where `a` was broadcast.
+    """
+    if type(a) is np.ndarray:
+        return np.empty(a.shape, a.dtype)
+    if is_torch(a):
+        return a.new_empty(a.shape)
+    return namespace(a).empty(a.shape, dtype=a.dtype, device=device_of(a))
 
 
 def note_written(arrays: Sequence[Array]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, Blocks, namespace, note_written
+from gemproj._arrays import Array, Blocks, empty_as, namespace, note_written
 from gemproj._checks import check_multipliers
 from gemproj._constants import MISSED
 from gemproj._problem import Problem, check_out, check_problem
@@ -75,8 +75,10 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
 
 def warn_if_missed(sol: DualSolution) -> None:
     """Warn, on the CPU, if x violates the optimality conditions: callers of `project` see no status."""
-    status: Any = sol._status
-    if not (sol._exact and isinstance(sol.multipliers, np.ndarray) and np.count_nonzero(status)):
+    if isinstance(sol._status, int) or not (sol._exact and isinstance(sol.multipliers, np.ndarray)):
+        return  # one number for all problems of the exact method is OPTIMAL
+    status = sol.status
+    if not np.count_nonzero(status):
         return
     stalled = (status & int(Status.STALLED)) != 0
     unsettled = stalled if sol.bounds.h is None else (status & _UNSETTLED) != 0
@@ -128,8 +130,7 @@ def blocks_for_x(problem: Problem, out: Blocks | None = None) -> list[Array]:
     """Return the blocks for x: the checked blocks of `out`, or new arrays."""
     if out is not None:
         return check_out(out, problem)
-    # Not empty_like, which would copy the zero strides of a broadcast g.
-    return [problem.xp.empty(tuple(v.shape), dtype=v.dtype, device=problem.device) for v in problem.vector]
+    return [empty_as(v) for v in problem.vector]
 
 
 def as_asked(problem: Problem, x: list[Array], out: Any = None) -> Any:

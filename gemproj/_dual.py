@@ -183,8 +183,6 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
         lam = _multipliers(gram, bounds, lam, kept)
     if not host:
         status = partial(_status_on_device, status, kept)
-    elif isinstance(status, int):
-        status = np.full(gram.gg.shape, status)
     sol = DualSolution(lam, gram, bounds, found.iterations, status, measured.rounding, exact)
     if rows is not None and options.refine:
         sol = refine_directly(rows, sol, options.refine)
@@ -192,7 +190,7 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
         return sol
     if rows is not None and rows.t:
         chosen = ill_conditioned(rows, sol, found.resolution)
-        if np.count_nonzero(chosen):
+        if chosen is not None and np.count_nonzero(chosen):
             sol = return_to_rows(rows, sol, chosen)
     if bounds.equality is not None and bounds.upper is not None:
         sol = replace(sol, _status=sol.status | cancelled_by_penalty(sol) * int(Status.STALLED))
@@ -235,10 +233,8 @@ def _multipliers(gram: Gram, bounds: Bounds, lam: Array, kept: Array | None) -> 
 
 def _status_on_device(found: Any, kept: Array, sol: DualSolution) -> Array:
     """Return the status of each problem: that of the method, with flags for dropped rows and infeasible h."""
-    xp, bounds, (_, _, gg) = namespace(kept), sol.bounds, sol.gram
+    xp, bounds = namespace(kept), sol.bounds
     status = _now(found)
-    if isinstance(status, int):
-        status = xp.full(gg.shape, status, dtype=xp.int64, device=device_of(gg))
     flags = {Status.ROW_DROPPED: ~xp.all(kept, axis=-1)}
     if sol._exact and (bounds.h is not None or (bounds.equality is not None and bounds.upper is not None)):
         # The residual is that of the given problem, because the method has solved a problem with cut rows and

@@ -93,7 +93,9 @@ def project(
         # itself takes itself for a part of a graph.
         if not compiling and _are_calls_compiled():
             return _outside_of_graphs(G, g, given)
-        if _needs_operator(G, g, metric, h, margin, penalty):
+        if _are_tensors(torch, g) and (
+            compiling or _needs_operator(torch, G, g, metric, h, margin, penalty)
+        ):
             exact = isinstance(method, Exact) or (isinstance(method, str) and method.lower() == "exact")
             if compiling and not exact:
                 return _outside_of_graphs(G, g, given)
@@ -125,22 +127,22 @@ def _are_calls_compiled() -> bool:
     return active is not None and active() not in (None, False)
 
 
-def _needs_operator(G: Blocks, g: Blocks, *others: Any) -> bool:
-    """Return whether autograd, a torch compiler or a torch.func transform is active for these arguments."""
-    torch = sys.modules.get("torch")
-    leaves = () if torch is None else blocks_of(g)
-    if torch is None or not leaves or not isinstance(leaves[0], torch.Tensor):
-        return False
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return True
+def _are_tensors(torch: Any, g: Blocks) -> bool:
+    """Return whether g is a tensor, or has blocks that are."""
+    return isinstance(g, torch.Tensor) or any(isinstance(a, torch.Tensor) for a in blocks_of(g)[:1])
+
+
+def _needs_operator(torch: Any, *given: Any) -> bool:
+    """Return whether autograd, tracing or a torch.func transform is active for these arguments."""
     # Under torch.func, tensors have no memory of their own.
     if (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
     ):
         return True
     if torch.is_grad_enabled():
-        for arg in (G, g, *others):
+        for arg in given:
             if arg is not None and type(arg) is not float:
                 for a in blocks_of(arg):
                     if getattr(a, "requires_grad", False):

@@ -22,13 +22,15 @@ _STALLED = int(Status.STALLED)
 _UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
 
 
-def ill_conditioned(problem: Problem, sol: DualSolution, resolved: Any) -> np.ndarray:
-    """Return the mask (...) of problems whose K is too ill-conditioned for the multipliers.
+def ill_conditioned(problem: Problem, sol: DualSolution, resolved: Any) -> np.ndarray | None:
+    """Return the mask (...) of problems whose K is too ill-conditioned for the multipliers; None for none.
 
     `resolved` is `Outcome.resolution`.
     """
     if sol._rounding > 1e-12:  # K is too inaccurate to find the nearly active rows: all rows are tested
         return _resolution(sol) < TRUST_NARROW
+    if resolved is None:
+        return None
     trusted = TRUST_SMALL if problem.columns * (problem.t + 1) <= SMALL else RESOLVED
     return (resolved < trusted) | (sol._status & _STALLED > 0)
 

@@ -18,7 +18,7 @@ from gemproj._tspace import Gram, inverse, matvec
 from gemproj.methods._method import Status
 
 
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class DualSolution:
     """Multipliers of the constraints, with certificates that are computed only when they are called.
 
@@ -44,7 +44,8 @@ class DualSolution:
     gram: Gram
     bounds: Bounds
     iterations: Any
-    # An array, or on a device a function of the solution that computes it: `project` never reads it.
+    # An array, a number for all problems, or on a device a function of the solution that computes it, because
+    # `project` never reads it.
     _status: Any
     _rounding: float = WIDE_ROUNDING
     # Whether the method is exact: then the free rows have zero slack, and x may be moved to satisfy this.
@@ -73,9 +74,14 @@ class DualSolution:
     @property
     def status(self) -> Array:
         """Status of each problem, a `gemproj.Status` as int, shape (...)."""
-        if callable(self._status):
-            object.__setattr__(self, "_status", self._status(self))
-        return self._status
+        found, gg = self._status, self.gram.gg
+        if callable(found):
+            found = found(self)
+        if isinstance(found, int):
+            xp = namespace(gg)
+            found = xp.full(tuple(gg.shape), found, dtype=xp.int64, device=device_of(gg))
+        self._status = found
+        return found
 
     @property
     def lower(self) -> Array:

@@ -41,9 +41,9 @@ class Outcome(NamedTuple):
     """The result of `Method.solve`: multipliers (..., t); iterations and status, each an int or (...).
 
     On a device the status may be a function without arguments that returns it, because `project` never reads
-    the status. `resolution` is given by `Exact` on the CPU, and None on a device. It is the smallest
-    eigenvalue of the normalised Gram matrix of the active and nearly active rows, shape (...). A lower bound
-    replaces it where it is not small.
+    the status. `resolution` is given by `Exact` on the CPU: the smallest eigenvalue of the normalised Gram
+    matrix of the active and nearly active rows, shape (...). A lower bound replaces it where it is not small;
+    None stands for large everywhere. On a device it is None.
     """
 
     multipliers: Array

@@ -84,16 +84,16 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
     kind: Any = type(a)
     if kind is np.ndarray:
         flags, size = a.flags, a.itemsize
-        if not (flags.aligned and a.dtype.isnative):
-            return None
-        step = size if flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], size)
-        if step is None:
+        if not a.dtype.isnative:
             return None
         # `python -m gemproj --compile` compiles `address` for these types of arrays. Any other type would
         # cause a compilation in the middle of a run.
-        compiled = flags.carray and a.ndim in (1, 2)
-        place = address(a) if compiled else a.__array_interface__["data"][0]
-        return place, a.strides[:lead], step
+        if flags.carray and a.ndim in (1, 2):
+            return address(a), a.strides[:lead], size
+        step = size if flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], size)
+        if step is None or not flags.aligned:
+            return None
+        return a.__array_interface__["data"][0], a.strides[:lead], step
     if _is_plain_tensor(kind):
         # Lazily negated tensors do not store their values, and tensors without storage have none.
         if a.is_neg() or (not a.data_ptr() and a.numel()):

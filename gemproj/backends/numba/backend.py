@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -46,8 +48,11 @@ _TILE, _LEAST_TILE = 12 << 10, 256
 # Columns of x that stage 3 computes at a time.
 _PART = 1024
 _LINE = 64  # bytes of a cache line
+# Most bytes of scratch arrays that are kept for the next call, and of how many kinds.
+_KEPT, _KINDS = 1 << 16, 16
 _FLOAT64 = np.dtype(np.float64)
 _NONE = np.empty((0, 0))
+_LIKE = {dtype: np.empty(0, dtype) for dtype in (np.uint16, np.float32, np.float64)}
 
 
 def bind(problem: Problem) -> Numba | None:
@@ -70,20 +75,21 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     lam, resolved = np.empty((count, t)), np.empty(count)
     pivots, status = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     arrays = (Ks, bs, lowers, *others, lam, pivots, status, resolved)
-    if any(_in_threads(solve_active_set, count, max(1, _WORK // t**2), arrays)):
-        if len(Ks) == 1 and count > 1:
-            # No principal submatrix has a smaller eigenvalue than the whole (Cauchy's interlacing).
-            whole = normalise(Ks[0], bs[0]).K
-            resolved = np.maximum(resolved, np.linalg.eigvalsh(whole)[0])
-        if len(close := np.flatnonzero(resolved < CLOSE)):
-            low = None if lower is None else lowers[close]
-            one = normalise(Ks[close] if len(Ks) > 1 else Ks, bs[close], low, start=lam[close])
-            near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
-            resolved[close] = resolution(one.K, near)
-            status[close] |= np.where(resolved[close] < RESOLVED, int(Status.UNRESOLVED), 0)
-    return Outcome(
-        lam.reshape(b.shape), pivots.reshape(batch), status.reshape(batch), resolved.reshape(batch)
-    )
+    in_question = _in_threads(solve_active_set, count, max(1, _WORK // t**2), arrays)
+    lam, pivots = lam.reshape(b.shape), pivots.reshape(batch)
+    if not any(in_question):
+        return Outcome(lam, pivots, int(Status.OPTIMAL))
+    if len(Ks) == 1 and count > 1:
+        # No principal submatrix has a smaller eigenvalue than the whole (Cauchy's interlacing).
+        whole = normalise(Ks[0], bs[0]).K
+        resolved = np.maximum(resolved, np.linalg.eigvalsh(whole)[0])
+    if len(close := np.flatnonzero(resolved < CLOSE)):
+        low, found = None if lower is None else lowers[close], lam.reshape(-1, t)[close]
+        one = normalise(Ks[close] if len(Ks) > 1 else Ks, bs[close], low, start=found)
+        near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
+        resolved[close] = resolution(one.K, near)
+        status[close] |= np.where(resolved[close] < RESOLVED, int(Status.UNRESOLVED), 0)
+    return Outcome(lam, pivots, status.reshape(batch), resolved.reshape(batch))
 
 
 def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -99,7 +105,7 @@ class Numba:
     name = "numba"
 
     def __init__(self, problem: Problem, lines: np.ndarray, dtype: Any, by_rows: bool) -> None:
-        self.lines, self.like, self.columns = lines, np.empty(0, dtype), None if by_rows else True
+        self.lines, self.like, self.columns = lines, _LIKE[dtype], None if by_rows else True
         self.problems = len(lines) // len(problem.rows)
         piece = _PIECE
         if problem.columns * (problem.t + 1) >= _SMALL:
@@ -109,27 +115,20 @@ class Numba:
 
     def gram(self, problem: Problem) -> tuple[Gram, float]:
         """Return K, b and |g|^2, and their rounding error, summed chunk by chunk in threads."""
-        t, n, blocks, pieces = problem.t, problem.t + 1, len(problem.rows), self.pieces
-        chunk, dtype = (_WIDE_CHUNK, _FLOAT64) if self.wide else (CHUNK, np.dtype(np.float32))
+        t, n, pieces = problem.t, problem.t + 1, self.pieces
         totals = np.empty((self.problems, pieces, n, n))
-        groups = -(-(t if problem.shared else n) // HEIGHT)
-        sums = groups * (groups + 1) // 2  # blocks of the lower triangle
         # The work, in units of the time to read a number, which is also the time of eight products. Each
         # number is read once and multiplied by n numbers. With a shared G the work is about one unit per row,
         # column and group of gradients.
         if problem.shared:
             loop, count = sum_shared_products, -(-self.problems // HEIGHT)
             steps: tuple[int, ...] = (self.piece,)
-            tile = ((groups + 1) * HEIGHT, min(chunk, _LEAST_TILE))
-            sums, numbers = sums + MOST_GROUPS * (groups + 1), count * problem.columns * n
+            numbers = count * problem.columns * n
         else:
             loop, count, steps = sum_products, self.problems, (pieces, self.piece)
-            columns = _TILE // (n * dtype.itemsize) // MULTIPLE * MULTIPLE
-            tile = (n, min(chunk, max(_LEAST_TILE, columns)))
             numbers = count * problem.columns * n * ((8 + n) // 8)
-        arrays = (self.lines, blocks, *steps, self.like, self.columns, totals)
-        scratch = (tile, dtype), ((sums, HEIGHT * HEIGHT * LANES), _FLOAT64)
-        _share(loop, count * pieces, numbers, arrays, scratch, problem)
+        arrays = (self.lines, len(problem.rows), *steps, self.like, self.columns, totals)
+        _share(loop, count * pieces, numbers, arrays, _scratch_of_sums(t, problem.shared, self.wide), problem)
         if pieces > 1:
             add_pieces(totals)
         total = totals[:, 0].reshape((*problem.batch, n, n)) if problem.batch else totals[0, 0]
@@ -172,9 +171,10 @@ def _share(
 
     The threads hold a reference to the problem and x, because the loops have only addresses of the arrays.
     """
-    threads = 1
-    if numbers >= _WORTH_THREADS:
-        threads = int(problem.xp.get_num_threads()) if problem.is_torch else cores()
+    if numbers < _WORTH_THREADS:
+        loop(0, count, *arrays, *_scratch(scratch))
+        return
+    threads = int(problem.xp.get_num_threads()) if problem.is_torch else cores()
     step = count if threads == 1 else -(-count // (_JOBS * threads))
     _in_threads(loop, count, step, arrays, scratch, threads, (problem, x))
 
@@ -184,18 +184,56 @@ def _in_threads(
 ) -> list[Any]:
     """Return the results of ``loop(first, last, *arrays, *scratch)`` for `step` of `count` pieces at a time.
 
-    Each call has scratch arrays of its own, given by shapes and dtypes. The threads hold a reference to
-    `held`.
+    The threads hold a reference to `held`.
     """
     if count <= step:
-        return [loop(0, count, *arrays, *[_aligned(*a) for a in scratch])]
+        return [loop(0, count, *arrays, *_scratch(scratch))]
     found = []
 
     def work(i: int) -> None:
-        last = min((i + 1) * step, count)
-        found.append(loop(i * step, last, *arrays, *[_aligned(*a) for a in scratch]))
+        found.append(loop(i * step, min((i + 1) * step, count), *arrays, *_scratch(scratch)))
 
     share(work, -(-count // step), threads, held)
+    return found
+
+
+@lru_cache(maxsize=64)
+def _scratch_of_sums(t: int, shared: bool, wide: bool) -> tuple[tuple[tuple[int, int], np.dtype], ...]:
+    """Return shapes and dtypes of a tile and of the sums of its products, see `loops`."""
+    n, chunk, dtype = t + 1, *((_WIDE_CHUNK, _FLOAT64) if wide else (CHUNK, np.dtype(np.float32)))
+    groups = -(-(t if shared else n) // HEIGHT)
+    sums = groups * (groups + 1) // 2  # blocks of the lower triangle
+    if shared:
+        tile = ((groups + 1) * HEIGHT, min(chunk, _LEAST_TILE))
+        sums += MOST_GROUPS * (groups + 1)
+    else:
+        columns = _TILE // (n * dtype.itemsize) // MULTIPLE * MULTIPLE
+        tile = (n, min(chunk, max(_LEAST_TILE, columns)))
+    return (tile, dtype), ((sums, HEIGHT * HEIGHT * LANES), _FLOAT64)
+
+
+class _Kept(threading.local):
+    """Scratch arrays of one thread, by their shapes and dtypes."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[Any, list[np.ndarray]] = {}
+
+
+_kept = _Kept()
+
+
+def _scratch(wanted: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> list[np.ndarray]:
+    """Return uninitialised arrays of these shapes and dtypes, which belong to this thread.
+
+    Small ones are kept for the next call: to make them takes as long as a small projection.
+    """
+    found = _kept.arrays.get(wanted)
+    if found is None:
+        found = [_aligned(*one) for one in wanted]
+        if sum(a.nbytes for a in found) <= _KEPT:
+            if len(_kept.arrays) >= _KINDS:
+                _kept.arrays.clear()
+            _kept.arrays[wanted] = found
     return found
 
 

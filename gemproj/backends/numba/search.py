@@ -26,13 +26,15 @@ _STALLED = int(Status.STALLED)
 
 @strict_entry
 def solve_active_set(first, last, Ks, bs, lowers, uppers, starts, lams, pivots, status, resolved):
-    """Write the solutions of problems ``first .. last - 1``; return how many of them K may not resolve.
+    """Write the solutions of problems ``first .. last - 1``; return how many are in question.
+
+    These are not optimal, or K may not resolve their rows.
 
     Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);
     `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `pivots`, the
     numbers of pivots; `status`; and `resolved`, the `resolution` of the active and nearly active rows.
     """
-    t, close = bs.shape[1], 0
+    t, in_question = bs.shape[1], 0
     T, K, b, s, lam = np.empty((t, t + 1)), np.empty((t, t)), np.empty(t), np.empty(t), np.empty(t)
     lower, upper, per_norm = np.empty(t), np.empty(t), np.empty(t)
     free, tabu = np.empty(t, np.bool_), np.empty(t, np.bool_)
@@ -68,11 +70,11 @@ def solve_active_set(first, last, Ks, bs, lowers, uppers, starts, lams, pivots, 
         met = finite and smallest <= _OPTIMAL_WITHIN and products <= _OPTIMAL_WITHIN
         status[p] = 0 if met else _STALLED
         resolved[p] = resolution(K, best, s, lower, free, T)
-        if resolved[p] < CLOSE:
-            close += 1
+        if resolved[p] < CLOSE or not met:
+            in_question += 1
         for i in range(t):
             best[i] *= size * per_norm[i]
-    return close
+    return in_question
 
 
 @strict
