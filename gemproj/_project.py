@@ -93,9 +93,7 @@ def project(
         # itself takes itself for a part of a graph.
         if not compiling and _are_calls_compiled():
             return _outside_of_graphs(G, g, given)
-        if _are_tensors(torch, g) and (
-            compiling or _needs_operator(torch, G, g, metric, h, margin, penalty)
-        ):
+        if _are_tensors(torch, g) and (compiling or _needs_operator(torch, G, g, metric, h, margin, penalty)):
             exact = isinstance(method, Exact) or (isinstance(method, str) and method.lower() == "exact")
             if compiling and not exact:
                 return _outside_of_graphs(G, g, given)

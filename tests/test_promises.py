@@ -357,25 +357,25 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
 
 
 def test_logs_have_the_largest_excess():
-    from gemproj.torch.report import LogMeans
+    from gemproj.torch.report import History
 
     model, optimizer, gem, batch = begin(EACH, rate=0.3, tolerance=0.0)
-    steps, means = [], LogMeans()
-    assert means.take() == {}
+    steps, history = [], History()
+    assert history.means() == {}
     for _ in range(5):
         unlearn(model, optimizer, batch, 1)
         steps.append(gem.last)
-        means.add(gem.last)
-    taken = means.take()
-    assert means.take() == {}
+        history.add(gem.last)
+    taken = history.means()
+    assert history.means() == {}
     assert float(taken["gem/excess"]) == max(float(step.excess.max()) for step in steps)
     assert float(taken["gem/worst_cosine"]) == min(step.worst_cosine for step in steps)
     assert float(taken["gem/cosine"]) == pytest.approx(sum(step.cosine for step in steps) / 5)
     model, optimizer, gem, batch = begin(EACH, rate=0.3)
     unlearn(model, optimizer, batch, 1)
     assert gem.last.excess is None
-    means.add(gem.last)
-    assert "gem/excess" not in means.take()
+    history.add(gem.last)
+    assert "gem/excess" not in history.means()
 
 
 def test_what_a_bound_needs():

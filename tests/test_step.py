@@ -178,7 +178,8 @@ def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, o
         changed = changed or not torch.equal(v, x)
         torch.testing.assert_close(flat(models[0]), before - x, rtol=1e-11, atol=1e-12)
         last = projectors[0].last
-        assert (last.solution is last.step) == (on == "step")  # what `num_violated` and `num_active` count
+        # What `num_violated` and `num_active` count.
+        assert torch.equal(last.solution.gram.b, last.step.gram.b) == (on == "step")
         # Moments, counts and schedules are the optimizer's own, as if it had been left alone.
         for p, q in zip(*(m.parameters() for m in models), strict=True):
             a, b = optimizers[0].state[p], optimizers[1].state[q]

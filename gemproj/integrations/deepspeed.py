@@ -213,8 +213,8 @@ class ZeroStep(Step):
             bool(groups[id(p)]["lr"]) if id(p) in groups else False for p in self._vector.parameters
         ]
 
-    def write(self, x: Tensor, changed: bool, reached: Sequence[bool]) -> None:  # noqa: D102
-        super().write(x, changed, reached)
+    def write(self, changed: bool, reached: Sequence[bool]) -> None:  # noqa: D102
+        super().write(changed, reached)
         if changed:
             self.optimizer.publish()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import wide_dtype
-from gemproj.torch.parameters import ParameterVector, local
+from gemproj.torch.parameters import Buffer, ParameterVector, local
 
 On = Literal["gradient", "step", "both"]
 Metric = Literal["euclidean", "adam"]
@@ -56,8 +56,8 @@ class Change:
         """Return the vector, in a buffer that is kept."""
         raise NotImplementedError
 
-    def write(self, x: Tensor, changed: bool, reached: Sequence[bool]) -> None:
-        """Replace the vector by x, if it has `changed`; G has entries of the parameters `reached`."""
+    def write(self, changed: bool, reached: Sequence[bool]) -> None:
+        """Take the vector in the buffer, if it has `changed`; G has entries of the parameters `reached`."""
         raise NotImplementedError
 
 
@@ -84,12 +84,12 @@ class Gradient(Change):
         return rate
 
     def read(self) -> Tensor:  # noqa: D102
-        return self._vector.read_gradient(self._vector.scratch)
+        return self._vector.read_gradient()
 
-    def write(self, x: Tensor, changed: bool, reached: Sequence[bool]) -> None:  # noqa: D102
+    def write(self, changed: bool, reached: Sequence[bool]) -> None:  # noqa: D102
         if self._moving is not None:
             reached = [a and b for a, b in zip(reached, self._moving, strict=True)]
-        self._vector.write_gradient(x, reached, changed)
+        self._vector.write_gradient(reached, changed)
 
 
 class Step(Change):
@@ -124,7 +124,7 @@ class Step(Change):
             )
         self._vector, self.optimizer = vector, optimizer
         self.metric: Metric | None = None
-        self._buffers: tuple[Tensor, Tensor] | None = None  # before, step: allocated with the first step
+        self._buffers: tuple[Buffer, Buffer] | None = None  # before, step: allocated with the first step
         self._moving: list[bool] = []
         if not self._groups():
             raise ValueError(
@@ -173,8 +173,8 @@ class Step(Change):
         """Store the parameters, before the step."""
         self._vector.check()
         if self._buffers is None:
-            self._buffers = self._vector.empty(), self._vector.empty()
-        torch._foreach_copy_(self._vector.split(self._buffers[0]), self._vector.local())
+            self._buffers = self._vector.buffer(), self._vector.buffer()
+        torch._foreach_copy_(self._buffers[0].parts, self._vector.local())
 
     def note_moving(self) -> None:
         """Note which parameters move: with a gradient, which may be dropped in the step, and a rate."""
@@ -191,19 +191,19 @@ class Step(Change):
     def read(self) -> Tensor:
         """Return the step so far as one vector, in a buffer that is kept."""
         before, step = self._stored()
-        step.copy_(before)
-        torch._foreach_sub_(self._vector.split(step), self._vector.local())
-        return step
+        step.whole.copy_(before.whole)
+        torch._foreach_sub_(step.parts, self._vector.local())
+        return step.whole
 
-    def write(self, x: Tensor, changed: bool, reached: Sequence[bool]) -> None:
+    def write(self, changed: bool, reached: Sequence[bool]) -> None:
         """Apply another step to the stored parameters."""
         if changed:
-            split = self._vector.split
-            self._vector.assign(torch._foreach_sub(split(self._stored()[0]), split(x)))
+            before, step = self._stored()
+            self._vector.assign(torch._foreach_sub(before.parts, step.parts))
 
     def undo(self) -> None:
         """Restore the stored parameters."""
-        self._vector.assign(self._vector.split(self._stored()[0]))
+        self._vector.assign(self._stored()[0].parts)
 
     def unit(self) -> float:  # noqa: D102
         # Adam's metric has the unit of a gradient over a step.
@@ -262,7 +262,7 @@ class Step(Change):
             self._refuse_metric()
         return found
 
-    def _stored(self) -> tuple[Tensor, Tensor]:
+    def _stored(self) -> tuple[Buffer, Buffer]:
         assert self._buffers is not None
         return self._buffers
 

@@ -27,14 +27,16 @@ def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataP
     That one's own forward pass would expect a backward pass that reduces ``.grad``.
     """
     inner = getattr(model, "_orig_mod", model)  # of torch.compile
-    if isinstance(inner, DistributedDataParallel):
-        return inner.module, inner
-    if any(isinstance(module, DistributedDataParallel) for module in model.modules()):
+    return (inner.module, inner) if isinstance(inner, DistributedDataParallel) else (model, None)
+
+
+def check_unwrapped(modules: Iterable[torch.nn.Module]) -> None:
+    """Raise for the modules of a model with a part that is wrapped."""
+    if any(isinstance(module, DistributedDataParallel) for module in modules):
         raise ValueError(
             "model has a part that is wrapped in DistributedDataParallel, by which its processes cannot be "
             "found. Wrap the whole model, and pass what that returns."
         )
-    return model, None
 
 
 def reshard(model: torch.nn.Module) -> None:
@@ -87,7 +89,7 @@ def from_batches(
 
     if topology.collective:
         reshard(model)
-    with topology.passes(), preserved_state(model, G.vector.device):
+    with topology.passes(), preserved_state(model, G.vector.device, topology.collective):
         G.open(len(sources), scale)
         shared.fill(G, model, rows, alone, microbatch)
     G.close(len(sources))
@@ -129,13 +131,15 @@ def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[st
 
 
 @contextmanager
-def preserved_state(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Set evaluation mode; restore the modes, ``.grad`` and torch's random state.
+def preserved_state(model: torch.nn.Module, device: torch.device, gradients: bool = False) -> Iterator[None]:
+    """Set evaluation mode; restore the modes, the random state and, where `gradients` are written, ``.grad``.
 
     Layers of transformers that checkpoint in training do so in evaluation mode, too.
     """
-    kept = [(p, p.grad) for p in model.parameters() if p.requires_grad]
-    modes = [module for module in model.modules() if module.training]
+    kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
+    modules = list(model.modules())
+    check_unwrapped(modules)
+    modes = [module for module in modules if module.training]
     changes = _evaluation(modes)
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     # Each CUDA or XPU device has a generator of its own; that of MPS cannot be restored.
@@ -146,15 +150,19 @@ def preserved_state(model: torch.nn.Module, device: torch.device) -> Iterator[No
             for p, _ in kept:
                 p.grad = None
             for thing, name, value in changes:
-                setattr(thing, name, value)
+                _set(thing, name, value)
             yield
         finally:
             for p, gradient in kept:
                 p.grad = gradient
             for thing, name, value in before:
-                setattr(thing, name, value)
+                _set(thing, name, value)
             for module in modes:
-                module.training = True
+                _set(module, "training", True)
+
+
+# `Module.__setattr__` takes much longer, for parameters and submodules.
+_set = object.__setattr__
 
 
 def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]]:

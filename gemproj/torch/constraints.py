@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gemproj._arrays import to_numpy, wide_dtype
+from gemproj._arrays import namespace, to_numpy, wide_dtype
 from gemproj._bounds import Options
 from gemproj._combine import combine_into, warn_if_missed
 from gemproj._dual import solve
@@ -47,9 +47,10 @@ class ConstraintMatrix:
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
         self.vector = vector
         self._buffer = torch.empty((0, vector.d), dtype=dtype or vector.dtype, device=vector.device)
-        self._views: dict[int, list[Tensor]] = {}  # of the rows, by parameters
+        self._views: dict[tuple[int, int | None], dict[int, Tensor]] = {}  # what `parts` has returned
         wide = wide_dtype(torch, vector.device)
         self._unknown = torch.tensor(math.nan, dtype=wide, device=vector.device)
+        self._none = self._unknown.new_empty(0)
         self.clear()
 
     def __len__(self) -> int:
@@ -63,9 +64,9 @@ class ConstraintMatrix:
     def clear(self) -> None:
         """Drop all rows; the buffer is kept."""
         self._count = self.age = 0
-        self._squares: Tensor | None = None
+        self._norms: Tensor | None = None
         self.reached = [False] * len(self.vector.parameters)
-        self.losses, self.stored = self._unknown.new_empty((2, 0))
+        self.losses = self.stored = self._none
         self.names: list[Any] = []
         self.seconds: list[float] = []
 
@@ -89,9 +90,8 @@ class ConstraintMatrix:
         found = [j for j, gradient in enumerate(gradients) if gradient is not None]
         if fresh and len(found) < len(gradients):
             self._buffer[k].zero_()
-        if k not in self._views:
-            self._views[k] = self.vector.split(self._buffer[k])
-        parts, values = [self._views[k][j] for j in found], self.vector.dense(gradients)
+        views = list(self.parts(k).values())
+        parts, values = [views[j] for j in found], self.vector.dense(gradients)
         for j in found:
             self.reached[j] = True
         if found:
@@ -100,17 +100,25 @@ class ConstraintMatrix:
             k, weight * loss.detach().reshape(1), None if stored is None else weight * stored.reshape(1)
         )
 
-    def parts(self, k: int, rows: int) -> dict[int, Tensor]:
-        """Return G from row k on as one view (rows, *shape) for each parameter, by its id, to write to."""
-        self._reserve(k + rows)
-        split = self._buffer[k : k + rows].split(self.vector.sizes, dim=1)
-        parameters = self.vector.parameters
-        return {id(p): part.view(rows, *p.shape) for p, part in zip(parameters, split, strict=True)}
+    def parts(self, k: int, rows: int | None = None) -> dict[int, Tensor]:
+        """Return row k of G, or `rows` rows from k on, as a view for each parameter, by its id, to write to.
 
-    def note(self, k: int, losses: Tensor, stored: Tensor | None, reached: Container[int]) -> None:
+        The shape of a view is that of the local shard, with the rows first where there may be several.
+        """
+        self._reserve(k + (rows or 1))
+        if (k, rows) not in self._views:
+            here = self._buffer[k] if rows is None else self._buffer[k : k + rows]
+            ids, lead = map(id, self.vector.parameters), here.shape[:-1]
+            split = zip(ids, here.split(self.vector.sizes, dim=-1), self.vector.shapes, strict=True)
+            self._views[k, rows] = {p: part.view(*lead, *shape) for p, part, shape in split}
+        return self._views[k, rows]
+
+    def note(
+        self, k: int, parts: Mapping[int, Tensor], reached: Container[int], losses: Tensor, stored: Any
+    ) -> None:
         """Note that `parts` from row k on have the gradients of these losses, and which ids they reach."""
         self._written.update(range(k, k + len(losses)))
-        for j, (p, part) in enumerate(self.parts(k, len(losses)).items()):
+        for j, (p, part) in enumerate(parts.items()):
             if p in reached:
                 self.reached[j] = True
             else:
@@ -145,8 +153,8 @@ class ConstraintMatrix:
             G.div_(self.scale)
         self.reached = topology.reduce(G, self.reached)
         if rows:
-            if [k for at, _ in self._losses for k in at] == list(range(rows)):
-                sums = torch.cat([values for _, values in self._losses], dim=1)
+            if len(self._losses) == 1 and len(self._losses[0][0]) == rows:
+                sums = self._losses[0][1]
             else:
                 sums = self.losses.new_zeros(2, rows)
                 for at, values in self._losses:
@@ -165,7 +173,7 @@ class ConstraintMatrix:
     ) -> tuple[DualSolution, bool]:
         """Project v in place, on the columns of the moving parameters; return whether it changed.
 
-        Without `write`, v stays, and only its solution is computed.
+        Without `write`, v stays, and only its solution is computed, which is one in t-space.
 
         All local columns are updated; replicated ones enter the Gram matrix on one rank only. The right-hand
         side h may be a function of the Gram matrix.
@@ -179,7 +187,8 @@ class ConstraintMatrix:
             measured = measure_sum(mine) if self.streamed else measure(*mine)
         measured = topology.sum_gram(measured, vector.dtype == torch.float64)
         if weight is None and columns == [slice(0, vector.d)]:
-            self._squares = torch.as_tensor(measured.gram.K, device=v.device).diagonal().clone()
+            K = measured.gram.K
+            self._norms = torch.as_tensor(namespace(K).linalg.diagonal(K) ** 0.5, device=v.device)
         if callable(options.h):
             options = replace(options, h=options.h(measured.gram))
         host = not isinstance(measured.gram.b, Tensor)
@@ -191,12 +200,12 @@ class ConstraintMatrix:
         if changed:
             for problem in here:
                 combine_into(problem, sol, problem.vector)
-        return sol.to(measured.to_caller), changed
+        return sol, changed
 
     @property
     def streamed(self) -> bool:
         """Whether rows have another dtype than what is projected."""
-        return self.rows.dtype != self.vector.dtype
+        return self._buffer.dtype != self.vector.dtype
 
     def largest(self) -> Tensor:
         """Return the largest absolute value in each column."""
@@ -210,24 +219,26 @@ class ConstraintMatrix:
 
         Cosines, float64, are zero where the step or a row is zero.
         """
-        wide, owned, known = self._unknown.dtype, self.vector.owned, self._squares is not None
+        topology, wide = self.vector.topology, self._unknown.dtype
         # In float64 the norms of float32 would take longer than all else here.
         kind = torch.promote_types(step.dtype, torch.float32)
-        products, squares = [], []
+        found: list[list[Tensor]] = []  # of each tile: |step|^2, and for each row its product and |g_k|^2
         with torch.autocast(step.device.type, enabled=False):
-            for at, rows in self._tiles(owned):
-                products.append((rows @ step[at]).to(wide))
-                if not known:
-                    squares.append(torch.linalg.vector_norm(rows, dim=1, dtype=kind).to(wide).square())
-        norms = [torch.linalg.vector_norm(step[at], dtype=kind).to(wide) for at in owned]
-        sums = [torch.stack(part).sum(0) for part in (products, squares) if part]
-        packed = torch.cat([torch.stack(norms).square().sum(0, keepdim=True), *sums])
-        square, product, *rest = self.vector.topology.sum_shards(packed).split([1, *map(len, sums)])
-        if not known:
-            (self._squares,) = rest
+            for at, rows in self._tiles(self.vector.owned):
+                part = step[at]
+                square = torch.linalg.vector_norm(part, dtype=kind).to(wide) ** 2
+                found.append([square.reshape(1), (rows @ part).to(wide)])
+                if self._norms is None:
+                    found[-1].append(torch.linalg.vector_norm(rows, dim=1, dtype=kind).to(wide) ** 2)
+        sums = [sum(parts[1:], parts[0]) for parts in zip(*found, strict=True)]
+        if topology.collective:
+            sums = list(topology.sum_shards(torch.cat(sums)).split([*map(len, sums)]))
+        square, product, *squares = sums
+        if self._norms is None:
+            self._norms = squares[0].sqrt()
         self.losses = self.losses - product  # whoever has the losses of before keeps them
         self.age += 1
-        sizes = cast(Tensor, self._squares).sqrt() * square.sqrt()
+        sizes = self._norms * square.sqrt()
         return torch.where(sizes > 0, product / sizes, 0.0)
 
     def state_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from gemproj._checks import check_count
 from gemproj.methods import AnyMethod
 from gemproj.torch.batches import Batch, Batches, Loss, Source
 from gemproj.torch.changes import Metric, On
-from gemproj.torch.constraint_gradients import reshard, unwrapped
+from gemproj.torch.constraint_gradients import check_unwrapped, reshard, unwrapped
 from gemproj.torch.hooks import clip_grad_norm_, will_skip
 from gemproj.torch.keywords import suggesting
 from gemproj.torch.losses import model_loss
@@ -22,7 +22,7 @@ from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.projector import GradientProjector, check_choices
 from gemproj.torch.promise import Per, Promise
 from gemproj.torch.remember import remember
-from gemproj.torch.report import History, LogMeans, Projection, Report, make_report
+from gemproj.torch.report import History, Projection, Report, make_report
 from gemproj.torch.unprotected import Watch
 
 # The loss scale of training is near the largest that float16 bears; past tasks may have larger losses.
@@ -75,7 +75,6 @@ class Keeper:
         self._model: torch.nn.Module | None = None
         self._optimizers: list[Any] = []
         self._scaler: Any = None
-        self._means = LogMeans()
         self._handles: list[Any] = []
         self._resumed: Mapping[str, Any] | None = None  # what was loaded before there was a projector
         self._watch: Watch | None = None
@@ -166,8 +165,8 @@ class Keeper:
         return make_report(self.history, self.memory.counts)
 
     def logs(self) -> dict[str, Tensor | float]:
-        """Return numbers to log, of the steps since the last call; see `LogMeans`."""
-        return self._means.take()
+        """Return numbers to log, of the steps since the last call; see `History.means`."""
+        return self.history.means()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the gradient in the next step, after its projection; return its norm as it is now.
@@ -241,7 +240,8 @@ class Keeper:
                 "it out where losses are not scaled."
             )
         reshard(model)
-        parallel = unwrapped(model)[1]
+        whole, parallel = unwrapped(model)
+        check_unwrapped(whole.modules())
         group = self._group if self._group is not None else process_group
         self._group = parallel.process_group if group is None and parallel is not None else group
         self.projector = projector = GradientProjector(
@@ -279,7 +279,6 @@ class Keeper:
             state, self._resumed = self._resumed, None
             self._load_projector({**state, "memory": self.memory.state_dict()})
 
-    @torch.compiler.disable
     def _compute_constraints(self, optimizer: torch.optim.Optimizer) -> None:
         projector = self._attached()
         if will_skip(optimizer):
@@ -309,7 +308,6 @@ class Keeper:
         """Count a step that was taken."""
         if self.last is not None:
             self.history.add(self.last)
-            self._means.add(self.last)
 
     def _sources(self) -> Iterator[Source]:
         # Here an error is one of all processes.

@@ -227,7 +227,7 @@ class ProjectedOptimizer:
         self._skipped = will_skip(optimizer)
         # A closure may bring the first constraints.
         has_closure = _closure(args, kwargs) is not None
-        self._watches = not self._skipped and (len(self._projector.constraints) > 0 or has_closure)
+        self._watches = not self._skipped and (self._projector.count > 0 or has_closure)
         if self._watches:
             self._step.metric = self._projector.metric
             self._step.begin()
@@ -248,7 +248,7 @@ class ProjectedOptimizer:
     @torch.no_grad()
     def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         begun, self._projected = bool(self._projected), []
-        if self._watches and begun and len(self._projector.constraints):
+        if self._watches and begun and self._projector.count:
             self._projector.after_step(self._step, self._seconds)
             self._after()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -24,7 +24,8 @@ class RowGradients:
 
     Parameters
     ----------
-    model : torch.nn.Module
+    modules : iterable of torch.nn.Module
+        All modules of the model.
     into : dict of Tensor, shape (t, *shape)
         The part of G of each parameter, by its id.
 
@@ -36,12 +37,12 @@ class RowGradients:
         The machine epsilon of the least precise gradient.
     """
 
-    def __init__(self, model: nn.Module, into: Mapping[int, Tensor]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], into: Mapping[int, Tensor]) -> None:
         self._into = into
         self._layers: list[tuple[Any, Mapping[str, Tensor], Rule]] = []
         self.reached: set[int] = set()
         self.rounding = 0.0
-        for layer in model.modules():
+        for layer in modules:
             if "_orig_mod" in layer._modules or layer._compiled_call_impl is not None:
                 raise RowByRow("a part of the model is compiled")
             own = {k: p for k, p in layer._parameters.items() if p is not None and id(p) in into}
@@ -59,8 +60,9 @@ class RowGradients:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         with ExitStack() as restored:
             for layer, own, rule in self._layers:
-                layer.forward = self._recording(layer, own, rule, examples)
-                restored.callback(delattr, layer, "forward")
+                # In the dict of the layer, because `Module.__setattr__` takes much longer.
+                layer.__dict__["forward"] = self._recording(layer, own, rule, examples)
+                restored.callback(layer.__dict__.pop, "forward")
             yield
 
     def differentiate(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:

@@ -177,7 +177,8 @@ def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Row], batch: B
     given = batch.batch if isinstance(batch, Remembered) else batch
     if any(leaf.shape[:1] != (t * n,) for leaf in _tensors(given)):
         raise RowByRow("the rows of a batch are no examples, as in packed texts")
-    gradients = RowGradients(model, G.parts(first.k, t))
+    parts = G.parts(first.k, t)
+    gradients = RowGradients(model.modules(), parts)
     with gradients.recorded(t * n):
         values = call_loss(first.promise.loss, model, batch, t * n, first.source.name)
         if values.shape != (t * n,):
@@ -189,7 +190,7 @@ def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Row], batch: B
         gradients.differentiate(losses.sum() * G.scale, G.vector.parameters)
     stored = stored_losses(batch, first.promise, first.source.name)
     then = None if stored is None else stored.view(t, n).mean(1) * weights
-    G.note(first.k, losses, then, gradients.reached)
+    G.note(first.k, parts, gradients.reached, losses, then)
     return gradients
 
 

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from gemproj.torch.distributed import Local, Replicated, Sharded
+
+
+class Buffer(NamedTuple):
+    """A vector, and views of it: one per parameter, in the shapes of the local shards."""
+
+    whole: Tensor
+    parts: list[Tensor]
 
 
 class ParameterVector:
@@ -26,6 +33,8 @@ class ParameterVector:
         Those that require a gradient, each once.
     d : int
         Number of local entries.
+    sizes, shapes : list
+        Of the local shards.
     topology : Local
         How the processes that train this model work together.
     owned : list of slice
@@ -74,13 +83,13 @@ class ParameterVector:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
         self._kinds = [(p.dtype, p.device) for p in chosen]
         self.sizes = [p.numel() for p in shards]
-        self._shapes = [p.shape for p in shards]
+        self.shapes = [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
         self.d = self._starts[-1]
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in chosen]
         self.owned = self.slices(owned=True)
-        self._scratch: Tensor | None = None
+        self._scratch: Buffer | None = None
 
     def check(self) -> None:
         """Raise if a parameter was frozen, or has got another dtype or device."""
@@ -104,20 +113,25 @@ class ParameterVector:
         """Return an uninitialised vector."""
         return torch.empty(self.d, dtype=self.dtype, device=self.device)
 
+    def buffer(self) -> Buffer:
+        """Return an uninitialised vector with its parts."""
+        whole = self.empty()
+        return Buffer(whole, self.split(whole))
+
     @property
-    def scratch(self) -> Tensor:
-        """A vector that is kept, to read gradients to; made when it is first used."""
+    def scratch(self) -> Buffer:
+        """A buffer that is kept, to read gradients to; made when it is first used."""
         if self._scratch is None:
-            self._scratch = self.empty()
+            self._scratch = self.buffer()
         return self._scratch
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return views of a vector, one per parameter, in the shapes of the local shards."""
         parts = vector.split(self.sizes)
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def local(self) -> list[Tensor]:
-        """Return the local shard of each parameter, detached."""
+        """Return the local shard of each parameter, see `local`."""
         return [local(p) for p in self.parameters]
 
     def assign(self, values: Sequence[Tensor]) -> None:
@@ -169,10 +183,10 @@ class ParameterVector:
             return given.redistribute(p.device_mesh, p.placements)
         return gradient
 
-    def read_gradient(self, out: Tensor) -> Tensor:
-        """Copy the ``.grad`` of all parameters to `out`; a missing one is zero."""
-        to, given = [], []
-        for j, (p, part) in enumerate(zip(self.parameters, self.split(out), strict=True)):
+    def read_gradient(self) -> Tensor:
+        """Copy the ``.grad`` of all parameters to `scratch`, and return that; a missing one is zero."""
+        to, given, out = [], [], self.scratch
+        for j, (p, part) in enumerate(zip(self.parameters, out.parts, strict=True)):
             if p.grad is None:
                 part.zero_()
                 continue
@@ -183,18 +197,22 @@ class ParameterVector:
             given.append(local(placed))
         if to:
             torch._foreach_copy_(to, given)
-        return out
+        return out.whole
 
-    def write_gradient(self, x: Tensor, reached: Sequence[bool], changed: bool = True) -> None:
-        """Copy x, if it has `changed`, to the ``.grad`` of parameters; create a missing one of those reached.
+    def write_gradient(self, reached: Sequence[bool], changed: bool = True) -> None:
+        """Copy `scratch`, if it has `changed`, to each ``.grad``; create missing ones where `reached`.
 
-        Also a missing one of zeros: a device would have to wait to know that x has not changed.
+        Also missing ones of zeros: a device would have to wait to know that nothing has changed.
         """
-        for p, part, wanted in zip(self.parameters, self.split(x), reached, strict=True):
+        to, given = [], []
+        for p, part, wanted in zip(self.parameters, self.scratch.parts, reached, strict=True):
             if p.grad is None and wanted:
                 p.grad = _gradient_like(p, part)
             elif p.grad is not None and changed:
-                local(p.grad).copy_(part)
+                to.append(local(p.grad))
+                given.append(part)
+        if to:
+            torch._foreach_copy_(to, given)
 
     def slices(self, chosen: Iterable[int] | None = None, *, owned: bool = False) -> list[slice]:
         """Return the columns of the chosen parameters, in increasing order, or the owned ones of these."""
@@ -242,8 +260,8 @@ class ParameterVector:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a tensor, detached."""
-    held: Any = tensor.detach()
+    """Return the local shard of a tensor, detached where gradients are recorded."""
+    held: Any = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
     return held.to_local() if mesh_of(tensor) is not None else held
 
 

@@ -138,6 +138,11 @@ class GradientProjector:
         return self._matrix.rows
 
     @property
+    def count(self) -> int:
+        """The number t of constraints."""
+        return len(self._matrix)
+
+    @property
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters that are projected."""
         return self._vector.parameters
@@ -315,7 +320,7 @@ class GradientProjector:
                 raise ValueError(
                     f"A step of {name} could not be projected and was undone. There g is the step: {error}"
                 ) from error
-            last = replace(last, step=sol, solution=sol if self.on == "step" else last.solution)
+            last = replace(last, _step=sol, _solution=sol if self.on == "step" else last._solution)
         cosines = self._matrix.follow(step.read())
         seconds += last.seconds + time.perf_counter() - start
         self.last = replace(last, cosines=cosines, seconds=seconds)
@@ -328,7 +333,8 @@ class GradientProjector:
         """Forget the constraints and the warm start, as at the boundary between two tasks."""
         self._matrix.clear()
         self._terms = Terms.of([self.promise], self.device)
-        self._warm: dict[str, Tensor] = {}  # multipliers, by what was projected
+        self._about: list[Promise] = []  # the promises about the rows, of which the terms are made
+        self._warm: dict[str, Any] = {}  # multipliers, in t-space, by what was projected
         self._calls = 0
         self._unused.end(used=False)
         self._seconds = 0.0  # spent on constraints since the last step
@@ -343,7 +349,7 @@ class GradientProjector:
             Whether to include the rows; not needed if they are recomputed before the next step.
         """
         rows = self._matrix.state_dict() if constraints else None
-        warm = {name: lam.clone() for name, lam in self._warm.items()}
+        warm = {name: torch.as_tensor(lam).clone() for name, lam in self._warm.items()}
         return {"constraints": rows, "warm": warm, "calls": self._calls}
 
     def load_state_dict(
@@ -363,6 +369,7 @@ class GradientProjector:
             self._matrix.load_state_dict(state["constraints"])
         given = self.promise if promise is None else promise
         self._terms = Terms.of([given] if isinstance(given, Promise) else given, self.device)
+        self._about = []
         self._warm = {name: lam.to(self._vector.device, copy=True) for name, lam in state["warm"].items()}
         # Without rows they are due at the next call, whatever `every` of the saved projector was.
         self._calls = 0 if state["constraints"] is None else state["calls"]
@@ -387,7 +394,7 @@ class GradientProjector:
         sol, changed = G.project(v, options, start, change.moving(), weights, write=self.project)
         self._warm[change.name] = sol.multipliers
         if self.project:
-            change.write(v, changed, G.reached)
+            change.write(changed, G.reached)
         return sol
 
     def _agree(self, promises: Sequence[Promise]) -> None:
@@ -395,9 +402,10 @@ class GradientProjector:
         if len(promises) != len(self._matrix):
             self._matrix.clear()
             raise ValueError(f"promise must be one, or one for each loss; found {len(promises)}.")
-        for promise in {id(one): one for one in promises}.values():
-            check_terms(promise, self.method, self.on)
-        self._terms = Terms.of(promises, self.device)
+        if self._about != promises:
+            for promise in {id(one): one for one in promises}.values():
+                check_terms(promise, self.method, self.on)
+            self._terms, self._about = Terms.of(promises, self.device), list(promises)
         if len(self._matrix):
             self._unused.begin()
 

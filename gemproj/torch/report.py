@@ -1,16 +1,20 @@
-"""What projected steps did: of one step, of all steps for each promise, and means for logs."""
+"""What projected steps did: one step, and all of them for each promise and on average."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from gemproj._arrays import from_numpy, namespace
+from gemproj._bounds import Bounds
 from gemproj._solution import DualSolution
+from gemproj._tspace import Gram
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -21,11 +25,6 @@ class Projection:
     ----------
     constraints : int
         Number of constraints; 0 where nothing is promised, as before the first task is stored.
-    solution : DualSolution or None
-        Multipliers and certificates of the projection of the gradient (with ``on="step"``, of the step);
-        None where nothing was projected.
-    step : DualSolution or None
-        Those of the projection of the step, with ``on="step"`` and ``on="both"``.
     cosines : Tensor or None
         Cosine between the applied step and each constraint gradient, shape (t,), float64, measured on the
         parameters: negative where the step raises a past task's loss, to first order. None before the
@@ -47,8 +46,9 @@ class Projection:
     """
 
     constraints: int
-    solution: DualSolution | None
-    step: DualSolution | None = None
+    # In t-space, where NumPy is faster than torch; `solution` and `step` return them as tensors.
+    _solution: DualSolution | None
+    _step: DualSolution | None = None
     cosines: Tensor | None = None
     excess: Tensor | None = None
     age: int = 0
@@ -62,33 +62,48 @@ class Projection:
         if not self.constraints:
             return "Projection(no constraints: nothing is promised)"
         found = f"{self.constraints} constraints, nothing was projected"
-        if self.solution is not None:
-            found = f"{self.num_violated} of {self.solution.violated.numel()} constraints violated"
+        if self._solution is not None:
+            found = f"{self.num_violated} of {self.constraints} constraints violated"
             found += f", cosine {self.cosine:.2f}"
         worst = "" if self.worst_cosine is None else f", worst cosine of the step {self.worst_cosine:.2g}"
         return f"Projection({found}{worst}, {1e3 * self.seconds:.3g} ms)"
 
     @property
+    def solution(self) -> DualSolution | None:
+        """Multipliers and certificates of the projection of the gradient (with ``on="step"``, of the step).
+
+        None where nothing was projected.
+        """
+        return None if self._solution is None else self._solution.to(_as_tensor)
+
+    @property
+    def step(self) -> DualSolution | None:
+        """Those of the projection of the step, with ``on="step"`` and ``on="both"``."""
+        return None if self._step is None else self._step.to(_as_tensor)
+
+    @property
     def num_violated(self) -> int:
         """Number of constraints that the gradient violated."""
-        return 0 if self.solution is None else int(self.solution.violated.sum())
+        return 0 if self._solution is None else int(self._solution.violated.sum())
 
     @property
     def num_active(self) -> int:
         """Number of active constraints: those whose multiplier is not at its lower bound."""
-        return 0 if self.solution is None else int(self.solution.active.sum())
+        return 0 if self._solution is None else int(self._solution.active.sum())
 
     @property
     def multipliers(self) -> Tensor:
         """The multipliers, shape (t,), float64."""
-        return torch.empty(0, dtype=torch.float64) if self.solution is None else self.solution.multipliers
+        if self._solution is None:
+            return torch.empty(0, dtype=torch.float64)
+        return _as_tensor(self._solution.multipliers)
 
     @property
     def cosine(self) -> float | None:
         """Cosine between the gradient before and after; 1 when nothing changed, None without constraints."""
         if not self.constraints:
             return None
-        return 1.0 if self.solution is None else float(self.solution.cosine())
+        return 1.0 if self._solution is None else float(self._solution.cosine())
 
     @property
     def worst_cosine(self) -> float | None:
@@ -96,65 +111,17 @@ class Projection:
         return None if self.cosines is None or not len(self.cosines) else float(self.cosines.min())
 
 
-class LogMeans:
-    """The numbers that training loops log: means over steps, and the smallest worst cosine.
-
-    Nothing is read from a device; steps without constraints do not count.
-    """
-
-    def __init__(self) -> None:
-        self._steps, self._seconds = 0, 0.0
-        self._total: list[Tensor] = []  # sums, smallest cosine and, with a tolerance, largest excess
-
-    def add(self, step: Projection) -> None:
-        """Count a step."""
-        sol, cosines = step.solution, step.cosines
-        if sol is None or cosines is None:
-            return
-        numbers = [sol.violated.sum(), sol.active.sum(), sol.cosine()]
-        found = [torch.stack([number.to(cosines.dtype) for number in numbers]), cosines.min()]
-        if step.excess is not None:
-            found.append(step.excess.nan_to_num(-math.inf).max())
-        if self._total:
-            sums, worst, *excess = zip(self._total, found, strict=True)
-            found = [torch.add(*sums), torch.minimum(*worst), *(torch.maximum(*pair) for pair in excess)]
-        self._total = found
-        self._steps, self._seconds = self._steps + 1, self._seconds + step.seconds
-
-    def take(self) -> dict[str, Tensor | float]:
-        """Return the numbers of the steps since the last call.
-
-        Returns
-        -------
-        dict
-            ``gem/violations``, ``gem/active``, ``gem/cosine``, ``gem/worst_cosine`` (scalar tensors) and
-            ``gem/seconds``; with a tolerance ``gem/excess``, the largest excess over a bound. Empty
-            if no step counts.
-        """
-        if not self._steps:
-            return {}
-        sums, worst, *excess = self._total
-        violations, active, cosine = sums / self._steps
-        numbers = {
-            "gem/violations": violations,
-            "gem/active": active,
-            "gem/cosine": cosine,
-            "gem/worst_cosine": worst,
-            "gem/seconds": self._seconds / self._steps,
-            **({"gem/excess": excess[0]} if excess else {}),
-        }
-        self._steps, self._seconds, self._total = 0, 0.0, []
-        return numbers
-
-
 # Points of a history; where it is full every second one is dropped, and every second step is left out.
 _MOST_POINTS = 1000
-# Steps that are counted at once, which saves the time of many small operations.
-_MOST_PENDING = 50
+# Steps that are counted at once, which saves the time of many small operations, and the entries of their Gram
+# matrices.
+_MOST_PENDING, _MOST_ENTRIES = 50, 1 << 17
+
+_as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # on a device they are tensors
 
 
 class History:
-    """What the steps under promises did, set by set, in memory that does not grow with their number.
+    """What the steps under promises did, set by set and on average, in memory that does not grow with them.
 
     Nothing is read from a device before somebody reads this. What is promised of all sets together has the
     name "all sets".
@@ -164,23 +131,46 @@ class History:
         self._steps, self._names, self._every = 0, list[Any](), 1
         self._totals = torch.zeros(9, 0, dtype=torch.float64)
         self._points: list[tuple[int, Tensor]] = []  # steps, and (2, sets): losses and bounds
-        self._pending: list[Tensor] = []  # (7, rows) of each step that has not been counted yet
-        self._sets: list[Any] = []  # which sets the rows of these steps are about
+        self._pending: list[Projection] = []  # steps that have not been counted yet
+        self._kind: Any = None  # what these have in common: which sets their rows are about, and options
+        self._forget_means()
 
     def add(self, step: Projection) -> None:
         """Note a step."""
-        sol, losses, cosines = step.solution, step.losses, step.cosines
-        if sol is None or losses is None or cosines is None or not len(step.names):
+        sol = step._solution
+        if sol is None or step.cosines is None or not step.names:
             return
-        sets = [_ALL if name[0] is None else name[0] for name in step.names]
-        if sets != self._sets or len(self._pending) == _MOST_PENDING:
+        kind = [name[0] for name in step.names], [a is None for a in (*sol.bounds, step.excess)]
+        full = len(self._pending) >= min(_MOST_PENDING, _MOST_ENTRIES // step.constraints**2)
+        if full or kind != self._kind:
             self._count()
-            self._sets = sets
-        before = losses if step.stored is None else torch.where(step.stored.isnan(), losses, step.stored)
-        excess = losses.new_full(losses.shape, math.nan) if step.excess is None else step.excess
-        costs = torch.tensor(step.costs or [0.0] * len(sets), dtype=losses.dtype, device=losses.device)
-        numbers = [before, losses, excess, costs, sol.multipliers, sol.violated, cosines]
-        self._pending.append(torch.stack([n.to(losses) for n in numbers]))
+            self._kind = kind
+        self._pending.append(step)
+
+    def means(self) -> dict[str, Tensor | float]:
+        """Return numbers to log, of the steps since the last call: means, and the smallest worst cosine.
+
+        Returns
+        -------
+        dict
+            ``gem/violations``, ``gem/active``, ``gem/cosine``, ``gem/worst_cosine`` (scalar tensors) and
+            ``gem/seconds``; with a tolerance ``gem/excess``, the largest excess over a bound. Steps without
+            constraints do not count; empty if no step counts.
+        """
+        self._count()
+        if not self._logged:
+            return {}
+        violations, active, cosine = self._sums / self._logged
+        numbers = {
+            "gem/violations": violations,
+            "gem/active": active,
+            "gem/cosine": cosine,
+            "gem/worst_cosine": self._worst,
+            "gem/seconds": self._seconds / self._logged,
+            **({} if self._excess is None else {"gem/excess": self._excess}),
+        }
+        self._forget_means()
+        return numbers
 
     def points(self) -> dict[Any, list[tuple[int, float, float]]]:
         """Return for each set the losses over the steps: (step, loss, bound), NaN where there is no bound."""
@@ -210,18 +200,44 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned."""
         self._steps, self._names, self._every = state["steps"], list(state["names"]), state["every"]
-        self._totals, self._pending, self._sets = state["totals"], [], []
+        self._totals, self._pending, self._kind = state["totals"], [], None
         self._points = [(step, values) for step, values in state["points"]]
+
+    def _forget_means(self) -> None:
+        self._logged, self._seconds, self._sums = 0, 0.0, torch.zeros(3, dtype=torch.float64)
+        self._worst: Tensor = torch.tensor(math.inf, dtype=torch.float64)
+        self._excess: Tensor | None = None
 
     def _count(self) -> None:
         """Count the pending steps, whose rows are about the same sets."""
-        if not self._pending:
+        pending, self._pending = self._pending, []
+        if not pending:
             return
-        numbers = torch.stack(self._pending)
-        self._pending = []
-        self._names += [name for name in dict.fromkeys(self._sets) if name not in self._names]
+        sol = _batch([cast(DualSolution, step._solution) for step in pending]).to(_as_tensor)
+        losses, stored, cosines = (torch.stack([getattr(one, name) for one in pending]) for name in _OF_ROWS)
+        excess = torch.full_like(losses, math.nan)
+        if pending[0].excess is not None:
+            excess = torch.stack([cast(Tensor, step.excess) for step in pending])
+            largest = excess.nan_to_num(-math.inf).max()
+            self._excess = largest if self._excess is None else torch.maximum(self._excess, largest)
+        self._logged, self._seconds = (
+            self._logged + len(pending),
+            sum((step.seconds for step in pending), self._seconds),
+        )
+        sums = [sol.violated.sum(), sol.active.sum(), sol.cosine().sum()]
+        self._sums = self._sums.to(losses) + torch.stack([one.to(losses) for one in sums])
+        self._worst = torch.minimum(self._worst.to(losses), cosines.min())
+        before = torch.where(stored.isnan(), losses, stored)
+        costs = torch.tensor([step.costs or [0.0] * len(losses[0]) for step in pending])
+        values = [before, losses, excess, costs, sol.multipliers, sol.violated, cosines]
+        self._count_sets(torch.stack([one.to(losses) for one in values], 1))
+
+    def _count_sets(self, numbers: Tensor) -> None:
+        """Count steps, given by seven numbers (steps, 7, rows) for each row, for each set."""
+        sets = [_ALL if name is None else name for name in self._kind[0]]
+        self._names += [name for name in dict.fromkeys(sets) if name not in self._names]
         steps, n = len(numbers), len(self._names)
-        at = torch.tensor([self._names.index(name) for name in self._sets], device=numbers.device)
+        at = torch.tensor([self._names.index(name) for name in sets], device=numbers.device)
         count = numbers.new_zeros(n).index_add_(0, at, numbers.new_ones(len(at)))
         sums = numbers.new_zeros(steps, 5, n).index_add_(2, at, numbers[:, :5])
         before, loss, excess, _, multiplier = (sums / torch.where(count > 0, count, math.nan)).unbind(1)
@@ -252,6 +268,26 @@ class History:
             if len(self._points) > _MOST_POINTS:
                 self._points, self._every = self._points[::2], 2 * self._every
         self._steps += steps
+
+
+# Of a step, numbers of rows.
+_OF_ROWS = ("losses", "stored", "cosines")
+
+
+def _batch(solutions: Sequence[DualSolution]) -> DualSolution:
+    """Return solutions of equal form as those of a batch."""
+    xp, first = namespace(solutions[0].multipliers), solutions[0]
+
+    def stacked(parts: Iterable[Any]) -> Any:
+        found = list(parts)
+        return None if found[0] is None else xp.stack(found)
+
+    gram = Gram(*map(stacked, zip(*[sol.gram for sol in solutions], strict=True)))
+    bounds = Bounds(*map(stacked, zip(*[sol.bounds for sol in solutions], strict=True)))
+    return replace(
+        first, multipliers=stacked(sol.multipliers for sol in solutions), gram=gram, bounds=bounds,
+        iterations=0, _status=0, _coordinates=None, _correction=None,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

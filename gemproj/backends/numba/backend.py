@@ -200,7 +200,7 @@ def _in_threads(
 @lru_cache(maxsize=64)
 def _scratch_of_sums(t: int, shared: bool, wide: bool) -> tuple[tuple[tuple[int, int], np.dtype], ...]:
     """Return shapes and dtypes of a tile and of the sums of its products, see `loops`."""
-    n, chunk, dtype = t + 1, *((_WIDE_CHUNK, _FLOAT64) if wide else (CHUNK, np.dtype(np.float32)))
+    n, chunk, dtype = t + 1, _WIDE_CHUNK if wide else CHUNK, _FLOAT64 if wide else np.dtype(np.float32)
     groups = -(-(t if shared else n) // HEIGHT)
     sums = groups * (groups + 1) // 2  # blocks of the lower triangle
     if shared:
