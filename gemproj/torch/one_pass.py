@@ -153,18 +153,16 @@ def _first_line(error: Exception) -> str:
 
 def _passes(rows: list[Row], limit: Limit) -> Iterator[tuple[list[Row], Batch | None]]:
     """Yield rows that share a pass, with the batch of all their examples; or one row, and None."""
-    for start in range(0, len(rows), limit.rows):
-        yield from _fitting(rows[start : start + limit.rows], 1.5 * limit.entries)
-
-
-def _fitting(rows: list[Row], entries: float) -> Iterator[tuple[list[Row], Batch | None]]:
-    """Yield the same for all these rows, or for halves of them where examples are longer than at first."""
+    if len(rows) > limit.rows:
+        for start in range(0, len(rows), limit.rows):
+            yield from _passes(rows[start : start + limit.rows], limit)
+        return
     batch = _batch(rows) if len(rows) > 1 else None
-    if batch is None or _entries(batch) <= entries:
+    if batch is None or _entries(batch) <= 1.5 * limit.entries:
         yield rows, batch
         return
-    for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-        yield from _fitting(half, entries)
+    for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):  # examples are longer than at first
+        yield from _passes(half, limit)
 
 
 def _batch(rows: list[Row]) -> Batch:
