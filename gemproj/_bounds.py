@@ -29,10 +29,10 @@ from gemproj._arrays import (
     is_real_floating,
     namespace,
 )
-from gemproj._checks import check_count, check_scalar, is_number, real_numbers, refuse_masked
+from gemproj._checks import check_scalar, is_number, real_numbers, refuse_masked
 from gemproj._constants import LOOSE
 from gemproj._tspace import Standard, inverse, matvec, snap
-from gemproj.methods import AnyMethod, Exact, Method, as_method
+from gemproj.methods import AnyMethod, Method, as_method
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,6 @@ class Options:
     margin: Any = 0.0
     penalty: Any = None
     equality: Any = False
-    refine: int = 0
 
 
 def check_options(
@@ -54,17 +53,15 @@ def check_options(
     margin: Any = 0.0,
     penalty: Any = None,
     equality: Any = False,
-    refine: int = 0,
 ) -> Options:
     """Return the options of a projection, checked as far as possible without G and g."""
     plain = h is None and penalty is None and type(margin) is float and margin == 0.0
-    if plain and equality is False and type(refine) is int and refine == 0:
+    if plain and equality is False:
         return _named(method) if type(method) is str else Options(as_method(method))
     found = as_method(method)
     check_scalar(margin, "margin")
     if penalty is not None:
         check_scalar(penalty, "penalty")
-    check_count(refine, "refine", 0)
     for name, value in {"h": h, "margin": margin, "penalty": penalty, "equality": equality}.items():
         refuse_masked(value, name)
     if not (is_array(equality) or isinstance(equality, (bool, list, tuple))):
@@ -81,9 +78,7 @@ def check_options(
     for name in given:
         if given[name] and name not in accepts:
             raise ValueError(f"{name} cannot be combined with method {found!r}, which does not take it.")
-    if refine and not isinstance(found, Exact):
-        raise ValueError(f"refine needs method 'exact', which finds the active set; found {found!r}.")
-    return Options(found, h, margin, penalty, equality, refine)
+    return Options(found, h, margin, penalty, equality)
 
 
 @lru_cache(maxsize=64)

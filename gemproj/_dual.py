@@ -36,7 +36,6 @@ def solve_dual(
     equality: bool | Array = False,
     metric: Blocks | None = None,
     warm_start: Array | None = None,
-    refine: int = 0,
 ) -> DualSolution:
     """Return the multipliers of the projection of g onto ``{x : G @ x >= h}``, with their certificates.
 
@@ -69,10 +68,6 @@ def solve_dual(
         Positive weights w of the distance ``sum(w * (x - g)**2)``.
     warm_start : array, shape (..., t), optional
         Multipliers of an earlier, similar problem, clipped to the bounds.
-    refine : int, default 0
-        Number of refinement steps for numerically dependent rows on a device. Each step reads G once more,
-        computes ``s = G x - h`` from it and corrects the multipliers. On the CPU, method "exact" reads G
-        again by itself where K is ill-conditioned.
 
     Returns
     -------
@@ -103,7 +98,7 @@ def solve_dual(
     array([-2. ,  0.5])
     """
     problem = check_problem(G, g, metric)
-    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
+    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
     sol = solve(measure(problem), options, start)
     # Certificates need more digits of K than multipliers.
@@ -184,8 +179,8 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     if not host:
         status = partial(_status_on_device, status, kept)
     sol = DualSolution(lam, gram, bounds, found.iterations, status, measured.rounding, exact)
-    if rows is not None and options.refine:
-        sol = refine_directly(rows, sol, options.refine)
+    if rows is not None and exact and options.method.refine:
+        sol = refine_directly(rows, sol, options.method.refine)
     if not (exact and host):
         return sol
     if rows is not None and rows.t:

@@ -13,7 +13,6 @@ from torch import Tensor
 from gemproj._arrays import Blocks, wide_dtype
 from gemproj._bounds import Bounds, Options, check_options, make_bounds
 from gemproj._checks import (
-    check_count,
     check_metadata_of_multipliers,
     check_multipliers,
     check_scalar,
@@ -43,7 +42,7 @@ class Form(NamedTuple):
     equality: int
     warm_start: int
     alone: int  # 1 if G and g are arrays, 0 if they are blocks
-    refine: int
+    refine: int  # of `Exact`
     recorded: int  # 1 if a backward pass may follow
 
     def arrays(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -69,7 +68,7 @@ def outside_of_graphs(function: Any, *args: Any, **options: Any) -> Any:
 
 def project_operator(
     G: Blocks, g: Blocks, method: Any, h: Any, margin: Any, penalty: Any, equality: Any,
-    metric: Blocks | None, warm_start: Tensor | None, out: Any, refine: int,
+    metric: Blocks | None, warm_start: Tensor | None, out: Any,
 ) -> Any:  # fmt: skip
     """Return x for the arguments of `project`, computed by the torch operator."""
     transformed = False
@@ -83,11 +82,10 @@ def project_operator(
                 "equality must be True, False or a boolean array of one per constraint; "
                 f"found {type(equality).__name__}."
             )
-        check_count(refine, "refine", 0)
     else:
         transformed = torch._C._functorch.peek_interpreter_stack() is not None
         problem = check_problem(G, g, metric, values=False)
-        options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
+        options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
         if not isinstance(options.method, Exact):
             raise ValueError(
                 f"Gradients and torch.func flow through method 'exact' only; method is {method!r}. Detach "
@@ -109,8 +107,8 @@ def project_operator(
     if recorded and out is not None:
         raise ValueError("out cannot be written while an argument requires a gradient; detach it.")
     flags = [int(a is not None) for a in given.values()]
-    alone = isinstance(g, Tensor)
-    form = [len(blocks) for blocks in arrays] + [*flags, int(alone), refine, int(recorded)]
+    flags += [int(isinstance(g, Tensor)), getattr(method, "refine", 0), int(recorded)]
+    form = [len(blocks) for blocks in arrays] + flags
     x = (_Transformed.apply(form, *tensors) if transformed else _project(tensors, form))[: len(arrays[1])]
     if out is not None:
         for to, value in zip(_blocks(out, g, "out"), x, strict=True):
@@ -155,7 +153,7 @@ def _project(tensors: list[Tensor], form: Any) -> list[Tensor]:
     if (start := given.pop("warm_start")) is not None:
         start = check_multipliers(start, "warm_start", *problem.like)
     given = {name: value for name, value in given.items() if value is not None}
-    sol = solve(measure(problem), check_options("exact", **given, refine=form.refine), start)
+    sol = solve(measure(problem), check_options(Exact(form.refine), **given), start)
     warn_if_missed(sol)
     x = blocks_for_x(problem)
     combine_into(problem, sol, x)

@@ -29,7 +29,6 @@ def project(
     metric: Blocks | None = None,
     warm_start: Array | None = None,
     out: Blocks | None = None,
-    refine: int = 0,
 ) -> Any:
     """Return the projection of g onto ``{x : G @ x >= h}``; for h = 0, that of Gradient Episodic Memory.
 
@@ -44,7 +43,7 @@ def project(
     g : array, shape (..., d), or blocks
         The proposed gradient. Leading dimensions of G and g are broadcast; for many gradients (m, d) and
         one G (t, d), K is computed once.
-    method, h, margin, penalty, equality, metric, warm_start, refine
+    method, h, margin, penalty, equality, metric, warm_start
         As in `solve_dual`.
     out : array or blocks, like `g`, optional
         Where to write x; ``out=g`` projects in place and allocates nothing of size d. It must not share
@@ -87,7 +86,7 @@ def project(
     """
     torch = None if type(g) is np.ndarray else sys.modules.get("torch")
     if torch is not None:
-        given = (method, h, margin, penalty, equality, metric, warm_start, out, refine)
+        given = (method, h, margin, penalty, equality, metric, warm_start, out)
         compiling = torch.compiler.is_compiling()
         # torch may run this function as it is, and yet compile what it calls; a function that is compiled by
         # itself takes itself for a part of a graph.
@@ -100,7 +99,7 @@ def project(
             from gemproj._operator import project_operator
 
             return project_operator(G, g, *given)
-    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality, refine=refine)
+    options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     problem = check_problem(G, g, metric)
     x = blocks_for_x(problem, out)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
@@ -114,7 +113,7 @@ def _outside_of_graphs(G: Blocks, g: Blocks, given: tuple[Any, ...]) -> Any:
     """Return ``project(G, g, *given)``, without `torch.compile`."""
     from gemproj._operator import outside_of_graphs
 
-    names = ("method", "h", "margin", "penalty", "equality", "metric", "warm_start", "out", "refine")
+    names = ("method", "h", "margin", "penalty", "equality", "metric", "warm_start", "out")
     return outside_of_graphs(project, G, g, **dict(zip(names, given, strict=True)))
 
 

@@ -18,7 +18,7 @@ from gemproj._tspace import Gram, inverse, matvec
 from gemproj.methods._method import Status
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(eq=False, repr=False)
 class DualSolution:
     """Multipliers of the constraints, with certificates that are computed only when they are called.
 
@@ -126,7 +126,7 @@ class DualSolution:
     def refined(self) -> Array:
         """Boolean (...): True for problems for which G was read again, on the CPU, as K is ill-conditioned.
 
-        It is independent of the option `refine`.
+        It is independent of ``Exact(refine=...)``.
         """
         xp, device = namespace(self.status), device_of(self.status)
         if self._coordinates is None:

@@ -16,7 +16,7 @@ from devices import DEVICE, make_device
 from problems import assert_close
 
 from conftest import UNSEEN
-from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual, solve_gram
+from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -155,7 +155,7 @@ CALLS = {
     "bfloat16": lambda G, g, w: project(G.bfloat16(), g.bfloat16()),
     "in place": lambda G, g, w: project(G, y := g.clone(), out=y),
     "a gap after each entry": lambda G, g, w: project(G, g, out=torch.stack([w, w], dim=1)[:, 0]),
-    "refine": lambda G, g, w: project(G, g, refine=2),
+    "refine": lambda G, g, w: project(G, g, method=Exact(refine=2)),
 }
 
 

@@ -108,7 +108,7 @@ def test_refining_by_the_residual_itself(xp, t, rng):
         G, g = opposite(rng, t, tilt=1e-5)
         expected = judge.project_precisely(G, g)
         plain = combine(G, g, Exact()(*gram(G, g)[:2]))
-        refined = xp.project(G, g, refine=2)
+        refined = xp.project(G, g, method=Exact(refine=2))
         assert error(refined, expected, g) < 1e-9
         improved.append(error(plain, expected, g) / (error(refined, expected, g) + 1e-16))
         # On the CPU it is not needed.
@@ -120,7 +120,7 @@ def test_refining_without_looking(device, rng):
     """Also where a row that is not finite has been left out."""
     G, g = (np.stack(a) for a in zip(*(opposite(rng, 4, tilt=1e-5) for _ in range(3)), strict=True))
     G[1, 2, 0] = np.nan
-    x = device.project(G, g, refine=2)
+    x = device.project(G, g, method=Exact(refine=2))
     for i in range(3):
         finite = G[i][np.isfinite(G[i]).all(axis=1)]
         assert error(x[i], judge.project_precisely(finite, g[i]), g[i]) < 1e-9
@@ -148,7 +148,7 @@ def test_refinement_keeps_what_the_options_ask_for(xp, options, rng):
     expected = project(G, g, **options)
     assert np.linalg.norm(expected - project(G, g)) > 1e-3
     for times in (1, 3):
-        assert_close(xp.project(G, g, refine=times, **options), expected, atol=1e-13)
+        assert_close(xp.project(G, g, method=Exact(refine=times), **options), expected, atol=1e-13)
 
 
 def test_only_lost_digits_send_the_exact_method_back_to_the_rows(host, rng):
@@ -164,7 +164,10 @@ def test_only_lost_digits_send_the_exact_method_back_to_the_rows(host, rng):
     # Where K has no digits left the corrections that are asked for have none either.
     u, v = np.array([0.6, 0.8]), np.array([0.8, -0.6])
     for refine in (0, 1, 3):
-        assert np.linalg.norm(host.project(np.array([u, 1e-7 * v - u]), -u - v, refine=refine)) < 1e-9
+        assert (
+            np.linalg.norm(host.project(np.array([u, 1e-7 * v - u]), -u - v, method=Exact(refine=refine)))
+            < 1e-9
+        )
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -209,10 +212,10 @@ def test_refinement_with_a_metric_and_blocks(xp, rng):
     root = np.sqrt(w)
     expected = judge.project_precisely(G / root, g * root) / root
     for refine in (0, 2) if xp.on_cpu else (2,):
-        x = xp.project(G, g, metric=xp.array(w), refine=refine)
+        x = xp.project(G, g, metric=xp.array(w), method=Exact(refine=refine))
         assert error(x, expected, g) < 1e-8
         rows, vector = ([xp.array(a[..., :4]), xp.array(a[..., 4:])] for a in (G, g))
-        parts = project(rows, vector, refine=refine)
+        parts = project(rows, vector, method=Exact(refine=refine))
         whole = np.concatenate([xp.numpy(p) for p in parts])
         assert error(whole, judge.project_precisely(G, g), g) < 1e-8
 

@@ -30,7 +30,7 @@ class Status(enum.IntFlag):
     UNRESOLVED = 8
     """Active rows are numerically dependent: the backward error is small, but x may be far from the exact
     projection. Not set for exactly dependent rows (repeated, opposite). On the CPU the exact method first
-    solves again from G. On a device this flag refers to K, and the option `refine` helps."""
+    solves again from G. On a device this flag refers to K, and `Exact(refine=2)` helps."""
     INFEASIBLE = 16
     """On a device: no x up to about 1,000 times as long as the size of the problem satisfies ``G x >= h``, to
     the accuracy of K. So a feasible h that needs a longer x may be flagged, and contradictions below about

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gemproj._arrays import Array, device_of, from_numpy, is_torch, namespace, on_host, to_numpy
+from gemproj._checks import check_count
 from gemproj._constants import CLOSE, MOST_ROWS, MOST_SETS, NEAR_ZERO, RESOLVED, SLAB
 from gemproj._tspace import Standard, matvec, normalise, smallest_pivot, submatrix
 from gemproj.methods._active_set import solve_active_set
@@ -33,6 +34,12 @@ class Exact(Method):
     need no special care. Where K is too inaccurate to decide whether rows are dependent, the status is
     UNRESOLVED; on the CPU, `solve_dual` and `project` first solve again from G.
 
+    Parameters
+    ----------
+    refine : int, default 0
+        Number of refinement steps for numerically dependent rows on a device, where no value may be read.
+        Each step reads G once more, computes ``s = G x - h`` from it and corrects the multipliers.
+
     Examples
     --------
     >>> import numpy as np
@@ -40,6 +47,11 @@ class Exact(Method):
     >>> Exact()(np.array([[1.0, 0.5], [0.5, 1.0]]), np.array([-1.0, 1.0]))
     array([1., 0.])
     """
+
+    refine: int = 0
+
+    def __post_init__(self) -> None:
+        check_count(self.refine, "refine", 0)
 
     def solve(  # noqa: D102
         self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
@@ -55,7 +67,7 @@ class Exact(Method):
         if on_host(device):  # arrays of t-space are NumPy arrays
             arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
         *dual, start = arrays
-        found = solver_for(dual[1])(Exact(), Standard(*dual), start)
+        found = solver_for(dual[1])(self, Standard(*dual), start)
         if callable(found.status):
             found = found._replace(status=found.status())
         lam, *others = (from_numpy(a, xp, device) for a in found)
