@@ -3,7 +3,6 @@
 import copy
 import io
 from functools import cache, partial
-from types import SimpleNamespace
 
 import pytest
 
@@ -26,11 +25,8 @@ from models import (  # noqa: E402
 )
 
 from gemproj import project  # noqa: E402
-from gemproj._tspace import Gram  # noqa: E402
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise, Remembered, stream  # noqa: E402
-from gemproj.torch.changes import Change  # noqa: E402
 from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
-from gemproj.torch.terms import Terms  # noqa: E402
 
 
 def learned(n=24, dtype=torch.float64):
@@ -63,12 +59,9 @@ def unlearn(model, optimizer, batch, steps):
         take(model, optimizer, rival(batch))
 
 
-def parts_of(batch, promise):
-    """Return the examples of each constraint."""
-    if promise == "task":
-        return [batch]
-    n = len(batch[1])
-    masks = [batch[1] == y for y in batch[1].unique()] if promise == "label" else torch.eye(n).bool()
+def parts_of(batch, per):
+    """Return the examples of each row."""
+    masks = [batch[1] == y for y in batch[1].unique()] if per == "label" else torch.eye(len(batch[1])).bool()
     return [tuple(leaf[mask] for leaf in batch) for mask in masks]
 
 
@@ -154,19 +147,18 @@ def test_a_bound_holds_where_a_promise_to_first_order_drifts(promise, metric):
     assert drift(0.0) < drifted / 2
 
 
-def test_losses_come_with_the_rows():
+@pytest.mark.parametrize("microbatch", [None, 5])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
+def test_losses_come_with_the_rows(microbatch, scale):
     model, batch = learned()
-    projector = GradientProjector(model.parameters())
-    each = EACH(model, batch).detach()
+    projector, each = GradientProjector(model.parameters()), EACH(model, batch).detach()
     examples = Remembered(batch, losses=each + 1.0)
-    for microbatch in (None, 5):
-        for scale in (1.0, 1024.0):
-            projector.recall(model, [examples, task(3)], loss, microbatch=microbatch, scale=scale)
-            matrix = projector._matrix
-            expected = torch.stack([each.mean(), loss(model, task(3))]).detach()
-            torch.testing.assert_close(matrix.losses, expected)
-            torch.testing.assert_close(matrix.stored[0], each.mean() + 1.0)
-            assert matrix.stored[1].isnan()
+    projector.recall(model, [examples, task(3)], loss, microbatch=microbatch, scale=scale)
+    give(model, projector.constraints[0])
+    last = projector.project_()
+    torch.testing.assert_close(last.losses, torch.stack([each.mean(), loss(model, task(3)).detach()]))
+    torch.testing.assert_close(last.stored[0], each.mean() + 1.0)
+    assert last.stored[1].isnan()
 
 
 def test_losses_are_followed_while_rows_are_reused():
@@ -181,24 +173,28 @@ def test_losses_are_followed_while_rows_are_reused():
     assert now > start
 
 
-@pytest.mark.parametrize("promise", ["task", "label", "example"])
-def test_promises_for_each_label_and_for_each_example(promise):
-    model, optimizer, gem, batch = begin(per_task=24, label=1, per=promise)
-    G = rows(model, parts_of(batch, promise))
-    _, step = take(model, optimizer, rival(batch))
-    # A balanced memory of all examples keeps their order.
-    torch.testing.assert_close(gem.projector.constraints, G)
-    assert cosines(G, step).min() > -1e-9
+OTHER = task(7, 6)
 
 
-@pytest.mark.parametrize("rows_drawn", [None, 60])
-def test_a_promise_about_all_tasks_together_is_one_row(rows_drawn):
-    """Of all stored examples where there are no more; their order does not matter."""
-    other = task(7, 6)
-    model, optimizer, gem, batch = begin(loss, other, per_task=24, per="all", examples=rows_drawn)
-    together = tuple(map(torch.cat, zip(batch, other, strict=True)))
-    G = rows(model, [together])
+def together(batch):
+    return [tuple(map(torch.cat, zip(batch, OTHER, strict=True)))]
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ({"per": "label"}, lambda batch: [*parts_of(batch, "label"), *parts_of(OTHER, "label")]),
+        ({"per": "example"}, lambda batch: [*parts_of(batch, "example"), *parts_of(OTHER, "example")]),
+        ({"per": "all"}, together),
+        ({"per": "all", "examples": 60}, together),  # of which there are no more
+    ],
+    ids=str,
+)
+def test_rows_are_about_parts_of_tasks_or_about_all(options, parts):
+    model, optimizer, gem, batch = begin(loss, OTHER, per_task=24, label=1, **options)
+    G = rows(model, parts(batch))
     _, step = take(model, optimizer, rival(batch))
+    # A memory of all examples keeps their order.
     torch.testing.assert_close(gem.projector.constraints, G)
     assert cosines(G, step).min() > -1e-9
 
@@ -259,13 +255,7 @@ def test_rows_in_half_precision_are_a_projection_for_rounded_rows(on):
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"on": "both"},
-        {"on": "step", "tolerance": 0.0, "every": 2},
-        {"equal": True},
-    ],
-    ids=str,
+    "options", [{"on": "both"}, {"on": "step", "tolerance": 0.0, "every": 2}, {"equal": True}], ids=str
 )
 def test_rows_that_are_read_tile_by_tile(options, monkeypatch):
     """As those of another dtype are; here they have the same one, to compare them."""
@@ -334,58 +324,52 @@ def test_a_checkpoint_goes_on_to_the_bit(promise, options):
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
         return model, optimizer, protect(model, optimizer, promise, per_task=12, label=1, **options)
 
+    def go_on(model, optimizer, gem):
+        unlearn(model, optimizer, batch, 4)
+        return flat(model), str(gem.history.points())  # where NaN is equal to itself
+
     model, optimizer, gem = start()
     for one in (batch, task(7)):
         gem.end_task([one])
     unlearn(model, optimizer, batch, 4)
     stored = io.BytesIO()
     torch.save([part.state_dict() for part in (model, optimizer, gem)], stored)
-    unlearn(model, optimizer, batch, 4)
-    expected = flat(model)
-
-    def go_on(remembers):
-        model, optimizer, gem = start()
+    expected, points = go_on(model, optimizer, gem)
+    for remembers in (True, False):
+        parts = start()
         stored.seek(0)
-        parts = [model, optimizer, gem] if remembers else [model, optimizer]
-        for part, state in zip(parts, torch.load(stored, weights_only=True), strict=remembers):
+        states = torch.load(stored, weights_only=True)
+        for part, state in zip(parts, states if remembers else states[:2], strict=remembers):
             part.load_state_dict(state)
-        unlearn(model, optimizer, batch, 4)
-        return flat(model)
-
-    assert torch.equal(go_on(remembers=True), expected)
-    assert (go_on(remembers=False) - expected).abs().max() > 1e-4  # so the state of GEM matters
+        found, then = go_on(*parts)
+        assert torch.equal(found, expected) is remembers
+        assert (then == points) is remembers
+    assert (found - expected).abs().max() > 1e-4  # so the state of GEM matters
 
 
 def test_logs_have_the_largest_excess():
-    from gemproj.torch.report import LogMeans
-
     model, optimizer, gem, batch = begin(EACH, rate=0.3, tolerance=0.0)
-    steps, means = [], LogMeans()
-    assert means.take() == {}
+    assert gem.logs() == {}
+    steps = []
     for _ in range(5):
         unlearn(model, optimizer, batch, 1)
         steps.append(gem.last)
-        means.add(gem.last)
-    taken = means.take()
-    assert means.take() == {}
+    taken = gem.logs()
+    assert gem.logs() == {}
     assert float(taken["gem/excess"]) == max(float(step.excess.max()) for step in steps)
     assert float(taken["gem/worst_cosine"]) == min(step.worst_cosine for step in steps)
     assert float(taken["gem/cosine"]) == pytest.approx(sum(step.cosine for step in steps) / 5)
     model, optimizer, gem, batch = begin(EACH, rate=0.3)
     unlearn(model, optimizer, batch, 1)
     assert gem.last.excess is None
-    means.add(gem.last)
-    assert "gem/excess" not in means.take()
+    assert "gem/excess" not in gem.logs()
 
 
 def test_what_a_bound_needs():
     model, batch = learned()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss, tolerance=0.0)
+    _, optimizer, gem = models.begin(model=model, tolerance=0.0)
     with pytest.raises(ValueError, match=r"one loss for each example, shape \(24,\); found \(\)"):
         gem.end_task([batch])
-    with pytest.raises(ValueError, match="state has no 'memory': it is not of a GEM"):
-        gem.load_state_dict(model.state_dict())
     gem.memory.add(batch, 5)
     loss(model, batch).backward()
     with pytest.raises(ValueError, match="tolerance needs the losses that examples of 5 had"):
@@ -395,20 +379,6 @@ def test_what_a_bound_needs():
     with pytest.raises(ValueError, match="attach"):
         projector.project_()
     assert projector.project_(learning_rate=0.1).num_violated == 0
-
-
-def test_the_rounding_of_a_loss_is_no_excess():
-    losses = torch.ones(3, dtype=torch.float64)
-    stored = losses - torch.tensor([1e-7, 1e-3, -1e-7], dtype=torch.float64)
-    terms = Terms.of([Promise(loss, tolerance=0.0)], torch.device("cpu"))
-    K = 1e6 * torch.eye(3, dtype=torch.float64)
-    gram = Gram(K, torch.zeros(3, dtype=torch.float64), torch.ones((), dtype=torch.float64))
-    for dtype, first in ((torch.float32, 0.0), (torch.float64, 1e-7)):
-        G = SimpleNamespace(losses=losses, stored=stored, vector=SimpleNamespace(dtype=dtype))
-        h = terms.options("exact", True, Change(), G).h(gram)
-        torch.testing.assert_close(
-            h, torch.tensor([first, 1e-3, -1e-7], dtype=torch.float64), rtol=0, atol=1e-12
-        )
 
 
 def test_a_loss_that_is_at_its_bound_to_rounding_is_left_alone():
