@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from checks_sharded import flat, loss, net, rival, task, train
+from checks_sharded import flat, loss, net, task
 from models import EACH, begin, logits, protect, take
 from processes import all_reduces, alone, check, expect, learn, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
@@ -27,6 +27,8 @@ PROMISES = [
     (SAID, {"on": "both", "tolerance": 0.0, "repair": 0.5}),
     (EACH, {"on": "step", "tolerance": 0.01, "microbatch": 3, "every": 2}),
     (EACH, {"weight": 0.02}),
+    (loss, {"on": "step", "penalty": 0.5}),
+    (loss, {"on": "both", "microbatch": 2}),
 ]
 
 
@@ -82,19 +84,6 @@ def rows_share_passes():
         same_rows(projector, single)
     # Rows of the second process differ in size, so that each has a pass, and none could have shared one.
     assert projector.why_row_by_row is None
-
-
-@check(2, 4)
-def trains_as_one_process_does():
-    together, mine = past()
-    now = [rival(10 + k, 4 * dist.get_world_size()) for k in range(4)]
-    parts = [share(batch) for batch in now]
-    for options in ({}, {"weight": 0.1}, {"on": "step"}, {"on": "both"}, {"on": "step", "penalty": 0.5}):
-        one, many = net(), DistributedDataParallel(net())
-        found = train(one, together, now, process_group=alone(), **options)
-        torch.testing.assert_close(train(many, mine, parts, **options), found, rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(flat(many), flat(one), rtol=1e-9, atol=1e-12)
-        same_everywhere(flat(many))
 
 
 @check(2)
@@ -202,7 +191,7 @@ def rows_of_examples_are_as_many_though_stored_examples_are_not():
     assert gem.last.constraints == 3
 
 
-@check(2)
+@check(2, 4)
 def gem_trains_as_one_process_does():
     """The one object for a loop, on replicas and on shards, whose memories differ in size."""
     for promise, options in PROMISES:

@@ -10,7 +10,7 @@ import models  # noqa: E402
 from models import begin, language_model  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from gemproj.torch import EpisodicMemory, Promise  # noqa: E402
+from gemproj.torch import EpisodicMemory  # noqa: E402
 from gemproj.torch.losses import CrossEntropy  # noqa: E402
 
 TEXTS = ["a b c", "d", "e f g h i j", "b a d", "k k a b"]
@@ -66,11 +66,6 @@ def test_examples_are_padded_to_the_longest_of_those_drawn(collator, more, kind)
         assert isinstance(batch, transformers.BatchEncoding)
         assert batch.input_ids.shape[1] == max(len(text.split()) for text in kept(batch))
         assert all("labels" in one for one in (batch, memory.batch("a")))
-
-
-def test_several_sets_are_told_to_be_one():
-    with pytest.raises(TypeError, match=r"several sets\. Pass one of them: data\['train'\]"):
-        store(datasets.DatasetDict({"train": examples()}), Promise())
 
 
 def test_a_data_set_in_the_format_of_torch_needs_no_collator():

@@ -238,13 +238,6 @@ def test_one_batch_of_the_memory_is_there_at_a_time(promised, options):
     assert max(sizes) <= (options.get("microbatch") or 4 * (options.get("examples") or 12))
 
 
-def test_names_of_examples_are_their_places():
-    memory = EpisodicMemory(2, policy="ring")
-    for x in torch.arange(3.0):
-        memory.add(x.reshape(1), "a")
-    assert [one.name for one in memory.batches(per="example").sources] == [("a", None, 2), ("a", None, 1)]
-
-
 # --- what is no batch ---------------------------------------------------------------------------
 
 

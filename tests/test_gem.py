@@ -1,96 +1,12 @@
-"""GEM in one object takes the steps of a loop that computes and attaches everything itself."""
+"""GEM in one object: skipped steps, float16, states and options; its steps are tested in test_frameworks.py."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import (  # noqa: E402
-    SMALL,
-    begin,
-    flat,
-    half_loss,
-    loss,
-    perceptron,
-    projector_of,
-    protect,
-    rival,
-    rows,
-    sgd,
-    task,
-)
+from models import SMALL, begin, flat, half_loss, loss, perceptron, rival, rows, sgd, task  # noqa: E402
 
 from gemproj.torch import GEM, EpisodicMemory, Promise  # noqa: E402
-
-BATCHES = 8
-# Tasks that contradict each other, in batches.
-STREAM = [[rival(task(10 * j), k) for j in range(BATCHES)] for k in range(3)]
-
-
-def adamw(model):
-    return torch.optim.AdamW(
-        [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.01}], lr=0.05
-    )
-
-
-def backward(model, optimizer, window):
-    optimizer.zero_grad()
-    for batch in window:
-        (loss(model, batch) / len(window)).backward()
-
-
-def by_hand(accumulate=1, per="task", examples=None, **options):
-    model, memory = perceptron(), EpisodicMemory(per_task=20, label=1)
-    optimizer, projector = adamw(model), projector_of(model.parameters(), loss=loss, **options)
-    projector.attach(optimizer)
-    active = 0
-    for k, loader in enumerate(STREAM):
-        projector.reset()
-        for start in range(0, BATCHES, accumulate):
-            backward(model, optimizer, loader[start : start + accumulate])
-            past = [memory.sample(examples)] if per == "all" and k else memory.batches()
-            projector.recall(model, past)
-            optimizer.step()
-            active += projector.last.num_active
-        for batch in loader:
-            memory.add(batch, k)
-    assert active
-    return flat(model)
-
-
-def by_gem(closure, accumulate=1, **options):
-    model = perceptron()
-    optimizer = adamw(model)
-    gem = protect(model, optimizer, per_task=20, label=1, **options)
-    for loader in STREAM:
-        for start in range(0, BATCHES, accumulate):
-            window = loader[start : start + accumulate]
-            if closure:
-                optimizer.step(lambda window=window: backward(model, optimizer, window))
-            else:
-                backward(model, optimizer, window)
-                optimizer.step()
-        gem.end_task(loader)
-    assert gem.memory.tasks == [0, 1, 2]
-    return flat(model)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"on": "step", "accumulate": 2},
-        {"on": "both", "every": 2},
-        {"weight": 0.1, "method": "pgd"},
-        {"method": "agem", "per": "all", "examples": 15},
-        {"equal": True},
-        {"penalty": 0.05},
-    ],
-    ids=str,
-)
-def test_gem_takes_the_steps_of_a_loop_by_hand(options):
-    expected = by_hand(**options)
-    for closure in (False, True):
-        assert torch.equal(by_gem(closure, **options), expected)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -135,17 +51,6 @@ def test_constraints_in_float16_do_not_vanish():
 
     assert error(None) > 0.1
     assert error(torch.amp.GradScaler("cpu", init_scale=2.0**26)) < 0.01
-
-
-@pytest.mark.parametrize("options", [{}, {"per": "all", "examples": 5}])
-def test_a_task_that_is_being_learned_can_be_left_out(options):
-    model, optimizer, gem = begin(**options)
-    gem.memory.add(task(1), 0)
-    loss(model, task(2)).backward()
-    for gem.exclude, constraints in ((0, 0), (1, 1)):
-        optimizer.step()
-        assert gem.last.constraints == constraints
-        assert (gem.last.worst_cosine is None) == (not constraints)
 
 
 # --- states -------------------------------------------------------------------------------------

@@ -277,6 +277,9 @@ def test_rows_are_those_of_the_tasks_that_are_not_left_out():
         forgets(model)
         optimizer.step()
         torch.testing.assert_close(gem.projector.constraints, rows(model, [task(left)]))
+    gem.memory.remove(0)
+    optimizer.step()
+    assert (gem.last.constraints, gem.last.worst_cosine) == (0, None)
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -12,36 +12,41 @@ import models  # noqa: E402
 from models import (  # noqa: E402
     EACH,
     SAID,
+    adam_weights,
     cosines,
     flat,
     gradient,
+    logits,
     loss,
+    moved,
     perceptron,
     protect,
     rival,
     rows,
+    sgd,
     take,
     task,
 )
 
 from gemproj import project  # noqa: E402
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise, Remembered, stream  # noqa: E402
+from gemproj.torch import EpisodicMemory, GradientProjector, Promise, Remembered, stream  # noqa: E402
 from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
-
-
-def learned(n=24, dtype=torch.float64):
-    """A model that has learned a task, and that task."""
-    model, (x, y) = copy.deepcopy(learned_once(n))
-    return model.to(dtype), (x.to(dtype), y)
+from gemproj.torch.losses import Distillation  # noqa: E402
 
 
 @cache
 def learned_once(n):
     model, batch = perceptron(), task(0, n)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    optimizer = sgd(model.parameters(), 0.3)
     for _ in range(60):
         take(model, optimizer, batch)
     return model, batch
+
+
+def learned(n=24, dtype=torch.float64):
+    """Return a model that has learned a task, and that task."""
+    model, (x, y) = copy.deepcopy(learned_once(n))
+    return model.to(dtype), (x.to(dtype), y)
 
 
 def begin(promised=loss, *more, rate=0.05, make=torch.optim.SGD, n=24, dtype=torch.float64, **options):
@@ -71,32 +76,97 @@ def give(model, g):
         p.grad = part.view_as(p).clone()
 
 
-@pytest.mark.parametrize("repair", [1.0, 0.3])
-@pytest.mark.parametrize("on", ["gradient", "step", "both"])
-def test_a_bound_is_a_right_hand_side(on, repair):
-    """``G s >= repair (loss - bound)``, at most ``|g_k| |s|``; of the gradient over the learning rate."""
-    rate, tolerance = 0.2, 0.01
-    for stored in (0.0, 10.0):  # far above the bound, and far below
-        model, batch = learned()
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        memory = EpisodicMemory()
-        memory.add(batch, 0, losses=EACH(model, batch).detach() + stored - 0.05)
-        gem = GEM(model, optimizer, Promise(EACH, tolerance=tolerance, repair=repair), memory=memory, on=on)
-        G = rows(model, [batch])
-        g, found = take(model, optimizer, rival(batch))
-        excess = torch.tensor([0.05 - stored - tolerance], dtype=torch.float64)
-        h = repair * excess
+# --- each step in plain form ----------------------------------------------------------------------
 
-        def cap(v, h):
-            return torch.minimum(h, G.norm(dim=1) * v.norm())  # noqa: B023
+SETS = [task(1), dict(zip("xy", task(2), strict=True)), task(3), task(4)]
+# With labels: right after they were stored, the gradient of a divergence alone would be rounding.
+BOTH = Distillation(logits, labels=EACH, weight=0.1)
+OF_SETS = {
+    "nothing rises": [Promise(loss)] * 3,
+    "replay": [Promise(loss, weight=weight) for weight in (0.01, 0.3, 0.0)],
+    "penalties": [Promise(loss, penalty=1e-3), Promise(loss, weight=0.1, penalty=0.2), Promise(loss)],
+    "equalities": [Promise(loss, equal=True), Promise(loss), Promise(loss, equal=True)],
+    "bounds": [Promise(EACH, tolerance=0.01), Promise(EACH, tolerance=10.0, repair=0.3)],
+    "all kinds": [
+        Promise(loss, weight=0.3),
+        Promise(BOTH, tolerance=0.002, repair=0.5),
+        Promise(EACH),
+        Promise(loss, equal=True),
+    ],
+}
 
+
+def in_plain_form(G, v, promises, excess, weighted=True, unit=1.0, rate=1.0, metric=None):
+    """Project a gradient or a step: ``G s >= repair (loss - bound)``, at most ``|g_k| |s|``."""
+    weights = torch.ones_like(v) if metric is None else metric
+    longest = ((G**2 / weights).sum(1) * (v**2 * weights).sum()).sqrt()
+    demands = [one.repair * over / rate for one, over in zip(promises, excess.tolist(), strict=True)]
+    h = torch.minimum(torch.tensor(demands, dtype=torch.float64).nan_to_num(0.0), longest)
+    penalty = [torch.inf if one.penalty is None else unit * one.penalty for one in promises]
+    return project(
+        G,
+        v,
+        h=h,
+        margin=[unit * one.weight * weighted for one in promises],
+        penalty=torch.tensor(penalty, dtype=torch.float64),
+        equality=torch.tensor([one.equal for one in promises]),
+        metric=metric,
+    )
+
+
+@pytest.mark.parametrize(
+    ("on", "metric"),
+    [("gradient", None), *((on, metric) for on in ("step", "both") for metric in ("euclidean", "adam"))],
+)
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("kind", OF_SETS)
+def test_each_step_is_a_projection_of_the_optimizers_own(kind, on, metric, amsgrad):
+    promises, active = OF_SETS[kind], 0
+    model, plain = perceptron(), perceptron()
+    # The second one, whose steps are projected by hand, is taken to where the first one is.
+    optimizer, other = (
+        torch.optim.AdamW(
+            [{"params": m[0].parameters()}, {"params": m[2].parameters(), "lr": 0.005}],
+            lr=0.01,
+            amsgrad=amsgrad,
+        )
+        for m in (model, plain)
+    )
+    gem = protect(model, optimizer, on=on, metric=metric)
+    losses = []
+    for batch, one in zip(SETS, promises, strict=False):
+        gem.keep([batch], one)
+        given = (batch, one.loss.outputs(plain, batch)) if hasattr(one.loss, "outputs") else (batch,)
+        losses.append(lambda m, one=one, given=given: one.loss(m, *given).mean())
+    bounds = torch.stack([one(plain).detach() for one in losses]) + torch.tensor(
+        [torch.nan if one.tolerance is None else one.tolerance for one in promises], dtype=torch.float64
+    )
+    # In units of gradients: times the rate those of steps; Adam's metric has the rate in it.
+    unit = 1.0 if metric == "adam" else 0.01
+    for _ in range(4):
+        before = flat(plain)
+        G = torch.stack([flat(torch.autograd.grad(one(plain), plain.parameters())) for one in losses])
+        excess = torch.stack([one(plain).detach() for one in losses]) - bounds
+        for m, its in ((model, optimizer), (plain, other)):
+            its.zero_grad()
+            loss(m, rival(SETS[0])).backward()
         if on != "step":
-            g = project(G, g, h=cap(g, h / rate))
-        step = rate * g
+            give(plain, in_plain_form(G, gradient(plain), promises, excess, rate=0.01))
+        optimizer.step()
+        step = moved(plain, other.step)
         if on != "gradient":
-            step = project(G, step, h=cap(step, h))
-        torch.testing.assert_close(found, step, rtol=1e-7, atol=1e-10)
-        torch.testing.assert_close(gem.last.excess, excess, rtol=1e-9, atol=1e-12)
+            w = adam_weights(plain, other, G) if metric == "adam" else None
+            step = in_plain_form(G, step, promises, excess, on == "step", unit, metric=w)
+        torch.testing.assert_close(before - flat(model), step, rtol=1e-7, atol=1e-10)
+        torch.testing.assert_close(gem.last.cosines, cosines(G, step), rtol=1e-6, atol=1e-9)
+        assert (gem.last.solution is gem.last.step) == (on == "step")  # what `num_active` counts
+        active += gem.last.num_active
+        # Moments, counts and schedules are the optimizer's own, as if it had been left alone.
+        states = [[o.state[p] for p in m.parameters()] for o, m in ((optimizer, model), (other, plain))]
+        torch.testing.assert_close(*states, rtol=1e-6, atol=1e-12)
+        plain.load_state_dict(model.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert active or kind == "replay"
 
 
 @pytest.mark.parametrize("penalty", [None, 0.1])
@@ -110,10 +180,8 @@ def test_losses_that_cannot_all_come_back_are_an_error_that_names_them_unless_th
     past = [(*batch, sign), (*task(5, 24), sign), (*batch, -sign)]  # the last wants what the first forbids
     for k, one in enumerate(past):
         memory.add(one, k, losses=signed(model, one).detach() - 0.05)
-    before = flat(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    promise = Promise(signed, tolerance=0.01, penalty=penalty)
-    gem = GEM(model, optimizer, promise, memory=memory, on=on)
+    before, options = flat(model), {"tolerance": 0.01, "penalty": penalty, "on": on}
+    _, optimizer, gem = models.begin(signed, model=model, memory=memory, **options)
     loss(model, rival(batch)).backward()
     given = gradient(model)
     if penalty is not None:
@@ -209,24 +277,6 @@ def test_fresh_rows_are_those_that_the_memory_draws():
         torch.testing.assert_close(gem.projector.constraints, G)
 
 
-@pytest.mark.parametrize("on", ["gradient", "step"])
-def test_equalities_leave_the_losses_of_masked_rows_where_they_are(on):
-    mask = torch.tensor([True, False, True])
-    (model, batch), parts = learned(), parts_of(learned()[1], "label")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    gem = GEM(model, optimizer, loss, on=on)
-    for part, equal in zip(parts, mask.tolist(), strict=True):
-        gem.keep([part], Promise(loss, equal=equal))
-    for now, side in ((batch, 1.0), (rival(batch), -1.0)):
-        G = rows(model, parts_of(batch, "label"))
-        g, step = take(model, optimizer, now)
-        assert (side * G[mask] @ g > 0).any()
-        slopes = cosines(G, step)
-        assert slopes[mask].abs().max() < 1e-9
-        assert slopes[~mask] > -1e-9
-        assert gem.last.num_active >= 2
-
-
 def test_hundreds_of_equalities():
     options = {"per_task": 200, "per": "example", "equal": True, "on": "both"}
     model, optimizer, _, batch = begin(rate=0.01, make=torch.optim.Adam, n=200, **options)
@@ -293,8 +343,7 @@ def test_a_task_may_end_in_several_parts(said, options):
     batch, memories = learned()[1], []
     halves = [tuple(leaf[part] for leaf in batch) for part in (slice(12), slice(12, 24))]
     for parts in (halves, [batch]):
-        model, _ = learned()
-        gem = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), said, **options)
+        gem = models.begin(said, model=learned()[0], **options)[2]
         for part in parts:
             gem.end_task([part], "a")
         memories.append(gem.memory.batch("a"))
@@ -384,10 +433,9 @@ def test_what_a_bound_needs():
 def test_a_loss_that_is_at_its_bound_to_rounding_is_left_alone():
     """Where the divergence from the outputs is rounding, and its gradient too, nothing is to be repaired."""
     model, batch = learned(dtype=torch.float32)
-    optimizer, memory = torch.optim.SGD(model.parameters(), lr=0.1), EpisodicMemory()
-    outputs = SAID.outputs(model, batch)
+    outputs, memory = SAID.outputs(model, batch), EpisodicMemory()
     memory.add(batch, 0, outputs=outputs, losses=SAID(model, batch, outputs).detach() - 1e-7)
-    gem = GEM(model, optimizer, SAID, memory=memory, tolerance=0.0)
+    _, optimizer, gem = models.begin(SAID, model=model, memory=memory, tolerance=0.0)
     g, step = take(model, optimizer, batch)
     assert gem.last.excess > 0
     # At most the component along one row of noise goes.

@@ -1,6 +1,5 @@
 """The step that an optimizer applies: what GEM does not promise for it, and what the update modes do."""
 
-import copy
 from contextlib import nullcontext
 from functools import cache, partial
 
@@ -9,7 +8,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from models import (  # noqa: E402
-    adam_weights,
     cosines,
     flat,
     gradient,
@@ -24,7 +22,7 @@ from models import (  # noqa: E402
     task,
 )
 
-from gemproj import GEM2017, project  # noqa: E402
+from gemproj import GEM2017  # noqa: E402
 from gemproj.torch import hooks  # noqa: E402
 from gemproj.torch.hooks import clip_grad_norm_  # noqa: E402
 
@@ -143,49 +141,6 @@ def test_autocast_of_the_caller_reaches_neither_projection_nor_report(on, metric
         results.append([flat(model), projector.last.cosines])
     for plain, cast in zip(*results, strict=True):
         assert torch.equal(plain, cast)
-
-
-@pytest.mark.parametrize("options", [{}, {"weight": 0.01}, {"penalty": 1e-3}], ids=str)
-@modes
-@pytest.mark.parametrize("amsgrad", [False, True])
-def test_the_step_is_the_projection_of_the_optimizers_own(on, metric, amsgrad, options):
-    model, plain, changed = perceptron(), perceptron(), False
-    # The second one, whose steps nothing projects, is taken to where the first one is.
-    optimizer, other = (
-        adamw(
-            [{"params": m[0].parameters()}, {"params": m[2].parameters(), "lr": 0.005}],
-            lr=0.01,
-            amsgrad=amsgrad,
-        )
-        for m in (model, plain)
-    )
-    projector = projector_of(model.parameters(), on=on, metric=metric, **options)
-    projector.attach(optimizer)
-    by_hand = projector_of(plain.parameters(), **options)
-    for _ in range(3):
-        before, G = flat(plain), rows(plain, past_tasks())
-        for one, its in ((model, projector), (plain, by_hand)):
-            one.zero_grad()
-            oppose(one, its)
-        by_hand.project_() if on == "both" else by_hand.reset()  # its rows are for that only
-        optimizer.step()
-        v = moved(plain, other.step)
-        w = adam_weights(plain, other, G) if metric == "adam" else None
-        # They are in units of gradients: times the rate those of steps; Adam's metric has the rate in it.
-        unit = 1.0 if metric == "adam" else 0.01
-        margin = unit * options.get("weight", 0.0) if on == "step" else 0.0
-        penalty = unit * options["penalty"] if "penalty" in options else None
-        x = project(G, v, metric=w, margin=margin, penalty=penalty)
-        changed = changed or not torch.equal(v, x)
-        torch.testing.assert_close(flat(model), before - x, rtol=1e-11, atol=1e-12)
-        last = projector.last
-        assert (last.solution is last.step) == (on == "step")  # what `num_violated` and `num_active` count
-        # Moments, counts and schedules are the optimizer's own, as if it had been left alone.
-        states = [[o.state[p] for p in m.parameters()] for o, m in ((optimizer, model), (other, plain))]
-        torch.testing.assert_close(*states, rtol=1e-9, atol=1e-14)
-        plain.load_state_dict(model.state_dict())
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    assert changed or (on == "both" and "weight" in options)
 
 
 def test_entries_that_the_optimizer_has_never_moved_are_not_moved_far():

