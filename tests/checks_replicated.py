@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from checks_sharded import flat, loss, net, task
-from models import EACH, begin, logits, protect, take
+from checks_sharded import loss, net, task
+from models import EACH, begin, flat, logits, protect, take
 from processes import all_reduces, alone, check, expect, learn, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -7,8 +7,8 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from models import flat, projector_of, task, whole
 from models import perceptron as net
-from models import projector_of, task
 from processes import all_reduces, alone, check, expect, gathered, same_everywhere, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,14 +29,6 @@ def loss(model, batch):
 def rival(seed, n, dtype=torch.float64):
     """Draw a batch of a task that wants other answers to the same questions."""
     return models.rival(task(seed, n, dtype))
-
-
-def whole(p):
-    return p.full_tensor() if isinstance(p, DTensor) else p
-
-
-def flat(model):
-    return torch.cat([whole(p.detach()).reshape(-1) for p in model.parameters()])
 
 
 def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
@@ -241,7 +233,7 @@ def mixed_precision():
     projector.attach(optimizer)
     before = flat(model)
     optimizer.step()
-    step = before - flat(model)
+    step = (before - flat(model)).float()
     cosines = torch.nn.functional.cosine_similarity(G, step[None])
     torch.testing.assert_close(projector.last.cosines.float(), cosines, rtol=1e-4, atol=1e-6)
     assert projector.last.worst_cosine > -1e-5

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import gemproj.torch
-from gemproj.torch import EpisodicMemory
+from gemproj.torch import EpisodicMemory, Promise
 from gemproj.torch.losses import model_loss
 
 WINDOW, CLIP = 2, 0.1  # batches of a step; largest norm of its gradient
@@ -152,7 +152,7 @@ class Loop:
     """What GEM does in one object, of its parts."""
 
     def __init__(self, model, optimizer, promise, memory, per="task", examples=None, **options):
-        options |= {"loss": promise} if callable(promise) else {"promise": promise}
+        options |= {"promise" if isinstance(promise, Promise) else "loss": promise}
         self.memory, self.projector = memory, projector_of(trainable(model), **options)
         self.clip_grad_norm_ = self.projector.attach(optimizer).clip_grad_norm_
         self.model, self.per, self.examples = model, per, examples
@@ -168,7 +168,6 @@ class Loop:
         task = len(self.memory)
         for batch in data:
             self.memory.add(batch, task)
-        self.projector.reset()
 
 
 class ByHand(Plain):
@@ -177,6 +176,10 @@ class ByHand(Plain):
     def make(self, loss, **options):
         self.optimizer = adamw(self.model)
         return Loop(self.model, self.optimizer, loss, **options)
+
+    def train(self, data):
+        self.object.projector.reset()
+        super().train(data)
 
     def before_step(self):
         self.object.recall()

@@ -68,10 +68,15 @@ def promises(logits=logits, labels=labels):
     ]
 
 
+def whole(tensor):
+    """Return a tensor, gathered if it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def flat(tensors):
     """Join tensors, or the parameters of a model, to one vector of float64."""
     tensors = tensors.parameters() if isinstance(tensors, torch.nn.Module) else tensors
-    return torch.cat([t.detach().double().reshape(-1) for t in tensors])
+    return torch.cat([whole(t.detach()).double().reshape(-1) for t in tensors])
 
 
 def assert_same_weights(model, other, tolerance=1e-9):
@@ -100,7 +105,7 @@ def protect(model, optimizer, loss=loss, *, per_task=100, label=None, memory=Non
 def projector_of(parameters, **options):
     """Return a projector with these options, those of its promise among them."""
     own = {name: options.pop(name) for name in FIELDS & options.keys()}
-    return GradientProjector(parameters, Promise(**own), **options)
+    return GradientProjector(parameters, options.pop("promise", None) or Promise(**own), **options)
 
 
 def begin(loss=loss, *, model=None, make=sgd, **options):

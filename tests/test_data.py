@@ -13,7 +13,7 @@ from models import begin, language_model, perceptron, rows, task  # noqa: E402
 from models import loss as mean_loss  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset  # noqa: E402
 
 from gemproj.torch import EpisodicMemory, Promise  # noqa: E402
 from gemproj.torch.losses import CrossEntropy, Distillation, PerExample, model_logits  # noqa: E402
@@ -53,17 +53,8 @@ def flattened(examples):
     }
 
 
-class Texts(Dataset):
-    """A data set of examples."""
-
-    def __init__(self, examples=None):
-        self.examples = texts() if examples is None else examples
-
-    def __len__(self):
-        return len(self.examples)
-
-    def __getitem__(self, i):
-        return self.examples[i]
+def data_set(examples):
+    return Subset(examples, range(len(examples)))
 
 
 class Stream(IterableDataset):
@@ -123,15 +114,15 @@ WANTED = [one["input_ids"] for one in texts()]
 @pytest.mark.parametrize(
     ("data", "collate"),
     [
-        (lambda: DataLoader(Texts(), batch_size=4, collate_fn=padded), None),
-        (lambda: DataLoader(Texts(), batch_size=4, collate_fn=padded, num_workers=1), None),
+        (lambda: DataLoader(data_set(texts()), batch_size=4, collate_fn=padded), None),
+        (lambda: DataLoader(data_set(texts()), batch_size=4, collate_fn=padded, num_workers=1), None),
         (lambda: DataLoader(Stream(), batch_size=4, collate_fn=padded), None),
         (texts, padded),
         (lambda: (one for one in texts()), padded),
-        (Texts, padded),
-        (lambda: DataLoader(Texts(), batch_size=4, collate_fn=list), padded),
-        (lambda: DataLoader(Texts(), batch_size=None, collate_fn=lambda one: one), padded),
-        (lambda: DataLoader(Texts(), batch_size=4), padded),
+        (lambda: data_set(texts()), padded),
+        (lambda: DataLoader(data_set(texts()), batch_size=4, collate_fn=list), padded),
+        (lambda: DataLoader(data_set(texts()), batch_size=None, collate_fn=lambda one: one), padded),
+        (lambda: DataLoader(data_set(texts()), batch_size=4), padded),
     ],
 )
 def test_examples_are_stored_as_they_are_and_padded_to_the_longest_of_those_drawn(data, collate):
@@ -168,14 +159,16 @@ def test_tensors_are_stored_in_batches(data):
 def test_a_data_set_of_more_than_tensors_is_collated_by_torch():
     examples = [{"x": torch.full((2,), float(k)), "text": f"text {k}"} for k in range(3)]
     loss = lambda model, batch: model.table.sum() * batch["x"].sum()  # noqa: E731
-    batch = store(Texts(examples), loss).batch(0)
+    batch = store(data_set(examples), loss).batch(0)
     assert batch["text"] == ["text 0", "text 1", "text 2"]
     assert batch["x"][:, 0].tolist() == [0.0, 1.0, 2.0]
 
 
 def test_loaders_that_iterate_in_a_way_of_their_own_have_batches():
     examples = texts(lengths=[4, 4])
-    memory = store(Doubling(Texts(examples), batch_size=2, collate_fn=padded), lambda m, batch: m.table.sum())
+    memory = store(
+        Doubling(data_set(examples), batch_size=2, collate_fn=padded), lambda m, batch: m.table.sum()
+    )
     assert memory.batch(0)["input_ids"].tolist() == [[2 * i for i in one["input_ids"]] for one in examples]
 
 
@@ -183,7 +176,7 @@ def test_loaders_that_iterate_in_a_way_of_their_own_have_batches():
     ("data", "collate", "error", "text"),
     [
         ([padded(texts()), padded(texts(lengths=[2]))], None, ValueError, r"pass the loader itself, .*collate="),
-        (Texts(), None, ValueError, r"default_collate cannot .*Pass collate="),
+        (data_set(texts()), None, ValueError, r"default_collate cannot .*Pass collate="),
         (texts(), 7, TypeError, "collate must be a function of a list of examples; found int"),
         ([{"image": object()}], padded, TypeError, r"found builtins.object.*\(batch for batch in loader\)"),
         (DataLoader([{"image": object()}], collate_fn=padded), None, TypeError, "Convert it in the data set"),
@@ -316,7 +309,7 @@ def test_a_resumed_memory_has_the_collate_function_that_it_had():
 def test_policies_and_labels_of_examples(policy):
     examples = texts(lengths=[2] * 30 + [3] * 4)
     options = {"per_task": 6, "label": "label", "policy": policy}
-    memory = store(DataLoader(Texts(examples), batch_size=7, collate_fn=padded), **options)
+    memory = store(DataLoader(data_set(examples), batch_size=7, collate_fn=padded), **options)
     assert sorted(memory.batch(0)["label"].tolist()) == [0, 0, 0, 1, 1, 1]
     assert [b["label"].tolist() for b in memory.batches(n=2, per="label")] == [[0, 0], [1, 1]]
 
@@ -481,7 +474,7 @@ def test_a_loss_that_is_not_a_number_is_not_stored(value, tolerance):
 def test_rows_of_examples_are_gradients_of_their_mean_loss(microbatch):
     model, optimizer, gem = begin(of_labels, model=Reader(), microbatch=microbatch)
     for seed in (0, 1):
-        gem.end_task(DataLoader(Texts(texts(seed)), batch_size=4, collate_fn=padded))
+        gem.end_task(DataLoader(data_set(texts(seed)), batch_size=4, collate_fn=padded))
     G = rows(model, [padded(texts(seed)) for seed in (0, 1)], lambda *given: of_labels(*given).mean())
     (-of_labels(model, padded(texts())).sum()).backward()
     optimizer.step()

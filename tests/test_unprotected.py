@@ -170,31 +170,29 @@ def test_a_projector_that_is_attached_to_another_optimizer_is_told(constrain):
         constrain(projector, model)
 
 
+# What is done each time that constraints were computed; their repr is no use of them.
 USES = {
-    "nothing": lambda projector: None,
-    "a projection": lambda projector: projector.project_(),
-    "a look at them": lambda projector: len(projector.constraints),
-    "a warning": lambda projector: None,
+    "never": [repr],
+    "once": [GradientProjector.project_, repr],
+    "read": [lambda projector: projector.constraints],
+    "warned about": [repr, repr],
 }
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("name", USES)
 @pytest.mark.filterwarnings("ignore:.*no gradient was projected:UserWarning")
-def test_the_last_constraints_are_told_at_the_end_if_none_was_used(use, told):
+def test_the_last_constraints_are_told_at_the_end_if_none_was_used(name, told):
     def once():
         model = perceptron()
         optimizer, projector = sgd(model.parameters()), GradientProjector(model.parameters())
-        for _ in range(2 if use in ("a projection", "a warning") else 1):
+        for use in USES[name]:
             CONSTRAIN["constrain"](projector, model)
             loss(model, task(9)).backward()
-            USES[use](projector)
-            steps(model, optimizer, 0)
-        if use == "a projection":  # of the constraints before
-            CONSTRAIN["constrain"](projector, model)
+            use(projector)
             steps(model, optimizer, 0)
 
     messages = told(once)
-    assert len(messages) == (use == "nothing")
+    assert len(messages) == (name == "never")
     assert all("no gradient was projected" in message for message in messages)
 
 
