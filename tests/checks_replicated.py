@@ -6,25 +6,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks_sharded import loss, net, task
-from models import EACH, begin, flat, logits, protect, take
+from models import BOTH, EACH, begin, flat, protect, take
 from processes import all_reduces, alone, check, expect, learn, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from gemproj.torch import EpisodicMemory, GradientProjector, stream
 from gemproj.torch.constraints import ConstraintMatrix
-from gemproj.torch.losses import Distillation
 
 # Examples of each past task that a process remembers: unequal, and none at all.
 REMEMBERED = [[5, 0, 2, 1], [0, 4, 1, 3]]
 
-
-# With labels: right after they were stored, the gradient of a divergence alone would be rounding.
-SAID = Distillation(logits, labels=EACH, weight=0.1)
 PROMISES = [
     (loss, {"on": "both", "every": 2}),
     (loss, {"equal": True, "microbatch": 3}),
-    (SAID, {"on": "both", "tolerance": 0.0, "repair": 0.5}),
+    (BOTH, {"on": "both", "tolerance": 0.0, "repair": 0.5}),
     (EACH, {"on": "step", "tolerance": 0.01, "microbatch": 3, "every": 2}),
     (EACH, {"weight": 0.02}),
     (loss, {"on": "step", "penalty": 0.5}),
@@ -114,7 +110,7 @@ def a_task_that_one_process_cannot_store_stops_every_process():
         (DistributedDataParallel, loss, {}),
         (DistributedDataParallel, EACH, {"tolerance": 0.0}),
         (fully_shard, loss, {}),
-        (lambda model: model, SAID, {"process_group": dist.group.WORLD, "tolerance": 0.0}),
+        (lambda model: model, BOTH, {"process_group": dist.group.WORLD, "tolerance": 0.0}),
     ):
         _, _, gem = begin(promise, model=spread(net()), **options)
         with expect(odd, ValueError, "data holds no example"):

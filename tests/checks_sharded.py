@@ -423,14 +423,18 @@ def check_errors(model, group):
             GradientProjector(parameters, process_group=group).recall(model, full, loss)
     if not (sharded or group):  # of which `constrain` learns nothing
         return
-    projector, losses = GradientProjector(own, process_group=group), [loss(model, one) for one in full]
+    projector = GradientProjector(own, process_group=group)
+
+    def losses():
+        return [loss(model, one) for one in full]
+
     with pytest.raises(ValueError, match="disagree on the number of losses"):
-        projector.constrain(losses[odd:])
+        projector.constrain(losses()[odd:])
     with expect(odd, ValueError, "losses must be scalars"):
-        projector.constrain([losses[0], losses[1].detach() if odd else losses[1]])
+        projector.constrain([one.detach() if odd else one for one in losses()])
     assert len(projector.constraints) == 0
     with pytest.raises(ValueError, match="disagree on the number of parameters"):
-        GradientProjector(own[odd:], process_group=group).constrain(losses)
+        GradientProjector(own[odd:], process_group=group).constrain(losses())
 
 
 @check(2)

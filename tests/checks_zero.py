@@ -11,9 +11,8 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from checks_replicated import SAID
 from deepspeed.utils import safe_get_full_fp32_param
-from models import EACH, begin, flat, loss, perceptron, protect, rival, take, task
+from models import BOTH, EACH, begin, flat, loss, perceptron, protect, rival, take, task
 from processes import alone, check, learn, same_everywhere, share
 
 import gemproj.integrations.deepspeed  # noqa: F401
@@ -27,7 +26,7 @@ PROMISES = [
     (loss, {"metric": "euclidean", "weight": 0.05}),
     (loss, {"penalty": 0.5, "every": 2}),
     (EACH, {"tolerance": 0.01, "microbatch": 3}),
-    (SAID, {"tolerance": 0.0, "repair": 0.5}),
+    (BOTH, {"tolerance": 0.0, "repair": 0.5}),
 ]
 
 

@@ -10,13 +10,13 @@ torch = pytest.importorskip("torch")
 
 import models  # noqa: E402
 from models import (  # noqa: E402
+    BOTH,
     EACH,
     SAID,
     adam_weights,
     cosines,
     flat,
     gradient,
-    logits,
     loss,
     moved,
     perceptron,
@@ -31,7 +31,6 @@ from models import (  # noqa: E402
 from gemproj import project  # noqa: E402
 from gemproj.torch import EpisodicMemory, GradientProjector, Promise, Remembered, stream  # noqa: E402
 from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
-from gemproj.torch.losses import Distillation  # noqa: E402
 
 
 @cache
@@ -79,8 +78,6 @@ def give(model, g):
 # --- each step in plain form ----------------------------------------------------------------------
 
 SETS = [task(1), dict(zip("xy", task(2), strict=True)), task(3), task(4)]
-# With labels: right after they were stored, the gradient of a divergence alone would be rounding.
-BOTH = Distillation(logits, labels=EACH, weight=0.1)
 OF_SETS = {
     "nothing rises": [Promise(loss)] * 3,
     "replay": [Promise(loss, weight=weight) for weight in (0.01, 0.3, 0.0)],
