@@ -427,6 +427,19 @@ def test_what_a_bound_needs():
     assert projector.project_(learning_rate=0.1).num_violated == 0
 
 
+@pytest.mark.parametrize(("excess", "active"), [(1e-7, 0), (1e-3, 1)])
+def test_the_rounding_of_a_loss_is_no_excess(excess, active):
+    model, batch = learned(dtype=torch.float32)
+    memory = EpisodicMemory()
+    memory.add(batch, 0, losses=EACH(model, batch).detach().double() - excess)
+    slow = partial(sgd, rate=1e-4)  # so that even that would ask for much
+    _, optimizer, gem = models.begin(EACH, model=model, make=slow, memory=memory, tolerance=0.0)
+    (row,), (g,) = rows(model, [batch]), rows(model, [rival(batch)])
+    give(model, (g + (1e-4 - row @ g) / (row @ row) * row).float())  # it lowers the loss by very little
+    optimizer.step()
+    assert gem.last.num_active == active
+
+
 def test_a_loss_that_is_at_its_bound_to_rounding_is_left_alone():
     """Where the divergence from the outputs is rounding, and its gradient too, nothing is to be repaired."""
     model, batch = learned(dtype=torch.float32)
