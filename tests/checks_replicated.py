@@ -1,30 +1,30 @@
 """What each process checks of replicated parameters: DistributedDataParallel, and a group."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
-from checks_sharded import flat, loss, net, rival, task, train
-from models import EACH, logits, protect
-from processes import all_reduces, alone, check, expect, same_everywhere, share
+from checks_sharded import loss, net, task
+from models import BOTH, EACH, begin, flat, protect, take
+from processes import all_reduces, alone, check, expect, learn, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector, stream
+from gemproj.torch import EpisodicMemory, GradientProjector, stream
 from gemproj.torch.constraints import ConstraintMatrix
-from gemproj.torch.losses import Distillation
 
 # Examples of each past task that a process remembers: unequal, and none at all.
 REMEMBERED = [[5, 0, 2, 1], [0, 4, 1, 3]]
 
-
-# With labels: right after they were stored, the gradient of a divergence alone would be rounding.
-SAID = Distillation(logits, labels=EACH, weight=0.1)
 PROMISES = [
     (loss, {"on": "both", "every": 2}),
     (loss, {"equal": True, "microbatch": 3}),
-    (SAID, {"on": "both", "tolerance": 0.0, "repair": 0.5}),
+    (BOTH, {"on": "both", "tolerance": 0.0, "repair": 0.5}),
     (EACH, {"on": "step", "tolerance": 0.01, "microbatch": 3, "every": 2}),
     (EACH, {"weight": 0.02}),
+    (loss, {"on": "step", "penalty": 0.5}),
+    (loss, {"on": "both", "microbatch": 2}),
 ]
 
 
@@ -82,25 +82,6 @@ def rows_share_passes():
     assert projector.why_row_by_row is None
 
 
-@check(2, 4)
-def trains_as_one_process_does():
-    together, mine = past()
-    now = [rival(10 + k, 4 * dist.get_world_size()) for k in range(4)]
-    parts = [share(batch) for batch in now]
-    for options in (
-        {},
-        {"weight": 0.1},
-        {"on": "step"},
-        {"on": "both"},
-        {"on": "step", "penalty": 0.5},
-    ):
-        one, many = net(), DistributedDataParallel(net())
-        found = train(one, together, now, process_group=alone(), **options)
-        torch.testing.assert_close(train(many, mine, parts, **options), found, rtol=1e-8, atol=1e-10)
-        torch.testing.assert_close(flat(many), flat(one), rtol=1e-9, atol=1e-12)
-        same_everywhere(flat(many))
-
-
 @check(2)
 def constrain_averages():
     one, many = net(), net()
@@ -123,69 +104,15 @@ def constrain_averages():
 
 
 @check(2)
-def errors_on_every_process():
-    odd = dist.get_rank() == 1
-    mine = past()[1]
-    many = DistributedDataParallel(net())
-    projector = GradientProjector(many.parameters())
-
-    def unlucky(model, batch):
-        if odd:
-            raise ZeroDivisionError("unlucky")
-        return loss(model, batch)
-
-    def empty():
-        yield mine[0]
-        if odd:
-            raise OSError("no such memory")
-        yield mine[1]
-
-    with pytest.raises(ValueError, match="disagree on the number of rows"):
-        projector.recall(many, mine[odd:], loss)
-    full = [task(k, 3) for k in range(2)]
-    projector.recall(many, full, loss)
-    with expect(odd, ZeroDivisionError, "unlucky"):
-        projector.recall(many, full, unlucky)
-    assert len(projector.constraints) == 0
-    projector.recall(many, full, loss)
-    with expect(odd, OSError, "no such memory"):
-        projector.recall(many, empty(), loss)
-    assert len(projector.constraints) == 0
-    with expect(odd, ValueError, "leading dimension"):
-        projector.recall(many, [(full[0][0][odd:], full[0][1])], loss)
-    with pytest.raises(ValueError, match="must have examples of every past task"):
-        projector.recall(many, [(full[0][0][:0], full[0][1][:0])], loss)
-
-    inner = list(many.module.parameters())
-    with pytest.raises(ValueError, match="disagree on the number of parameters"):
-        GradientProjector(inner[odd:]).recall(many, full, loss)
-    with pytest.raises(ValueError, match="disagree on the number of entries of all parameters"):
-        GradientProjector(inner[1:] if odd else inner[:-1]).recall(many, full, loss)
-
-    projector = GradientProjector(inner, process_group=dist.group.WORLD)
-    projector.constrain([loss(many.module, full[0])])
-    with pytest.raises(ValueError, match="disagree on the number of losses"):
-        projector.constrain(loss(many.module, batch) for batch in full[odd:])
-    assert len(projector.constraints) == 0
-    with expect(odd, ZeroDivisionError, "unlucky"):
-        projector.constrain(unlucky(many.module, batch) for batch in full)
-    assert len(projector.constraints) == 0
-    with pytest.raises(ValueError, match="disagree on the number of parameters"):
-        GradientProjector(inner[odd:], process_group=dist.group.WORLD).constrain([loss(many.module, full[0])])
-
-
-@check(2)
 def a_task_that_one_process_cannot_store_stops_every_process():
     odd = dist.get_rank() == 1
     for spread, promise, options in (
         (DistributedDataParallel, loss, {}),
         (DistributedDataParallel, EACH, {"tolerance": 0.0}),
         (fully_shard, loss, {}),
-        (lambda model: model, SAID, {"process_group": dist.group.WORLD, "tolerance": 0.0}),
+        (lambda model: model, BOTH, {"process_group": dist.group.WORLD, "tolerance": 0.0}),
     ):
-        model = spread(net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gem = protect(model, optimizer, promise, **options)
+        _, _, gem = begin(promise, model=spread(net()), **options)
         with expect(odd, ValueError, "data holds no example"):
             gem.end_task([] if odd else [task(0, 3)], 0)
         assert not gem.memory.tasks
@@ -198,15 +125,15 @@ def a_task_that_one_process_cannot_store_stops_every_process():
 @check(2)
 def processes_of_which_nothing_is_known_are_an_error():
     model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match=r"2 processes are initialised.*DistributedDataParallel"):
-        GEM(model, optimizer, loss)
     projector = GradientProjector(model.parameters())
-    with pytest.raises(ValueError, match="2 processes are initialised"):
-        projector.recall(model, [task(0, 3)], loss)
-    with pytest.raises(ValueError, match="2 processes are initialised"):
-        projector.constrain([loss(model, task(0, 3))])
-    gem = GEM(model, optimizer, loss, process_group=alone())
+    for use in (
+        lambda: begin(model=model),
+        lambda: projector.recall(model, [task(0, 3)], loss),
+        lambda: projector.constrain([loss(model, task(0, 3))]),
+    ):
+        with pytest.raises(ValueError, match=r"2 processes are initialised.*DistributedDataParallel"):
+            use()
+    _, optimizer, gem = begin(model=model, process_group=alone())
     for _ in range(dist.get_rank()):  # which nothing waits for
         gem.end_task([task(0, 3)])
     optimizer.step()
@@ -228,16 +155,14 @@ def options_that_differ_are_an_error():
         ("microbatch", None, 2),
     ):
         model = DistributedDataParallel(net())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gem = GEM(model, optimizer, EACH, **{name: one if odd else other})
+        _, optimizer, gem = begin(EACH, model=model, **{name: one if odd else other})
 
         def store_and_step(gem=gem, optimizer=optimizer):
             gem.end_task([task(0, 3)])
             optimizer.step()
 
-        with pytest.raises(
-            ValueError, match=f"disagree on the (option {name}|promises|option bound).*same options"
-        ):
+        text = f"disagree on the (option {name}|promises|option bound).*same options"
+        with pytest.raises(ValueError, match=text):
             store_and_step()
 
 
@@ -247,9 +172,7 @@ def rows_are_of_the_same_tasks_and_labels():
     rank, (x, y) = dist.get_rank(), task(0, 60)
     keep = (y == rank) | (y == rank + 1)
     for names, promise in ((["a", "b"][:: 1 - 2 * rank], "task"), (["a"], "label")):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        gem = protect(model, optimizer, loss, process_group=dist.group.WORLD, label=1, per=promise)
+        _, optimizer, gem = begin(process_group=dist.group.WORLD, label=1, per=promise)
         for name in names:
             gem.end_task([(x[keep], y[keep])], name)
         with pytest.raises(ValueError, match="disagree on the names of sets or labels"):
@@ -258,15 +181,13 @@ def rows_are_of_the_same_tasks_and_labels():
 
 @check(2)
 def rows_of_examples_are_as_many_though_stored_examples_are_not():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer, loss, process_group=dist.group.WORLD, per="example", examples=3)
+    _, optimizer, gem = begin(process_group=dist.group.WORLD, per="example", examples=3)
     gem.end_task([task(0, 10 - 2 * dist.get_rank())])
     optimizer.step()
     assert gem.last.constraints == 3
 
 
-@check(2)
+@check(2, 4)
 def gem_trains_as_one_process_does():
     """The one object for a loop, on replicas and on shards, whose memories differ in size."""
     for promise, options in PROMISES:
@@ -284,25 +205,13 @@ def tiles_of_columns_add_up_like_shards():
 
 
 def compare_gem(spread, promise, options):
-    world = dist.get_world_size()
-    learned = [task(k, 4 * world) for k in range(3)]
-    found, active = [], 0
+    found = []
     for several in (False, True):
         model = spread(net()) if several else net()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         group = None if several else alone()
         gem = protect(model, optimizer, promise, per_task=100, process_group=group, **options)
-        for k, batch in enumerate(learned):
-            for step in range(3):
-                optimizer.zero_grad()
-                now = rival(10 * k + step, 4 * world)
-                loss(model, share(now) if several else now).backward()
-                optimizer.step()
-                active += gem.last.num_active
-            sizes = [4 * world - 2 * (world - 1)] + [2] * (world - 1)
-            gem.end_task([share(batch, sizes) if several else batch])
-            assert len(gem.memory) == k + 1
+        learn(gem, partial(take, model, optimizer), *[share] * several)
         found.append(flat(model))
-    assert active
     torch.testing.assert_close(found[1], found[0], rtol=1e-7, atol=1e-9)
     same_everywhere(found[1])

@@ -7,14 +7,15 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
+from models import flat, projector_of, task, whole
 from models import perceptron as net
-from models import projector_of, task
 from processes import all_reduces, alone, check, expect, gathered, same_everywhere, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import gemproj
 from gemproj.torch import GradientProjector
@@ -28,14 +29,6 @@ def loss(model, batch):
 def rival(seed, n, dtype=torch.float64):
     """Draw a batch of a task that wants other answers to the same questions."""
     return models.rival(task(seed, n, dtype))
-
-
-def whole(p):
-    return p.full_tensor() if isinstance(p, DTensor) else p
-
-
-def flat(model):
-    return torch.cat([whole(p.detach()).reshape(-1) for p in model.parameters()])
 
 
 def train(model, past, now, clip=None, accumulate=1, optimizer=None, **options):
@@ -240,7 +233,7 @@ def mixed_precision():
     projector.attach(optimizer)
     before = flat(model)
     optimizer.step()
-    step = before - flat(model)
+    step = (before - flat(model)).float()
     cosines = torch.nn.functional.cosine_similarity(G, step[None])
     torch.testing.assert_close(projector.last.cosines.float(), cosines, rtol=1e-4, atol=1e-6)
     assert projector.last.worst_cosine > -1e-5
@@ -329,22 +322,19 @@ def memories_of_unequal_size():
     model, projector, *_ = begin()
     expected = GradientProjector(one.parameters(), process_group=alone())
     expected.recall(one, [together], loss)
-    for microbatch in (None, 2, 1):
-        projector.recall(model, [share(together, [5, 1])], loss, microbatch=microbatch)
+
+    def check_row():
         row = layer_columns(projector.constraints[0], model)
         torch.testing.assert_close(row, expected.constraints[0], rtol=1e-9, atol=1e-12)
 
-
-@check(2)
-def constrain_takes_a_list():
-    model, projector, past, _ = begin()
-    projector.recall(model, past, loss)
-    expected = projector.constraints.clone()
-    projector.constrain([loss(model, batch) for batch in past])
-    torch.testing.assert_close(projector.constraints, expected, rtol=1e-9, atol=1e-12)
+    for microbatch in (None, 2, 1):
+        projector.recall(model, [share(together, [5, 1])], loss, microbatch=microbatch)
+        check_row()
+    projector.constrain([loss(model, share(together))])
+    check_row()
     assert all(p.grad is None for p in model.parameters())
     with pytest.raises(TypeError, match="must be a list"):
-        projector.constrain(loss(model, batch) for batch in past)
+        projector.constrain(loss(model, batch) for batch in [share(together)])
 
 
 @check(2)
@@ -386,29 +376,73 @@ def exchanges_t_squared_numbers():
 
 @check(2)
 def errors_on_every_process():
-    odd = dist.get_rank() == 1
-    model, projector, past, _ = begin()
-    with pytest.raises(ValueError, match="disagree on the number of rows"):
-        projector.recall(model, past[odd:], loss)
-    with pytest.raises(ValueError, match="must have examples of every past task"):
-        projector.recall(model, [tuple(leaf[:0] if odd else leaf for leaf in past[0])], loss)
-    with expect(odd, ValueError, "leading dimension"):
-        projector.recall(model, [(past[0][0][odd:], past[0][1])], loss)
-    with pytest.raises(ValueError, match="disagree on the number of parameters"):
-        GradientProjector(list(model.parameters())[odd:]).recall(model, past, loss)
-    losses = [loss(model, batch) for batch in past]
-    with pytest.raises(ValueError, match="disagree on the number of losses"):
-        projector.constrain(losses[odd:])
-    with expect(odd, ValueError, "losses must be scalars"):
-        projector.constrain([losses[0], losses[1].detach() if odd else losses[1]])
-    with pytest.raises(ValueError, match="disagree on the number of parameters"):
-        GradientProjector(list(model.parameters())[odd:]).constrain(losses)
+    """What is wrong on one process stops all of them, and leaves no constraints."""
+    for spread, group in ((DistributedDataParallel, None), (fsdp, None), (lambda one: one, dist.group.WORLD)):
+        check_errors(spread(net()), group)
 
-    model = net()
-    early = GradientProjector(model.parameters())
+
+def check_errors(model, group):
+    odd, own = dist.get_rank() == 1, list(model.parameters())
+    sharded, full = isinstance(own[0], DTensor), [share(batch) for batch in past_of_all()]
+    x, y = full[0]
+
+    def unlucky(given, batch):
+        if odd:
+            raise ZeroDivisionError("unlucky")
+        return loss(given, batch)
+
+    def empty():
+        yield full[0]
+        if odd:
+            raise OSError("no such memory")
+        yield full[1]
+
+    def recall(batches, function=loss):
+        projector = GradientProjector(own, process_group=group)
+        projector.recall(model, full, loss)
+        try:
+            projector.recall(model, batches, function)
+        finally:
+            assert len(projector.constraints) == 0
+
+    with pytest.raises(ValueError, match="disagree on the number of rows"):
+        recall(full[odd:])
+    with expect(odd, OSError, "no such memory"):
+        recall(empty())
+    with expect(odd, ValueError, "leading dimension"):
+        recall([(x[odd:], y)])
+    with pytest.raises(ValueError, match="must have examples of every past task"):
+        recall([(x[:0], y[:0]) if odd or not sharded else (x, y)])
+    others = {"parameters": own[odd:]}
+    if not sharded:
+        others["entries of all parameters"] = own[1:] if odd else own[:-1]
+        with expect(odd, ZeroDivisionError, "unlucky"):
+            recall(full, unlucky)
+    for what, parameters in others.items():
+        with pytest.raises(ValueError, match=f"disagree on the number of {what}"):
+            GradientProjector(parameters, process_group=group).recall(model, full, loss)
+    if not (sharded or group):  # of which `constrain` learns nothing
+        return
+    projector = GradientProjector(own, process_group=group)
+
+    def losses():
+        return [loss(model, one) for one in full]
+
+    with pytest.raises(ValueError, match="disagree on the number of losses"):
+        projector.constrain(losses()[odd:])
+    with expect(odd, ValueError, "losses must be scalars"):
+        projector.constrain([one.detach() if odd else one for one in losses()])
+    assert len(projector.constraints) == 0
+    with pytest.raises(ValueError, match="disagree on the number of parameters"):
+        GradientProjector(own[odd:], process_group=group).constrain(losses())
+
+
+@check(2)
+def what_shards_need():
+    model, early = net(), GradientProjector(net().parameters())
+    past = [share(batch) for batch in past_of_all()]
     with pytest.raises(ValueError, match="after fully_shard"):
         early.recall(fsdp(model), past, loss)
-
     model, projector, past, _ = begin()
     model.set_requires_gradient_sync(False)
     with pytest.raises(RuntimeError, match="set_requires_gradient_sync"):

@@ -3,6 +3,7 @@
 import importlib
 import os
 import tempfile
+from functools import partial
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
@@ -10,10 +11,9 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
-from checks_replicated import SAID
 from deepspeed.utils import safe_get_full_fp32_param
-from models import EACH, flat, loss, perceptron, protect, rival, task
-from processes import alone, check, same_everywhere, share
+from models import BOTH, EACH, begin, flat, loss, perceptron, protect, rival, take, task
+from processes import alone, check, learn, same_everywhere, share
 
 import gemproj.integrations.deepspeed  # noqa: F401
 from gemproj.torch import GEM, GradientProjector
@@ -26,7 +26,7 @@ PROMISES = [
     (loss, {"metric": "euclidean", "weight": 0.05}),
     (loss, {"penalty": 0.5, "every": 2}),
     (EACH, {"tolerance": 0.01, "microbatch": 3}),
-    (SAID, {"tolerance": 0.0, "repair": 0.5}),
+    (BOTH, {"tolerance": 0.0, "repair": 0.5}),
 ]
 
 
@@ -49,19 +49,6 @@ def whole(engine):
     return flat(safe_get_full_fp32_param(p) for p in engine.module.parameters())
 
 
-def train(model, promise, options, take_step, mine=lambda batch, sizes=None: batch, zero=None):
-    """Train on three tasks; `take_step` trains on a batch."""
-    gem = protect(model, zero or take_step.optimizer, promise, per_task=100, on="step", **options)
-    violated = 0
-    for k in range(3):
-        for step in range(3):
-            take_step(mine(rival(task(10 * k + step, 8, torch.float32))))
-            violated += gem.last.num_violated
-        # Memories of unequal size.
-        gem.end_task([mine(task(k, 8, torch.float32), [6, 2])])
-    return gem, int(violated)
-
-
 def of_engine(engine):
     def take_step(batch):
         engine.backward(loss(engine, batch))
@@ -70,14 +57,13 @@ def of_engine(engine):
     return take_step
 
 
-def plainly(model, make=adamw):
-    def take_step(batch):
-        take_step.optimizer.zero_grad()
-        loss(model, batch).backward()
-        take_step.optimizer.step()
-
-    take_step.optimizer = make(model.parameters())
-    return take_step
+def of_one(promise=loss, **options):
+    """Train one process; return the model and GEM."""
+    model, optimizer, gem = begin(
+        promise, model=perceptron(torch.float32), make=adamw, on="step", process_group=alone(), **options
+    )
+    learn(gem, partial(take, model, optimizer), dtype=torch.float32)
+    return model, gem
 
 
 @check(2)
@@ -85,12 +71,11 @@ def deepspeed_trains_as_one_process():
     """In one check, since DeepSpeed keeps its process groups."""
     os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "CUDA_VISIBLE_DEVICES": ""}
     for number, (promise, options) in enumerate(PROMISES):
-        one = perceptron(torch.float32)
-        plain, violated = train(one, promise, options | {"process_group": alone()}, plainly(one))
-        assert violated
+        one, plain = of_one(promise, **options)
         for stage in (1, 2, 3) if number == 0 else (1 + number % 3, 1 + (number + 1) % 3):
             engine = engine_for(perceptron(torch.float32), stage)
-            gem, _ = train(engine.module, promise, options, of_engine(engine), share, engine.optimizer)
+            gem = protect(engine.module, engine.optimizer, promise, on="step", **options)
+            learn(gem, of_engine(engine), share, torch.float32)
             found = whole(engine)
             same_everywhere(found)
             torch.testing.assert_close(found, flat(one), rtol=2e-4, atol=2e-5)
@@ -147,8 +132,7 @@ def accelerated():
 
     import gemproj.integrations.accelerate
 
-    one = perceptron(torch.float32)
-    train(one, loss, {"process_group": alone()}, plainly(one))
+    one, _ = of_one()
     for stage in (1, 3):
         AcceleratorState._reset_state(reset_partial_state=True)
         plugin = DeepSpeedPlugin(zero_stage=stage)
@@ -159,14 +143,13 @@ def accelerated():
         model = perceptron(torch.float32)
         model, optimizer = accelerator.prepare(model, adamw(model.parameters()))
         gem = gemproj.integrations.accelerate.GEM(accelerator, model, optimizer, loss, on="step")
-        for k in range(3):
-            for step in range(3):
-                batch = share(rival(task(10 * k + step, 8, torch.float32)))
-                accelerator.backward(loss(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-                assert gem.last.constraints == k
-            gem.end_task([share(task(k, 8, torch.float32), [6, 2])])
+
+        def take_step(batch, accelerator=accelerator, model=model, optimizer=optimizer):
+            accelerator.backward(loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+        learn(gem, take_step, share, torch.float32)
         torch.testing.assert_close(whole(model), flat(one), rtol=2e-4, atol=2e-5)
 
 

@@ -10,12 +10,12 @@ from inspect import signature
 
 import pytest
 import torch
-from models import perceptron, rival, task, trainable
+from models import perceptron, projector_of, rival, task, trainable
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import gemproj.torch
-from gemproj.torch import EpisodicMemory
+from gemproj.torch import EpisodicMemory, Promise
 from gemproj.torch.losses import model_loss
 
 WINDOW, CLIP = 2, 0.1  # batches of a step; largest norm of its gradient
@@ -128,6 +128,9 @@ class Plain(Driver):
         promised = in_context if self.precision else loss
         return gemproj.torch.GEM(self.model, self.optimizer, promised, **options)
 
+    def before_step(self):
+        """Do nothing: GEM does it."""
+
     def train(self, data):
         self.optimizer.state.clear()
         for i, batch in enumerate(data):
@@ -135,6 +138,7 @@ class Plain(Driver):
                 loss = self.model(**batch).loss / self.window
             self.scaler.scale(loss).backward()
             if i % self.window == self.window - 1:
+                self.before_step()
                 self.scaler.unscale_(self.optimizer)
                 if self.clip is not None:
                     self.norms.append(float(self.object.clip_grad_norm_(self.clip)))
@@ -142,6 +146,43 @@ class Plain(Driver):
                 self.scaler.update()
                 self.optimizer.zero_grad()
                 self.active += self.object.last.num_active
+
+
+class Loop:
+    """What GEM does in one object, of its parts."""
+
+    def __init__(self, model, optimizer, promise, memory, per="task", examples=None, **options):
+        options |= {"promise" if isinstance(promise, Promise) else "loss": promise}
+        self.memory, self.projector = memory, projector_of(trainable(model), **options)
+        self.clip_grad_norm_ = self.projector.attach(optimizer).clip_grad_norm_
+        self.model, self.per, self.examples = model, per, examples
+
+    last = property(lambda self: self.projector.last)
+
+    def recall(self):
+        together = self.per == "all" and len(self.memory)
+        past = [self.memory.sample(self.examples)] if together else self.memory.batches()
+        self.projector.recall(self.model, past)
+
+    def end_task(self, data):
+        task = len(self.memory)
+        for batch in data:
+            self.memory.add(batch, task)
+
+
+class ByHand(Plain):
+    """That loop without GEM."""
+
+    def make(self, loss, **options):
+        self.optimizer = adamw(self.model)
+        return Loop(self.model, self.optimizer, loss, **options)
+
+    def train(self, data):
+        self.object.projector.reset()
+        super().train(data)
+
+    def before_step(self):
+        self.object.recall()
 
 
 class Accelerate(Driver):
@@ -189,19 +230,10 @@ class Transformers(Driver):
 
             get_eval_dataloader = get_train_dataloader
 
-        options = {
-            "num_train_epochs": 1,
-            "gradient_accumulation_steps": WINDOW,
-            "max_grad_norm": CLIP,
-            "learning_rate": 0.05,
-            "lr_scheduler_type": "constant",
-            "bf16": self.precision == "bf16",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": "none",
-            "disable_tqdm": True,
-            "use_cpu": True,
-        }
+        options = {"num_train_epochs": 1, "gradient_accumulation_steps": WINDOW, "max_grad_norm": CLIP}
+        options |= {"learning_rate": 0.05, "lr_scheduler_type": "constant", "bf16": self.precision == "bf16"}
+        options |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+        options |= {"disable_tqdm": True, "use_cpu": True}
         arguments = TrainingArguments(str(self.folder), **(options | changes))
         callbacks = [self.object] * self.passed + [*callbacks]
         self.now = InOrder(self.model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
@@ -260,15 +292,9 @@ class Lightning(Driver):
         from lightning.pytorch import Trainer
         from lightning.pytorch.plugins import MixedPrecision
 
-        options = {
-            "max_epochs": 1,
-            "callbacks": [self.object] * self.passed,
-            "accelerator": "cpu",
-            "logger": False,
-            "enable_checkpointing": False,
-            "enable_progress_bar": False,
-            "enable_model_summary": False,
-        }
+        options = {"max_epochs": 1, "callbacks": [self.object] * self.passed, "accelerator": "cpu"}
+        unwanted = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+        options |= dict.fromkeys(unwanted, False)
         if not self.manual:  # where the module does both
             options |= {"accumulate_grad_batches": WINDOW, "gradient_clip_val": CLIP}
         if self.precision == "bf16":

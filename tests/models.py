@@ -54,6 +54,8 @@ def half_loss(model, batch):
 
 EACH = CrossEntropy(logits, labels=labels)
 SAID = Distillation(logits)
+# Right after outputs were stored, the gradient of a divergence alone is rounding.
+BOTH = Distillation(logits, labels=EACH, weight=0.1)
 
 
 def promises(logits=logits, labels=labels):
@@ -68,10 +70,15 @@ def promises(logits=logits, labels=labels):
     ]
 
 
+def whole(tensor):
+    """Return a tensor, gathered if it is sharded."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def flat(tensors):
     """Join tensors, or the parameters of a model, to one vector of float64."""
     tensors = tensors.parameters() if isinstance(tensors, torch.nn.Module) else tensors
-    return torch.cat([t.detach().double().reshape(-1) for t in tensors])
+    return torch.cat([whole(t.detach()).double().reshape(-1) for t in tensors])
 
 
 def assert_same_weights(model, other, tolerance=1e-9):
@@ -91,7 +98,8 @@ def protect(model, optimizer, loss=loss, *, per_task=100, label=None, memory=Non
     """Return GEM with these options, those of its promise and of its memory among them."""
     own = {name: options.pop(name) for name in FIELDS & options.keys()}
     memory = EpisodicMemory(per_task, label) if memory is None else memory
-    gem = GEM(model, optimizer, Promise(loss, **own), memory=memory, **options)
+    promise = loss if isinstance(loss, Promise) else Promise(loss, **own)
+    gem = GEM(model, optimizer, promise, memory=memory, **options)
     gem.metric = metric
     return gem
 
@@ -99,7 +107,7 @@ def protect(model, optimizer, loss=loss, *, per_task=100, label=None, memory=Non
 def projector_of(parameters, **options):
     """Return a projector with these options, those of its promise among them."""
     own = {name: options.pop(name) for name in FIELDS & options.keys()}
-    return GradientProjector(parameters, Promise(**own), **options)
+    return GradientProjector(parameters, options.pop("promise", None) or Promise(**own), **options)
 
 
 def begin(loss=loss, *, model=None, make=sgd, **options):
@@ -153,3 +161,35 @@ def adam_weights(model, optimizer, G):
             root = torch.maximum(v_hat.sqrt().reshape(-1), least[len(parts)])
             parts.append((root + group["eps"]) / float(group["lr"]))
     return torch.cat(parts)
+
+
+def tokenizer(words, side="right"):
+    """Make a tokenizer of these words, which are told apart by spaces."""
+    tokenizers, transformers = map(pytest.importorskip, ("tokenizers", "transformers"))
+    vocabulary = {word: k for k, word in enumerate(["<pad>", "<end>", *words])}
+    plain = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<pad>"))
+    plain.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<pad>", "padding_side": side}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=plain, **special)
+
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES |= {"max_position_embeddings": 16}
+GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16}
+
+
+def language_model(kind="llama", seed=0, **changes):
+    """Make a tiny model of transformers, the same every time."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(seed)
+    special = {"vocab_size": 20, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+    sizes = GPT2 if kind == "gpt2" else SIZES
+    config = transformers.AutoConfig.for_model(kind, **(special | sizes | changes))
+    heads = transformers.AutoModelForSeq2SeqLM if kind == "bart" else transformers.AutoModelForCausalLM
+    return heads.from_config(config)
+
+
+def adapted(model, **options):
+    """Add low-rank adapters, which are not zero, to a model."""
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, init_lora_weights=False, **options))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from models import rival, task
 
 # Where the checks for so many processes are; they register themselves when these are imported.
 MODULES = {4: ["checks_project", "checks_replicated", "checks_sharded"]}
@@ -107,6 +108,18 @@ def gathered(thing):
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, thing)
     return everyone
+
+
+def learn(gem, take_step, part=lambda batch, sizes=None: batch, dtype=torch.float64):
+    """Learn three tasks that contradict each other, of which processes store unequal parts."""
+    active, others = 0, [2] * (dist.get_world_size() - 1)
+    for k in range(3):
+        for step in range(3):
+            take_step(part(rival(task(10 * k + step, 8, dtype))))
+            assert gem.last.constraints == k
+            active += gem.last.num_active
+        gem.end_task([part(task(k, 8, dtype), [8 - sum(others), *others])])
+    assert active
 
 
 def same_everywhere(tensor):

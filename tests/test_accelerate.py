@@ -13,7 +13,7 @@ pytest.importorskip("accelerate")
 from accelerate.state import AcceleratorState, PartialState  # noqa: E402
 from accelerate.utils import DistributedType  # noqa: E402
 from frameworks import Accelerate, Net, batches  # noqa: E402
-from models import flat  # noqa: E402
+from models import flat, sgd  # noqa: E402
 
 import gemproj.torch  # noqa: E402
 from gemproj.integrations.accelerate import GEM  # noqa: E402
@@ -53,7 +53,7 @@ def test_a_prepared_optimizer_is_for_the_object_of_accelerate(tmp_path):
 def test_several_objects_have_files_of_their_own(tmp_path):
     driver = Accelerate(tmp_path)
     first, accelerator, other = driver.object, driver.accelerator, Net()
-    parts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (other.net[0], other.net[2])]
+    parts = [sgd(part.parameters()) for part in (other.net[0], other.net[2])]
     other, *parts = accelerator.prepare(other, *parts)
     second = GEM(accelerator, other, parts)
     first.end_task(batches(0), "one")

@@ -109,12 +109,15 @@ def test_survives_pickling_which_is_how_avalanche_saves_strategies(tmp_path):
     assert torch.equal(flat(whole.model), flat(half.model))
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="patterns_per_experience must be at least 1"):
-        GEMPlugin(0)
-    with pytest.raises(ValueError, match="sample_size must be at least 1"):
-        AGEMPlugin(3, 0)
-    with pytest.raises(ValueError, match="margin must be finite and at least 0"):
-        GEMPlugin(3, -1.0)
-    with pytest.raises(ValueError, match="margin cannot be combined with method GEM2017"):
-        GEMPlugin(3, 0.5, method="gem2017")
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GEMPlugin(0), "patterns_per_experience must be at least 1"),
+        (lambda: AGEMPlugin(3, 0), "sample_size must be at least 1"),
+        (lambda: GEMPlugin(3, -1.0), "margin must be finite and at least 0"),
+        (lambda: GEMPlugin(3, 0.5, method="gem2017"), "margin cannot be combined with method GEM2017"),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()

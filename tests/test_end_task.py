@@ -3,6 +3,7 @@
 import itertools
 import weakref
 from collections import UserDict
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,69 +43,53 @@ class Full(Distillation):
         return super().outputs(model, batch)
 
 
+FAILURES = {
+    "interrupted": KeyboardInterrupt(),
+    "out of memory": RuntimeError("out of memory"),
+    "stream": interrupted,
+    "another length": lambda: [task(1), (torch.ones(4, 7, dtype=torch.float64), task(1)[1][:4])],
+    "labels": lambda: [task(1), task(1)[::-1]],
+}
+
+
 @pytest.mark.parametrize("name", ["a", "b"])
-@pytest.mark.parametrize(
-    "failure",
-    [KeyboardInterrupt(), RuntimeError("out of memory"), "stream", "another length", "labels"],
-    ids=str,
-)
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES)
 def test_an_end_of_a_task_that_fails_changes_nothing(failure, name):
-    promised = Full(logits)
+    promised, stored = Full(logits), []
     model, optimizer, gem = begin(promised, tolerance=0.0, per_task=5)
     gem.end_task([task(0), task(3)], "a")
     take(model, optimizer, task(9))
     before, batches = held(gem.memory), [task(1), task(2)]
     if isinstance(failure, BaseException):
         promised.error = failure
-    else:
-        batches = {
-            "stream": interrupted(),
-            "another length": [task(1), (torch.ones(4, 7, dtype=torch.float64), task(1)[1][:4])],
-            "labels": [task(1), task(1)[::-1]],
-        }[failure]
     with pytest.raises((KeyboardInterrupt, RuntimeError, ValueError)):
-        gem.end_task(batches, name)
+        gem.end_task(batches if promised.error else failure(), name)
     assert held(gem.memory) == before
     promised.error = None
-    gem.end_task([task(1), task(2)], name)  # as if nothing had happened
-    _, _, other = begin(SAID, tolerance=0.0, per_task=5)
-    other._model.load_state_dict(perceptron().state_dict())
+    other = begin(SAID, tolerance=0.0, per_task=5)[2]
     other.end_task([task(0), task(3)], "a")
-    other.end_task([task(1), task(2)], name, model=model)
-    assert gem.memory.tasks == other.memory.tasks
-    for one in gem.memory.tasks:
-        for found, expected in zip(
-            *(tree_leaves(m.batch(one)) for m in (gem.memory, other.memory)), strict=True
-        ):
-            torch.testing.assert_close(found, expected)
+    for one in (gem, other):  # as if nothing had happened
+        one.end_task(batches, name, model=model)
+        stored.append({name: one.memory.batch(name) for name in one.memory.tasks})
+    torch.testing.assert_close(*stored)
 
 
-def test_a_task_can_be_dropped():
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_task_can_be_dropped_and_replaced_between_steps(replaced):
     model, optimizer, gem = begin(every=5)
     for name in "abc":
         gem.end_task([task(ord(name))], name)
     take(model, optimizer, task(9))
     gem.memory.remove("b")
-    expected = rows(model, [gem.memory.batch(name) for name in "ac"])
-    take(model, optimizer, task(9))
-    torch.testing.assert_close(gem.projector.constraints, expected)
-    assert gem.memory.tasks == ["a", "c"]
     with pytest.raises(ValueError, match="No examples of task 'b'"):
         gem.memory.remove("b")
-
-
-def test_a_task_that_is_replaced_between_steps_has_new_rows():
-    model, optimizer, gem = begin(every=5)
-    gem.end_task([task(1)], 0)
-    take(model, optimizer, task(9))
-    gem.memory.remove(0)
-    gem.memory.add(task(2), 0)
-    expected = rows(model, [task(2)])
-    take(model, optimizer, task(9))
-    torch.testing.assert_close(gem.projector.constraints, expected)
-    old = gem.projector.constraints.clone()
-    take(model, optimizer, task(9))
-    assert torch.equal(gem.projector.constraints, old)
+    if replaced:
+        gem.memory.add(task(2), "b")
+    assert gem.memory.tasks == ["a", "c", *"b" * replaced]
+    expected = rows(model, gem.memory.batches())
+    for _ in range(2):  # computed anew once
+        take(model, optimizer, task(9))
+        torch.testing.assert_close(gem.projector.constraints, expected)
 
 
 # --- losses -------------------------------------------------------------------------------------
@@ -137,12 +122,6 @@ def test_a_loss_is_a_number_or_one_for_each_example(wrong, found):
         gem.end_task([tuple(leaf[:1] for leaf in task(1))])
 
 
-class Output:
-    """What a model of transformers returns for a batch without labels."""
-
-    loss = None
-
-
 @pytest.mark.parametrize(
     ("wrong", "error", "text"),
     [
@@ -152,7 +131,9 @@ class Output:
         (lambda model, batch: loss(model, batch).detach(), ValueError, r"has no gradient: .*detach\(\)"),
         (torch.no_grad()(loss), ValueError, r"has no gradient: .*torch.no_grad\(\)"),
         (
-            lambda model, batch: output_of(lambda **given: Output(), {"x": batch[0]}, "loss"),
+            lambda model, batch: output_of(
+                lambda **given: SimpleNamespace(loss=None), {"x": batch[0]}, "loss"
+            ),
             ValueError,
             r"model\(\*\*batch\).loss is None; found a batch with x. .*where the batch has labels",
         ),
@@ -169,10 +150,9 @@ def test_the_loss_is_tried_when_a_task_ends(wrong, error, text):
 
 @pytest.mark.parametrize(("options", "size"), [({}, 2), ({"microbatch": 1}, 1)])
 def test_a_trial_leaves_no_traces(options, size):
-    seen, norm = [], torch.nn.BatchNorm1d(8 if size == 2 else 6, dtype=torch.float64)
-    model = perceptron()
-    parts = [model[0], norm if size == 2 else model[1], torch.nn.Dropout(0.5), model[2]]
-    model = torch.nn.Sequential(*parts)
+    seen, plain = [], perceptron()
+    norm = torch.nn.BatchNorm1d(8, dtype=torch.float64) if size == 2 else plain[1]
+    model = torch.nn.Sequential(plain[0], norm, torch.nn.Dropout(0.5), plain[2])
 
     def watched(model, batch):
         seen.append((len(batch[0]), model.training, torch.is_grad_enabled()))
@@ -207,15 +187,17 @@ def test_a_loss_may_need_more_than_a_few_examples(options, most):
         gem.end_task([tuple(leaf[:4] for leaf in task(1))])
 
 
-@pytest.mark.parametrize("options", [{}, {"tolerance": 0.1}])
-def test_a_frozen_teacher(options):
-    begin()[2].end_task([task(0)], model=perceptron().requires_grad_(False))  # whose loss has no gradient
-    _, _, gem = begin(SAID, **options)
-    teacher = perceptron().requires_grad_(False)
-    teacher[2].bias.add_(torch.arange(3.0))
+@pytest.mark.parametrize("promised", [loss, SAID, EACH])
+@pytest.mark.parametrize("bound", [None, 0.1])
+def test_another_model_may_be_named_and_frozen(promised, bound):
+    gem = begin(EACH if bound and promised is loss else promised, tolerance=bound)[2]
+    teacher = perceptron(seed=1).requires_grad_(False)  # whose loss has no gradient
     gem.end_task([task(0)], model=teacher)
     stored = gem.memory.batch(0)
-    torch.testing.assert_close(stored.outputs, SAID.outputs(teacher, stored.batch))
+    if promised is SAID:
+        torch.testing.assert_close(stored.outputs, SAID.outputs(teacher, stored.batch))
+    elif bound:
+        torch.testing.assert_close(stored.losses, EACH(teacher, stored.batch))
     assert not any(p.requires_grad for p in teacher.parameters())
 
 
@@ -256,26 +238,7 @@ def test_one_batch_of_the_memory_is_there_at_a_time(promised, options):
     assert max(sizes) <= (options.get("microbatch") or 4 * (options.get("examples") or 12))
 
 
-def test_names_of_examples_are_their_places():
-    memory = EpisodicMemory(2, policy="ring")
-    for x in torch.arange(3.0):
-        memory.add(x.reshape(1), "a")
-    assert [one.name for one in memory.batches(per="example").sources] == [("a", None, 2), ("a", None, 1)]
-
-
 # --- what is no batch ---------------------------------------------------------------------------
-
-
-class Elements(Dataset):
-    """A data set in torch's format."""
-
-    def __len__(self):
-        return 3
-
-    def __getitem__(self, i):
-        if i > 2:
-            raise IndexError
-        return {"input_ids": torch.arange(48), "labels": torch.arange(48)}
 
 
 class Trainer:
@@ -294,6 +257,8 @@ PACKED = {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3, 6]), "labels": 
         (Trainer(), TypeError, r"found Trainer. Pass trainer.get_train_dataloader\(\)"),
         (7, TypeError, "data must be a loader, a data set or an iterable of batches; found int"),
         ([X, Y], TypeError, r"one batch, of type list. Pass \[batch\]"),
+        (X, TypeError, r"one batch, of type Tensor. Pass \[batch\]"),
+        ({"x": X}, TypeError, r"one batch, of type dict. Pass \[batch\]"),
         ([{"x": X[0], "y": Y[0]}], ValueError, r"\(\) in batch\['y'\]. Elements .* pass the data set"),
         ([{"x": X[0, 0], "y": Y[0]}], ValueError, r"\(\) in batch\['x'\], \(\) in batch\['y'\]. Elements "),
         ([{"ids": [1, 2], "y": 0}], TypeError, r"found int in batch\['ids'\]\[0\]. Elements .*DataLoader"),
@@ -313,6 +278,17 @@ def test_what_is_no_batch_is_told_what_to_do(batches, error, text):
     assert gem.memory.tasks == []
 
 
+@pytest.mark.parametrize("bound", [None, 0.0])
+def test_an_end_without_examples_is_an_error(bound):
+    gem = begin(EACH, tolerance=bound)[2]
+    loader = iter([task(0)])
+    gem.end_task(loader)
+    for empty in (loader, ()):
+        with pytest.raises(ValueError, match=r"no example.*read once"):
+            gem.end_task(empty)
+    assert gem.memory.tasks == [0]
+
+
 def test_a_module_of_ones_own_may_be_called_datasets():
     own = type("Dataset", (DataLoader,), {"__module__": "datasets.loaders"})
     _, _, gem = begin()
@@ -326,15 +302,17 @@ def test_a_module_of_ones_own_may_be_called_datasets():
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are of Python 3.11")
 def test_elements_that_look_like_batches_are_told_what_to_do():
     """Texts of one length in torch's format, taken one by one: 48 tokens look like 48 examples."""
-    elements = list(Elements())
-    _, _, gem = begin(lambda model, batch: batch["input_ids"].sum(1).float().mean() + model(X).mean())
-    with pytest.raises(IndexError) as caught:
-        gem.end_task(elements)
-    assert "elements of a data set, pass the data set, or a DataLoader" in "".join(caught.value.__notes__)
-    gem.memory.add(elements[0], 0)  # by hand, where nothing is tried
-    with pytest.raises(IndexError) as caught:
-        gem._optimizers[0].step()
-    assert "elements of a data set, pass the data set, or a DataLoader" in "".join(caught.value.__notes__)
+    elements = [{"input_ids": torch.arange(48), "labels": torch.arange(48)}] * 3
+    _, optimizer, gem = begin(lambda model, batch: batch["input_ids"].sum(1).float().mean() + model(X).mean())
+
+    def by_hand():  # where nothing is tried
+        gem.memory.add(elements[0], 0)
+        optimizer.step()
+
+    for use in (lambda: gem.end_task(elements), by_hand):
+        with pytest.raises(IndexError) as caught:
+            use()
+        assert "elements of a data set, pass the data set, or a DataLoader" in "".join(caught.value.__notes__)
     gem.memory.remove(0)
     gem.end_task(DataLoader(elements, batch_size=2))
 

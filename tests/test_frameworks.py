@@ -14,6 +14,7 @@ from frameworks import (  # noqa: E402
     Accelerate,
     Avalanche,
     BreakingOff,
+    ByHand,
     Lightning,
     LightningByHand,
     Plain,
@@ -21,11 +22,24 @@ from frameworks import (  # noqa: E402
     adamw,
     batches,
 )
-from models import SAID, assert_same_weights, flat, gradient, moved, perceptron, promises, rows, task  # noqa: E402
+from models import (  # noqa: E402
+    SAID,
+    assert_same_weights,
+    begin,
+    flat,
+    gradient,
+    moved,
+    perceptron,
+    promises,
+    rows,
+    sgd,
+    take,
+    task,
+)
 from models import loss as mean_loss  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from gemproj.torch import GEM, EpisodicMemory  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory, Promise  # noqa: E402
 from gemproj.torch.gem import Keeper  # noqa: E402
 from gemproj.torch.losses import model_loss  # noqa: E402
 
@@ -76,10 +90,23 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [*LOOPS, Avalanche])
+@pytest.mark.parametrize("kind", [ByHand, *LOOPS, Avalanche])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_steps_are_those_of_a_plain_loop(kind, options, tmp_path):
     compare(kind, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("promise", "options"),
+    [
+        (model_loss, {"weight": 0.1, "method": "pgd"}),
+        (model_loss, {"method": "agem", "per": "all", "examples": 15}),
+        (Promise(model_loss, equal=True), {"on": "both", "every": 2}),
+        (Promise(model_loss, penalty=0.05), {"on": "step"}),
+    ],
+)
+def test_gem_takes_the_steps_of_a_loop_by_hand(promise, options, tmp_path):
+    compare(ByHand, tmp_path, promise, **options)
 
 
 @loops
@@ -214,9 +241,8 @@ def test_a_copy_remembers_and_has_nothing_of_a_training(kind, tmp_path):
     driver.train(batches(0))
     driver.end_task(batches(0))
     other = copy.deepcopy(driver.object)
-    assert other.memory.tasks == [0]
     assert other.projector is None
-    assert torch.equal(other.memory.batch(0)["x"], driver.object.memory.batch(0)["x"])
+    assert str(list(other.memory.batches())) == str(list(driver.object.memory.batches()))
 
 
 @pytest.mark.parametrize("kind", CALLBACKS)
@@ -241,10 +267,7 @@ def test_a_callback_that_no_trainer_was_given_is_told_once(kind, passed, tmp_pat
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ([None], {}, "loss must be a function of model and batch; found NoneType"),
         ([EpisodicMemory()], {}, "pass memory= for a memory"),
-        ([], {"memory": 50}, "memory must be an EpisodicMemory; found int"),
-        ([], {"wieght": 0.5}, "^{0} has no keyword 'wieght'; did you mean weight"),
         ([], {"memory_strength": 1.0}, "^{0} has no keyword .*did you mean weight"),
         ([], {"repair": 1.0}, "^{0} .*did you mean a Promise with repair"),
         ([], {"eps": 1.0}, r"^{0} has no keyword 'eps'\.$"),
@@ -265,8 +288,7 @@ def test_a_state_that_is_saved_before_training_has_all_of_it():
     fresh = Keeper()
     fresh.exclude = "now"
     assert fresh.state_dict()["exclude"] == "now"
-    model = perceptron()
-    gem = GEM(model, torch.optim.SGD(model.parameters(), lr=0.1), mean_loss, every=4)
+    model, _, gem = begin(every=4)
     gem.end_task([task(0)])
     gem.projector.recall(model, gem.memory.batches(), mean_loss)
     gem.exclude = "then"
@@ -302,12 +324,6 @@ def test_what_a_model_can_do_is_stored_before_training():
 # --- clipping, whatever the loop ----------------------------------------------------------------
 
 
-def begin(**options):
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return model, optimizer, GEM(model, optimizer, mean_loss, **options)
-
-
 def test_steps_have_the_margin_of_clipped_gradients():
     model, optimizer, gem = begin(on="step", weight=4.0)
     (past, *_), (batch, *_) = batches(0), batches(1)
@@ -323,8 +339,7 @@ def test_steps_have_the_margin_of_clipped_gradients():
 
 def test_optimizers_that_share_a_model_have_their_gradients_clipped_at_once():
     model = perceptron()
-    parts = [torch.optim.SGD(part.parameters(), lr=0.1) for part in (model[0], model[2])]
-    gem = GEM(model, parts, mean_loss, weight=4.0)
+    gem = GEM(model, [sgd(part.parameters()) for part in (model[0], model[2])], mean_loss, weight=4.0)
     mean_loss(model, batches(0)[0]).backward()
     gem.clip_grad_norm_(CLIP)
     assert float(gradient(model).norm()) == pytest.approx(CLIP, rel=1e-4)
@@ -334,7 +349,5 @@ def test_clipping_is_forgotten_with_the_gradients_of_a_dropped_batch():
     model, optimizer, gem = begin()
     mean_loss(model, batches(0)[0]).backward()
     gem.clip_grad_norm_(1e-3)
-    optimizer.zero_grad()
-    mean_loss(model, batches(1)[0]).backward()
-    g = gradient(model)
-    torch.testing.assert_close(moved(model, optimizer.step), 0.1 * g)
+    g, step = take(model, optimizer, batches(1)[0])
+    torch.testing.assert_close(step, 0.1 * g)

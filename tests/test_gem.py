@@ -1,113 +1,35 @@
-"""GEM in one object takes the steps of a loop that computes and attaches everything itself."""
-
-import pickle
+"""GEM in one object: skipped steps, float16, states and options; its steps are tested in test_frameworks.py."""
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import FIELDS, SMALL, begin, flat, half_loss, loss, perceptron, protect, rival, rows, task  # noqa: E402
+from models import SMALL, begin, flat, half_loss, loss, perceptron, rival, rows, sgd, task  # noqa: E402
 
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise, detach  # noqa: E402
-
-BATCHES = 8
-
-
-def stream(tasks=3):
-    """Tasks that contradict each other, in batches."""
-    loaders = []
-    for k in range(tasks):
-        batches = [task(10 * j) for j in range(BATCHES)]
-        loaders.append([rival(batch, k) for batch in batches])
-    return loaders
-
-
-def adamw(model, **options):
-    return torch.optim.AdamW(
-        [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.01}], lr=0.05, **options
-    )
-
-
-def by_hand(model, accumulate=1, make=adamw, per="task", examples=None, loss=loss, **options):
-    memory, optimizer = EpisodicMemory(per_task=20, label=1), make(model)
-    promise = Promise(loss, **{name: options.pop(name) for name in FIELDS & options.keys()})
-    projector = GradientProjector(model.parameters(), promise, **options)
-    projector.attach(optimizer)
-    active = 0
-    for k, loader in enumerate(stream()):
-        projector.reset()
-        for start in range(0, BATCHES, accumulate):
-            optimizer.zero_grad()
-            for batch in loader[start : start + accumulate]:
-                (loss(model, batch) / accumulate).backward()
-            past = [memory.sample(examples)] if per == "all" and k else memory.batches()
-            projector.recall(model, past)
-            optimizer.step()
-            active += projector.last.num_active
-        for batch in loader:
-            memory.add(batch, k)
-    assert active
-    return flat(model)
-
-
-def by_gem(model, accumulate=1, make=adamw, closure=False, loss=loss, **options):
-    optimizer = make(model)
-    gem = protect(model, optimizer, loss, per_task=20, label=1, **options)
-    for loader in stream():
-        for start in range(0, BATCHES, accumulate):
-
-            def learn(window=loader[start : start + accumulate]):
-                optimizer.zero_grad()
-                for batch in window:
-                    (loss(model, batch) / accumulate).backward()
-
-            if closure:
-                optimizer.step(learn)
-            else:
-                learn()
-                optimizer.step()
-        gem.end_task(loader)
-    assert gem.memory.tasks == [0, 1, 2]
-    return flat(model)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"on": "step", "accumulate": 2},
-        {"on": "both", "every": 2},
-        {"weight": 0.1, "method": "pgd"},
-        {"method": "agem", "per": "all", "examples": 15},
-        {"equal": True},
-        {"penalty": 0.05},
-    ],
-    ids=str,
-)
-def test_gem_takes_the_steps_of_a_loop_by_hand(options):
-    expected = by_hand(perceptron(), **options)
-    for closure in (False, True):
-        assert torch.equal(by_gem(perceptron(), closure=closure, **options), expected)
+from gemproj.torch import GEM, EpisodicMemory, Promise  # noqa: E402
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_skipped_step_computes_nothing(fused):
-    model = perceptron(torch.float32)
-    seen = []
+    seen, data = [], task(1, dtype=torch.float32)
 
     def counting(model, batch):
         seen.append(len(batch[1]))
         return loss(model, batch)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    gem = GEM(model, optimizer, counting, on="both", scaler=scaler)
-    gem.end_task([task(1, dtype=torch.float32)])
+    model, optimizer, gem = begin(
+        counting,
+        model=perceptron(torch.float32),
+        make=lambda p: torch.optim.AdamW(p, lr=0.02, fused=fused),
+        on="both",
+        scaler=scaler,
+    )
+    gem.end_task([data])
     seen.clear()  # the loss was tried
     for finite in (True, False, True):
         optimizer.zero_grad()
-        value = loss(model, rival(task(1, dtype=torch.float32)))
-        scaler.scale(value if finite else value * float("inf")).backward()
+        scaler.scale(loss(model, rival(data)) * (1.0 if finite else float("inf"))).backward()
         before = flat(model)
         scaler.step(optimizer)
         scaler.update()
@@ -121,8 +43,7 @@ def test_constraints_in_float16_do_not_vanish():
     expected = rows(model, [past])
 
     def error(scaler):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        gem = GEM(model, optimizer, half_loss, scaler=scaler)
+        _, optimizer, gem = begin(half_loss, model=model, make=lambda p: sgd(p, 0.0), scaler=scaler)
         gem.end_task([past])
         loss(model, past).backward()
         optimizer.step()
@@ -132,89 +53,55 @@ def test_constraints_in_float16_do_not_vanish():
     assert error(torch.amp.GradScaler("cpu", init_scale=2.0**26)) < 0.01
 
 
-def test_a_task_that_is_being_learned_can_be_left_out():
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for options in ({}, {"per": "all", "examples": 5}):
-        gem = GEM(model, optimizer, loss, **options)
-        gem.exclude = 0
-        gem.memory.add(task(1), 0)
-        loss(model, task(2)).backward()
-        optimizer.step()
-        assert gem.last.constraints == 0
-        gem.exclude = 1
-        optimizer.step()
-        assert gem.last.constraints == 1
-        gem.remove()
+# --- states -------------------------------------------------------------------------------------
+
+
+def recalled(name=0, **options):
+    """Return a model, its optimizer, and GEM with a task and its rows."""
+    model, optimizer, gem = begin(**options)
+    gem.end_task([task(1)], name)
+    gem.projector.recall(model, gem.memory.batches(), lambda model, batch: model(batch[0]).mean())
+    return model, optimizer, gem
 
 
 def test_a_state_without_rows_has_constraints_from_the_first_step_on():
-    model, _, gem = begin()
-    gem.end_task([task(1)])
-    for _ in range(2):
-        loss(model, rival(task(1))).backward()
-        gem.projector.recall(model, gem.memory.batches(), loss)
+    gem = recalled()[2]
     state = gem.state_dict()
     assert state["projector"]["constraints"] is None
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    seldom = GEM(model, optimizer, loss, every=4)
-    seldom.load_state_dict(state)
+    seldom, optimizer, other = begin(every=4)
+    other.load_state_dict(state)
+    loss(seldom, rival(task(1))).backward()
     optimizer.step()
-    assert seldom.last.constraints == 1
+    assert other.last.constraints == 1
 
 
-def test_a_state_of_another_model_changes_nothing():
-    model, other = perceptron(), torch.nn.Linear(6, 3, dtype=torch.float64)
-    gem, theirs = (
-        GEM(one, torch.optim.SGD(one.parameters(), lr=0.1), loss, every=2) for one in (model, other)
-    )
-    theirs.end_task([task(2)], "theirs")
-    theirs.projector.recall(other, theirs.memory.batches(), loss)
-    gem.end_task([task(1)], "ours")
-    gem.projector.recall(model, gem.memory.batches(), loss)
+def test_a_state_of_something_else_changes_nothing():
+    _, _, gem = recalled("ours", every=2)
+    theirs = recalled("theirs", model=torch.nn.Linear(6, 3, dtype=torch.float64), every=2)[2]
     G = gem.projector.constraints.clone()
-    with pytest.raises(ValueError, match="belongs to another model"):
-        gem.load_state_dict(theirs.state_dict())
+    for state, text in (
+        (theirs.state_dict(), "belongs to another model"),
+        (perceptron().state_dict(), "state has no 'memory': it is not of a GEM"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            gem.load_state_dict(state)
     assert gem.memory.tasks == ["ours"]
     assert torch.equal(gem.projector.constraints, G)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own pytree
-def test_a_copy_is_attached_to_nothing():
-    _, optimizer, gem = begin()
-    gem.end_task([task(1)])
-    other = pickle.loads(pickle.dumps(gem))
-    assert other.memory.tasks == [0]
-    other.remove()
-    optimizer.step()
-    assert gem.last.constraints == 1
-
-
-def test_what_is_removed_projects_no_more():
-    model, optimizer, gem = begin()
-    gem.end_task([task(1)])
-    gem.remove()
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-    loss(model, rival(task(1))).backward()
-    before = flat(model)
-    optimizer.step()
-    torch.testing.assert_close(before - flat(model), 0.1 * flat(p.grad for p in model.parameters()))
+# --- options ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
         ({"model": [1]}, TypeError, "model must be a torch.nn.Module; found list"),
-        ({"loss": None}, TypeError, "loss must be a function of model and batch; found NoneType"),
         ({"loss": torch.nn.CrossEntropyLoss()}, TypeError, "called as .*batch.*, and CrossEntropyLoss"),
         ({"loss": torch.nn.functional.mse_loss}, TypeError, "called as .*batch.*, and mse_loss"),
         ({"per_task": 0}, ValueError, "per_task must be at least 1"),
         ({"memory": {}}, TypeError, "memory must be an EpisodicMemory; found dict"),
         ({"weight": [0.5]}, TypeError, r"weight must be a number; found \[0.5\]"),
         ({"tolerance": -1.0}, ValueError, "tolerance must be finite and at least 0"),
-        ({"examples": 0}, ValueError, "examples must be at least 1"),
-        ({"per": "class"}, ValueError, "per must be one of 'task', .*'all'; found 'class'"),
         ({"per": "label"}, ValueError, "per='label' needs labels"),
         ({"loss": Promise(), "weight": 0.5}, ValueError, "weight is given beside a Promise"),
         ({"loss": EpisodicMemory()}, TypeError, "pass memory= for a memory"),
@@ -228,25 +115,29 @@ def test_what_is_removed_projects_no_more():
 )
 def test_bad_options_leave_the_optimizer_alone(options, error, text):
     model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model.parameters())
     with pytest.raises(error, match=text):
         GEM(**({"model": model, "optimizer": optimizer, "loss": loss} | options))
     assert not optimizer._optimizer_step_pre_hooks
 
 
-@pytest.mark.parametrize("attach", [GEM, lambda model, optimizer: projector_of(model).attach(optimizer)])
-def test_what_nothing_refers_to_any_more_is_detached(attach):
-    """A cell of a notebook that is run twice, perhaps after ``del gem``."""
-    model = perceptron()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    attach(model, optimizer)
-    with pytest.raises(ValueError, match=r"attached to this optimizer.*gemproj.torch.detach\(optimizer\)"):
-        attach(model, optimizer)
-    detach(optimizer)
-    assert not optimizer._optimizer_step_pre_hooks
-    assert not optimizer._optimizer_step_post_hooks
-    attach(model, optimizer)
-
-
-def projector_of(model):
-    return GradientProjector(model.parameters())
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"loss": None}, TypeError, "loss must be a function of model and batch; found NoneType"),
+        ({"per": "class"}, ValueError, "per must be one of 'task', .*'all'; found 'class'"),
+        ({"examples": 0}, ValueError, "examples must be at least 1"),
+        ({"weight": -1.0}, ValueError, "weight must be finite and at least 0"),
+        ({"weight": float("inf")}, ValueError, "weight must be finite"),
+        ({"weight": 2.0, "penalty": 1.0}, ValueError, "penalty must be finite and at least 2; found 1"),
+        ({"penalty": "high"}, TypeError, "penalty must be a number; found 'high'"),
+        ({"repair": 0.5}, ValueError, "repair is for a tolerance"),
+        ({"tolerance": 0.0, "repair": 1.5}, ValueError, "repair must be at most 1; found 1.5"),
+        ({"tolerance": 0.0, "equal": True}, ValueError, "tolerance and equal exclude each other"),
+        ({"weight": 1.0, "equal": True}, ValueError, "weight and equal exclude each other"),
+        ({"equal": 1}, TypeError, "equal must be True or False; found 1"),
+    ],
+)
+def test_a_promise_validates_itself(given, error, message):
+    with pytest.raises(error, match=message):
+        Promise(**given)

@@ -10,11 +10,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("lightning", reason="needs the extra lightning")
 
-from frameworks import Lightning, LightningByHand, batches  # noqa: E402
+from frameworks import BreakingOff, Lightning, LightningByHand, batches  # noqa: E402
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
-from models import EACH, SAID, gradient, loss, perceptron  # noqa: E402
+from models import EACH, SAID, gradient, loss, perceptron, sgd  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -85,22 +85,16 @@ def test_a_checkpoint_has_no_rows_of_shards(monkeypatch, tmp_path):
 
 
 def test_an_error_leaves_no_hook(tmp_path):
-    def failing(model, batch):
-        raise ConnectionError("on purpose")
-
-    driver = Lightning(tmp_path, failing)
-    driver.object.memory.add(batches(0)[0], 0)
+    driver = Lightning(tmp_path)
     with pytest.raises(ConnectionError, match="on purpose"):
-        driver.train(batches(1))
+        driver.train(BreakingOff(batches(1)))
     assert driver.hooks() == 0
 
 
 def test_what_it_cannot_do_is_refused(tmp_path):
     driver = LightningByHand(tmp_path)
-    parts = [
-        torch.optim.SGD(part.parameters(), lr=0.1) for part in (driver.model.net[0], driver.model.net[2])
-    ]
-    driver.module.configure_optimizers = lambda: parts
+    parts = driver.model.net[0], driver.model.net[2]
+    driver.module.configure_optimizers = lambda: [sgd(part.parameters()) for part in parts]
     with pytest.raises(ValueError, match=r"one optimizer; found 2.*GEM\(self, \[opt.optimizer for opt in"):
         driver.train(batches(0))
     for strategy in (DeepSpeedStrategy, FSDPStrategy):

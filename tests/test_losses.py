@@ -1,22 +1,20 @@
 """Losses to promise: what they are for labels, tokens and stored outputs."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import perceptron, task  # noqa: E402
+from models import EACH, perceptron, task  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
 
 
-class Output:
-    def __init__(self, logits):
-        self.logits = logits
-
-
-def logits(model, batch):
-    return model(batch[0])
+def given(values, batch):
+    """Logits that stand for a model."""
+    return values
 
 
 def tokens(seed=0, dtype=torch.float64):
@@ -28,42 +26,41 @@ def tokens(seed=0, dtype=torch.float64):
     return values, {"labels": labels, "attention_mask": torch.tensor([[1, 1, 1, 0, 0], [1] * 5, [0] * 5])}
 
 
+BEFORE, BATCH = tokens(0)
+NOW = tokens(1)[0]
+
+
 def test_cross_entropy_of_each_example():
     model, batch = perceptron(), task(1)
     expected = functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
-    torch.testing.assert_close(CrossEntropy(logits, labels=1)(model, batch), expected)
-    named = {"x": batch[0], "labels": batch[1]}
-    by_name = CrossEntropy(lambda model, b: model(b["x"]), labels=lambda b: b["labels"])
-    torch.testing.assert_close(by_name(model, named), expected)
+    by_place = CrossEntropy(lambda model, batch: model(batch[0]), labels=1)
+    for loss in (EACH, by_place):  # by a function, and by a key
+        torch.testing.assert_close(loss(model, batch), expected)
 
 
 @pytest.mark.parametrize("shift", [False, True])
 def test_cross_entropy_of_tokens_is_the_mean_over_those_with_a_label(shift):
-    values, batch = tokens()
-    found = CrossEntropy(lambda model, b: values, shift=shift)(None, batch)
+    found = CrossEntropy(given, shift=shift)(BEFORE, BATCH)
     for i in range(2):
-        x, y = (values[i, :-1], batch["labels"][i, 1:]) if shift else (values[i], batch["labels"][i])
+        x, y = (BEFORE[i, :-1], BATCH["labels"][i, 1:]) if shift else (BEFORE[i], BATCH["labels"][i])
         torch.testing.assert_close(found[i], functional.cross_entropy(x, y, ignore_index=-100))
     assert found[2] == 0.0
 
 
 def test_the_default_is_a_model_of_transformers():
-    values, batch = tokens()
-    model = lambda labels, attention_mask: Output(values)  # noqa: E731
-    assert CrossEntropy()(model, batch).shape == (3,)
-    assert [len(one) for one in Distillation().outputs(model, batch)] == [3, 5, 0]
+    model = lambda labels, attention_mask: SimpleNamespace(logits=BEFORE)  # noqa: E731
+    assert CrossEntropy()(model, BATCH).shape == (3,)
+    assert [len(one) for one in Distillation().outputs(model, BATCH)] == [3, 5, 0]
     with pytest.raises(TypeError, match=r"model\(\*\*batch\)\.logits; found list"):
-        CrossEntropy()(model, [values])
+        CrossEntropy()(model, [BEFORE])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 def test_distillation_is_the_divergence_from_stored_outputs(temperature):
-    before, batch = tokens(0)
-    now, _ = tokens(1)
-    now.requires_grad_()
-    loss = Distillation(lambda values, b: values, temperature=temperature)
-    found = loss(now, batch, loss.outputs(before, batch))
-    p, q = (functional.log_softmax(v / temperature, -1) for v in (before, now))
+    now = NOW.clone().requires_grad_()
+    loss = Distillation(given, temperature=temperature)
+    found = loss(now, BATCH, loss.outputs(BEFORE, BATCH))
+    p, q = (functional.log_softmax(v / temperature, -1) for v in (BEFORE, now))
     terms = functional.kl_div(q, p, log_target=True, reduction="none").sum(-1) * temperature**2
     for i, n in enumerate((3, 5)):
         torch.testing.assert_close(found[i], terms[i, :n].mean())
@@ -73,31 +70,28 @@ def test_distillation_is_the_divergence_from_stored_outputs(temperature):
     torch.testing.assert_close(gradient[1], temperature * (q.exp() - p.exp())[1].detach() / 5)
     # Logits may be stored, too: a divergence does not change with their offset.
     if temperature == 1.0:
-        torch.testing.assert_close(loss(now, batch, before + 3.0), found)
+        torch.testing.assert_close(loss(now, BATCH, BEFORE + 3.0), found)
 
 
 def test_the_most_probable_classes_bound_the_divergence_from_below():
-    before, batch = tokens(0)
-    now, _ = tokens(1)
-    full = Distillation(lambda values, b: values)
-    whole = full(now, batch, full.outputs(before, batch))
-    last = torch.zeros(3, dtype=torch.float64)
+    full, last = Distillation(given), torch.zeros(3, dtype=torch.float64)
+    whole = full(NOW, BATCH, full.outputs(BEFORE, BATCH))
     for top in range(1, 7):
-        loss = Distillation(lambda values, b: values, top=top)
-        found = loss(now, batch, loss.outputs(before, batch))
+        loss = Distillation(given, top=top)
+        found = loss(NOW, BATCH, loss.outputs(BEFORE, BATCH))
         assert torch.all(found >= last - 1e-12)
         assert torch.all(found <= whole + 1e-12)
         last = found
     torch.testing.assert_close(last, whole)  # six of seven classes, and the rest
     with pytest.raises(ValueError, match="top must be below the number of classes, 7; found 7"):
-        Distillation(lambda values, b: values, top=7).outputs(before, batch)
+        Distillation(given, top=7).outputs(BEFORE, BATCH)
 
 
 @pytest.mark.parametrize("top", [None, 3])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_outputs_in_half_precision(dtype, top):
     before, batch = tokens(0, torch.float32)
-    loss = Distillation(lambda values, b: values, dtype=dtype, top=top)
+    loss = Distillation(given, dtype=dtype, top=top)
     stored = loss.outputs(before, batch)
     assert (stored[0] if top is None else stored[0][0]).dtype == dtype
     same = loss(before, batch, stored)
@@ -106,57 +100,46 @@ def test_outputs_in_half_precision(dtype, top):
 
 
 def test_classes_that_are_impossible():
-    before, batch = tokens(0)
+    before, now, loss = BEFORE.clone(), NOW.clone().requires_grad_(), Distillation(given)
     before[..., 2] = -torch.inf
-    now = tokens(1)[0].requires_grad_()
-    loss = Distillation(lambda values, b: values)
-    value = loss(now, batch, loss.outputs(before, batch)).sum()
+    value = loss(now, BATCH, loss.outputs(before, BATCH)).sum()
     assert value.isfinite()
     assert torch.autograd.grad(value, now)[0].isfinite().all()
 
 
 def test_distillation_with_labels_is_a_sum():
-    before, batch = tokens(0)
-    now, _ = tokens(1)
-    labels = CrossEntropy(lambda values, b: values)
-    loss = Distillation(lambda values, b: values, labels=labels, weight=0.25)
-    alone = Distillation(lambda values, b: values)
-    stored = loss.outputs(before, batch)
-    torch.testing.assert_close(
-        loss(now, batch, stored), alone(now, batch, stored) + 0.25 * labels(now, batch)
-    )
+    labels, alone = CrossEntropy(given), Distillation(given)
+    loss = Distillation(given, labels=labels, weight=0.25)
+    stored = loss.outputs(BEFORE, BATCH)
+    expected = alone(NOW, BATCH, stored) + 0.25 * labels(NOW, BATCH)
+    torch.testing.assert_close(loss(NOW, BATCH, stored), expected)
 
 
-def test_the_mask_may_be_a_place_in_a_tuple():
-    before, batch = tokens(0)
-    now, _ = tokens(1)
-    mask = (batch["labels"] != -100).long()
-    by_key = Distillation(lambda values, b: values, mask="mask")
-    default = Distillation(lambda values, b: values)
-    by_place = Distillation(lambda values, b: values, mask=1)
-    stored = default.outputs(before, {})
-    expected = by_key(now, {"mask": mask}, stored)
-    of_positions = by_key.outputs(before, {"mask": mask})
+def test_the_mask_may_be_anywhere():
+    mask = (BATCH["labels"] != -100).long()
+    by_key, default, by_place = (Distillation(given, **o) for o in ({"mask": "mask"}, {}, {"mask": 1}))
+    stored = default.outputs(BEFORE, {})
+    expected = by_key(NOW, {"mask": mask}, stored)
+    of_positions = by_key.outputs(BEFORE, {"mask": mask})
     assert [len(one) for one in of_positions] == mask.sum(1).tolist()
-    torch.testing.assert_close(by_key(now, {"mask": mask}, of_positions), expected)
+    torch.testing.assert_close(by_key(NOW, {"mask": mask}, of_positions), expected)
     with pytest.raises(ValueError, match=r"now \[5, 5, 5\] count"):
-        default(now, {}, of_positions)
-    torch.testing.assert_close(default(now, {"attention_mask": mask}, stored), expected)
-    assert not torch.allclose(expected, default(now, {}, stored))
+        default(NOW, {}, of_positions)
+    torch.testing.assert_close(default(NOW, {"attention_mask": mask}, stored), expected)
+    torch.testing.assert_close(by_place(NOW, (BATCH["labels"], mask), stored), expected)
+    assert not torch.allclose(expected, default(NOW, {}, stored))
     with pytest.raises(ValueError, match="mask 'mask' is not in the batch"):
-        by_key(now, {}, stored)
+        by_key(NOW, {}, stored)
     for loss, key in ((by_key, "mask"), (default, "attention_mask")):
         with pytest.raises(ValueError, match=r"mask must have the shape .*\(3, 5\); found \(3, 4\)"):
-            loss(now, {key: mask[:, 1:]}, stored)
-    torch.testing.assert_close(by_place(now, (batch["labels"], mask), stored), expected)
+            loss(NOW, {key: mask[:, 1:]}, stored)
 
 
 def test_what_losses_refuse():
-    values, batch = tokens()
     with pytest.raises(ValueError, match="labels 'y' is not in the batch; found keys"):
-        CrossEntropy(lambda model, b: values, labels="y")(None, batch)
+        CrossEntropy(given, labels="y")(BEFORE, BATCH)
     with pytest.raises(ValueError, match=r"labels must have shape \(3, 5\)"):
-        CrossEntropy(lambda model, b: values, labels=lambda b: b["labels"][:, 0])(None, batch)
+        CrossEntropy(given, labels=lambda b: b["labels"][:, 0])(BEFORE, BATCH)
     for name, wrong in (("temperature", 0.0), ("weight", -1.0), ("top", 0)):
         with pytest.raises(ValueError, match=name):
             Distillation(**{name: wrong})

@@ -10,9 +10,9 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from frameworks import BreakingOff, Net, Plain, Transformers, batches  # noqa: E402
-from models import assert_same_weights, flat, perceptron  # noqa: E402
+from models import adapted, assert_same_weights, flat, language_model, perceptron  # noqa: E402
 from models import task as points  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, TrainerCallback  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
 
 from gemproj.torch import GradientProjector  # noqa: E402
 
@@ -34,12 +34,10 @@ class Watching(TrainerCallback):
 
 @pytest.mark.parametrize("options", [{}, {"on": "both"}, {"weight": 0.5}], ids=str)
 def test_of_adapters_only_their_weights_are_projected(options, tmp_path):
-    peft = pytest.importorskip("peft")
     both = []
     for kind in (Plain, Transformers):
         torch.manual_seed(0)
-        adapter = peft.LoraConfig(r=2, target_modules=["net.0", "net.2"], init_lora_weights=False)
-        driver = kind(tmp_path, model=peft.get_peft_model(Net(), adapter), **options)
+        driver = kind(tmp_path, model=adapted(Net(), target_modules=["net.0", "net.2"]), **options)
         for k in range(2):
             driver.train(batches(k))
             driver.end_task(batches(k))
@@ -115,23 +113,17 @@ def test_steps_out_of_sight_are_reported(tmp_path):
         driver.train(batches(0), Elsewhere())
 
 
-def test_a_trainer_is_given_an_object_and_gives_its_loader(tmp_path):
-    driver = Transformers(tmp_path)
-    driver.train(batches(0))
-    driver.object.end_task(driver.now.get_train_dataloader())
-    assert sorted(driver.object.memory.batch(0)) == ["x", "y"]
-
-
-SIZES = {"vocab_size": 20, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-TINY = {"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16}
 # Bart draws masks in its layers themselves and leaves layers out; Mamba writes a cache in evaluation mode.
-PAIRS = {f"{part}_{name}": n for part in ("encoder", "decoder") for name, n in (
-    ("layers", 3), ("attention_heads", 2), ("ffn_dim", 16), ("layerdrop", 0.5))}  # fmt: skip
 CHECKPOINTED = {
-    "gpt2": {"n_embd": 8, "n_layer": 3, "n_head": 2, "n_positions": 16},
-    "llama": TINY | {"attention_dropout": 0.5},
-    "bart": PAIRS | {"d_model": 8, "dropout": 0.5, "max_position_embeddings": 16},
-    "mamba": {"hidden_size": 8, "num_hidden_layers": 3, "state_size": 4},
+    "gpt2": {"n_layer": 3},
+    "llama": {"num_hidden_layers": 3, "attention_dropout": 0.5},
+    "bart": {"d_model": 8, "dropout": 0.5},
+    "mamba": {"num_hidden_layers": 3, "state_size": 4},
+}
+CHECKPOINTED["bart"] |= {
+    f"{part}_{name}": n
+    for part in ("encoder", "decoder")
+    for name, n in (("layers", 3), ("attention_heads", 2), ("ffn_dim", 16), ("layerdrop", 0.5))
 }
 
 
@@ -140,13 +132,9 @@ CHECKPOINTED = {
 def test_layers_are_checkpointed_in_evaluation_mode_too(name, reentrant):
     pytest.importorskip("transformers.modeling_layers")
     kind, _, adapter = name.partition(" ")
-    torch.manual_seed(0)
-    head = AutoModelForSeq2SeqLM if kind == "bart" else AutoModelForCausalLM
-    model = head.from_config(AutoConfig.for_model(kind, **SIZES, **CHECKPOINTED[kind])).train()
+    model = language_model(kind, **CHECKPOINTED[kind]).train()
     if adapter:
-        peft = pytest.importorskip("peft")
-        options = {"lora_dropout": 0.5, "init_lora_weights": False, "fan_in_fan_out": True}
-        model = peft.get_peft_model(model, peft.LoraConfig(**options))
+        model = adapted(model, lora_dropout=0.5, fan_in_fan_out=True)
     ids = torch.randint(1, 20, (4, 12))
     projector = GradientProjector(model.parameters())
     found = []

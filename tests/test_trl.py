@@ -6,9 +6,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
 from datasets import Dataset  # noqa: E402
-from models import flat  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+from models import flat, language_model, tokenizer  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from gemproj.integrations.transformers import GEMCallback  # noqa: E402
@@ -16,14 +14,7 @@ from gemproj.torch import Promise  # noqa: E402
 from gemproj.torch.losses import Distillation  # noqa: E402
 
 WORDS = ["the", "cat", "dog", "sat", "ran", "on", "mat", "road", "and", "then", "up", "down", "red", "blue"]
-
-
-def tokenizer():
-    vocabulary = {word: k for k, word in enumerate(["<pad>", "<end>", "<unk>", *WORDS])}
-    plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
-    return PreTrainedTokenizerFast(tokenizer_object=plain, **special)
+TOKENIZER = tokenizer(WORDS)
 
 
 def texts(words, n=24):
@@ -38,28 +29,23 @@ def texts(words, n=24):
     return Dataset.from_list(found)
 
 
-def network():
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=20, pad_token_id=0, eos_token_id=1, **sizes))
-
-
 def fine_tune(model, dataset, folder, callbacks=(), **options):
-    config = SFTConfig(
-        str(folder),
-        per_device_train_batch_size=8,
-        num_train_epochs=6,
-        learning_rate=3e-3,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        **({"max_length": 12} | options),
-    )
+    config = {
+        "per_device_train_batch_size": 8,
+        "num_train_epochs": 6,
+        "learning_rate": 3e-3,
+        "max_length": 12,
+    }
+    config |= {
+        "report_to": "none",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+    }
+    arguments = SFTConfig(str(folder), gradient_checkpointing=False, **(config | options))
     trainer = SFTTrainer(
-        model, args=config, train_dataset=dataset, processing_class=tokenizer(), callbacks=list(callbacks)
+        model, args=arguments, train_dataset=dataset, processing_class=TOKENIZER, callbacks=list(callbacks)
     )
     trainer.train()
     return trainer
@@ -67,9 +53,9 @@ def fine_tune(model, dataset, folder, callbacks=(), **options):
 
 def loss_on(model, dataset):
     model.eval()
-    encode, losses = tokenizer(), []
+    losses = []
     for text in dataset["text"]:
-        ids = encode(text, return_tensors="pt").input_ids
+        ids = TOKENIZER(text, return_tensors="pt").input_ids
         with torch.no_grad():
             losses.append(model(input_ids=ids, labels=ids).loss)
     return float(torch.stack(losses).mean())
@@ -92,10 +78,10 @@ def loss_on(model, dataset):
 def test_a_script_of_the_documentation_keeps_a_promise(options, promise, tmp_path):
     first, second = texts(WORDS[:7]), texts([*WORDS[6::-1], *WORDS[7:]])
     one_row = 1 if options == {"packing": True} else None  # of several texts
-    model, gem = network(), GEMCallback(promise, microbatch=one_row)  # 1
+    model, gem = language_model(), GEMCallback(promise, microbatch=one_row)  # 1
     trainer = fine_tune(model, first, tmp_path, [gem], **options)  # 2
     gem.end_task(trainer.get_train_dataloader(), "first")  # 3
-    forgetful, start = network(), flat(model)
+    forgetful, start = language_model(), flat(model)
     forgetful.load_state_dict(model.state_dict())  # a deep copy would call the forward pass of the first one
     fine_tune(model, second, tmp_path, [gem], **options)
     fine_tune(forgetful, second, tmp_path, **options)

@@ -11,9 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import begin, loss, perceptron, rival, task  # noqa: E402
+from models import begin, loss, perceptron, rival, sgd, task  # noqa: E402
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector  # noqa: E402
+
+# Of torch's own pytree.
+pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
 
 
 def steps(model, optimizer, k, n=3):
@@ -21,66 +24,6 @@ def steps(model, optimizer, k, n=3):
         optimizer.zero_grad()
         loss(model, rival(task(k))).backward()
         optimizer.step()
-
-
-def once_and_store():
-    """Fine-tune once, with `end_task` after it."""
-    model, optimizer, gem = begin()
-    steps(model, optimizer, 0)
-    gem.end_task([task(0)])
-
-
-def once():
-    model, optimizer, _ = begin()
-    steps(model, optimizer, 0)
-
-
-def saved_before_anything_is_stored():
-    model, optimizer, gem = begin()
-    steps(model, optimizer, 0)
-    gem.state_dict()
-
-
-def a_stream():
-    model, optimizer, gem = begin()
-    for k in range(2):
-        steps(model, optimizer, k)
-        gem.end_task([task(k)])
-
-
-def stored_before():
-    model, optimizer, gem = begin()
-    gem.end_task([task(0)])
-    steps(model, optimizer, 0)
-
-
-def new_objects_with_one_memory():
-    memory = EpisodicMemory()
-    for k in range(2):
-        model, optimizer, gem = begin(memory=memory)
-        steps(model, optimizer, k)
-        gem.end_task([task(k)])
-
-
-def another_process_goes_on():
-    model, optimizer, gem = begin()
-    steps(model, optimizer, 0)
-    gem.end_task([task(0)])
-    gem.state_dict()
-
-
-def copied(save):
-    def train():
-        model, optimizer, gem = begin()
-        steps(model, optimizer, 0)
-        gem.end_task([task(0)])
-        save(gem)
-
-    return train
-
-
-def no_training():
-    begin()[2].end_task([task(0)])
 
 
 @pytest.fixture
@@ -93,41 +36,58 @@ def told(caplog, monkeypatch):
         with caplog.at_level("WARNING", "gemproj"):
             train()
             gc.collect()
-        messages = [record.getMessage() for record in caplog.records]
-        return [message for message in messages if "Compiling" not in message]
+        return [message for message in caplog.messages if "Compiling" not in message]
 
     return told
 
 
-@pytest.mark.parametrize("train", [once_and_store, once, saved_before_anything_is_stored])
-def test_a_training_before_the_first_end_task_is_told_at_the_end(train, told):
-    (message,) = told(train)
+# What is done, word by word: train, store, or keep in some way what was made.
+WAYS = {
+    "state": lambda gem: gem.state_dict(),
+    "copy": lambda gem: copy.deepcopy(gem.memory),
+    "file": lambda gem: torch.save(gem.memory, io.BytesIO()),
+    "pickle": pickle.dumps,
+}
+
+
+def script(words, fresh=False):
+    """Do what is written; with `fresh` objects before each training, of which only the memory stays."""
+    memory = EpisodicMemory()
+    model, optimizer, gem = begin(memory=memory)
+    for k, word in enumerate(words.split()):
+        if word == "train":
+            if fresh:
+                model, optimizer, gem = begin(memory=memory)
+            steps(model, optimizer, k)
+        elif word == "store":
+            gem.end_task([task(k)])
+        else:
+            WAYS[word](gem)
+
+
+@pytest.mark.parametrize("words", ["train store", "train", "train state"])
+def test_a_training_before_the_first_end_task_is_told_at_the_end(words, told):
+    (message,) = told(lambda: script(words))
     assert "Nothing was protected: all 3 steps" in message
     assert "Call end_task(batches)" in message
 
 
 @pytest.mark.parametrize(
-    "train",
-    [
-        a_stream,
-        stored_before,
-        new_objects_with_one_memory,
-        another_process_goes_on,
-        no_training,
-        copied(lambda gem: copy.deepcopy(gem.memory)),
-        copied(lambda gem: torch.save(gem.memory, io.BytesIO())),
-        copied(pickle.dumps),
-    ],
+    "words",
+    ["train store train store", "store train", "store", *(f"train store {way}" for way in WAYS)],
 )
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own pytree
-def test_the_first_task_of_a_stream_is_not(train, told):
-    assert not told(train)
+def test_the_first_task_of_a_stream_is_not(words, told):
+    assert not told(lambda: script(words))
+
+
+def test_new_objects_with_one_memory_are_one_stream(told):
+    assert not told(lambda: script("train store train store", fresh=True))
 
 
 def test_after_an_error_nothing_else_is_told(told, monkeypatch):
     monkeypatch.setattr(sys, "last_value", RuntimeError(), raising=False)
     monkeypatch.delattr(sys, "ps1", raising=False)
-    assert not told(once)
+    assert not told(lambda: script("train"))
 
 
 @pytest.mark.parametrize("fused", [False, True])  # fused ones do not tell autograd that they write
@@ -141,7 +101,7 @@ def test_a_new_optimizer_for_each_task_is_told_by_end_task(fused):
 
 
 @pytest.mark.parametrize("way", ["state", "an older state", "pickle"])
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own pytree
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_a_training_that_is_resumed_between_its_last_step_and_end_task_is_not(way):
     model, optimizer, gem = begin()
     gem.end_task([task(0)])
@@ -156,33 +116,32 @@ def test_a_training_that_is_resumed_between_its_last_step_and_end_task_is_not(wa
             del state["stepped"]
         other.load_state_dict(state)
         resumed.load_state_dict({name: value + 1 for name, value in model.state_dict().items()})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        other.end_task([task(1)])
+    other.end_task([task(1)])
     assert not other.state_dict()["stepped"]
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_sets_that_are_stored_one_after_the_other_are_not():
     model, optimizer, gem = begin()
-    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)  # nothing was promised yet
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for k in range(3):
-            gem.end_task([task(k)])
-        steps(model, optimizer, 1)
-        gem.end_task([task(3)])
+    steps(model, sgd(model.parameters()), 0)  # nothing was promised yet
+    for k in range(3):
+        gem.end_task([task(k)])
+    steps(model, optimizer, 1)
+    gem.end_task([task(3)])
 
 
-def by_constrain(projector, model):
-    projector.constrain([loss(model, task(0))])
+# --- constraints that nothing uses ----------------------------------------------------------------
+
+CONSTRAIN = {
+    "constrain": lambda projector, model: projector.constrain([loss(model, task(0))]),
+    "recall": lambda projector, model: projector.recall(model, [task(0)], loss),
+}
+constrained = pytest.mark.parametrize("constrain", CONSTRAIN.values(), ids=CONSTRAIN)
 
 
-def by_recall(projector, model):
-    projector.recall(model, [task(0)], loss)
-
-
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("constrain", [by_constrain, by_recall])
+@constrained
 def test_constraints_that_nothing_uses_are_told(constrain, fused):
     model = perceptron()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=fused)
@@ -192,65 +151,52 @@ def test_constraints_that_nothing_uses_are_told(constrain, fused):
     with pytest.warns(UserWarning, match=r"no gradient was projected.*project_\(\).*attach\(optimizer\)"):
         constrain(projector, model)
     constrain(projector, model)  # the same weights
-    projector.project_()
-    steps(model, optimizer, 0, 1)
+    # They are used, or read, which may be all that is wanted, or an optimizer is attached to.
+    uses = projector.project_, lambda: len(projector.constraints), lambda: projector.attach(optimizer)
+    for use in uses:
+        use()
+        steps(model, optimizer, 0, 1)
+        constrain(projector, model)
+
+
+@constrained
+def test_a_projector_that_is_attached_to_another_optimizer_is_told(constrain):
+    model = perceptron()
+    projector, former = GradientProjector(model.parameters()), sgd(model.parameters())
+    projector.attach(former)
     constrain(projector, model)
-    assert len(projector.constraints) == 1  # they may be what is wanted
-    steps(model, optimizer, 0, 1)
-    constrain(projector, model)
-    projector.attach(optimizer)
-    steps(model, optimizer, 0, 1)
-    constrain(projector, model)
+    steps(model, sgd(model.parameters()), 0, 1)
+    with pytest.warns(UserWarning, match="to the optimizer that takes the steps"):
+        constrain(projector, model)
 
 
-def without_a_use(projector, model, optimizer):
-    projector.constrain([loss(model, task(0))])
-    steps(model, optimizer, 0)
+# What is done each time that constraints were computed; their repr is no use of them.
+USES = {
+    "never": [repr],
+    "once": [GradientProjector.project_, repr],
+    "read": [lambda projector: projector.constraints],
+    "warned about": [repr, repr],
+}
 
 
-def with_a_use(projector, model, optimizer):
-    for _ in range(2):  # of the constraints before
-        optimizer.zero_grad()
-        loss(model, task(9)).backward()
-        projector.project_()
-        projector.constrain([loss(model, task(0))])
-        optimizer.step()
-
-
-def warned(projector, model, optimizer):
-    without_a_use(projector, model, optimizer)
-    with pytest.warns(UserWarning, match="no gradient was projected"):
-        without_a_use(projector, model, optimizer)
-
-
-def read_by_hand(projector, model, optimizer):
-    without_a_use(projector, model, optimizer)
-    assert len(projector.constraints) == 1
-
-
-@pytest.mark.parametrize(
-    ("train", "unused"),
-    [(without_a_use, True), (with_a_use, False), (warned, False), (read_by_hand, False)],
-)
-def test_the_last_constraints_are_told_at_the_end_if_none_was_used(train, unused, told):
+@pytest.mark.parametrize("name", USES)
+@pytest.mark.filterwarnings("ignore:.*no gradient was projected:UserWarning")
+def test_the_last_constraints_are_told_at_the_end_if_none_was_used(name, told):
     def once():
         model = perceptron()
-        train(GradientProjector(model.parameters()), model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer, projector = sgd(model.parameters()), GradientProjector(model.parameters())
+        for use in USES[name]:
+            CONSTRAIN["constrain"](projector, model)
+            loss(model, task(9)).backward()
+            use(projector)
+            steps(model, optimizer, 0)
 
     messages = told(once)
-    assert len(messages) == unused
+    assert len(messages) == (name == "never")
     assert all("no gradient was projected" in message for message in messages)
 
 
-@pytest.mark.parametrize("constrain", [by_constrain, by_recall])
-def test_a_projector_that_is_attached_to_another_optimizer_is_told(constrain):
-    model = perceptron()
-    projector, former = GradientProjector(model.parameters()), torch.optim.SGD(model.parameters(), lr=0.1)
-    projector.attach(former)
-    constrain(projector, model)
-    steps(model, torch.optim.SGD(model.parameters(), lr=0.1), 0, 1)
-    with pytest.warns(UserWarning, match="to the optimizer that takes the steps"):
-        constrain(projector, model)
+# --- an optimizer in another one --------------------------------------------------------------------
 
 
 class SharpnessAware(torch.optim.Optimizer):
