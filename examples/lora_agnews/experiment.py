@@ -60,7 +60,7 @@ def run(
     (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     tables = report.markdown(records, summary)
     (out / "table.md").write_text(tables, encoding="utf-8")
-    paths = figures.draw(records, summary, out)
+    paths = figures.draw(records, {"": summary}, out)
     console.print()
     console.print(Markdown(tables))
     names = ", ".join(["results.json", "table.md", *(path.name for path in paths)])

@@ -116,6 +116,11 @@ def gem(**options: Any) -> Callable[[Setup], Learner]:
     return partial(Projected, **options)
 
 
+def weighted(title: str, learner: Callable[[Setup], Learner]) -> Method:
+    """Return a kind of GEM that adds the past with a weight."""
+    return Method(title, "GEM + weight", colours.GEM_WEIGHTED, learner, "weight", WEIGHTS)
+
+
 METHODS = {
     "plain": Method("Fine-tuning", "reference", colours.FINE_TUNING, Learner),
     "joint": Method("Joint", "reference", colours.JOINT, Learner, joint=True),
@@ -138,25 +143,9 @@ METHODS = {
     "gem-tolerance": Method(
         "GEM, tolerance", "GEM", colours.GEM, gem(tolerance=0.0, knob="repair"), "repair", (0.1, 0.3, 1.0)
     ),
-    "gem-weight": Method(
-        "GEM, weight", "GEM + weight", colours.GEM_WEIGHTED, gem(knob="weight"), "weight", WEIGHTS
-    ),
-    "gem-label": Method(
-        "GEM, weight, labels",
-        "GEM + weight",
-        colours.GEM_WEIGHTED,
-        gem(per="label", knob="weight"),
-        "weight",
-        WEIGHTS,
-    ),
-    "gem-kl": Method(
-        "GEM, weight, KL",
-        "GEM + weight",
-        colours.GEM_WEIGHTED,
-        gem(distilled=True, knob="weight"),
-        "weight",
-        WEIGHTS,
-    ),
+    "gem-weight": weighted("GEM, weight", gem(knob="weight")),
+    "gem-label": weighted("GEM, weight, labels", gem(per="label", knob="weight")),
+    "gem-kl": weighted("GEM, weight, KL", gem(distilled=True, knob="weight")),
 }
 BASIC = tuple(METHODS)
 
@@ -210,11 +199,7 @@ MEMORIES = {
     if (policy, size) != ("reservoir", 100)  # as it is
 }
 # Labels with a weight, and outputs at a tolerance: the accuracy of the one and the small dips of the other?
-MIXED = {
-    "gem-mixture": Method(
-        "GEM, labels and outputs", "GEM + weight", colours.GEM_WEIGHTED, Mixture, "weight", WEIGHTS
-    )
-}
+MIXED = {"gem-mixture": weighted("GEM, labels and outputs", Mixture)}
 MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", TwoMoments)}
 # Where tuning has chosen different rates for both, what of their difference is due to that.
 SAME = {"replay-same": replace(METHODS["replay"], title="Replay, settings of GEM", like="gem-weight")}
@@ -239,21 +224,10 @@ NEWS: dict[str, Any] = {
     "eval_interval": 20,
     "probe_interval": 16,
 }
-# What is asked of longer streams of articles: whether exactness matters, and what a step costs.
-LONGER = (
-    "plain",
-    "replay",
-    "replay-4",
-    "agem",
-    "gem",
-    "igem1",
-    "igem3",
-    "gem-weight",
-    "gem-weight-4",
-    "gem-weight-4-2nd",
-)
-# A run with twenty tasks takes minutes: what ten tasks chose is taken over.
+# What is asked of longer streams of articles: what a step costs, and whether exactness matters. A run with
+# twenty tasks takes minutes: there it is the cost alone, with what ten tasks chose.
 LONGEST = ("plain", "replay", "replay-4", "gem-weight", "gem-weight-4", "gem-weight-4-2nd")
+LONGER = (*LONGEST[:3], "agem", "gem", "igem1", "igem3", *LONGEST[3:])
 OF_TEN_TASKS = {"plain": (1e-4, 0.0), "replay": (1e-3, 0.5), "gem-weight": (1e-3, 0.5)}
 
 # With three tasks tuning chose the larger of two rates, alike for GEM. How old rows may be depends on it.

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...common.command import SetupError
+from ...common.command import SetupError, check_known
 from ..stream import Stream
 
 KINDS = {  # module and function
@@ -36,8 +36,7 @@ def load(name: str, seed: int, **options: Any) -> Stream:
     >>> stream.logits(stream.model, stream.tasks[0].train).shape
     torch.Size([20, 10])
     """
-    if name not in KINDS:
-        raise SetupError(f"no stream {name!r}; choose from {', '.join(KINDS)}")
+    check_known("stream", [name], KINDS)
     module, function = KINDS[name]
     build = getattr(import_module(f"{__name__}.{module}"), function)
     try:
