@@ -1,7 +1,5 @@
 """How much memory a call needs at its peak."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 Writes the tables and the figure of docs/accuracy.md.
 """
 
-from __future__ import annotations
-
 import platform
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing

@@ -1,7 +1,5 @@
 """What is timed: the published recipes, every method of this library, and the least that memory allows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple

@@ -6,8 +6,6 @@ Both are the same call on batches of the same memory: a list of batches has a pa
 and the least time of each counts. Memory is by how much the peak of the process grows.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Times over the number of constraints and over the number of parameters, as a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

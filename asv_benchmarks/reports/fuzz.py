@@ -7,8 +7,6 @@ once (h, equality, penalty, margin, metric, batches with one G or several), on b
 enumeration of all active sets of the dual problem in rational arithmetic.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings

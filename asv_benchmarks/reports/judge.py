@@ -1,7 +1,5 @@
 """The projection to a hundred digits, from no solver's answer, to judge all solvers by."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mpmath

@@ -3,8 +3,6 @@
 What carries over to another machine are the ratios, not the times.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from statistics import median

@@ -1,7 +1,5 @@
 """Problems whose times are not those of main memory: by size, one tiny one at a time, and in batches."""
 
-from __future__ import annotations
-
 from statistics import median
 from typing import Any
 

@@ -4,8 +4,6 @@ A small network keeps two kinds of promises about three sets, with gradient and 
 steps a checkpoint is taken and loaded, the report is read, and one set is dropped and stored again.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The solvers that a user of GEM might call, each as a function of G and g."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

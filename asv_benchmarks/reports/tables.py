@@ -1,7 +1,5 @@
 """A table for the terminal and for a Markdown file."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ UPGrad projects every row of the Jacobian, DualProj their mean. What carries ove
 ratios, not the times.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

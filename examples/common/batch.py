@@ -1,7 +1,5 @@
 """Batches of encoded examples: rows, parts, shuffled ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

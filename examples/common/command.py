@@ -1,7 +1,5 @@
 """What the command lines of the experiments share."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs side by side in worker processes."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import multiprocessing
 import os

@@ -5,8 +5,6 @@ much it still knows, what the projection cost, and whether the steps it took kep
 Finished runs are kept: the same command after an interruption goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What an experiment is: every number that shapes it, and the presets that fill them in."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 

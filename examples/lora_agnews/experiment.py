@@ -1,7 +1,5 @@
 """The whole experiment, from articles to figures."""
 
-from __future__ import annotations
-
 import json
 import platform
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """The paper's four figures: of an experiment, or of its published numbers and an experiment, side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pretraining the ``small`` backbone: a tokenizer, word vectors, and some steps of language modelling."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 import sys

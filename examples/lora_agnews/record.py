@@ -1,7 +1,5 @@
 """What is measured beside the learning: accuracy, time, and whether steps violate constraints."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence

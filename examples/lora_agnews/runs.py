@@ -1,7 +1,5 @@
 """All runs of an experiment, side by side in worker processes; finished ones are kept and not run again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

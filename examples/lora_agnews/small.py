@@ -5,8 +5,6 @@ model gets in a minute what larger ones have: a tokenizer, word vectors that kno
 and language modelling. It sees the training text only.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

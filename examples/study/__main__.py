@@ -4,8 +4,6 @@ Finished runs are kept, one line each: the same command goes on where it was sto
 settings are chosen on tuning seeds, and reported on others.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence

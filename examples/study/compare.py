@@ -1,7 +1,5 @@
 """What is read off the runs: one number of each, means with intervals, and differences paired over seeds."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections import Counter
@@ -99,7 +97,7 @@ class Found:
     runs: Runs
     times: Runs
 
-    def only(self, names: Iterable[str]) -> Found:
+    def only(self, names: Iterable[str]) -> "Found":
         """Return what was found of these methods, in their order."""
         names = [name for name in names if name in self.runs]
         return Found(*({name: runs[name] for name in names} for runs in (self.runs, self.times)))

@@ -1,7 +1,5 @@
 """The study's figures; `common.drawing.save` writes one. Error bars and bands are 95 % intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any

@@ -1,7 +1,5 @@
 """What the methods add to plain fine-tuning: a term of the loss, or constraints on the step."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,7 +28,7 @@ class Setup:
     stream: Stream
     optimizer: torch.optim.Optimizer
     knob: float
-    setting: Setting
+    setting: "Setting"
     seed: int
 
     @property

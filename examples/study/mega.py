@@ -1,7 +1,5 @@
 """MEGA-I and MEGA-II (Guo et al., NeurIPS 2020), made of `gram` and `combine`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ Three tasks of one batch each are learned as in the experiment. The rows are art
 long as the model may see, so that no batch is shorter.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser
 from collections import defaultdict

@@ -5,8 +5,6 @@ protocol on the small backbone, which is pretrained here. All options that are n
 examples.lora_agnews. Finished runs are kept.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

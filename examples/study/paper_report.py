@@ -1,7 +1,5 @@
 """The paper's two tables beside those of an experiment, what differs between them, and the paper's claims."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How much memory the parts of a step take at most."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Methods that keep no examples: they hold weights that mattered near their old values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

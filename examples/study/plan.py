@@ -1,7 +1,5 @@
 """What is to be run: settings are tuned on some seeds, and reported on others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import mean

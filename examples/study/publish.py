@@ -1,7 +1,5 @@
 """Tables and figures of a stream, from the runs that are there."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Its accuracies mean nothing. Time, memory and d are those of the real one.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence

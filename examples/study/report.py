@@ -1,7 +1,5 @@
 """The study's tables, as text in Markdown: of one stream, and over all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite

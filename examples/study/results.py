@@ -1,7 +1,5 @@
 """Finished runs: one line of JSON for each, in a file that only grows."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Runs what is missing, side by side in worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The committed settings: streams, methods, what is tuned on which seeds, and what is reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial

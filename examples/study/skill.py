@@ -6,8 +6,6 @@ or LoRA adapters, with 48 references or 12, for 150 steps or 600. Rates are chos
 each method's middle knob, by the sum of the losses on X and on Y, and so are knobs then.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 import time

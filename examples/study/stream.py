@@ -1,7 +1,5 @@
 """What a stream is: tasks to be learned one after the other, and the model that learns them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """One run: one method learns one stream under one seed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """The streams of the study by name; only what a stream needs is imported."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from importlib import import_module
 from inspect import signature

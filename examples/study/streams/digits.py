@@ -4,8 +4,6 @@ The digits are 1,797 pictures of 8 x 8 pixels. Which of them are test rows is th
 seed draws the training rows of each task, the permutations, the angles, and the order of the classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A stream from files of your own: one CSV or JSONL file of labelled texts for each task."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence

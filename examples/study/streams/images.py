@@ -1,7 +1,5 @@
 """What the streams of small pictures and signals share: the network of the GEM paper, and its tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """AG News as a stream: each task is dominated by another class, as in the AG News experiment."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from typing import Any

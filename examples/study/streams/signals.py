@@ -1,7 +1,5 @@
 """MNIST-1D as a stream: ten classes of generated signals of 40 numbers, as many as wanted."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Iterator

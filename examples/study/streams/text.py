@@ -1,7 +1,5 @@
 """What the streams of texts share: the model of the AG News experiment, and its tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
