@@ -27,7 +27,7 @@ def run(
 
     The small backbone is kept in `cache`. Without `jobs`, all cores work, or one process on a GPU.
     """
-    config = replace(config, device=_device(config.device))
+    config = replace(config, device=usable(config.device))
     console.print(f"[bold]data[/]      {escape(f'{articles.source} ({articles.reason})')}")
     shape = config.experiences, config.rows, config.dominant_share
     experiences = stream.build(articles.texts, articles.labels, *shape)
@@ -65,7 +65,8 @@ def run(
     console.print(f"[bold]written[/]   {names} in {out}")
 
 
-def _device(name: str) -> str:
+def usable(name: str) -> str:
+    """Return a device that can be used; for "auto" a GPU, if there is one."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -6,7 +6,7 @@ from torch import Tensor
 from examples.common.batch import rows
 
 from .learners import Learner, Setup
-from .stream import Batch
+from .streams import Batch
 
 
 class Penalty(Learner):

@@ -218,16 +218,8 @@ def over_streams(
 ) -> str:
     """Return the table of methods minus others, as far as there are runs of both.
 
-    Parameters
-    ----------
-    caption : str
-    streams : mapping
-        What was found, by the title of the stream.
-    pairs : mapping
-        Keys of a method and of the one to subtract, by what their line is called.
-    measure : callable
-    turned : bool
-        Whether a stream has a column and a pair a row, or the other way round.
+    `pairs` has the keys of a method and of the one to subtract, by what their line is called. Where the table
+    is `turned`, a stream has a column and a pair a row.
     """
     known = [found.runs.keys() for found in streams.values()]
     shown = {head: pair for head, pair in pairs.items() if any(set(pair) <= names for names in known)}

@@ -30,72 +30,35 @@ TIMED = 2  # seeds, the first ones, on which steps are timed
 
 @dataclass(frozen=True)
 class Method:
-    """A method, and what is tuned.
-
-    Attributes
-    ----------
-    title : str
-    family : str
-        Methods of one family are drawn alike.
-    colour : str
-        Of the palette of Okabe and Ito.
-    learner : callable
-        Makes the learner from a `Setup`.
-    knob : str
-        Name of the main setting; empty if there is none.
-    grid : tuple of three numbers
-        Its values, from small to large.
-    like : str
-        The method whose learning rate and knob it takes, instead of tuning its own.
-    changes : mapping
-        Settings of the stream that it replaces.
-    joint : bool
-        Whether all tasks are learned at once.
-    """
+    """A method, and what is tuned."""
 
     title: str
-    family: str
+    family: str  # methods of one family are drawn alike
     colour: str
     learner: Callable[[Setup], Learner]
-    knob: str = ""
-    grid: tuple[float, ...] = ()
-    like: str = ""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    joint: bool = False
+    knob: str = ""  # name of the main setting; empty if there is none
+    grid: tuple[float, ...] = ()  # its three values, from small to large
+    like: str = ""  # the method whose learning rate and knob it takes, instead of tuning its own
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings of the stream that it replaces
+    joint: bool = False  # whether all tasks are learned at once
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A stream, and how it is learned.
-
-    Attributes
-    ----------
-    kind, options
-        As in `streams.load`.
-    optimizer : {"sgd", "adamw"}
-    rates : tuple of five numbers
-        Learning rates, from small to large. With a knob, the three in the middle are tried.
-    per_task : int
-        Stored examples of each task; methods that store outputs, too, get as many bytes.
-    policy : str
-        Which examples are stored, as in `EpisodicMemory`.
-    examples : int
-        Stored examples of each past task that take part in a step.
-    fixed : mapping
-        Learning rate and knob of methods that are not tuned on this stream.
-    """
+    """A stream, and how it is learned."""
 
     title: str
-    kind: str
+    kind: str  # as in `streams.load`, and so are its options
     optimizer: str
-    rates: tuple[float, ...]
-    per_task: int
-    examples: int
+    rates: tuple[float, ...]  # five, from small to large; with a knob, the three in the middle are tried
+    per_task: int  # stored examples of each task; methods that store outputs, too, get as many bytes
+    examples: int  # stored examples of each past task that take part in a step
     options: Mapping[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
+    # Learning rate and knob of methods that are not tuned on this stream.
     fixed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     seeds: tuple[int, ...] = SEEDS
-    policy: str = "reservoir"
+    policy: str = "reservoir"  # which examples are stored, as in `EpisodicMemory`
     batch_size: int = 10
     epochs: int = 1
     eval_batch_size: int = 512

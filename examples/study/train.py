@@ -17,7 +17,7 @@ from . import digest, streams
 from .learners import Learner, Setup, concatenate
 from .results import numbers, origin, rounded, setting_of
 from .settings import METHODS, Setting
-from .stream import Stream, Task
+from .streams import Stream, Task
 
 
 @dataclass(frozen=True)

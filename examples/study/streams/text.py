@@ -12,7 +12,7 @@ from ...lora_agnews import backbone, small
 from ...lora_agnews.config import PRESETS, Config
 from ...lora_agnews.stream import Experience
 from .. import digest
-from ..stream import Stream, Task
+from . import Stream, Task
 
 MODEL = (
     "backbone",
