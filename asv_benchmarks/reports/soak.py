@@ -89,7 +89,7 @@ def main(
             [[f"{at:,}", f"{size:.1f}", f"{n:,}", f"{tensors:,}"] for at, size, n, tensors in rows],
         ),
     ]
-    publish(lines, out)
+    publish(["\n".join(lines)], out)
     raise typer.Exit(code=int(growth > ROOM))
 
 

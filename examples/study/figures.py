@@ -53,9 +53,10 @@ def ladders(found: Found, names: Sequence[Sequence[str]]) -> Figure:
     points = _accuracy_against_cost(axes, found, [name for ladder in names for name in ladder])
     for ladder, marker in zip(names, cycle(MARKERS), strict=False):
         base = METHODS[ladder[0]]
-        look = {"color": base.colour, "fmt": marker, "markeredgecolor": "white", "label": base.title}
-        line = zip(*(points[name] for name in ladder), strict=True)
-        _intervals(axes, *line, markersize=7.5, elinewidth=1.2, **look)
+        look: Any = {"color": base.colour, "fmt": marker, "markeredgecolor": "white", "label": base.title}
+        look |= {"markersize": 7.5, "elinewidth": 1.2}
+        cost, accuracy = zip(*(points[name] for name in ladder), strict=True)
+        _intervals(axes, cost, accuracy, **look)
     figure.legend(loc="outside upper center", ncols=len(names))
     noted(figure, _note(accuracy for _, accuracy in points.values()))
     label_points(axes, {METHODS[name].title: point for name, point in points.items()})
@@ -220,7 +221,7 @@ def _accuracy_against_cost(
     return {name: (found.step(name) / found.step("plain"), _accuracy(found.runs[name])) for name in names}
 
 
-def _over_tasks(axes: Axes, label: str) -> None:
+def _over_tasks(axes: Any, label: str) -> None:
     """Label the axes of a figure of what happens after each task."""
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("Tasks learned")
