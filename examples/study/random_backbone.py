@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast, PreTrai
 
 from examples.common import command
 from examples.common.command import SetupError
-from examples.lora_agnews import backbone, data, pretrain
+from examples.lora_agnews import backbone, data, small
 
 VOCABULARY, CONTEXT, HEAD = 50_257, 1_024, 64  # GPT-2's: tokens, positions, width of an attention head
 SEED = 0
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             tokenizer = gpt2_tokenizer(given.tokenizer)
         else:
             texts = data.load(None, "--data", [1_000] * 4).texts
-            tokenizer = pretrain.train_tokenizer(texts, VOCABULARY)
+            tokenizer = small.train_tokenizer(texts, VOCABULARY)
         model = random_model(given.layers, given.width, tokenizer)
         model.save_pretrained(given.folder)
         tokenizer.save_pretrained(given.folder)

@@ -19,17 +19,8 @@ class Results:
 
     A line is either a record, with its key, or what the records after it have in common: versions, machine,
     hashes of data and backbone. A line that was cut off, because the process was killed or the disk was
-    full, has no end: it is removed, and its run is done again. Any other damage is an error.
-
-    Parameters
-    ----------
-    path : Path
-        The file, made with the first record.
-
-    Raises
-    ------
-    SetupError
-        For a line that is no record, with the file and the number of the line.
+    full, has no end: it is removed, and its run is done again. Any other damage is an error that names the
+    file and the line. The file is made with the first record.
     """
 
     def __init__(self, path: Path) -> None:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from examples.common.batch import batches, rows
 from examples.lora_agnews.record import Recorder
@@ -18,6 +18,8 @@ from .learners import Learner, Setup, concatenate
 from .results import numbers, origin, rounded, setting_of
 from .settings import METHODS, Setting
 from .streams import Stream, Task
+
+OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
     setting = replace(run.setting, **method.changes)
     tasks = mixed(stream.tasks, run.seed) if method.joint else stream.tasks
     cross_entropy = CrossEntropy(stream.logits)
-    optimizer = make_optimizer(setting.optimizer, model, run.rate)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = OPTIMIZERS[setting.optimizer](learned, lr=run.rate)
     setup = Setup(stream, optimizer, run.knob, setting, run.seed)
     learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
     # Where nothing is reported, only the end counts.
@@ -133,14 +136,6 @@ def stepped(learner: Learner, record: Recorder, loss: Tensor) -> bool:
             raise
         return False
     return True
-
-
-def make_optimizer(name: str, model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Return plain SGD or AdamW over the parameters that are learned."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=rate)
-    return torch.optim.AdamW(parameters, lr=rate)
 
 
 def mixed(tasks: Sequence[Task], seed: int) -> list[Task]:
