@@ -120,11 +120,7 @@ _fractions = np.vectorize(Fraction, otypes=[object])
 
 
 def options_error(
-    G: np.ndarray,
-    g: np.ndarray,
-    options: dict[str, Any],
-    expected: list[np.ndarray | None],
-    backend: str,
+    G: np.ndarray, g: np.ndarray, options: dict[str, Any], expected: list[np.ndarray | None], backend: str
 ) -> float:
     """Return the largest error of x over the size of the problem, infinity if feasibility is told wrong."""
     backends.wanted = backend

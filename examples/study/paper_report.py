@@ -86,11 +86,7 @@ def difference_rows(results: Results) -> list[list[str]]:
         ],
         ["Memory", "balance over labels advised, not said whether so", "balanced over the labels of a task"],
         ["Optimizer", "AdamW as an example, weight decay not given", "AdamW, weight decay 0.01"],
-        [
-            "FWT",
-            "baseline: accuracy at random initialization",
-            "the same run's accuracy before training",
-        ],
+        ["FWT", "baseline: accuracy at random initialization", "the same run's accuracy before training"],
         ["Standard deviation", "not said which", "of a sample (n - 1)"],
     ]
 

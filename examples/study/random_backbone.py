@@ -33,6 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "learned from the articles, if they have that many different parts",
     )
     given = parser.parse_args(arguments)
+    if given.layers < 1 or given.width < HEAD or given.width % HEAD:
+        parser.error(f"--layers must be at least 1 and --width a multiple of {HEAD}")
 
     def job() -> None:
         backbone.quiet()
