@@ -6,8 +6,6 @@ accumulated over two batches and clipped; ``accelerate launch`` runs the same fi
     python examples/accelerate_loop.py
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

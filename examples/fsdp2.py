@@ -4,8 +4,6 @@ Parameters, gradients, constraints and AdamW's moments stay in shards; a project
 t * t + t + 1 numbers, where t is the number of past tasks.
 """
 
-from __future__ import annotations
-
 import sys
 
 import torch

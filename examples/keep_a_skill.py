@@ -11,8 +11,6 @@ text; and GEM with a tolerance of the KL, whose report says what became of it.
 less than a minute on two CPU cores and needs no data.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -1,7 +1,5 @@
 """A plain torch loop on generated tasks, without and with projection: ``python examples/plain_torch.py``."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

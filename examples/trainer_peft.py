@@ -6,8 +6,6 @@ tiny GPT-2 that is made from a configuration, so nothing is downloaded.
     python examples/trainer_peft.py
 """
 
-from __future__ import annotations
-
 import tempfile
 from typing import Any
 

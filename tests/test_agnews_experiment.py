@@ -93,7 +93,7 @@ def test_pretraining_sees_the_training_texts_only(stage, tmp_path):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs(stage, method, one_thread):
-    found = runs.Run(MINI, method, 3, *stage)(lambda *state: None)["seconds"]
+    found = runs.Run(MINI, method, 3, *stage)()["seconds"]
     projects = method not in ("plain", "replay", "replay-few")
     assert found["projections"] == 12 * projects
     assert {part for part, seconds in found["per_step"].items() if seconds > 0} == {
@@ -111,7 +111,7 @@ def test_measuring_changes_nothing(stage, method, one_thread):
         tasks = [backbone.encode(one.train, tokenizer, config) for one in stage[0]]
         watcher = mock.Mock()
         if measured:
-            given = tasks, tasks, lambda *state: None, backbone.batch_loss, backbone.logits
+            given = tasks, tasks, backbone.batch_loss, backbone.logits
             watcher = record.Recorder(config, model, *given)
         train.learn(config, methods.METHODS[method], 0, model, tasks, watcher)
         found.append([p.detach() for p in model.parameters() if p.requires_grad])

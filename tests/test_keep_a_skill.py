@@ -49,7 +49,7 @@ def test_every_method_learns(setting, method, monkeypatch):
     monkeypatch.setattr(skill, "pretrained", lambda seed: start)
     before = [p.clone() for p in start.parameters()]
     run = Run(setting, method, 1e-2, METHODS[method].grid[0], 100, "tune")
-    record = run.record(run(lambda *state: None))
+    record = run.record(run())
     assert record["loss"]["y"] != record["loss"]["before"]
     assert all(torch.equal(p, q) for p, q in zip(before, start.parameters(), strict=True))
 

@@ -40,7 +40,7 @@ def done(name, **changes):
     adam = name in ("gem-step", "gem-moments")
     setting = replace(TINY, optimizer="adamw" if adam else "sgd")
     run = replace(train.Run("tiny", setting, name, 0.05, knob, 3, "report"), **changes)
-    return run.record(run(lambda *state: None))
+    return run.record(run())
 
 
 @pytest.mark.parametrize("name", [*settings.BASIC, *settings.CHEAPER])
@@ -248,7 +248,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypa
 
     def work(waiting, keep, jobs, console):
         run = waiting[0]
-        keep(run, {"wall_seconds": 0.0} | run(lambda *state: None))
+        keep(run, {"wall_seconds": 0.0} | run())
         if not stopped.pop():
             raise KeyboardInterrupt
 

@@ -31,7 +31,7 @@ def options(tmp_path_factory):
     return {
         **dict.fromkeys(("permuted", "rotated"), SMALL),
         "split": SMALL | {"tasks": 5},
-        "mnist1d": SMALL | kept,
+        "mnist1d": SMALL,
         "agnews": {"tasks": 3, "preset": "mini", "data_folder": str(cache)} | kept,
         "files": {"paths": paths, "preset": "mini"} | kept,
     }

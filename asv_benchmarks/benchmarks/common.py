@@ -1,7 +1,5 @@
 """What benchmarks and reports share: libraries and devices, and problems."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How much memory a call needs at its peak."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable
@@ -56,8 +54,13 @@ def rest() -> None:
     gc.collect()
     with suppress(AttributeError, OSError):  # not the C library of GNU
         ctypes.CDLL(None).malloc_trim(0)
+    forget()
+
+
+def forget() -> None:
+    """Make, on Linux, the peak of this process what it holds now."""
     with suppress(OSError):
-        (PROC / "clear_refs").write_text("5")
+        (PROC / "clear_refs").write_text("5")  # proc_pid_clear_refs(5): the peak resident set size
 
 
 def _grown(run: Callable[[], object], prepare: Callable[[], object]) -> float:

@@ -1,7 +1,5 @@
 """What people use today, as published, and the least that memory allows."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

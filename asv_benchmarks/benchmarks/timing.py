@@ -1,7 +1,5 @@
 """Times of calls that take turns, each on a machine that has come to rest."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple, TypeVar

@@ -3,8 +3,6 @@
 Writes the tables and the figure of docs/accuracy.md.
 """
 
-from __future__ import annotations
-
 import platform
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
@@ -13,17 +11,15 @@ from typing import Annotated, NamedTuple
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.markdown import Markdown
 from rich.progress import track
 
-from asv_benchmarks.reports import heatmap
 from asv_benchmarks.reports.families import FAMILIES, Problem
 from asv_benchmarks.reports.isolated import PROCESSES, Answer, Isolated
 from asv_benchmarks.reports.judge import project_precisely
 from asv_benchmarks.reports.machine import versions
 from asv_benchmarks.reports.solvers import SOLVERS, Solver
-from asv_benchmarks.reports.tables import markdown, power
+from asv_benchmarks.reports.tables import markdown, power, publish
+from examples.common.drawing import plt
 
 # An answer that is further than this from the projection, in units of |g|, is a failure.
 TOLERANCE = 1e-6
@@ -174,7 +170,11 @@ def environment(skipped: list[Solver], problems: int) -> str:
 
 
 def picture(results: Results, solvers: list[Solver], path: Path) -> None:
-    """Draw the matrix: powers of ten, and crosses with percentages where answers failed."""
+    """Draw the matrix: powers of ten, the paler the better, and crosses with percentages of failures.
+
+    Colours differ in brightness too, for readers who see no hues; what is NaN stays white. Texts have 9
+    pixels or more where the figure is as wide as a page of the documentation.
+    """
     rows = [[cells[solver.name] for solver in solvers] for cells in results.values()]
     errors = np.array([[cell.worst("error") for cell in row] for row in rows])
     texts = [
@@ -186,8 +186,30 @@ def picture(results: Results, solvers: list[Solver], path: Path) -> None:
         ]
         for row in rows
     ]
-    exact = sum(solver.aim == "exact" for solver in solvers)
-    heatmap.draw(errors, texts, list(results), [solver.name for solver in solvers], exact, path)
+    exact = sum(solver.aim == "exact" for solver in solvers)  # set apart from the others
+    powers = np.log10(np.clip(errors, 1e-16, 1.0))
+    size = (2.2 + 0.42 * len(solvers), 1.9 + 0.27 * len(rows))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    image = axes.imshow(powers, cmap="OrRd", vmin=-16, vmax=0, aspect="auto")
+    for (i, j), value in np.ndenumerate(powers):
+        weight = "bold" if texts[i][j].startswith("✗") else "normal"
+        color = "w" if value > -5 else "k"
+        axes.text(j, i, texts[i][j], ha="center", va="center", size=9, weight=weight, color=color)
+    for j in range(1, len(solvers)):
+        axes.axvline(j - 0.5, color="w", linewidth=8 if j == exact else 1.5)
+    for i in range(1, len(rows)):
+        axes.axhline(i - 0.5, color="w", linewidth=1.5)
+    names = [solver.name.removesuffix(", 100 steps") for solver in solvers]
+    axes.set_xticks(range(len(solvers)), names, rotation=45, ha="right", rotation_mode="anchor", size=9)
+    axes.set_yticks(range(len(rows)), list(results), size=9)
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+    label = r"power of ten of the worst error $|x - x^*| / |g|$"
+    bar = figure.colorbar(image, location="bottom", fraction=0.03, pad=0.01, aspect=50)
+    bar.set_label(label, size=9)
+    bar.ax.tick_params(labelsize=9)
+    figure.savefig(path, dpi=200)
+    plt.close(figure)
 
 
 def pick(names: list[str], wanted: str | None) -> list[str]:
@@ -217,10 +239,9 @@ def main(
     header = [environment(skipped, len(flat)), "", trust(results), ""]
     overview = header + matrix(results, used, "exact") + matrix(results, used, "approximate")
     out.mkdir(parents=True, exist_ok=True)
-    (out / "accuracy.md").write_text("\n".join(overview))
+    publish(["\n".join(overview)], out / "accuracy.md")
     (out / "accuracy-details.md").write_text("\n".join(details(results, used)))
     picture(results, used, out / "accuracy.png")
-    Console().print(Markdown("\n".join(overview)))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """What is timed: the published recipes, every method of this library, and the least that memory allows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -15,16 +13,17 @@ from gemproj import GEM2017, PGD, project
 from gemproj.methods import METHODS
 
 FLOOR, GIVEN, MEAN = "memory floor", "A-GEM, reference given", "A-GEM, mean of the rows"
-# The lines of the figure.
-MAIN = [
-    FLOOR,
-    GIVEN,
-    MEAN,
-    "GEM, reference recipe",
-    "I-GEM, published",
-    "gemproj exact",
-    "gemproj exact, NumPy",
-]
+# The lines of the figure besides the floor: Okabe and Ito's colours, which differ for all kinds of eyes,
+# and a marker for each.
+LOOKS = {
+    GIVEN: ("#E69F00", "s"),
+    MEAN: ("#D55E00", "D"),
+    "I-GEM, published": ("#CC79A7", "v"),
+    "GEM, reference recipe": ("#000000", "X"),
+    "gemproj exact": ("#0072B2", "o"),
+    "gemproj exact, NumPy": ("#56B4E9", "^"),
+}
+MAIN = [FLOOR, *LOOKS]
 
 
 class Candidate(NamedTuple):
@@ -46,8 +45,6 @@ def candidates(G: torch.Tensor, g: torch.Tensor) -> list[Candidate]:
     rows, vector = G.numpy(), g.numpy()
     # Three steps, as in I-GEM; no memory strength, which asks for another point than the projection.
     methods = {**METHODS, "pgd": PGD(steps=3), "gem2017": GEM2017(memory_strength=0.0)}
-    for other in ("sgem", "mega1", "mega2", "equality"):  # they do not aim at the projection onto the cone
-        methods.pop(other, None)
     ours = {f"gemproj {name}": partial(project, G, g, method=method) for name, method in methods.items()}
     out, x, y = torch.empty_like(g), torch.empty_like(g), np.empty_like(vector)
     return [

@@ -6,16 +6,14 @@ Both are the same call on batches of the same memory: a list of batches has a pa
 and the least time of each counts. Memory is by how much the peak of the process grows.
 """
 
-from __future__ import annotations
-
-import json
-import subprocess
-import sys
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -160,7 +158,7 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
             tables[name].rows.append([str(n), str(t), *cells, *(digits(b / 1e6, 2) for b in peaks)])
             if threads > 1 and (name, n, t) in SHORT:
                 short.rows.append([f"{name}: {t} rows of {n} example{'s' * (n > 1)}", *cells])
-        text += [table.markdown() for table in tables.values()]
+        text += map(str, tables.values())
     head = ["GPT-2", "from tokens", "from hidden states", "ratio", "difference of a row", "MB stored"]
     trunk = Table(
         f"4 rows of 8 examples of {TEXT} tokens; {torch.get_num_threads()} threads; milliseconds", head
@@ -169,22 +167,18 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
     texts = {
         "constraints-cpu.md": "\n".join(text),
         "constraints-summary.md": "\n".join(markdown(short.head, short.rows)),
-        "cached-trunk.md": f"{text[0]}\n\n{trunk.markdown()}",
+        "cached-trunk.md": f"{text[0]}\n\n{trunk}",
     }
     for name, content in texts.items():
         print(content) if out is None else (out / name).write_text(content)
 
 
-def _run(threads: int, *case: object) -> dict[str, list[float]]:
-    given = json.dumps([threads, *case])
-    command = [sys.executable, "-m", __spec__.name, "--case", given]
-    return json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+def _run(threads: int, *case: Any) -> dict[str, list[float]]:
+    """Measure a case in a process of its own, whose memory is nobody else's."""
+    spawned = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawned, torch.set_num_threads, (threads,)) as pool:
+        return pool.submit(measure, *case).result()
 
 
 if __name__ == "__main__":
-    if "--case" in sys.argv:
-        count, *given = json.loads(sys.argv[-1])
-        torch.set_num_threads(count)
-        print(json.dumps(measure(*given)))
-    else:
-        main(Path(sys.argv[-1]) if "--out" in sys.argv else None)
+    typer.run(main)

@@ -1,7 +1,5 @@
 """Families of projections that are hard for one solver or another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

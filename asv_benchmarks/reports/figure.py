@@ -1,27 +1,16 @@
 """Times over the number of constraints and over the number of parameters, as a picture."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from asv_benchmarks.reports.candidates import FLOOR, GIVEN, MEAN
+from asv_benchmarks.reports.candidates import FLOOR, LOOKS
 from examples.common.drawing import STYLE, noted, plt
 
 # By name, then by t or d: the least and the median time in ms.
 Curves = dict[str, dict[int, tuple[float, float]]]
 
-# Okabe and Ito's colours, which differ for all kinds of eyes, and a marker for each.
-LOOKS = {
-    GIVEN: ("#E69F00", "s"),
-    MEAN: ("#D55E00", "D"),
-    "I-GEM, published": ("#CC79A7", "v"),
-    "GEM, reference recipe": ("#000000", "X"),
-    "gemproj exact": ("#0072B2", "o"),
-    "gemproj exact, NumPy": ("#56B4E9", "^"),
-}
 GREY = "#767676"
 OWN = {
     "axes.grid.axis": "both",

@@ -7,8 +7,6 @@ once (h, equality, penalty, margin, metric, batches with one G or several), on b
 enumeration of all active sets of the dual problem in rational arithmetic.
 """
 
-from __future__ import annotations
-
 import os
 import time
 import warnings
@@ -122,11 +120,7 @@ _fractions = np.vectorize(Fraction, otypes=[object])
 
 
 def options_error(
-    G: np.ndarray,
-    g: np.ndarray,
-    options: dict[str, Any],
-    expected: list[np.ndarray | None],
-    backend: str,
+    G: np.ndarray, g: np.ndarray, options: dict[str, Any], expected: list[np.ndarray | None], backend: str
 ) -> float:
     """Return the largest error of x over the size of the problem, infinity if feasibility is told wrong."""
     backends.wanted = backend
@@ -212,11 +206,10 @@ def run(seed: int) -> tuple[Counter[str], dict[str, float], list[str]]:
 
 def main(
     problems: Annotated[int, typer.Option(help="Number of problems.")] = 1_000_000,
-    workers: Annotated[int, typer.Option(help="Processes.")] = os.cpu_count() or 1,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
 ) -> None:
     """Project random degenerate integer problems and compare with exact rational arithmetic."""
-    seeds, start = range(-(-problems // CHUNK)), time.perf_counter()
+    seeds, start, workers = range(-(-problems // CHUNK)), time.perf_counter(), os.cpu_count() or 1
     wrong: Counter[str] = Counter()
     worst: dict[str, float] = {}
     with ProcessPoolExecutor(workers) as pool:
@@ -225,16 +218,15 @@ def main(
             worst = {way: max(worst.get(way, 0.0), error) for way, error in errors.items()}
             print("\n".join(failures), end="\n" if failures else "")
     minutes = (time.perf_counter() - start) / 60
-    lines = [
+    parts = [
         f"{len(seeds) * CHUNK:,} problems, seeds 0 to {len(seeds) - 1}, in {minutes:.0f} minutes "
-        f"on {workers} processes; gemproj {gemproj.__version__}, NumPy {np.__version__}.",
-        "",
+        f"on {workers} processes; gemproj {gemproj.__version__}, NumPy {np.__version__}.\n",
         *markdown(
             ["way", "wrong", "largest error of x, over the norm of g"],
             [[way, str(wrong[way]), f"{error:.0e}"] for way, error in worst.items()],
         ),
     ]
-    publish(lines, out)
+    publish(["\n".join(parts)], out)
     raise typer.Exit(code=int(bool(wrong.total())))
 
 

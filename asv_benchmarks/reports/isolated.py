@@ -1,7 +1,5 @@
 """Calls to solvers in a process of their own, because some never return and some take Python with them."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 import warnings

@@ -1,7 +1,5 @@
 """The projection to a hundred digits, from no solver's answer, to judge all solvers by."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mpmath
@@ -18,21 +16,8 @@ def project_precisely(G: np.ndarray, g: np.ndarray) -> np.ndarray:
 
     Floats are rationals, so K and b are computed exactly, as integers. Then an active-set method
     pivots in arithmetic of 100 digits until the optimality conditions hold. It starts from
-    non-negative least squares in float64, which saves pivots and decides nothing.
-
-    Parameters
-    ----------
-    G : ndarray, shape (t, d)
-    g : ndarray, shape (d,)
-
-    Returns
-    -------
-    ndarray, shape (d,)
-
-    Raises
-    ------
-    ArithmeticError
-        If the conditions, computed anew from the multipliers, do not hold to 50 digits.
+    non-negative least squares in float64, which saves pivots and decides nothing. If the conditions, computed
+    anew from the multipliers, do not hold to 50 digits, it is an error.
     """
     G = G[np.any(G != 0, axis=1)]
     if not np.any(g) or not len(G):

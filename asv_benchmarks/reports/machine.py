@@ -1,7 +1,5 @@
 """What the numbers depend on besides the code."""
 
-from __future__ import annotations
-
 import os
 import platform
 from collections.abc import Iterable

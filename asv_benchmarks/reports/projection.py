@@ -3,33 +3,34 @@
 What carries over to another machine are the ratios, not the times.
 """
 
-from __future__ import annotations
-
-import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
-from asv_benchmarks.benchmarks.common import LORA, problem
+from asv_benchmarks.benchmarks.common import LORA, batch, problem
 from asv_benchmarks.benchmarks.peaks import peak_memory
-from asv_benchmarks.benchmarks.timing import FEWEST, MOST, Call, in_turn
+from asv_benchmarks.benchmarks.peers import agem_published, floor
+from asv_benchmarks.benchmarks.timing import FEWEST, MOST, Call, burst, in_turn, settle
 from asv_benchmarks.reports import figure as drawing
-from asv_benchmarks.reports.candidates import FLOOR, GIVEN, MAIN, MEAN, candidates
+from asv_benchmarks.reports.candidates import FLOOR, GIVEN, MAIN, MEAN, by_columns, candidates
 from asv_benchmarks.reports.figure import Curves
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.quality import grade
-from asv_benchmarks.reports.small import batches, overhead, sizes
-from asv_benchmarks.reports.tables import Table, digits, power
+from asv_benchmarks.reports.tables import Table, digits, power, publish
+from gemproj import project
 
+BACKENDS = ("numpy", "torch")
+SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 2_200_000)
 # Constraints of the problems in the figure's second panel.
 SWEPT_T = 9
 HEAD = [
-    "", "ms", "ms after\ntorch", "/ A-GEM\ngiven", "/ A-GEM\nmean", "/ floor", "violation", "error",
-    "memory\n% of G",
+    "", "ms", "ms after torch", "/ A-GEM given", "/ A-GEM mean", "/ floor", "violation", "error",
+    "memory % of G",
 ]  # fmt: skip
 NOTE = (
     f"ms: the least time of {FEWEST} to {MOST} rounds, in which all take turns on a machine at rest. "
@@ -92,6 +93,56 @@ def spread(times: list[float]) -> tuple[float, float]:
     return 1e3 * min(times), 1e3 * median(times)
 
 
+def sizes(seconds: float, largest: int = SIZES[-1], t: int = 9) -> Table:
+    """Return a table of ratios for problems from a core's cache to main memory."""
+    table = Table(
+        f"Sizes: t = {t}, float32, `out=`; ratios of least times, that of exact in microseconds",
+        ["d", "MB of G", "exact", f"exact / {FLOOR}", "exact / A-GEM mean", "by columns / by rows"],
+    )
+    for d in (size for size in SIZES if size < 1.1 * largest):
+        G, g, _ = problem("torch", "float32", t, d)
+        out = torch.empty_like(g)
+        runs: list[Any] = [partial(project, rows, g, out=out) for rows in (G, by_columns(G))]
+        runs += [partial(floor, G, g, out), lambda G=G, g=g: agem_published(G.mean(0), g)]
+        times = in_turn({k: Call(run) for k, run in enumerate(runs)}, seconds / 4)
+        exact, turned, least, mean = (min(taken) for taken in times.values())
+        ratios = [digits(exact / least, 2), digits(exact / mean, 2), digits(turned / exact, 2)]
+        table.rows.append([f"{d:,}", digits(G.nbytes / 1e6, 2), digits(1e6 * exact), *ratios])
+    return table
+
+
+def overhead(seconds: float, t: int = 2, d: int = 1000) -> Table:
+    """Return a table of the microseconds that one tiny projection takes."""
+    table = Table(
+        f"One tiny projection: t = {t}, d = {d:,}, float32; median, microseconds", ["", "NumPy", "torch"]
+    )
+    for method in ("exact", "agem"):
+        taken = [_median(*problem(backend, "float32", t, d)[:2], method, seconds) for backend in BACKENDS]
+        table.rows.append([method, *(digits(1e6 * v) for v in taken)])
+    return table
+
+
+def batches(
+    seconds: float, counts: tuple[int, ...] = (2, 8, 64), d: int = 64, numbers: int = 1 << 17
+) -> Table:
+    """Return a table of problems per second, in batches of about so many numbers."""
+    table = Table(
+        f"Batches: d = {d}, float32, method exact; problems per second", ["t", "batch", "NumPy", "torch"]
+    )
+    for t in counts:
+        n = max(1, numbers // (t * d))
+        taken = [_median(*batch(backend, "float32", n, t, d)[:2], "exact", seconds) for backend in BACKENDS]
+        table.rows.append([str(t), f"{n:,}", *(digits(n / v) for v in taken)])
+    return table
+
+
+def _median(G: Any, g: Any, method: str, seconds: float) -> float:
+    call = Call(lambda: project(G, g, method=method))
+    call.run()
+    settle()
+    return median(burst(call, seconds))
+
+
 def main(
     t: Annotated[str, typer.Option(help="Numbers of constraints, separated by commas.")] = "1,2,9,19,49",
     d: Annotated[int, typer.Option(help="Number of parameters.")] = LORA,
@@ -102,23 +153,17 @@ def main(
     figure: Annotated[Path | None, typer.Option(help="Also draw times over t and d into this PNG.")] = None,
 ) -> None:
     """Time one projection with every method and every published recipe."""
-    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
-    intro = f"d = {d:,}, float32. {describe()}\n\n{NOTE}\n"
-    console.print(intro)
-    tables: list[Table] = []
     curves: Curves = {}
 
-    def show(table: Table) -> None:
-        tables.append(table)
-        console.print(table.rich())
+    def parts() -> Iterator[object]:
+        yield f"d = {d:,}, float32. {describe()}\n\n{NOTE}\n"
+        for count in map(int, t.split(",")):
+            yield compare(count, d, seconds, curves)
+        yield sizes(seconds, d)
+        yield overhead(seconds)
+        yield batches(seconds)
 
-    for count in map(int, t.split(",")):
-        show(compare(count, d, seconds, curves))
-    show(sizes(seconds, d))
-    show(overhead(seconds))
-    show(batches(seconds))
-    if out is not None:
-        out.write_text("\n".join([intro, *(table.markdown() for table in tables)]))
+    publish(parts(), out)
     if figure is not None:
         drawing.draw(curves, sweep(d, seconds), d, SWEPT_T, figure)
 

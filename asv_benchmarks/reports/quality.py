@@ -1,7 +1,5 @@
 """How good answers are: from x alone, in float64, the same for whoever made it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

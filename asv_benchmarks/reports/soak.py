@@ -4,8 +4,6 @@ A small network keeps two kinds of promises about three sets, with gradient and 
 steps a checkpoint is taken and loaded, the report is read, and one set is dropped and stored again.
 """
 
-from __future__ import annotations
-
 import gc
 import io
 from pathlib import Path
@@ -91,7 +89,7 @@ def main(
             [[f"{at:,}", f"{size:.1f}", f"{n:,}", f"{tensors:,}"] for at, size, n, tensors in rows],
         ),
     ]
-    publish(lines, out)
+    publish(["\n".join(lines)], out)
     raise typer.Exit(code=int(growth > ROOM))
 
 

@@ -1,7 +1,5 @@
 """The solvers that a user of GEM might call, each as a function of G and g."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -27,27 +25,15 @@ class Findings(NamedTuple):
 
 @dataclass(frozen=True)
 class Solver:
-    """A solver, and what it needs and tells.
-
-    Attributes
-    ----------
-    name : str
-    project : callable
-        ``(G, g) -> x``.
-    inspect : callable, optional
-        ``(G, g) -> Findings`` behind the same x: multipliers, whether a status says not to trust
-        them, and an upper bound of the error.
-    aim : {"exact", "approximate"}
-        A solver that approximates by design has no failures, only errors.
-    needs : tuple of str
-        Packages.
-    """
+    """A solver, and what it needs and tells."""
 
     name: str
     project: Vector
+    # ``(G, g) -> Findings`` behind the same x: multipliers, whether a status says not to trust them, and an
+    # upper bound of the error.
     inspect: Callable[[np.ndarray, np.ndarray], Findings] | None = None
-    aim: str = "exact"
-    needs: tuple[str, ...] = ()
+    aim: str = "exact"  # one that is "approximate" by design has no failures, only errors
+    needs: tuple[str, ...] = ()  # packages
 
     @property
     def missing(self) -> list[str]:

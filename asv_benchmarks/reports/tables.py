@@ -1,11 +1,10 @@
-"""A table for the terminal and for a Markdown file."""
-
-from __future__ import annotations
+"""Tables in Markdown, on the terminal and in files."""
 
 import math
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 
 @dataclass
@@ -16,27 +15,10 @@ class Table:
     head: list[str]
     rows: list[list[str]] = field(default_factory=list)
 
-    def markdown(self) -> str:
-        """Return the title and a Markdown table."""
-        head = [name.replace("\n", " ") for name in self.head]
+    def __str__(self) -> str:
         # Hyphens at which no browser breaks a number.
         rows = [[row[0], *(cell.replace("-", "\u2011") for cell in row[1:])] for row in self.rows]
-        return "\n".join([f"**{self.title}**", "", *markdown(head, rows)])
-
-    def rich(self) -> Any:
-        """Return what a rich console prints; where it is narrow, the first column folds."""
-        # Not at the top: machines with a GPU have no rich, and need the rest of this file.
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table as RichTable
-        from rich.text import Text
-
-        table = RichTable(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for i, name in enumerate(self.head):
-            table.add_column(name, justify="right" if i else "left", no_wrap=bool(i))
-        for row in self.rows:
-            table.add_row(*row)
-        return Group(Text(self.title, style="bold"), table)
+        return "\n".join([f"**{self.title}**", "", *markdown(self.head, rows)])
 
 
 def digits(value: float, count: int = 3) -> str:
@@ -55,9 +37,15 @@ def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(line)} |" for line in lines] + [""]
 
 
-def publish(lines: list[str], out: Path | None) -> None:
-    """Print lines of Markdown, and also write them to a file, if one is given."""
-    text = "\n".join(lines)
-    print(text)
+def publish(parts: Iterable[object], out: Path | None) -> None:
+    """Show parts of a page, each as soon as it is known; then write all to a file, if one is given."""
+    # Not at the top: machines with a GPU have no rich, and need the rest of this file.
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    console, texts = Console(width=None if sys.stdout.isatty() else 110), list[str]()
+    for part in parts:
+        texts.append(str(part))
+        console.print(Markdown(texts[-1]), "")
     if out is not None:
-        out.write_text(text.rstrip() + "\n")
+        out.write_text("\n".join(texts).rstrip() + "\n")

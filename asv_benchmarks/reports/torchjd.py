@@ -4,10 +4,7 @@ UPGrad projects every row of the Jacobian, DualProj their mean. What carries ove
 ratios, not the times.
 """
 
-from __future__ import annotations
-
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -16,13 +13,12 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from rich.console import Console
 from torchjd.aggregation import DualProjWeighting, UPGradWeighting
 from torchjd.linalg import QuadprogProjector
 
 from asv_benchmarks.benchmarks.timing import Call, in_turn
 from asv_benchmarks.reports.machine import describe
-from asv_benchmarks.reports.tables import Table, digits, power
+from asv_benchmarks.reports.tables import Table, digits, power, publish
 from gemproj.integrations.torchjd import ConeProjector
 
 PROJECTORS = {"gemproj": ConeProjector(), "TorchJD": QuadprogProjector()}
@@ -109,8 +105,8 @@ def times(aggregator: str, family: str, counts: list[int], seconds: float) -> Ta
     table = Table(
         f"{aggregator}, {family}",
         [
-            "objectives", "vectors", "gemproj\nms", "TorchJD\nms", "TorchJD /\ngemproj",
-            "gemproj\nresidual", "TorchJD\nresidual",
+            "objectives", "vectors", "gemproj ms", "TorchJD ms", "TorchJD / gemproj",
+            "gemproj residual", "TorchJD residual",
         ],
     )  # fmt: skip
     for m in counts:
@@ -127,7 +123,7 @@ def times(aggregator: str, family: str, counts: list[int], seconds: float) -> Ta
 
 def failures(m: int = OBJECTIVES) -> Table:
     """Return the table of worst residuals and of failures by family."""
-    head = ["", *(f"{name}\n{what}" for name in PROJECTORS for what in ("residual", "failures"))]
+    head = ["", *(f"{name} {what}" for name in PROJECTORS for what in ("residual", "failures"))]
     table = Table(f"UPGrad of {m} objectives, {DRAWS} Jacobians each: worst residual and failures", head)
     for family in FAMILIES:
         cells = []
@@ -154,17 +150,16 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
 ) -> None:
     """Time and judge both projectors."""
-    console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
-    intro = f"TorchJD {version('torchjd')}. {describe()}\n\n{NOTE}\n"
-    console.print(intro)
-    tables = [failures()]
-    console.print(tables[0].rich())
-    for aggregator in WEIGHTINGS:
-        for family in ("random", "rows of small sum"):
-            tables.append(times(aggregator, family, [int(count) for count in m.split(",")], seconds))
-            console.print(tables[-1].rich())
-    if out is not None:
-        out.write_text("\n".join([intro, *(table.markdown() for table in tables)]))
+    counts = [int(count) for count in m.split(",")]
+
+    def parts() -> Iterator[object]:
+        yield f"TorchJD {version('torchjd')}. {describe()}\n\n{NOTE}\n"
+        yield failures()
+        for aggregator in WEIGHTINGS:
+            for family in ("random", "rows of small sum"):
+                yield times(aggregator, family, counts, seconds)
+
+    publish(parts(), out)
 
 
 if __name__ == "__main__":

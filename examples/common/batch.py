@@ -1,7 +1,5 @@
 """Batches of encoded examples: rows, parts, shuffled ones."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -16,17 +14,11 @@ def rows(batch: Batch, which: slice | Tensor) -> Batch:
 
 
 def parts(batch: Batch, size: int) -> Iterator[Batch]:
-    """Yield a batch in parts of so many rows, sorted by length if there is more than one."""
-    batch = by_length(batch, size)
+    """Yield a batch in parts of so many rows; of texts, sorted by length for less padding in each."""
+    if len(batch["labels"]) > size and "attention_mask" in batch:
+        batch = rows(batch, batch["attention_mask"].sum(dim=1).argsort(stable=True))
     for start in range(0, len(batch["labels"]), size):
         yield rows(batch, slice(start, start + size))
-
-
-def by_length(batch: Batch, size: int) -> Batch:
-    """Sort texts by their length if they will be taken in parts of so many, for less padding in each."""
-    if len(batch["labels"]) <= size or "attention_mask" not in batch:
-        return batch
-    return rows(batch, batch["attention_mask"].sum(dim=1).argsort(stable=True))
 
 
 def batches(examples: Batch, size: int, epochs: int, generator: torch.Generator) -> Iterator[Batch]:

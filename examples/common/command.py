@@ -1,9 +1,7 @@
 """What the command lines of the experiments share."""
 
-from __future__ import annotations
-
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -12,6 +10,12 @@ from rich.markup import escape
 
 class SetupError(ValueError):
     """The experiment cannot start as it was asked for; the message says what to change."""
+
+
+def check_known(kind: str, asked: Iterable[str], known: Collection[str]) -> None:
+    """Raise for names that there are not."""
+    if unknown := sorted(set(asked) - set(known)):
+        raise SetupError(f"unknown {kind} {unknown}; choose from {', '.join(known)}")
 
 
 def cache_folder() -> Path:

@@ -1,7 +1,5 @@
 """How figures look and are written."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -4,8 +4,6 @@
 first row is the accuracy before any training.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Numbers and tables as text."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from .metrics import Interval

@@ -5,11 +5,9 @@ much it still knows, what the projection cost, and whether the steps it took kep
 Finished runs are kept: the same command after an interruption goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,9 @@ from . import data, stream
 from .config import PRESETS, Config
 
 
-def parser() -> ArgumentParser:
+def parser(program: str = "python -m examples.lora_agnews", about: str | None = __doc__) -> ArgumentParser:
     """Return the parser: an option for every described setting of `Config`, and where things are."""
-    found = ArgumentParser("python -m examples.lora_agnews", "%(prog)s [options]", __doc__)
+    found = ArgumentParser(program, "%(prog)s [options]", about)
     found.add_argument(
         "--preset",
         default="quick",
@@ -61,14 +59,19 @@ def _reader(default: Any) -> Any:
     return values
 
 
+def configured(given: Mapping[str, Any]) -> Config:
+    """Return the preset with the settings that are given."""
+    settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
+    return replace(PRESETS[given["preset"]], **settings)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the experiment; return the exit status, see `command.finish`."""
     given = vars(parser().parse_args(arguments))
     console = Console(highlight=False)
 
     def job() -> None:
-        settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
-        config = replace(PRESETS[given["preset"]], **settings)
+        config = configured(given)
         needed = stream.rows_needed(config.experiences, config.rows, config.dominant_share)
         per_class = [sum(column) for column in zip(*needed, strict=True)]
         articles = data.load(given["data"], "--data", per_class)

@@ -1,7 +1,5 @@
 """The model: a frozen GPT-2, low-rank adapters, and a linear head on the last token; and its batches."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 

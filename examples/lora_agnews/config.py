@@ -1,11 +1,9 @@
 """What an experiment is: every number that shapes it, and the presets that fill them in."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..common.command import SetupError
+from ..common.command import SetupError, check_known
 
 METHODS = ("plain", "agem", "gem", "igem", "gem-step", "replay", "gem-few", "replay-few")
 CLASSES = ("World", "Sports", "Business", "Sci/Tech")
@@ -59,8 +57,7 @@ class Config:
                 raise SetupError(f"{name} must be at least 1, got {value}")
             if isinstance(value, tuple) and (not value or len(set(value)) < len(value)):
                 raise SetupError(f"{name} must be given, each once, got {value}")
-        if unknown := set(self.methods) - set(METHODS):
-            raise SetupError(f"unknown methods {sorted(unknown)}; choose from {', '.join(METHODS)}")
+        check_known("methods", self.methods, METHODS)
         for name, holds, rule in (
             ("seeds", min(self.seeds) >= 0, "not be negative"),
             ("experiences", self.experiences > 1, "be at least 2: nothing can be forgotten in one"),

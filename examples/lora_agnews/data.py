@@ -5,8 +5,6 @@ has a main topic, but its words come from that topic only part of the time; the 
 topics share, or from any topic at all. A classifier has to weigh evidence; none is perfect.
 """
 
-from __future__ import annotations
-
 import csv
 import html
 import json

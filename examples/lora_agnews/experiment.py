@@ -1,7 +1,5 @@
 """The whole experiment, from articles to figures."""
 
-from __future__ import annotations
-
 import json
 import platform
 from dataclasses import asdict, replace
@@ -29,7 +27,7 @@ def run(
 
     The small backbone is kept in `cache`. Without `jobs`, all cores work, or one process on a GPU.
     """
-    config = replace(config, device=_device(config.device))
+    config = replace(config, device=usable(config.device))
     console.print(f"[bold]data[/]      {escape(f'{articles.source} ({articles.reason})')}")
     shape = config.experiences, config.rows, config.dominant_share
     experiences = stream.build(articles.texts, articles.labels, *shape)
@@ -60,14 +58,15 @@ def run(
     (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     tables = report.markdown(records, summary)
     (out / "table.md").write_text(tables, encoding="utf-8")
-    paths = figures.draw(records, summary, out)
+    paths = figures.draw(records, {"": summary}, out)
     console.print()
     console.print(Markdown(tables))
     names = ", ".join(["results.json", "table.md", *(path.name for path in paths)])
     console.print(f"[bold]written[/]   {names} in {out}")
 
 
-def _device(name: str) -> str:
+def usable(name: str) -> str:
+    """Return a device that can be used; for "auto" a GPU, if there is one."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,12 +1,11 @@
-"""The paper's four figures."""
+"""The paper's four figures: of an experiment, or of its published numbers and an experiment, side by side."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..common.drawing import INK, bar, noted, plt, save, ticks
@@ -14,31 +13,38 @@ from ..common.tables import significant
 from .methods import METHODS
 from .report import Record, Summary
 
+Panels = Mapping[str, Summary]  # by title, from left to right; the last one is of the runs that are drawn
+METRICS = {"Backward transfer": "higher", "Forward transfer": "higher", "Forgetting": "lower"}
+HATCHED = {"facecolor": "white", "hatch": "////"}
 
-def draw(records: Sequence[Record], summary: Summary, out: Path) -> list[Path]:
+
+def draw(records: Sequence[Record], panels: Panels, out: Path) -> list[Path]:
     """Write the figures as PNG files, that of projections if there are any; return their paths."""
+    *_, summary = panels.values()
     drawings = [final_accuracy, accuracy_over_steps, transfer]
     if any(numbers["seconds_per_projection"]["mean"] for numbers in summary.values()):
         drawings.append(projection_time)
-    return [save(out / f"{drawing.__name__}.png", drawing, records, summary) for drawing in drawings]
+    return [save(out / f"{drawing.__name__}.png", drawing, records, panels) for drawing in drawings]
 
 
-def final_accuracy(records: Sequence[Record], summary: Summary) -> Figure:
+def final_accuracy(records: Sequence[Record], panels: Panels) -> Figure:
     """Bars of the final average accuracy, a dot for each seed."""
-    figure, axes = plt.subplots(figsize=(1.4 + 0.95 * len(summary), 3.4))
-    for x, (name, numbers) in enumerate(summary.items()):
-        bar(axes, x, numbers["average_accuracy"], 100, 0.62, color=METHODS[name].colour)
+    figure, drawn = _side_by_side(panels)
+    for axes, numbers in drawn:
+        for x, name in enumerate(numbers):
+            bar(axes, x, numbers[name]["average_accuracy"], 100, 0.62, color=METHODS[name].colour)
+        ticks(axes, [METHODS[name].title.replace(", ", ",\n") for name in numbers])
+    for x, name in enumerate(numbers):
         values = [100 * r["metrics"]["average_accuracy"] for r in records if r["method"] == name]
         aside = np.linspace(0.12, 0.24, len(values))  # beside the error bar
         axes.scatter(x + aside, values, s=16, color="white", edgecolor=INK, linewidth=0.8, zorder=4)
-    ticks(axes, [METHODS[name].title.replace(", ", ",\n") for name in summary])
-    axes.set_ylim(0, 100)
-    axes.set_ylabel("Final average accuracy (%)")
+    drawn[0][0].set(ylim=(0, 100), ylabel="Final average accuracy (%)")
     return noted(figure, f"Dots: seeds. Error bars: {spread(records)}.")
 
 
-def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
+def accuracy_over_steps(records: Sequence[Record], panels: Panels) -> Figure:
     """One panel for each task, in the order of learning: mean over the seeds, and their spread."""
+    title, summary = list(panels.items())[-1]
     edges = [0, *records[0]["boundaries"]]
     tasks = len(edges) - 1
     columns = min(tasks, 3)
@@ -69,48 +75,56 @@ def accuracy_over_steps(records: Sequence[Record], summary: Summary) -> Figure:
         axes.set_visible(False)
     figure.supylabel("Test accuracy (%)", fontsize=10)
     figure.legend(*grid.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
-    return noted(figure, f"Grey: the task is being learned. Bands: {spread(records)}.")
+    where = title.replace("\n", ": ")
+    where += ". The paper draws this figure, too, but gives no numbers for it.\n" if title else ""
+    return noted(figure, f"{where}Grey: the task is being learned. Bands: {spread(records)}.")
 
 
-def transfer(records: Sequence[Record], summary: Summary) -> Figure:
+def transfer(records: Sequence[Record], panels: Panels) -> Figure:
     """Backward transfer, forward transfer and forgetting."""
-    metrics = {"Backward transfer": "higher", "Forward transfer": "higher", "Forgetting": "lower"}
-    figure, axes = plt.subplots(figsize=(6.8, 3.4))
-    width = 0.8 / len(summary)
-    for k, (name, numbers) in enumerate(summary.items()):
-        for group, metric in enumerate(metrics):
-            x = group + (k - (len(summary) - 1) / 2) * width
-            look = {"color": METHODS[name].colour, "label": None if group else METHODS[name].title}
-            bar(axes, x, numbers[metric.lower().replace(" ", "_")], 1, 0.9 * width, **look)
-    axes.axhline(0, color=INK, linewidth=0.8)
-    axes.spines["bottom"].set_visible(False)
-    ticks(axes, [f"{metric}\n({better} is better)" for metric, better in metrics.items()])
-    axes.set_ylabel("Difference in accuracy")
-    figure.legend(loc="outside upper center", ncols=4)
+    figure, drawn = _side_by_side(panels, 3.6, 0.4)
+    for axes, numbers in drawn:
+        width = 0.8 / len(numbers)
+        for k, name in enumerate(numbers):
+            for group, metric in enumerate(METRICS):
+                x = group + (k - (len(numbers) - 1) / 2) * width
+                look = {"color": METHODS[name].colour, "label": None if group else METHODS[name].title}
+                bar(axes, x, numbers[name][metric.lower().replace(" ", "_")], 1, 0.9 * width, **look)
+        axes.axhline(0, color=INK, linewidth=0.8)
+        axes.spines["bottom"].set_visible(False)
+        ticks(axes, [f"{metric}\n({better} is better)" for metric, better in METRICS.items()])
+    drawn[0][0].set_ylabel("Difference in accuracy")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper center", ncols=4)
     return noted(figure, f"Error bars: {spread(records)}.")
 
 
-def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
-    """Time of a projection, and beside it that of the gradients it needs."""
-    names = [name for name in summary if summary[name]["seconds_per_projection"]["mean"]]
-    figure, axes = plt.subplots(figsize=(2.6 + 1.1 * max(len(names), 2), 3.4))
+def projection_time(records: Sequence[Record], panels: Panels) -> Figure:
+    """Time of a projection, and beside it, where it is known, that of the gradients it needs."""
+    panels = {
+        title: {name: of for name, of in numbers.items() if of["seconds_per_projection"]["mean"]}
+        for title, numbers in panels.items()
+    }
+    figure, drawn = _side_by_side(panels, 2.6, 1.1)
     tops = []
-    hatched = {"facecolor": "white", "hatch": "////"}
-    for x, name in enumerate(names):
-        parts = summary[name]["seconds_per_projection"], summary[name]["seconds_per_step"]["constraints"]
-        looks = {"color": METHODS[name].colour}, {"edgecolor": METHODS[name].colour, **hatched}
-        for at, estimate, look in zip((x - 0.2, x + 0.2), parts, looks, strict=True):
-            bar(axes, at, estimate, 1e3, 0.36, **look)
-            tops.append(1e3 * estimate["mean"])
-            above = tops[-1] + 1e3 * (estimate["std"] or 0)
-            axes.annotate(significant(tops[-1]), (at, above), (0, 3), textcoords="offset points", ha="center")
-    ticks(axes, [METHODS[name].title for name in names])
-    axes.set_yscale("log")
-    axes.set_ylim(10 ** np.floor(np.log10(min(tops)) - 0.3), 2 * 10 ** np.ceil(np.log10(max(tops))))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("")
-    axes.set_ylabel("Time (ms, log scale)")
-    looks = {"color": "#666666"}, {"edgecolor": "#666666", **hatched}
+    for axes, numbers in drawn:
+        for x, name in enumerate(numbers):
+            colour, found = METHODS[name].colour, numbers[name]
+            bars = [(found["seconds_per_projection"], {"color": colour})]
+            if "seconds_per_step" in found:
+                bars.append((found["seconds_per_step"]["constraints"], {"edgecolor": colour, **HATCHED}))
+            for k, (estimate, look) in enumerate(bars):
+                at = x + 0.4 * (k - (len(bars) - 1) / 2)
+                bar(axes, at, estimate, 1e3, 0.36, **look)
+                tops.append(1e3 * estimate["mean"])
+                above = at, tops[-1] + 1e3 * (estimate["std"] or 0)
+                axes.annotate(significant(tops[-1]), above, (0, 3), textcoords="offset points", ha="center")
+        ticks(axes, [METHODS[name].title for name in numbers])
+    first = drawn[0][0]
+    first.set(yscale="log", ylabel="Time (ms, log scale)")
+    first.set_ylim(10 ** np.floor(np.log10(min(tops)) - 0.3), 2 * 10 ** np.ceil(np.log10(max(tops))))
+    first.yaxis.set_major_formatter("{x:g}")
+    first.yaxis.set_minor_formatter("")
+    looks = {"color": "#666666"}, {"edgecolor": "#666666", **HATCHED}
     keys: Any = [plt.Rectangle((0, 0), 1, 1, **look) for look in looks]
     names = ["One projection", "Constraint gradients of a step"]
     figure.legend(keys, names, loc="outside upper center", ncols=2)
@@ -121,3 +135,17 @@ def projection_time(records: Sequence[Record], summary: Summary) -> Figure:
 def spread(records: Sequence[Record]) -> str:
     """Return what error bars are."""
     return f"standard deviation across {len({record['seed'] for record in records})} seeds"
+
+
+def _side_by_side(
+    panels: Panels, base: float = 1.4, each: float = 0.95
+) -> tuple[Figure, list[tuple[Axes, Summary]]]:
+    """Return a figure, and axes of one scale for each panel, whose width grows with its methods."""
+    widths = [base + each * max(len(numbers), 2) for numbers in panels.values()]
+    size = sum(widths), 3.4 + 0.4 * (len(panels) > 1)
+    figure, [row] = plt.subplots(
+        1, len(widths), figsize=size, sharey=True, width_ratios=widths, squeeze=False
+    )
+    for axes, title in zip(row, panels, strict=True):
+        axes.set_title(title, fontsize=9)
+    return figure, list(zip(row, panels.values(), strict=True))

@@ -1,7 +1,5 @@
 """The methods: what each replays, and how its GEM projects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """What is measured beside the learning: accuracy, time, and whether steps violate constraints."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -42,12 +40,10 @@ class Recorder:
         model: nn.Module,
         train: Sequence[Batch],
         test: Sequence[Batch],
-        on_step: Callable[[int, int, str], None],
         loss: Callable[[nn.Module, Batch], Tensor],
         logits: Callable[[nn.Module, Batch], Tensor],
     ) -> None:
-        self.config, self.model, self.on_step = config, model, on_step
-        self.loss, self.logits = loss, logits
+        self.config, self.model, self.loss, self.logits = config, model, loss, logits
         steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
         self.step, self.boundaries = 0, list(accumulate(steps))
         self.test, self.few_test_rows = test, [rows(task, slice(config.eval_rows)) for task in test]
@@ -141,7 +137,6 @@ class Recorder:
             self.probes.append({"step": self.step} | worst)
         if self._due(self.config.eval_interval):
             self.curve.append({"step": self.step, "accuracy": self._accuracies(self.few_test_rows)})
-        self.on_step(self.step, self.boundaries[-1], f"task {len(self.R)}/{len(self.test)}")
 
     def end_task(self) -> None:
         """Measure the accuracy on all tasks."""

@@ -1,7 +1,5 @@
 """What remains of an experiment: a summary of its runs, and tables of it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

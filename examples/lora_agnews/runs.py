@@ -1,7 +1,5 @@
 """All runs of an experiment, side by side in worker processes; finished ones are kept and not run again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..common.workers import VERSIONS, Tell, work
+from ..common.workers import VERSIONS, work
 from . import backbone, stream, train
 from .config import Config
 from .methods import METHODS
@@ -48,8 +46,8 @@ class Run:
         """Say in a few words what was found."""
         return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
 
-    def __call__(self, tell: Tell) -> dict[str, Any]:
-        """Learn the stream in an order of the seed's, tell how far it is, and return what was measured."""
+    def __call__(self) -> dict[str, Any]:
+        """Learn the stream in an order of the seed's, and return what was measured."""
         config = self.config
         if config.device == "cpu":
             torch.set_num_threads(1)
@@ -59,7 +57,7 @@ class Run:
         tasks = [self.experiences[k] for k in stream.order(config.experiences, self.seed)]
         train_rows = [backbone.encode(task.train, tokenizer, config) for task in tasks]
         test_rows = [backbone.encode(task.test, tokenizer, config) for task in tasks]
-        record = Recorder(config, model, train_rows, test_rows, tell, backbone.batch_loss, backbone.logits)
+        record = Recorder(config, model, train_rows, test_rows, backbone.batch_loss, backbone.logits)
         train.learn(config, METHODS[self.method], self.seed, model, train_rows, record)
         return {
             "method": self.method,

@@ -1,7 +1,5 @@
 """The stream: experiences with disjoint rows, whose class priors differ."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

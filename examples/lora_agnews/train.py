@@ -1,7 +1,5 @@
 """The loop: one method learns the stream."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

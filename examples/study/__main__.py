@@ -4,8 +4,6 @@ Finished runs are kept, one line each: the same command goes on where it was sto
 settings are chosen on tuning seeds, and reported on others.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
@@ -16,35 +14,35 @@ from rich.console import Console
 from examples.common import command
 
 
-def parser() -> ArgumentParser:
-    """Return the parser."""
-    found = ArgumentParser("python -m examples.study", "%(prog)s [options] [stream ...]", __doc__)
-    found.add_argument("streams", nargs="*", help="by default all of the settings")
-    found.add_argument("--methods", default="", help="with commas between, by default all of the stream")
+def parser(program: str, description: str | None) -> ArgumentParser:
+    """Return the parser of what all parts of the study are asked."""
+    found = ArgumentParser(program, "%(prog)s [options] [name ...]", description)
+    found.add_argument("names", nargs="*", help="what of the settings is to be run, by default all")
+    found.add_argument("--out", type=Path, default=Path("docs/results/study"), help="folder for results")
     found.add_argument(
-        "--out", type=Path, default=Path("docs", "results", "study"), help="folder for results"
+        "--jobs", type=int, default=command.cores(), help="runs at once, by default one a core"
     )
-    found.add_argument("--jobs", type=int, help="runs at once, by default one for each core")
-    found.add_argument("--time", action="store_true", help="time steps, too, one run at a time")
     found.add_argument("--report", action="store_true", help="run nothing, draw what is there")
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what is missing, then write tables and figures; return the exit status, see `command.finish`."""
-    given = parser().parse_args(arguments)
-    console = Console(highlight=False)
+    asking = parser("python -m examples.study", __doc__)
+    asking.add_argument("--methods", default="", help="with commas between, by default all of the stream")
+    asking.add_argument("--time", action="store_true", help="time steps, too, one run at a time")
+    given, console = asking.parse_args(arguments), Console(highlight=False)
 
     def job() -> None:
         # Torch takes seconds to import; --help should not wait.
         from . import publish, results, runs, settings
 
         methods = tuple(filter(None, given.methods.split(",")))
-        runs.check(given.streams, methods)
+        command.check_known("stream", given.names, settings.STREAMS)
+        command.check_known("method", methods, settings.METHODS)
         if not given.report:
-            jobs = given.jobs or command.cores()
-            runs.complete(given.streams, methods, given.out, jobs, given.time, console)
-        for name in given.streams or settings.STREAMS:
+            runs.complete(given.names, methods, given.out, given.jobs, given.time, console)
+        for name in given.names or settings.STREAMS:
             for path in publish.publish(name, results.results_of(name, given.out), given.out):
                 console.print(f"[bold]written[/]   {path}")
         given.out.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,10 @@
 """What is read off the runs: one number of each, means with intervals, and differences paired over seeds."""
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..common.metrics import Interval, interval
@@ -91,7 +90,35 @@ def one_setting(runs: Sequence[Record]) -> list[Record]:
     return sorted(runs, key=lambda run: run["seed"])
 
 
-def reported(records: Iterable[Record], methods: Mapping[str, Any]) -> Runs:
+@dataclass(frozen=True)
+class Found:
+    """The reported runs of a stream, and of the same methods those that tell how long steps take."""
+
+    runs: Runs
+    times: Runs
+
+    def only(self, names: Iterable[str]) -> "Found":
+        """Return what was found of these methods, in their order."""
+        names = [name for name in names if name in self.runs]
+        return Found(*({name: runs[name] for name in names} for runs in (self.runs, self.times)))
+
+    def minus(self, name: str, other: str, measure: Measure = average_accuracy) -> Interval | None:
+        """Return by how much a method exceeds another one, see `paired`."""
+        return paired(self.runs.get(name, []), self.runs.get(other, []), measure)
+
+    def step(self, name: str) -> float:
+        """Return the time of a whole step."""
+        return mean_step(self.times[name])
+
+
+def found_in(records: Iterable[Record], methods: Iterable[str]) -> Found:
+    """Return what these records say about the methods."""
+    records = list(records)
+    runs = reported(records, methods)
+    return Found(runs, timed(runs, records))
+
+
+def reported(records: Iterable[Record], methods: Iterable[str]) -> Runs:
     """Return the reported runs of the methods that have some, in the order of the methods and the seeds."""
     chosen = [record for record in records if record["phase"] == "report"]
     runs = {name: one_setting([record for record in chosen if record["method"] == name]) for name in methods}

@@ -1,7 +1,5 @@
 """Short hashes of what a result depends on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable

@@ -1,9 +1,4 @@
-"""The study's figures; `common.drawing.save` writes one. Error bars and bands are 95 % intervals.
-
-Methods come as a mapping from keys to objects with `title`, `colour` and `family`.
-"""
-
-from __future__ import annotations
+"""The study's figures; `common.drawing.save` writes one. Error bars and bands are 95 % intervals."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import cycle
@@ -17,145 +12,119 @@ from matplotlib.ticker import LogLocator, NullLocator
 from ..common.drawing import INK, noted, plt
 from ..keep_a_skill import front
 from . import compare
-from .compare import Interval, Record, Runs, interval
+from .compare import Found, Interval, Record, interval
 from .labels import label_points
+from .settings import METHODS
 
 MARKERS = "osD^vP*Xh<>"
 DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
 
 
-def accuracy_and_cost(
-    runs: Runs, methods: Mapping[str, Any], times: Runs | None = None, plain: str = "plain"
-) -> Figure:
+def accuracy_and_cost(found: Found) -> Figure:
     """Accuracy against the time of a step; the line is the best accuracy at that cost or below.
 
-    The line leaves out joint training, where no task comes after another. Times are those of `times`, by
-    default of the same runs.
+    The line leaves out joint training, where no task comes after another.
     """
-    times = times or runs
     figure, axes = plt.subplots(figsize=(8, 5.4))
-    unit = compare.mean_step(times[plain])
-    points = {name: (compare.mean_step(times[name]) / unit, _accuracy(found)) for name, found in runs.items()}
-    families = list(dict.fromkeys(methods[name].family for name in runs))
+    points = _accuracy_against_cost(axes, found, found.runs)
+    families = list(dict.fromkeys(METHODS[name].family for name in points))
     for family, marker in zip(families, cycle(MARKERS), strict=False):
         axes.plot([], [], marker, color="#666666", label=family)
-        for name in (name for name in runs if methods[name].family == family):
-            look = {"color": methods[name].colour, "marker": marker, "markeredgecolor": "white"}
+        for name in (name for name in points if METHODS[name].family == family):
+            look = {"color": METHODS[name].colour, "marker": marker, "markeredgecolor": "white"}
             cost, accuracy = points[name]
             axes.errorbar(cost, accuracy.mean, _bar(accuracy), markersize=7.5, elinewidth=1.2, **look)
-    in_turn = {name: (cost, y.mean) for name, (cost, y) in points.items() if not methods[name].joint}
+    in_turn = {name: (cost, y.mean) for name, (cost, y) in points.items() if not METHODS[name].joint}
     best = [points[name] for name in pareto(in_turn)]
     steps = {"drawstyle": "steps-post", "color": INK, "linewidth": 0.8, "zorder": 1}
     axes.plot([cost for cost, _ in best], [accuracy.mean for _, accuracy in best], **steps)
-    _accuracy_against_cost(axes, methods[plain].title)
     figure.legend(loc="outside upper center", ncols=4, handletextpad=0.2)
     line = " Line: the best accuracy at that cost or less" + (
-        "." if len(in_turn) == len(runs) else ", Joint aside."
+        "." if len(in_turn) == len(points) else ", Joint aside."
     )
     noted(figure, _note(accuracy for _, accuracy in points.values()) + line)
-    label_points(axes, {methods[name].title: point for name, point in points.items()}, best)
+    label_points(axes, {METHODS[name].title: point for name, point in points.items()}, best)
     return figure
 
 
-def ladders(
-    runs: Runs,
-    methods: Mapping[str, Any],
-    times: Runs,
-    names: Sequence[Sequence[str]],
-    plain: str = "plain",
-) -> Figure:
+def ladders(found: Found, names: Sequence[Sequence[str]]) -> Figure:
     """Accuracy against the time of a step, of methods with more and fewer rows."""
     figure, axes = plt.subplots(figsize=(7.2, 4.6))
-    unit, shown, texts = compare.mean_step(times[plain]), list[Interval](), dict[str, Any]()
+    points = _accuracy_against_cost(axes, found, [name for ladder in names for name in ladder])
     for ladder, marker in zip(names, cycle(MARKERS), strict=False):
-        base = methods[ladder[0]]
-        points = {name: (compare.mean_step(times[name]) / unit, _accuracy(runs[name])) for name in ladder}
-        cost, accuracy = zip(*points.values(), strict=True)
-        look = {"color": base.colour, "fmt": marker, "markeredgecolor": "white", "label": base.title}
-        bars = [_bar(one) for one in accuracy]
-        axes.errorbar(cost, [one.mean for one in accuracy], bars, markersize=7.5, elinewidth=1.2, **look)
-        shown += accuracy
-        texts |= {methods[name].title: point for name, point in points.items()}
-    _accuracy_against_cost(axes, methods[plain].title)
+        base = METHODS[ladder[0]]
+        look: Any = {"color": base.colour, "fmt": marker, "markeredgecolor": "white", "label": base.title}
+        look |= {"markersize": 7.5, "elinewidth": 1.2}
+        cost, accuracy = zip(*(points[name] for name in ladder), strict=True)
+        _intervals(axes, cost, accuracy, **look)
     figure.legend(loc="outside upper center", ncols=len(names))
-    noted(figure, _note(shown))
-    label_points(axes, texts)
+    noted(figure, _note(accuracy for _, accuracy in points.values()))
+    label_points(axes, {METHODS[name].title: point for name, point in points.items()})
     return figure
 
 
-def accuracy_over_stream(runs: Runs, methods: Mapping[str, Any], selection: Sequence[str]) -> Figure:
+def accuracy_over_stream(found: Found, selection: Sequence[str]) -> Figure:
     """Accuracy after each task, mean over the tasks learned so far; at most nine methods are told apart."""
     figure, axes = plt.subplots(figsize=(7.6, 4.4))
     lines = {}
-    for name in (name for name in selection if name in runs):
-        R = np.array([run["accuracies"] for run in runs[name]])  # (seeds, T + 1, T)
+    for name in (name for name in selection if name in found.runs):
+        R = np.array([run["accuracies"] for run in found.runs[name]])  # (seeds, T + 1, T)
         seen = np.arange(1, R.shape[2] + 1)
         lines[name] = [interval(100 * R[:, j, :j].mean(axis=1)) for j in seen]
     order = sorted(lines, key=lambda name: -lines[name][-1].mean)  # the legend follows the ends of the lines
     for name, marker, dashes in zip(order, cycle(MARKERS), cycle(DASHES), strict=False):
         mean, half = (np.array([getattr(p, key) for p in lines[name]]) for key in ("mean", "half"))
-        look = {"color": methods[name].colour, "label": methods[name].title}
+        look = {"color": METHODS[name].colour, "label": METHODS[name].title}
         axes.plot(seen, mean, marker=marker, markersize=5, linestyle=dashes, linewidth=1.5, **look)
         if np.isfinite(half).all():
-            band = {"color": methods[name].colour, "alpha": 0.12, "linewidth": 0}
+            band = {"color": METHODS[name].colour, "alpha": 0.12, "linewidth": 0}
             axes.fill_between(seen, mean - half, mean + half, **band)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("Tasks learned")
-    axes.set_ylabel("Mean accuracy on the tasks learned so far (%)")
-    figure.legend(loc="outside right center", handlelength=3)
+    _over_tasks(axes, "Mean accuracy on the tasks learned so far (%)")
     return noted(figure, _note((line[-1] for line in lines.values()), "Bands"))
 
 
-def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, others: Sequence[str]) -> Figure:
+def after_each_task(found: Found, reference: str, others: Sequence[str]) -> Figure:
     """Accuracy of a method minus that of others after each task, mean over the tasks learned so far."""
     figure, axes = plt.subplots(figsize=(6.8, 4))
     axes.axhline(0, color=INK, linewidth=0.8)
-    names = [name for name in others if name in runs]
-    tasks, shown = np.arange(2, len(runs[reference][0]["boundaries"]) + 1), list[Interval]()
+    names = [name for name in others if name in found.runs]
+    tasks, shown = np.arange(2, len(found.runs[reference][0]["boundaries"]) + 1), list[Interval]()
     looks = zip(cycle(MARKERS), cycle(DASHES), 0.15 * side_by_side(len(names)), strict=False)
     for name, (marker, dashes, aside) in zip(names, looks, strict=False):
-        found = [compare.paired(runs[reference], runs[name], compare.after(int(k))) for k in tasks]
-        line = [one for one in found if one]
-        look = {"color": methods[name].colour, "linestyle": dashes, "marker": marker}
-        look |= {"markersize": 5, "capsize": 2}
-        bars = [100 * _bar(one) for one in line]
-        means = [100 * one.mean for one in line]
-        axes.errorbar(tasks + aside, means, bars, elinewidth=1, label=methods[name].title, **look)
+        line = [one for k in tasks if (one := found.minus(reference, name, compare.after(int(k))))]
+        look = {"color": METHODS[name].colour, "linestyle": dashes, "marker": marker}
+        look |= {"markersize": 5, "capsize": 2, "elinewidth": 1, "label": METHODS[name].title}
+        _intervals(axes, tasks + aside, line, 100, **look)
         shown += line
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.set_xlabel("Tasks learned")
-    axes.set_ylabel(f"{methods[reference].title} minus the other (percentage points)")
-    figure.legend(loc="outside right center", handlelength=3)
+    _over_tasks(axes, f"{METHODS[reference].title} minus the other (percentage points)")
     return noted(figure, _note(shown) + " Paired by seed.")
 
 
-def paired_differences(runs: Runs, methods: Mapping[str, Any], baseline: str = "replay") -> Figure:
+def paired_differences(found: Found, baseline: str = "replay") -> Figure:
     """Accuracy of each method minus that of a baseline, paired over the seeds, by family."""
     rows: list[tuple[str, str, Interval | None]] = []  # text, colour, difference; none for a family
-    others = [name for name in runs if name != baseline and not methods[name].joint]
-    for family in dict.fromkeys(methods[name].family for name in others):
+    others = [name for name in found.runs if name != baseline and not METHODS[name].joint]
+    for family in dict.fromkeys(METHODS[name].family for name in others):
         rows.append((family, INK, None))
-        for name in (name for name in others if methods[name].family == family):
-            found = compare.paired(runs[name], runs[baseline], compare.average_accuracy)
-            if found:
-                rows.append((methods[name].title, methods[name].colour, found))
+        for name in (name for name in others if METHODS[name].family == family):
+            if one := found.minus(name, baseline):
+                rows.append((METHODS[name].title, METHODS[name].colour, one))
     figure, axes = plt.subplots(figsize=(6.8, 1.2 + 0.23 * len(rows)))
     axes.axvline(0, color=INK, linewidth=0.8)
-    for y, (_, colour, found) in enumerate(rows):
-        if found:
-            face = colour if found.excludes_zero else "white"
-            look = {"color": colour, "markerfacecolor": face, "markersize": 6, "capsize": 2}
-            axes.errorbar(100 * found.mean, y, xerr=100 * _bar(found), fmt="o", **look)
     axes.set_yticks(range(len(rows)), [text for text, *_ in rows])
-    for text, (_, _, found) in zip(axes.get_yticklabels(), rows, strict=True):
-        text.set_fontweight("normal" if found else "bold")
+    for y, (text, (_, colour, one)) in enumerate(zip(axes.get_yticklabels(), rows, strict=True)):
+        text.set_fontweight("normal" if one else "bold")
+        if one:
+            face = colour if one.excludes_zero else "white"
+            look = {"color": colour, "markerfacecolor": face, "markersize": 6, "capsize": 2}
+            axes.errorbar(100 * one.mean, y, xerr=100 * _bar(one), fmt="o", **look)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=True, axis="x")
     axes.grid(visible=False, axis="y")
     axes.spines["left"].set_visible(False)
-    axes.set_xlabel(f"Final average accuracy minus that of {methods[baseline].title} (percentage points)")
-    shown = [found for *_, found in rows if found]
+    axes.set_xlabel(f"Final average accuracy minus that of {METHODS[baseline].title} (percentage points)")
+    shown = [one for *_, one in rows if one]
     return noted(figure, _note(shown) + " Paired by seed. Filled: the interval excludes zero.")
 
 
@@ -181,12 +150,11 @@ def losses(
     return front(curves, before, f"Beside the ends of each line: its knobs. {_note(shown)}", floor)
 
 
-def memory(records: Iterable[Record], methods: Mapping[str, Any]) -> Figure:
+def memory(records: Sequence[Record]) -> Figure:
     """Accuracy over the examples kept of a task, a line for each method and policy of the memory.
 
     Records have ``"per_task"`` and ``"policy"``.
     """
-    records = list(records)
     figure, axes = plt.subplots(figsize=(7.2, 4.2))
     policies = list(dict.fromkeys(record["policy"] for record in records))
     looks = {policy: (MARKERS[k], DASHES[k % len(DASHES)]) for k, policy in enumerate(policies)}
@@ -194,15 +162,14 @@ def memory(records: Iterable[Record], methods: Mapping[str, Any]) -> Figure:
         (name, policy): {
             size: _accuracy(compare.one_setting(runs)) for size, runs in _by("per_task", found).items()
         }
-        for name, group in _by("method", records, methods).items()
+        for name, group in _by("method", records, METHODS).items()
         for policy, found in _by("policy", group, policies).items()
     }
     for ((name, policy), line), aside in zip(lines.items(), side_by_side(len(lines)), strict=True):
         marker, dashes = looks[policy]
-        x, points = 1.08**aside * np.array(list(line)), line.values()
-        look = {"color": methods[name].colour, "linestyle": dashes, "marker": marker, "capsize": 2}
-        look |= {"elinewidth": 1, "label": f"{methods[name].title}, {policy}"}
-        axes.errorbar(x, [p.mean for p in points], [_bar(p) for p in points], **look)
+        look = {"color": METHODS[name].colour, "linestyle": dashes, "marker": marker, "capsize": 2}
+        look |= {"elinewidth": 1, "label": f"{METHODS[name].title}, {policy}"}
+        _intervals(axes, 1.08**aside * np.array(list(line)), line.values(), **look)
     axes.set_xscale("log")
     axes.set_xticks(ticks := sorted({record["per_task"] for record in records}), map(str, ticks))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -241,14 +208,31 @@ def _accuracy(runs: Sequence[Record]) -> Interval:
     return interval(100 * compare.average_accuracy(run) for run in runs)
 
 
-def _accuracy_against_cost(axes: Axes, unit: str) -> None:
-    """Label the axes of a figure of accuracy against the time of a step."""
+def _accuracy_against_cost(
+    axes: Axes, found: Found, names: Iterable[str]
+) -> dict[str, tuple[float, Interval]]:
+    """Label the axes of a figure of accuracy against the time of a step; return both, by method."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xlabel(f"Time of a step, in steps of {unit} (log scale)")
+    axes.set_xlabel(f"Time of a step, in steps of {METHODS['plain'].title} (log scale)")
     axes.set_ylabel("Final average accuracy (%)")
+    return {name: (found.step(name) / found.step("plain"), _accuracy(found.runs[name])) for name in names}
+
+
+def _over_tasks(axes: Any, label: str) -> None:
+    """Label the axes of a figure of what happens after each task."""
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xlabel("Tasks learned")
+    axes.set_ylabel(label)
+    axes.figure.legend(loc="outside right center", handlelength=3)
+
+
+def _intervals(axes: Axes, x: Any, found: Iterable[Interval], scale: float = 1, **look: Any) -> None:
+    """Draw means with their intervals."""
+    means, bars = zip(*((scale * one.mean, scale * _bar(one)) for one in found), strict=True)
+    axes.errorbar(x, means, bars, **look)
 
 
 def _bar(found: Interval) -> float:

@@ -1,7 +1,5 @@
 """Gradient projection memory: weight changes are orthogonal to past inputs of their layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Names beside the points of a figure, placed where they cover least."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any

@@ -1,8 +1,6 @@
 """What the methods add to plain fine-tuning: a term of the loss, or constraints on the step."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +15,7 @@ from gemproj.torch.promise import Per
 
 from . import mega
 from .gpm import SubspaceProjector
-from .stream import Batch, Stream
+from .streams import Batch, Stream
 
 if TYPE_CHECKING:  # which has the learners
     from .settings import Setting
@@ -30,7 +28,7 @@ class Setup:
     stream: Stream
     optimizer: torch.optim.Optimizer
     knob: float
-    setting: Setting
+    setting: "Setting"
     seed: int
 
     @property
@@ -56,8 +54,6 @@ class Setup:
 
 class Learner:
     """Plain fine-tuning; methods replace what they do otherwise."""
-
-    projector: Any
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.model, self.memory = setup, setup.stream.model, setup.memory()
@@ -130,19 +126,10 @@ class DistilledReplay(Replay):
 
 
 class Projected(Learner):
-    """GEM and its kin: a promise about the stored examples of each task.
+    """GEM and its kin: a promise about the stored examples of each task; `options` are those of `GEM`.
 
-    Parameters
-    ----------
-    setup : Setup
-    distilled : bool, default False
-        Whether the promise is about the divergence from stored outputs.
-    knob : str, default ""
-        The field of the promise that is tuned.
-    per, tolerance
-        As in `Promise`.
-    **options
-        Of `GEM`.
+    It is about the loss or, if it is `distilled`, the divergence from stored outputs; `knob` is its field
+    that is tuned.
     """
 
     def __init__(
@@ -230,14 +217,14 @@ class TwoMoments(Projected):
 
 
 class Reference(Learner):
-    """Changes the gradient by that of one batch of stored examples."""
+    """Changes the gradient by that of one batch of stored examples, which a projector recalls."""
+
+    projector: Any
+    change: Callable[[Tensor], Any]  # the gradient, at this loss
 
     def draw(self) -> Any:
         """Draw the batch."""
         return self.memory.sample(self.setup.setting.examples * len(self.memory))
-
-    def change(self, loss: Tensor) -> None:
-        """Change the gradient."""
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Compute the gradient of the batch, and use it."""
@@ -258,6 +245,7 @@ class OneTask(Reference):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
         self.projector = GradientProjector(setup.parameters, method="agem")
+        self.change = lambda loss: self.projector.project_()
         self.random = torch.Generator().manual_seed(0)
 
     def draw(self) -> Any:
@@ -267,10 +255,6 @@ class OneTask(Reference):
         order = torch.randperm(len(one["labels"]), generator=self.random)
         return rows(one, order[: self.setup.setting.examples * len(tasks)])
 
-    def change(self, loss: Tensor) -> None:
-        """Project the gradient."""
-        self.projector.project_()
-
 
 class Balanced(Reference):
     """MEGA: the gradient of the batch weighed against that of the memory."""
@@ -278,10 +262,7 @@ class Balanced(Reference):
     def __init__(self, setup: Setup, weights: mega.Weights) -> None:
         super().__init__(setup)
         self.projector = mega.MEGA(setup.parameters, weights)
-
-    def change(self, loss: Tensor) -> None:
-        """Weigh the gradients."""
-        self.projector.balance_(loss)
+        self.change = self.projector.balance_
 
 
 class Subspaces(Learner):

@@ -1,7 +1,5 @@
 """MEGA-I and MEGA-II (Guo et al., NeurIPS 2020), made of `gram` and `combine`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -17,13 +15,8 @@ Weights = Callable[[float, float, float, float, float], tuple[float, float]]
 class MEGA:
     """Weigh the gradient g of a batch against the gradient r on the memory by their losses.
 
-    A balance rather than a projection. It takes the place of a `GradientProjector`.
-
-    Parameters
-    ----------
-    parameters : sequence of torch.nn.Parameter
-    weights : callable
-        ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)``, for x = u g + v r.
+    A balance rather than a projection. It takes the place of a `GradientProjector`. With the weights
+    ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)`` it is x = u g + v r.
     """
 
     def __init__(self, parameters: Sequence[Tensor], weights: Weights) -> None:

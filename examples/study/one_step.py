@@ -1,30 +1,30 @@
 """Time and memory of one step, by part: what the paper's experiment would need on this machine.
 
-Three tasks of one batch each are learned as in the experiment. The rows are articles joined until they are as
-long as the model may see, so that no batch is shorter.
+Three tasks of one batch each are learned as in the experiment, of whose options all are options here; --rows
+are those of a batch, and of a memory. The rows are articles joined until they are as long as the model may
+see, so that no batch is shorter.
 """
 
-from __future__ import annotations
-
 import sys
-from argparse import ArgumentParser
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
-from examples.common.command import SetupError
+from asv_benchmarks.benchmarks import peaks
+from examples.common import command
 from examples.common.tables import markdown_table, significant
-from examples.lora_agnews import backbone, data, train
+from examples.lora_agnews import backbone, data, experiment, train
+from examples.lora_agnews.__main__ import configured, parser
 from examples.lora_agnews.config import CLASSES, PAPER, Config
 from examples.lora_agnews.methods import METHODS
 from examples.lora_agnews.record import PHASES, Recorder
 from examples.lora_agnews.stream import Split
-
-from . import peaks
 
 TASKS = 3
 
@@ -34,46 +34,45 @@ class Meter(Recorder):
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)
-        self.peak_bytes: dict[str, int] = defaultdict(int)
+        self.peak_bytes: dict[str, float] = defaultdict(float)
 
     def turn(self, phase: str | None) -> None:
-        """Time another part of the step, and note the most memory that the one before took."""
-        if self.phase is not None:
-            self.peak_bytes[self.phase] = max(self.peak_bytes[self.phase], peaks.peak(self.device) or 0)
+        """Time another part of the step, and note the most memory that the one before took.
+
+        That is of tensors on a CUDA device, else of the process, where Linux tells.
+        """
+        cuda = self.device.type == "cuda"
+        with suppress(OSError):
+            if self.phase is not None:
+                most = torch.cuda.max_memory_allocated(self.device) if cuda else peaks.status("VmHWM")
+                self.peak_bytes[self.phase] = max(self.peak_bytes[self.phase], most)
         super().turn(phase)
-        peaks.restart(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device) if cuda else peaks.forget()
 
     def _due(self, interval: int) -> bool:
         return False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a table; return 0, or 2 if the data or the backbone cannot be read."""
-    parser = ArgumentParser("python -m examples.study.one_step", description=__doc__)
-    parser.add_argument("--backbone", default=PAPER.backbone, help="as for examples.lora_agnews")
-    parser.add_argument("--data", type=Path, help="as for examples.lora_agnews")
-    parser.add_argument("--rows", type=int, default=PAPER.batch_size, help="rows of a batch, and of a memory")
-    parser.add_argument("--microbatch", type=int, default=PAPER.microbatch, help="rows in one forward pass")
-    parser.add_argument("--max-length", type=int, default=PAPER.max_length, help="tokens of every row")
-    parser.add_argument("--methods", default=",".join(PAPER.methods), help="with commas between")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    given = parser.parse_args(arguments)
-    try:
-        shape = dict.fromkeys(("batch_size", "per_task", "sample_size"), given.rows)
-        others = {name: getattr(given, name) for name in ("microbatch", "max_length", "device")}
-        config = replace(PAPER, methods=tuple(given.methods.split(",")), **shape, **others)
-        folder = backbone.locate(given.backbone)
-        articles = data.load(given.data, "--data", [TASKS * given.rows * given.max_length] * 4)
-    except SetupError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1 if config.device == "cpu" else threads)  # as in the experiment
-    parts = [f"{phase.capitalize()} ({unit})" for unit in ("s", "GiB") for phase in PHASES]
-    rows = [measured(config, name, folder, long_rows(articles.texts, config)) for name in config.methods]
-    torch.set_num_threads(threads)
-    print(markdown_table(["Method", *parts], rows))
-    return 0
+    """Print a table; return the exit status, see `command.finish`."""
+    asked = parser("python -m examples.study.one_step", __doc__).parse_args(arguments)
+    given = vars(asked) | {"preset": "paper", "rows": None}
+    rows = asked.rows or PAPER.batch_size
+
+    def job() -> None:
+        config = replace(configured(given), batch_size=rows, per_task=rows, sample_size=rows)
+        config = replace(config, device=experiment.usable(config.device))
+        folder = backbone.locate(config.backbone)
+        articles = data.load(asked.data, "--data", [TASKS * rows * config.max_length] * 4)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1 if config.device == "cpu" else threads)  # as in the experiment
+        parts = [f"{phase.capitalize()} ({unit})" for unit in ("s", "GiB") for phase in PHASES]
+        texts = long_rows(articles.texts, config)
+        lines = [measured(config, name, folder, texts) for name in config.methods]
+        torch.set_num_threads(threads)
+        print(markdown_table(["Method", *parts], lines))
+
+    return command.finish(job, Console(stderr=True))
 
 
 def long_rows(texts: Sequence[str], config: Config) -> list[str]:
@@ -99,7 +98,7 @@ def measured(config: Config, name: str, folder: Path, texts: Sequence[str]) -> l
     splits = [Split(tuple(texts[k * size : (k + 1) * size]), labels) for k in range(TASKS)]
     tasks = [backbone.encode(split, tokenizer, config) for split in splits]
     short = backbone.encode(Split(("News.",), (0,)), tokenizer, config)  # evaluation is not measured
-    learned = model, tasks, [short] * TASKS, lambda done, total, note: None
+    learned = model, tasks, [short] * TASKS
     meter = Meter(config, *learned, backbone.batch_loss, backbone.logits)
     train.learn(config, METHODS[name], 0, model, tasks, meter)
     found: dict[str, Any] = meter.result()

@@ -5,8 +5,6 @@ protocol on the small backbone, which is pretrained here. All options that are n
 examples.lora_agnews. Finished runs are kept.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -16,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from examples.common.command import SetupError
-from examples.common.drawing import save
 from examples.lora_agnews import __main__ as agnews
-from examples.lora_agnews import backbone, config, report
-from examples.study import paper_figures, paper_report, published
+from examples.lora_agnews import backbone, config, figures, report
+from examples.study import paper_report, published
 
 MEDIUM, VARIABLE = "gpt2-medium", "AGNEWS_BACKBONE"
 RUNS, OUT = Path("runs/study-paper"), Path("docs/results/study/paper")
@@ -87,9 +84,9 @@ def write(out: Path) -> None:
     given = results["config"]
     shape = f"{given['small_layers']} layers of width {given['small_width']}"
     name = f"GPT-2 of {shape}" if given["backbone"] == "small" else given["backbone"]
-    here = f"{name}, {results['environment'].get('gpu', given['device'].upper())}"
-    for drawing in paper_figures.FIGURES:
-        save(out / f"{drawing.__name__}.png", drawing, records, summary, here)
+    here = f"Here\n{name}, {results['environment'].get('gpu', given['device'].upper())}"
+    panels = {f"I-GEM paper\n{published.BACKBONE}": published.SUMMARY, here: summary}
+    figures.draw(records, panels, out)
     print(f"tables and figures are in {out}")
 
 

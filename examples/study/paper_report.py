@@ -1,8 +1,5 @@
 """The paper's two tables beside those of an experiment, what differs between them, and the paper's claims."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
 from typing import Any
 
 from ..common.metrics import METRICS
@@ -21,14 +18,16 @@ def markdown(results: Results, summary: Summary) -> str:
     config = results["config"]
     spread = f"Mean ± standard deviation over the seeds {', '.join(map(str, config['seeds']))}"
     same = "" if tuple(config["seeds"]) == published.SEEDS else "; the paper has others"
+    where = "paper", "here"
+    columns = ("average_accuracy", 100, 2), ("seconds_per_projection", 1e3, None)
     accuracy = ["Method", "AvgAcc (%), paper", "AvgAcc (%), here", "Projection (ms), paper", "here"]
-    transfer = ["Method", *(f"{name}, {where}" for name in ("BWT", "FWT", "Forgetting") for where in WHERE)]
+    transfer = ["Method", *(f"{name}, {one}" for name in ("BWT", "FWT", "Forgetting") for one in where)]
     parts = [
         f"{spread}{same}. Projection: mean time of one, without constraint gradients. A dash: not in the "
         "paper, or no projection.",
-        markdown_table(accuracy, accuracy_rows(summary)),
+        markdown_table(accuracy, _rows(summary, *columns)),
         f"{spread}{same}.",
-        markdown_table(transfer, transfer_rows(summary)),
+        markdown_table(transfer, _rows(summary, *((name, 1, 3) for name in list(METRICS)[1:]))),
         "What the paper concludes from its tables, and the same here: differences in AvgAcc are paired over "
         "the seeds, with the 95 % interval of Student's t; ratios are of means.",
         markdown_table(["Conclusion", "Paper", "Here"], claim_rows(results, summary)),
@@ -38,52 +37,25 @@ def markdown(results: Results, summary: Summary) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-WHERE = ("paper", "here")
-
-
-def accuracy_rows(summary: Summary) -> list[list[str]]:
-    """Return the paper's first table: final accuracy and time of a projection."""
-    return [
-        [
-            METHODS[name].title,
-            *(_cell(found, name, "average_accuracy", 100, 2) for found in (published.SUMMARY, summary)),
-            *(_cell(found, name, "seconds_per_projection", 1e3) for found in (published.SUMMARY, summary)),
-        ]
-        for name in summary
-    ]
-
-
-def transfer_rows(summary: Summary) -> list[list[str]]:
-    """Return the paper's second table: BWT, FWT and forgetting."""
-    _, *metrics = METRICS
-    both = published.SUMMARY, summary
-    return [
-        [METHODS[name].title, *(_cell(found, name, metric, 1, 3) for metric in metrics for found in both)]
-        for name in summary
-    ]
-
-
 def claim_rows(results: Results, summary: Summary) -> list[list[str]]:
     """Return the paper's conclusions in numbers, and differences that it has not measured."""
     runs: Runs = {name: [run for run in results["runs"] if run["method"] == name] for name in summary}
+    pairs = [("igem", "gem"), ("igem", "agem"), ("gem", "agem"), ("gem-step", "gem"), ("replay", "gem")]
     found = []
-    for name, other in (
-        ("igem", "gem"),
-        ("igem", "agem"),
-        ("gem", "agem"),
-        ("gem-step", "gem"),
-        ("replay", "gem"),
-        ("gem", "plain"),
-    ):
+    for name, other in [*pairs, ("gem", "plain")]:
         difference = paired(runs.get(name, []), runs.get(other, []), average_accuracy)
         if difference is not None:
-            text = f"{100 * difference.mean:+.2f} ± {100 * difference.half:.2f}"
+            there = [published.SUMMARY[one] for one in (name, other) if one in published.SUMMARY]
+            means = [of["average_accuracy"]["mean"] for of in there]
             what = f"AvgAcc, {METHODS[name].title} minus {METHODS[other].title} (points)"
-            found.append([what, _published_difference(name, other), text])
+            here = f"{100 * difference.mean:+.2f} ± {100 * difference.half:.2f}"
+            found.append([what, f"{100 * (means[0] - means[1]):+.2f}" if len(means) == 2 else "-", here])
     for name, other in (("gem", "igem"), ("igem", "agem")):
         if name in summary and other in summary:
+            both = (published.SUMMARY, summary)
+            times = [[of[one]["seconds_per_projection"]["mean"] for one in (name, other)] for of in both]
             what = f"Time of a projection, {METHODS[name].title} over {METHODS[other].title}"
-            found.append([what, _ratio(published.SUMMARY, name, other), _ratio(summary, name, other)])
+            found.append([what, *(significant(one / two, 2) for one, two in times)])
     return found
 
 
@@ -114,28 +86,21 @@ def difference_rows(results: Results) -> list[list[str]]:
         ],
         ["Memory", "balance over labels advised, not said whether so", "balanced over the labels of a task"],
         ["Optimizer", "AdamW as an example, weight decay not given", "AdamW, weight decay 0.01"],
-        [
-            "FWT",
-            "baseline: accuracy at random initialization",
-            "the same run's accuracy before training",
-        ],
+        ["FWT", "baseline: accuracy at random initialization", "the same run's accuracy before training"],
         ["Standard deviation", "not said which", "of a sample (n - 1)"],
     ]
 
 
-def _cell(
-    summary: Mapping[str, Any], name: str, number: str, scale: float, decimals: int | None = None
-) -> str:
-    return plus_minus(summary[name][number], scale, decimals) if name in summary else "-"
-
-
-def _published_difference(name: str, other: str) -> str:
-    one, two = published.SUMMARY.get(name), published.SUMMARY.get(other)
-    if one is None or two is None:
-        return "-"
-    return f"{100 * (one['average_accuracy']['mean'] - two['average_accuracy']['mean']):+.2f}"
-
-
-def _ratio(summary: Mapping[str, Any], name: str, other: str) -> str:
-    one, two = (summary[method]["seconds_per_projection"]["mean"] for method in (name, other))
-    return significant(one / two, 2)
+def _rows(summary: Summary, *columns: tuple[str, float, int | None]) -> list[list[str]]:
+    """Return numbers of each method, in a unit and with so many decimals, as published and as found here."""
+    return [
+        [
+            METHODS[name].title,
+            *(
+                plus_minus(found[name][number], scale, decimals) if name in found else "-"
+                for number, scale, decimals in columns
+                for found in (published.SUMMARY, summary)
+            ),
+        ]
+        for name in summary
+    ]

@@ -1,14 +1,12 @@
 """Methods that keep no examples: they hold weights that mattered near their old values."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from examples.common.batch import rows
 
 from .learners import Learner, Setup
-from .stream import Batch
+from .streams import Batch
 
 
 class Penalty(Learner):

@@ -1,7 +1,5 @@
 """What is to be run: settings are tuned on some seeds, and reported on others."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import mean
@@ -84,16 +82,8 @@ def tune(
 ) -> tuple[list[Point], Point | None]:
     """Return the settings to try as far as they are known, and the best one; None until all have results.
 
-    First all rates at the grid's middle value, then its other values at the best rate.
-
-    Parameters
-    ----------
-    make : callable
-        Of rate, knob, seed and phase; returns a run.
-    rates, grid : sequence of numbers
-    score : callable
-        Of a record; the mean over the tuning seeds is to be high.
-    results : Results
+    First all rates at the grid's middle value, then its other values at the best rate. Runs are made of rate,
+    knob, seed and phase; the mean score of their records over the tuning seeds is to be high.
     """
 
     def best(tried: Sequence[Point]) -> Point | None:

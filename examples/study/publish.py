@@ -1,15 +1,13 @@
 """Tables and figures of a stream, from the runs that are there."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..common.drawing import save
-from . import across, compare, figures, plan, report
-from .compare import Record
+from . import compare, figures, plan, report
+from .compare import Found, Record
 from .results import Results, results_of
-from .settings import BASIC, BUDGETS, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS, Method
+from .settings import BASIC, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS
 
 OVER_STREAM = ("plain", "agem", "gem", "gem-tolerance", "gpm", "replay", "der", "gem-weight", "gem-kl")
 COSTS = ("replay", "replay-4", "replay-all", "agem", "igem3", "gem", "gem-weight", *LADDERS[1][1:])
@@ -24,99 +22,91 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{stream}.md"]
     written[0].write_text(page(stream, records), encoding="utf-8")
-    runs = compare.reported(records, METHODS)
-    times = compare.timed(runs, records)
-    main = {name: runs[name] for name in named(stream) if name in runs}
-    with_same = {name: runs[name] for name in runs if name in main or name in SAME}
-    ladders = [[name for name in ladder if name in times] for ladder in LADDERS]
-    kept = [one | {"method": METHODS[one["method"]].like or one["method"]} for one in stored(runs)]
+    found = compare.found_in(records, METHODS)
+    main = found.only(named(stream))
+    with_same = found.only(name for name in found.runs if name in main.runs or name in SAME)
+    ladders = [[name for name in ladder if name in found.runs] for ladder in LADDERS]
+    # All policies and sizes of the memory, with the methods that they vary.
+    sizes = dict.fromkeys(name for one in MEMORIES for name in (METHODS[one].like, one))
+    stored = [
+        run | {"method": METHODS[name].like or name} for name in sizes for run in found.runs.get(name, [])
+    ]
     for name, drawing, needed, what in (
-        ("cost", figures.accuracy_and_cost, "plain", (main, METHODS, times)),
-        ("stream", figures.accuracy_over_stream, "plain", (main, METHODS, OVER_STREAM)),
-        ("differences", figures.paired_differences, "replay", (with_same, METHODS)),
-        ("exact", figures.after_each_task, EXACT, (runs, METHODS, EXACT, SHORTCUTS)),
-        ("rows", figures.ladders, LADDERS[1][1], (runs, METHODS, times, ladders)),
-        ("memory", figures.memory, next(iter(MEMORIES)), (kept, METHODS)),
+        ("cost", figures.accuracy_and_cost, "plain", (main,)),
+        ("stream", figures.accuracy_over_stream, "plain", (main, OVER_STREAM)),
+        ("differences", figures.paired_differences, "replay", (with_same,)),
+        ("exact", figures.after_each_task, EXACT, (found, EXACT, SHORTCUTS)),
+        ("rows", figures.ladders, LADDERS[1][1], (found, ladders)),
+        ("memory", figures.memory, next(iter(MEMORIES)), (stored,)),
     ):
-        if needed in runs and len(main) > 1:
-            written.append(folder / f"{stream}-{name}.png")
-            save(written[-1], drawing, *what)
+        if needed in found.runs and len(main.runs) > 1:
+            written.append(save(folder / f"{stream}-{name}.png", drawing, *what))
     return written
 
 
 def page(stream: str, records: Sequence[Record]) -> str:
-    """Return all tables of a stream: of the methods, and of what varies them."""
-    parts = [report.page(records, named(stream))]
-    runs = compare.reported(records, METHODS)
-    times = compare.timed(runs, records)
-    if EXACT in runs and set(SHORTCUTS) & set(runs):
-        parts.append(report.after_each_task(runs, METHODS, EXACT, SHORTCUTS))
-    for names, timed in ((SAME, None), (CHEAPER, times), (MEMORIES, None)):
-        if set(names) & set(runs):
-            parts.append(report.variants(runs, METHODS, names, timed))
-    if all(name in runs for ladder in LADDERS for name in ladder):
-        parts.append(report.equal_time(runs, times, METHODS, LADDERS, BUDGETS))
+    """Return all tables of a stream, each below its caption: of the methods, and of what varies them."""
+    found, names = compare.found_in(records, METHODS), named(stream)
+    main = found.only(names)
+    parts = [report.accuracy(main), report.cost(main), report.promises(main)] if main.runs else []
+    parts += [report.differences(main, baseline) for baseline in ("replay", "gem") if baseline in main.runs]
+    if missing := [METHODS[name].title for name in names if name not in main.runs]:
+        parts.append(f"No reported runs yet: {', '.join(missing)}.")
+    if EXACT in found.runs and set(SHORTCUTS) & set(found.runs):
+        parts.append(report.after_each_task(found, EXACT, SHORTCUTS))
+    for varied in (SAME, CHEAPER, MEMORIES):
+        if set(varied) & set(found.runs):
+            parts.append(report.variants(found, varied, timed=varied is CHEAPER))
+    if all(name in found.runs for ladder in LADDERS for name in ladder):
+        parts.append(report.equal_time(found))
     full, *others = LADDERS[1]
-    if full in times and (cheaper := [name for name in others if name in times]):
-        parts.append(report.cheapest(runs, times, METHODS, cheaper, full))
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    if full in found.runs and (cheaper := [name for name in others if name in found.runs]):
+        parts.append(report.cheapest(found, cheaper, full))
+    return "\n\n".join(parts) + "\n"
 
 
-def named(stream: str) -> dict[str, Method]:
+def named(stream: str) -> list[str]:
     """Return the methods of a stream that do not merely vary others in settings, examples, age or memory."""
-    vary = {*SAME, *CHEAPER, *MEMORIES}
-    return {name: METHODS[name] for name in STREAMS[stream].methods if name not in vary}
-
-
-def stored(runs: Mapping[str, list[Record]]) -> list[Record]:
-    """Return the runs of all policies and sizes of the memory, with those of the methods they vary."""
-    names = dict.fromkeys(name for one in MEMORIES for name in (METHODS[one].like, one))
-    return [run for name in names for run in runs.get(name, [])]
+    return [name for name in STREAMS[stream].methods if name not in {*SAME, *CHEAPER, *MEMORIES}]
 
 
 def overview(folder: Path) -> dict[str, str]:
     """Return the tables over all streams, from the runs in a folder, by the name of their file."""
-    streams, times = {}, {}
+    streams: dict[str, Found] = {}
     for name, setting in STREAMS.items():
         records = plan.published(name, results_of(name, folder))
-        streams[setting.title] = runs = compare.reported(records, METHODS)
-        times[setting.title] = compare.timed(runs, records)
-    title = {name: method.title for name, method in METHODS.items()}
+        streams[setting.title] = compare.found_in(records, METHODS)
     others = [name for name in BASIC if name not in ("replay", "joint")]
-    varied = {title[name]: (name, METHODS[name].like) for name in CHEAPER}
+    varied = {METHODS[name].title: (name, METHODS[name].like) for name in CHEAPER}
     same = (
         "minus that of the same method with 10 (digits) or 16 (articles) fresh examples of each task a step."
     )
     tables = {
-        "projection": across.at_equal_settings(
+        "projection": report.at_equal_settings(
             "GEM with a weight minus replay at the same learning rate and weight.",
             streams,
             "gem-weight",
-            ("replay", *SAME),
+            ["replay", *SAME],
         ),
-        "exactness": across.differences(
+        "exactness": report.over_streams(
             "Final average accuracy of exact GEM minus that of others.",
             streams,
-            {title[name]: (EXACT, name) for name in SHORTCUTS},
+            {METHODS[name].title: (EXACT, name) for name in SHORTCUTS},
+            turned=False,
         ),
-        "replay": across.differences(
+        "replay": report.over_streams(
             "Final average accuracy minus that of replay.",
             streams,
-            {title[name]: (name, "replay") for name in others},
-            turned=True,
+            {METHODS[name].title: (name, "replay") for name in others},
         ),
-        "cost": across.relative_times(
+        "cost": report.relative_times(
             "Time of a step in plain steps: means over two seeds and all steps after the first task.",
-            times,
-            {name: title[name] for name in COSTS},
-        ),
-        "rows": across.differences(f"Final average accuracy {same}", streams, varied, turned=True),
-        "rows-lowest": across.differences(
-            f"Lowest accuracy of past tasks {same}",
             streams,
-            varied,
-            compare.lowest_past_accuracy,
-            turned=True,
+            COSTS,
+        ),
+        "rows": report.over_streams(f"Final average accuracy {same}", streams, varied),
+        "rows-lowest": report.over_streams(
+            f"Lowest accuracy of past tasks {same}", streams, varied, compare.lowest_past_accuracy
         ),
     }
     return {f"overview-{name}.md": text + "\n" for name, text in tables.items()}

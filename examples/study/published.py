@@ -1,7 +1,5 @@
 """The numbers of the I-GEM paper: the two tables of its results, and the settings it states."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from ..common.metrics import METRICS

@@ -3,25 +3,25 @@
 Its accuracies mean nothing. Time, memory and d are those of the real one.
 """
 
-from __future__ import annotations
-
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast, PreTrainedTokenizerFast
 
+from examples.common import command
 from examples.common.command import SetupError
-from examples.lora_agnews import backbone, data, pretrain
+from examples.lora_agnews import backbone, data, small
 
 VOCABULARY, CONTEXT, HEAD = 50_257, 1_024, 64  # GPT-2's: tokens, positions, width of an attention head
 SEED = 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the model and its tokenizer; return 0, or 2 if the data or the tokenizer cannot be read."""
+    """Write the model and its tokenizer; return the exit status, see `command.finish`."""
     parser = ArgumentParser("python -m examples.study.random_backbone", description=__doc__)
     parser.add_argument("folder", type=Path, help="where to write it: then --backbone FOLDER takes it")
     parser.add_argument("--layers", type=int, default=24, help="default 24")
@@ -30,23 +30,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--tokenizer",
         type=Path,
         help="folder with vocab.json and merges.txt of GPT-2; without it, a vocabulary of the same size is "
-        "learned from the articles",
+        "learned from the articles, if they have that many different parts",
     )
-    parser.add_argument("--data", type=Path, help="as for examples.lora_agnews, default a generated corpus")
     given = parser.parse_args(arguments)
     if given.layers < 1 or given.width < HEAD or given.width % HEAD:
         parser.error(f"--layers must be at least 1 and --width a multiple of {HEAD}")
-    try:
+
+    def job() -> None:
         backbone.quiet()
-        tokenizer = gpt2_tokenizer(given.tokenizer) if given.tokenizer else learned_tokenizer(given.data)
-    except SetupError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    model = random_model(given.layers, given.width, tokenizer)
-    model.save_pretrained(given.folder)
-    tokenizer.save_pretrained(given.folder)
-    print(f"{model.num_parameters():,} random weights and {len(tokenizer):,} tokens in {given.folder}")
-    return 0
+        if given.tokenizer:
+            tokenizer = gpt2_tokenizer(given.tokenizer)
+        else:
+            texts = data.load(None, "--data", [1_000] * 4).texts
+            tokenizer = small.train_tokenizer(texts, VOCABULARY)
+        model = random_model(given.layers, given.width, tokenizer)
+        model.save_pretrained(given.folder)
+        tokenizer.save_pretrained(given.folder)
+        print(f"{model.num_parameters():,} random weights and {len(tokenizer):,} tokens in {given.folder}")
+
+    return command.finish(job, Console(stderr=True))
 
 
 def gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -55,12 +57,6 @@ def gpt2_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         if not (folder / name).is_file():
             raise SetupError(f"--tokenizer {folder} holds no {name}")
     return GPT2TokenizerFast.from_pretrained(folder)
-
-
-def learned_tokenizer(folder: Path | None) -> PreTrainedTokenizerFast:
-    """Learn a tokenizer from articles, of GPT-2's size if they have that many different parts."""
-    texts = data.read_csv(folder / "train.csv")[0] if folder else data.generate([1_000] * 4)[0]
-    return pretrain.train_tokenizer(texts, VOCABULARY)
 
 
 def random_model(layers: int, width: int, tokenizer: PreTrainedTokenizerFast) -> GPT2LMHeadModel:

@@ -1,18 +1,21 @@
-"""The study's tables, as text in Markdown."""
-
-from __future__ import annotations
+"""The study's tables, as text in Markdown: of one stream, and over all of them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
 
 from ..common.metrics import mean_std
 from ..common.tables import difference, markdown_table, plus_minus
 from . import compare
-from .compare import Measure, Record, Runs
+from .compare import Found, Interval, Measure, Record, Runs
+from .results import setting_of
+from .settings import BUDGETS, LADDERS, METHODS
 
 SPREAD = "Mean ± sample standard deviation (n - 1) over the seeds, whose number stands beside the method."
+OVER_STREAMS = (
+    "Percentage points, paired over the seeds: mean ± half of the 95 % interval of Student's t, bold "
+    "where it excludes zero, as one interval in twenty does by chance."
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class Column:
     decimals: int | None = None  # None: significant digits
     ordered: bool = True
 
-    def cell(self, runs: Sequence[Record], joint: bool) -> str:
+    def cell(self, runs: Sequence[Record], joint: bool = False) -> str:
         """Return mean ± standard deviation, and from how many runs if some have no such number."""
         if joint and self.ordered:
             return "-"
@@ -36,16 +39,6 @@ class Column:
         values = [value for value in found if value is not None and isfinite(value)]
         text = plus_minus(mean_std(values), self.scale, self.decimals)
         return text if len(values) in (0, len(runs)) else f"{text} ({len(values)} of {len(runs)} seeds)"
-
-
-ACCURACY = [
-    Column("AvgAcc (%)", compare.average_accuracy, 100, 1, ordered=False),
-    Column("BWT", compare.backward_transfer, 1, 3),
-    Column("FWT", lambda run: run["metrics"]["forward_transfer"], 1, 3),
-    Column("Forgetting", lambda run: run["metrics"]["forgetting"], 1, 3),
-    Column("Last task (%)", compare.last_accuracy, 100, 1, ordered=False),
-    Column("Lowest of past tasks (%)", compare.lowest_past_accuracy, 100, 1),
-]
 
 
 def _spent(part: str) -> Measure:
@@ -58,14 +51,19 @@ def _checked(what: str, number: str) -> Measure:
     return lambda run: (run["guarantee"][what] or {}).get(number)
 
 
-PARTS = {
-    "Batch": "batch",
-    "Constraint gradients": "constraints",
-    "Projection": "projection",
-    "Optimizer": "optimizer",
-}
+ACCURACY = [
+    Column("AvgAcc (%)", compare.average_accuracy, 100, 1, ordered=False),
+    Column("BWT", compare.backward_transfer, 1, 3),
+    Column("FWT", lambda run: run["metrics"]["forward_transfer"], 1, 3),
+    Column("Forgetting", lambda run: run["metrics"]["forgetting"], 1, 3),
+    Column("Last task (%)", compare.last_accuracy, 100, 1, ordered=False),
+    Column("Lowest of past tasks (%)", compare.lowest_past_accuracy, 100, 1),
+]
 COST = [
-    *(Column(head, _spent(part), 1e3, ordered=False) for head, part in PARTS.items()),
+    Column("Batch", _spent("batch"), 1e3, ordered=False),
+    Column("Constraint gradients", _spent("constraints"), 1e3, ordered=False),
+    Column("Projection", _spent("projection"), 1e3, ordered=False),
+    Column("Optimizer", _spent("optimizer"), 1e3, ordered=False),
     Column("Whole step", compare.seconds_per_step, 1e3, ordered=False),
 ]
 MEMORY = Column("Memory (kB)", lambda run: run["bytes"], 1e-3)
@@ -84,60 +82,30 @@ DIFFERENCES = {
 }
 
 
-def page(
-    records: Iterable[Record],
-    methods: Mapping[str, Any],
-    baselines: Sequence[str] = ("replay", "gem"),
-) -> str:
-    """Return all tables of a stream, each below its caption.
-
-    Parameters
-    ----------
-    records : iterable of dict
-        Runs, of which the reported ones are taken.
-    methods : mapping
-        By key, in the order of the rows: objects with `title`, `knob`, the name of the main knob or "", and
-        `joint`, whether all tasks are learned at once.
-    baselines : sequence of str
-        Keys of the methods that the others are compared with.
-    """
-    records = list(records)
-    runs = compare.reported(records, methods)
-    times = compare.timed(runs, records)
-    parts = [accuracy(runs, methods), cost(times, methods), promises(runs, methods)] if runs else []
-    parts += [differences(runs, methods, baseline) for baseline in baselines if baseline in runs]
-    missing = [method.title for name, method in methods.items() if name not in runs]
-    if missing:
-        parts.append(f"No reported runs yet: {', '.join(missing)}.")
-    return "\n\n".join(parts) + "\n"
-
-
-def accuracy(runs: Runs, methods: Mapping[str, Any]) -> str:
+def accuracy(found: Found) -> str:
     """Return the table of what is known after the stream, and on the way."""
     caption = (
         "Accuracy. Setting: learning rate and main knob, chosen on other seeds. Lowest of past tasks: the "
         "lowest accuracy of a task at any measured time after it was learned, mean over all but the last."
     )
-    settings = [_setting(methods[name], found[0]) for name, found in runs.items()]
-    return _table(caption, runs, methods, ACCURACY, {"Setting": settings})
+    settings = [setting_of(METHODS[name], run["lr"], run["knob"]) for name, [run, *_] in found.runs.items()]
+    return _table(caption, found.runs, ACCURACY, Setting=settings)
 
 
-def cost(runs: Runs, methods: Mapping[str, Any], plain: str = "plain") -> str:
+def cost(found: Found) -> str:
     """Return the table of what a step and the memory cost."""
     caption = (
         "Cost: milliseconds per step by part, means over all steps after the first task. Batch includes the "
         "replayed examples."
     )
     columns = list(COST)
-    if plain in runs:
-        caption += f" Relative: whole step over the mean whole step of {methods[plain].title}."
-        columns.append(
-            Column("Relative", compare.seconds_per_step, 1 / compare.mean_step(runs[plain]), 2, False)
-        )
-    return _table(caption, runs, methods, [*columns, MEMORY])
+    if "plain" in found.runs:
+        caption += f" Relative: whole step over the mean whole step of {METHODS['plain'].title}."
+        columns.append(Column("Relative", compare.seconds_per_step, 1 / found.step("plain"), 2, False))
+    return _table(caption, found.times, [*columns, MEMORY])
 
 
-def promises(runs: Runs, methods: Mapping[str, Any]) -> str:
+def promises(found: Found) -> str:
     """Return the table of whether steps raise the loss of past tasks."""
     caption = (
         "Promises: share of measured steps with cos(g_k, v) < -0.001 for some stored task k, where v is the "
@@ -145,136 +113,168 @@ def promises(runs: Runs, methods: Mapping[str, Any]) -> str:
         "step in a run; and by how much the loss on the stored examples has risen at the end since they were "
         "stored. Runs that have diverged have no such rise."
     )
-    return _table(caption, runs, methods, PROMISES)
+    return _table(caption, found.runs, PROMISES)
 
 
-def differences(runs: Runs, methods: Mapping[str, Any], baseline: str = "replay") -> str:
+def differences(found: Found, baseline: str) -> str:
     """Return the table of differences to a baseline, paired over the seeds that both have."""
     caption = (
-        f"Method minus {methods[baseline].title}, in percentage points, paired over the seeds of both: "
+        f"Method minus {METHODS[baseline].title}, in percentage points, paired over the seeds of both: "
         "mean and 95 % interval of Student's t, bold where it excludes zero, as one interval in twenty does "
         "by chance. Higher is better in all columns."
     )
     rows = []
-    for name in (name for name in runs if name != baseline and not methods[name].joint):
-        found = [compare.paired(runs[name], runs[baseline], measure) for measure in DIFFERENCES.values()]
-        seeds = str(found[0].n) if found[0] else "0"
-        rows.append([methods[name].title, seeds, *map(difference, found)])
+    for name in (name for name in found.runs if name != baseline and not METHODS[name].joint):
+        cells = [found.minus(name, baseline, measure) for measure in DIFFERENCES.values()]
+        rows.append([METHODS[name].title, str(cells[0].n if cells[0] else 0), *map(difference, cells)])
     return f"{caption}\n\n{markdown_table(['Method', 'Seeds', *DIFFERENCES], rows)}"
 
 
-def after_each_task(runs: Runs, methods: Mapping[str, Any], reference: str, others: Iterable[str]) -> str:
+def after_each_task(found: Found, reference: str, others: Iterable[str]) -> str:
     """Return the table of the differences to other methods after each task: from how many on they matter."""
-    title, tasks = methods[reference].title, len(runs[reference][0]["boundaries"])
     caption = (
-        f"{title} minus others after each task from the second on: mean accuracy over the tasks learned so "
-        "far, in percentage points, paired over the seeds, with 95 % interval, bold where it excludes zero."
+        f"{METHODS[reference].title} minus others after each task from the second on: mean accuracy over the "
+        "tasks learned so far, in percentage points, paired over the seeds, with 95 % interval, bold where "
+        "it excludes zero."
     )
+    counts = range(2, len(found.runs[reference][0]["boundaries"]) + 1)
     rows = []
-    for name in (name for name in others if name in runs):
-        cells = (compare.paired(runs[reference], runs[name], compare.after(k)) for k in range(2, tasks + 1))
-        rows.append([methods[name].title, *map(difference, cells)])
-    head = ["Other method", *(f"{k} tasks" for k in range(2, tasks + 1))]
-    return f"{caption}\n\n{markdown_table(head, rows)}"
+    for name in (name for name in others if name in found.runs):
+        cells = (found.minus(reference, name, compare.after(k)) for k in counts)
+        rows.append([METHODS[name].title, *map(difference, cells)])
+    return f"{caption}\n\n{markdown_table(['Other method', *(f'{k} tasks' for k in counts)], rows)}"
 
 
-def variants(runs: Runs, methods: Mapping[str, Any], names: Iterable[str], times: Runs | None = None) -> str:
-    """Return the table of methods that vary others, each compared with the one that it varies.
-
-    With `times`, it has the time of a step, too.
-    """
+def variants(found: Found, names: Iterable[str], timed: bool = False) -> str:
+    """Return the table of methods that vary others, each compared with the one that it varies."""
     caption = (
         "Variants, with the learning rate and the knob of the method that they vary, the line above each "
         "group. Minus it: differences in percentage points, paired over the seeds, with 95 % interval, bold "
-        "where it excludes zero."
+        "where it excludes zero." + " Whole step: milliseconds." * timed
     )
-    columns = [(ACCURACY[0], runs), *([(COST[-1], times)] if times else [])]
-    caption += " Whole step: milliseconds." if times else ""
+    heads = ["AvgAcc", "Lowest of past tasks"]
+    columns = [(ACCURACY[0], found.runs), (COST[-1], found.times)][: 1 + timed]
     rows: list[list[str]] = []
-    shown = [name for name in names if name in runs and methods[name].like in runs]
-    for base in dict.fromkeys(methods[name].like for name in shown):
-        for name in (base, *(name for name in shown if methods[name].like == base)):
-            pair = runs[name], runs[base]
-            found = (compare.paired(*pair, measure) for measure in VARIED)
-            minus = ["" for _ in VARIED] if name == base else [difference(one) for one in found]
-            cells = [column.cell(source[name], False) for column, source in columns]
-            rows.append([methods[name].title, str(len(runs[name])), *cells, *minus])
-    head = ["Method", "Seeds", *(column.head for column, _ in columns)]
-    head += ["AvgAcc minus it", "Lowest of past tasks minus it"]
+    shown = [name for name in names if name in found.runs and METHODS[name].like in found.runs]
+    for base in dict.fromkeys(METHODS[name].like for name in shown):
+        for name in (base, *(name for name in shown if METHODS[name].like == base)):
+            minus = [difference(found.minus(name, base, DIFFERENCES[head])) for head in heads]
+            cells = [column.cell(source[name]) for column, source in columns]
+            counted = [METHODS[name].title, str(len(found.runs[name]))]
+            rows.append([*counted, *cells, *(["", ""] if name == base else minus)])
+    head = [
+        "Method",
+        "Seeds",
+        *(column.head for column, _ in columns),
+        *(f"{head} minus it" for head in heads),
+    ]
     return f"{caption} {SPREAD}\n\n{markdown_table(head, rows)}"
 
 
-VARIED = (compare.average_accuracy, compare.lowest_past_accuracy)
-
-
-def equal_time(
-    runs: Runs,
-    times: Runs,
-    methods: Mapping[str, Any],
-    ladders: Sequence[Sequence[str]],
-    budgets: Iterable[float],
-    plain: str = "plain",
-) -> str:
+def equal_time(found: Found) -> str:
     """Return the table of what methods reach with the same time per step.
 
     Each ladder holds a method with more and fewer examples; of each the step that takes the longest within
     the budget is taken, whatever it reaches.
     """
-    heads = [methods[ladder[0]].title for ladder in ladders]
+    heads = [METHODS[ladder[0]].title for ladder in LADDERS]
     caption = (
         f"The same time per step: of {' and of '.join(heads)} with more or fewer examples, or rows that are "
         "kept for some steps, what takes the longest within the budget. No choice by results. AvgAcc in "
         f"percent; {heads[1]} minus {heads[0]}: paired over the seeds, with 95 % interval."
     )
-    unit, rows = compare.mean_step(times[plain]), []
-    for budget in budgets:
-        taken = [compare.longest_within(times, ladder, budget * unit) for ladder in ladders]
-        cells = []
-        for name in taken:
-            cost = f"{compare.mean_step(times[name]) / unit:.2f}" if name else ""
-            cells += [methods[name].title, cost, ACCURACY[0].cell(runs[name], False)] if name else ["-"] * 3
-        first, second = (runs.get(name or "", []) for name in taken)
-        both = compare.paired(second, first, compare.average_accuracy)
-        rows.append([f"{budget:g}", *cells, difference(both)])
+    unit, rows = found.step("plain"), []
+    for budget in BUDGETS:
+        first, second = (compare.longest_within(found.times, ladder, budget * unit) for ladder in LADDERS)
+        row = [f"{budget:g}"]
+        for name in (first, second):
+            taken = [METHODS[name].title, f"{found.step(name) / unit:.2f}"] if name else ["-", "-"]
+            row += [*taken, ACCURACY[0].cell(found.runs[name]) if name else "-"]
+        rows.append([*row, difference(found.minus(second or "", first or ""))])
     columns = [cell for head in heads for cell in (head, "takes", "AvgAcc")]
     return f"{caption}\n\n{markdown_table(['Budget (plain steps)', *columns, 'Difference'], rows)}"
 
 
-def cheapest(
-    runs: Runs, times: Runs, methods: Mapping[str, Any], names: Sequence[str], reference: str
-) -> str:
+def cheapest(found: Found, names: Sequence[str], reference: str) -> str:
     """Return a sentence on the cheapest of some methods that is within noise of a reference."""
-    full = methods[reference].title
-    name = compare.cheapest_within_noise(runs, times, names, reference)
+    full = METHODS[reference].title
+    name = compare.cheapest_within_noise(found.runs, found.times, names, reference)
     if name is None:
-        return f"None of {', '.join(methods[name].title for name in names)} is within noise of {full}."
-    found = compare.paired(runs[name], runs[reference], compare.average_accuracy)
-    ms = 1e3 * compare.mean_step(times[name]), 1e3 * compare.mean_step(times[reference])
+        return f"None of {', '.join(METHODS[name].title for name in names)} is within noise of {full}."
     return (
-        f"The cheapest within noise of {full} is {methods[name].title}: {ms[0]:.3g} ms per step against "
-        f"{ms[1]:.3g}, AvgAcc {difference(found)} points. Within noise means that the 95 % interval of the "
-        "paired difference includes zero or lies above."
+        f"The cheapest within noise of {full} is {METHODS[name].title}: {1e3 * found.step(name):.3g} ms per "
+        f"step against {1e3 * found.step(reference):.3g}, AvgAcc {difference(found.minus(name, reference))} "
+        "points. Within noise means that the 95 % interval of the paired difference includes zero or lies "
+        "above."
     )
 
 
-def _table(
+def over_streams(
     caption: str,
-    runs: Runs,
-    methods: Mapping[str, Any],
-    columns: Sequence[Column],
-    text: Mapping[str, Sequence[str]] | None = None,
+    streams: Mapping[str, Found],
+    pairs: Mapping[str, tuple[str, str]],
+    measure: Measure = compare.average_accuracy,
+    turned: bool = True,
 ) -> str:
+    """Return the table of methods minus others, as far as there are runs of both.
+
+    `pairs` has the keys of a method and of the one to subtract, by what their line is called. Where the table
+    is `turned`, a stream has a column and a pair a row.
+    """
+    known = [found.runs.keys() for found in streams.values()]
+    shown = {head: pair for head, pair in pairs.items() if any(set(pair) <= names for names in known)}
+    lines = [["Method" if turned else "Stream", "Seeds", *shown]]
+    for title, found in streams.items():
+        row = [found.minus(*pair, measure) for pair in shown.values()]
+        if any(row):
+            lines.append([title, *_cells(row)])
+    return _lines(f"{caption} {OVER_STREAMS}", lines, turned)
+
+
+def at_equal_settings(
+    caption: str, streams: Mapping[str, Found], method: str, baselines: Sequence[str]
+) -> str:
+    """Return the table of a method minus the baseline that has its learning rate and main setting."""
+    heads = ["AvgAcc", "Last task", "Lowest of past tasks"]
+    lines = [["Stream", "Rate", "Weight", "Seeds", *heads]]
+    for title, found in streams.items():
+        settings = {name: (run["lr"], run["knob"]) for name, [run, *_] in found.runs.items()}
+        alike = [name for name in baselines if name in settings and settings[name] == settings.get(method)]
+        if alike:
+            row = [found.minus(method, alike[0], DIFFERENCES[head]) for head in heads]
+            lines.append([title, *(f"{value:g}" for value in settings[method]), *_cells(row)])
+    return _lines(f"{caption} {OVER_STREAMS}", lines)
+
+
+def relative_times(caption: str, streams: Mapping[str, Found], names: Sequence[str]) -> str:
+    """Return the table of how long steps take, in plain steps, on the streams where they were timed alone."""
+    lines = [["Method", *(METHODS[name].title for name in names)]]
+    for title, found in streams.items():
+        alone = {name: found.step(name) for name, [run, *_] in found.times.items() if run["phase"] == "time"}
+        if "plain" in alone:
+            steps = (f"{alone[name] / alone['plain']:.1f}" if name in alone else "-" for name in names)
+            lines.append([title, *steps])
+    return _lines(caption, lines, turned=True)
+
+
+def _cells(row: Sequence[Interval | None]) -> list[str]:
+    """Return the number of seeds of differences, from the least to the largest, and the differences."""
+    counts = sorted({one.n for one in row if one})
+    seeds = " to ".join(map(str, counts[:: max(1, len(counts) - 1)]))
+    return [seeds, *(difference(one, brief=True) for one in row)]
+
+
+def _lines(caption: str, lines: list[list[str]], turned: bool = False) -> str:
+    head, *rows = [list(line) for line in zip(*lines, strict=True)] if turned else lines
+    return f"{caption}\n\n{markdown_table(head, rows)}"
+
+
+def _table(caption: str, runs: Runs, columns: Sequence[Column], **text: Sequence[str]) -> str:
     """Return a table of columns for all methods, with columns of text before the numbers."""
-    text = text or {}
     rows = [
-        [methods[name].title, str(len(found)), *(column[k] for column in text.values())]
-        + [column.cell(found, methods[name].joint) for column in columns]
+        [METHODS[name].title, str(len(found)), *(column[k] for column in text.values())]
+        + [column.cell(found, METHODS[name].joint) for column in columns]
         for k, (name, found) in enumerate(runs.items())
     ]
     head = ["Method", "Seeds", *text, *(column.head for column in columns)]
     return f"{caption} {SPREAD}\n\n{markdown_table(head, rows)}"
-
-
-def _setting(method: Any, record: Record) -> str:
-    knob = f", {method.knob} {record['knob']:g}" if method.knob and record["knob"] is not None else ""
-    return f"lr {record['lr']:g}{knob}"

@@ -1,14 +1,15 @@
 """Finished runs: one line of JSON for each, in a file that only grows."""
 
-from __future__ import annotations
-
 import json
 import os
+import platform
 from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from examples.common.command import SetupError
+from examples.common.workers import VERSIONS
 
 Record = dict[str, Any]
 
@@ -18,17 +19,8 @@ class Results:
 
     A line is either a record, with its key, or what the records after it have in common: versions, machine,
     hashes of data and backbone. A line that was cut off, because the process was killed or the disk was
-    full, has no end: it is removed, and its run is done again. Any other damage is an error.
-
-    Parameters
-    ----------
-    path : Path
-        The file, made with the first record.
-
-    Raises
-    ------
-    SetupError
-        For a line that is no record, with the file and the number of the line.
+    full, has no end: it is removed, and its run is done again. Any other damage is an error that names the
+    file and the line. The file is made with the first record.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,7 +72,36 @@ class Results:
             raise SetupError(f"{self.path} could not be written: {error.strerror}") from None
         self.records[record["key"]], self._about = record, about
 
+    def keep(self, run: Any, result: Record) -> None:
+        """Append the record of a run that has finished."""
+        self.add(run.record(result), result["about"])
+
 
 def results_of(stream: str, folder: Path) -> Results:
     """Return the finished runs of a stream."""
     return Results(folder / "runs" / f"{stream}.jsonl")
+
+
+def setting_of(method: Any, rate: float, knob: float | None) -> str:
+    """Return a learning rate and, where a method has one, its knob."""
+    return f"lr {rate:g}" + (f", {method.knob} {knob:g}" if method.knob and knob is not None else "")
+
+
+def numbers(run: Any, method: Any) -> Record:
+    """Return the learning rate, the knob, if the method has one, and the seed of a run."""
+    return {"lr": run.rate, "knob": run.knob if method.knob else None, "seed": run.seed}
+
+
+def origin(hashes: Mapping[str, str]) -> dict[str, Any]:
+    """Return what results depend on besides their settings."""
+    machine = {"machine": platform.processor() or platform.machine(), "system": platform.system()}
+    return {"versions": VERSIONS, "hashes": dict(hashes)} | machine
+
+
+def rounded(value: Any) -> Any:
+    """Return plain values with five digits, as more is noise; None for what JSON has no number for."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}") if isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {name: rounded(part) for name, part in value.items()}
+    return [rounded(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,7 +1,5 @@
 """The committed settings: streams, methods, what is tuned on which seeds, and what is reported."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,72 +30,35 @@ TIMED = 2  # seeds, the first ones, on which steps are timed
 
 @dataclass(frozen=True)
 class Method:
-    """A method, and what is tuned.
-
-    Attributes
-    ----------
-    title : str
-    family : str
-        Methods of one family are drawn alike.
-    colour : str
-        Of the palette of Okabe and Ito.
-    learner : callable
-        Makes the learner from a `Setup`.
-    knob : str
-        Name of the main setting; empty if there is none.
-    grid : tuple of three numbers
-        Its values, from small to large.
-    like : str
-        The method whose learning rate and knob it takes, instead of tuning its own.
-    changes : mapping
-        Settings of the stream that it replaces.
-    joint : bool
-        Whether all tasks are learned at once.
-    """
+    """A method, and what is tuned."""
 
     title: str
-    family: str
+    family: str  # methods of one family are drawn alike
     colour: str
     learner: Callable[[Setup], Learner]
-    knob: str = ""
-    grid: tuple[float, ...] = ()
-    like: str = ""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    joint: bool = False
+    knob: str = ""  # name of the main setting; empty if there is none
+    grid: tuple[float, ...] = ()  # its three values, from small to large
+    like: str = ""  # the method whose learning rate and knob it takes, instead of tuning its own
+    changes: Mapping[str, Any] = field(default_factory=dict)  # settings of the stream that it replaces
+    joint: bool = False  # whether all tasks are learned at once
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A stream, and how it is learned.
-
-    Attributes
-    ----------
-    kind, options
-        As in `streams.load`.
-    optimizer : {"sgd", "adamw"}
-    rates : tuple of five numbers
-        Learning rates, from small to large. With a knob, the three in the middle are tried.
-    per_task : int
-        Stored examples of each task; methods that store outputs, too, get as many bytes.
-    policy : str
-        Which examples are stored, as in `EpisodicMemory`.
-    examples : int
-        Stored examples of each past task that take part in a step.
-    fixed : mapping
-        Learning rate and knob of methods that are not tuned on this stream.
-    """
+    """A stream, and how it is learned."""
 
     title: str
-    kind: str
+    kind: str  # as in `streams.load`, and so are its options
     optimizer: str
-    rates: tuple[float, ...]
-    per_task: int
-    examples: int
+    rates: tuple[float, ...]  # five, from small to large; with a knob, the three in the middle are tried
+    per_task: int  # stored examples of each task; methods that store outputs, too, get as many bytes
+    examples: int  # stored examples of each past task that take part in a step
     options: Mapping[str, Any] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
+    # Learning rate and knob of methods that are not tuned on this stream.
     fixed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     seeds: tuple[int, ...] = SEEDS
-    policy: str = "reservoir"
+    policy: str = "reservoir"  # which examples are stored, as in `EpisodicMemory`
     batch_size: int = 10
     epochs: int = 1
     eval_batch_size: int = 512
@@ -114,6 +75,11 @@ WEIGHTS = (0.1, 0.5, 2.0)  # of the past, in the loss or in the promise
 def gem(**options: Any) -> Callable[[Setup], Learner]:
     """Return a maker of GEM with options of `Projected`."""
     return partial(Projected, **options)
+
+
+def weighted(title: str, learner: Callable[[Setup], Learner]) -> Method:
+    """Return a kind of GEM that adds the past with a weight."""
+    return Method(title, "GEM + weight", colours.GEM_WEIGHTED, learner, "weight", WEIGHTS)
 
 
 METHODS = {
@@ -138,25 +104,9 @@ METHODS = {
     "gem-tolerance": Method(
         "GEM, tolerance", "GEM", colours.GEM, gem(tolerance=0.0, knob="repair"), "repair", (0.1, 0.3, 1.0)
     ),
-    "gem-weight": Method(
-        "GEM, weight", "GEM + weight", colours.GEM_WEIGHTED, gem(knob="weight"), "weight", WEIGHTS
-    ),
-    "gem-label": Method(
-        "GEM, weight, labels",
-        "GEM + weight",
-        colours.GEM_WEIGHTED,
-        gem(per="label", knob="weight"),
-        "weight",
-        WEIGHTS,
-    ),
-    "gem-kl": Method(
-        "GEM, weight, KL",
-        "GEM + weight",
-        colours.GEM_WEIGHTED,
-        gem(distilled=True, knob="weight"),
-        "weight",
-        WEIGHTS,
-    ),
+    "gem-weight": weighted("GEM, weight", gem(knob="weight")),
+    "gem-label": weighted("GEM, weight, labels", gem(per="label", knob="weight")),
+    "gem-kl": weighted("GEM, weight, KL", gem(distilled=True, knob="weight")),
 }
 BASIC = tuple(METHODS)
 
@@ -169,6 +119,7 @@ def variant(
     return replace(method, title=title, learner=learner or method.learner, like=name, changes=changes)
 
 
+EVERY_2ND = gem(knob="weight", every=2)
 # How many examples, how old rows may be, and which moment of Adam sees what.
 CHEAPER = {
     "replay-1": variant("replay", "Replay, 1 example", examples=1),
@@ -176,27 +127,16 @@ CHEAPER = {
     "replay-all": variant("replay", "Replay, all examples", examples=ALL),
     "gem-weight-1": variant("gem-weight", "GEM, weight, 1 example", examples=1),
     "gem-weight-4": variant("gem-weight", "GEM, weight, 4 examples", examples=4),
-    "gem-weight-2nd": variant("gem-weight", "GEM, weight, every 2nd", gem(knob="weight", every=2)),
-    "gem-weight-8-2nd": variant(
-        "gem-weight", "GEM, weight, 8 examples, every 2nd", gem(knob="weight", every=2), examples=8
-    ),
+    "gem-weight-2nd": variant("gem-weight", "GEM, weight, every 2nd", EVERY_2ND),
+    "gem-weight-8-2nd": variant("gem-weight", "GEM, weight, 8 examples, every 2nd", EVERY_2ND, examples=8),
     "gem-weight-3rd": variant("gem-weight", "GEM, weight, every 3rd", gem(knob="weight", every=3)),
     "gem-weight-4th": variant("gem-weight", "GEM, weight, every 4th", gem(knob="weight", every=4)),
-    "gem-weight-4-2nd": variant(
-        "gem-weight", "GEM, weight, 4 examples, every 2nd", gem(knob="weight", every=2), examples=4
-    ),
+    "gem-weight-4-2nd": variant("gem-weight", "GEM, weight, 4 examples, every 2nd", EVERY_2ND, examples=4),
 }
 # A method, and the same with more or fewer examples, or rows that are kept for some steps: what time buys.
 LADDERS = (
     ("replay", "replay-4", "replay-all"),
-    (
-        "gem-weight",
-        "gem-weight-4",
-        "gem-weight-8-2nd",
-        "gem-weight-4-2nd",
-        "gem-weight-3rd",
-        "gem-weight-2nd",
-    ),
+    ("gem-weight", *(f"gem-weight-{less}" for less in ("4", "8-2nd", "4-2nd", "3rd", "2nd"))),
 )
 BUDGETS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # of time per step, in plain steps
 # Which examples are stored, and how many.
@@ -210,11 +150,7 @@ MEMORIES = {
     if (policy, size) != ("reservoir", 100)  # as it is
 }
 # Labels with a weight, and outputs at a tolerance: the accuracy of the one and the small dips of the other?
-MIXED = {
-    "gem-mixture": Method(
-        "GEM, labels and outputs", "GEM + weight", colours.GEM_WEIGHTED, Mixture, "weight", WEIGHTS
-    )
-}
+MIXED = {"gem-mixture": weighted("GEM, labels and outputs", Mixture)}
 MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", TwoMoments)}
 # Where tuning has chosen different rates for both, what of their difference is due to that.
 SAME = {"replay-same": replace(METHODS["replay"], title="Replay, settings of GEM", like="gem-weight")}
@@ -239,21 +175,10 @@ NEWS: dict[str, Any] = {
     "eval_interval": 20,
     "probe_interval": 16,
 }
-# What is asked of longer streams of articles: whether exactness matters, and what a step costs.
-LONGER = (
-    "plain",
-    "replay",
-    "replay-4",
-    "agem",
-    "gem",
-    "igem1",
-    "igem3",
-    "gem-weight",
-    "gem-weight-4",
-    "gem-weight-4-2nd",
-)
-# A run with twenty tasks takes minutes: what ten tasks chose is taken over.
+# What is asked of longer streams of articles: what a step costs, and whether exactness matters. A run with
+# twenty tasks takes minutes: there it is the cost alone, with what ten tasks chose.
 LONGEST = ("plain", "replay", "replay-4", "gem-weight", "gem-weight-4", "gem-weight-4-2nd")
+LONGER = (*LONGEST[:3], "agem", "gem", "igem1", "igem3", *LONGEST[3:])
 OF_TEN_TASKS = {"plain": (1e-4, 0.0), "replay": (1e-3, 0.5), "gem-weight": (1e-3, 0.5)}
 
 # With three tasks tuning chose the larger of two rates, alike for GEM. How old rows may be depends on it.

@@ -6,13 +6,9 @@ or LoRA adapters, with 48 references or 12, for 150 steps or 600. Rates are chos
 each method's middle knob, by the sum of the losses on X and on Y, and so are knobs then.
 """
 
-from __future__ import annotations
-
 import copy
-import platform
 import sys
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -29,20 +25,19 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from examples import keep_a_skill
 from examples.common import colours, command
-from examples.common.command import SetupError
 from examples.common.drawing import save
 from examples.common.metrics import mean_std
 from examples.common.tables import markdown_table, plus_minus
-from examples.common.workers import VERSIONS, Tell, work
+from examples.common.workers import work
 from examples.keep_a_skill import ENTROPY, KL, LENGTH, TEXT, WIDTH, WORDS, learn, texts_of
 from examples.lora_agnews.backbone import LORA
 
 from . import compare, digest, figures, plan
+from .__main__ import parser
 from .compare import Record
 from .plan import Point
-from .results import Results
+from .results import Results, numbers, origin, results_of, rounded, setting_of
 from .settings import SEEDS, TUNING_SEEDS
-from .train import rounded
 
 CAPTION = (
     "Test losses in nats, mean ± sample standard deviation over the seeds; none can be below 1.208, the "
@@ -121,27 +116,25 @@ class Run:
     def title(self) -> str:
         """Name on the screen."""
         method = METHODS[self.method]
-        knob = f", {method.knob} {self.knob:g}" if method.knob else ""
-        return f"{self.setting}, {method.title}, lr {self.rate:g}{knob}, seed {self.seed}"
+        return f"{self.setting}, {method.title}, {setting_of(method, self.rate, self.knob)}, seed {self.seed}"
 
     @property
     def key(self) -> str:
         """What tells it from other runs, with a hash of what shapes it."""
         setting = SETTINGS[self.setting]
         shaping = [setting.adapters, setting.reference, setting.steps, METHODS[self.method].kind]
-        numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
-        return f"{self.setting}-{self.method}-{self.phase}-{numbers}-{digest.of_values(shaping)}"
+        where = f"{self.setting}-{self.method}-{self.phase}-lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
+        return f"{where}-{digest.of_values(shaping)}"
 
     @staticmethod
     def brief(result: Mapping[str, Any]) -> str:
         """Say in a few words what was found."""
         return f"loss on X {result['loss']['x']:.3f}, on Y {result['loss']['y']:.3f}"
 
-    def __call__(self, tell: Tell) -> dict[str, Any]:
+    def __call__(self) -> dict[str, Any]:
         """Pretrain, fine-tune, and return the losses."""
         torch.set_num_threads(1)
         begin, setting, method = time.perf_counter(), SETTINGS[self.setting], METHODS[self.method]
-        tell(0, 1, "")
         model, texts = copy.deepcopy(pretrained(self.seed)), texts_of(self.seed, setting.reference)
         said, loss = KL.outputs(model, texts["reference"]), {"before": loss_on(model, texts["x"])}
         if setting.adapters:
@@ -156,22 +149,13 @@ class Run:
         loss |= {name: loss_on(model, texts[name]) for name in ("x", "y", "reference")}
         with torch.no_grad():
             loss["kl"] = float(KL(model, texts["reference"], said).mean())
-        about: dict[str, Any] = {
-            "versions": VERSIONS,
-            "hashes": {"data": digest.of_values(texts_of(0)["y"].tolist())},
-        }
-        about |= {"machine": platform.processor() or platform.machine(), "system": platform.system()}
         result = {"loss": loss, "seconds": seconds, "wall_seconds": time.perf_counter() - begin}
-        return result | {"about": about}
+        return result | {"about": origin({"data": digest.of_values(texts_of(0)["y"].tolist())})}
 
     def record(self, result: Mapping[str, Any]) -> Record:
         """Return what is kept of a result."""
         named: Record = {"key": self.key, "setting": self.setting, "method": self.method, "phase": self.phase}
-        named |= {
-            "lr": self.rate,
-            "knob": self.knob if METHODS[self.method].knob else None,
-            "seed": self.seed,
-        }
+        named |= numbers(self, METHODS[self.method])
         return named | rounded({name: result[name] for name in ("loss", "seconds")})
 
 
@@ -180,16 +164,11 @@ class GPT(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        shape: dict[str, Any] = {
-            "vocab_size": WORDS + 2,
-            "n_positions": LENGTH,
-            "n_embd": WIDTH,
-            "n_layer": 1,
-            "n_head": 4,
-        }
-        none = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        tokens = {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
-        self.gpt: nn.Module = GPT2LMHeadModel(GPT2Config(**shape, **none, **tokens))
+        shape: Any = {"vocab_size": WORDS + 2, "n_positions": LENGTH}
+        shape |= {"n_embd": WIDTH, "n_layer": 1, "n_head": 4}
+        shape |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        shape |= {"bos_token_id": None, "eos_token_id": None, "use_cache": False}
+        self.gpt: nn.Module = GPT2LMHeadModel(GPT2Config(**shape))
 
     def forward(self, text: Tensor) -> Tensor:
         """Return the logits of the word after each."""
@@ -209,11 +188,6 @@ def pretrained(seed: int) -> GPT:
 def loss_on(model: nn.Module, text: Tensor) -> float:
     """Return the mean loss on a text."""
     return float(TEXT(model, text).mean())
-
-
-def points(setting: str, name: str, results: Results) -> list[Point]:
-    """Return the settings to try, see `plan.tune`."""
-    return _tuned(setting, name, results)[0]
 
 
 def chosen(setting: str, name: str, results: Results) -> Point | None:
@@ -240,7 +214,7 @@ def todo(results: Results, settings: Sequence[str] = ()) -> list[Run]:
     runs: list[Run] = []
     for setting, name in product(settings or SETTINGS, METHODS):
         if not SETTINGS[setting].tuned:
-            tried = points(setting, name, results)
+            tried, _ = _tuned(setting, name, results)
             runs += [Run(setting, name, *point, seed, "tune") for point in tried for seed in TUNING_SEEDS]
         runs += wanted(setting, name, results)
     return sorted((run for run in runs if run.key not in results), key=lambda run: run.seed)
@@ -300,27 +274,15 @@ def table(setting: str, records: Sequence[Record], results: Results) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Do what is missing, then write tables and figures; return the exit status, see `command.finish`."""
-    parser = ArgumentParser("python -m examples.study.skill", description=__doc__)
-    parser.add_argument("settings", nargs="*", help=f"of {', '.join(SETTINGS)}; by default all")
-    parser.add_argument(
-        "--out", type=Path, default=Path("docs", "results", "study"), help="folder for results"
-    )
-    parser.add_argument("--jobs", type=int, help="runs at once, by default one for each core")
-    parser.add_argument("--report", action="store_true", help="run nothing, draw what is there")
-    given, console = parser.parse_args(arguments), Console(highlight=False)
+    given = parser("python -m examples.study.skill", __doc__).parse_args(arguments)
+    console = Console(highlight=False)
 
     def job() -> None:
-        if unknown := sorted(set(given.settings) - set(SETTINGS)):
-            raise SetupError(f"unknown setting {', '.join(unknown)}; choose from {', '.join(SETTINGS)}")
-        results = Results(given.out / "runs" / "skill.jsonl")
-        while not given.report and (waiting := todo(results, given.settings)):
+        command.check_known("setting", given.names, SETTINGS)
+        results = results_of("skill", given.out)
+        while not given.report and (waiting := todo(results, given.names)):
             console.print(f"[bold]skill[/]  {len(waiting)} runs")
-            work(
-                waiting,
-                lambda run, result: results.add(run.record(result), result["about"]),
-                given.jobs or command.cores(),
-                console,
-            )
+            work(waiting, results.keep, given.jobs, console)
         for path in publish(results, given.out):
             console.print(f"[bold]written[/]   {path}")
 

@@ -1,29 +1,25 @@
 """One run: one method learns one stream under one seed."""
 
-from __future__ import annotations
-
-import platform
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from examples.common.batch import batches, rows
-from examples.common.workers import VERSIONS, Tell
 from examples.lora_agnews.record import Recorder
 from gemproj.torch.losses import CrossEntropy
 
 from . import digest, streams
 from .learners import Learner, Setup, concatenate
+from .results import numbers, origin, rounded, setting_of
 from .settings import METHODS, Setting
-from .stream import Stream, Task
+from .streams import Stream, Task
 
-SELDOM = 0.2  # seconds between two words on how far a run is
+OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
 @dataclass(frozen=True)
@@ -44,8 +40,8 @@ class Run:
     @property
     def title(self) -> str:
         """Name on the screen."""
-        knob = f", {METHODS[self.method].knob} {self.knob:g}" if METHODS[self.method].knob else ""
-        return f"{self.stream}, {METHODS[self.method].title}, lr {self.rate:g}{knob}, seed {self.seed}"
+        method = METHODS[self.method]
+        return f"{self.stream}, {method.title}, {setting_of(method, self.rate, self.knob)}, seed {self.seed}"
 
     @property
     def key(self) -> str:
@@ -62,43 +58,33 @@ class Run:
         """Say in a few words what was found."""
         return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
 
-    def __call__(self, tell: Tell) -> dict[str, Any]:
-        """Learn, and tell how far it is."""
+    def __call__(self) -> dict[str, Any]:
+        """Learn."""
         torch.set_num_threads(1)
-        start = told = time.perf_counter()
-
-        def seldom(*state: Any) -> None:
-            nonlocal told
-            if time.perf_counter() - told > SELDOM:
-                told = time.perf_counter()
-                tell(*state)
-
-        found = learn(self, streams.load(self.setting.kind, self.seed, **self.setting.options), seldom)
+        start = time.perf_counter()
+        found = learn(self, streams.load(self.setting.kind, self.seed, **self.setting.options))
         return found | {"wall_seconds": time.perf_counter() - start}
 
     def record(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Return what is kept of a result, rounded to what can be told from noise."""
-        numbers = {
-            "lr": self.rate,
-            "knob": self.knob if METHODS[self.method].knob else None,
-            "seed": self.seed,
-        }
         named: dict[str, Any] = {"key": self.key, "stream": self.stream, "method": self.method}
         named["phase"] = self.phase
         if self.phase == "report":
             setting = replace(self.setting, **METHODS[self.method].changes)
             named |= {"per_task": setting.per_task, "policy": setting.policy}
         kept = {"tune": ["metrics", "diverged"], "time": ["seconds"]}.get(self.phase, set(result) - {"about"})
-        return named | numbers | rounded({name: result[name] for name in result if name in kept})
+        named |= numbers(self, METHODS[self.method])
+        return named | rounded({name: result[name] for name in result if name in kept})
 
 
-def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
+def learn(run: Run, stream: Stream) -> dict[str, Any]:
     """Learn a stream, and return what was measured; `about` says what it depends on."""
     method, model = METHODS[run.method], stream.model
     setting = replace(run.setting, **method.changes)
     tasks = mixed(stream.tasks, run.seed) if method.joint else stream.tasks
     cross_entropy = CrossEntropy(stream.logits)
-    optimizer = make_optimizer(setting.optimizer, model, run.rate)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = OPTIMIZERS[setting.optimizer](learned, lr=run.rate)
     setup = Setup(stream, optimizer, run.knob, setting, run.seed)
     learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
     # Where nothing is reported, only the end counts.
@@ -108,7 +94,6 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
         model,
         [task.train for task in tasks],
         [task.test for task in stream.tasks],
-        tell,
         lambda model, batch: cross_entropy(model, batch).mean(),
         stream.logits,
     )
@@ -133,8 +118,7 @@ def learn(run: Run, stream: Stream, tell: Tell) -> dict[str, Any]:
             kept: Any = stored.batch(k)
             learner.end_task(k, kept)
         record.end_task()
-    about: dict[str, Any] = {"versions": VERSIONS, "hashes": dict(stream.hashes), "setting": vars(setting)}
-    about |= {"machine": platform.processor() or platform.machine(), "system": platform.system()}
+    about = origin(stream.hashes) | {"setting": vars(setting)}
     return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
 
 
@@ -154,14 +138,6 @@ def stepped(learner: Learner, record: Recorder, loss: Tensor) -> bool:
     return True
 
 
-def make_optimizer(name: str, model: nn.Module, rate: float) -> torch.optim.Optimizer:
-    """Return plain SGD or AdamW over the parameters that are learned."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if name == "sgd":
-        return torch.optim.SGD(parameters, lr=rate)
-    return torch.optim.AdamW(parameters, lr=rate)
-
-
 def mixed(tasks: Sequence[Task], seed: int) -> list[Task]:
     """Return as many tasks of the same sizes, each with training examples of all: joint training."""
     union = concatenate([task.train for task in tasks])
@@ -176,12 +152,3 @@ def describe(learner: Any) -> str:
         return str(learner.__name__)
     named = {name: getattr(value, "__name__", repr(value)) for name, value in learner.keywords.items()}
     return f"{learner.func.__name__}{sorted(named.items())}"
-
-
-def rounded(value: Any) -> Any:
-    """Return plain values with five digits, as more is noise; None for what JSON has no number for."""
-    if isinstance(value, float):
-        return float(f"{value:.5g}") if isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {name: rounded(part) for name, part in value.items()}
-    return [rounded(part) for part in value] if isinstance(value, list | tuple) else value

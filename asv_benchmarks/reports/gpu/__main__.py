@@ -3,8 +3,6 @@
 A part that fails, hangs or ends too late takes nothing from the others.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

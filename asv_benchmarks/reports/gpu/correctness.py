@@ -1,7 +1,5 @@
 """Part 1: whether the device finds what the CPU finds."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from functools import lru_cache, partial

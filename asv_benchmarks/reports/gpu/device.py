@@ -3,8 +3,6 @@
 Without a GPU the CPU stands in, so that tests can run every part before there is one.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The shape of GPT-2 medium with LoRA, in torch alone and with random weights: as fast as the real one."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """What must not depend on when the device gets to it: waits, replays, streams."""
 
-from __future__ import annotations
-
 import math
 import sys
 import warnings

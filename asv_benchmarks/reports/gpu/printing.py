@@ -1,7 +1,5 @@
 """What a part prints: tables in Markdown, each row as soon as it is known."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Problems on the device, and what the CPU answers in float64."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Commands that must not take more time than they have."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

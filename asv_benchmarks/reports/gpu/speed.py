@@ -1,7 +1,5 @@
 """Part 2: how long projections take, beside A-GEM, I-GEM, the recipe of GEM, and what memory allows."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The project's own tests on the device, a process for each file: most of their time is Python."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections import Counter

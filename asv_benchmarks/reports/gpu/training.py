@@ -1,7 +1,5 @@
 """Part 3: a training step of GPT-2 medium with LoRA, and what it costs to keep past tasks."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable, Iterable

@@ -1,25 +1,39 @@
 """The streams of the study by name; only what a stream needs is imported."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ...common.command import SetupError
-from ..stream import Stream
+from ...common.command import SetupError, check_known
 
-KINDS = {  # module and function
-    "permuted": ("digits", "permuted"),
-    "rotated": ("digits", "rotated"),
-    "split": ("digits", "split"),
-    "mnist1d": ("signals", "mnist1d"),
-    "agnews": ("news", "agnews"),
-    "files": ("files", "files"),
-}
+KINDS = dict.fromkeys(("permuted", "rotated", "split", "mnist1d"), "images")  # the module of each
+KINDS |= {"agnews": "news", "files": "files"}
+
+Batch = dict[str, Tensor]  # tensors (n, ...), among them integers "labels" of shape (n,)
+
+
+@dataclass(frozen=True)
+class Task:
+    """The examples of one task."""
+
+    name: str
+    train: Batch
+    test: Batch
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Tasks in the order in which a seed meets them, with a model that the seed has initialised."""
+
+    tasks: Sequence[Task]  # whose examples have the same shapes: memories mix them
+    model: nn.Module  # only parameters that require a gradient are learned
+    logits: Callable[[nn.Module, Batch], Tensor]  # of shape (n, classes)
+    hashes: Mapping[str, str]  # of what results depend on: the data, and the backbone if there is one
 
 
 def load(name: str, seed: int, **options: Any) -> Stream:
@@ -36,15 +50,16 @@ def load(name: str, seed: int, **options: Any) -> Stream:
     >>> stream.logits(stream.model, stream.tasks[0].train).shape
     torch.Size([20, 10])
     """
-    if name not in KINDS:
-        raise SetupError(f"no stream {name!r}; choose from {', '.join(KINDS)}")
-    module, function = KINDS[name]
-    build = getattr(import_module(f"{__name__}.{module}"), function)
+    check_known("stream", [name], KINDS)
+    build = getattr(import_module(f"{__name__}.{KINDS[name]}"), name)
     try:
         signature(build).bind(seed, **options)
     except TypeError as error:
         possible = ", ".join(str(one) for one in list(signature(build).parameters.values())[1:])
         raise SetupError(f"stream {name!r}: {error}; its options are {possible}") from None
+    for option in ("tasks", "rows", "hidden"):
+        if options.get(option, 1) < 1:
+            raise SetupError(f"{option} must be at least 1, got {options[option]}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build(seed, **options)

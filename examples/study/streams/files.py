@@ -1,7 +1,5 @@
 """A stream from files of your own: one CSV or JSONL file of labelled texts for each task."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -11,8 +9,7 @@ from typing import Any
 from ...common.command import SetupError
 from ...lora_agnews.data import csv_rows
 from ...lora_agnews.stream import SPLIT_SEED, TRAIN_SHARE, Experience, Split
-from ..stream import Stream
-from . import text
+from . import Stream, text
 
 Row = tuple[str, str]  # text and label
 
@@ -27,18 +24,10 @@ def files(
 ) -> Stream:
     """Learn one file after the other, in the order in which they are named.
 
-    Parameters
-    ----------
-    seed : int
-        Of the adapters and the head.
-    paths : sequence of str
-        Two files or more: CSV with the columns ``text`` and ``label`` (others are ignored), or JSONL with
-        these keys. Labels are strings or integers. All labels of all files are the classes of one head.
-    tests : sequence of str, optional
-        Test files, one for each of `paths`. Without them, a fifth of each file is kept for testing, the same
-        rows for every seed. A text that is tested is not trained on in the same task.
-    preset, cache, **settings
-        Of the model: see `agnews`.
+    Files are CSV with the columns ``text`` and ``label`` (others are ignored), or JSONL with these keys.
+    Labels are strings or integers. All labels of all files are the classes of one head. There may be a test
+    file for each path. Without them, a fifth of each file is kept for testing, the same rows for every seed.
+    A text that is tested is not trained on in the same task. The model is that of `agnews`.
     """
     if len(paths) < 2:
         raise SetupError(f"paths must name at least 2 files, one for each task; got {len(paths)}")

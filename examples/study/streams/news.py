@@ -1,7 +1,5 @@
 """AG News as a stream: each task is dominated by another class, as in the AG News experiment."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +7,7 @@ from typing import Any
 from ...lora_agnews import data
 from ...lora_agnews import stream as experiences
 from ...lora_agnews.config import CLASSES
-from ..stream import Stream
-from . import text
+from . import Stream, text
 
 _load = lru_cache(maxsize=1)(data.load)  # a worker has many runs in one environment, each with its own stream
 
@@ -25,22 +22,11 @@ def agnews(
     cache: str | None = None,
     **settings: Any,
 ) -> Stream:
-    """Deal AG News out to the tasks, of which the seed shuffles the order.
+    """Deal AG News out to the tasks, each with more of one class; the seed shuffles their order.
 
-    Parameters
-    ----------
-    seed : int
-        Of the order, the adapters and the head.
-    tasks : int
-        Task k is dominated by class k modulo 4.
-    preset : str
-        Preset of the AG News experiment: ``"quick"`` (a small GPT-2), ``"paper"`` or ``"mini"``.
-    data_folder : str, optional
-        Folder with AG News' ``train.csv``; by default ``$AGNEWS_DIR``, else the Hugging Face hub is asked.
-    cache : str, optional
-        Folder for the small GPT-2; by default the user's cache.
-    **settings
-        Settings of the preset to be changed: `rows` of a task, `dominant_share`, and those of the model.
+    The articles are in a folder, by default ``$AGNEWS_DIR``, else the Hugging Face hub is asked. The model is
+    that of a preset of the AG News experiment, of which settings can be changed; the small one is kept in a
+    cache, by default the user's.
     """
     config = text.configure(preset, settings, SETTINGS, experiences=tasks)
     articles = _load(Path(data_folder) if data_folder else None, "data_folder")

@@ -1,7 +1,5 @@
 """What the streams of texts share: the model of the AG News experiment, and its tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +7,12 @@ from typing import Any
 
 from rich.console import Console
 
-from ...common.command import SetupError, cache_folder
+from ...common.command import cache_folder, check_known
 from ...lora_agnews import backbone, small
 from ...lora_agnews.config import PRESETS, Config
 from ...lora_agnews.stream import Experience
 from .. import digest
-from ..stream import Stream, Task
+from . import Stream, Task
 
 MODEL = (
     "backbone",
@@ -29,10 +27,8 @@ MODEL = (
 
 def configure(preset: str, given: Mapping[str, Any], allowed: Sequence[str] = MODEL, **fixed: Any) -> Config:
     """Return a preset of the AG News experiment with the given settings, of which some are allowed."""
-    if preset not in PRESETS:
-        raise SetupError(f"no preset {preset!r}; choose from {', '.join(PRESETS)}")
-    if unknown := set(given) - set(allowed):
-        raise SetupError(f"unknown options {sorted(unknown)}; choose from {', '.join(allowed)}")
+    check_known("preset", [preset], PRESETS)
+    check_known("options", given, allowed)
     return replace(PRESETS[preset], device="cpu", **given, **fixed)
 
 
