@@ -37,12 +37,14 @@ def per_parameter(seed):
     return [draw(seed + i, *shape) for i, shape in enumerate(SHAPES)]
 
 
-@given(arbitrary(), st.sampled_from([0.0, 0.5]))
-def test_gem(problem, margin):
+@given(arbitrary(max_t=12), st.sampled_from([0.0, 0.5]), st.sampled_from([1.0, 0.1, 0.01]))
+def test_gem(problem, margin, norm):
+    """GEM2017 is the reference recipe at any norm of the rows; at norm one the exact projection is close to it."""
     G, g = map(torch.from_numpy, problem)
+    G *= norm
     memories = G.t().contiguous()  # one column per task
     close(project(memories.t(), g, method=GEM2017(margin, eps=1e-3)), gem(g, memories, margin), 1e-8)
-    if (G @ g < 0).any() and torch.linalg.matrix_rank(G) == len(G):
+    if norm == 1.0 and (G @ g < 0).any() and torch.linalg.matrix_rank(G) == len(G):
         close(project(memories.t(), g, margin=margin), gem(g, memories, margin, eps=1e-9), 1e-5)
 
 

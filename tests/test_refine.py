@@ -25,14 +25,6 @@ def error(x, expected, g):
     return np.linalg.norm(x - expected) / np.linalg.norm(g)
 
 
-def residuals(G, g, x, lam):
-    """Primal and dual infeasibility and complementarity of x itself, free of scale."""
-    n, size = np.linalg.norm(G, axis=1), np.linalg.norm(g)
-    s, n = G @ x, np.where(n > 0, n, 1.0)
-    primal, dual = max(0.0, (-s / n).max()), max(0.0, (-lam * n).max())
-    return primal / size, dual / size, np.abs(lam / size * s / size).max()
-
-
 def against_the_tilt(rng, tilt, d=7):
     """Two rows u and -u + tilt v, and a gradient that both of them oppose."""
     u, v, g = rng.standard_normal((3, d))
@@ -47,9 +39,12 @@ def test_hard_families(family):
         x = project(G, g)
         if family != "condition 1e10":  # where multipliers may be too large for float64
             assert int(sol.status) == Status.OPTIMAL
-        primal, dual, complementarity = residuals(G, g, x, sol.multipliers)
-        assert max(primal, dual) < 1e-12
-        assert complementarity < residual
+        # The optimality conditions of x itself, free of scale.
+        n, size, s, lam = np.linalg.norm(G, axis=1), np.linalg.norm(g), G @ x, sol.multipliers
+        n = np.where(n > 0, n, 1.0)
+        assert np.min(s / n) > -1e-12 * size
+        assert np.min(lam * n) > -1e-12 * size
+        assert np.max(np.abs(lam / size * s / size)) < residual
         assert float(sol.kkt_residual()) < max(distance, 1e-12)
         if len(G) <= 10:
             expected = judge.project_precisely(G, g)
@@ -77,27 +72,13 @@ def test_any_magnitude_whose_squares_float64_holds(xp, scale, t, rng):
     x, size = project(G, g), np.linalg.norm(g)
     assert not np.array_equal(x, g)
     mixed = G * np.where(np.arange(t) % 2, scale, 1.0)[:, None]
-    scaled = scale * G, scale * g, scale
-    for rows, vector, back in ((scale * G, g, 1.0), (G, scale * g, scale), scaled, (mixed, g, 1.0)):
+    for rows, factor in ((scale * G, 1.0), (G, scale), (scale * G, scale), (mixed, 1.0)):
         for options in ({}, {"metric": xp.array(np.full(40, 4.0))}):
-            found = xp.numpy(project(xp.array(rows), xp.array(vector), **options)) / back
-            assert_close(found, x, atol=1e-12 * size)
-        sol = solve_dual(xp.array(rows), xp.array(vector))
+            assert_close(xp.project(rows, factor * g, **options) / factor, x, atol=1e-12 * size)
+        sol = solve_dual(xp.array(rows), xp.array(factor * g))
         assert float(sol.kkt_residual()) < 1e-14
         assert abs(float(sol.cosine()) - g @ x / size / np.linalg.norm(x)) < 1e-13
         assert float(sol.error_bound()) < 1e-12
-
-
-def test_beyond_the_range_of_squares_is_an_error(host, rng):
-    G, g = rng.standard_normal((3, 20)), rng.standard_normal(20)
-    tiny = G * np.array([[1.0], [1e-160], [1.0]])
-    for rows, vector, text in (
-        (tiny, g, "row 1 of G is too small.*Scale G up"),
-        (G, 1e-160 * g, "g is too small.*Scale g up"),
-        (1e160 * G, g, "rows 0, 1, 2, which hold .*squares overflow; scale it down"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            project(host.array(rows), host.array(vector))
 
 
 @pytest.mark.parametrize("t", [2, 6, 12])

@@ -1,6 +1,5 @@
 """The study: its methods, its runs, and what is kept of them."""
 
-import contextlib
 import json
 from dataclasses import replace
 from functools import lru_cache
@@ -204,37 +203,27 @@ def test_results_come_back(tmp_path):
             Results(path)
 
 
-def test_results_of_other_data_are_not_mixed(tmp_path, monkeypatch):
-    monkeypatch.setitem(STREAMS, "tiny", TINY)
-    results_of("tiny", tmp_path).add({"key": "a"}, ABOUT)
-    with pytest.raises(SetupError, match="other data"):
-        results_of("tiny", tmp_path).add({"key": "b"}, {**ABOUT, "hashes": {"data": "0b"}})
-    monkeypatch.setattr(runs, "work", lambda *given: pytest.fail("it was run in vain"))
-    with pytest.raises(SetupError, match="another backbone"):
-        runs.complete(["tiny"], ["plain"], tmp_path, 1, False, Console(quiet=True))
-
-
-def test_a_study_that_was_stopped_goes_on_to_the_same_numbers(tmp_path, monkeypatch):
+def test_a_study_goes_on_and_mixes_no_data(tmp_path, monkeypatch):
     monkeypatch.setitem(STREAMS, "tiny", TINY)
     monkeypatch.setattr(plan, "chosen", lambda *names: (0.05, 0.0))
+    waited = []
 
     def work(waiting, keep, jobs, console):
-        run = waiting[0]
-        keep(run, {"wall_seconds": 0.0} | run(lambda *state: None))
-        if not stopped.pop():
-            raise KeyboardInterrupt
+        waited.append(len(waiting))
+        keep(waiting[0], {"wall_seconds": 0.0} | waiting[0](lambda *state: None))
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(runs, "work", work)
-    stopped = [True, True, False]
-    for _ in range(2):
-        with contextlib.suppress(KeyboardInterrupt):
+    for _ in TINY.seeds:
+        with pytest.raises(KeyboardInterrupt):
             runs.complete(["tiny"], ["plain"], tmp_path, 1, False, Console(quiet=True))
-    found = list(results_of("tiny", tmp_path).records.values())
-    expected = [done("plain", seed=seed, knob=0.0) for seed in TINY.seeds]
-    for record in (*found, *expected):
-        record.pop("seconds")
-        record.pop("wall_seconds", None)
-    assert found == expected
+    assert waited == [3, 2, 1]
+    other = tmp_path / "other"
+    results_of("tiny", other).add({"key": "a"}, ABOUT)
+    with pytest.raises(SetupError, match="other data"):
+        results_of("tiny", other).add({"key": "b"}, {**ABOUT, "hashes": {"data": "0b"}})
+    with pytest.raises(SetupError, match="another backbone"):
+        runs.complete(["tiny"], ["plain"], other, 1, False, Console(quiet=True))
 
 
 def test_committed_pages_follow_from_committed_runs():
