@@ -18,7 +18,7 @@ _OPTIONS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-f
 _OPTIONS += " --hide-scrollbars --remote-debugging-pipe"
 _LONGEST_WAIT = 60.0
 _NAMES = "PageUp PageDown End Home ArrowLeft ArrowUp ArrowRight ArrowDown"
-_KEYS = {"Tab": 9} | {name: code for code, name in enumerate(_NAMES.split(), 33)}
+_KEYS = {name: code for code, name in enumerate(_NAMES.split(), 33)}
 
 
 class Chromium:

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 from devices import DEVICE, make_device
 
-from asv_benchmarks.reports.gpu import __main__, correctness, device, order, problems, speed, suites, training
+from asv_benchmarks.reports.gpu import __main__, correctness, device, order, problems, speed, training
 from asv_benchmarks.reports.gpu.model import Shape
 from asv_benchmarks.reports.gpu.printing import Checks, Found
 
@@ -116,17 +116,6 @@ def test_training(gpu, monkeypatch, rows):
         model = training.Classifier(Shape())
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == speed.LORA
     assert sum(p.numel() for p in model.parameters()) == 354_823_168 + speed.LORA
-
-
-def test_suites_tell_what_failed_or_hangs(monkeypatch, rows, tmp_path):
-    (tmp_path / "tests").mkdir()
-    monkeypatch.chdir(tmp_path)
-    code = "import time\ndef test_right(): pass\ndef test_wrong(): assert 1 == 2\ndef test_hangs(): time.sleep(60)"
-    (tmp_path / "tests/test_some.py").write_text(code)
-    for chosen, seconds, passed, wrong in (("right or wrong", 60, 1, 1), ("hangs", 6, 0, 2)):
-        monkeypatch.setattr(suites, "SUITES", {"some": (["some"], chosen)})
-        assert suites.run_suites(seconds) == 1
-        assert rows()[2][:3] == ["some, 0 skipped", f"{passed}", f"{wrong:.0e}"]
 
 
 def test_a_part_that_hangs_or_fails(monkeypatch, tmp_path, capsys):

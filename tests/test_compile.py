@@ -19,14 +19,7 @@ def problem():
     return G, torch.randn(5, 10, dtype=torch.float64) - G.sum(0)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"margin": 0.1, "penalty": 0.2, "refine": 1},
-        {"equality": True},
-    ],
-)
+@pytest.mark.parametrize("options", [{}, {"margin": 0.1, "penalty": 0.2, "refine": 1}, {"equality": True}])
 def test_one_graph_with_the_numbers_of_eager_mode(problem, options):
     def step(G, g):
         return 2.0 * project(G.reshape(3, 50) * 1.0, g.reshape(50) * 1.0, **options)

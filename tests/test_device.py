@@ -3,16 +3,15 @@
 Where there is no GPU, the CPU is taken for one.
 """
 
-import re
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from devices import DEVICE, make_device
+from pages import run
 from problems import assert_close
 
 from conftest import UNSEEN
@@ -20,7 +19,7 @@ from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual, solv
 
 torch = pytest.importorskip("torch")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 ]
 tree = pytest.importorskip("torch.utils._pytree")
 tree_map, tree_leaves = tree.tree_map, tree.tree_leaves
@@ -267,20 +266,9 @@ def test_certificates_where_a_row_of_k_is_not_finite(device, bad):
         assert float(sol.error_bound()) < 1e-12
 
 
-def test_the_captured_step_of_the_documentation(monkeypatch):
-    """On stand-ins where there is no GPU: then the capture runs the step, and a replay does nothing."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "gpu.md").read_text(), re.S)[1]
-    if DEVICE == "cpu":
-        code = code.replace('"cuda"', '"cpu"').replace("capturable=True", "capturable=False")
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        for name in ("Stream", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda: stream)
-        for name in ("stream", "graph"):
-            monkeypatch.setattr(torch.cuda, name, nullcontext)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+def test_the_captured_step_of_the_documentation():
     torch.manual_seed(0)
-    names = {}
-    exec(compile(code, "gpu.md", "exec"), names)
+    names = run(ROOT / "docs" / "gpu.md")
     rows = [torch.cat([v.flatten() for v in names["gradient"](*m)]) for m in names["memories"]]
     names["step"]()
     step = torch.cat([p.grad.flatten() for p in names["parameters"]])

@@ -56,7 +56,7 @@ def test_what_differs_from_the_page_fails(text, tmp_path):
     with pytest.raises(AssertionError) as raised:
         run(tmp_path / "page.md")
     if "assert" in text:  # errors show the line of the page
-        assert (raised.traceback[-1].path, raised.traceback[-1].lineno) == (tmp_path / "page.md", 13)
+        assert (raised.traceback[-1].path, raised.traceback[-1].lineno) == (tmp_path / "page.md", 12)
 
 
 FENCE = re.compile(r"(?ms)^ *(`{3,})(\S*)[^\n]*\n(.*?)^ *\1 *$")

@@ -1,6 +1,7 @@
 """The projector and the memory inside a training loop."""
 
 import copy
+from functools import partial
 
 import pytest
 
@@ -13,18 +14,15 @@ from gemproj import PGD, project, solve_dual  # noqa: E402
 from gemproj.torch import GradientProjector, Promise  # noqa: E402
 from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
 
-FLOAT = torch.float32
-
 
 @pytest.fixture
 def model():
-    net = perceptron(FLOAT)
+    net = perceptron(torch.float32)
     net[0].bias.requires_grad_(False)
     return net
 
 
-def task(seed):
-    return models.task(seed, dtype=FLOAT)
+task = partial(models.task, dtype=torch.float32)
 
 
 PAST = [task(1), task(2)]
