@@ -239,18 +239,21 @@ def test_an_infeasible_right_hand_side_is_a_status(device, t, rng):
     G, g, h = rng.standard_normal((2, t, 60)), rng.standard_normal((2, 60)), np.zeros((2, t + 1))
     G = np.concatenate([G, -2.0 * G[:, 1:2]], axis=1)
     h[:, 1], h[0, t], h[1, t] = 1.0, -1.0, -4.0  # x cannot be above 1 and below 1/2 along row 1
-    arrays = device.array(G), device.array(g)
-    status = device.numpy(solve_dual(*arrays, h=device.array(h)).status).astype(int)
+
+    def solved(**options):
+        arrays = device.array(G), device.array(g)
+        sol = solve_dual(*arrays, h=device.array(h), **options)
+        return device.numpy(sol.status).astype(int), device.numpy(combine(*arrays, sol.multipliers))
+
+    status, x = solved()
     assert status[0] & Status.INFEASIBLE
     assert status[1] == Status.OPTIMAL
-    x = device.numpy(project(*arrays, h=device.array(h)))
     assert_close(x[1], project(G[1], g[1], h=h[1]), atol=1e-12)
-    bent = solve_dual(*arrays, h=device.array(h), penalty=2.0)
-    assert not np.any(device.numpy(bent.status).astype(int) & Status.INFEASIBLE)
-    bent = device.numpy(combine(*arrays, bent.multipliers))
-    assert_close(bent, project(G, g, h=h, penalty=2.0), atol=1e-12)
+    status, x = solved(penalty=2.0)
+    assert not np.any(status & Status.INFEASIBLE)
+    assert_close(x, project(G, g, h=h, penalty=2.0), atol=1e-12)
     h[0, 0] = -1e9
-    assert device.numpy(solve_dual(*arrays, h=device.array(h)).status).astype(int)[0] & Status.STALLED
+    assert solved()[0][0] & Status.STALLED
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # where a device of NumPy's stands in
