@@ -116,7 +116,8 @@ def _confirmed(sol: DualSolution, factor: np.ndarray, chosen: np.ndarray) -> np.
     size = np.sqrt(np.sum(g * g, axis=-1)) + np.sum(np.abs(lam) * n, axis=-1)
     wrong = np.where(free, np.abs(s), np.where(lam >= sol.upper[chosen], s, -s))
     met = np.all(wrong <= ROUNDING * size[..., None] * n, axis=-1)
-    return met & (resolution(normalise(K[chosen], lam).K, free) >= TRUST_SMALL)
+    unit_K = normalise(K[chosen], np.ones_like(lam)).K
+    return met & (resolution(unit_K, free) >= TRUST_SMALL)
 
 
 def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolution:

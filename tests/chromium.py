@@ -1,6 +1,5 @@
 """A headless Chromium, driven through a pipe with the DevTools protocol: no package, only the browser."""
 
-import base64
 import fcntl
 import itertools
 import json
@@ -11,23 +10,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
 BROWSER = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
 # Chromium takes the ends of its two pipes as files 3 and 4.
 _START = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+_OPTIONS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --disable-extensions"
+_OPTIONS += " --hide-scrollbars --remote-debugging-pipe"
 _LONGEST_WAIT = 60.0
-_KEYS = {
-    "ArrowLeft": 37,
-    "ArrowUp": 38,
-    "ArrowRight": 39,
-    "ArrowDown": 40,
-    "PageUp": 33,
-    "PageDown": 34,
-    "End": 35,
-    "Home": 36,
-    "Tab": 9,
-}
+_NAMES = "PageUp PageDown End Home ArrowLeft ArrowUp ArrowRight ArrowDown"
+_KEYS = {name: code for code, name in enumerate(_NAMES.split(), 33)}
 
 
 class Chromium:
@@ -41,42 +32,27 @@ class Chromium:
         theirs_in, self.pipe_in = os.pipe()
         self.pipe_out, theirs_out = os.pipe()
         high = [fcntl.fcntl(pipe, fcntl.F_DUPFD, 10) for pipe in (theirs_in, theirs_out)]
-        options = [
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-dev-shm-usage",
-            "--no-first-run",
-            "--disable-extensions",
-            "--hide-scrollbars",
-            "--remote-debugging-pipe",
-            f"--user-data-dir={self.profile.name}",
-        ]
-        command = [sys.executable, "-c", _START, *map(str, high), BROWSER, *options, "about:blank"]
-        self.process = subprocess.Popen(
-            command, pass_fds=high, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        command = [sys.executable, "-c", _START, *map(str, high), BROWSER, *_OPTIONS.split()]
+        command += [f"--user-data-dir={self.profile.name}", "about:blank"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, pass_fds=high, **quiet)
         for pipe in (theirs_in, theirs_out, *high):
             os.close(pipe)
         self.ids, self.buffer, self.session, self.errors, self.loaded = itertools.count(1), b"", None, [], 0
+
+    def __enter__(self):
         try:
             [page] = [t for t in self.call("Target.getTargets")["targetInfos"] if t["type"] == "page"]
-            self.session = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)[
-                "sessionId"
-            ]
+            attached = self.call("Target.attachToTarget", targetId=page["targetId"], flatten=True)
+            self.session = attached["sessionId"]
             for domain in ("Page", "Runtime", "Log"):
                 self.call(f"{domain}.enable")
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
-
-    def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.close()
-
-    def close(self):
         self.process.kill()
         self.process.wait()
         os.close(self.pipe_in)
@@ -89,15 +65,14 @@ class Chromium:
         if self.session:
             sent["sessionId"] = self.session
         os.write(self.pipe_in, json.dumps(sent).encode() + b"\0")
-        while True:
-            message = self._receive()
-            if message.get("id") == sent["id"]:
-                if "error" in message:
-                    raise RuntimeError(f"{method}: {message['error']['message']}")
-                return message["result"]
-            self._note(message)
+        while (message := self._receive()).get("id") != sent["id"]:
+            pass
+        if "error" in message:
+            raise RuntimeError(f"{method}: {message['error']['message']}")
+        return message["result"]
 
     def _receive(self):
+        """Return the next message, and note what it says of the page."""
         while b"\0" not in self.buffer:
             if not select.select([self.pipe_out], [], [], _LONGEST_WAIT)[0]:
                 raise TimeoutError("Chromium does not answer.")
@@ -106,33 +81,25 @@ class Chromium:
                 raise RuntimeError("Chromium has ended.")
             self.buffer += chunk
         message, _, self.buffer = self.buffer.partition(b"\0")
-        return json.loads(message)
-
-    def _note(self, message):
-        if message.get("method") == "Page.loadEventFired":
-            self.loaded += 1
+        message = json.loads(message)
+        self.loaded += message.get("method") == "Page.loadEventFired"
         if message.get("method") in ("Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded"):
             self.errors.append(message["params"])
+        return message
 
     def open(self, address, width=1280, height=900, scheme="light", motion="no-preference", scripts=True):
         """Open a page in a window of a size, with the preferences of a user, and wait until it is loaded."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
+        window = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **window)
         features = {"prefers-color-scheme": scheme, "prefers-reduced-motion": motion}
-        self.call(
-            "Emulation.setEmulatedMedia", features=[{"name": k, "value": v} for k, v in features.items()]
-        )
+        features = [{"name": name, "value": value} for name, value in features.items()]
+        self.call("Emulation.setEmulatedMedia", features=features)
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         for step in ("about:blank", address):  # an address that differs behind # only would load nothing
             before = self.loaded
             self.call("Page.navigate", url=step)
             while self.loaded == before:
-                self._note(self._receive())
+                self._receive()
 
     def evaluate(self, expression):
         """Return the value of an expression of JavaScript in the page."""
@@ -142,24 +109,17 @@ class Chromium:
         return found["result"].get("value")
 
     def wait_for(self, expression):
-        """Return the value of an expression as soon as it is true."""
+        """Wait until an expression is true."""
         end = time.monotonic() + _LONGEST_WAIT
         while not (found := self.evaluate(expression)):
             if time.monotonic() > end:
                 raise TimeoutError(f"{expression} stays {found!r}.")
             time.sleep(0.05)
-        return found
 
     def press(self, key, shift=False):
         for kind in ("keyDown", "keyUp"):
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=key,
-                windowsVirtualKeyCode=_KEYS[key],
-                modifiers=8 * shift,
-            )
+            sent = {"type": kind, "key": key, "code": key, "windowsVirtualKeyCode": _KEYS[key]}
+            self.call("Input.dispatchKeyEvent", modifiers=8 * shift, **sent)
 
     def drag(self, start, by, finger=False):
         """Press the mouse, or put a finger, at a point of the window, move by a vector in steps, and release."""
@@ -172,8 +132,3 @@ class Chromium:
         kinds = ("mousePressed", "mouseMoved", "mouseMoved", "mouseReleased")
         for kind, point in zip(kinds, [*points, points[-1]], strict=True):
             self.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=1, **point)
-
-    def screenshot(self, path):
-        """Write the whole page as a picture."""
-        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)["data"]
-        Path(path).write_bytes(base64.b64decode(data))

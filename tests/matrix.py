@@ -82,11 +82,8 @@ def cells() -> dict[str, Cell]:
 
 def interpreter(version: str) -> str | None:
     """Return the path of a Python that works, or None."""
-    candidates = [
-        shutil.which(f"python{version}"),
-        *Path.home().glob(f".pyenv/versions/{version}.*/bin/python"),
-    ]
-    for path in filter(None, candidates):
+    others = Path.home().glob(f".pyenv/versions/{version}.*/bin/python")
+    for path in filter(None, [shutil.which(f"python{version}"), *others]):
         if subprocess.run([path, "-c", "import venv, ssl"], capture_output=True).returncode == 0:
             return str(path)
     return None
@@ -115,9 +112,8 @@ def run_cell(name: str, cell: Cell, wheel: Path) -> str:
         check = "**wrong**" if code else f"right ({out.count(' cpu ')})"
         tests = "-"
         if cell.tests is not None:
-            code, out = run(
-                [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile", *cell.tests], ROOT
-            )
+            pytest = [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "loadfile"]
+            code, out = run([*pytest, *cell.tests], ROOT)
             tests = ", ".join(re.findall(r"\d+ (?:passed|failed|skipped|errors?)", out.splitlines()[-1]))
             tests = f"**{tests or 'pytest failed'}**" if code else tests
             tests = f"{KINDS.get(cell.tests, ' '.join(cell.tests))}: {tests}"
@@ -131,9 +127,8 @@ def run_cell(name: str, cell: Cell, wheel: Path) -> str:
 def run(command: list[str | Path], folder: str | Path) -> tuple[int, str]:
     """Run a command, tell what it said if it failed, and return its exit status and what it said."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        command, cwd=folder, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=folder, env=clean, **both)
     if done.returncode:
         print(*command, done.stdout[-6000:], sep="\n", flush=True)
     return done.returncode, done.stdout

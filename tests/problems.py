@@ -47,35 +47,32 @@ def arbitrary(draw_from, max_t: int = 10, max_d: int = 16) -> tuple[np.ndarray, 
     return rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
 
 
+exactly = np.vectorize(Fraction, otypes=[object])  # floats are rationals
+
+
 def rational_projection(G, g, h=None):
-    """Project by trying every active set in exact arithmetic: floats are rationals. For a handful of rows."""
-    h = [Fraction(0 if h is None else float(h[i])) for i in range(len(G))]
-    G, g = [[Fraction(float(v)) for v in row] for row in G], [Fraction(float(v)) for v in g]
-
-    def dot(a, b):
-        return sum(p * q for p, q in zip(a, b, strict=True))
-
-    def solve(A, b):
-        rows = [[*row, v] for row, v in zip(A, b, strict=True)]
-        for k in range(len(rows)):
-            p = next((i for i in range(k, len(rows)) if rows[i][k]), None)
-            if p is None:
-                return None
-            rows[k], rows[p] = rows[p], rows[k]
-            rows[k] = [v / rows[k][k] for v in rows[k]]
-            for i in range(len(rows)):
-                if i != k and rows[i][k]:
-                    rows[i] = [u - rows[i][k] * v for u, v in zip(rows[i], rows[k], strict=True)]
-        return [row[-1] for row in rows]
-
+    """Project by trying every active set in exact arithmetic. For a handful of rows."""
+    G, g, h = exactly(G), exactly(g), exactly(np.zeros(len(G)) if h is None else h)
     for size in range(len(G) + 1):
-        for P in combinations(range(len(G)), size):
-            lam = solve([[dot(G[i], G[j]) for j in P] for i in P], [h[i] - dot(G[i], g) for i in P])
-            if lam is not None and all(v >= 0 for v in lam):
-                x = [g[k] + sum(v * G[i][k] for v, i in zip(lam, P, strict=True)) for k in range(len(g))]
-                if all(dot(row, x) >= v for row, v in zip(G, h, strict=True)):
-                    return x
+        for P in map(list, combinations(range(len(G)), size)):
+            lam = rational_solution(G[P] @ G[P].T, h[P] - G[P] @ g)
+            if lam is not None and np.all(lam >= 0) and np.all(G @ (x := g + lam @ G[P]) >= h):
+                return x
     raise AssertionError("every problem has a solution")
+
+
+def rational_solution(A, b):
+    """Solve a system by elimination; None if it is singular."""
+    table = np.column_stack([A, b])
+    for k in range(len(A)):
+        pivots = np.flatnonzero(table[k:, k])
+        if not len(pivots):
+            return None
+        table[[k, k + pivots[0]]] = table[[k + pivots[0], k]]
+        table[k] = table[k] / table[k, k]
+        others = np.arange(len(A)) != k
+        table[others] = table[others] - np.outer(table[others, k], table[k])
+    return table[:, -1]
 
 
 def rational_feasible(G, h, equality):
@@ -83,7 +80,7 @@ def rational_feasible(G, h, equality):
 
     With x = u - v, the sum of what is missing is minimised by Bland's rule, which cannot cycle.
     """
-    G, h = np.vectorize(Fraction, otypes=[object])(G), np.vectorize(Fraction, otypes=[object])(h)
+    G, h = exactly(G), exactly(h)
     t, n = len(G), 2 * G.shape[1] + len(G)
     surplus = np.where(np.asarray(equality), 0, -1) * np.eye(t, dtype=int)
     table = np.column_stack([G, -G, surplus + Fraction(0), h])

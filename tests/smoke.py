@@ -121,19 +121,12 @@ def transformers():
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_positions": 4}
     model = GPT2ForSequenceClassification(GPT2Config(**sizes, num_labels=3, pad_token_id=0))
     gem = GEMCallback(on="both")
-    options = {
-        "learning_rate": 0.05,
-        "use_cpu": True,
-        "report_to": "none",
-        "save_strategy": "no",
-        "max_steps": 4,
-    }
+    options = {"learning_rate": 0.05, "use_cpu": True, "report_to": "none", "save_strategy": "no"}
     for k in range(2):
         data = [{"input_ids": [1 + i % 8] * 3, "labels": (i + k) % 3} for i in range(24)]
         with tempfile.TemporaryDirectory() as folder:
-            trainer = Trainer(
-                model, TrainingArguments(folder, **options), train_dataset=data, callbacks=[gem]
-            )
+            arguments = TrainingArguments(folder, max_steps=4, **options)
+            trainer = Trainer(model, arguments, train_dataset=data, callbacks=[gem])
             trainer.train()
         gem.end_task(trainer.get_train_dataloader())
     check(gem)
@@ -178,9 +171,8 @@ def avalanche():
     both = [tuple(loader.dataset.tensors) for loader in tasks]
     benchmark, plugin = tensors_benchmark(both, both, task_labels=[0, 0]), GEMPlugin(24)
     optimizer, options = SGD(model.parameters(), lr=0.5), {"train_mb_size": 8, "evaluator": None}
-    strategy = Naive(
-        model=model, optimizer=optimizer, criterion=CrossEntropyLoss(), plugins=[plugin], **options
-    )
+    options |= {"model": model, "optimizer": optimizer, "criterion": CrossEntropyLoss()}
+    strategy = Naive(plugins=[plugin], **options)
     for experience in benchmark.train_stream:
         strategy.train(experience)
     check(plugin)
@@ -199,11 +191,8 @@ def deepspeed():
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     deepspeed.init_distributed("gloo")
     model, loss, tasks = two_tasks()
-    config = {
-        "train_micro_batch_size_per_gpu": 8,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": 1},
-    }
+    config = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1}}
+    config["zero_allow_untested_optimizer"] = True
     engine, *_ = deepspeed.initialize(model=model, optimizer=Adam(model.parameters(), lr=0.05), config=config)
     gem = GEM(engine.module, engine.optimizer, loss, on="step")
     for loader in tasks:

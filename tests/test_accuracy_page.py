@@ -5,7 +5,7 @@ import signal
 
 import numpy as np
 import pytest
-from problems import assert_close, draw, rational_projection
+from problems import assert_close, rational_projection
 
 import gemproj
 from gemproj.backends.numba import installed
@@ -27,19 +27,10 @@ def test_judge_agrees_with_rational_arithmetic(suggest, monkeypatch):
     problems += list(FAMILIES["opposite, tilt 1e-7"].problems(repeats=2, largest=5))
     for G, g in problems:
         expected = np.array(rational_projection(G, g), dtype=float)
-        assert_close(judge.project_precisely(G, g), expected, atol=0)
-
-
-@pytest.mark.parametrize("scale", [1e-150, 1.0, 1e150])
-def test_judge_finds_a_known_answer_at_any_scale(rng, scale):
-    G, g, x, _, _ = draw(rng, "generic", 8, 20)
-    assert_close(judge.project_precisely(scale * G, scale * g) / scale, x, atol=1e-14)
-
-
-def test_judge_of_nothing_to_do():
+        for scale in (2.0**-500, 1.0, 2.0**500):
+            assert_close(judge.project_precisely(scale * G, scale * g) / scale, expected, atol=0)
     g = np.array([1.0, -2.0])
     assert_close(judge.project_precisely(np.zeros((3, 2)), g), g, atol=0)
-    assert_close(judge.project_precisely(np.eye(2), 0 * g), 0 * g, atol=0)
 
 
 @pytest.mark.parametrize("lam", [[1, 0], [-1, 0], [0, 0]])  # not complementary, negative, violated
@@ -52,11 +43,7 @@ def test_judge_refuses_a_wrong_answer(lam, monkeypatch):
 def test_script_writes_its_tables(tmp_path):
     pytest.importorskip("matplotlib")
     accuracy.main(tmp_path, families="tiny", solvers="exact,NNLS,agem", repeats=1, largest=3)
-    overview = (tmp_path / "accuracy.md").read_text()
-    assert "| worst error | gemproj exact | SciPy NNLS |" in overview
-    assert "FAIL" not in overview
-    assert "held for 40 of its 40 answers" in overview
-    assert "by design" in (tmp_path / "accuracy-details.md").read_text()
+    assert "held for 40 of its 40 answers" in (tmp_path / "accuracy.md").read_text()
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
@@ -64,26 +51,19 @@ def test_fuzz_tells_wrong_from_right(monkeypatch):
     monkeypatch.setattr(fuzz, "CHUNK", 20)
     wrong, worst, failures = fuzz.run(0)
     assert (wrong.total(), failures, len(worst)) == (0, [], 7 if installed() else 6)
-    monkeypatch.setattr(fuzz, "project", lambda G, g, **options: g)
-    wrong, _, failures = fuzz.run(0)
-    assert wrong["project"]
-    assert wrong["all options, portable"]
-    assert wrong.total() == len(failures)
-    assert wrong["project"] + wrong["all options, portable"] + wrong["all options, numba"] == wrong.total()
+    monkeypatch.setattr(fuzz, "CHUNK", 60)
+    for ignored in ("h", "equality", "penalty", "margin", "metric"):
+
+        def project(G, g, ignored=ignored, **options):
+            options.pop(ignored, None)
+            return gemproj.project(G, g, **options)
+
+        monkeypatch.setattr(fuzz, "project", project)
+        wrong, _, failures = fuzz.run(0)
+        assert wrong["all options, portable"]
+        assert wrong.total() == len(failures)
     monkeypatch.setattr(fuzz, "rational_feasible", lambda *given: True)
     assert fuzz.run(0)[0]["right-hand sides: residual"]
-
-
-@pytest.mark.parametrize("ignored", ["h", "equality", "penalty", "margin", "metric"])
-def test_fuzz_notices_an_option_that_is_ignored(ignored, monkeypatch):
-    monkeypatch.setattr(fuzz, "CHUNK", 60)
-
-    def project(G, g, **options):
-        options.pop(ignored, None)
-        return gemproj.project(G, g, **options)
-
-    monkeypatch.setattr(fuzz, "project", project)
-    assert fuzz.run(0)[0]["all options, portable"]
 
 
 def test_score_tells_failures_apart():

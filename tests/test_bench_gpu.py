@@ -5,8 +5,6 @@ import pkgutil
 import sys
 import time
 from contextlib import nullcontext
-from importlib.machinery import ModuleSpec
-from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -16,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 from devices import DEVICE, make_device
 
-from asv_benchmarks.reports.gpu import __main__, correctness, device, order, problems, speed, suites, training
+from asv_benchmarks.reports.gpu import __main__, correctness, device, order, problems, speed, training
 from asv_benchmarks.reports.gpu.model import Shape
 from asv_benchmarks.reports.gpu.printing import Checks, Found
 
@@ -63,34 +61,16 @@ def rows(capsys):
     return read
 
 
-def test_checks_tell_wrong_from_right(rows):
-    checks = Checks("title")
-    for worst in (0.0, 1e-9, 2e-9, np.nan):
-        checks.add(f"{worst}", lambda worst=worst: Found(1234, worst, 1e-9))
-    checks.add("raises", lambda: 1 / 0)
-    assert checks.wrong == 3
-    assert [row[-1].strip("*") for row in rows()[2:]] == ["right", "right", "wrong", "wrong", "failed"]
-
-
 def test_correctness_and_wrong_answers_are_seen(gpu, monkeypatch, rows):
     put(monkeypatch, correctness, SIZES=(1,), SOME=(1,), ORDERED=(1,), BATCHES=[(1, 5, (2,))])
     put(monkeypatch, correctness, D=70, LARGER=90, LARGE=80, HUGE=95, FUZZ=[(2, 2, 2)], LARGEST=2)
     some = {name: correctness.FAMILIES[name] for name in ("zero rows", "opposite, tilt 1e-7")}
     put(monkeypatch, correctness, FAMILIES=some, run_suites=lambda seconds: 0)
-    cupy = ModuleType("cupy")
-    stream = SimpleNamespace(Stream=lambda non_blocking: nullcontext(), Device=lambda: torch.cuda)
-    stream.Stream.null = nullcontext()
-    cupy.cuda, cupy.asarray, cupy.asnumpy = stream, np.array, np.array
-    cupy.zeros, cupy.zeros_like = np.zeros, np.zeros_like
-    cupy.__spec__ = ModuleSpec("cupy", None)
-    cupy.ndarray, cupy.generic = type("ndarray", (), {}), type("generic", (), {})
-    monkeypatch.setitem(sys.modules, "cupy", cupy)
     assert correctness.main(1.0) == 0
     found = rows()[2:]
-    assert {row[-1] for row in found} == {"right"}
+    assert {row[-1] for row in found} <= {"right", "not there"}  # CuPy
     counts = {row[0]: row[1] for row in found}
     assert counts["hard families"] == "1"  # the other one is beyond a Gram matrix
-    assert counts["CuPy, a stream of its own"] == "1"
     monkeypatch.setattr(
         "gemproj.backends.portable.Portable.combine", lambda self, at, lam, out: out[0].fill_(-1.0)
     )
@@ -98,9 +78,11 @@ def test_correctness_and_wrong_answers_are_seen(gpu, monkeypatch, rows):
     put(monkeypatch, correctness, cases=lambda: [kind], check_time=lambda checks: None)
     assert correctness.main(1.0) == 1
     assert rows()[2][-1] == "**wrong**"
-
-
-def test_waits_and_other_bits_are_counted(gpu, monkeypatch):
+    checks = Checks("title")
+    for worst in (1e-9, 2e-9, np.nan):
+        checks.add(f"{worst}", lambda worst=worst: Found(1234, worst, 1e-9))
+    checks.add("raises", lambda: 1 / 0)
+    assert [row[-1].strip("*") for row in rows()[2:]] == ["right", "wrong", "wrong", "failed"]
     draws = iter(torch.rand(99, 5))
     monkeypatch.setattr(order.gemproj, "project", lambda G, g, out=None: next(draws))
     assert order.two_streams(1, 5) == Found(2, 2, 0)
@@ -108,61 +90,22 @@ def test_waits_and_other_bits_are_counted(gpu, monkeypatch):
     assert order.waits((1, 2), 5) == Found(2, 2, 0)
 
 
-def test_graphs_are_captured_after_a_first_call(monkeypatch):
-    log = []
-    graph = SimpleNamespace(replay=lambda: log.append("replay"))
-    put(monkeypatch, torch.cuda, CUDAGraph=lambda: graph, graph=nullcontext)
-    put(monkeypatch, torch.cuda, synchronize=lambda: log.append("wait"))
-    device.as_graph(lambda: log.append("call"))()
-    assert log == ["call", "wait", "call", "replay"]
-
-
 def test_speed(gpu, monkeypatch, rows):
     put(monkeypatch, speed, SIZES=(2,), COLUMNS=(50,), DTYPES=(torch.float32,), COPIED=1)
     put(monkeypatch, speed, BATCH_SIZES=(2,), BATCH_D=10, BATCH=2, MOST={"eager": 1e9, "captured": 1e-9})
     assert speed.main(1.0) == 0
-    table = rows()
-    [times] = [row for row in table if len(row) == len(speed.HEAD) and row[0] == "2"]
-    assert all(float(cell.replace(",", "")) > 0 for cell in times[:-1])
-    assert [row[3] for row in table if row[0].startswith("t = 2")] == ["yes", "no"]
-    assert ["I-GEM", "2,160"] in [row[:2] for row in table]
-    for table in ("published", "host", "batches", "verdicts"):
-        monkeypatch.setattr(speed.Speed, table, lambda self: None)
-    monkeypatch.setattr(speed, "BOUND", -1.0)
-    assert speed.main(1.0) == 1
-    monkeypatch.setattr(speed.Speed, "sizes", lambda self, d, dtype: 1 / 0)
-    assert speed.main(1.0) == 1
+    assert [row[3] for row in rows() if row[0].startswith("t = 2")] == ["yes", "no"]  # within the most
 
 
 def test_training(gpu, monkeypatch, rows):
     shape = Shape(layers=1, width=16, heads=2, words=9, positions=8, rank=2)
     put(monkeypatch, training, SHAPE=shape, TEXTS=4, TOKENS=3, TASKS=(1, 2), STORED=3, ROUNDS=1)
     assert training.main(1e9) == 0
-    table = [row for row in rows() if row[0].startswith(("no", "A-GEM", "GEM"))]
-    assert len(table) == 2 * len(training.WAYS)
-    assert all(float(row[-1]) > 0 for row in table)
-    monkeypatch.setattr(training, "BOUND", -1.0)
-    assert training.main(0.0) == 1
+    assert len([row for row in rows() if row[0].startswith(("no", "A-GEM", "GEM"))]) == 2 * len(training.WAYS)
     with torch.device("meta"):
         model = training.Classifier(Shape())
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == speed.LORA
     assert sum(p.numel() for p in model.parameters()) == 354_823_168 + speed.LORA
-
-
-def test_suites_tell_what_failed_or_hangs(monkeypatch, rows, tmp_path):
-    (tmp_path / "tests").mkdir()
-    monkeypatch.chdir(tmp_path)
-    code = "import time\ndef test_right(): pass\ndef test_wrong(): assert 1 == 2\ndef test_hangs(): time.sleep(60)"
-    (tmp_path / "tests/test_some.py").write_text(code)
-    for chosen, seconds, passed, wrong in (
-        ("right", 60, 1, 0),
-        ("right or wrong", 60, 1, 1),
-        ("hangs", 6, 0, 2),
-    ):
-        monkeypatch.setattr(suites, "SUITES", {"some": (["some"], chosen)})
-        assert suites.run_suites(seconds) == bool(wrong)
-        assert rows()[2][:3] == ["some, 0 skipped", f"{passed}", f"{wrong:.0e}" if wrong else "0"]
-    assert suites._tested("some", "wrong", 60)[1] == ["tests/test_some.py::test_wrong - assert 1 == 2"]
 
 
 def test_a_part_that_hangs_or_fails(monkeypatch, tmp_path, capsys):
@@ -189,8 +132,17 @@ def test_it_needs_no_more_than_what_machines_with_a_gpu_have(monkeypatch):
     """No rich and typer, nor what other reports draw and compare with."""
     for name in [name for name in sys.modules if name.startswith("asv_benchmarks")]:
         monkeypatch.delitem(sys.modules, name)
-    others = ["typer", "rich", "matplotlib", "pandas", "scipy", "threadpoolctl", "mpmath", "quadprog", "osqp"]
-    for name in others:
+    for name in (
+        "typer",
+        "rich",
+        "matplotlib",
+        "pandas",
+        "scipy",
+        "threadpoolctl",
+        "mpmath",
+        "quadprog",
+        "osqp",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
     package = importlib.import_module("asv_benchmarks.reports.gpu")
     for module in pkgutil.iter_modules(package.__path__):

@@ -11,8 +11,10 @@ from problems import KINDS, arbitrary, assert_close, draw
 from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual, solve_gram
 
 
-def soft_gem(G, g, c):
+@given(arbitrary(max_t=5, max_d=7), st.floats(1e-3, 10.0))
+def test_penalty_is_soft_gem(problem, c):
     """min 1/2 |x - g|^2 + c sum max(0, -g_i.x): the best point of all ways to bend at the hinges."""
+    G, g = problem
 
     def objective(x):
         return 0.5 * np.sum((x - g) ** 2) + c * np.sum(np.maximum(0.0, -(G @ x)))
@@ -21,16 +23,7 @@ def soft_gem(G, g, c):
     for states in product((0, 1, 2), repeat=len(G)):  # a row is satisfied, at its hinge, or violated
         at, over = (np.array(states) == k for k in (1, 2))
         x = g + c * G[over].sum(0)
-        A = G[at]
-        x = x - np.linalg.pinv(A) @ (A @ x) if at.any() else x
-        best = min(best, x, key=objective)
-    return best, objective
-
-
-@given(arbitrary(max_t=5, max_d=7), st.floats(1e-3, 10.0))
-def test_penalty_is_soft_gem(problem, c):
-    G, g = problem
-    best, objective = soft_gem(G, g, c)
+        best = min(best, x - np.linalg.pinv(G[at]) @ (G[at] @ x), key=objective)
     x = project(G, g, penalty=c)
     scale = 1.0 + np.linalg.norm(g)
     assert objective(x) <= objective(best) + 1e-10 * scale**2
@@ -96,38 +89,21 @@ def test_certificates_of_mixed_problems(problem, method):
         assert error**2 <= float(rough.duality_gap()) + 1e-12
 
 
-@pytest.mark.parametrize("options", [{"equality": True}, {}])
-@pytest.mark.parametrize("t", [3, 12])
-def test_right_hand_side_is_a_shift(xp, t, options, rng):
-    """G x >= h with h = G x0 is the cone moved to x0."""
-    G, g, x0 = rng.standard_normal((t, 30)), rng.standard_normal(30), rng.standard_normal(30)
-    x = xp.project(G, g, h=xp.array(G @ x0), **options)
-    assert_close(x, x0 + project(G, g - x0, **options), atol=1e-12)
-
-
 def test_penalised_equalities_at_zero_are_solved(xp):
     """The multipliers are rounded to the penalty, which is no loss of digits: x is zero, to rounding."""
-    G = xp.array([[-1.0, 1, -2], [-1, -1, -2], [-2, -1, -1], [-2, 1, -1]])
-    equality, penalty = [True, False, True, True], [np.inf, np.inf, 1, 1]
-    options = {"equality": np.array(equality), "penalty": np.array(penalty)}
-    sol = solve_dual(G, xp.array(np.zeros(3)), **options)
+    G, g = np.array([[-1.0, 1, -2], [-1, -1, -2], [-2, -1, -1], [-2, 1, -1]]), np.zeros(3)
+    options = {"equality": np.array([True, False, True, True]), "penalty": np.array([np.inf, np.inf, 1, 1])}
+    sol = solve_dual(xp.array(G), xp.array(g), **options)
     assert int(sol.status) & Status.STALLED == 0
     assert float(sol.kkt_residual()) == 0
-    x = xp.numpy(project(G, xp.array(np.zeros(3)), **options))  # without a warning
-    assert_close(x, np.zeros(3), atol=1e-15)
+    assert_close(xp.project(G, g, **options), g, atol=1e-15)  # without a warning
 
 
 TILT = 2.0**-12
 # Rows that depend on each other, with an h that differs by more than their rounding: G, g, h, options, x.
 TOGETHER = [
     ([[1, 0], [1, 0], [-1, 1e-4]], [-1, 0], [0, 5e-10, 0], {"warm_start": [1, 0, 0]}, [5e-10, 5e-6]),
-    (
-        [[-2, 2 * TILT], [2 + TILT, -2 * TILT], [4 - TILT, TILT]],
-        [1, -3],
-        [TILT, -TILT, -TILT],
-        {},
-        [0, 0.5],
-    ),
+    ([[-2, 2 * TILT], [2 + TILT, -2 * TILT], [4 - TILT, TILT]], [1, -3], [TILT, -TILT, -TILT], {}, [0, 0.5]),
     ([[1, -2], [-2, 1], [-2, -1]], [-2, 2], [0, 0, -1], {"metric": [0.01, 1e6]}, [0, 0]),
     ([[-1, 0], [1, 0], [1, 0]], [1, 2], [0, 1 / 3, 1 / 6], {"penalty": [3e6, 1e6, 4e6]}, [1 / 6, 2]),
 ]
@@ -152,30 +128,6 @@ def test_more_rows_than_parameters_and_a_right_hand_side():
         assert np.min(G @ project(G, g, h=h) - h) > -1e-11
 
 
-@pytest.mark.parametrize("t", [2, 5, 12])
-@pytest.mark.parametrize("loose", [1e12, 1e16, 1e300])
-def test_a_loose_row_does_not_set_the_scale(xp, t, loose):
-    h, x = np.zeros(t), np.zeros(t)
-    h[0], x[0] = -loose, -1.0
-    g = -np.logspace(0, -3, t)
-    assert_close(xp.project(np.eye(t), g, h=xp.array(h)), x, atol=1e-15)
-
-
-def _unit(G):
-    """Rows of norm one; zero stays zero."""
-    norms = np.linalg.norm(G, axis=1, keepdims=True)
-    return G / np.where(norms > 0, norms, 1.0)
-
-
-def null_space(G, g):
-    """Take the span of the rows out of g."""
-    _, sizes, V = np.linalg.svd(_unit(G), full_matrices=False)
-    V = V[sizes > 1e-10]
-    for _ in range(2):
-        g = g - V.T @ (V @ g)
-    return g
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_equality_is_the_null_space(xp, kind, dtype):
@@ -183,7 +135,11 @@ def test_equality_is_the_null_space(xp, kind, dtype):
         problem = draw(np.random.default_rng(seed), kind, t, d)
         arrays = xp.array(problem.G, dtype), xp.array(problem.g, dtype)
         G, g = map(xp.numpy, arrays)
-        expected, size = null_space(G, g), np.linalg.norm(g)
+        n, size = np.linalg.norm(G, axis=1, keepdims=True), np.linalg.norm(g)
+        _, found, V = np.linalg.svd(G / np.where(n > 0, n, 1.0), full_matrices=False)
+        V = V[found > 1e-10]
+        expected = g - V.T @ (V @ g)
+        expected -= V.T @ (V @ expected)
         sol = solve_dual(*arrays, equality=True)
         x = xp.numpy(project(*arrays, equality=True))
         assert_close(x, expected, atol=size * (1e-11 if dtype == "float64" else 2e-6))
@@ -229,12 +185,6 @@ def test_active_and_violated_equalities(xp):
         assert xp.numpy(sol.active).tolist() == xp.numpy(sol.violated).tolist() == [True, False]
         assert bool(sol.optimal)
         assert not bool(solve_dual(G, xp.array([5.0, 0.0]), method="pgd").optimal)
-
-
-def test_a_margin_that_overflows_is_an_error(host):
-    G = host.array(1e100 * np.eye(2))
-    with pytest.raises(ValueError, match=r"margin, .* times the rows of G overflows"):
-        project(G, host.array(np.ones(2)), margin=1e150)
 
 
 def test_margin_and_penalty_per_row(xp, rng):
@@ -292,9 +242,7 @@ def test_leading_dimensions_broadcast(xp, rng):
     x = xp.project(G, g)
     assert x.shape == (3, 2, 9)
     assert_close(x[1, 1], project(G[1, 1], g), atol=1e-14)
-    assert_close(xp.project(G[0], rng.standard_normal((3, 1, 9))[:, :1]).shape, (3, 2, 9))
-    with pytest.raises(ValueError, match=r"leading dimensions of G .* do not broadcast"):
-        project(xp.array(G), xp.array(np.zeros((5, 9))))
+    assert xp.project(G[0], rng.standard_normal((3, 1, 9))).shape == (3, 2, 9)
 
 
 def test_solve_gram_starts_from_t_space_numbers(xp, rng):

@@ -3,16 +3,15 @@
 Where there is no GPU, the CPU is taken for one.
 """
 
-import re
 from contextlib import contextmanager, nullcontext
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 from devices import DEVICE, make_device
+from pages import run
 from problems import assert_close
 
 from conftest import UNSEEN
@@ -20,7 +19,7 @@ from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dua
 
 torch = pytest.importorskip("torch")
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 ]
 tree = pytest.importorskip("torch.utils._pytree")
 tree_map, tree_leaves = tree.tree_map, tree.tree_leaves
@@ -76,15 +75,15 @@ def no_waiting():
             torch.cuda.set_sync_debug_mode("default")
 
 
+def to(device, tree):
+    """Bring all tensors to a device."""
+    return tree_map(lambda a: a.to(device) if isinstance(a, torch.Tensor) else a, tree)
+
+
 def on_cpu(function, *arrays, **options):
     """Return what a function of the package returns for the same tensors on the CPU."""
     arrays, options = to("cpu", (arrays, options))
     return to(DEVICE, function(*arrays, **options))
-
-
-def to(device, tree):
-    """Bring all tensors to a device."""
-    return tree_map(lambda a: a.to(device) if isinstance(a, torch.Tensor) else a, tree)
 
 
 def draw(*shape, seed=0, dtype=torch.float64):
@@ -113,11 +112,14 @@ def test_same_answer_without_waiting(name, shape):
     G, g = draw(*shape)
     expected = on_cpu(project, G, g, **options)
     certificate = on_cpu(lambda *args, **given: solve_dual(*args, **given).kkt_residual(), G, g, **options)
-    # Above eight rows the portable search of active sets runs on the CPU, and says so.
+    # Above eight rows the portable search of active sets runs on the CPU, after one copy, and says so.
     waits = "method" not in options and shape[-2] > (5 if "penalty" in options else 8)
+    start = torch.rand(shape[:-1], dtype=torch.float64, device=DEVICE)
     with make_device():
+        with copies(1) if waits else no_waiting():
+            x = project(G, g, warm_start=start if waits else None, **options)
         with nullcontext() if waits else no_waiting():
-            x, sol = project(G, g, **options), solve_dual(G, g, **options)
+            sol = solve_dual(G, g, **options)
             residual = sol.kkt_residual(), sol.duality_gap(), sol.cosine()
         assert_close(residual[0], certificate, atol=1e-14)
     assert_close(x, expected, atol=1e-13)
@@ -130,17 +132,6 @@ def test_few_operations(t, dtype):
     with make_device(), no_waiting() as mode:
         project(G, g)
     assert mode.operations <= 60
-
-
-@pytest.mark.parametrize("options", [{}, {"equality": True}, {"penalty": 0.1}], ids=str)
-@pytest.mark.parametrize("shape", [(9, 30), (4, 9, 30)])
-def test_one_copy_to_the_cpu_above_eight_rows(shape, options):
-    G, g = draw(*shape)
-    start = torch.rand(*shape[:-1], dtype=torch.float64, device=DEVICE)
-    expected = on_cpu(project, G, g, **options)
-    with make_device(), copies(1):
-        x = project(G, g, warm_start=start, **options)
-    assert_close(x, expected, atol=1e-13)
 
 
 CALLS = {
@@ -248,18 +239,21 @@ def test_an_infeasible_right_hand_side_is_a_status(device, t, rng):
     G, g, h = rng.standard_normal((2, t, 60)), rng.standard_normal((2, 60)), np.zeros((2, t + 1))
     G = np.concatenate([G, -2.0 * G[:, 1:2]], axis=1)
     h[:, 1], h[0, t], h[1, t] = 1.0, -1.0, -4.0  # x cannot be above 1 and below 1/2 along row 1
-    arrays = device.array(G), device.array(g)
-    status = device.numpy(solve_dual(*arrays, h=device.array(h)).status).astype(int)
+
+    def solved(**options):
+        arrays = device.array(G), device.array(g)
+        sol = solve_dual(*arrays, h=device.array(h), **options)
+        return device.numpy(sol.status).astype(int), device.numpy(combine(*arrays, sol.multipliers))
+
+    status, x = solved()
     assert status[0] & Status.INFEASIBLE
     assert status[1] == Status.OPTIMAL
-    x = device.numpy(project(*arrays, h=device.array(h)))
     assert_close(x[1], project(G[1], g[1], h=h[1]), atol=1e-12)
-    bent = solve_dual(*arrays, h=device.array(h), penalty=2.0)
-    assert not np.any(device.numpy(bent.status).astype(int) & Status.INFEASIBLE)
-    bent = device.numpy(combine(*arrays, bent.multipliers))
-    assert_close(bent, project(G, g, h=h, penalty=2.0), atol=1e-12)
+    status, x = solved(penalty=2.0)
+    assert not np.any(status & Status.INFEASIBLE)
+    assert_close(x, project(G, g, h=h, penalty=2.0), atol=1e-12)
     h[0, 0] = -1e9
-    assert device.numpy(solve_dual(*arrays, h=device.array(h)).status).astype(int)[0] & Status.STALLED
+    assert solved()[0][0] & Status.STALLED
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # where a device of NumPy's stands in
@@ -275,20 +269,9 @@ def test_certificates_where_a_row_of_k_is_not_finite(device, bad):
         assert float(sol.error_bound()) < 1e-12
 
 
-def test_the_captured_step_of_the_documentation(monkeypatch):
-    """On stand-ins where there is no GPU: then the capture runs the step, and a replay does nothing."""
-    code = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "gpu.md").read_text(), re.S)[1]
-    if DEVICE == "cpu":
-        code = code.replace('"cuda"', '"cpu"').replace("capturable=True", "capturable=False")
-        stream = SimpleNamespace(wait_stream=lambda other: None)
-        for name in ("Stream", "current_stream"):
-            monkeypatch.setattr(torch.cuda, name, lambda: stream)
-        for name in ("stream", "graph"):
-            monkeypatch.setattr(torch.cuda, name, nullcontext)
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: None))
+def test_the_captured_step_of_the_documentation():
     torch.manual_seed(0)
-    names = {}
-    exec(compile(code, "gpu.md", "exec"), names)
+    names = run(ROOT / "docs" / "gpu.md")
     rows = [torch.cat([v.flatten() for v in names["gradient"](*m)]) for m in names["memories"]]
     names["step"]()
     step = torch.cat([p.grad.flatten() for p in names["parameters"]])

@@ -46,36 +46,23 @@ def test_every_size_and_family(kind, t, rng):
         assert relative(combine(problem.G, problem.g, sol.multipliers) - problem.x, problem.g) < 1e-9
 
 
-@given(arbitrary())
-def test_complementarity_and_moreau(xp, problem):
+@given(arbitrary(), st.floats(1e-8, 1e8), st.randoms(use_true_random=False))
+def test_what_defines_a_projection_onto_a_cone(xp, problem, factor, random):
     G, g = problem
-    x = xp.project(G, g)
-    lam = xp.numpy(solve_dual(xp.array(G), xp.array(g)).multipliers)
-    gg = max(g @ g, 1.0)
+    x, tolerance = xp.project(G, g), LOOSE * (1 + np.linalg.norm(g))
+    lam, gg = xp.numpy(solve_dual(xp.array(G), xp.array(g)).multipliers), max(g @ g, 1.0)
     assert np.max(np.abs(lam * (G @ x)), initial=0) <= LOOSE * gg
     # |g|^2 = |x|^2 + |G'lam|^2: g splits into the cone and its polar.
     assert abs(g @ g - x @ x - np.sum((G.T @ lam) ** 2)) <= LOOSE * gg
-
-
-@given(arbitrary(), st.floats(1e-8, 1e8), st.integers(0, 2**32 - 1))
-def test_idempotent_positively_homogeneous_and_nonexpansive(xp, problem, factor, seed):
-    G, g = problem
-    x, tolerance = xp.project(G, g), LOOSE * (1 + np.linalg.norm(g))
     assert np.linalg.norm(xp.project(G, x) - x) <= tolerance
     assert_close(xp.project(G, factor * g) / factor, x, atol=tolerance)
-    h = g + np.random.default_rng(seed).standard_normal(g.shape)
-    assert np.linalg.norm(x - xp.project(G, h)) <= np.linalg.norm(g - h) + LOOSE
-
-
-@given(arbitrary(), st.randoms(use_true_random=False))
-def test_order_scale_and_repetition_of_rows_do_not_matter(xp, problem, random):
-    G, g = problem
-    x, tolerance = xp.project(G, g), LOOSE * (1 + np.linalg.norm(g))
+    other = g + np.array([random.uniform(-2, 2) for _ in g])
+    assert np.linalg.norm(x - xp.project(G, other)) <= np.linalg.norm(g - other) + LOOSE
+    # Order, scale and repetition of rows do not matter.
     order = random.sample(range(len(G)), len(G))
-    assert_close(xp.project(G[order], g), x, atol=tolerance)
     scale = np.array([[10.0 ** random.uniform(-6, 6)] for _ in G])
-    assert_close(xp.project(scale * G, g), x, atol=tolerance)
-    assert_close(xp.project(np.concatenate([G, 2.0 * G]), g), x, atol=tolerance)
+    for rows in (G[order], scale * G, np.concatenate([G, 2.0 * G])):
+        assert_close(xp.project(rows, g), x, atol=tolerance)
 
 
 def test_degenerate_integer_problems_against_exact_arithmetic(xp, rng):
@@ -88,7 +75,6 @@ def test_degenerate_integer_problems_against_exact_arithmetic(xp, rng):
 
 
 def test_the_search_ends_on_degenerate_problems_of_any_size(rng):
-    """Many ties: small integers, repeated rows, far more rows than columns."""
     for _ in range(40):
         t, d = int(rng.integers(20, 60)), int(rng.integers(2, 6))
         G, g = rng.integers(-1, 2, (t, d)).astype(float), rng.integers(-2, 3, d).astype(float)
@@ -97,22 +83,13 @@ def test_the_search_ends_on_degenerate_problems_of_any_size(rng):
         assert int(sol.iterations) <= 6 * t
 
 
-def test_large_batch_is_solved_in_slabs(rng):
-    G, g = rng.standard_normal((700, 7, 5)), rng.standard_normal((700, 5))
-    x = project(G, g)
-    for i in (0, 350, 699):
-        assert_close(x[i], project(G[i], g[i]), atol=1e-14)
-
-
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 @pytest.mark.parametrize(("t", "d"), [(1, 40), (3, 1000), (20, 3000), (9, 140_000)])
 def test_same_input_same_bits_whatever_the_batch(xp, t, d, dtype, rng):
     if dtype == "bfloat16" and xp.name != "torch":
         pytest.skip(f"{xp.name} has no bfloat16")
-    G, g = (
-        xp.array(rng.standard_normal((3, t, d)) - 0.2, dtype),
-        xp.array(rng.standard_normal((3, d)) + 0.2, dtype),
-    )
+    G, g = rng.standard_normal((3, t, d)) - 0.2, rng.standard_normal((3, d)) + 0.2
+    G, g = xp.array(G, dtype), xp.array(g, dtype)
     x = xp.numpy(project(G, g))
     np.testing.assert_array_equal(xp.numpy(project(G, g)), x)
     if not xp.on_cpu:  # where the size of a batch decides how sums are shared out

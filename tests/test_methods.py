@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import arbitrary, assert_close, known, skip_without
+from problems import assert_close, known, skip_without
 
-from gemproj import AGEM, FISTA, GEM2017, OSQP, PGD, Exact, Quadprog, Status, gram, project, solve_dual
+from gemproj import AGEM, FISTA, OSQP, PGD, Exact, Quadprog, Status, gram, project, solve_dual
 from gemproj.methods import METHODS, Method, Outcome
 from gemproj.methods.pgd import largest_eigenvalue_bound, power_iteration
 
@@ -27,6 +27,7 @@ def test_pgd_and_fista_keep_their_rates_at_every_step(problem, warm):
     best = Exact()(K, b)
     start = np.random.default_rng(0).random(len(b)) if warm else np.zeros(len(b))
     L, apart, optimum = largest_eigenvalue_bound(K)[0], np.sum((start - best) ** 2), objective(K, b, best)
+    assert np.linalg.eigvalsh(K)[-1] * (1 - 1e-12) <= L
     slack = 1e-12 * (1 + abs(optimum))
     for k in (1, 2, 5, 29):
         pgd = PGD(steps=k, normalize=False)(K, b, start)
@@ -45,12 +46,6 @@ def test_warm_start_is_never_worse_than_its_start(problem, seed, method):
     start = np.random.default_rng(seed).exponential(size=len(b)) * (1 + np.abs(problem.multipliers))
     value = objective(K, b, start)
     assert objective(K, b, method(K, b, start)) <= value + 1e-12 * abs(value)
-
-
-@given(arbitrary())
-def test_safe_bound_is_never_below_the_largest_eigenvalue(problem):
-    K = gram(*problem).K
-    assert largest_eigenvalue_bound(K)[0] >= np.linalg.eigvalsh(K)[-1] * (1 - 1e-12)
 
 
 def test_power_iteration_underestimates_two_conflicting_tasks():
@@ -85,18 +80,6 @@ def test_warm_starts_may_be_anything(xp, t, method, rng):
     odd = xp.array(np.tile([np.nan, -1.0, np.inf], t // 3))
     x = xp.project(G, g, method=method, warm_start=odd)
     assert_close(x, project(G, g, method=method), atol=1e-9)
-
-
-def test_callables_cannot_change_the_solution_behind_its_back(rng):
-    def in_place(K, b, warm_start):
-        np.negative(b, out=b)
-        K[...] = 0.0
-        return np.zeros_like(b)
-
-    G, g = rng.standard_normal((3, 5)), rng.standard_normal(5)
-    sol = solve_dual(G, g, method=in_place)
-    assert_close(sol.gram.b, G @ g, atol=1e-14)
-    assert_close(sol.gram.K, G @ G.T, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64])
@@ -146,25 +129,6 @@ def test_agem_is_the_published_formula(xp, rng):
         assert_close(xp.project(G, g, method=AGEM()), expected, rtol=1e-12, atol=1e-13)
 
 
-def reference_recipe(G, g, margin, eps):
-    """The projection of the GEM paper's code, from its description: quadprog on the ridged dual."""
-    quadprog = pytest.importorskip("quadprog")
-    if not (G @ g < 0).any():
-        return g
-    t = len(G)
-    lam = quadprog.solve_qp(G @ G.T + eps * np.eye(t), -(G @ g), np.eye(t), np.full(t, margin))[0]
-    return g + lam @ G
-
-
-@pytest.mark.parametrize("norm", [1.0, 0.1, 0.01])
-@pytest.mark.parametrize("strength", [0.0, 0.5])
-def test_gem2017_is_the_reference_recipe(norm, strength, rng):
-    for t in (1, 3, 12):
-        G, g = norm * rng.standard_normal((t, 30)), rng.standard_normal(30)
-        x = project(G, g, method=GEM2017(memory_strength=strength))
-        assert_close(x, reference_recipe(G, g, strength, 1e-3), rtol=1e-9, atol=1e-11)
-
-
 @pytest.mark.parametrize(("method", "accuracy"), [(Quadprog(), 1e-10), (OSQP(), 1e-6)])
 @pytest.mark.parametrize(
     "options",
@@ -200,9 +164,8 @@ def test_osqp_gives_up_at_its_start_not_at_infinity():
 def test_osqp_starts_warm(rng):
     pytest.importorskip("osqp")
     G, g = rng.standard_normal((30, 40)) - 0.1, rng.standard_normal(40)
-    cold = solve_dual(G, g, method=OSQP())
     warm = solve_dual(G, g, method=OSQP(), warm_start=solve_dual(G, g).multipliers)
-    assert int(warm.iterations) < int(cold.iterations)
+    assert int(warm.iterations) < int(solve_dual(G, g, method=OSQP()).iterations)
 
 
 @pytest.mark.parametrize("method", [*METHODS.values(), PGD(step_size="power")], ids=repr)

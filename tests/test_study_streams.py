@@ -66,18 +66,12 @@ def test_test_rows_are_unseen_and_a_seed_decides_everything(kind, options):
     [
         ("a.csv", b"text;label\nx;y\n", "line 1: name the columns text and label; found text;label"),
         ("a.csv", b"text,label\nx,y\nx\n", "line 3: 2 fields expected as in line 1, 1 found"),
-        ("a.csv", b"text,label\n ,y\n", "line 2: text must be a string that is not empty"),
         ("a.jsonl", b'{"text": "x", "label": 1}\n{"text": "x"\n', "line 2: no JSON: "),
-        ("a.jsonl", b'\n{"text": "x", "class": 1}\n', "line 2: the keys text and label are needed"),
         ("a.jsonl", b'{"text": "x", "label": 1.5}\n', "line 1: label must be a string or an integer"),
-        ("a.jsonl", b'{"text": "x", "label": 1}\n', "1 different texts to train on and 0 to test on"),
         ("a.txt", b"", "the name must end in .csv or .jsonl"),
         ("train.csv", b'"1","a","b"\n"2","only a title"\n', "line 2: 3 fields"),
         ("train.csv", b'"1","two\nlines","b"\n"0","a","b"\n', "line 3: .*'0'"),
-        ("train.csv", b'"1","a","b"\n"2","a","b" oops\n', "line 2: .*expected"),
-        ("train.csv", b'"1","a","b"\n"2","",""\n', "line 2: .*empty"),
         ("train.csv", b'"1","a","b"\n"2","a","\xff\xfe"\n', "line 1: .*invalid"),
-        ("train.csv", b"", "line 1: the file is empty"),
     ],
 )
 def test_malformed_data_are_named_with_their_line(name, content, message, tmp_path):
@@ -89,21 +83,18 @@ def test_malformed_data_are_named_with_their_line(name, content, message, tmp_pa
 
 
 def test_a_text_that_is_tested_is_not_trained_on(options):
-    paths = options["files"]["paths"]
+    tests = [options["files"]["paths"][1]] * 2
     with pytest.raises(SetupError, match=r"second\.jsonl: 0 different texts to train on and 60 to test on"):
-        load("files", 5, **options["files"] | {"tests": [paths[1], paths[1]]})
+        load("files", 5, **options["files"] | {"tests": tests})
 
 
-def test_articles_in_the_original_format(tmp_path):
+def test_the_corpus_as_published_or_generated(monkeypatch, tmp_path):
+    """Without a hub the corpus is generated, without doubles, and the reason told."""
     content = '"3","Oil up","Prices rose, a ""lot"" \\$2"\n"1","Vote","In\\Iraq #39;s north"\n'
     (tmp_path / "train.csv").write_text(content)
     articles = data.load(tmp_path, "--data", [1] * 4)
     assert articles.texts == ('Oil up. Prices rose, a "lot" $2', "Vote. In Iraq's north")
     assert articles.labels == (2, 0)
-
-
-def test_the_corpus_without_a_hub(monkeypatch):
-    """The corpus is generated, without doubles, and the reason told."""
     monkeypatch.setattr(data, "HUB_NAME", "gemproj-tests/not-in-any-cache")
     monkeypatch.delenv("AGNEWS_DIR", raising=False)
     articles = data.load(None, "--data", [400, 300, 200, 100])
