@@ -254,7 +254,7 @@ def together(batch):
         ({"per": "all"}, together),
         ({"per": "all", "examples": 60}, together),  # of which there are no more
     ],
-    ids=str,
+    ids=["label", "example", "all", "all of 60"],
 )
 def test_rows_are_about_parts_of_tasks_or_about_all(options, parts):
     model, optimizer, gem, batch = begin(loss, OTHER, per_task=24, label=1, **options)

@@ -72,6 +72,8 @@ def test_any_magnitude_whose_squares_float64_holds(xp, scale, t, rng):
     x, size = project(G, g), np.linalg.norm(g)
     assert not np.array_equal(x, g)
     mixed = G * np.where(np.arange(t) % 2, scale, 1.0)[:, None]
+    repeated = scale * np.concatenate([G, G])  # also the search for dependences stays in range
+    assert_close(xp.project(repeated, g), x, atol=1e-12 * size)
     for rows, factor in ((scale * G, 1.0), (G, scale), (scale * G, scale), (mixed, 1.0)):
         for options in ({}, {"metric": xp.array(np.full(40, 4.0))}):
             assert_close(xp.project(rows, factor * g, **options) / factor, x, atol=1e-12 * size)
