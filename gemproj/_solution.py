@@ -18,7 +18,7 @@ from gemproj._tspace import Gram, inverse, matvec
 from gemproj.methods._method import Status
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(frozen=True, eq=False, repr=False, slots=True)
 class DualSolution:
     """Multipliers of the constraints, with certificates that are computed only when they are called.
 
@@ -80,7 +80,7 @@ class DualSolution:
         if isinstance(found, int):
             xp = namespace(gg)
             found = xp.full(tuple(gg.shape), found, dtype=xp.int64, device=device_of(gg))
-        self._status = found
+        object.__setattr__(self, "_status", found)
         return found
 
     @property

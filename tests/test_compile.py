@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gemproj import PGD, project
+from gemproj import PGD, Exact, project
 
 torch = pytest.importorskip("torch")
 GradientProjector = pytest.importorskip("gemproj.torch").GradientProjector
@@ -19,7 +19,9 @@ def problem():
     return G, torch.randn(5, 10, dtype=torch.float64) - G.sum(0)
 
 
-@pytest.mark.parametrize("options", [{}, {"margin": 0.1, "penalty": 0.2, "refine": 1}, {"equality": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"margin": 0.1, "penalty": 0.2, "method": Exact(refine=1)}, {"equality": True}]
+)
 def test_one_graph_with_the_numbers_of_eager_mode(problem, options):
     def step(G, g):
         return 2.0 * project(G.reshape(3, 50) * 1.0, g.reshape(50) * 1.0, **options)
