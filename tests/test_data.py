@@ -339,7 +339,8 @@ def test_policies_and_labels_of_examples():
     for one in examples:
         as_batches.add({"label": torch.tensor([one["label"]])}, 0)
     listed = store(examples, collate=padded, per_task=6, label="label", policy="balanced")
-    assert listed._store(0).places() == as_batches._store(0).places()
+    places = [[one.name for one in memory.batches(per="example").sources] for memory in (listed, as_batches)]
+    assert places[0] == places[1]
 
 
 def test_draws_of_examples_are_those_of_batches():

@@ -191,10 +191,15 @@ class Sharded(Replicated):
         return Measured(Gram(*whole), WIDE_ROUNDING if double else NARROW_ROUNDING, part.to_caller)
 
 
+def everyone() -> Any:
+    """Return the group of all processes, None where there is one."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
+
+
 def check_alone(topology: Local) -> None:
     """Raise where several processes are initialised, and nothing says how they train a model together."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and type(topology) is Local:
+    if everyone() is not None and type(topology) is Local:
         raise ValueError(
             f"{dist.get_world_size()} processes are initialised, and each would project for itself, so that "
             "their parameters drift apart. Pass the model that DistributedDataParallel or "
