@@ -97,8 +97,7 @@ class GEM(AcceleratedKeeper):
     Losses on the memory run through the forward pass of the prepared model, in its precision and, with
     float16, its scale; an ``accelerator.autocast()`` around the loss belongs into `loss`. Memory and
     projector are part of ``accelerator.save_state`` and ``load_state``: a file ``gem.pt`` in the folder, or
-    one per process, and ``gem_1.pt`` of a second object. In several processes each has its own examples of
-    the same tasks.
+    one per process, and ``gem_1.pt`` of a second object.
 
     Parameters
     ----------
@@ -106,9 +105,7 @@ class GEM(AcceleratedKeeper):
     model, optimizer
         As ``accelerator.prepare`` returned them; of several optimizers a list.
     loss, per_task, per, examples, weight, tolerance, memory, method, on, every, project
-        As in `gemproj.torch.GEM`, which explains the attributes, too.
-    microbatch, rows_dtype
-        As there.
+        As in `gemproj.torch.GEM`, as are `microbatch`, `rows_dtype` and the attributes.
     process_group
         By default all processes.
 

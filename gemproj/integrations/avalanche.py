@@ -69,15 +69,14 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
     Parameters
     ----------
     patterns_per_experience : int
-        How many patterns of each experience are remembered: a random choice of them.
+        How many patterns of each experience are remembered, as lists ``[x, y, ..., task labels]``.
     memory_strength : float, default 0
         Lower bound of the multipliers, the margin of `gemproj.solve_dual`.
     seed : int, default 0
         Of the choice of patterns.
     examples, method, on, every, project, microbatch
-        As in `gemproj.torch.GEM`, which explains the attributes, too. `memory` has lists
-        ``[x, y, ..., task labels]``, by number of the experience. ``plugin.promise = Promise(penalty=1.0)``
-        sets a penalty.
+        As in `gemproj.torch.GEM`, as are the attributes: ``plugin.promise = Promise(penalty=1.0)`` sets a
+        penalty.
     """
 
     @suggesting

@@ -60,13 +60,10 @@ class GEMCallback(Keeper, Callback):
         As in `gemproj.torch.GEM`, of a module and a batch as the dataloader yields it, which is converted and
         moved to the device as in training. A method of the module will do, ``MyModule.loss``; not
         ``training_step``, which logs.
-    memory : EpisodicMemory, optional
-        As in `gemproj.torch.GEM`. In several processes each has its own examples of the same tasks.
+    per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch, rows_dtype
+        As in `gemproj.torch.GEM`, as are the attributes. The scaler is that of the trainer.
     process_group
         By default all processes.
-    per_task, per, examples, weight, tolerance, method, on, every, project, microbatch, rows_dtype
-        As in `gemproj.torch.GEM`, which explains the attributes, too; `projector` is that of the present or
-        last call of ``fit``. The scaler is that of the trainer.
 
     Examples
     --------
@@ -127,13 +124,11 @@ class GEMCallback(Keeper, Callback):
             state["projector"]["constraints"] = None
         return state
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *args: Any) -> None:
         """Leave the optimizer alone from now on."""
         self.remove()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the optimizer alone from now on."""
-        self.remove()
+    on_exception = on_train_end
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing."""

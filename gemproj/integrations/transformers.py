@@ -47,13 +47,10 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     ----------
     loss : callable or Promise
         As in `gemproj.torch.GEM`. If the trainer computes another loss than the model's, pass the same here.
-    memory : EpisodicMemory, optional
-        As in `gemproj.torch.GEM`. In several processes each has its own examples of the same tasks.
+    per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch, rows_dtype
+        As in `gemproj.torch.GEM`, as are the attributes. The scaler is that of the trainer.
     process_group
         By default all processes.
-    per_task, per, examples, weight, tolerance, method, on, every, project, microbatch, rows_dtype
-        As in `gemproj.torch.GEM`, which explains the attributes, too; `projector` is that of the present or
-        last training. The scaler is that of the trainer.
 
     Raises
     ------
@@ -75,12 +72,8 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
         """Read the state of GEM from a checkpoint, for the training that begins next.
 
         Only needed to resume from a checkpoint outside of ``args.output_dir``, whose place callbacks are
-        not told. Call it when there is a trainer.
-
-        Raises
-        ------
-        FileNotFoundError
-            If the checkpoint was made without GEM, or by another number of processes.
+        not told. Call it when there is a trainer. The checkpoint must have been made with GEM, and by as many
+        processes.
         """
         self._named = read(folder)
 

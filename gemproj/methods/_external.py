@@ -13,14 +13,13 @@ from gemproj.methods._method import Method, Outcome
 
 
 class External(Method):
-    """A method that solves each normalised problem by `solve_one`, with a solver of the extra `qp`."""
+    """A method that solves each normalised problem by `_solve_one`, with the module of a `package`."""
 
     package: ClassVar[str]
 
-    def solve_one(
+    def _solve_one(
         self, module: Any, K: np.ndarray, b: np.ndarray, lower: Any, upper: Any, start: Any
     ) -> Outcome:
-        """Return the outcome of one problem; `module` is the package."""
         raise NotImplementedError
 
     def solve(
@@ -45,7 +44,7 @@ class External(Method):
         iterations, status = np.zeros(batch, dtype=np.int64), np.zeros(batch, dtype=np.int64)
         for i in np.ndindex(batch) if t else ():
             first = None if start is None else start[i]
-            lam[i], iterations[i], status[i], *_ = self.solve_one(
+            lam[i], iterations[i], status[i], *_ = self._solve_one(
                 module, unit_K[i], unit_b[i], least[i], most[i], first
             )
         found = [from_numpy(a, xp, device) for a in (clip(lam, least, most), iterations, status)]

@@ -36,7 +36,7 @@ class OSQP(External):
         check_number(self.eps, "eps", 0.0, strict=True)
         check_count(self.max_iter, "max_iter", 1)
 
-    def solve_one(  # noqa: D102
+    def _solve_one(
         self, osqp: Any, K: np.ndarray, b: np.ndarray, lower: Any, upper: Any, start: Any
     ) -> Outcome:
         from scipy import sparse

@@ -33,7 +33,7 @@ class Quadprog(External):
     def __post_init__(self) -> None:
         check_number(self.ridge, "ridge", 0.0)
 
-    def solve_one(  # noqa: D102
+    def _solve_one(
         self, quadprog: Any, K: np.ndarray, b: np.ndarray, lower: Any, upper: Any, start: Any
     ) -> Outcome:
         t = len(b)

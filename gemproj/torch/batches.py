@@ -65,7 +65,6 @@ class Source:
         The name of the set and the label, or None: of all sets together ``(None, None)``; with one row for
         each example also its place in the stream. Empty for a batch that comes from no memory.
     promise : Promise, optional
-        The promise about these examples.
     kind : hashable, optional
         Sources of equal kind can be `joined`; None can not.
     device : torch.device, optional
@@ -95,9 +94,8 @@ class Source:
 
     def joined(self, others: Iterable[Source]) -> Source:
         """Return one source of these examples and of those of `others`."""
-        return dataclasses.replace(
-            self, examples=[one for source in (self, *others) for one in source.examples]
-        )
+        sources = (self, *others)
+        return dataclasses.replace(self, examples=[one for source in sources for one in source.examples])
 
 
 class Batches(Iterator[Batch]):

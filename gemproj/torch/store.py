@@ -16,8 +16,7 @@ from gemproj.torch.policies import Policy, Slots
 class Store:
     """At most `capacity` examples of one task, of which the first ``len(store)`` slots are in use.
 
-    It is made from examples of the kind to be stored, and stores the first n of them. What is stored about
-    them is held in the same slots.
+    It is made from examples of the kind to be stored, and stores the first n of them.
 
     Attributes
     ----------
@@ -25,7 +24,7 @@ class Store:
         Makes a batch of a list of examples; None for examples that are held in batches of tensors, and after
         loading.
     held : dict
-        What holds the examples, their outputs and losses, by name.
+        What holds the examples, their outputs and losses in these slots, by name.
     queues : dict
         The slots that are left to draw, by label; of None for all examples.
     """
