@@ -181,7 +181,9 @@ class EpisodicMemory:
             raise TypeError("task is a tensor, which equals no other as a name; use task.item().")
         if collate is not None:
             if not callable(collate):
-                raise TypeError(f"collate must be a function of a list; found {type(collate).__name__}.")
+                raise TypeError(
+                    f"collate must be a function of a list of examples; found {type(collate).__name__}."
+                )
             batch = PerExample(batch)
         examples = Remembered(owned(batch), *_about(outputs, losses))
         rows = count_examples(examples)

@@ -62,14 +62,15 @@ class Slots:
         used = {name: torch.tensor(of[: len(self)], device="cpu") for name, of in pairs.items()}
         return {**used, "seen": dict(self.seen)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any], n: int) -> None:
+        """Bring back what `state_dict` returned, for n stored examples."""
         labels, arrivals = (state[name].cpu().numpy() for name in ("labels", "arrivals"))
-        if labels.shape != arrivals.shape or len(labels) > len(self.labels):
+        if not n == len(labels) == len(arrivals) <= len(self.labels):
             raise ValueError(
-                f"state has {len(labels)} labels and {len(arrivals)} arrivals for {len(self.labels)} slots."
+                f"state has {n} examples of a task but {len(labels)} labels and {len(arrivals)} arrivals for "
+                f"{len(self.labels)} slots."
             )
-        self.labels[: len(labels)], self.arrivals[: len(labels)] = labels, arrivals
+        self.labels[:n], self.arrivals[:n] = labels, arrivals
         self.counts, self.seen = Counter(labels.tolist()), Counter(state["seen"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -121,10 +121,8 @@ def _is_kind(data: Any, names: set[str]) -> bool:
     return any(f"{kind.__module__}.{kind.__qualname__}" in names for kind in type(data).__mro__)
 
 
-def _check(data: Any, collate: Callable[..., Any] | None) -> None:
+def _check(data: Any, collate: Collate | None) -> None:
     """Raise for what is often passed instead of data."""
-    if collate is not None and not callable(collate):
-        raise TypeError(f"collate must be a function of a list of examples; found {type(collate).__name__}.")
     name = type(data).__name__
     wanted = "data must be a loader, a data set or an iterable of batches"
     tensors = isinstance(data, tuple | list) and all(isinstance(part, Tensor) for part in data)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from gemproj.torch.batches import Collate, PerExample, Remembered, count_examples
-from gemproj.torch.examples import Listed, hold, packed, unpacked
+from gemproj.torch.examples import Dense, Listed, hold, packed, unpacked
 from gemproj.torch.policies import Policy, Slots
 
 
@@ -109,7 +109,8 @@ class Store:
                     f"The {name} of this task is stored {form}; found {other} collate=, or remove(task) "
                     "first."
                 )
-            held.check(found, name)
+            if isinstance(held, Dense):
+                held.check(found, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the examples, and the state of the policy and of the draws."""
@@ -129,9 +130,7 @@ class Store:
             *(unpacked(state[name]) if name in listed else state[name] for name in Remembered._fields)
         )
         slots, n = Slots(capacity), count_examples(examples)
-        slots.load_state_dict(state)
-        if n != len(slots):
-            raise ValueError(f"state has {n} examples of a task but {len(slots)} labels.")
+        slots.load_state_dict(state, n)
         store = cls(examples, capacity, collate, n)
         store.slots = slots
         store.queues = {label: list(queue) for label, queue in state["queues"]}
@@ -142,7 +141,7 @@ def gather(chosen: list[tuple[Store, list[int]]]) -> Remembered:
     """Return copies of the examples in some slots of several stores as those of one."""
     first = chosen[0][0].held
     for store, _ in chosen[1:]:
-        if list(store.held) != list(first):
+        if store.held.keys() != first.keys():
             raise ValueError(
                 "Outputs or losses are stored with some tasks only, so that they cannot be mixed."
             )
