@@ -16,6 +16,7 @@ import sys
 import time
 import timeit
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 
@@ -37,6 +38,7 @@ OPTIONAL = {
     "torchjd": ["torchjd"],
     "examples": ["peft", "datasets", "matplotlib"],
 }
+VARIABLES = ["GEMPROJ_BACKEND", "OMP_NUM_THREADS"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +54,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     report_versions()
     if given.check:
-        report_arithmetic()
         from gemproj._selfcheck import check
 
         return int(not check())
@@ -86,33 +87,29 @@ def compile_loops() -> None:
 
 
 def report_versions() -> None:
-    """Print versions, extras and devices."""
+    """Print versions, extras and devices, and what decides the rounding on this machine."""
     print(f"gemproj {gemproj.__version__} on Python {platform.python_version()}, {platform.platform()}\n")
-    print(f"{'core':14s}{_version('numpy')}, {_version('array-api-compat')}")
+    built = np.show_config(mode="dicts")
+    blas = built.get("Build Dependencies", {}).get("blas", {})
+    vectors = ", ".join(built.get("SIMD Extensions", {}).get("found", []))
+    variables = [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    lines = {"core": ", ".join(map(_version, ("numpy", "array-api-compat")))}
     for extra, packages in OPTIONAL.items():
         found = ", ".join(map(_version, packages))
         hint = f"   <- in a checkout: pip install '.[{extra}]'" if "missing" in found else ""
-        print(f"{extra:14s}{found}{hint}")
-    print(f"{'devices':14s}{', '.join(_devices())}\n")
-
-
-def report_arithmetic() -> None:
-    """Print what decides the rounding on this machine: BLAS, vector instructions, threads and variables."""
-    built = np.show_config(mode="dicts")
-    blas = built.get("Build Dependencies", {}).get("blas", {})
-    found = ", ".join(built.get("SIMD Extensions", {}).get("found", []))
-    print(f"{'numpy':14s}BLAS {blas.get('name', 'unknown')} {blas.get('version', '')}; {found}")
-    if find_spec("torch") is not None:
+        lines[extra] = found + hint
+    lines["processor"] = ", ".join([platform.machine(), f"{os.cpu_count()} cores", *variables])
+    lines["arithmetic"] = f"BLAS {blas.get('name', 'unknown')} {blas.get('version', '')}; {vectors}"
+    devices = ["CPU"]
+    with suppress(ImportError):
         torch = importlib.import_module("torch")
-        capability = torch.backends.cpu.get_cpu_capability()
         mkl = "MKL" if torch.backends.mkl.is_available() else "no MKL"
-        print(f"{'torch':14s}{mkl}; {capability}; {torch.get_num_threads()} threads")
-    variables = {
-        name: os.environ[name] for name in ("GEMPROJ_BACKEND", "OMP_NUM_THREADS") if name in os.environ
-    }
-    print(
-        f"{'processor':14s}{platform.machine()}, {os.cpu_count()} cores; {variables or 'no variables set'}\n"
-    )
+        threads = f"{torch.get_num_threads()} threads"
+        lines["arithmetic"] += f"; torch {mkl}, {torch.backends.cpu.get_cpu_capability()}, {threads}"
+        devices += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
+        devices += ["mps"] if torch.backends.mps.is_available() else []
+    lines["devices"] = ", ".join(devices)
+    print(*(f"{name:14s}{value}" for name, value in lines.items()), "", sep="\n")
 
 
 def report_methods() -> None:
@@ -136,29 +133,11 @@ def report_methods() -> None:
 
 
 def _version(package: str) -> str:
-    try:
-        return f"{package} {importlib.metadata.version(package)}"
-    except importlib.metadata.PackageNotFoundError:
-        if package == "cupy":  # its wheels are named after the CUDA version
-            for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x"):
-                try:
-                    return f"cupy {importlib.metadata.version(name)}"
-                except importlib.metadata.PackageNotFoundError:
-                    continue
-        return f"{package} missing"
-
-
-def _devices() -> list[str]:
-    """Return the names of the devices that the installed libraries can use."""
-    devices = ["CPU"]
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError:
-        return devices
-    devices += [f"cuda:{i} {torch.cuda.get_device_name(i)}" for i in range(torch.cuda.device_count())]
-    if torch.backends.mps.is_available():
-        devices.append("mps")
-    return devices
+    # The wheels of CuPy are named after the CUDA version.
+    for name in [package, *(f"cupy-cuda{n}x" for n in (13, 12, 11) if package == "cupy")]:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            return f"{package} {importlib.metadata.version(name)}"
+    return f"{package} missing"
 
 
 if __name__ == "__main__":

@@ -135,11 +135,10 @@ def ways() -> Iterator[tuple[str, str, str]]:
     """Yield library, device and backend of all ways to solve a problem on this machine."""
     found = [("numpy", "cpu")]
     if find_spec("torch") is not None:
-        found.append(("torch", "cpu"))
-        if importlib.import_module("torch").cuda.is_available():
-            found.append(("torch", "cuda"))
+        found += [("torch", "cpu"), ("torch", "cuda")]
     for library, device in found:
-        yield library, device, "portable"
+        if device == "cpu" or importlib.import_module(library).cuda.is_available():
+            yield library, device, "portable"
         if device == "cpu" and installed():
             yield library, device, "numba"
 

@@ -314,6 +314,16 @@ def test_policies_and_labels_of_examples(policy):
     assert [b["label"].tolist() for b in memory.batches(n=2, per="label")] == [[0, 0], [1, 1]]
 
 
+def test_examples_in_a_list_stay_where_those_in_batches_do():
+    examples = texts(lengths=[2] * 30 + [3] * 4)
+    as_batches = EpisodicMemory(6, "label", policy="balanced")
+    for one in examples:
+        as_batches.add({"label": torch.tensor([one["label"]])}, 0)
+    listed = store(examples, collate=padded, per_task=6, label="label", policy="balanced")
+    places = [[one.name for one in memory.batches(per="example").sources] for memory in (listed, as_batches)]
+    assert places[0] == places[1]
+
+
 def test_draws_of_examples_are_those_of_batches():
     listed, dense = (EpisodicMemory(6, seed=4) for _ in range(2))
     for k in range(2):

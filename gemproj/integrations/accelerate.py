@@ -1,29 +1,80 @@
-"""Gradient projection in a training loop of Accelerate."""
+"""Gradient projection for what Accelerate has prepared: in a loop of one's own, or in a Trainer."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
+
+import torch
 
 try:
     from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import DistributedType, extract_model_from_parallel
 except ImportError as error:
     raise ImportError(
         "gemproj.integrations.accelerate needs Accelerate: "
         "pip install '.[accelerate]' in a checkout of gemproj."
     ) from error
 
-import torch
-
-from gemproj.integrations._accelerate import AcceleratedKeeper, read
+import gemproj.integrations.deepspeed  # noqa: F401
 from gemproj.methods import AnyMethod
 from gemproj.torch import EpisodicMemory, Promise
 from gemproj.torch.batches import Loss
 from gemproj.torch.changes import On
+from gemproj.torch.distributed import everyone
+from gemproj.torch.gem import Keeper
+from gemproj.torch.hooks import clip_grad_norm_, total_norm
 from gemproj.torch.keywords import suggesting
 from gemproj.torch.losses import model_loss
 from gemproj.torch.promise import Per
+
+_clip_at_once = Accelerator.clip_grad_norm_
+
+
+@wraps(_clip_at_once)
+def _clip(self: Accelerator, parameters: Iterable[Any], max_norm: float, norm_type: float = 2) -> Any:
+    now = partial(_clip_at_once, self)
+    if self.distributed_type == DistributedType.DEEPSPEED:  # which clips in its own step
+        return now(parameters, max_norm, norm_type)
+
+    def measure(parameters: Iterable[Any], norm_type: float) -> Any:
+        self.unscale_gradients()  # which may be done once, and `now` does
+        return total_norm(parameters, norm_type)
+
+    later = getattr(self, "_clip_grad_norm_dtensor_aware", torch.nn.utils.clip_grad_norm_)
+    optimizers = [bare(one) for one in self._optimizers]
+    return clip_grad_norm_(optimizers, parameters, max_norm, norm_type, now=now, later=later, measure=measure)
+
+
+# The method of the class, since the Trainer does not show its accelerator to callbacks. Where no projector
+# is attached, it does what it did.
+Accelerator.clip_grad_norm_ = _clip
+
+
+class AcceleratedKeeper(Keeper):
+    """A `Keeper` for prepared models and optimizers, with a file of its own in checkpoints."""
+
+    _number = 0  # of several in one checkpoint
+
+    def _attach_prepared(self, model: torch.nn.Module, optimizer: Any) -> None:
+        """Attach; the forward pass of a prepared model runs in the precision of training."""
+        refuse_engine(AcceleratorState())
+        # A compiled model would be changed by what extracts the one within it.
+        model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
+        optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
+        scaler = getattr(optimizers[0], "scaler", None)
+        self._attach(model, [bare(one) for one in optimizers], scaler=scaler, process_group=everyone())
+
+    def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
+        """Write the part of this process to a file in the checkpoint."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        torch.save(self.state_dict() | more, file_in(folder, self._number))
 
 
 class GEM(AcceleratedKeeper):
@@ -43,26 +94,20 @@ class GEM(AcceleratedKeeper):
             accelerator.log(gem.logs())
         gem.end_task(loader)
 
-    Losses on the memory run through the forward pass of the prepared model, in its precision; an
-    ``accelerator.autocast()`` around the loss belongs into `loss`. With float16 they are scaled, too.
-    Memory and projector are part of ``accelerator.save_state`` and ``load_state``: a file ``gem.pt`` in the
-    folder, or one per process, and ``gem_1.pt`` of a second object.
+    Losses on the memory run through the forward pass of the prepared model, in its precision and, with
+    float16, its scale; an ``accelerator.autocast()`` around the loss belongs into `loss`. Memory and
+    projector are part of ``accelerator.save_state`` and ``load_state``: a file ``gem.pt`` in the folder, or
+    one per process, and ``gem_1.pt`` of a second object.
 
     Parameters
     ----------
     accelerator : accelerate.Accelerator
     model, optimizer
         As ``accelerator.prepare`` returned them; of several optimizers a list.
-    loss, per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch
-        As in `gemproj.torch.GEM`; the scaler is that of the accelerator. In several processes each has its
-        own examples of the same tasks.
-    rows_dtype, process_group
-        As there; by default all processes.
-
-    Attributes
-    ----------
-    memory, promise, promises, projector, history, metric, exclude
-        As in `gemproj.torch.GEM`.
+    loss, per_task, per, examples, weight, tolerance, memory, method, on, every, project
+        As in `gemproj.torch.GEM`, as are `microbatch`, `rows_dtype` and the attributes.
+    process_group
+        By default all processes.
 
     Raises
     ------
@@ -121,3 +166,46 @@ class GEM(AcceleratedKeeper):
         self._numbers.discard(self._number)
         for hook in self._hooks:
             hook.remove()
+
+
+def bare(optimizer: Any) -> Any:
+    """Return the optimizer that Accelerate has wrapped."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def file_in(folder: str | os.PathLike[str], number: int = 0) -> Path:
+    """Return the file of this process in a checkpoint: each has its own examples and shards."""
+    state = AcceleratorState()
+    name = f"gem_{number}" if number else "gem"
+    rank = f"_rank{state.process_index}" if state.num_processes > 1 else ""
+    return Path(folder) / f"{name}{rank}.pt"
+
+
+def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
+    """Return the part of this process in a checkpoint, made by as many processes with GEM."""
+    file = file_in(folder, number)
+    if not file.is_file():
+        found = sorted(other.name for other in Path(folder).glob("gem*.pt")) or "none"
+        raise FileNotFoundError(
+            f"Checkpoint {folder} has no {file.name}; of such files it has {found}. It must come from a run "
+            "with GEM and with the same number of processes."
+        )
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def refuse_engine(state: AcceleratorState) -> None:
+    """Raise for engines whose steps or parameters a projector cannot reach."""
+    kind = state.distributed_type
+    if kind == DistributedType.MEGATRON_LM:
+        raise ValueError(
+            f"{kind.value} takes its steps itself, out of reach of the hooks that project them. Use "
+            "DistributedDataParallel, FSDP2 (fsdp_version=2) or DeepSpeed ZeRO."
+        )
+    plugin = getattr(state, "fsdp_plugin", None)
+    if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1:
+        raise ValueError(
+            "FSDP1 hides parameters in flat ones, of which a projector sees neither gradients nor steps. Use "
+            "FSDP2: fsdp_version=2."
+        )

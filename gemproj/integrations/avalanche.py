@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from gemproj._checks import check_count
-from gemproj.integrations._processes import everyone
 from gemproj.methods import AnyMethod
 from gemproj.torch import EpisodicMemory
 from gemproj.torch.changes import On
+from gemproj.torch.distributed import everyone
 from gemproj.torch.gem import Keeper
 from gemproj.torch.keywords import suggesting
 
@@ -69,22 +69,14 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
     Parameters
     ----------
     patterns_per_experience : int
-        How many patterns of each experience are remembered: a random choice of them.
+        How many patterns of each experience are remembered, as lists ``[x, y, ..., task labels]``.
     memory_strength : float, default 0
         Lower bound of the multipliers, the margin of `gemproj.solve_dual`.
     seed : int, default 0
         Of the choice of patterns.
     examples, method, on, every, project, microbatch
-        As in `gemproj.torch.GEM`.
-
-    Attributes
-    ----------
-    memory : EpisodicMemory
-        Lists ``[x, y, ..., task labels]``, by number of the experience.
-    projector : gemproj.torch.GradientProjector or None
-        That of the present or last experience.
-    promise, history, metric
-        As in `gemproj.torch.GEM`; a penalty is set by ``plugin.promise = Promise(penalty=1.0)``.
+        As in `gemproj.torch.GEM`, as are the attributes: ``plugin.promise = Promise(penalty=1.0)`` sets a
+        penalty.
     """
 
     @suggesting
@@ -115,18 +107,9 @@ class AGEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
 
     Parameters
     ----------
-    patterns_per_experience : int
-        How many patterns of each experience are remembered: a random choice of them.
     sample_size : int
-        How many of them, of all experiences together, make a constraint.
-    seed : int, default 0
-        Of the choice of patterns and of the samples.
-    on, every, project, microbatch
-        As in `gemproj.torch.GEM`.
-
-    Attributes
-    ----------
-    memory, projector, promise, history, metric
+        How many patterns, of all experiences together, make a constraint.
+    patterns_per_experience, seed, on, every, project, microbatch
         As in `GEMPlugin`.
     """
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from gemproj.torch.changes import On, Step
 from gemproj.torch.distributed import Local, Sharded
@@ -98,18 +97,13 @@ class ZeroOptimizer:
                 "optimizer keeps its state on NVMe, out of reach of a projection. Keep it on the device."
             )
         self.zero = zero
-        self._before: OrderedDict[int, Callable[..., Any]] = OrderedDict()
-        self._after: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._plain = zero.step
         zero.step = self._step
 
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(optimizer, args, kwargs)`` before each step."""
-        return _register(self._before, hook)
-
-    def register_step_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """Call ``hook(optimizer, args, kwargs)`` after each step, but for those skipped after an overflow."""
-        return _register(self._after, hook)
+    register_step_pre_hook = torch.optim.Optimizer.register_step_pre_hook
+    register_step_post_hook = torch.optim.Optimizer.register_step_post_hook
 
     def is_enabled(self) -> bool:
         """Return whether losses are scaled."""
@@ -147,11 +141,12 @@ class ZeroOptimizer:
         zero.invalidate_secondary_tensor()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        for hook in list(self._before.values()):
+        """Take a step between the hooks; those after it are not called where an overflow has skipped it."""
+        for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, args, kwargs)
         result = self._plain(*args, **kwargs)
         if not self.zero.overflow:
-            for hook in list(self._after.values()):
+            for hook in list(self._optimizer_step_post_hooks.values()):
                 hook(self, args, kwargs)
         return result
 
@@ -242,12 +237,6 @@ def _unpadded(p: Any, key: str | None = None) -> tuple[Tensor, int]:
 
 def _shape(p: Any) -> torch.Size:
     return p.ds_shape if _stage3(p) else p.shape
-
-
-def _register(hooks: OrderedDict[int, Callable[..., Any]], hook: Callable[..., Any]) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
 
 
 ParameterVector.kinds.append(ZeroVector)

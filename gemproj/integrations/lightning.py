@@ -17,8 +17,8 @@ except ImportError as error:
 
 import torch
 
-from gemproj.integrations._processes import everyone
 from gemproj.torch.batches import Loss
+from gemproj.torch.distributed import everyone
 from gemproj.torch.gem import Keeper
 from gemproj.torch.hooks import clip_grad_norm_
 
@@ -46,11 +46,9 @@ class GEMCallback(Keeper, Callback):
     optimization, accumulated gradients, mixed precision and DistributedDataParallel, for modules with one
     optimizer.
 
-    Constraint gradients are computed in each step of the optimizer, with the precision of training. The
-    gradient is projected, then clipped as ``gradient_clip_val`` says: a margin is the weight of replay.
-
-    With a logger, steps under constraints log ``gem/violations``, ``gem/active``, ``gem/cosine``,
-    ``gem/worst_cosine`` and ``gem/seconds``, see `gemproj.torch.Projection`; no device is waited for.
+    The gradient is projected, then clipped as ``gradient_clip_val`` says: a margin is the weight of replay.
+    With a logger, steps under constraints log the numbers of `logs`, ``gem/violations`` and so on; no device
+    is waited for.
 
     Checkpoints hold the memory, the warm start and, where they are reused, the constraints, so that
     ``fit(..., ckpt_path=...)`` goes on as if it had not been interrupted. Lightning saves those of process
@@ -62,19 +60,10 @@ class GEMCallback(Keeper, Callback):
         As in `gemproj.torch.GEM`, of a module and a batch as the dataloader yields it, which is converted and
         moved to the device as in training. A method of the module will do, ``MyModule.loss``; not
         ``training_step``, which logs.
-    memory : EpisodicMemory, optional
-        As in `gemproj.torch.GEM`. In several processes each has its own examples of the same tasks.
-    per_task, per, examples, weight, tolerance, method, on, every, project, microbatch, rows_dtype
-        As in `gemproj.torch.GEM`; the scaler is that of the trainer.
+    per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch, rows_dtype
+        As in `gemproj.torch.GEM`, as are the attributes. The scaler is that of the trainer.
     process_group
         By default all processes.
-
-    Attributes
-    ----------
-    memory, promise, promises, history, metric, exclude
-        As in `gemproj.torch.GEM`.
-    projector : GradientProjector or None
-        That of the present or last call of ``fit``.
 
     Examples
     --------
@@ -135,13 +124,11 @@ class GEMCallback(Keeper, Callback):
             state["projector"]["constraints"] = None
         return state
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *args: Any) -> None:
         """Leave the optimizer alone from now on."""
         self.remove()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave the optimizer alone from now on."""
-        self.remove()
+    on_exception = on_train_end
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing."""

@@ -37,24 +37,20 @@ class ConeProjector(DualConeProjector):
     For each vector u it returns the weights ``w = argmin v'G v subject to v >= u``, with ``G = J J'``: then
     ``J'w`` is the projection of ``J'u`` onto ``{x : J x >= 0}`` (Quinton and Rey, "Jacobian Descent for
     Multi-Objective Optimization", Proposition 1). With ``v = u + lam`` this is the dual problem of
-    `gemproj.solve_gram` with ``K = G`` and ``b = G u``: ``min 1/2 lam'G lam + (G u)'lam, lam >= 0``. All
-    vectors are solved in one call on one G.
+    `gemproj.solve_gram` with ``K = G`` and ``b = G u``. All vectors are solved in one call on one G.
 
     It replaces `torchjd.linalg.QuadprogProjector`, without its ridge relative to the largest rows and without
     its smallest norm of a gradient. Rows may have any norms and be dependent, and no QP solver has to be
-    installed.
+    installed. The problem is solved on the CPU in float64; as with TorchJD's own projector, the weights have
+    no derivative.
 
     Notes
     -----
-    TorchJD computes G in the dtype of the model. The rounding of its entries can make G indefinite if rows
-    are dependent. Where G is not positive definite beyond this rounding, the projector takes two steps of the
-    proximal point method (Rockafellar, 1976),
+    TorchJD computes G in the dtype of the model, whose rounding can make it indefinite if rows are dependent.
+    There the projector takes two steps of the proximal point method (Rockafellar, 1976),
     ``lam <- argmin 1/2 lam'G lam + (G u)'lam + 1/2 (lam - previous)'D (lam - previous)``, where D is the
     diagonal of G times the rounding. In float32 the violations that remain are about 1e-6 of ``|J'u|``, and
     up to 1e-3 where weights are large, as with more rows than parameters.
-
-    The m x m problem is solved on the CPU in float64: on a device, one copy of G and U to the host and one
-    back. As with TorchJD's own projector, the weights have no derivative.
 
     Examples
     --------
@@ -73,7 +69,7 @@ class ConeProjector(DualConeProjector):
     """
 
     def __call__(self, U: Tensor, G: Tensor) -> Tensor:
-        """Return the weights of the projections of ``J'u`` for all vectors u.
+        """Return the weights (..., m) of the projections of ``J'u``, each at least its entry of U.
 
         Parameters
         ----------
@@ -81,16 +77,6 @@ class ConeProjector(DualConeProjector):
             Vectors of weights, of any sign.
         G : tensor, shape (m, m)
             Gram matrix of the rows of J; float16, bfloat16, float32 or float64.
-
-        Returns
-        -------
-        tensor, shape (..., m)
-            With the dtype and device of G; each entry is at least that of U.
-
-        Raises
-        ------
-        ValueError
-            If G or U is not finite, naming the rows of G, or if their shapes do not fit.
         """
         if G.ndim != 2 or G.shape[0] != G.shape[1] or U.shape[-1:] != G.shape[-1:]:
             raise ValueError(

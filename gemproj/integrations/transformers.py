@@ -15,7 +15,7 @@ except ImportError as error:
         "pip install '.[transformers]' in a checkout of gemproj."
     ) from error
 
-from gemproj.integrations._accelerate import AcceleratedKeeper, file_in, read
+from gemproj.integrations.accelerate import AcceleratedKeeper, file_in, read
 
 
 class GEMCallback(AcceleratedKeeper, TrainerCallback):
@@ -29,19 +29,15 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
             trainer.train()
             gem.end_task(trainer.get_train_dataloader())
 
-    The projection is part of the optimizer's step. What it leaves is clipped to ``args.max_grad_norm``, so
-    that a margin is the weight of replay; ``grad_norm`` in the logs is that of the gradient before.
-    Constraint gradients have the precision of training. Only trainable parameters take part, so with peft
-    it costs what the adapters cost. Every call of ``train()`` starts without constraints and warm start,
-    unless it resumes. Examples are stored as they are, and the trainer's collator makes batches of them.
+    What the projection leaves is clipped to ``args.max_grad_norm``, so that a margin is the weight of replay;
+    ``grad_norm`` in the logs is that of the gradient before. Constraint gradients have the precision of
+    training. Only trainable parameters take part, so with peft it costs what the adapters cost. Every call of
+    ``train()`` starts without constraints and warm start, unless it resumes. Examples are stored as they are,
+    and the trainer's collator makes batches of them.
 
-    Logs of training get ``gem/violations`` and ``gem/active`` (constraints that the gradient violates, and
-    active ones), ``gem/cosine`` (between the gradient before and after) and ``gem/seconds``, each the mean
-    over the steps since the last log, and ``gem/worst_cosine``, the smallest cosine between an applied step
-    and a constraint gradient in that time. Steps without constraints, and steps that a gradient scaler
-    skips, do not count. The numbers are in ``trainer.state.log_history``; callbacks that report elsewhere
-    (`report_to`) come before one that is passed to the trainer, and see them if it joins by `attach`
-    instead.
+    Logs of training get the numbers of `logs` as ``gem/violations`` and so on, of the steps since the last
+    log. They are in ``trainer.state.log_history``; callbacks that report elsewhere (`report_to`) come before
+    one that is passed to the trainer, and see them if it joins by `attach` instead.
 
     Checkpoints get a file ``gem.pt``, or one per process, with the memory and the projector's state. It is
     found again if training resumes from a folder in ``args.output_dir``, or from
@@ -51,19 +47,10 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     ----------
     loss : callable or Promise
         As in `gemproj.torch.GEM`. If the trainer computes another loss than the model's, pass the same here.
-    memory : EpisodicMemory, optional
-        As in `gemproj.torch.GEM`. In several processes each has its own examples of the same tasks.
-    per_task, per, examples, weight, tolerance, method, on, every, project, microbatch, rows_dtype
-        As in `gemproj.torch.GEM`; the scaler is that of the trainer.
+    per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch, rows_dtype
+        As in `gemproj.torch.GEM`, as are the attributes. The scaler is that of the trainer.
     process_group
         By default all processes.
-
-    Attributes
-    ----------
-    memory, promise, promises, history, metric, exclude
-        As in `gemproj.torch.GEM`.
-    projector : GradientProjector or None
-        That of the present or last training.
 
     Raises
     ------
@@ -85,12 +72,8 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
         """Read the state of GEM from a checkpoint, for the training that begins next.
 
         Only needed to resume from a checkpoint outside of ``args.output_dir``, whose place callbacks are
-        not told. Call it when there is a trainer.
-
-        Raises
-        ------
-        FileNotFoundError
-            If the checkpoint was made without GEM, or by another number of processes.
+        not told. Call it when there is a trainer. The checkpoint must have been made with GEM, and by as many
+        processes.
         """
         self._named = read(folder)
 

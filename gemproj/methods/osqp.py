@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from gemproj._arrays import Array
 from gemproj._checks import check_count, check_number
-from gemproj.methods._external import solve_each
-from gemproj.methods._method import Method, Outcome, Status
+from gemproj.methods._external import External
+from gemproj.methods._method import Outcome, Status
 
 
 @dataclass(frozen=True)
-class OSQP(Method):
+class OSQP(External):
     """OSQP's ADMM on normalised rows, with a warm start. Runs on the CPU; needs the extra `qp`.
 
     The polishing step of osqp is switched off, because it prints even with ``verbose=False``.
@@ -31,14 +30,11 @@ class OSQP(Method):
     eps: float = 1e-9
     max_iter: int = 20_000
 
+    package: ClassVar[str] = "osqp"
+
     def __post_init__(self) -> None:
         check_number(self.eps, "eps", 0.0, strict=True)
         check_count(self.max_iter, "max_iter", 1)
-
-    def solve(  # noqa: D102
-        self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
-    ) -> Outcome:
-        return solve_each(self._solve_one, "osqp", K, b, lower, upper, warm_start)
 
     def _solve_one(
         self, osqp: Any, K: np.ndarray, b: np.ndarray, lower: Any, upper: Any, start: Any

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from gemproj._arrays import Array
 from gemproj._checks import check_number
 from gemproj._tspace import snap
-from gemproj.methods._external import solve_each
-from gemproj.methods._method import Method, Outcome, exact_status
+from gemproj.methods._external import External
+from gemproj.methods._method import Outcome, exact_status
 
 
 @dataclass(frozen=True)
-class Quadprog(Method):
+class Quadprog(External):
     """quadprog, the solver of GEM's reference code, on normalised rows. On the CPU; needs the extra `qp`.
 
     The solver needs a positive definite matrix, so a ridge is unavoidable. Here the ridge is relative to the
@@ -29,13 +28,10 @@ class Quadprog(Method):
 
     ridge: float = 1e-12
 
+    package: ClassVar[str] = "quadprog"
+
     def __post_init__(self) -> None:
         check_number(self.ridge, "ridge", 0.0)
-
-    def solve(  # noqa: D102
-        self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
-    ) -> Outcome:
-        return solve_each(self._solve_one, "quadprog", K, b, lower, upper, warm_start)
 
     def _solve_one(
         self, quadprog: Any, K: np.ndarray, b: np.ndarray, lower: Any, upper: Any, start: Any

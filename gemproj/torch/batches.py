@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map
 
 Batch = Any  # a nesting of tensors (n, ...), or whatever a collate function makes
 Collate = Callable[[list[Any]], Batch]
 Field = Hashable | Callable[[Batch], torch.Tensor]  # a key of a batch, or a function of it
 # (model, batch), or (model, batch, outputs): returns the mean over the examples, or one number for each.
 Loss = Callable[..., torch.Tensor]
+
+_LEAVES = (torch.Tensor, str, int, float)  # the most frequent ones, of which nothing else is asked
 
 
 class PerExample(list[Any]):
@@ -44,22 +47,11 @@ class Remembered(NamedTuple):
     @property
     def fields(self) -> list[str]:
         """Names of what is there."""
-        return [
-            name
-            for name, value in zip(self._fields, self, strict=True)
-            if not (isinstance(value, tuple) and not value)
-        ]
+        pairs = zip(self._fields, self, strict=True)
+        return [name for name, value in pairs if not (isinstance(value, tuple) and not value)]
 
 
-def remembered(batch: Batch, outputs: Any, losses: Any) -> Remembered:
-    """Return a batch with what is to be stored about its examples; None stands for nothing."""
-    if losses is not None and (not isinstance(losses, torch.Tensor) or losses.ndim != 1):
-        found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-        raise ValueError(f"losses must be a tensor of shape (n,), one loss per example; found {found}.")
-    return Remembered(batch, () if outputs is None else outputs, () if losses is None else losses)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Source:
     """The examples of one row of G, of which batches are made when they are needed.
 
@@ -73,7 +65,6 @@ class Source:
         The name of the set and the label, or None: of all sets together ``(None, None)``; with one row for
         each example also its place in the stream. Empty for a batch that comes from no memory.
     promise : Promise, optional
-        The promise about these examples.
     kind : hashable, optional
         Sources of equal kind can be `joined`; None can not.
     device : torch.device, optional
@@ -103,8 +94,8 @@ class Source:
 
     def joined(self, others: Iterable[Source]) -> Source:
         """Return one source of these examples and of those of `others`."""
-        examples = [one for source in (self, *others) for one in source.examples]
-        return dataclasses.replace(self, examples=examples)
+        sources = (self, *others)
+        return dataclasses.replace(self, examples=[one for source in sources for one in source.examples])
 
 
 class Batches(Iterator[Batch]):
@@ -148,7 +139,7 @@ def map_nested(
     """
 
     def again(value: Any) -> Any:
-        if is_leaf(value):
+        if is_leaf(value) or isinstance(value, _LEAVES):
             return function(value)
         if isinstance(value, Mapping):
             return {key: again(value[key]) for key in value}
@@ -177,8 +168,7 @@ def moved(batch: Batch, device: Any) -> Batch:
 
 def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
     """Return the tensors of a batch, and how they were nested; raise for what is not a batch."""
-    batch = _ordered(batch)
-    leaves, spec = tree_flatten(batch)
+    leaves, spec = tree_flatten(_ordered(batch))
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             where = place(batch, i)
@@ -188,21 +178,21 @@ def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
             )
         if leaf.layout != torch.strided:
             raise TypeError(f"A batch must hold dense tensors; found {leaf.layout}: call to_dense() first.")
-    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
-    if len(sizes) != 1 or None in sizes:
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if len(sizes) != 1 or torch.Size() in sizes:
         shapes = [f"{tuple(leaf.shape)} in {place(batch, i)}" for i, leaf in enumerate(leaves)]
         found = ", ".join(shapes) or "no tensor"
         raise ValueError(
             "All tensors of a batch need the same leading dimension, that of the examples; found "
-            f"{found}.{_remedy(found, element=None in sizes)}"
+            f"{found}.{_remedy(found, element=torch.Size() in sizes)}"
         )
     return leaves, spec
 
 
 def place(batch: Batch, i: int) -> str:
     """Return where leaf i of a batch is, such as ``batch['input_ids']``."""
-    path, _ = tree_flatten_with_path(batch)[0][i]
-    return "batch" + keystr(path).removeprefix(".batch")
+    path, _ = tree_flatten_with_path(_ordered(batch))[0][i]
+    return "batch" + keystr(path)
 
 
 def _remedy(found: str, element: bool = True) -> str:
@@ -220,8 +210,6 @@ def _ordered(batch: Batch) -> Batch:
     """Return mappings as dicts with sorted keys: also a tokenizer's BatchEncoding, in whatever order."""
     if isinstance(batch, Mapping):
         return {key: _ordered(batch[key]) for key in sorted(batch, key=str)}
-    if isinstance(batch, Remembered):
-        return Remembered(*map(_ordered, batch))
     return type(batch)(map(_ordered, batch)) if type(batch) in (list, tuple) else batch
 
 
@@ -230,7 +218,7 @@ def count_examples(batch: Batch | Remembered) -> int:
     if isinstance(batch, PerExample):
         return len(batch)
     if not isinstance(batch, Remembered):
-        return int(flatten(batch)[0][0].shape[0])
+        return len(flatten(batch)[0][0])
     counts = {name: count_examples(getattr(batch, name)) for name in batch.fields}
     if len(set(counts.values())) != 1:
         raise ValueError(
@@ -249,27 +237,11 @@ def take(batch: Batch | Remembered, part: slice) -> Batch:
     return map_nested(of, batch, lambda value: isinstance(value, PerExample))
 
 
-def join(parts: list[Any]) -> Any:
-    """Return batches of tensors, or lists, as one; tensors may lie on different devices, as after loading."""
-    if len(parts) == 1:
-        return parts[0]
-    listed = [isinstance(part, PerExample) for part in parts]
-    if all(listed):
-        return PerExample(one for part in parts for one in part)
-    flat, specs = zip(*map(flatten, parts), strict=True) if not any(listed) else ((), (0, 1))
-    columns = list(zip(*flat, strict=False))
-    if any(spec != specs[0] for spec in specs) or not all(map(alike, columns)):
-        raise ValueError(
-            "Examples that differ in structure, shape or dtype, or that are stored in batches here and in a "
-            "list there, cannot be mixed in one batch. Draw from each task by itself, as per='task' does."
-        )
-    joined = [torch.cat([part.to(first.device) for part in (first, *rest)]) for first, *rest in columns]
-    return tree_unflatten(joined, specs[0])
-
-
-def alike(column: Iterable[torch.Tensor]) -> bool:
-    """Return whether tensors have rows of one shape and dtype."""
-    return len({(leaf.shape[1:], leaf.dtype) for leaf in column}) == 1
+def join(parts: Sequence[Any]) -> Any:
+    """Return batches of tensors, or lists, as one."""
+    if isinstance(parts[0], PerExample):
+        return PerExample(chain(*parts))
+    return tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
 
 def output_of(model: Any, batch: Batch, name: str) -> Any:
@@ -304,7 +276,7 @@ def labels_of(batch: Batch, field: Field, n: int) -> list[int]:
     """Return the labels of the n examples of a batch."""
     labels = field_of(batch, field, "label")
     labels = labels if isinstance(labels, torch.Tensor) else torch.as_tensor(labels, device="cpu")
-    if tuple(labels.shape) != (n,) or labels.is_floating_point() or labels.is_complex():
+    if labels.shape != (n,) or labels.is_floating_point() or labels.is_complex():
         raise ValueError(
             f"labels must be integers of shape ({n},), one per example; "
             f"found {labels.dtype} of shape {tuple(labels.shape)}."

@@ -65,19 +65,17 @@ def explained(batch: Batch) -> Iterator[None]:
         yield
     except Exception as error:
         if hasattr(error, "add_note"):  # of Python 3.11
-            tensors: list[Tensor] = []
+            found: list[Any] = []
 
             def seen(leaf: Any) -> Any:
-                if not isinstance(leaf, Tensor):
-                    return type(leaf).__name__
-                tensors.append(leaf)
-                return tuple(leaf.shape)
+                found.append(tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__)
+                return found[-1]
 
-            note = f"The loss was called with stored examples, of shapes {map_nested(seen, batch)}."
-            if tensors and all(leaf.ndim == 1 for leaf in tensors):
-                note += (
-                    " Their first dimension counts examples: if they are elements of a data set, pass the "
+            error.add_note(f"The loss was called with stored examples, of shapes {map_nested(seen, batch)}.")
+            shapes = [one for one in found if isinstance(one, tuple)]
+            if shapes and all(len(shape) == 1 for shape in shapes):
+                error.add_note(
+                    "Their first dimension counts examples: if they are elements of a data set, pass the "
                     "data set, or a DataLoader of it, which collates."
                 )
-            error.add_note(note)
         raise

@@ -191,10 +191,15 @@ class Sharded(Replicated):
         return Measured(Gram(*whole), WIDE_ROUNDING if double else NARROW_ROUNDING, part.to_caller)
 
 
+def everyone() -> Any:
+    """Return the group of all processes, None where there is one."""
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if several else None
+
+
 def check_alone(topology: Local) -> None:
     """Raise where several processes are initialised, and nothing says how they train a model together."""
-    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    if several and type(topology) is Local:
+    if everyone() is not None and type(topology) is Local:
         raise ValueError(
             f"{dist.get_world_size()} processes are initialised, and each would project for itself, so that "
             "their parameters drift apart. Pass the model that DistributedDataParallel or "
@@ -229,14 +234,13 @@ def project(
 
     All processes of the group must call it, with the same number t of constraints and different columns of
     the same G; a process may have none. Replicated columns must be left out on all processes but one: for
-    models made of `DTensor`, `gemproj.torch.GradientProjector` does that.
+    models made of `DTensor`, `gemproj.torch.GradientProjector` does that. Where the arguments of one process
+    are wrong, it raises what `gemproj.project` would, and the others a RuntimeError.
 
     Parameters
     ----------
-    G : tensor, shape (t, n), or blocks
-        The local columns of the constraint matrix.
-    g : tensor, shape (n,), or blocks
-        The local entries of the gradient.
+    G, g : tensors, shape (t, n) and (n,), or blocks
+        The local columns of the constraint matrix, and the local entries of the gradient.
     group : ProcessGroup, optional
         By default all processes.
     method, h, margin, penalty, equality, metric, warm_start, out
@@ -248,13 +252,6 @@ def project(
     -------
     tensor or blocks
         The local entries of x; with `solution`, a pair.
-
-    Raises
-    ------
-    ValueError
-        On every process, where their numbers of constraints differ or a row is not finite anywhere.
-    RuntimeError
-        Where the arguments of another process are wrong, which raises what `gemproj.project` would.
     """
     tensors = (leaf for leaf in tree_flatten(g)[0] if isinstance(leaf, Tensor))
     shards = Sharded(next((leaf.device for leaf in tensors), "cpu"), group)

@@ -1,4 +1,4 @@
-"""Two ways to hold examples in memory: dense columns of tensors, and a list of them as they are."""
+"""Two ways to hold examples in memory: rows of preallocated tensors, and a list of them as they are."""
 
 from __future__ import annotations
 
@@ -10,17 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from gemproj.torch.batches import Batch, PerExample, alike, flatten, map_nested, place
+from gemproj.torch.batches import Batch, PerExample, flatten, map_nested, place
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # cannot change
 _NUMPY = "__numpy__"  # the key of the bytes of an array, which is a dict in a state
 
 
 class Dense:
-    """Examples of one shape, in preallocated tensors with one row for each slot.
-
-    It is made from examples of the kind to be stored, and stores none of them.
-    """
+    """Examples of one shape, in preallocated tensors with one row for each slot."""
 
     def __init__(self, like: Batch, capacity: int) -> None:
         leaves, self._spec = flatten(like)
@@ -36,34 +33,35 @@ class Dense:
 
     def write(self, slots: list[int], examples: Batch, rows: list[int]) -> None:
         """Copy rows of a batch into slots."""
-        to, of = _index(slots), _index(rows)
+        to, of = (torch.tensor(places, dtype=torch.int64, device="cpu") for places in (slots, rows))
         for kept, leaf in zip(self._leaves, flatten(examples)[0], strict=True):
             kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
 
-    def at(self, slots: list[int], *others: tuple[Dense, list[int]]) -> Batch:
-        """Return copies of the examples in these slots, and of some that others of this kind hold."""
-        chosen = [(held._leaves, _index(some)) for held, some in ((self, slots), *others)]
-        joined = []
-        for i, home in enumerate(leaf.device for leaf in self._leaves):
-            found = [leaves[i].index_select(0, index.to(leaves[i].device)) for leaves, index in chosen]
+    @staticmethod
+    def gather(chosen: list[tuple[Dense, list[int]]]) -> Batch:
+        """Return copies of the examples in some slots, as one batch on the devices of the first ones.
+
+        Those that were loaded may lie on other devices than those that were stored since.
+        """
+        pairs, joined = [], []
+        for held, slots in chosen:
+            at = torch.from_numpy(np.array(slots, dtype=np.int64))  # faster than torch.tensor
+            pairs.append((held._leaves, at.to(held._leaves[0].device)))
+        for i, home in enumerate(leaf.device for leaf in chosen[0][0]._leaves):
+            found = [leaves[i].index_select(0, at.to(leaves[i].device)) for leaves, at in pairs]
             joined.append(found[0] if len(found) == 1 else torch.cat([part.to(home) for part in found]))
-        return tree_unflatten(joined, self._spec)
+        return tree_unflatten(joined, chosen[0][0]._spec)
 
     def check(self, examples: Batch, field: str) -> None:
         """Raise for examples that are not like those stored."""
-        if isinstance(examples, PerExample):
-            raise ValueError(
-                f"The {field} of this task is stored in batches of tensors; found a list of examples. Pass "
-                "batches again, without collate, or remove(task) first."
-            )
-        (leaves, spec), kept = flatten(examples), self.at([])
+        leaves, spec = flatten(examples)
         if spec != self._spec:
             raise ValueError(
                 f"The batch is nested differently from what is stored: {spec}, not {self._spec}."
             )
         for i, (leaf, like) in enumerate(zip(leaves, self._leaves, strict=True)):
-            if not alike((leaf, like)):
-                where = field + place(kept, i).removeprefix("batch")
+            if (leaf.shape[1:], leaf.dtype) != (like.shape[1:], like.dtype):
+                where = field + place(examples, i).removeprefix("batch")
                 raise ValueError(
                     f"Stored examples have shape {tuple(like.shape[1:])} and {like.dtype} in {where}; found "
                     f"{tuple(leaf.shape[1:])} and {leaf.dtype}. For examples that differ in length pass the "
@@ -77,14 +75,14 @@ class Listed:
 
     kind = ()
 
-    def __init__(self, like: Any = (), capacity: int = 0) -> None:
+    def __init__(self) -> None:
         self._kept: list[Any] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors and arrays, and of other values what `sys.getsizeof` says of each."""
         sizes: list[int] = []
-        map_nested(lambda leaf: sizes.append(_size(leaf)), self._kept)
+        map_nested(lambda leaf: sizes.append(getattr(leaf, "nbytes", sys.getsizeof(leaf))), self._kept)
         return sum(sizes)
 
     def write(self, slots: list[int], examples: PerExample, rows: list[int]) -> None:
@@ -93,22 +91,17 @@ class Listed:
         for slot, row in zip(slots, rows, strict=True):
             self._kept[slot] = examples[row]
 
-    def at(self, slots: list[int]) -> PerExample:
-        """Return copies of the examples in these slots: some collate functions change them."""
-        return PerExample(copied(self._kept[slot]) for slot in slots)
-
-    def check(self, examples: Any, field: str) -> None:
-        """Raise for what is no list of examples."""
-        if not isinstance(examples, PerExample):
-            raise ValueError(
-                f"The {field} of this task is stored as a list, one element for each example; found a batch. "
-                "Pass examples with collate=, or remove(task) first."
-            )
+    @staticmethod
+    def gather(chosen: list[tuple[Listed, list[int]]]) -> PerExample:
+        """Return copies of the examples in some slots: there are collate functions that change them."""
+        return owned(PerExample(held._kept[slot] for held, slots in chosen for slot in slots))
 
 
-def hold(like: Any, capacity: int) -> Dense | Listed:
-    """Return what can hold examples of this kind."""
-    return (Listed if isinstance(like, PerExample) else Dense)(like, capacity)
+def hold(examples: Any, capacity: int, n: int = 0) -> Dense | Listed:
+    """Return what holds examples of this kind, with the first n of these in the first slots."""
+    held: Any = Listed() if isinstance(examples, PerExample) else Dense(examples, capacity)
+    held.write(list(range(n)), examples, list(range(n)))
+    return held
 
 
 def packed(examples: Any) -> Any:
@@ -136,18 +129,15 @@ def unpacked(state: list[Any]) -> PerExample:
         array = leaf[_NUMPY].cpu().numpy().view(leaf["dtype"]).reshape(leaf["shape"])
         return array[()] if leaf["scalar"] else array
 
-    return PerExample(copied(map_nested(of, one, is_array)) for one in state)
+    return owned(PerExample(map_nested(of, one, is_array) for one in state))
 
 
 def owned(examples: Any) -> Any:
-    """Return copies of the examples of a list; a batch, which is copied into tensors, as it is."""
-    return PerExample(map(copied, examples)) if isinstance(examples, PerExample) else examples
-
-
-def copied(example: Any) -> Any:
-    """Return a copy of an example; raise for what cannot be stored."""
+    """Return copies of the examples of a list, or raise for what cannot be stored; a batch as it is."""
+    if not isinstance(examples, PerExample):
+        return examples
     with torch.inference_mode(False):  # tensors of inference mode could not be trained on
-        return map_nested(_copied_leaf, example, _is_plain_list)
+        return PerExample(map_nested(_copied, one, _is_plain_list) for one in examples)
 
 
 def _is_plain_list(value: Any) -> bool:
@@ -155,12 +145,12 @@ def _is_plain_list(value: Any) -> bool:
     return type(value) is list and _PLAIN.issuperset(map(type, value))
 
 
-def _copied_leaf(leaf: Any) -> Any:
+def _copied(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().clone()
     if isinstance(leaf, np.ndarray | np.generic) and not (leaf.dtype.hasobject or leaf.dtype.names):
         return leaf.copy()
-    if _is_plain_list(leaf):
+    if type(leaf) is list:
         return list(leaf)
     if type(leaf) in _PLAIN:
         return leaf
@@ -169,11 +159,3 @@ def _copied_leaf(leaf: Any) -> Any:
         f"and dataclasses; found {type(leaf).__module__}.{type(leaf).__qualname__}. Convert it in the data "
         "set, or pass batches of tensors: (batch for batch in loader)."
     )
-
-
-def _size(leaf: Any) -> int:
-    return leaf.nbytes if isinstance(leaf, Tensor | np.ndarray | np.generic) else sys.getsizeof(leaf)
-
-
-def _index(places: list[int]) -> Tensor:
-    return torch.tensor(places, dtype=torch.int64, device="cpu")

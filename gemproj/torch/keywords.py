@@ -10,22 +10,15 @@ from typing import Any, ParamSpec
 
 P = ParamSpec("P")
 
-# What it is called in GEM's code and paper, in Avalanche, or was in earlier versions.
+# What it is called in GEM's code and paper, in Avalanche and in `gemproj.project`.
 _ELSEWHERE = {
     "margin": "weight",
     "memory_strength": "weight",
-    "bound": "tolerance",
-    "kappa": "a Promise with repair",
-    "repair": "a Promise with repair",
-    "equality": "a Promise with equal",
-    "equal": "a Promise with equal",
-    "penalty": "a Promise with penalty",
-    "rows": "examples",
     "patterns_per_experience": "per_task",
-    "promise": "per, or a Promise as loss",
-    "interval": "every",
-    "group": "process_group",
+    "promise": "a Promise as loss",
     "label": "memory=EpisodicMemory(label=...)",
+    "equality": "a Promise with equal",
+    **{name: f"a Promise with {name}" for name in ("repair", "equal", "penalty")},
 }
 
 

@@ -31,9 +31,8 @@ def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
 class CrossEntropy:
     """Cross-entropy of each example: for tokens, the mean over those of the example that have a label.
 
-    The losses of models of transformers are means over all tokens of a batch, from which no bound of an
-    example can be told. Of a padding-free batch, or of packed rows, examples are told apart by
-    ``batch["position_ids"]``, as these models do where there is no attention mask.
+    Models of transformers return the mean over all tokens of a batch, from which no bound of an example can
+    be told. Of a padding-free batch, or of packed rows, ``batch["position_ids"]`` tells examples apart.
 
     Parameters
     ----------
@@ -90,11 +89,9 @@ class Distillation:
     """Kullback-Leibler divergence of each example from what the model put out when it was stored.
 
     ``T^2 sum_c p_c (log p_c - log q_c)`` with ``p`` the stored and ``q`` the present probabilities at
-    temperature T, for tokens the mean over the example (Hinton et al., 2015); plus, with `labels`, a weight
-    times the cross-entropy, as in DER++ (Buzzega et al., 2020). Promises of it need no labels, and say
-    more: the model is held to what it said about every class.
-
-    Of a padding-free batch, or of packed rows, examples are told apart as by `CrossEntropy`.
+    temperature T, for tokens the mean over the example as in `CrossEntropy` (Hinton et al., 2015); plus, with
+    `labels`, a weight times the cross-entropy, as in DER++ (Buzzega et al., 2020). It needs no labels, and
+    holds the model to what it said about every class.
 
     `gemproj.torch.GEM` stores the outputs of a task when it ends. By hand:
     ``memory.add(batch, task, outputs=loss.outputs(model, batch))``.
@@ -111,9 +108,8 @@ class Distillation:
     dtype : torch.dtype, optional
         Of the stored log-probabilities, such as ``torch.float16``; by default that of the logits.
     mask : key or callable, default "attention_mask"
-        Positions (n, ...) that count, those not zero. Batches need not have the default one; then all count.
-        Outputs are stored of these positions only, so that padding takes no bytes, and the same examples may
-        come back padded to another length, on another side, or in a padding-free batch.
+        Positions (n, ...) that count, those not zero; without the default one all do. Outputs are stored of
+        these only, so that the same examples may come back padded in another way, or padding-free.
     labels : CrossEntropy, optional
         Adds its losses, from the same logits.
     weight : float, default 1
@@ -165,13 +161,16 @@ class Distillation:
             raise ValueError(
                 f"top must be below the number of classes, {found.shape[-1]}; found {self._top}."
             )
-        values, classes = (found, None) if self._top is None else found.topk(self._top, dim=-1)
-        stored = [values.to(dtype)] + ([] if classes is None else [classes.int()])
+        if self._top is None:
+            stored: Any = found.to(dtype)
+        else:
+            values, classes = found.topk(self._top, dim=-1)
+            stored = values.to(dtype), classes.int()
         if mask is None:
-            return stored[0] if classes is None else tuple(stored)
+            return stored
         sizes = _sums(mask.long(), examples).tolist()
-        split = [leaf.split(sizes) for leaf in stored]
-        return PerExample(split[0] if classes is None else zip(*split, strict=True))
+        split = tree_map(lambda leaf: leaf.split(sizes), stored)
+        return PerExample(split if self._top is None else zip(*split, strict=True))
 
     def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
@@ -192,9 +191,10 @@ class Distillation:
         terms = torch.where(before.isneginf(), 0.0, before.exp() * (before - now))
         divergence = terms.sum(-1) * self._temperature**2
         if mask is None:
-            losses = _means(divergence, torch.ones_like(divergence, dtype=torch.bool))
+            mask = torch.ones_like(divergence, dtype=torch.bool)
         else:
-            losses = _means(divergence.new_zeros(mask.shape).masked_scatter(mask, divergence), mask, examples)
+            divergence = divergence.new_zeros(mask.shape).masked_scatter(mask, divergence)
+        losses = _means(divergence, mask, examples)
         return losses if self._labels is None else losses + self._weight * self._labels.of(logits, batch)
 
     def _own(self, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:

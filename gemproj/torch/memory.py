@@ -1,33 +1,39 @@
-"""Episodic memory: a few examples of every task, chosen as they stream by."""
+"""Episodic memory: a few examples of every task, chosen as they stream by, and what a step draws of them."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Hashable, Mapping
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Mapping
+from itertools import accumulate, groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
+from torch.utils.data import get_worker_info
 
 from gemproj._checks import check_count
 from gemproj.torch.batches import (
     Batch,
+    Batches,
     Collate,
     Field,
     PerExample,
     Remembered,
+    Source,
     count_examples,
     labels_of,
-    remembered,
 )
-from gemproj.torch.draws import Draws
-from gemproj.torch.examples import copied, owned
+from gemproj.torch.examples import owned
 from gemproj.torch.policies import POLICIES
-from gemproj.torch.promise import Promise
-from gemproj.torch.store import Store, readable
+from gemproj.torch.promise import Per, Promise
+from gemproj.torch.store import Store, gather
 from gemproj.torch.unprotected import keep
 
+_Chosen = list[tuple[Store, int]]  # stores and slots of examples
 
-class EpisodicMemory(Draws):
+
+class EpisodicMemory:
     """Examples of each task, at most `per_task` of them, chosen as they stream by.
 
     The first `per_task` examples of a task are kept. Which ones make room for later ones is the policy:
@@ -46,19 +52,16 @@ class EpisodicMemory(Draws):
     Evenly means: labels differ by one at most, unless the stream had too few examples of one. No choice
     depends on how the stream is cut into batches.
 
-    Examples are copied, and stay on the device they came from. Batches of tensors need the same shape from
-    batch to batch of a task, whose memory takes its full size, `per_task` examples, with the first one.
-    Examples of different lengths are stored as they are, with the function that makes batches of them; see
-    `add`. Tasks may differ in all of this.
+    Examples are copied, and stay on the device they came from. Batches of tensors have one shape within a
+    task, whose memory takes its full size, `per_task` examples, with the first one. Examples of different
+    lengths are stored as they are, with the function that makes batches of them; see `add`.
 
     Parameters
     ----------
     per_task : int, default 100
         Capacity of each task, in examples.
     label : key or callable, optional
-        Where the labels are: a key of the batch, ``batch[label]``, or a function of the batch that
-        returns a tensor of integers, one per example. Of examples that are stored as they are, the batch is
-        the one that their `collate` makes.
+        Where the labels of a batch are, one integer per example: ``batch[label]``, or ``label(batch)``.
     seed : int, default 0
         Seed of the memory's own random numbers; torch's global state is not used.
     policy : {"reservoir", "balanced", "ring"}, default "reservoir"
@@ -71,8 +74,7 @@ class EpisodicMemory(Draws):
     Attributes
     ----------
     promises : dict
-        The `Promise` about each task that has one of its own, by the name of the task. `remove` drops it, and
-        `state_dict` notes that it was there; it is no part of the state.
+        The `Promise` about each task that has one of its own, by the name of the task; no part of the state.
 
     Examples
     --------
@@ -109,6 +111,7 @@ class EpisodicMemory(Draws):
         self._random = torch.Generator().manual_seed(seed)
         self._stores: dict[Hashable, Store] = {}
         self.removals = 0  # how often examples were dropped that a policy would have kept
+        self._worker: int | None = None  # the seed of the loader's worker in which this copy lies
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, with which another training may go on."""
@@ -122,7 +125,7 @@ class EpisodicMemory(Draws):
     def __repr__(self) -> str:
         return (
             f"EpisodicMemory(per_task={self.per_task}, label={self.label!r}, policy={self.policy!r}, "
-            f"examples={self.counts}, size={readable(self.nbytes)!r})"
+            f"examples={self.counts}, size={_readable(self.nbytes)!r})"
         )
 
     @property
@@ -137,10 +140,9 @@ class EpisodicMemory(Draws):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the examples take, with what is stored about them.
+        """Bytes that the examples take, in batches of tensors for `per_task` of them, in use or not.
 
-        Of batches of tensors these are all `per_task` examples of a task, in use or not. Of examples that are
-        stored as they are, bytes of tensors and arrays, and what `sys.getsizeof` says of each other value.
+        What is stored about them counts, too; values that are no tensor or array as `sys.getsizeof` says.
         """
         return sum(store.nbytes for store in self._stores.values())
 
@@ -172,15 +174,6 @@ class EpisodicMemory(Draws):
             ``collate(examples)`` makes a batch of a list of examples whenever they are drawn; the last one
             given is that of all examples of the task. One that draws at random, as for masked language
             modelling, makes another batch each time: pass batches to keep what it has drawn.
-
-        Raises
-        ------
-        TypeError
-            For leaves that are not dense tensors, for examples that cannot be stored, and for a tensor as the
-            name of a task.
-        ValueError
-            For leaves that differ in their leading dimension, in structure or in shape from what is
-            stored, and for labels that are not one integer per example.
         """
         if task is None:
             raise ValueError("task must not be None: exclude=None leaves nothing out.")
@@ -188,15 +181,17 @@ class EpisodicMemory(Draws):
             raise TypeError("task is a tensor, which equals no other as a name; use task.item().")
         if collate is not None:
             if not callable(collate):
-                raise TypeError(f"collate must be a function of a list; found {type(collate).__name__}.")
+                raise TypeError(
+                    f"collate must be a function of a list of examples; found {type(collate).__name__}."
+                )
             batch = PerExample(batch)
-        examples = Remembered(*map(owned, remembered(batch, outputs, losses)))
+        examples = Remembered(owned(batch), *_about(outputs, losses))
         rows = count_examples(examples)
         if rows == 0:
             return
         labels = [0] * rows
         if self.label is not None:
-            made = batch if collate is None else collate(list(map(copied, batch)))
+            made = batch if collate is None else collate(list(owned(batch)))
             labels = labels_of(made, self.label, rows)
         store = self._stores.get(task)
         if store is None:
@@ -207,43 +202,80 @@ class EpisodicMemory(Draws):
         self._stores[task] = store
 
     def record(self, task: Hashable, *, outputs: Any = None, losses: torch.Tensor | None = None) -> None:
-        """Store outputs and losses with all examples of a task, in the order of `batch`; drop older ones.
+        """Store outputs and losses, as in `add`, with all examples of a task, in the order of `batch`.
 
-        This evaluates the kept examples only, where `add` needs them of the whole stream.
-
-        Parameters
-        ----------
-        task : task
-            Later examples of it need outputs and losses, too.
-        outputs, losses
-            As in `add`.
+        This evaluates the kept examples only, where `add` needs them of the whole stream. Older ones are
+        dropped, and later examples of the task need both, too.
         """
-        _, *given = remembered((), outputs, losses)
-        self._store(task).record(*given)
+        self._store(task).record(*_about(outputs, losses))
 
     def remove(self, task: Hashable) -> None:
-        """Drop all examples of a task and its promise; nothing is promised about it any more.
-
-        A `gemproj.torch.GEM` computes its constraints anew at the next step.
-        """
+        """Drop all examples of a task and its promise: a `gemproj.torch.GEM` keeps it no more."""
         self._store(task)
         del self._stores[task]
         self.promises.pop(task, None)
         self.removals += 1
 
     def batch(self, task: Hashable) -> Batch | Remembered:
-        """Return a copy of all examples of one task as one batch, in the order of their slots.
-
-        Where outputs or losses are stored, a named tuple ``Remembered(batch, outputs, losses)``.
-        """
+        """Return a copy of all examples of a task as one batch; a `Remembered` where more is stored."""
         return self.source(task).all()
+
+    def batches(self, exclude: Hashable = None, *, n: int | None = None, per: Per = "task") -> Batches:
+        """Return an iterator over batches like `batch`, task after task in the order of their first examples.
+
+        Examples are copied when it comes to their batch: `GradientProjector.recall` holds one batch of this
+        iterator at a time, or one part of it with `microbatch`.
+
+        Parameters
+        ----------
+        exclude : task, optional
+            A task to leave out: the current one, when its examples are stored while it is learned.
+        n : int, optional
+            Number of examples in each batch, drawn without replacement: none is drawn again before all
+            of them were. By default all.
+        per : {"task", "label", "example", "all"}, default "task"
+            One batch for each task; for each label of each task, in increasing order; for each of the
+            n examples of each task; or for all tasks together, a `sample` of n examples.
+        """
+        if n is not None:
+            check_count(n, "n", 1)
+        alike = Promise(per=per, examples=n)
+        self._check_label(alike)
+        return Batches(self._drawn(dict.fromkeys(self._others(exclude), alike), told=False))
+
+    def promised(self, default: Promise, exclude: Hashable = None) -> Batches:
+        """Return an iterator over the batches of one step, one for each row of G, with their `sources`.
+
+        Each task but `exclude` is drawn from as its promise says, the one in `promises` or the default, as by
+        `batches`. Tasks with equal promises that are ``per="all"`` have one row together, in the place of the
+        first.
+        """
+        plan = {task: self.promises.get(task, default) for task in self._others(exclude)}
+        for promise in plan.values():
+            self._check_label(promise)
+        return Batches(self._drawn(plan))
+
+    def sample(self, n: int, exclude: Hashable = None) -> Batch:
+        """Draw a batch of `n` examples without replacement from all tasks but `exclude` together.
+
+        It has all examples if there are fewer. Tasks that are stored in batches must not differ in structure.
+        """
+        check_count(n, "n", 1)
+        tasks = self._others(exclude)
+        if not tasks:
+            raise ValueError(
+                "The memory is empty: nothing to draw from."
+                if exclude is None
+                else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
+            )
+        return self._fetch(self._sampled(list(tasks.values()), n))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the stored examples, of the state of the policy, and of the random state.
 
-        ``torch.save`` writes it, and ``torch.load(..., weights_only=True)`` reads it if batches and examples
-        are dicts, lists and tuples, and names of tasks are numbers or strings. Promises, and the functions
-        that make batches of examples, are not in it.
+        ``torch.load(..., weights_only=True)`` reads it from a file if batches and examples are dicts, lists
+        and tuples, and names of tasks are numbers or strings. It has neither promises nor the functions that
+        make batches of examples.
         """
         keep(self)
         tasks = [
@@ -253,16 +285,10 @@ class EpisodicMemory(Draws):
         return {**self._settings(), "random": self._random.get_state(), "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned; what is stored now is dropped.
+        """Bring back what `state_dict` returned, or raise and change nothing; what is stored now is dropped.
 
         Adding goes on as it would have, choices included. Tasks keep their promises, and the functions that
         make batches of their examples, of this memory: store them as before the state was saved, then load.
-
-        Raises
-        ------
-        ValueError
-            For a state of other settings, or that lacks something; and where a task had a promise of its own
-            when the state was saved, and has none here. The memory stays as it was.
         """
         try:
             for name, value in self._settings().items():
@@ -277,9 +303,8 @@ class EpisodicMemory(Draws):
                         f"Before loading call keep(..., name={task!r}) as the saved training did, or set "
                         f"memory.promises[{task!r}] = Promise(...)."
                     )
-                stores[task] = Store.from_state_dict(entry, self.per_task)
-                if task in self._stores:
-                    stores[task].collate = self._stores[task].collate
+                collate = self._stores[task].collate if task in self._stores else None
+                stores[task] = Store.from_state_dict(entry, self.per_task, collate)
             random = torch.Generator()
             random.set_state(state["random"].cpu())
         except KeyError as error:
@@ -300,6 +325,101 @@ class EpisodicMemory(Draws):
         """Take over the examples of a task, and the random state, from a `draft`."""
         self._stores[task], self._random = draft._stores[task], draft._random
 
+    def source(self, task: Hashable) -> Source:
+        """Return the source of all examples of a task, in the order of `batch`."""
+        store = self._store(task)
+        return self._source([(store, slot) for slot in range(len(store))], (task, None))
+
+    def _drawn(self, plan: Mapping[Hashable, Promise], told: bool = True) -> Iterator[Source]:
+        """Yield the sources of each row, for the promises about these tasks, which are `told` to them."""
+        random, together = self._own_random(), []
+        for task, promise in plan.items():
+            store, per, n = self._stores[task], promise.per, promise.examples
+            given = promise if told else None
+            if per == "all":
+                if promise not in together:
+                    together.append(promise)
+                    stores = [self._stores[other] for other, own in plan.items() if own == promise]
+                    chosen = self._sampled(stores, n or sum(map(len, stores)))
+                    yield self._source(chosen, (None, None), given)
+                continue
+            for label, slots in store.draw(per == "label", n, random):
+                drawn = [(store, slot) for slot in slots]
+                if per != "example":
+                    yield self._source(drawn, (task, label), given)
+                    continue
+                for one, place in zip(drawn, store.slots.arrivals[slots].tolist(), strict=True):
+                    yield self._source([one], (task, None, place), given)
+
+    def _check_label(self, promise: Promise) -> None:
+        if promise.per == "label" and self.label is None:
+            raise ValueError("per='label' needs label: where the labels of a batch are.")
+
+    def _sampled(self, stores: list[Store], n: int) -> _Chosen:
+        """Draw n examples of these stores together, without replacement; return them store by store."""
+        starts = [0, *accumulate(map(len, stores))]
+        drawn = torch.randperm(starts[-1], generator=self._own_random(), device="cpu")[:n].tolist()
+        placed = sorted(((bisect_right(starts, i) - 1, i) for i in drawn), key=itemgetter(0))
+        return [(stores[k], i - starts[k]) for k, i in placed]
+
+    def _source(self, chosen: _Chosen, name: tuple[Hashable, ...], promise: Promise | None = None) -> Source:
+        return Source(chosen, self._fetch, name, promise, chosen[0][0].kind)
+
+    def _fetch(self, chosen: _Chosen) -> Batch:
+        """Return a batch of copies of these examples; the last one's `collate` makes it of a list."""
+        groups = [(store, [slot for _, slot in some]) for store, some in groupby(chosen, itemgetter(0))]
+        found = gather(groups)
+        if isinstance(found.batch, PerExample):
+            found = found._replace(batch=self._collate_of(groups[-1][0])(list(found.batch)))
+        return found.batch if found.fields == ["batch"] else found
+
+    def _collate_of(self, store: Store) -> Collate:
+        """Return what makes batches of the examples of a store."""
+        collate = self.collate if store.collate is None else store.collate
+        if collate is None:
+            task = next((task for task, one in self._stores.items() if one is store), None)
+            raise ValueError(
+                f"The examples of task {task!r} were loaded without the function that makes batches of "
+                "them. Set memory.collate, such as to loader.collate_fn; or store the task before loading, "
+                "from the loader or with collate=."
+            )
+        return collate
+
+    def _own_random(self) -> torch.Generator:
+        """Return the random numbers of draws: each worker of a loader has a copy, and draws on its own."""
+        worker = get_worker_info()
+        if worker is not None and worker.seed != self._worker:
+            self._worker = worker.seed
+            mine = int(torch.randint(2**62, (), generator=self._random, device="cpu"))
+            self._random = torch.Generator().manual_seed(worker.seed ^ mine)
+            for store in self._stores.values():
+                store.queues.clear()
+        return self._random
+
+    def _store(self, task: Hashable) -> Store:
+        if task not in self._stores:
+            raise ValueError(f"No examples of task {task!r}; the memory holds tasks {list(self._stores)}.")
+        return self._stores[task]
+
+    def _others(self, exclude: Hashable) -> dict[Hashable, Store]:
+        return {task: store for task, store in self._stores.items() if exclude is None or task != exclude}
+
     def _settings(self) -> dict[str, Any]:
         """Return what a state must agree in."""
         return {"per_task": self.per_task, "policy": self.policy, "labelled": self.label is not None}
+
+
+def _about(outputs: Any, losses: Any) -> tuple[Any, Any]:
+    """Return what is to be stored about examples, where an empty tuple stands for nothing."""
+    if losses is not None and (not isinstance(losses, torch.Tensor) or losses.ndim != 1):
+        found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(f"losses must be a tensor of shape (n,), one loss per example; found {found}.")
+    return () if outputs is None else owned(outputs), () if losses is None else losses
+
+
+def _readable(nbytes: int) -> str:
+    """Return a number of bytes with a unit, in powers of 1024."""
+    size, units = float(nbytes), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}"

@@ -19,8 +19,6 @@ class Slots:
         Label of the example in each slot (0 without labels), and its place in the stream of the task.
     counts, seen : Counter
         How many examples of each label are stored, and were offered, the present one included.
-    offered : int
-        How many were offered in all.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -28,12 +26,10 @@ class Slots:
         self.arrivals = np.zeros(capacity, dtype=np.int64)
         self.counts: Counter[int] = Counter()
         self.seen: Counter[int] = Counter()
-        self.offered = 0
-        self._used = 0
 
     def __len__(self) -> int:
         """Return how many slots are in use: the first ones."""
-        return self._used
+        return self.counts.total()
 
     @property
     def most(self) -> int:
@@ -49,40 +45,33 @@ class Slots:
 
     def place(self, label: int, policy: Policy, random: torch.Generator) -> int | None:
         """Find a slot for the next example of the stream and take it; None if the example is not kept."""
-        self.offered += 1
         self.seen[label] += 1
-        if self._used < len(self.labels):
-            slot: int | None = self._used
-            self._used += 1
-        else:
+        slot: int | None = len(self)
+        if slot == len(self.labels):
             slot = policy(self, label, random)
             if slot is None:
                 return None
             self.counts[int(self.labels[slot])] -= 1
-        self.labels[slot], self.arrivals[slot] = label, self.offered - 1
+        self.labels[slot], self.arrivals[slot] = label, self.seen.total() - 1
         self.counts[label] += 1
         return slot
 
     def state_dict(self) -> dict[str, Any]:
         """Return labels, arrivals and counts as tensors and dicts."""
-        used = slice(self._used)
-        return {
-            "labels": torch.tensor(self.labels[used], device="cpu"),
-            "arrivals": torch.tensor(self.arrivals[used], device="cpu"),
-            "seen": dict(self.seen),
-        }
+        pairs = {"labels": self.labels, "arrivals": self.arrivals}
+        used = {name: torch.tensor(of[: len(self)], device="cpu") for name, of in pairs.items()}
+        return {**used, "seen": dict(self.seen)}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned."""
+    def load_state_dict(self, state: Mapping[str, Any], n: int) -> None:
+        """Bring back what `state_dict` returned, for n stored examples."""
         labels, arrivals = (state[name].cpu().numpy() for name in ("labels", "arrivals"))
-        if labels.shape != arrivals.shape or len(labels) > len(self.labels):
+        if not n == len(labels) == len(arrivals) <= len(self.labels):
             raise ValueError(
-                f"state has {len(labels)} labels and {len(arrivals)} arrivals for {len(self.labels)} slots."
+                f"state has {n} examples of a task but {len(labels)} labels and {len(arrivals)} arrivals for "
+                f"{len(self.labels)} slots."
             )
-        self._used = len(labels)
-        self.labels[: self._used], self.arrivals[: self._used] = labels, arrivals
+        self.labels[:n], self.arrivals[:n] = labels, arrivals
         self.counts, self.seen = Counter(labels.tolist()), Counter(state["seen"])
-        self.offered = self.seen.total()
 
 
 Policy = Callable[[Slots, int, torch.Generator], "int | None"]  # asked only when all slots are in use
@@ -90,7 +79,7 @@ Policy = Callable[[Slots, int, torch.Generator], "int | None"]  # asked only whe
 
 def reservoir(slots: Slots, label: int, random: torch.Generator) -> int | None:
     """Keep every example of the stream with the same chance (Vitter, 1985), whatever its label is."""
-    if draw(slots.offered, random) >= len(slots):
+    if draw(slots.seen.total(), random) >= len(slots):
         return None
     return draw(len(slots), random)  # a second draw: with one label `balanced` makes the same choices
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -25,19 +25,14 @@ _ITERATED = ("DataLoader.__iter__", "DataLoaderShard.__iter__")
 def read(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
     """Return an iterator over batches of tensors and None, or over lists of examples and what collates them.
 
-    Parameters
-    ----------
-    data : DataLoader, data set or iterable
-        See `gemproj.torch.GEM.end_task`.
-    collate : callable or None
-        Makes batches of a list of examples, where `data` has examples.
+    The data, and `collate` where they are examples, are as in `gemproj.torch.GEM.keep`.
     """
     _check(data, collate)
     if isinstance(data, DataLoader):
         chunks, collate = _from_loader(data, collate)
     elif collate is not None:
-        chunks = _lists(_elements(data))
-    elif _is_set(data):
+        chunks = _lists(data)
+    elif _is_indexed(data) or _is_kind(data, _SETS):
         chunks, collate = _from_set(data)
     else:
         chunks = iter(data)
@@ -56,8 +51,7 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
     how = ["batch_size", "drop_last"] if streamed else ["batch_sampler"]
     how += ["num_workers", "worker_init_fn", "multiprocessing_context", "timeout", "generator"]
     options: dict[str, Any] = {name: getattr(loader, name) for name in how}
-    lists: Iterator[list[Any]] = iter(DataLoader(loader.dataset, collate_fn=list, **options))
-    return lists, own if collate is None else collate
+    return iter(DataLoader(loader.dataset, collate_fn=list, **options)), collate if given else own
 
 
 def _hands_on(collate: Collate) -> bool:
@@ -71,7 +65,7 @@ def _hands_on(collate: Collate) -> bool:
 
 def _from_set(data: Any) -> tuple[Iterator[Any], Collate | None]:
     """Collate examples of a data set as torch does by itself: to tensors, or else when they are drawn."""
-    lists = _lists(_elements(data))
+    lists = _lists(data)
     first = next(lists, [])
     if not first:
         return lists, None
@@ -105,15 +99,9 @@ def _ending(chunks: Iterator[Any], data: Any) -> Iterator[Any]:
         yield chunk
 
 
-def _elements(data: Any) -> Iterable[Any]:
-    """Return the elements of a data set or of an iterable."""
-    if isinstance(data, Dataset) and not isinstance(data, IterableDataset) and not _is_kind(data, _SETS):
-        return (data[i] for i in range(len(data)))  # type: ignore[arg-type]
-    return data
-
-
-def _lists(elements: Iterable[Any]) -> Iterator[list[Any]]:
-    elements = iter(elements)
+def _lists(data: Any) -> Iterator[list[Any]]:
+    """Return an iterator over lists of some elements of a data set or of an iterable."""
+    elements = (data[i] for i in range(len(data))) if _is_indexed(data) else iter(data)
     return iter(lambda: list(itertools.islice(elements, _SOME)), [])
 
 
@@ -124,19 +112,17 @@ def _has_length(data: Any) -> bool:
         return False
 
 
-def _is_set(data: Any) -> bool:
-    """Return whether the elements are examples: of an IterableDataset of torch they are batches."""
-    return _is_kind(data, _SETS) or (isinstance(data, Dataset) and not isinstance(data, IterableDataset))
+def _is_indexed(data: Any) -> bool:
+    """Return whether data are a data set of torch whose elements have numbers; of others they are batches."""
+    return isinstance(data, Dataset) and not isinstance(data, IterableDataset)
 
 
 def _is_kind(data: Any, names: set[str]) -> bool:
     return any(f"{kind.__module__}.{kind.__qualname__}" in names for kind in type(data).__mro__)
 
 
-def _check(data: Any, collate: Callable[..., Any] | None) -> None:
+def _check(data: Any, collate: Collate | None) -> None:
     """Raise for what is often passed instead of data."""
-    if collate is not None and not callable(collate):
-        raise TypeError(f"collate must be a function of a list of examples; found {type(collate).__name__}.")
     name = type(data).__name__
     wanted = "data must be a loader, a data set or an iterable of batches"
     tensors = isinstance(data, tuple | list) and all(isinstance(part, Tensor) for part in data)

@@ -38,28 +38,8 @@ def remember(
     """Store a set of examples, and of those kept what the promise needs: all of it, or nothing.
 
     These are the outputs that its loss wants and, with a tolerance, the losses. Otherwise the loss is tried,
-    on a few examples, and if these are too few on as many as a step passes.
-
-    Parameters
-    ----------
-    memory : EpisodicMemory
-    data
-        A DataLoader, a data set, or an iterable of batches; with `collate` also one of examples. Of a loader
-        with a collate function other than torch's the examples of its data set are stored as they are.
-    name : hashable
-        Of the set; None for the number of sets stored before, or the next integer that is no name.
-    model : torch.nn.Module or None
-        May be None where nothing of it is stored.
-    promise : Promise
-    collate : callable, optional
-        Makes a batch of a list of examples; by default that of the loader, or torch's for a data set.
-    microbatch, process_group
-        As in `gemproj.torch.GEM`.
-
-    Returns
-    -------
-    hashable
-        The name.
+    on a few examples, and if these are too few on as many as a step passes. The model may be None where
+    nothing of it is stored; all else is as in `gemproj.torch.GEM.keep`. Return the name of the set.
     """
     if name is None:
         name = next(k for k in itertools.count(len(memory)) if k not in memory.tasks)
@@ -105,12 +85,7 @@ def remember(
                 if bounded or len(found) == 1:
                     with torch.set_grad_enabled(tried):
                         value = call_loss(loss, model, Remembered(part, stored) if evaluated else part, n)
-                    if tried and trainable and not value.requires_grad:
-                        raise ValueError(
-                            "loss(model, batch) has no gradient: it does not depend on trainable parameters "
-                            "of the model, or runs under torch.no_grad() or detach()."
-                        )
-                    _check_finite(value, name)
+                    _check(value, name, trained=tried and trainable)
                 if bounded:
                     losses.append(_one_each(value, n)[:weight].to(home))
             if evaluated:
@@ -118,13 +93,12 @@ def remember(
                 draft.record(name, outputs=stored, losses=torch.cat(losses) if bounded else None)
 
     size = max(source.size, most) if evaluated or promise.examples is None else promise.examples
-    if not tried:
+    try:
+        evaluate(_TRIED if tried else size)
+    except Exception:  # also of another process
+        if not tried:
+            raise
         evaluate(size)
-    else:
-        try:
-            evaluate(_TRIED)
-        except Exception:  # also of another process
-            evaluate(size)
     reshard(model)
     memory.adopt(draft, name)
     return name
@@ -150,12 +124,18 @@ def _device_of(batch: Any) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
-def _check_finite(losses: Tensor, name: Hashable) -> None:
-    wrong = losses[~losses.isfinite()]
-    if len(wrong):
+def _check(losses: Tensor, name: Hashable, trained: bool) -> None:
+    """Raise for losses that are not finite, or that have no gradient in a trial of what is `trained`."""
+    if trained and not losses.requires_grad:
         raise ValueError(
-            f"The loss of examples of {name!r} is {float(wrong[0].detach())}, and nothing can be promised "
-            "about it. Leave out examples without a label, and check the weights of the model."
+            "loss(model, batch) has no gradient: it does not depend on trainable parameters of the model, or "
+            "runs under torch.no_grad() or detach()."
+        )
+    if not losses.isfinite().all():
+        wrong = float(losses[~losses.isfinite()][0])
+        raise ValueError(
+            f"The loss of examples of {name!r} is {wrong}, and nothing can be promised about it. Leave out "
+            "examples without a label, and check the weights of the model."
         )
 
 

@@ -7,6 +7,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from gemproj.torch.parameters import local
 
 
+@dataclass
 class Use:
     """What a memory was good for: steps that were taken with it, and whether one had a constraint.
 
@@ -22,35 +24,35 @@ class Use:
     where the memory is dropped, or Python ends.
     """
 
-    def __init__(self) -> None:
-        self.steps, self.protected, self.kept = 0, False, False
+    steps: int = 0
+    protected: bool = False
+    kept: bool = False  # saved or copied, so that another training may go on with it
+
+    def report(self) -> None:
+        """Warn if steps were taken and nothing was protected by them."""
+        if self.steps and not (self.protected or self.kept or _broken_off()):
+            logging.getLogger("gemproj").warning(
+                "Nothing was protected: all %d steps were taken before a task was stored, so that they are "
+                "those of a training without GEM. Call end_task(batches) with examples of what must be kept "
+                "before the training that must not forget it.",
+                self.steps,
+            )
 
 
 _uses: weakref.WeakKeyDictionary[Any, Use] = weakref.WeakKeyDictionary()
 
 
 def use_of(memory: Any) -> Use:
-    """Return the use of a memory, of which the end is told."""
-    use = _uses.get(memory)
-    if use is None:
-        use = _uses[memory] = Use()
-        weakref.finalize(memory, _report, use)
-    return use
+    """Return the use of a memory, which is reported at its end."""
+    if memory not in _uses:
+        _uses[memory] = Use()
+        weakref.finalize(memory, _uses[memory].report)
+    return _uses[memory]
 
 
 def keep(memory: Any) -> None:
-    """Note that tasks of a memory are saved or copied: another training may go on with them."""
+    """Note that a memory is saved or copied."""
     use_of(memory).kept = len(memory) > 0
-
-
-def _report(use: Use) -> None:
-    if use.steps and not (use.protected or use.kept or _broken_off()):
-        logging.getLogger("gemproj").warning(
-            "Nothing was protected: all %d steps were taken before a task was stored, so that they are those "
-            "of a training without GEM. Call end_task(batches) with examples of what must be kept before the "
-            "training that must not forget it.",
-            use.steps,
-        )
 
 
 def _broken_off() -> bool:
@@ -58,17 +60,18 @@ def _broken_off() -> bool:
     return hasattr(sys, "last_value") and not hasattr(sys, "ps1")
 
 
-def changes(parameters: Iterable[Tensor]) -> list[float]:
-    """Return how often each parameter was written, which the steps of fused optimizers leave out."""
-    return [p._version for p in parameters]
+def weights(parameters: Iterable[Tensor], norms: bool = True) -> list[float]:
+    """Return how often each parameter was written, and its norm, for which a device is waited for.
 
+    Fused optimizers do not count what they write.
+    """
 
-def weights(parameters: Iterable[Tensor]) -> list[float]:
-    """Return the same, and the norm of each parameter, for which a device is waited for."""
+    def norm(p: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(local(p), dtype=torch.promote_types(p.dtype, torch.float32))
+
     held = list(parameters)
-    kinds = [torch.promote_types(p.dtype, torch.float32) for p in held]
-    norms = [torch.linalg.vector_norm(local(p), dtype=kind) for p, kind in zip(held, kinds, strict=True)]
-    return [*changes(held), *map(float, norms)]
+    found = [norm(p) for p in held] if norms else []  # all of them, before the first is waited for
+    return [*(p._version for p in held), *map(float, found)]
 
 
 class Unused:
@@ -100,8 +103,8 @@ class Unused:
         return bool(self._before) and self._before != self._now()
 
     def _now(self) -> list[float]:
-        """Return the state of the weights, for which nothing is waited for once constraints are in use."""
-        return changes(self._parameters) if self._used else weights(self._parameters)
+        # Nothing is waited for once constraints are in use.
+        return weights(self._parameters, norms=not self._used)
 
     def _report(self) -> None:
         if self._lost() and not (self._used or _broken_off()):
