@@ -67,9 +67,12 @@ class Exact(Method):
         if on_host(device):  # arrays of t-space are NumPy arrays
             arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
         *dual, start = arrays
-        found = solver_for(dual[1])(self, Standard(*dual), start)
+        # Not self: a class that derives from this one, and calls this function, would be called again.
+        found = solver_for(dual[1])(Exact(), Standard(*dual), start)
         if callable(found.status):
             found = found._replace(status=found.status())
+        elif isinstance(found.status, int):
+            found = found._replace(status=np.full(shape[:-1], found.status))
         lam, *others = (from_numpy(a, xp, device) for a in found)
         return Outcome(xp.astype(lam, dtype, copy=False), *others)
 
