@@ -65,6 +65,15 @@ def test_rows_are_the_gradients_of_the_means(net, microbatch, function, scale):
     torch.testing.assert_close(projector.constraints, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_scripted_parts_compute_in_evaluation_mode_too(net):
+    """They keep their mode in C++, behind a `__setattr__` of their own."""
+    expected = rows(net.eval(), TASKS)
+    net.drop = torch.jit.script(torch.nn.Dropout(0.5))
+    torch.testing.assert_close(recalled(net.train(), TASKS), expected)
+    assert net.drop.training
+
+
 def failing(model, data):
     torch.rand(1)
     if len(data["x"]) == 5:

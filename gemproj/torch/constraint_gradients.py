@@ -157,12 +157,12 @@ def preserved_state(model: torch.nn.Module, device: torch.device, gradients: boo
                 p.grad = gradient
             for thing, name, value in before:
                 _set(thing, name, value)
-            for module in modes:
-                _set(module, "training", True)
 
 
-# `Module.__setattr__` takes much longer, for parameters and submodules.
-_set = object.__setattr__
+def _set(thing: Any, name: str, value: Any) -> None:
+    """Set an attribute; of a plain module without the search among parameters, which takes much longer."""
+    plain = type(thing).__setattr__ is torch.nn.Module.__setattr__  # scripted modules have another one
+    (object.__setattr__ if plain else setattr)(thing, name, value)
 
 
 def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
