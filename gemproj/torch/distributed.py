@@ -234,8 +234,7 @@ def project(
 
     All processes of the group must call it, with the same number t of constraints and different columns of
     the same G; a process may have none. Replicated columns must be left out on all processes but one: for
-    models made of `DTensor`, `gemproj.torch.GradientProjector` does that. Where the arguments of one process
-    are wrong, it raises what `gemproj.project` would, and the others a RuntimeError.
+    models made of `DTensor`, `gemproj.torch.GradientProjector` does that.
 
     Parameters
     ----------
@@ -252,6 +251,13 @@ def project(
     -------
     tensor or blocks
         The local entries of x; with `solution`, a pair.
+
+    Raises
+    ------
+    ValueError
+        On every process, where their numbers of constraints differ or a row is not finite anywhere.
+    RuntimeError
+        Where the arguments of another process are wrong, which raises what `gemproj.project` would.
     """
     tensors = (leaf for leaf in tree_flatten(g)[0] if isinstance(leaf, Tensor))
     shards = Sharded(next((leaf.device for leaf in tensors), "cpu"), group)

@@ -315,8 +315,9 @@ class Keeper:
         _check_nothing_else_held(self._held(), projector.parameters)
         for source in self.memory.promised(self.promise, self.exclude).sources:
             given = source.promise
-            _, promise = self._computed.setdefault(id(given), (given, self._as_computed(given)))
-            yield replace(source, device=projector.device, promise=promise)
+            _, source.promise = self._computed.setdefault(id(given), (given, self._as_computed(given)))
+            source.device = projector.device
+            yield source
 
     def _as_computed(self, promise: Promise) -> Promise:
         """Return a promise whose loss is computed as in training."""

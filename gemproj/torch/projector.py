@@ -402,7 +402,7 @@ class GradientProjector:
         if len(promises) != len(self._matrix):
             self._matrix.clear()
             raise ValueError(f"promise must be one, or one for each loss; found {len(promises)}.")
-        if self._about != promises:
+        if list(map(id, self._about)) != list(map(id, promises)):
             for promise in {id(one): one for one in promises}.values():
                 check_terms(promise, self.method, self.on)
             self._terms, self._about = Terms.of(promises, self.device), list(promises)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -68,7 +68,7 @@ class Projection:
         worst = "" if self.worst_cosine is None else f", worst cosine of the step {self.worst_cosine:.2g}"
         return f"Projection({found}{worst}, {1e3 * self.seconds:.3g} ms)"
 
-    @property
+    @cached_property
     def solution(self) -> DualSolution | None:
         """Multipliers and certificates of the projection of the gradient (with ``on="step"``, of the step).
 
@@ -76,9 +76,11 @@ class Projection:
         """
         return None if self._solution is None else self._solution.to(_as_tensor)
 
-    @property
+    @cached_property
     def step(self) -> DualSolution | None:
         """Those of the projection of the step, with ``on="step"`` and ``on="both"``."""
+        if self._step is self._solution:
+            return self.solution
         return None if self._step is None else self._step.to(_as_tensor)
 
     @property
@@ -220,15 +222,14 @@ class History:
             excess = torch.stack([cast(Tensor, step.excess) for step in pending])
             largest = excess.nan_to_num(-math.inf).max()
             self._excess = largest if self._excess is None else torch.maximum(self._excess, largest)
-        self._logged, self._seconds = (
-            self._logged + len(pending),
-            sum((step.seconds for step in pending), self._seconds),
-        )
+        self._logged += len(pending)
+        self._seconds += sum(step.seconds for step in pending)
         sums = [sol.violated.sum(), sol.active.sum(), sol.cosine().sum()]
         self._sums = self._sums.to(losses) + torch.stack([one.to(losses) for one in sums])
         self._worst = torch.minimum(self._worst.to(losses), cosines.min())
         before = torch.where(stored.isnan(), losses, stored)
-        costs = torch.tensor([step.costs or [0.0] * len(losses[0]) for step in pending])
+        none = [0.0] * len(self._kind[0])
+        costs = torch.tensor([step.costs or none for step in pending], dtype=torch.float64)
         values = [before, losses, excess, costs, sol.multipliers, sol.violated, cosines]
         self._count_sets(torch.stack([one.to(losses) for one in values], 1))
 
