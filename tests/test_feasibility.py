@@ -1,5 +1,7 @@
 """Which right-hand sides some x meets, and what is said where none does."""
 
+import threading
+import warnings
 from contextlib import nullcontext
 
 import numpy as np
@@ -194,3 +196,19 @@ def test_equalities_with_a_large_penalty(xp, penalty, rng):
     error = np.linalg.norm(x - project(G, g, equality=mask)) / np.linalg.norm(g)
     assert error < 1e-8 or not bool(sol.optimal)
     assert not bool(sol.optimal) or float(sol.kkt_residual()) < 1e-9
+
+
+def test_threads_leave_the_filters_of_warnings_alone():
+    before = list(warnings.filters)
+
+    def refuse():
+        for _ in range(20):
+            with pytest.raises(ValueError, match="h is infeasible"):
+                project(CORNER, np.zeros(2), h=np.ones(6))
+
+    threads = [threading.Thread(target=refuse) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert warnings.filters == before

@@ -161,7 +161,8 @@ def preserved_state(model: torch.nn.Module, device: torch.device, gradients: boo
 
 def _set(thing: Any, name: str, value: Any) -> None:
     """Set an attribute; of a plain module without the search among parameters, which takes much longer."""
-    plain = type(thing).__setattr__ is torch.nn.Module.__setattr__  # scripted modules have another one
+    kind: Any = type(thing)
+    plain = kind.__setattr__ is torch.nn.Module.__setattr__  # scripted modules have another one
     (object.__setattr__ if plain else setattr)(thing, name, value)
 
 
