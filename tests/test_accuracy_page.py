@@ -49,8 +49,8 @@ def test_script_writes_its_tables(tmp_path):
 
 def test_fuzz_tells_wrong_from_right(monkeypatch):
     monkeypatch.setattr(fuzz, "CHUNK", 20)
-    wrong, worst, failures = fuzz.run(0)
-    assert (wrong.total(), failures, len(worst)) == (0, [], 7 if installed() else 6)
+    right = fuzz.run(0)
+    assert (right.wrong.total(), right.failures, len(right.worst)) == (0, [], 7 if installed() else 6)
     monkeypatch.setattr(fuzz, "CHUNK", 60)
     for ignored in ("h", "equality", "penalty", "margin", "metric"):
 
@@ -59,11 +59,11 @@ def test_fuzz_tells_wrong_from_right(monkeypatch):
             return gemproj.project(G, g, **options)
 
         monkeypatch.setattr(fuzz, "project", project)
-        wrong, _, failures = fuzz.run(0)
-        assert wrong["all options, portable"]
-        assert wrong.total() == len(failures)
+        found = fuzz.run(0, ["all-options"])
+        assert found.wrong["all options, portable"]
+        assert found.wrong.total() == len(found.failures)
     monkeypatch.setattr(fuzz, "rational_feasible", lambda *given: True)
-    assert fuzz.run(0)[0]["right-hand sides: residual"]
+    assert fuzz.run(0, ["right-hand-sides"]).wrong["right-hand sides: residual"]
 
 
 def test_score_tells_failures_apart():

@@ -11,9 +11,10 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -85,7 +86,7 @@ def enumerate_exactly(
     for i in range(t):
         held = [Fraction(float(v)) for v in {lower[i], upper[i]} if np.isfinite(v)]
         values.append([*(held or [Fraction(0)]), None])
-    for state in product(*values):
+    for state in _likeliest_first(list(product(*values)), K, s0, lower, upper):
         free = [i for i in range(t) if state[i] is None]
         lam = np.array([Fraction(0) if v is None else v for v in state], dtype=object)
         if free:
@@ -97,6 +98,20 @@ def enumerate_exactly(
         if all(_optimal(lam[i], s[i], float(lower[i]), float(upper[i])) for i in range(t)):
             return np.asarray(a + (A.T @ lam) / w, dtype=float)
     return None
+
+
+def _likeliest_first(
+    states: list[tuple[Any, ...]], K: np.ndarray, s0: np.ndarray, lower: np.ndarray, upper: np.ndarray
+) -> list[tuple[Any, ...]]:
+    """Return the active sets in the order of how far their multipliers are from optimal in float64."""
+    K, s0 = K.astype(float), s0.astype(float)
+    free = np.array([[value is None for value in state] for state in states])
+    lam = np.array([[value or 0 for value in state] for state in states], dtype=float)
+    A = np.where(free[:, :, None] & free[:, None, :], K, 0.0)
+    A += np.eye(len(K)) * np.where(free, 1e-9, 1.0)[:, :, None]  # a ridge, for rows that are dependent
+    lam = np.linalg.solve(A, np.where(free, -(s0 + lam @ K), lam)[..., None])[..., 0]
+    off = np.abs(lam - np.clip(lam - s0 - lam @ K, lower, upper)).max(1)
+    return [states[i] for i in np.argsort(off, kind="stable")]
 
 
 def _optimal(lam: Fraction, s: Fraction, lower: float, upper: float) -> bool:
@@ -167,67 +182,96 @@ def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     yield "active set, factorisation", combine(G, g, lam)
 
 
-def run(seed: int) -> tuple[Counter[str], dict[str, float], list[str]]:
-    """Return the number of wrong answers and the worst error by way, and the problems that went wrong."""
-    rng = np.random.default_rng(seed)
-    wrong: Counter[str] = Counter()
-    worst: dict[str, float] = {}
-    failures = []
-    before = backends.wanted
+class Tally:
+    """The number of wrong answers and the largest error by way, and the problems that went wrong."""
 
-    def judge(way: str, error: float, most: float, *problem: np.ndarray, **options: np.ndarray) -> None:
-        worst[way] = max(worst.get(way, 0.0), error)
-        wrong[way] += not error < most
+    def __init__(self) -> None:
+        self.wrong: Counter[str] = Counter()
+        self.worst: dict[str, float] = {}
+        self.failures: list[str] = []
+
+    def judge(self, way: str, error: float, most: float, **problem: np.ndarray) -> None:
+        """Note an error, which is at most `most` where the answer is right."""
+        self.worst[way] = max(self.worst.get(way, 0.0), error)
+        self.wrong[way] += not error < most
         if not error < most:
-            named = {name: array.tolist() for name, array in options.items()}
-            failures.append(f"{way}: {[array.tolist() for array in problem]} {named}, off by {error:.1e}")
+            given = {name: array.tolist() for name, array in problem.items()}
+            self.failures.append(f"{way}: {given}, off by {error:.1e}")
 
+    def update(self, other: "Tally") -> None:
+        """Take over what another process has noted."""
+        self.wrong.update(other.wrong)
+        self.worst.update({way: max(self.worst.get(way, 0.0), error) for way, error in other.worst.items()})
+        self.failures += other.failures
+
+
+def cones(rng: np.random.Generator, tally: Tally) -> None:
+    """Judge each way to project onto a cone: x, relative to the norm of g."""
+    G, g = integers(rng)
+    expected = np.array(rational_projection(G, g), dtype=float)
+    for way, x in answers(G, g):
+        tally.judge(way, float(np.linalg.norm(x - expected) / np.linalg.norm(g)), WRONG, G=G, g=g)
+
+
+def right_hand_sides(rng: np.random.Generator, tally: Tally) -> None:
+    """Judge whether h is told to be infeasible where it is, and the optimality conditions where not."""
+    G, g, h, equality = small_integers(rng)
+    try:
+        found, answered = float(solve_dual(G, g, h=h, equality=equality).kkt_residual()), True
+    except ValueError:
+        found, answered = 0.0, False
+    error = max(found, float(answered != rational_feasible(G, h, equality)))
+    tally.judge("right-hand sides: residual", error, UNMET, G=G, g=g, h=h, equality=equality)
+
+
+def all_options(rng: np.random.Generator, tally: Tally) -> None:
+    """Judge x with any of the options on each backend, relative to the size of the problem."""
+    G, g, options = draw_options(rng)
+    expected = [enumerate_exactly(**one) for one in one_by_one(g, G=G, **options)]
+    before = backends.wanted
+    for backend in ("portable", "numba") if installed() else ("portable",):
+        error = options_error(G, g, options, expected, backend)
+        tally.judge(f"all options, {backend}", error, WRONG, G=G, g=g, **options)
+    backends.wanted = before
+
+
+FAMILIES = {"cones": cones, "right-hand-sides": right_hand_sides, "all-options": all_options}
+
+
+def run(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> Tally:
+    """Draw and judge a chunk of problems of each family."""
+    rng, tally = np.random.default_rng(seed), Tally()
     for _ in range(CHUNK):
-        G, g = integers(rng)
-        expected = np.array(rational_projection(G, g), dtype=float)
-        for way, x in answers(G, g):
-            judge(way, float(np.linalg.norm(x - expected) / np.linalg.norm(g)), WRONG, G, g)
-        G, g, h, equality = small_integers(rng)
-        try:
-            found = float(solve_dual(G, g, h=h, equality=equality).kkt_residual())
-            answered = True
-        except ValueError:
-            found, answered = 0.0, False
-        error = max(found, float(answered != rational_feasible(G, h, equality)))
-        judge("right-hand sides: residual", error, UNMET, G, g, h, equality)
-        G, g, options = draw_options(rng)
-        true = [enumerate_exactly(**one) for one in one_by_one(g, G=G, **options)]
-        for backend in ("portable", "numba") if installed() else ("portable",):
-            error = options_error(G, g, options, true, backend)
-            judge(f"all options, {backend}", error, WRONG, G, g, **options)
-        backends.wanted = before
-    return wrong, worst, failures
+        for name in families:
+            FAMILIES[name](rng, tally)
+    return tally
 
 
 def main(
-    problems: Annotated[int, typer.Option(help="Number of problems.")] = 1_000_000,
+    problems: Annotated[int, typer.Option(help="Number of problems of each family.")] = 1_000_000,
+    families: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(FAMILIES),
+    workers: Annotated[int, typer.Option(help="Number of processes.")] = os.cpu_count() or 1,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
 ) -> None:
     """Project random degenerate integer problems and compare with exact rational arithmetic."""
-    seeds, start, workers = range(-(-problems // CHUNK)), time.perf_counter(), os.cpu_count() or 1
-    wrong: Counter[str] = Counter()
-    worst: dict[str, float] = {}
+    seeds, start, tally = range(-(-problems // CHUNK)), time.perf_counter(), Tally()
+    draw = partial(run, families=families.split(","))
     with ProcessPoolExecutor(workers) as pool:
-        for counts, errors, failures in track(pool.map(run, seeds), "problems", total=len(seeds)):
-            wrong.update(counts)
-            worst = {way: max(worst.get(way, 0.0), error) for way, error in errors.items()}
-            print("\n".join(failures), end="\n" if failures else "")
+        for found in track(pool.map(draw, seeds), "problems", total=len(seeds)):
+            tally.update(found)
+            print("\n".join(found.failures), end="\n" if found.failures else "", flush=True)
     minutes = (time.perf_counter() - start) / 60
     parts = [
-        f"{len(seeds) * CHUNK:,} problems, seeds 0 to {len(seeds) - 1}, in {minutes:.0f} minutes "
-        f"on {workers} processes; gemproj {gemproj.__version__}, NumPy {np.__version__}.\n",
+        f"{len(seeds) * CHUNK:,} problems of each family ({families.replace(',', ', ')}), seeds 0 to "
+        f"{len(seeds) - 1}, in {minutes:.0f} minutes on {workers} processes; gemproj {gemproj.__version__}, "
+        f"NumPy {np.__version__}.\n",
         *markdown(
             ["way", "wrong", "largest error of x, over the norm of g"],
-            [[way, str(wrong[way]), f"{error:.0e}"] for way, error in worst.items()],
+            [[way, str(tally.wrong[way]), f"{error:.0e}"] for way, error in tally.worst.items()],
         ),
     ]
     publish(["\n".join(parts)], out)
-    raise typer.Exit(code=int(bool(wrong.total())))
+    raise typer.Exit(code=int(bool(tally.wrong.total())))
 
 
 if __name__ == "__main__":
