@@ -157,6 +157,13 @@ def map_nested(
     return again(value)
 
 
+def leaves_of(value: Any) -> list[Any]:
+    """Return the leaves of such a nesting."""
+    found: list[Any] = []
+    map_nested(found.append, value)
+    return found
+
+
 def moved(batch: Batch, device: Any) -> Batch:
     """Return a batch on a device: what has a method `to` is moved, and what has none stays as it is."""
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gemproj.torch.batches import Batch, Loss, Remembered, map_nested
+from gemproj.torch.batches import Batch, Loss, Remembered, leaves_of, map_nested
 
 
 def check_function(loss: Any) -> None:
@@ -65,17 +65,16 @@ def explained(batch: Batch) -> Iterator[None]:
         yield
     except Exception as error:
         if hasattr(error, "add_note"):  # of Python 3.11
-            found: list[Any] = []
-
-            def seen(leaf: Any) -> Any:
-                found.append(tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__)
-                return found[-1]
-
-            error.add_note(f"The loss was called with stored examples, of shapes {map_nested(seen, batch)}.")
-            shapes = [one for one in found if isinstance(one, tuple)]
-            if shapes and all(len(shape) == 1 for shape in shapes):
+            shapes = map_nested(_shape_of, batch)
+            error.add_note(f"The loss was called with stored examples, of shapes {shapes}.")
+            tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+            if tensors and all(leaf.ndim == 1 for leaf in tensors):
                 error.add_note(
                     "Their first dimension counts examples: if they are elements of a data set, pass the "
                     "data set, or a DataLoader of it, which collates."
                 )
         raise
+
+
+def _shape_of(leaf: Any) -> Any:
+    return tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__

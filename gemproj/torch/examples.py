@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from gemproj.torch.batches import Batch, PerExample, flatten, map_nested, place
+from gemproj.torch.batches import Batch, PerExample, flatten, leaves_of, map_nested, place
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # cannot change
 _NUMPY = "__numpy__"  # the key of the bytes of an array, which is a dict in a state
@@ -81,9 +81,7 @@ class Listed:
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors and arrays, and of other values what `sys.getsizeof` says of each."""
-        sizes: list[int] = []
-        map_nested(lambda leaf: sizes.append(getattr(leaf, "nbytes", sys.getsizeof(leaf))), self._kept)
-        return sum(sizes)
+        return sum(getattr(leaf, "nbytes", sys.getsizeof(leaf)) for leaf in leaves_of(self._kept))
 
     def write(self, slots: list[int], examples: PerExample, rows: list[int]) -> None:
         """Put examples, which are copies, into slots, of which new ones follow those in use."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gemproj.torch.batches import Batch, Remembered, Source, map_nested
+from gemproj.torch.batches import Batch, Remembered, Source, leaves_of
 from gemproj.torch.calling import call_loss
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.layers import RowByRow, RowGradients
@@ -206,9 +206,7 @@ def stored_losses(batch: Batch, promise: Promise, name: Any) -> Tensor | None:
 
 
 def _tensors(batch: Batch) -> list[Tensor]:
-    found: list[Tensor] = []
-    map_nested(lambda leaf: found.append(leaf) if isinstance(leaf, Tensor) else None, batch)
-    return found
+    return [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
 
 
 def _entries(batch: Batch) -> int:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
-from gemproj.torch.batches import Collate, PerExample, Remembered, join, moved, parts, take
+from gemproj.torch.batches import Collate, PerExample, Remembered, join, leaves_of, moved, parts, take
 from gemproj.torch.calling import call_loss, explained
 from gemproj.torch.constraint_gradients import preserved_state, reshard, unwrapped
 from gemproj.torch.distributed import Replicated
@@ -120,7 +120,7 @@ def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate
 
 
 def _device_of(batch: Any) -> torch.device:
-    found = (leaf.device for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+    found = (leaf.device for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
     return next(found, torch.device("cpu"))
 
 
