@@ -114,10 +114,12 @@ def accelerate():
 
 
 def transformers():
+    from torch import manual_seed
     from transformers import GPT2Config, GPT2ForSequenceClassification, Trainer, TrainingArguments
 
     from gemproj.integrations.transformers import GEMCallback
 
+    manual_seed(0)
     sizes = {"n_layer": 1, "n_embd": 8, "n_head": 2, "vocab_size": 9, "n_positions": 4}
     model = GPT2ForSequenceClassification(GPT2Config(**sizes, num_labels=3, pad_token_id=0))
     gem = GEMCallback(on="both")
@@ -125,7 +127,7 @@ def transformers():
     for k in range(2):
         data = [{"input_ids": [1 + i % 8] * 3, "labels": (i + k) % 3} for i in range(24)]
         with tempfile.TemporaryDirectory() as folder:
-            arguments = TrainingArguments(folder, max_steps=4, **options)
+            arguments = TrainingArguments(folder, max_steps=8, **options)
             trainer = Trainer(model, arguments, train_dataset=data, callbacks=[gem])
             trainer.train()
         gem.end_task(trainer.get_train_dataloader())
