@@ -402,8 +402,8 @@ def test_interrupts_and_signal_handlers(name):
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"OMP_NUM_THREADS": "3"})
 
 
-@pytest.mark.parametrize("kind", ["fast", "strict", "fast_entry"])
-def test_loops_that_take_addresses_cannot_make_arrays(kind):
+@pytest.mark.parametrize("kind", ["fast", "strict", "fast_entry", "strict_entry"])
+def test_loops_cannot_make_arrays(kind):
     """numba frees an array after the last use of its name, also where its address is still in use."""
     import numba
 

@@ -77,6 +77,7 @@ def test_the_optimality_conditions_are_met(solve, bounded, kind, t, d, equalitie
 def recorded(monkeypatch, K, b, lower, upper, start):
     """Return which rows the compiled search moves in and out of the free set, from its loops run by Python."""
     from gemproj.backends.numba import search, tableau
+    from gemproj.backends.numba.backend import _scratch_of_search
 
     pivots, names = [], {}
     for module in (search, tableau):
@@ -93,7 +94,8 @@ def recorded(monkeypatch, K, b, lower, upper, start):
     none, count = np.empty((0, 0)), np.empty(1, int)
     given = [none if a is None else a[None] for a in (K, b, lower, upper, start)]
     lam = np.empty((1, len(b)))
-    search.solve_active_set(0, 1, *given, lam, count, count.copy(), np.empty(1))
+    scratch = [np.empty(shape, kind) for shape, kind in _scratch_of_search(len(b))]
+    search.solve_active_set(0, 1, *given, lam, count, count.copy(), np.empty(1), *scratch)
     monkeypatch.undo()
     return lam[0], pivots
 

@@ -75,7 +75,7 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     lam, resolved = np.empty((count, t)), np.empty(count)
     pivots, status = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
     arrays = (Ks, bs, lowers, *others, lam, pivots, status, resolved)
-    in_question = _in_threads(solve_active_set, count, max(1, _WORK // t**2), arrays)
+    in_question = _in_threads(solve_active_set, count, max(1, _WORK // t**2), arrays, _scratch_of_search(t))
     lam, pivots = lam.reshape(b.shape), pivots.reshape(batch)
     if not any(in_question):
         return Outcome(lam, pivots, int(Status.OPTIMAL))
@@ -210,6 +210,13 @@ def _scratch_of_sums(t: int, shared: bool, wide: bool) -> tuple[tuple[tuple[int,
         columns = _TILE // (n * dtype.itemsize) // MULTIPLE * MULTIPLE
         tile = (n, min(chunk, max(_LEAST_TILE, columns)))
     return (tile, dtype), ((sums, HEIGHT * HEIGHT * LANES), _FLOAT64)
+
+
+@lru_cache(maxsize=64)
+def _scratch_of_search(t: int) -> tuple[tuple[tuple[int, int], np.dtype], ...]:
+    """Return shapes and dtypes of a tableau, a matrix, vectors and flags, see `search`."""
+    shapes = (t, t + 1), (t, t), (6, t)
+    return (*((shape, _FLOAT64) for shape in shapes), ((2, t), np.dtype(np.bool_)))
 
 
 class _Kept(threading.local):

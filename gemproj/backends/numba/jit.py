@@ -25,28 +25,23 @@ def strict(function: Any) -> Any:
 
 
 def fast_entry(function: Any) -> Any:
-    """Return a loop compiled to be called by Python, with sums in any order; it cannot allocate arrays."""
-    return _entry(function, fastmath=_ANY_ORDER, _nrt=False)
+    """Return a loop compiled to be called by Python, with sums in any order."""
+    return _entry(function, fastmath=_ANY_ORDER)
 
 
 def strict_entry(function: Any) -> Any:
-    """Return a loop compiled to be called by Python, with arithmetic in the written order.
-
-    It can allocate arrays.
-    """
+    """Return a loop compiled to be called by Python, with arithmetic in the written order."""
     return _entry(function)
 
 
-_OPTIONS = {"no_cfunc_wrapper": True, "error_model": "numpy"}
+# Without numba's runtime (`_nrt`) loops compile and run faster. They also cannot allocate an array, which numba
+# could free while its address is in use.
+_OPTIONS = {"no_cfunc_wrapper": True, "error_model": "numpy", "_nrt": False}
 
 
 def _inner(function: Any, **options: Any) -> Any:
-    """Return a function compiled without an interface to Python; its cache is that of the loops that call it.
-
-    Without numba's runtime (`_nrt`) loops compile and run faster. They also cannot allocate an array, which
-    numba could free while its address is in use.
-    """
-    return numba.njit(no_cpython_wrapper=True, _nrt=False, **_OPTIONS, **options)(function)
+    """Return a function compiled without an interface to Python; its cache is that of the loops that call it."""
+    return numba.njit(no_cpython_wrapper=True, **_OPTIONS, **options)(function)
 
 
 def _entry(function: Any, **options: Any) -> Any:

@@ -25,19 +25,23 @@ _STALLED = int(Status.STALLED)
 
 
 @strict_entry
-def solve_active_set(first, last, Ks, bs, lowers, uppers, starts, lams, pivots, status, resolved):
+def solve_active_set(
+    first, last, Ks, bs, lowers, uppers, starts, lams, pivots, status, resolved, T, K, vectors, flags
+):
     """Write the solutions of problems ``first .. last - 1``; return how many are in question.
 
     These are not optimal, or K may not resolve their rows.
 
     Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);
     `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `pivots`, the
-    numbers of pivots; `status`; and `resolved`, the `resolution` of the active and nearly active rows.
+    numbers of pivots; `status`; and `resolved`, the `resolution` of the active and nearly active rows. Scratch
+    arrays are T (t, t + 1), K (t, t), `vectors` (6, t) and `flags` (2, t).
     """
     t, in_question = bs.shape[1], 0
-    T, K, b, s, lam = np.empty((t, t + 1)), np.empty((t, t)), np.empty(t), np.empty(t), np.empty(t)
-    lower, upper, per_norm = np.empty(t), np.empty(t), np.empty(t)
-    free, tabu = np.empty(t, np.bool_), np.empty(t, np.bool_)
+    b, s, lam, lower, upper, per_norm = (
+        vectors[0], vectors[1], vectors[2], vectors[3], vectors[4], vectors[5]
+    )  # fmt: skip
+    free, tabu = flags[0], flags[1]
     for p in range(first, last):
         given, best = Ks[p if len(Ks) > 1 else 0], lams[p]
         size, finite = normalise(given, bs[p], K, b, per_norm), True
