@@ -3,6 +3,8 @@
 import sys
 from pathlib import Path
 
+from numpydoc.xref import DEFAULT_LINKS
+
 import gemproj
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
@@ -16,6 +18,7 @@ extensions = [
     "myst_parser",
     "numpydoc",
     "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
@@ -29,6 +32,25 @@ myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 numpydoc_show_class_members = False
 autodoc_typehints = "none"  # the docstrings say it better
+
+# Names in docstrings become links: our own, and those of others that the inventories list, text files written
+# by hand, so that a build needs no network.
+default_role = "py:obj"
+intersphinx_mapping = {
+    "python": ("https://docs.python.org/3", "inventories/python.txt"),
+    "torch": ("https://docs.pytorch.org/docs/stable", "inventories/torch.txt"),
+}
+numpydoc_xref_param_type = True
+numpydoc_xref_ignore = "all"
+numpydoc_xref_aliases = {word: word for word in DEFAULT_LINKS}  # no links for int, str, array and the like
+for name in ["Gram", "Method"]:
+    numpydoc_xref_aliases[name] = f"gemproj.{name}"
+for name in ["EpisodicMemory", "GradientProjector", "Projection", "Promise"]:
+    numpydoc_xref_aliases[name] = f"gemproj.torch.{name}"
+for line in (Path(__file__).parent / "inventories/torch.txt").read_text().splitlines()[3:]:
+    name = line.split()[0]
+    numpydoc_xref_aliases[name] = f":obj:`{name}`"
+
 html_math_renderer = "mathml"
 
 sphinx_gallery_conf = {

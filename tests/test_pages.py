@@ -81,6 +81,12 @@ def test_sentences_and_paragraphs_are_short_and_code_fits_the_page(page):
     assert [line for line in code.splitlines() if len(line) > 80] == []
 
 
+def test_code_beside_the_results_fits_the_page():
+    for page in sorted(DOCS.glob("results/**/*.md")):
+        code = "\n".join(block[3] for block in FENCE.finditer(page.read_text()))
+        assert [line for line in code.splitlines() if len(line) > 86] == [], page.name
+
+
 def words(text):
     return re.findall(r"[^\W\d]\w*", text)
 

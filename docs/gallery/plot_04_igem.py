@@ -2,9 +2,9 @@
 I-GEM under its bound
 =====================
 
-I-GEM takes a few projected gradient steps on the multipliers instead of solving for them. With a step size
-that is safe the distance to the optimum falls at least like ``1/k``, whatever the tasks are. On the t x t
-numbers a step costs microseconds, and so does the exact answer.
+I-GEM takes a few projected gradient steps on the multipliers instead of solving for them. With a safe step
+size the dual objective approaches its optimum at least like ``1/k``, whatever the tasks are. A step on t x t
+numbers costs microseconds, and so does the exact answer.
 """
 
 import matplotlib.pyplot as plt

@@ -2,8 +2,8 @@
 TorchJD with an exact projector
 ===============================
 
-TorchJD's UPGrad makes one step of several losses that raises none of them. Its own projector takes gradients
-below a norm for zero, and adds a ridge. ``ConeProjector`` does neither: its answer does not depend on the
+TorchJD's UPGrad turns several losses into one step that raises none of them. Its own projector treats small
+gradients as zero, and adds a ridge. ``ConeProjector`` does neither: its answer does not depend on the
 scale.
 """
 

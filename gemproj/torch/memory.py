@@ -86,7 +86,8 @@ class EpisodicMemory:
     >>> [batch["y"].sort().values.tolist() for batch in memory.batches()]
     [[0, 0, 1, 1]]
     >>> memory
-    EpisodicMemory(per_task=4, label='y', policy='balanced', examples={0: 4}, size='80 bytes')
+    EpisodicMemory(per_task=4, label='y', policy='balanced',
+                   examples={0: 4}, size='80 bytes')
     """
 
     def __init__(
