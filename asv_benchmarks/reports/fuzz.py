@@ -183,15 +183,17 @@ def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class Tally:
-    """The number of wrong answers and the largest error by way, and the problems that went wrong."""
+    """The number of wrong answers and the largest error by way, the problems that went wrong, and how many."""
 
     def __init__(self) -> None:
+        self.problems: Counter[str] = Counter()  # by way
         self.wrong: Counter[str] = Counter()
         self.worst: dict[str, float] = {}
         self.failures: list[str] = []
 
-    def judge(self, way: str, error: float, most: float, **problem: np.ndarray) -> None:
-        """Note an error, which is at most `most` where the answer is right."""
+    def judge(self, way: str, error: float, most: float, count: int = 1, **problem: np.ndarray) -> None:
+        """Note the largest error of `count` problems, which is at most `most` where the answers are right."""
+        self.problems[way] += count
         self.worst[way] = max(self.worst.get(way, 0.0), error)
         self.wrong[way] += not error < most
         if not error < most:
@@ -200,6 +202,7 @@ class Tally:
 
     def update(self, other: "Tally") -> None:
         """Take over what another process has noted."""
+        self.problems.update(other.problems)
         self.wrong.update(other.wrong)
         self.worst.update({way: max(self.worst.get(way, 0.0), error) for way, error in other.worst.items()})
         self.failures += other.failures
@@ -231,7 +234,7 @@ def all_options(rng: np.random.Generator, tally: Tally) -> None:
     before = backends.wanted
     for backend in ("portable", "numba") if installed() else ("portable",):
         error = options_error(G, g, options, expected, backend)
-        tally.judge(f"all options, {backend}", error, WRONG, G=G, g=g, **options)
+        tally.judge(f"all options, {backend}", error, WRONG, len(expected), G=G, g=g, **options)
     backends.wanted = before
 
 
@@ -248,13 +251,13 @@ def run(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> Tally:
 
 
 def main(
-    problems: Annotated[int, typer.Option(help="Number of problems of each family.")] = 1_000_000,
+    draws: Annotated[int, typer.Option(help="Number of draws of each family.")] = 1_000_000,
     families: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(FAMILIES),
     workers: Annotated[int, typer.Option(help="Number of processes.")] = os.cpu_count() or 1,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
 ) -> None:
     """Project random degenerate integer problems and compare with exact rational arithmetic."""
-    seeds, start, tally = range(-(-problems // CHUNK)), time.perf_counter(), Tally()
+    seeds, start, tally = range(-(-draws // CHUNK)), time.perf_counter(), Tally()
     draw = partial(run, families=families.split(","))
     with ProcessPoolExecutor(workers) as pool:
         for found in track(pool.map(draw, seeds), "problems", total=len(seeds)):
@@ -262,12 +265,15 @@ def main(
             print("\n".join(found.failures), end="\n" if found.failures else "", flush=True)
     minutes = (time.perf_counter() - start) / 60
     parts = [
-        f"{len(seeds) * CHUNK:,} problems of each family ({families.replace(',', ', ')}), seeds 0 to "
+        f"{len(seeds) * CHUNK:,} draws of each family ({families.replace(',', ', ')}), seeds 0 to "
         f"{len(seeds) - 1}, in {minutes:.0f} minutes on {workers} processes; gemproj {gemproj.__version__}, "
-        f"NumPy {np.__version__}.\n",
+        f"NumPy {np.__version__}. A draw with all options is a batch of one to four problems.\n",
         *markdown(
-            ["way", "wrong", "largest error of x, over the norm of g"],
-            [[way, str(tally.wrong[way]), f"{error:.0e}"] for way, error in tally.worst.items()],
+            ["way", "problems", "wrong", "largest error of x, over the norm of g"],
+            [
+                [way, f"{tally.problems[way]:,}", str(tally.wrong[way]), f"{error:.0e}"]
+                for way, error in tally.worst.items()
+            ],
         ),
     ]
     publish(["\n".join(parts)], out)
