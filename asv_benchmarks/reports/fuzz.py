@@ -1,4 +1,4 @@
-"""``make fuzz``: a million tiny degenerate integer problems against exact rational arithmetic.
+"""``make fuzz``: a million tiny degenerate integer problems of each kind against exact rational arithmetic.
 
 Small integers make repeated, opposite, dependent and zero rows, ties and multipliers that are zero
 together with their constraint: all that active-set methods cycle or stop early on. Right-hand sides and
@@ -183,7 +183,7 @@ def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class Tally:
-    """The number of wrong answers and the largest error by way, the problems that went wrong, and how many."""
+    """Wrong answers and the largest error by way, of how many problems, and which ones went wrong."""
 
     def __init__(self) -> None:
         self.problems: Counter[str] = Counter()  # by way
