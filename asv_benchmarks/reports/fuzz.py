@@ -251,13 +251,13 @@ def run(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> Tally:
 
 
 def main(
-    draws: Annotated[int, typer.Option(help="Number of draws of each family.")] = 1_000_000,
+    problems: Annotated[int, typer.Option(help="How often each family is drawn from.")] = 1_000_000,
     families: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(FAMILIES),
     workers: Annotated[int, typer.Option(help="Number of processes.")] = os.cpu_count() or 1,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
 ) -> None:
     """Project random degenerate integer problems and compare with exact rational arithmetic."""
-    seeds, start, tally = range(-(-draws // CHUNK)), time.perf_counter(), Tally()
+    seeds, start, tally = range(-(-problems // CHUNK)), time.perf_counter(), Tally()
     draw = partial(run, families=families.split(","))
     with ProcessPoolExecutor(workers) as pool:
         for found in track(pool.map(draw, seeds), "problems", total=len(seeds)):
