@@ -76,6 +76,7 @@ def explained(batch: Batch) -> Iterator[None]:
             if shapes and all(len(shape) == 1 for shape in shapes):
                 error.add_note(
                     "Their first dimension counts examples: if they are elements of a data set, pass the "
-                    "data set, or a DataLoader of it, which collates."
+                    "data set, or a DataLoader of it, which collates. Lists in them need collate=, or "
+                    "data.with_format('torch')."
                 )
         raise
