@@ -36,8 +36,9 @@ def refuse_infeasible(sol: DualSolution, h: Array) -> None:
             named = ", ".join(map(str, rows[:_NAMED]))
             if len(rows) > _NAMED:
                 named += f" and {len(rows) - _NAMED} more"
+            found = f"row {named}{where}" if len(rows) == 1 else f"rows {named}{where} at once"
             raise ValueError(
-                f"h is infeasible: no x satisfies G @ x >= h in rows {named}{where} at once. "
+                f"h is infeasible: no x satisfies G @ x >= h in {found}. "
                 "Lower h there, or give a penalty, which allows violations."
             )
 

@@ -105,7 +105,9 @@ def project_operator(
     tensors += [a for a in given.values() if a is not None]
     recorded = transformed or (torch.is_grad_enabled() and any(a.requires_grad for a in tensors))
     if recorded and out is not None:
-        raise ValueError("out cannot be written while an argument requires a gradient; detach it.")
+        raise ValueError(
+            "out cannot be written under torch.func, or while an argument requires a gradient; detach it."
+        )
     flags = [int(a is not None) for a in given.values()]
     flags += [int(isinstance(g, Tensor)), getattr(method, "refine", 0), int(recorded)]
     form = [len(blocks) for blocks in arrays] + flags

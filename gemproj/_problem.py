@@ -257,10 +257,6 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
         keys, blocks = None, [a]
     if not blocks:
         raise ValueError(f"{name} has no blocks; pass at least one array.")
-    if like is not None and _kind(keys) != _kind(like[0]):
-        raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.")
-    if like is not None and len(blocks) != like[1]:
-        raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
     # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
     for block in _one_of_each(type, blocks):
         if not is_array(block):
@@ -270,6 +266,11 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
                 f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
             )
         refuse_masked(block, name)
+    if like is not None and _kind(keys) != _kind(like[0]):
+        stack = " If G is a list of rows, stack them." if keys is None and like[0] in (list, tuple) else ""
+        raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.{stack}")
+    if like is not None and len(blocks) != like[1]:
+        raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
     for block in _one_of_each(attrgetter("dtype"), blocks):
         if not is_real_floating(block):
             raise TypeError(

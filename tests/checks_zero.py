@@ -15,7 +15,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from models import BOTH, EACH, begin, flat, loss, perceptron, protect, rival, take, task
 from processes import alone, check, learn, same_everywhere, share
 
-import gemproj.integrations.deepspeed  # noqa: F401
+import gemproj.integrations.deepspeed
 from gemproj.torch import GEM, GradientProjector
 
 # DeepSpeed would compile an operator of its own for processes of one machine.
@@ -115,7 +115,7 @@ def errors():
     gem = GEM(engine.module, engine.optimizer, loss, on="step")
     gem.end_task([task(0, 8, torch.float32)])
     before = whole(engine)
-    gem.remove()
+    gemproj.torch.detach(engine.optimizer)
     of_engine(engine)(task(1, 4, torch.float32))
     assert gem.last is None
     assert not torch.equal(before, whole(engine))

@@ -48,6 +48,8 @@ def test_a_prepared_optimizer_is_for_the_object_of_accelerate(tmp_path):
         TypeError, match=r"AcceleratedOptimizer wraps another one.*integrations.accelerate.GEM"
     ):
         gemproj.torch.GEM(driver.model, driver.optimizer)
+    with pytest.raises(TypeError, match="accelerator must be an Accelerator; found Net"):
+        GEM(driver.model, driver.optimizer, lambda model, batch: model(**batch).loss)
 
 
 def test_several_objects_have_files_of_their_own(tmp_path):

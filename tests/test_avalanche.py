@@ -114,8 +114,8 @@ def test_survives_pickling_which_is_how_avalanche_saves_strategies(tmp_path):
     [
         (lambda: GEMPlugin(0), "patterns_per_experience must be at least 1"),
         (lambda: AGEMPlugin(3, 0), "sample_size must be at least 1"),
-        (lambda: GEMPlugin(3, -1.0), "margin must be finite and at least 0"),
-        (lambda: GEMPlugin(3, 0.5, method="gem2017"), "margin cannot be combined with method GEM2017"),
+        (lambda: GEMPlugin(3, -1.0), "memory_strength must be finite and at least 0"),
+        (lambda: GEMPlugin(3, 0.5, method="gem2017"), "weight cannot be combined with method GEM2017"),
     ],
 )
 def test_bad_input(make, message):

@@ -40,7 +40,6 @@ def draw(seed):
         h[:t] = G @ rng.uniform(-1, 1, 2) - slack
         if rng.random() < 0.4:  # which often contradicts an opposite row or an equality
             h[:t] = rng.uniform(-1, 1, t)
-        h[:t] *= G.any(axis=1)
     return {
         "g": rng.uniform(-2, 2, 2).round(2).tolist(),
         "rows": G.tolist(),

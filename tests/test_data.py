@@ -291,6 +291,14 @@ def test_any_example_survives_a_file(tmp_path):
     assert same(loaded.batch("a"), memory.batch("a"))
 
 
+def test_no_further_examples_may_bring_another_collate_function():
+    memory = store(texts(), collate=padded)
+    memory.add([], 0, collate=len)
+    assert memory.batch(0) == len(texts())
+    memory.add([], 1, collate=len)
+    assert memory.tasks == [0]
+
+
 def test_a_resumed_memory_has_the_collate_function_that_it_had():
     memory, other, late = (EpisodicMemory(4) for _ in range(3))
     for one in (memory, other):

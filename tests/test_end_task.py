@@ -315,6 +315,9 @@ def test_elements_that_look_like_batches_are_told_what_to_do():
         assert "elements of a data set, pass the data set, or a DataLoader" in "".join(caught.value.__notes__)
     gem.memory.remove(0)
     gem.end_task(DataLoader(elements, batch_size=2))
+    with pytest.raises(AttributeError) as caught:  # torch makes a tensor for each place in a list
+        gem.end_task(DataLoader([{"input_ids": [1, 2, 3]}] * 4))
+    assert "Lists in them need collate=" in "".join(caught.value.__notes__)
 
 
 def test_mappings_are_batches_at_any_depth():

@@ -59,6 +59,8 @@ def test_a_report_has_what_can_be_measured_from_outside():
         assert line.broke == pytest.approx(sum(n > before[name] + 0.01 + 1e-6 for n in losses) / 8)
         assert [loss for _, loss, _ in gem.history.points()[name]] == pytest.approx(losses, rel=1e-9)
     assert report[0] is report["a"]
+    gem.memory.remove("a")
+    assert gem.report()["a"].examples == 0
     assert str(report).splitlines()[0].split()[:3] == ["name", "examples", "stored"]
     with pytest.raises(KeyError, match=r"no promise is about 'b'; found \['a', 7\]"):
         report["b"]
@@ -110,6 +112,8 @@ def test_the_promise_about_a_set_stays_with_the_memory_until_it_is_removed():
     assert other.last.excess.isnan().tolist() == [False, True]
     other.end_task([task(2)], "said")  # more of it, under the same promise
     assert other.promises["said"].tolerance == 0.1
+    other.keep([task(3)], Promise(loss), name="said")  # under another one, for which nothing is stored
+    assert other.memory.source("said").all()[0].shape == (36, 6)
     other.memory.remove("said")
     assert other.promises == {}
 
@@ -119,7 +123,7 @@ def test_a_promise_that_cannot_be_kept_is_told_at_once_and_stores_nothing():
     gem = GEM(model, [sgd(model[0].parameters()), sgd(model[2].parameters())], method="agem")
     for promise, message in (
         (Promise(EACH, tolerance=0.1), "tolerance cannot be combined with method|a whole step"),
-        (Promise(EACH, equal=True), "equality cannot be combined with method"),
+        (Promise(EACH, equal=True), "equal cannot be combined with method"),
         (Promise(EACH, per="label"), "needs labels"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -320,7 +320,7 @@ def of_one():
         (lambda: EpisodicMemory().sample(3), ValueError, "memory is empty"),
         (lambda: of_one().sample(3, exclude="now"), ValueError, "nothing to draw from but task 'now'"),
         (lambda: EpisodicMemory().batches(per="class"), ValueError, "per must be one of 'task', .*, 'all'; found 'class'"),
-        (lambda: EpisodicMemory().batches(per="label"), ValueError, "per='label' needs label"),
+        (lambda: EpisodicMemory().batches(per="label"), ValueError, "per='label' needs labels"),
         (lambda: EpisodicMemory().batches(n=0), ValueError, "n must be at least 1"),
         (lambda: EpisodicMemory(0), ValueError, "per_task must be at least 1"),
         (lambda: EpisodicMemory(policy="fifo"), ValueError, "policy must be one of reservoir, balanced, ring; found 'fifo'"),

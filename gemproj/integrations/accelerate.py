@@ -138,6 +138,8 @@ class GEM(AcceleratedKeeper):
         rows_dtype: torch.dtype | None = None,
         process_group: Any = None,
     ) -> None:
+        if not isinstance(accelerator, Accelerator):
+            raise TypeError(f"accelerator must be an Accelerator; found {type(accelerator).__name__}.")
         super().__init__(
             loss, per_task, per=per, examples=examples, weight=weight, tolerance=tolerance, memory=memory,
             method=method, on=on, every=every, project=project, microbatch=microbatch, rows_dtype=rows_dtype,

@@ -16,7 +16,7 @@ except ImportError as error:
 import torch
 from torch import Tensor
 
-from gemproj._checks import check_count
+from gemproj._checks import check_count, check_number
 from gemproj.methods import AnyMethod
 from gemproj.torch import EpisodicMemory
 from gemproj.torch.changes import On
@@ -93,6 +93,7 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
         project: bool = True,
         microbatch: int | None = None,
     ) -> None:
+        check_number(memory_strength, "memory_strength", 0.0)
         super().__init__(
             patterns_per_experience, seed, examples=examples, weight=memory_strength, method=method, on=on,
             every=every, project=project, microbatch=microbatch,

@@ -71,7 +71,8 @@ def explained(batch: Batch) -> Iterator[None]:
             if tensors and all(leaf.ndim == 1 for leaf in tensors):
                 error.add_note(
                     "Their first dimension counts examples: if they are elements of a data set, pass the "
-                    "data set, or a DataLoader of it, which collates."
+                    "data set, or a DataLoader of it, which collates. Lists in them need collate=, or "
+                    "data.with_format('torch')."
                 )
         raise
 

@@ -63,7 +63,7 @@ class Keeper:
         if microbatch is not None:
             check_count(microbatch, "microbatch", 1)
         self.memory = EpisodicMemory(per_task) if memory is None else memory
-        _check_labels(self.promise, self.memory)
+        self.memory.check_label(self.promise)
         self.exclude: Hashable = None
         self.metric: Metric | None = None
         self.history = History()
@@ -330,7 +330,7 @@ class Keeper:
 
     def _check(self, promise: Promise) -> None:
         """Raise for a promise that cannot be kept here."""
-        _check_labels(promise, self.memory)
+        self.memory.check_label(promise)
         check_choices(promise, **self._options)
         if promise.tolerance is not None and self.projector is not None and len(self._optimizers) > 1:
             raise ValueError(
@@ -504,13 +504,6 @@ def _one_promise(loss: Loss | Promise, **given: Any) -> Promise:
         if value != getattr(default, name):
             raise ValueError(f"{name} is given beside a Promise, which has its own; pass it there.")
     return loss
-
-
-def _check_labels(promise: Promise, memory: EpisodicMemory) -> None:
-    if promise.per == "label" and memory.label is None:
-        raise ValueError(
-            "per='label' needs labels: memory=EpisodicMemory(label=...), where a batch has them."
-        )
 
 
 def _check_disjoint(optimizers: Sequence[Any]) -> None:

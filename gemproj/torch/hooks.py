@@ -50,10 +50,10 @@ def detach(optimizer: Any) -> None:
     """Detach every `GEM` and projector from an optimizer, also those that nothing refers to any more.
 
     An optimizer keeps what is attached to it: in a notebook, a cell that has been run before. It may be one
-    that Accelerate has prepared.
+    that Accelerate has prepared, or that of a DeepSpeed engine.
     """
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper, which has none
-        optimizer = optimizer.optimizer
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper, or DeepSpeed's, which has none
+        optimizer = getattr(optimizer, "_gemproj", optimizer.optimizer)
     for hook in list(optimizer._optimizer_step_pre_hooks.values()):
         owner: Any = getattr(hook, "__self__", None)
         if type(owner).__module__.startswith("gemproj."):

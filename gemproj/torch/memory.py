@@ -187,14 +187,16 @@ class EpisodicMemory:
                 )
             batch = PerExample(batch)
         examples = Remembered(owned(batch), *_about(outputs, losses))
-        rows = count_examples(examples)
+        rows, store = count_examples(examples), self._stores.get(task)
         if rows == 0:
+            if store is not None and collate is not None:
+                store.check(examples)
+                store.collate = collate
             return
         labels = [0] * rows
         if self.label is not None:
             made = batch if collate is None else collate(list(owned(batch)))
             labels = labels_of(made, self.label, rows)
-        store = self._stores.get(task)
         if store is None:
             store = Store(examples, self.per_task)
         store.check(examples)
@@ -241,7 +243,7 @@ class EpisodicMemory:
         if n is not None:
             check_count(n, "n", 1)
         alike = Promise(per=per, examples=n)
-        self._check_label(alike)
+        self.check_label(alike)
         return Batches(self._drawn(dict.fromkeys(self._others(exclude), alike), told=False))
 
     def promised(self, default: Promise, exclude: Hashable = None) -> Batches:
@@ -253,7 +255,7 @@ class EpisodicMemory:
         """
         plan = {task: self.promises.get(task, default) for task in self._others(exclude)}
         for promise in plan.values():
-            self._check_label(promise)
+            self.check_label(promise)
         return Batches(self._drawn(plan))
 
     def sample(self, n: int, exclude: Hashable = None) -> Batch:
@@ -326,6 +328,13 @@ class EpisodicMemory:
         """Take over the examples of a task, and the random state, from a `draft`."""
         self._stores[task], self._random = draft._stores[task], draft._random
 
+    def check_label(self, promise: Promise) -> None:
+        """Raise for a promise about labels that this memory does not know."""
+        if promise.per == "label" and self.label is None:
+            raise ValueError(
+                "per='label' needs labels: memory=EpisodicMemory(label=...), where a batch has them."
+            )
+
     def source(self, task: Hashable) -> Source:
         """Return the source of all examples of a task, in the order of `batch`."""
         store = self._store(task)
@@ -351,10 +360,6 @@ class EpisodicMemory:
                     continue
                 for one, place in zip(drawn, store.slots.arrivals[slots].tolist(), strict=True):
                     yield self._source([one], (task, None, place), given)
-
-    def _check_label(self, promise: Promise) -> None:
-        if promise.per == "label" and self.label is None:
-            raise ValueError("per='label' needs label: where the labels of a batch are.")
 
     def _sampled(self, stores: list[Store], n: int) -> _Chosen:
         """Draw n examples of these stores together, without replacement; return them store by store."""

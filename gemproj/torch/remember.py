@@ -60,8 +60,8 @@ def remember(
         vector.topology = Replicated(vector.device, parallel.process_group)
     topology = vector.topology
     with topology.agreement({"option tolerance": bounded, "option microbatch": microbatch}):
-        if evaluated and name in draft.tasks:
-            draft.record(name)  # drops what is computed anew for all of its examples
+        if name in draft.tasks:
+            draft.record(name)  # drops what is computed anew for all of its examples, or needed no more
         _add_all(draft, data, name, collate)
     source = draft.source(name)
     _, (most,) = topology.plan([source.size])

@@ -411,7 +411,7 @@ def make_report(history: History, examples: Mapping[Any, int]) -> Report:
             name, (nan,) * 4 + (0.0,) * 5
         )
         share = max(steps, 1.0)
-        count = examples.get(name, sum(examples.values()))
+        count = sum(examples.values()) if name == _ALL else examples.get(name, 0)  # 0 if it was removed
         shares = would / share, broke / share, multiplier / share
         lines.append(Line(name, count, first, now, worst, bound, int(steps), *shares, cost))
     return Report(lines, history.points())

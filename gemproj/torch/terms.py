@@ -18,7 +18,7 @@ from torch import Tensor
 from gemproj._arrays import namespace, to_numpy, wide_dtype
 from gemproj._bounds import Options, check_options
 from gemproj._tspace import Gram
-from gemproj.methods import GEM2017, AnyMethod
+from gemproj.methods import GEM2017, AnyMethod, as_method
 from gemproj.torch.changes import Change, On
 from gemproj.torch.promise import Promise
 
@@ -150,12 +150,20 @@ def check_terms(promise: Promise, method: AnyMethod, on: On) -> None:
     """Raise where a method cannot solve for a promise, or cannot project what is to be projected."""
     if on not in get_args(On):
         raise ValueError(f"on must be one of {', '.join(map(repr, get_args(On)))}; found {on!r}.")
-    options = check_options(method, margin=promise.weight, penalty=promise.penalty, equality=promise.equal)
-    if promise.tolerance is not None and "h" not in getattr(options.method, "accepts", "h"):
-        raise ValueError(f"tolerance cannot be combined with method {options.method!r}: it takes no h.")
-    if on != "gradient" and isinstance(options.method, GEM2017):
+    found = as_method(method)
+    accepts = getattr(found, "accepts", {"h", "margin"})
+    asked = [
+        ("weight", "margin", promise.weight > 0.0),
+        ("penalty", "penalty", promise.penalty is not None),
+        ("equal", "equality", promise.equal),
+        ("tolerance", "h", promise.tolerance is not None),
+    ]
+    for name, option, given in asked:
+        if given and option not in accepts:
+            raise ValueError(f"{name} cannot be combined with method {found!r}, which takes no {option}.")
+    if on != "gradient" and isinstance(found, GEM2017):
         raise ValueError(
-            f"{options.method!r} is made for gradients, in their units; use on='gradient', or another method "
+            f"{found!r} is made for gradients, in their units; use on='gradient', or another method "
             "for steps."
         )
 

@@ -34,13 +34,13 @@ def strict_entry(function: Any) -> Any:
     return _entry(function)
 
 
-# Without numba's runtime (`_nrt`) loops compile and run faster. They also cannot allocate an array, which numba
-# could free while its address is in use.
+# Without numba's runtime (`_nrt`) loops compile and run faster. They also cannot allocate an array, which
+# numba could free while its address is in use.
 _OPTIONS = {"no_cfunc_wrapper": True, "error_model": "numpy", "_nrt": False}
 
 
 def _inner(function: Any, **options: Any) -> Any:
-    """Return a function compiled without an interface to Python; its cache is that of the loops that call it."""
+    """Return a function compiled without an interface to Python, cached with the loops that call it."""
     return numba.njit(no_cpython_wrapper=True, **_OPTIONS, **options)(function)
 
 

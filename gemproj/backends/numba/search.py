@@ -34,8 +34,8 @@ def solve_active_set(
 
     Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);
     `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `pivots`, the
-    numbers of pivots; `status`; and `resolved`, the `resolution` of the active and nearly active rows. Scratch
-    arrays are T (t, t + 1), K (t, t), `vectors` (6, t) and `flags` (2, t).
+    numbers of pivots; `status`; and `resolved`, the `resolution` of the active and nearly active rows.
+    Scratch arrays are T (t, t + 1), K (t, t), `vectors` (6, t) and `flags` (2, t).
     """
     t, in_question = bs.shape[1], 0
     b, s, lam, lower, upper, per_norm = (
