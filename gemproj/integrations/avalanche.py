@@ -23,6 +23,7 @@ from gemproj.torch.changes import On
 from gemproj.torch.distributed import everyone
 from gemproj.torch.gem import Keeper
 from gemproj.torch.keywords import suggesting
+from gemproj.torch.losses import model_loss
 
 
 class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]
@@ -51,6 +52,10 @@ class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ign
         drawn = torch.randperm(len(patterns), generator=self._random)[: self.memory.per_task]
         batch = patterns.collate_fn([patterns[i] for i in drawn.tolist()])
         self.memory.add(list(batch), strategy.clock.train_exp_counter)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, too: the loss is that of the strategy, made anew for each experience."""
+        return super().__getstate__() | {"promise": replace(self.promise, loss=model_loss)}
 
 
 class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
