@@ -167,9 +167,12 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
         K = xp.broadcast_to(K, (*batch, t, t))
     if on_host(device):
         K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
-        for name, a in {"K": K, "b": b, "gg": gg}.items():
-            if a is not None and not np.isfinite(a).all():
-                raise ValueError(f"{name} must be finite; found NaN or infinity.")
+        for name, a in {"K": np.diagonal(K, axis1=-2, axis2=-1), "b": b}.items():
+            if len(wrong := np.unique(np.nonzero(~np.isfinite(a))[-1])):
+                rows = f"row{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}"
+                raise ValueError(f"{name} must be finite; found NaN or infinity in {rows}.")
+        if not all(a is None or np.isfinite(a).all() for a in (K, gg)):
+            raise ValueError("K and gg must be finite; found NaN or infinity.")
         _check_products(K)
         if gg is not None and (gg < 0.0).any():
             raise ValueError(f"gg must be the squared norm of g; found {gg.min()}.")

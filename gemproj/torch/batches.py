@@ -137,24 +137,24 @@ def map_nested(
 
     Mappings become dicts.
     """
-
-    def again(value: Any) -> Any:
-        if is_leaf(value) or isinstance(value, _LEAVES):
-            return function(value)
-        if isinstance(value, Mapping):
-            return {key: again(value[key]) for key in value}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(again, value))
-        if isinstance(value, list | tuple):
-            return type(value)(map(again, value))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            fresh = copy.copy(value)
-            for field in dataclasses.fields(value):
-                object.__setattr__(fresh, field.name, again(getattr(value, field.name)))
-            return fresh
+    if is_leaf(value) or isinstance(value, _LEAVES):
         return function(value)
 
-    return again(value)
+    def again(part: Any) -> Any:  # a function that called itself would keep `function`, and so tensors, alive
+        return map_nested(function, part, is_leaf)
+
+    if isinstance(value, Mapping):
+        return {key: again(value[key]) for key in value}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(again, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(again, value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fresh = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(fresh, field.name, again(getattr(value, field.name)))
+        return fresh
+    return function(value)
 
 
 def leaves_of(value: Any) -> list[Any]:
