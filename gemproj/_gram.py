@@ -94,8 +94,8 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
         )
 
 
-def _check_finite(gram: Gram) -> None:
-    """Raise if G or g is not finite or its squares overflow; the message names the rows."""
+def _check_finite(gram: Gram, G: str = "G", g: str = "g") -> None:
+    """Raise if G or g is not finite or its squares overflow; the message has their names and the rows."""
     K, b, gg = gram
     if np.isfinite(K).all() and np.isfinite(b).all() and np.isfinite(gg).all():
         return
@@ -108,13 +108,14 @@ def _check_finite(gram: Gram) -> None:
             place = f" of {where}" if where else ""
             name, hold = ("row", "holds") if len(rows) == 1 else ("rows", "hold")
             found = f"{name} {', '.join(map(str, rows))}{place}"
-            raise ValueError(f"G is not finite: {found}, which {hold} {cause}.")
+            raise ValueError(f"{G} is not finite: {found}, which {hold} {cause}.")
         if not np.isfinite(gg[i]):
-            raise ValueError(f"g is not finite{': ' + where if where else ''}, which holds {cause}.")
+            raise ValueError(f"{g} is not finite{': ' + where if where else ''}, which holds {cause}.")
         if not (np.isfinite(K[i]).all() and np.isfinite(b[i]).all()):
             place = f" in {where}" if where else ""
             raise ValueError(
-                f"G and g are too large{place}: products of their entries overflow. Scale them down."
+                f"{G} and {g} are not finite, or too large{place}: products of their entries overflow. Scale "
+                "them down."
             )
 
 
@@ -167,15 +168,10 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
         K = xp.broadcast_to(K, (*batch, t, t))
     if on_host(device):
         K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
-        for name, a in {"K": np.diagonal(K, axis1=-2, axis2=-1), "b": b}.items():
-            if len(wrong := np.unique(np.nonzero(~np.isfinite(a))[-1])):
-                rows = f"row{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))}"
-                raise ValueError(f"{name} must be finite; found NaN or infinity in {rows}.")
-        if not all(a is None or np.isfinite(a).all() for a in (K, gg)):
-            raise ValueError("K and gg must be finite; found NaN or infinity.")
+        _check_finite(Gram(K, b, np.max(np.abs(b), axis=-1, initial=0.0)), "K", "b")
         _check_products(K)
-        if gg is not None and (gg < 0.0).any():
-            raise ValueError(f"gg must be the squared norm of g; found {gg.min()}.")
+        if gg is not None and len(wrong := gg[~((gg >= 0.0) & (gg < math.inf))]):
+            raise ValueError(f"gg must be the squared norm of g; found {wrong[0]}.")
     if gg is None:
         xp = namespace(b)
         squares = b * b * inverse(xp.linalg.diagonal(K))
