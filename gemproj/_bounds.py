@@ -14,6 +14,7 @@ GEM                       ``0 <= lam``
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -68,17 +69,26 @@ def check_options(
         raise TypeError(
             f"equality must be True, False or a boolean array of one per constraint; found {equality!r}."
         )
-    accepts = found.accepts if isinstance(found, Method) else {"h", "margin"}
     given = {
         "h": h is not None,
         "margin": is_array(margin) or bool(margin),
         "penalty": penalty is not None,
         "equality": equality is not False,
     }
-    for name in given:
-        if given[name] and name not in accepts:
-            raise ValueError(f"{name} cannot be combined with method {found!r}, which does not take it.")
+    check_accepted(found, [(name, name) for name in given if given[name]])
     return Options(found, h, margin, penalty, equality)
+
+
+def accepted(method: Any) -> Collection[str]:
+    """Return the options that a method takes; any callable takes those that change b only."""
+    return method.accepts if isinstance(method, Method) else ("h", "margin")
+
+
+def check_accepted(method: Any, given: Iterable[tuple[str, str]]) -> None:
+    """Raise for given options that a method does not take; each comes with the name that its caller knows."""
+    for name, option in given:
+        if option not in accepted(method):
+            raise ValueError(f"{name} cannot be combined with method {method!r}, which does not take it.")
 
 
 @lru_cache(maxsize=64)

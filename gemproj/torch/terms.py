@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import namespace, to_numpy, wide_dtype
-from gemproj._bounds import Options, check_options
+from gemproj._bounds import Options, accepted, check_accepted, check_options
 from gemproj._tspace import Gram
 from gemproj.methods import GEM2017, AnyMethod, as_method
 from gemproj.torch.changes import Change, On
@@ -92,7 +92,7 @@ class Terms:
             weight = weight * scale
             penalty = None if penalty is None else penalty * scale
         found = check_options(method, margin=weight, penalty=penalty, equality=self.equal)
-        h = self._right_hand_side(change, G) if "h" in getattr(found.method, "accepts", "h") else None
+        h = self._right_hand_side(change, G) if "h" in accepted(found.method) else None
         return found if h is None else Options(found.method, h, weight, penalty, self.equal)
 
     def excess(self, losses: Tensor, stored: Tensor) -> Tensor | None:
@@ -151,16 +151,13 @@ def check_terms(promise: Promise, method: AnyMethod, on: On) -> None:
     if on not in get_args(On):
         raise ValueError(f"on must be one of {', '.join(map(repr, get_args(On)))}; found {on!r}.")
     found = as_method(method)
-    accepts = getattr(found, "accepts", {"h", "margin"})
-    asked = [
-        ("weight", "margin", promise.weight > 0.0),
-        ("penalty", "penalty", promise.penalty is not None),
-        ("equal", "equality", promise.equal),
-        ("tolerance", "h", promise.tolerance is not None),
-    ]
-    for name, option, given in asked:
-        if given and option not in accepts:
-            raise ValueError(f"{name} cannot be combined with method {found!r}, which takes no {option}.")
+    given = {
+        ("weight", "margin"): promise.weight > 0.0,
+        ("penalty", "penalty"): promise.penalty is not None,
+        ("equal", "equality"): promise.equal,
+        ("tolerance", "h"): promise.tolerance is not None,
+    }
+    check_accepted(found, [names for names in given if given[names]])
     if on != "gradient" and isinstance(found, GEM2017):
         raise ValueError(
             f"{found!r} is made for gradients, in their units; use on='gradient', or another method "
