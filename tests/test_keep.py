@@ -1,5 +1,6 @@
 """What is told about promises, sets that share a row, and only watching."""
 
+import copy
 import itertools
 
 import pytest
@@ -9,6 +10,7 @@ torch = pytest.importorskip("torch")
 from models import EACH, SAID, begin, flat, loss, perceptron, rival, rows, sgd, take, task  # noqa: E402
 
 from gemproj.torch import GEM, Promise  # noqa: E402
+from gemproj.torch.gem import Keeper  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -112,8 +114,10 @@ def test_the_promise_about_a_set_stays_with_the_memory_until_it_is_removed():
     assert other.last.excess.isnan().tolist() == [False, True]
     other.end_task([task(2)], "said")  # more of it, under the same promise
     assert other.promises["said"].tolerance == 0.1
-    other.keep([task(3)], Promise(loss), name="said")  # under another one, for which nothing is stored
-    assert other.memory.source("said").all()[0].shape == (36, 6)
+    before_training = Keeper(loss, memory=copy.deepcopy(gem.memory))
+    for keeper in (other, before_training):  # under another one, for which nothing is stored
+        keeper.keep([task(3)], Promise(loss), name="said")
+        assert keeper.memory.source("said").all()[0].shape == (36, 6)
     other.memory.remove("said")
     assert other.promises == {}
 

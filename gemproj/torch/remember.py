@@ -47,6 +47,8 @@ def remember(
     outputs = getattr(loss, "outputs", None)
     evaluated = bounded or outputs is not None
     draft = memory.draft(name)
+    if name in draft.tasks:
+        draft.record(name)  # drops what is computed anew for all of its examples, or needed no more
     if model is None:
         if evaluated:
             raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
@@ -60,8 +62,6 @@ def remember(
         vector.topology = Replicated(vector.device, parallel.process_group)
     topology = vector.topology
     with topology.agreement({"option tolerance": bounded, "option microbatch": microbatch}):
-        if name in draft.tasks:
-            draft.record(name)  # drops what is computed anew for all of its examples, or needed no more
         _add_all(draft, data, name, collate)
     source = draft.source(name)
     _, (most,) = topology.plan([source.size])
