@@ -54,11 +54,6 @@ def rest() -> None:
     gc.collect()
     with suppress(AttributeError, OSError):  # not the C library of GNU
         ctypes.CDLL(None).malloc_trim(0)
-    forget()
-
-
-def forget() -> None:
-    """Make, on Linux, the peak of this process what it holds now."""
     with suppress(OSError):
         (PROC / "clear_refs").write_text("5")  # proc_pid_clear_refs(5): the peak resident set size
 

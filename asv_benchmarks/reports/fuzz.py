@@ -258,7 +258,10 @@ def main(
 ) -> None:
     """Project random degenerate integer problems and compare with exact rational arithmetic."""
     seeds, start, tally = range(-(-problems // CHUNK)), time.perf_counter(), Tally()
-    draw = partial(run, families=families.split(","))
+    asked = families.split(",")
+    if unknown := sorted(set(asked) - set(FAMILIES)):
+        raise typer.BadParameter(f"no such families: {unknown}; there are {', '.join(FAMILIES)}")
+    draw = partial(run, families=asked)
     with ProcessPoolExecutor(workers) as pool:
         for found in track(pool.map(draw, seeds), "problems", total=len(seeds)):
             tally.update(found)
