@@ -268,9 +268,9 @@ def main(
             print("\n".join(found.failures), end="\n" if found.failures else "", flush=True)
     minutes = (time.perf_counter() - start) / 60
     parts = [
-        f"{len(seeds) * CHUNK:,} draws of each family ({families.replace(',', ', ')}), seeds 0 to "
-        f"{len(seeds) - 1}, in {minutes:.0f} minutes on {workers} processes; gemproj {gemproj.__version__}, "
-        f"NumPy {np.__version__}. A draw with all options is a batch of one to four problems.\n",
+        f"{len(seeds) * CHUNK:,} draws of {' and of '.join(asked)}, seeds 0 to {len(seeds) - 1}, in "
+        f"{minutes:.0f} minutes, processes: {workers}; gemproj {gemproj.__version__}, NumPy {np.__version__}. "
+        "A draw of all-options is a batch of one to four problems.\n",
         *markdown(
             ["way", "problems", "wrong", "largest error of x, over the norm of g"],
             [

@@ -1,8 +1,7 @@
 """The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows).
 
 The arrays of a problem are given by their addresses, see `addresses`, because one call reads hundreds of
-them. The problem holds the arrays. Scratch arrays belong to the caller: loops that take addresses allocate
-nothing.
+them. The problem holds the arrays. Scratch arrays belong to the caller: loops allocate nothing.
 """
 
 from __future__ import annotations
