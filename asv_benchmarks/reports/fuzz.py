@@ -269,8 +269,8 @@ def main(
     minutes = (time.perf_counter() - start) / 60
     parts = [
         f"{len(seeds) * CHUNK:,} draws of {' and of '.join(asked)}, seeds 0 to {len(seeds) - 1}, in "
-        f"{minutes:.0f} minutes, processes: {workers}; gemproj {gemproj.__version__}, NumPy {np.__version__}. "
-        "A draw of all-options is a batch of one to four problems.\n",
+        f"{minutes:.0f} minutes, processes: {workers}; gemproj {gemproj.__version__}, NumPy {np.__version__}."
+        " A draw of all-options is a batch of one to four problems.\n",
         *markdown(
             ["way", "problems", "wrong", "largest error of x, over the norm of g"],
             [
