@@ -50,6 +50,8 @@ def combine(
     """
     problem = check_problem(G, g, metric)
     lam = check_multipliers(multipliers, "multipliers", *problem.like)
+    if problem.host and not np.isfinite(lam).all():
+        raise ValueError(f"multipliers must be finite; found {lam}.")
     x = blocks_for_x(problem, out)
     write_x(problem, lam, x)
     return as_asked(problem, x, out)

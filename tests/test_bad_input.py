@@ -88,6 +88,7 @@ WRONG_VALUES = [
     (lambda: project(*TENSORS, out=META), "out is on device meta but g is on cpu"),
     (lambda: project(G, g, method=lambda K, b, w: b * np.nan), "multipliers that are not finite"),
     (lambda: combine(G, g, np.ones(2)), r"multipliers must have shape \(3,\).*found \(2,\)"),
+    (lambda: combine(G, g, np.array([1.0, np.nan, 0.0])), "multipliers must be finite; found .*nan"),
     (lambda: project(G, g, method=lambda K, b, w: b[:1]), "must return multipliers of the type and"),
     (lambda: project(G, g, method=lambda K, b, w: None), "found None"),
     (lambda: gram(TENSORS[0], META), "G is on device cpu but g is on meta"),

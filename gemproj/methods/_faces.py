@@ -50,9 +50,9 @@ class Tableau:
         self.free = free.copy()
         return True
 
-    def distance(self, j: int) -> float:
-        """Return the squared distance of row j from the span of the free rows."""
-        return float(self.swept[j, j])
+    def distances(self) -> np.ndarray:
+        """Return the squared distances (t,) of the rows that are not free from the span of the free rows."""
+        return np.diagonal(self.swept)
 
     def pivot(self, j: int) -> None:
         """Add row j to the free rows or remove it: the sweep is its own inverse."""
@@ -96,16 +96,17 @@ class Factorisation:
         self.clear()
 
     def clear(self) -> None:
-        self._factor(np.zeros(self.A.shape[1], dtype=bool))
+        self._factor(np.arange(0))
 
-    def _factor(self, free: np.ndarray) -> None:
-        """Factorise the free rows; their slack is zero where ``Q'x = right``."""
-        self.free = free
-        self.Q, self.R = np.linalg.qr(self.A[:, free])
-        self.right = solve_triangle(self.R.T, self.h[free])
+    def _factor(self, rows: np.ndarray) -> None:
+        """Factorise the free rows, given by their numbers; their slack is zero where ``Q'x = right``."""
+        self.rows, self.free = rows, np.zeros(self.A.shape[1], dtype=bool)
+        self.free[rows] = True
+        self.Q, self.R = np.linalg.qr(self.A[:, rows])
+        self.right = solve_triangle(self.R.T, self.h[rows])
 
     def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
-        self._factor(free.copy())
+        self._factor(np.flatnonzero(free))
         if free.any() and not self._independent():
             self.clear()
             _free_one_by_one(self, free, first)
@@ -118,14 +119,23 @@ class Factorisation:
             return False
         return bool(np.abs(np.linalg.inv(self.R)).sum(axis=0).max() * below < 1.0)
 
-    def distance(self, j: int) -> float:
-        outside = self._outside(self.A[:, j])
-        return float(outside @ outside)
+    def distances(self) -> np.ndarray:
+        outside = self.A - self.Q @ (self.Q.T @ self.A)
+        return np.sum(outside * outside, axis=0)
 
     def pivot(self, j: int) -> None:
-        free = self.free.copy()
-        free[j] = not free[j]
-        self._factor(free)
+        if self.free[j]:
+            self._factor(self.rows[self.rows != j])
+            return
+        # One step of Gram-Schmidt: a factorisation for each row that is added would take t times as long.
+        outside, inside = self._outside(self.A[:, j]), self.Q.T @ self.A[:, j]
+        pivot, k = float(np.linalg.norm(outside)), len(self.rows)
+        R = np.zeros((k + 1, k + 1))
+        R[:k, :k], R[:k, k], R[k, k] = self.R, inside, pivot
+        self.Q, self.R = np.column_stack([self.Q, outside / pivot]), R
+        self.right = np.append(self.right, (self.h[j] - inside @ self.right) / pivot)
+        self.rows = np.append(self.rows, j)
+        self.free[j] = True
 
     def dependent(self, j: int) -> bool:
         # Where free rows nearly cancel, the error of their span is rounding times the weights of row j.
@@ -133,13 +143,13 @@ class Factorisation:
         return bool(np.linalg.norm(self._outside(self.A[:, j])) <= noise)
 
     def weights(self, j: int) -> np.ndarray:
-        return solve_triangle(self.R, self.Q.T @ self.A[:, j])
+        return solve_triangle(self.R, self.Q.T @ self.A[:, j])[np.argsort(self.rows)]
 
     def trial(self, held: np.ndarray) -> np.ndarray:
         target = self.a + self.A @ held
         x = self._outside(target) + self.Q @ self.right
         result = self.A.T @ x - self.h
-        result[self.free] = solve_triangle(self.R, self.Q.T @ target - self.right)
+        result[self.rows] = solve_triangle(self.R, self.Q.T @ target - self.right)
         return result
 
     def slack(self, lam: np.ndarray) -> np.ndarray:
@@ -167,13 +177,13 @@ def _free_one_by_one(faces: Tableau | Factorisation, wanted: np.ndarray, first: 
     which keeps the multipliers small.
     """
     for group in (wanted & first, wanted & ~first):
-        left = set(np.flatnonzero(group).tolist())
-        while left:
-            j = max(left, key=faces.distance)
+        left = group.copy()
+        while left.any():
+            j = int(np.argmax(np.where(left, faces.distances(), -1.0)))
             if faces.dependent(j):
                 break
             faces.pivot(j)
-            left.remove(j)
+            left[j] = False
 
 
 def solve_triangle(R: np.ndarray, b: np.ndarray) -> np.ndarray:
