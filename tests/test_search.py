@@ -77,7 +77,7 @@ def test_the_optimality_conditions_are_met(solve, bounded, kind, t, d, equalitie
 def recorded(monkeypatch, K, b, lower, upper, start):
     """Return which rows the compiled search moves in and out of the free set, from its loops run by Python."""
     from gemproj.backends.numba import search, tableau
-    from gemproj.backends.numba.backend import _scratch_of_search
+    from gemproj.backends.numba.backend import _search
 
     pivots, names = [], {}
     for module in (search, tableau):
@@ -91,11 +91,10 @@ def recorded(monkeypatch, K, b, lower, upper, start):
         names["pivot"](T, free, k)
 
     monkeypatch.setattr(search, "pivot", pivot)
-    none, count = np.empty((0, 0)), np.empty(1, int)
+    none, ended = np.empty((0, 0)), np.empty((2, 1), int)
     given = [none if a is None else a[None] for a in (K, b, lower, upper, start)]
     lam = np.empty((1, len(b)))
-    scratch = [np.empty(shape, kind) for shape, kind in _scratch_of_search(len(b))]
-    search.solve_active_set(0, 1, *given, lam, count, count.copy(), np.empty(1), *scratch)
+    search.solve_active_set(0, 1, *given, lam, np.empty(1), ended, *_search(len(b)))
     monkeypatch.undo()
     return lam[0], pivots
 

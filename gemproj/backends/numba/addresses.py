@@ -33,7 +33,11 @@ def locate(problem: Problem) -> tuple[np.ndarray, type, bool] | None:
         return None
     kind, lead, shared = problem.vector[0].dtype, len(problem.batch), problem.shared
     dtype = _DTYPES.get(getattr(kind, "itemsize", 0))
-    if dtype is None or (dtype is np.uint16 and str(kind) != "torch.bfloat16"):
+    if (
+        dtype is None
+        or (dtype is np.uint16 and str(kind) != "torch.bfloat16")
+        or not getattr(kind, "isnative", True)
+    ):
         return None
     lines, first, by_rows = [], 0, True
     for rows, vector, size in zip(problem.rows, problem.vector, problem.sizes, strict=True):
@@ -84,8 +88,6 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
     kind: Any = type(a)
     if kind is np.ndarray:
         flags, size = a.flags, a.itemsize
-        if not a.dtype.isnative:
-            return None
         # `python -m gemproj --compile` compiles `address` for these types of arrays. Any other type would
         # cause a compilation in the middle of a run.
         if flags.carray and a.ndim in (1, 2):

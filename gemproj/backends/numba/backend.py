@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -40,8 +39,8 @@ _JOBS = 4
 _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
 # Most entries of the Gram matrices of one piece for a shared G: there is one matrix per gradient.
 _MOST_SHARED = 1 << 20
-# Entries of K in one job of stage 2.
-_WORK = 1 << 14
+# Time of the search for each entry of K, in units of the time to read a number.
+_READS = 128
 # Bytes of a tile: less than half of a first-level cache, because prefetched data passes through it, too. And
 # the least number of columns in a tile.
 _TILE, _LEAST_TILE = 12 << 10, 256
@@ -72,11 +71,11 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     Ks, bs = _float64(K, (-1, t, t)), _float64(b, (-1, t))
     lowers, *others = [_NONE if a is None else _float64(a, (-1, t)) for a in (lower, upper, start)]
     count = len(bs)
-    lam, resolved = np.empty((count, t)), np.empty(count)
-    pivots, status = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
-    arrays = (Ks, bs, lowers, *others, lam, pivots, status, resolved)
-    in_question = _in_threads(solve_active_set, count, max(1, _WORK // t**2), arrays, _scratch_of_search(t))
-    lam, pivots = lam.reshape(b.shape), pivots.reshape(batch)
+    lam, resolved, ended = np.empty((count, t)), np.empty(count), np.empty((2, count), np.int64)
+    arrays = (Ks, bs, lowers, *others, lam, resolved, ended)
+    in_question = _share(solve_active_set, count, count * _READS * t * t, arrays, (_search, t))
+    lam, (pivots, status) = lam.reshape(b.shape), ended
+    pivots = pivots.reshape(batch)
     if not any(in_question):
         return Outcome(lam, pivots, int(Status.OPTIMAL))
     if len(Ks) == 1 and count > 1:
@@ -116,25 +115,25 @@ class Numba:
     def gram(self, problem: Problem) -> tuple[Gram, float]:
         """Return K, b and |g|^2, and their rounding error, summed chunk by chunk in threads."""
         t, n, pieces = problem.t, problem.t + 1, self.pieces
-        totals = np.empty((self.problems, pieces, n, n))
+        totals = np.empty((self.problems, pieces, t * t + n))
         # The work, in units of the time to read a number, which is also the time of eight products. Each
         # number is read once and multiplied by n numbers. With a shared G the work is about one unit per row,
         # column and group of gradients.
         if problem.shared:
             loop, count = sum_shared_products, -(-self.problems // HEIGHT)
-            steps: tuple[int, ...] = (self.piece,)
+            steps = t, self.piece
             numbers = count * problem.columns * n
         else:
             loop, count, steps = sum_products, self.problems, (pieces, self.piece)
             numbers = count * problem.columns * n * ((8 + n) // 8)
         arrays = (self.lines, len(problem.rows), *steps, self.like, self.columns, totals)
-        _share(loop, count * pieces, numbers, arrays, _scratch_of_sums(t, problem.shared, self.wide), problem)
+        _share(loop, count * pieces, numbers, arrays, (_tile_and_sums, t, problem.shared, self.wide), problem)
         if pieces > 1:
             add_pieces(totals)
-        total = totals[:, 0].reshape((*problem.batch, n, n)) if problem.batch else totals[0, 0]
-        # With a shared G only the first matrix is complete; all other matrices have only their last row.
-        K = totals[0, 0, :t, :t] if problem.shared else total[..., :t, :t]
-        gram = Gram(K, total[..., t, :t], total[..., t, t])
+        total = totals[:, 0].reshape((*problem.batch, t * t + n)) if problem.batch else totals[0, 0]
+        K = totals[0, 0] if problem.shared else total  # with a shared G there is one K
+        K = K[..., : t * t].reshape((*K.shape[:-1], t, t))
+        gram = Gram(K, total[..., t * t : -1], total[..., -1])
         return (gram, WIDE_ROUNDING) if self.wide else _remake_out_of_range(gram, problem)
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
@@ -144,9 +143,10 @@ class Numba:
             return
         lam, steps = _float64(lam, (self.problems, problem.t)), (self.pieces, self.piece, problem.shared)
         arrays = (self.lines, len(problem.rows), *steps, self.like, self.columns, lam)
-        scratch = ((1, _PART), _FLOAT64), ((problem.t,), np.dtype(np.int64))
         numbers = self.problems * problem.columns * (problem.t + 2)
-        _share(write_combination, self.problems * self.pieces, numbers, arrays, scratch, problem, x)
+        _share(
+            write_combination, self.problems * self.pieces, numbers, arrays, (_part, problem.t), problem, x
+        )
 
 
 def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
@@ -165,41 +165,27 @@ def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
 
 
 def _share(
-    loop: Any, count: int, numbers: int, arrays: Any, scratch: Any, problem: Problem, x: Any = None
-) -> None:
-    """Call a loop for `count` pieces, in threads if there are enough `numbers` to read.
-
-    The threads hold a reference to the problem and x, because the loops have only addresses of the arrays.
-    """
-    if numbers < _WORTH_THREADS:
-        loop(0, count, *arrays, *_scratch(scratch))
-        return
-    threads = int(problem.xp.get_num_threads()) if problem.is_torch else cores()
-    step = count if threads == 1 else -(-count // (_JOBS * threads))
-    _in_threads(loop, count, step, arrays, scratch, threads, (problem, x))
-
-
-def _in_threads(
-    loop: Any, count: int, step: int, arrays: Any, scratch: Any = (), threads: Any = None, held: Any = None
+    loop: Any, count: int, work: int, arrays: Any, scratch: Any, problem: Problem | None = None, x: Any = None
 ) -> list[Any]:
-    """Return the results of ``loop(first, last, *arrays, *scratch)`` for `step` of `count` pieces at a time.
+    """Return the results of ``loop(first, last, *arrays, *_scratch(*scratch))``, for parts of `count` pieces.
 
-    The threads hold a reference to `held`.
+    There is one part, or with enough `work` (in numbers to read) there are several, in threads. The threads
+    hold a reference to the problem and x, because the loops have only addresses of the arrays.
     """
-    if count <= step:
-        return [loop(0, count, *arrays, *_scratch(scratch))]
-    found = []
+    if work < _WORTH_THREADS or count < 2:
+        return [loop(0, count, *arrays, *_scratch(*scratch))]
+    threads = int(problem.xp.get_num_threads()) if problem is not None and problem.is_torch else cores()
+    step, found = count if threads == 1 else -(-count // (_JOBS * threads)), []
 
-    def work(i: int) -> None:
-        found.append(loop(i * step, min((i + 1) * step, count), *arrays, *_scratch(scratch)))
+    def run(i: int) -> None:
+        found.append(loop(i * step, min((i + 1) * step, count), *arrays, *_scratch(*scratch)))
 
-    share(work, -(-count // step), threads, held)
+    share(run, -(-count // step), threads, (problem, x))
     return found
 
 
-@lru_cache(maxsize=64)
-def _scratch_of_sums(t: int, shared: bool, wide: bool) -> tuple[tuple[tuple[int, int], np.dtype], ...]:
-    """Return shapes and dtypes of a tile and of the sums of its products, see `loops`."""
+def _tile_and_sums(t: int, shared: bool, wide: bool) -> list[np.ndarray]:
+    """Return a tile and the sums of its products, see `loops`."""
     n, chunk, dtype = t + 1, _WIDE_CHUNK if wide else CHUNK, _FLOAT64 if wide else np.dtype(np.float32)
     groups = -(-(t if shared else n) // HEIGHT)
     sums = groups * (groups + 1) // 2  # blocks of the lower triangle
@@ -209,18 +195,21 @@ def _scratch_of_sums(t: int, shared: bool, wide: bool) -> tuple[tuple[tuple[int,
     else:
         columns = _TILE // (n * dtype.itemsize) // MULTIPLE * MULTIPLE
         tile = (n, min(chunk, max(_LEAST_TILE, columns)))
-    return (tile, dtype), ((sums, HEIGHT * HEIGHT * LANES), _FLOAT64)
+    return [_aligned(tile, dtype), _aligned((sums, HEIGHT * HEIGHT * LANES), _FLOAT64)]
 
 
-@lru_cache(maxsize=64)
-def _scratch_of_search(t: int) -> tuple[tuple[tuple[int, int], np.dtype], ...]:
-    """Return shapes and dtypes of a tableau, a matrix, vectors and flags, see `search`."""
-    shapes = (t, t + 1), (t, t), (6, t)
-    return (*((shape, _FLOAT64) for shape in shapes), ((2, t), np.dtype(np.bool_)))
+def _part(t: int) -> list[np.ndarray]:
+    """Return a part of x, and the numbers of the rows that are added to it, see `loops`."""
+    return [_aligned((1, _PART), _FLOAT64), np.empty(t, np.int64)]
+
+
+def _search(t: int) -> list[np.ndarray]:
+    """Return a tableau, a matrix, vectors and flags, see `search`."""
+    return [np.empty((t, t + 1)), np.empty((t, t)), np.empty((6, t)), np.empty((2, t), np.bool_)]
 
 
 class _Kept(threading.local):
-    """Scratch arrays of one thread, by their shapes and dtypes."""
+    """Scratch arrays of one thread, by the function that makes them and its arguments."""
 
     def __init__(self) -> None:
         self.arrays: dict[Any, list[np.ndarray]] = {}
@@ -229,14 +218,15 @@ class _Kept(threading.local):
 _kept = _Kept()
 
 
-def _scratch(wanted: tuple[tuple[tuple[int, ...], np.dtype], ...]) -> list[np.ndarray]:
-    """Return uninitialised arrays of these shapes and dtypes, which belong to this thread.
+def _scratch(*wanted: Any) -> list[np.ndarray]:
+    """Return uninitialised arrays, made by a function with its arguments, which belong to this thread.
 
     Small ones are kept for the next call: to make them takes as long as a small projection.
     """
     found = _kept.arrays.get(wanted)
     if found is None:
-        found = [_aligned(*one) for one in wanted]
+        make, *sizes = wanted
+        found = make(*sizes)
         if sum(a.nbytes for a in found) <= _KEPT:
             if len(_kept.arrays) >= _KINDS:
                 _kept.arrays.clear()

@@ -131,15 +131,17 @@ def _total(sums, k, p, q):
 
 
 @fast
-def _collect(sums, rows, totals, problem, piece):
-    """Write the products of the first `rows` rows to a symmetric matrix in `totals`."""
+def _collect(sums, rows, t, totals, problem, piece):
+    """Write the products of the first `rows` rows of [G; g] to `totals`: K, and from row t b and |g|^2."""
     k = 0
     for i in range(0, rows, HEIGHT):
         for j in range(0, i + 1, HEIGHT):
             for r in range(i, min(i + HEIGHT, rows)):
                 for c in range(j, min(j + HEIGHT, r + 1)):
                     total = _total(sums, k, r - i, c - j)
-                    totals[problem, piece, r, c] = totals[problem, piece, c, r] = total
+                    totals[problem, piece, r * t + c] = total
+                    if r < t:
+                        totals[problem, piece, c * t + r] = total
             k += 1
 
 
@@ -147,9 +149,9 @@ def _collect(sums, rows, totals, problem, piece):
 def sum_products(first, last, lines, blocks, pieces, piece_columns, like, columns, totals, tile, sums):
     """Write the products of the rows [G; g] over pieces ``first .. last - 1`` of the problems to `totals`.
 
-    Each piece has its own matrix in `totals` (problems, pieces, t + 1, t + 1). Products are summed over the
-    columns of a tile in its dtype, and over tiles in float64. `columns` is None if the entries of each row of
-    G are adjacent. For all other arrays the loop is compiled a second time, at their first use.
+    Each piece has its own K, b and |g|^2 in `totals` (problems, pieces, t * t + t + 1). Products are summed
+    over the columns of a tile in its dtype, and over tiles in float64. `columns` is None if the entries of
+    each row of G are adjacent. For all other arrays the loop is compiled a second time, at their first use.
     """
     rows, n = tile.shape
     t = rows - 1
@@ -175,18 +177,18 @@ def sum_products(first, last, lines, blocks, pieces, piece_columns, like, column
                     read_vector(line, start, here, like, tile, t)
                     _add_tile(tile, rows, _fill_up(tile, 0, rows, here), sums)
                 start += here
-        _collect(sums, rows, totals, problem, piece)
+        _collect(sums, rows, t, totals, problem, piece)
 
 
 @fast_entry
-def sum_shared_products(first, last, lines, blocks, piece_columns, like, columns, totals, tile, sums):
+def sum_shared_products(first, last, lines, blocks, t, piece_columns, like, columns, totals, tile, sums):
     """Write the products of the rows [G; g] to `totals`, for many g and one G; K for problem 0 only.
 
     `first` and `last` count groups of HEIGHT gradients: all groups of piece 0, then all groups of piece 1,
     and so on. Each tile of G is read once for up to MOST_GROUPS groups. The tile holds the rows of G,
     followed by a group of gradients.
     """
-    problems, t = totals.shape[0], totals.shape[2] - 1
+    problems = totals.shape[0]
     n, row_groups, groups = tile.shape[1], (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT
     # Order of the blocks in `sums`: those of K, then per group of gradients its products with each group of
     # rows of G, and its products with itself.
@@ -218,27 +220,25 @@ def sum_shared_products(first, last, lines, blocks, piece_columns, like, columns
                         place += 1
                 start += here
         if group == 0:
-            _collect(sums, t, totals, 0, piece)
+            _collect(sums, t, t, totals, 0, piece)
         for p in range(group * HEIGHT, min((group + count) * HEIGHT, problems)):
             place, i = size + (p // HEIGHT - group) * (row_groups + 1), p % HEIGHT
             for r in range(t):
-                total = _total(sums, place + r // HEIGHT, i, r % HEIGHT)
-                totals[p, piece, t, r] = totals[p, piece, r, t] = total
-            totals[p, piece, t, t] = _total(sums, place + row_groups, i, i)
+                totals[p, piece, t * t + r] = _total(sums, place + r // HEIGHT, i, r % HEIGHT)
+            totals[p, piece, t * t + t] = _total(sums, place + row_groups, i, i)
         first += count
 
 
 @fast_entry
 def add_pieces(totals):
-    """Add the matrices of all pieces to that of the first piece, by pairwise summation to limit rounding."""
+    """Add the sums of all pieces to those of the first piece, by pairwise summation to limit rounding."""
     for p in range(totals.shape[0]):
         left = totals.shape[1]
         while left > 1:
             half = left // 2
             for k in range(half):
                 for i in range(totals.shape[2]):
-                    for j in range(totals.shape[3]):
-                        totals[p, k, i, j] += totals[p, left - half + k, i, j]
+                    totals[p, k, i] += totals[p, left - half + k, i]
             left -= half
 
 

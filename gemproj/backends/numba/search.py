@@ -26,15 +26,15 @@ _STALLED = int(Status.STALLED)
 
 @strict_entry
 def solve_active_set(
-    first, last, Ks, bs, lowers, uppers, starts, lams, pivots, status, resolved, T, K, vectors, flags
+    first, last, Ks, bs, lowers, uppers, starts, lams, resolved, ended, T, K, vectors, flags
 ):
     """Write the solutions of problems ``first .. last - 1``; return how many are in question.
 
     These are not optimal, or K may not resolve their rows.
 
     Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);
-    `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `pivots`, the
-    numbers of pivots; `status`; and `resolved`, the `resolution` of the active and nearly active rows.
+    `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `resolved`, the
+    `resolution` of the active and nearly active rows; and `ended`, the numbers of pivots and the status.
     Scratch arrays are T (t, t + 1), K (t, t), `vectors` (6, t) and `flags` (2, t).
     """
     t, in_question = bs.shape[1], 0
@@ -56,13 +56,13 @@ def solve_active_set(
                 lam[i] = 0.0
             best[i], finite = 0.0, finite and given[i, i] < np.inf
         smallest, products = optimality(K, b, best, lower, upper, s)
-        pivots[p] = 0
+        ended[0, p] = 0
         # Updates add rounding, so a search that ends with a violated constraint is restarted.
         for _ in range(SEARCHES):
             for i in range(t):
                 tabu[i] = lower[i] < lam[i] and lam[i] < upper[i]
             set_free(T, K, b, lower, tabu, free, lam)
-            pivots[p] += run(T, lam, lower, upper, free, tabu, s)
+            ended[0, p] += run(T, lam, lower, upper, free, tabu, s)
             residual, complementarity = optimality(K, b, lam, lower, upper, s)
             if residual < smallest:
                 smallest, products = residual, complementarity
@@ -72,7 +72,7 @@ def solve_active_set(
                 break
         optimality(K, b, best, lower, upper, s)
         met = finite and smallest <= _OPTIMAL_WITHIN and products <= _OPTIMAL_WITHIN
-        status[p] = 0 if met else _STALLED
+        ended[1, p] = 0 if met else _STALLED
         resolved[p] = resolution(K, best, s, lower, free, T)
         if resolved[p] < CLOSE or not met:
             in_question += 1
