@@ -35,6 +35,7 @@ def combine(
     G, g, metric, out
         As in `project`.
     multipliers : array, shape (..., t)
+        Finite; checked on the CPU.
 
     Returns
     -------
