@@ -22,14 +22,12 @@ def in_order(values: Iterable[float]) -> float:
     return functools.reduce(operator.add, values, 0.0)
 
 
-def average_accuracy(record: Record) -> float:
-    """Return the mean accuracy over all tasks at the end, between 0 and 1."""
-    return record["metrics"]["average_accuracy"]
+def metric(name: str) -> Callable[[Record], float]:
+    """Return the measure of one of `metrics.METRICS`."""
+    return lambda record: record["metrics"][name]
 
 
-def backward_transfer(record: Record) -> float:
-    """Return the mean change of a task's accuracy since it was learned."""
-    return record["metrics"]["backward_transfer"]
+average_accuracy = metric("average_accuracy")
 
 
 def last_accuracy(record: Record) -> float:

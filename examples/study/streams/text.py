@@ -43,10 +43,10 @@ def build(
     """Return the experiences in this order, with the backbone, which is made unless it is in the cache."""
     where = Path(cache) if cache else cache_folder()
     folder = small.backbone_folder(config, experiences, where, Console(quiet=True))
-    model, tokenizer = backbone.load(folder, seed, config.dropout, classes)
+    model = backbone.load(folder, seed, config.dropout, classes)
     tasks = []
     for experience in (experiences[k] for k in order):
-        parts = (backbone.encode(part, tokenizer, config) for part in (experience.train, experience.test))
+        parts = (backbone.encode(part, folder, config) for part in (experience.train, experience.test))
         tasks.append(Task(experience.name, *parts))
     rows = [[part.texts, part.labels] for e in experiences for part in (e.train, e.test)]
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
