@@ -96,8 +96,8 @@ def test_every_method_runs(stage, method, one_thread):
 def test_measuring_changes_nothing(stage, method, one_thread):
     config, found = replace(MINI, probe_interval=1, eval_interval=1), []
     for measured in (True, False):
-        model, tokenizer = backbone.load(stage[1], seed=0)
-        tasks = [backbone.encode(one.train, tokenizer, config) for one in stage[0]]
+        model = backbone.load(stage[1], seed=0)
+        tasks = [backbone.encode(one.train, stage[1], config) for one in stage[0]]
         watcher = mock.Mock()
         if measured:
             given = tasks, tasks, backbone.batch_loss, backbone.logits

@@ -177,24 +177,17 @@ def picture(results: Results, solvers: list[Solver], path: Path) -> None:
     """
     rows = [[cells[solver.name] for solver in solvers] for cells in results.values()]
     errors = np.array([[cell.worst("error") for cell in row] for row in rows])
-    texts = [
-        [
-            f"✗{cell.percent}"
-            if cell.failed and solver.aim == "exact"
-            else f"{round(np.log10(max(cell.worst('error'), 1e-16)))}"
-            for cell, solver in zip(row, solvers, strict=True)
-        ]
-        for row in rows
-    ]
     exact = sum(solver.aim == "exact" for solver in solvers)  # set apart from the others
     powers = np.log10(np.clip(errors, 1e-16, 1.0))
     size = (2.2 + 0.42 * len(solvers), 1.9 + 0.27 * len(rows))
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     image = axes.imshow(powers, cmap="OrRd", vmin=-16, vmax=0, aspect="auto")
     for (i, j), value in np.ndenumerate(powers):
-        weight = "bold" if texts[i][j].startswith("✗") else "normal"
-        color = "w" if value > -5 else "k"
-        axes.text(j, i, texts[i][j], ha="center", va="center", size=9, weight=weight, color=color)
+        cell = rows[i][j]
+        failed = bool(cell.failed) and solvers[j].aim == "exact"
+        text = f"✗{cell.percent}" if failed else f"{round(np.log10(max(cell.worst('error'), 1e-16)))}"
+        weight, color = "bold" if failed else "normal", "w" if value > -5 else "k"
+        axes.text(j, i, text, ha="center", va="center", size=9, weight=weight, color=color)
     for j in range(1, len(solvers)):
         axes.axvline(j - 0.5, color="w", linewidth=8 if j == exact else 1.5)
     for i in range(1, len(rows)):

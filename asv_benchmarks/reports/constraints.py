@@ -7,8 +7,8 @@ and the least time of each counts. Memory is by how much the peak of the process
 """
 
 import multiprocessing
-import time
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from asv_benchmarks.benchmarks.peaks import status
+from asv_benchmarks.benchmarks.timing import Call, in_turn
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.tables import Table, digits, markdown
 from gemproj.torch import EpisodicMemory, GradientProjector, Promise
@@ -79,18 +80,16 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def measure(name: str, n: int, t: int, seconds: float) -> dict[str, list[float]]:
-    """Return for each way its least seconds, of at least five rounds, and what memory had grown by."""
+    """Return for each way its least seconds, and what memory had grown by."""
     torch.manual_seed(0)
     model, memory = make(name), EpisodicMemory(per_task=n)
     for task in range(t):
         memory.add(draw(name, n), task)
     projectors = {way: GradientProjector(model.parameters(), Promise(loss)) for way in WAYS}
 
-    def run(way: str) -> float:
-        start = time.perf_counter()
+    def run(way: str) -> None:
         batches = memory.batches()
         projectors[way].recall(model, batches if way == "shared" else list(batches))
-        return time.perf_counter() - start
 
     torch.autograd.grad(loss(model, memory.batch(0)).sum(), projectors["shared"].parameters)
     before, grown = status("VmHWM"), []
@@ -98,15 +97,11 @@ def measure(name: str, n: int, t: int, seconds: float) -> dict[str, list[float]]
         run(way)
         run(way)
         grown.append(status("VmHWM") - before)
-    taken: dict[str, list[float]] = {way: [] for way in WAYS}
-    end = time.monotonic() + seconds
-    while len(taken["shared"]) < 5 or time.monotonic() < end:
-        for way in WAYS:
-            taken[way].append(run(way))
+    taken = in_turn({way: Call(partial(run, way)) for way in WAYS}, seconds)
     return {way: [min(taken[way]), more] for way, more in zip(WAYS, grown, strict=True)}
 
 
-def hidden_states(layers: int, width: int, trained: int, n: int, t: int, rounds: int = 4) -> list[str]:
+def hidden_states(layers: int, width: int, trained: int, n: int, t: int, seconds: float) -> list[str]:
     """Return a row of a table: from stored tokens, and from stored hidden states (docs/cached_trunk.md)."""
     first, model = layers - trained, gpt2("LMHeadModel", layers, width, trained).eval()
     inner: Any = model.base_model
@@ -129,11 +124,11 @@ def hidden_states(layers: int, width: int, trained: int, n: int, t: int, rounds:
     found = []
     for memory, logits in ((tokens, CrossEntropy(shift=True)), (hidden, CrossEntropy(upper, shift=True))):
         projector = GradientProjector([p for p in model.parameters() if p.requires_grad], Promise(logits))
-        times = []
-        for _ in range(rounds):
-            start = time.perf_counter()
+
+        def recall(memory: EpisodicMemory = memory, projector: GradientProjector = projector) -> None:
             projector.recall(model, memory.batches())
-            times.append(time.perf_counter() - start)
+
+        [times] = in_turn({"": Call(recall)}, seconds).values()
         found.append((min(times), memory.nbytes, projector.constraints.clone()))
     (slow, _, G), (fast, size, H) = found
     apart = float(((G - H).norm(dim=1) / G.norm(dim=1)).max())
@@ -163,7 +158,7 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
     trunk = Table(
         f"4 rows of 8 examples of {TEXT} tokens; {torch.get_num_threads()} threads; milliseconds", head
     )
-    trunk.rows += [hidden_states(6, 128, 2, 8, 4), hidden_states(12, 768, 4, 8, 4)]
+    trunk.rows += [hidden_states(*shape, 8, 4, seconds) for shape in ((6, 128, 2), (12, 768, 4))]
     texts = {
         "constraints-cpu.md": "\n".join(text),
         "constraints-summary.md": "\n".join(markdown(short.head, short.rows)),

@@ -30,7 +30,7 @@ from gemproj._tspace import normalise
 from gemproj.backends.numba import installed
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._faces import Factorisation, Tableau
-from tests.problems import rational_feasible, rational_projection, small_integers
+from tests.problems import exactly, rational_feasible, rational_projection, rational_solution, small_integers
 
 CHUNK = 2000
 WRONG = 1e-9  # of |x - x*| / |g|
@@ -80,7 +80,7 @@ def enumerate_exactly(
     t = len(G)
     h, equality, upper, margin = (np.broadcast_to(a, t) for a in (h, equality, penalty, margin))
     lower = np.where(equality, -upper, margin)
-    A, a, w, hs = (_fractions(np.asarray(v, float)) for v in (G, g, np.broadcast_to(metric, g.shape), h))
+    A, a, w, hs = (exactly(np.asarray(v, float)) for v in (G, g, np.broadcast_to(metric, g.shape), h))
     K, s0 = (A / w) @ A.T, A @ a - hs
     values: list[list[Any]] = []
     for i in range(t):
@@ -90,7 +90,7 @@ def enumerate_exactly(
         free = [i for i in range(t) if state[i] is None]
         lam = np.array([Fraction(0) if v is None else v for v in state], dtype=object)
         if free:
-            solved = _solve_exactly(K[np.ix_(free, free)], -(s0 + K @ lam)[free])
+            solved = rational_solution(K[np.ix_(free, free)], -(s0 + K @ lam)[free])
             if solved is None:
                 continue
             lam[free] = solved
@@ -116,22 +116,6 @@ def _likeliest_first(
 
 def _optimal(lam: Fraction, s: Fraction, lower: float, upper: float) -> bool:
     return lower <= lam <= upper and (s >= 0 or lam == upper) and (s <= 0 or lam == lower)
-
-
-def _solve_exactly(K: np.ndarray, b: np.ndarray) -> np.ndarray | None:
-    """Solve ``K x = b`` by elimination; None if K, a Gram matrix, is singular."""
-    table = np.column_stack([K, b])
-    for k in range(len(table)):
-        if table[k, k] == 0:  # of a positive semidefinite matrix: then it is singular
-            return None
-        table[k] = table[k] / table[k, k]
-        for i in range(len(table)):
-            if i != k:
-                table[i] = table[i] - table[i, k] * table[k]
-    return table[:, -1]
-
-
-_fractions = np.vectorize(Fraction, otypes=[object])
 
 
 def options_error(

@@ -15,11 +15,12 @@ def describe() -> str:
     import threadpoolctl  # not at the top: machines with a GPU need the rest of this file, and have none
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    from examples.common.command import cores
+
     pools = threadpoolctl.threadpool_info()
     blas = max((pool["num_threads"] for pool in pools if pool["user_api"] == "blas"), default=1)
     return (
-        f"{processor()}, {cores} cores{cache()}, {platform.system()}{load()}. "
+        f"{processor()}, {cores()} cores{cache()}, {platform.system()}{load()}. "
         f"Threads: {torch.get_num_threads()} of torch, {blas} of NumPy. "
         f"Python {platform.python_version()}, {versions(PACKAGES)}."
     )

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from asv_benchmarks.benchmarks.common import LORA, batch, problem
+from asv_benchmarks.benchmarks.common import LORA, Problem, batch, problem
 from asv_benchmarks.benchmarks.peaks import peak_memory
 from asv_benchmarks.benchmarks.peers import agem_published, floor
 from asv_benchmarks.benchmarks.timing import FEWEST, MOST, Call, burst, in_turn, settle
@@ -24,7 +24,7 @@ from asv_benchmarks.reports.quality import grade
 from asv_benchmarks.reports.tables import Table, digits, power, publish
 from gemproj import project
 
-BACKENDS = ("numpy", "torch")
+BACKENDS = {"numpy": "NumPy", "torch": "torch"}
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 2_200_000)
 # Constraints of the problems in the figure's second panel.
 SWEPT_T = 9
@@ -111,33 +111,27 @@ def sizes(seconds: float, largest: int = SIZES[-1], t: int = 9) -> Table:
     return table
 
 
-def overhead(seconds: float, t: int = 2, d: int = 1000) -> Table:
-    """Return a table of the microseconds that one tiny projection takes."""
-    table = Table(
-        f"One tiny projection: t = {t}, d = {d:,}, float32; median, microseconds", ["", "NumPy", "torch"]
+def small(seconds: float) -> Iterator[Table]:
+    """Yield tables of what small problems take: one, and batches of about 2^17 numbers."""
+    alone = Table(
+        "One tiny projection: t = 2, d = 1,000, float32; median, microseconds", ["", *BACKENDS.values()]
     )
     for method in ("exact", "agem"):
-        taken = [_median(*problem(backend, "float32", t, d)[:2], method, seconds) for backend in BACKENDS]
-        table.rows.append([method, *(digits(1e6 * v) for v in taken)])
-    return table
-
-
-def batches(
-    seconds: float, counts: tuple[int, ...] = (2, 8, 64), d: int = 64, numbers: int = 1 << 17
-) -> Table:
-    """Return a table of problems per second, in batches of about so many numbers."""
-    table = Table(
-        f"Batches: d = {d}, float32, method exact; problems per second", ["t", "batch", "NumPy", "torch"]
+        taken = [_median(problem(backend, "float32", 2, 1000), method, seconds) for backend in BACKENDS]
+        alone.rows.append([method, *(digits(1e6 * v) for v in taken)])
+    yield alone
+    many = Table(
+        "Batches: d = 64, float32, method exact; problems per second", ["t", "batch", *BACKENDS.values()]
     )
-    for t in counts:
-        n = max(1, numbers // (t * d))
-        taken = [_median(*batch(backend, "float32", n, t, d)[:2], "exact", seconds) for backend in BACKENDS]
-        table.rows.append([str(t), f"{n:,}", *(digits(n / v) for v in taken)])
-    return table
+    for t in (2, 8, 64):
+        n = (1 << 17) // (t * 64)
+        taken = [_median(batch(backend, "float32", n, t, 64), "exact", seconds) for backend in BACKENDS]
+        many.rows.append([str(t), f"{n:,}", *(digits(n / v) for v in taken)])
+    yield many
 
 
-def _median(G: Any, g: Any, method: str, seconds: float) -> float:
-    call = Call(lambda: project(G, g, method=method))
+def _median(made: Problem, method: str, seconds: float) -> float:
+    call = Call(lambda: project(made.G, made.g, method=method))
     call.run()
     settle()
     return median(burst(call, seconds))
@@ -160,8 +154,7 @@ def main(
         for count in map(int, t.split(",")):
             yield compare(count, d, seconds, curves)
         yield sizes(seconds, d)
-        yield overhead(seconds)
-        yield batches(seconds)
+        yield from small(seconds)
 
     publish(parts(), out)
     if figure is not None:

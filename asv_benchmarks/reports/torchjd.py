@@ -34,44 +34,32 @@ NOTE = (
 )
 
 
-def _independent(rng: np.random.Generator, m: int) -> np.ndarray:
+Draw = Callable[[np.random.Generator, int], np.ndarray]
+
+
+def _rows(rng: np.random.Generator, m: int) -> np.ndarray:
     return rng.standard_normal((m, PARAMETERS))
 
 
-def _contradictory(rng: np.random.Generator, m: int, share: float = 1.0) -> np.ndarray:
-    J = _independent(rng, m)
-    return J - share * J.mean(0)
-
-
-def _repeated(rng: np.random.Generator, m: int, sign: float = 1.0) -> np.ndarray:
-    J = _independent(rng, m)
-    J[m // 2 :] = sign * J[: m - m // 2]
-    return J
+def _changed(change: Callable[[np.ndarray], np.ndarray]) -> Draw:
+    return lambda rng, m: change(_rows(rng, m))
 
 
 def _low_rank(rng: np.random.Generator, m: int) -> np.ndarray:
     rank = max(2, m // 4)
-    return rng.standard_normal((m, rank)) @ rng.standard_normal((rank, PARAMETERS))
+    return rng.standard_normal((m, rank)) @ _rows(rng, rank)
 
 
-def _sums(rng: np.random.Generator, m: int) -> np.ndarray:
-    J = _independent(rng, m)
-    J[-1] = -J[0] - J[1]
-    return J
-
-
-FAMILIES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
-    "random": _independent,
-    "rows of small sum": lambda rng, m: _contradictory(rng, m, 0.9),
-    "rows of sum zero": _contradictory,
-    "random, norms of 1e-6": lambda rng, m: 1e-6 / PARAMETERS**0.5 * _independent(rng, m),
-    "random, norms of 1e6": lambda rng, m: 1e6 / PARAMETERS**0.5 * _independent(rng, m),
-    "random, norms from 1e-3 to 1e3": lambda rng, m: (
-        10.0 ** rng.uniform(-3, 3, (m, 1)) * _independent(rng, m)
-    ),
-    "repeated rows": _repeated,
-    "opposite rows": lambda rng, m: _repeated(rng, m, -1.0),
-    "a row opposite to a sum": _sums,
+FAMILIES: dict[str, Draw] = {
+    "random": _rows,
+    "rows of small sum": _changed(lambda J: J - 0.9 * J.mean(0)),
+    "rows of sum zero": _changed(lambda J: J - J.mean(0)),
+    "random, norms of 1e-6": _changed(lambda J: 1e-6 / PARAMETERS**0.5 * J),
+    "random, norms of 1e6": _changed(lambda J: 1e6 / PARAMETERS**0.5 * J),
+    "random, norms from 1e-3 to 1e3": lambda rng, m: 10.0 ** rng.uniform(-3, 3, (m, 1)) * _rows(rng, m),
+    "repeated rows": _changed(lambda J: np.vstack([J[: len(J) // 2], J[: -(-len(J) // 2)]])),
+    "opposite rows": _changed(lambda J: np.vstack([J[: len(J) // 2], -J[: -(-len(J) // 2)]])),
+    "a row opposite to a sum": _changed(lambda J: np.vstack([J[:-1], -J[0] - J[1]])),
     "rank m/4": _low_rank,
 }
 

@@ -1,6 +1,7 @@
 """The model: a frozen GPT-2, low-rank adapters, and a linear head on the last token; and its batches."""
 
 import warnings
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -44,27 +45,22 @@ def locate(name: str) -> Path:
     return folder
 
 
-def load(
-    folder: Path, seed: int, dropout: bool = True, classes: int = len(CLASSES)
-) -> tuple[PeftModel, PreTrainedTokenizerBase]:
+def load(folder: Path, seed: int, dropout: bool = True, classes: int = len(CLASSES)) -> PeftModel:
     """Load a backbone and give it adapters and a head for that many classes; only those require gradients.
 
     The seed is torch's from now on: of the head and the adapters, and of every dropout mask of the run.
     """
     quiet()
-    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
     torch.manual_seed(seed)
     shape = _shape(folder, classes)
     model = GPT2ForSequenceClassification.from_pretrained(folder, config=shape, dtype=torch.float32)
-    model.config.pad_token_id = tokenizer.pad_token_id
+    model.config.pad_token_id = _tokenizer(folder).pad_token_id
     model = _adapted(model)
     if not dropout:
         for module in model.modules():
             if isinstance(module, nn.Dropout):
                 module.p = 0.0
-    return model, tokenizer
+    return model
 
 
 def trained(folder: Path) -> int:
@@ -75,9 +71,10 @@ def trained(folder: Path) -> int:
     return model.get_nb_trainable_parameters()[0]
 
 
-def encode(split: Split, tokenizer: PreTrainedTokenizerBase, config: Config) -> dict[str, Tensor]:
+@lru_cache(maxsize=64)  # a worker has many runs of the same tasks
+def encode(split: Split, folder: Path, config: Config) -> dict[str, Tensor]:
     """Return a split as one batch of tensors, padded to one length everywhere: memories can mix."""
-    tokens = tokenizer(
+    tokens = _tokenizer(folder)(
         list(split.texts),
         truncation=True,
         max_length=config.max_length,
@@ -105,6 +102,14 @@ def quiet() -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="right")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
 
 
 def _shape(folder: Path, classes: int) -> GPT2Config:

@@ -2,8 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import accumulate
 from math import nan
 from typing import Any
@@ -31,7 +30,6 @@ class Recorder:
     since an adaptive optimizer does not apply what it is given.
 
     After `watch` and `watch_gem`, hooks of the optimizer measure every step, and the loop has nothing of it.
-    The study, whose methods may change more than the step, calls `before_update` to `end_task` itself.
     """
 
     def __init__(
@@ -46,7 +44,9 @@ class Recorder:
         self.config, self.model, self.loss, self.logits = config, model, loss, logits
         steps = (config.epochs * -(-len(task["labels"]) // config.batch_size) for task in train)
         self.step, self.boundaries = 0, list(accumulate(steps))
-        self.test, self.few_test_rows = test, [rows(task, slice(config.eval_rows)) for task in test]
+        few = config.eval_rows  # of the curves
+        self.test = [(rows(task, slice(few)), rows(task, slice(few, None))) for task in test]
+        self.known: tuple[int, list[int]] = -1, []  # a step, and how many of the few rows are right after it
         self.device = torch.device(config.device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.checker = GradientProjector(self.parameters)
@@ -54,9 +54,11 @@ class Recorder:
         self.since, self.spent = 0.0, defaultdict[str, float](float)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.probes: list[dict[str, float]] = []
+        self.gem: GEM | None = None
         self.loss_when_stored: list[float] = []  # of each task's stored examples
-        self.R = [self._accuracies(test)]
-        self.curve: list[dict[str, Any]] = [{"step": 0, "accuracy": self._accuracies(self.few_test_rows)}]
+        self.R = [self._accuracies() if config.eval_interval else [nan] * len(test)]
+        self.curve: list[dict[str, Any]] = []
+        self._add_point()
         ones = torch.ones(2, sum(p.numel() for p in self.parameters), device=self.device)
         project(ones, -ones[0])  # compiling and loading is not timed
 
@@ -65,25 +67,24 @@ class Recorder:
 
         def before(*_: Any) -> None:
             self.turn(None)
-            self.before_update()
-            self.turn("projection")
+            self._before_update()
+            self._turn_to_gem()
 
         self.memory = memory
         optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(lambda *_: self.turn("projection"))
+        optimizer.register_step_post_hook(lambda *_: self._turn_to_gem())
 
     def watch_gem(self, optimizer: torch.optim.Optimizer, gem: GEM | None) -> None:
         """Measure what a GEM does, which is attached now; or begin without one."""
 
         def after(*_: Any) -> None:
             self.turn(None)
-            if gem is None or not len(self.memory):
-                self.spent.pop("projection")
-            self.after_update()
+            self._after_update()
             if self.step == self.boundaries[len(self.R) - 1]:
                 self.end_task()
             self.turn("batch")
 
+        self.gem = gem
         optimizer.register_step_pre_hook(lambda *_: self.turn("optimizer"))
         optimizer.register_step_post_hook(after)
         if gem is not None:
@@ -108,14 +109,11 @@ class Recorder:
             self.spent[self.phase] += now - self.since
         self.phase, self.since = phase, now
 
-    @contextmanager
-    def time(self, phase: str) -> Iterator[None]:
-        """Time a part of the step."""
-        self.turn(phase)
-        yield
-        self.turn(None)
+    def _turn_to_gem(self) -> None:
+        """Time what a GEM does from now on; where it has nothing to do, that is the optimizer's."""
+        self.turn("optimizer" if self.gem is None or not len(self.memory) else "projection")
 
-    def before_update(self) -> None:
+    def _before_update(self) -> None:
         """Count the step; if it is probed, note the parameters and the gradients on all stored examples."""
         self._note_stored_losses()
         self.step += 1
@@ -125,7 +123,7 @@ class Recorder:
             self.checker.recall(self.model, self.memory.batches(), self.loss, microbatch=microbatch)
             self.before = _flat(self.parameters)
 
-    def after_update(self) -> None:
+    def _after_update(self) -> None:
         """Write down what the step has done."""
         for phase, seconds in self.spent.items():
             self.seconds[phase].append(seconds)
@@ -135,12 +133,12 @@ class Recorder:
             gradient, update = _flat(p.grad for p in self.parameters), self.before - _flat(self.parameters)
             worst = {"gradient": worst_cosine(G, gradient), "update": worst_cosine(G, update)}
             self.probes.append({"step": self.step} | worst)
-        if self._due(self.config.eval_interval):
-            self.curve.append({"step": self.step, "accuracy": self._accuracies(self.few_test_rows)})
+        self._add_point()
 
     def end_task(self) -> None:
         """Measure the accuracy on all tasks."""
-        self.R.append(self._accuracies(self.test, last=len(self.R) == len(self.test)))
+        measured = self.config.eval_interval or len(self.R) == len(self.test)
+        self.R.append(self._accuracies() if measured else [nan] * len(self.test))
         self._note_stored_losses()
         if len(self.R) == 2:
             self.seconds.clear()  # until here every method is plain fine-tuning
@@ -172,19 +170,34 @@ class Recorder:
     def _due(self, interval: int) -> bool:
         return interval > 0 and (self.step % interval == 0 or self.step in self.boundaries)
 
-    def _accuracies(self, tasks: Sequence[Batch], last: bool = False) -> list[float]:
-        if not (last or self.config.eval_interval):
-            return [nan] * len(tasks)
-        return [self._accuracy(task) for task in tasks]
+    def _add_point(self) -> None:
+        if self._due(self.config.eval_interval):
+            shares = zip(self._right_of_few(), self.test, strict=True)
+            accuracy = [right / len(few["labels"]) for right, (few, _) in shares]
+            self.curve.append({"step": self.step, "accuracy": accuracy})
 
-    @torch.no_grad()
-    def _accuracy(self, examples: Batch) -> float:
+    def _accuracies(self) -> list[float]:
+        counts = zip(self._right_of_few(), self.test, strict=True)
+        return [
+            (right + self._right(rest)) / (len(few["labels"]) + len(rest["labels"]))
+            for right, (few, rest) in counts
+        ]
+
+    def _right_of_few(self) -> list[int]:
+        """Return how many of the few rows of each task are right; a point of the curve may have told."""
+        if self.known[0] != self.step:
+            self.known = self.step, [self._right(few) for few, _ in self.test]
+        return self.known[1]
+
+    @torch.inference_mode()
+    def _right(self, examples: Batch) -> int:
         self.model.eval()
-        right = 0
-        for part in parts(examples, self.config.eval_batch_size):
-            right += int((self.logits(self.model, part).argmax(dim=1) == part["labels"]).sum())
+        found = [
+            (self.logits(self.model, part).argmax(dim=1) == part["labels"]).sum()
+            for part in parts(examples, self.config.eval_batch_size)
+        ]
         self.model.train()
-        return right / len(examples["labels"])
+        return int(sum(found))
 
     @torch.no_grad()
     def _stored_loss(self, task: Hashable) -> float:

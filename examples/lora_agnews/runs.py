@@ -52,11 +52,10 @@ class Run:
         if config.device == "cpu":
             torch.set_num_threads(1)
         start = time.perf_counter()
-        model, tokenizer = backbone.load(self.folder, self.seed, config.dropout)
-        model.to(config.device)
+        model = backbone.load(self.folder, self.seed, config.dropout).to(config.device)
         tasks = [self.experiences[k] for k in stream.order(config.experiences, self.seed)]
-        train_rows = [backbone.encode(task.train, tokenizer, config) for task in tasks]
-        test_rows = [backbone.encode(task.test, tokenizer, config) for task in tasks]
+        train_rows = [backbone.encode(task.train, self.folder, config) for task in tasks]
+        test_rows = [backbone.encode(task.test, self.folder, config) for task in tasks]
         record = Recorder(config, model, train_rows, test_rows, backbone.batch_loss, backbone.logits)
         train.learn(config, METHODS[self.method], self.seed, model, train_rows, record)
         return {

@@ -66,7 +66,7 @@ def build(
         dealt = [next(deck) for deck, count in zip(decks, counts, strict=True) for _ in range(count)]
         random.Random(SPLIT_SEED + k).shuffle(dealt)
         cut = round(TRAIN_SHARE * rows)
-        stream.append(Experience(CLASSES[k % len(CLASSES)], _split(dealt[:cut]), _split(dealt[cut:])))
+        stream.append(Experience(CLASSES[k % len(CLASSES)], split(dealt[:cut]), split(dealt[cut:])))
     return tuple(stream)
 
 
@@ -77,5 +77,6 @@ def order(experiences: int, seed: int) -> list[int]:
     return positions
 
 
-def _split(rows: Sequence[tuple[str, int]]) -> Split:
+def split(rows: Sequence[tuple[str, int]]) -> Split:
+    """Return rows of a text and a label as a split."""
     return Split(tuple(text for text, _ in rows), tuple(label for _, label in rows))

@@ -22,14 +22,12 @@ def in_order(values: Iterable[float]) -> float:
     return functools.reduce(operator.add, values, 0.0)
 
 
-def average_accuracy(record: Record) -> float:
-    """Return the mean accuracy over all tasks at the end, between 0 and 1."""
-    return record["metrics"]["average_accuracy"]
+def metric(name: str) -> Callable[[Record], float]:
+    """Return the measure of one of `metrics.METRICS`."""
+    return lambda record: record["metrics"][name]
 
 
-def backward_transfer(record: Record) -> float:
-    """Return the mean change of a task's accuracy since it was learned."""
-    return record["metrics"]["backward_transfer"]
+average_accuracy = metric("average_accuracy")
 
 
 def last_accuracy(record: Record) -> float:
@@ -112,34 +110,24 @@ class Found:
 
 
 def found_in(records: Iterable[Record], methods: Iterable[str]) -> Found:
-    """Return what these records say about the methods."""
-    records = list(records)
-    runs = reported(records, methods)
-    return Found(runs, timed(runs, records))
+    """Return what these records say about the methods.
 
-
-def reported(records: Iterable[Record], methods: Iterable[str]) -> Runs:
-    """Return the reported runs of the methods that have some, in the order of the methods and the seeds."""
-    chosen = [record for record in records if record["phase"] == "report"]
-    runs = {name: one_setting([record for record in chosen if record["method"] == name]) for name in methods}
-    return {name: found for name, found in runs.items() if found}
-
-
-def timed(runs: Runs, records: Iterable[Record]) -> Runs:
-    """Return the runs that had the machine to themselves instead, of the methods that have such runs.
-
-    Their bytes are those of the reported runs.
+    Runs that had the machine to themselves tell the times; the bytes are those of the reported ones.
     """
-    alone: Runs = {}
-    for record in records:
-        if record["phase"] == "time":
-            alone.setdefault(record["method"], []).append(record)
-    return {
-        name: [one | {"bytes": found[0]["bytes"]} for one in one_setting(alone[name])]
-        if name in alone
-        else found
+    records, methods = list(records), list(methods)
+    runs, alone = reported(records, methods), reported(records, methods, "time")
+    times = {
+        name: [one | {"bytes": found[0]["bytes"]} for one in alone[name]] if name in alone else found
         for name, found in runs.items()
     }
+    return Found(runs, times)
+
+
+def reported(records: Iterable[Record], methods: Iterable[str], phase: str = "report") -> Runs:
+    """Return the runs of a phase, of methods that have some, in the order of the methods and the seeds."""
+    chosen = [record for record in records if record["phase"] == phase]
+    runs = {name: one_setting([record for record in chosen if record["method"] == name]) for name in methods}
+    return {name: found for name, found in runs.items() if found}
 
 
 def cheapest_within_noise(

@@ -69,9 +69,6 @@ class Learner:
     def end_step(self) -> None:
         """Look at the step that was made."""
 
-    def account(self, record: Recorder) -> None:
-        """Write down what took how long in the optimizer's step."""
-
     def end_task(self, task: int, batch: Batch) -> None:
         """Keep what will be needed of a task, of which these examples may be stored."""
 
@@ -153,14 +150,6 @@ class Projected(Learner):
         """Return what is stored with each example, in bytes."""
         return self.setup.bytes_of_outputs() if distilled else 0
 
-    def account(self, record: Recorder) -> None:
-        """Tell the time that GEM took from that of the optimizer's step."""
-        if len(self.memory) and self.gem.last:
-            whole, constraints = self.gem.last.seconds, sum(self.gem.last.costs)
-            record.spent["optimizer"] -= whole
-            record.spent["constraints"] += constraints
-            record.spent["projection"] += whole - constraints
-
     def end_task(self, task: int, batch: Batch) -> None:
         """Store examples; a step passes as many of each task, however many labels or tasks share a row."""
         self.gem.end_task([batch], task)
@@ -229,10 +218,10 @@ class Reference(Learner):
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Compute the gradient of the batch, and use it."""
         if len(self.memory):
-            with record.time("constraints"):
-                self.projector.recall(self.model, [self.draw()], self.cross_entropy)
-            with record.time("projection"):
-                self.change(loss)
+            record.turn("constraints")
+            self.projector.recall(self.model, [self.draw()], self.cross_entropy)
+            record.turn("projection")
+            self.change(loss)
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Store examples."""
@@ -274,8 +263,8 @@ class Subspaces(Learner):
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Project the gradients of the layers."""
-        with record.time("projection"):
-            self.subspaces.project_()
+        record.turn("projection")
+        self.subspaces.project_()
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Add the inputs of this task, on as many examples as others store."""

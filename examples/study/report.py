@@ -53,9 +53,9 @@ def _checked(what: str, number: str) -> Measure:
 
 ACCURACY = [
     Column("AvgAcc (%)", compare.average_accuracy, 100, 1, ordered=False),
-    Column("BWT", compare.backward_transfer, 1, 3),
-    Column("FWT", lambda run: run["metrics"]["forward_transfer"], 1, 3),
-    Column("Forgetting", lambda run: run["metrics"]["forgetting"], 1, 3),
+    Column("BWT", compare.metric("backward_transfer"), 1, 3),
+    Column("FWT", compare.metric("forward_transfer"), 1, 3),
+    Column("Forgetting", compare.metric("forgetting"), 1, 3),
     Column("Last task (%)", compare.last_accuracy, 100, 1, ordered=False),
     Column("Lowest of past tasks (%)", compare.lowest_past_accuracy, 100, 1),
 ]
@@ -76,7 +76,7 @@ PROMISES = [
 # All are better the higher they are.
 DIFFERENCES = {
     "AvgAcc": compare.average_accuracy,
-    "BWT": compare.backward_transfer,
+    "BWT": compare.metric("backward_transfer"),
     "Last task": compare.last_accuracy,
     "Lowest of past tasks": compare.lowest_past_accuracy,
 }

@@ -7,9 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from examples.common.batch import batches, rows
+from examples.common.batch import Batch, batches, rows
 from examples.lora_agnews.record import Recorder
 from gemproj.torch.losses import CrossEntropy
 
@@ -86,7 +85,6 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
     learned = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[setting.optimizer](learned, lr=run.rate)
     setup = Setup(stream, optimizer, run.knob, setting, run.seed)
-    learner, stored = method.learner(setup), setup.memory()  # what is stored is the same for all methods
     # Where nothing is reported, only the end counts.
     measured = setting if run.phase == "report" else replace(setting, eval_interval=0, probe_interval=0)
     record = Recorder(
@@ -97,40 +95,41 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
         lambda model, batch: cross_entropy(model, batch).mean(),
         stream.logits,
     )
-    record.memory = stored
+    stored = setup.memory()  # the same for all methods
+    record.watch(optimizer, stored)
+    learner = method.learner(setup)
+    record.watch_gem(optimizer, getattr(learner, "gem", None))
     shuffler = torch.Generator().manual_seed(run.seed)
     torch.manual_seed(run.seed)  # of dropout
     model.train()
     diverged = False
     for k, task in enumerate(tasks):
         for batch in batches(task.train, setting.batch_size, setting.epochs, shuffler):
-            if diverged:
-                continue
-            with record.time("batch"):
-                optimizer.zero_grad()
-                loss = learner.loss(batch)
-                loss.backward()
-            diverged = not (bool(loss.isfinite()) and stepped(learner, record, loss))
-            if not diverged:
-                record.after_update()
+            diverged = diverged or not stepped(learner, record, batch)
+        record.turn(None)
         stored.add(task.train, k)
-        if not diverged:
+        if diverged:
+            record.end_task()  # of which no step has told
+        else:
             kept: Any = stored.batch(k)
             learner.end_task(k, kept)
-        record.end_task()
+        record.turn("batch")
     about = origin(stream.hashes) | {"setting": vars(setting)}
     return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
 
 
-def stepped(learner: Learner, record: Recorder, loss: Tensor) -> bool:
-    """Take a step; return False where gradients are not finite any more."""
+def stepped(learner: Learner, record: Recorder, batch: Batch) -> bool:
+    """Take a step; return False where the loss or gradients are not finite any more."""
+    optimizer = learner.setup.optimizer
+    optimizer.zero_grad()
+    loss = learner.loss(batch)
+    loss.backward()
+    if not loss.isfinite():
+        return False
     try:
         learner.constrain(record, loss)
-        record.before_update()
-        with record.time("optimizer"):
-            learner.setup.optimizer.step()
-            learner.end_step()
-        learner.account(record)
+        optimizer.step()
+        learner.end_step()
     except ValueError as error:
         if "is not finite" not in str(error):
             raise

@@ -1,14 +1,9 @@
-"""The device, and calls on it: under a backend, captured, timed.
-
-Without a GPU the CPU stands in, so that tests can run every part before there is one.
-"""
+"""The device, and calls on it: captured, timed. Without a GPU it is the CPU, for the tests of the parts."""
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -19,18 +14,6 @@ FLUSH = 1 << 25
 FEWEST, MOST, WARM_CALLS, HOST_CALLS = 5, 30, 20, 100
 
 Call = Callable[[], Any]
-
-
-@contextmanager
-def cpu_as_device() -> Iterator[None]:
-    """Have the package take tensors on the CPU for those of a device.
-
-    Arrays of NumPy, whose device is a string, stay on the CPU.
-    """
-    with ExitStack() as stack:
-        for module in ("_problem", "_checks", "_gram", "methods.exact"):
-            stack.enter_context(patch(f"gemproj.{module}.on_host", lambda device: isinstance(device, str)))
-        yield
 
 
 def as_graph(call: Call) -> Call:

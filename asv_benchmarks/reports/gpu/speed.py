@@ -48,7 +48,7 @@ class Speed:
         source, target = torch.zeros(2, COPIED, device=DEVICE)
         # Bytes in a microsecond, read and written.
         self.rate = 2 * source.nbytes / self.clock.warm(lambda: target.copy_(source))
-        self.targets: list[list[str]] = []
+        self.aimed: Times = {}
         say(f"A copy of {source.nbytes / 1e9:.1f} GB moves {self.rate / 1e3:.0f} GB/s.", NOTE)
 
     def sizes(self, d: int, dtype: torch.dtype) -> None:
@@ -60,7 +60,7 @@ class Speed:
             table.row(str(t), *(_text(times.get(name)) for name in HEAD[1:-1]), power(residual))
             self.wrong += not residual <= BOUND
             if (d, dtype, t) == (COLUMNS[0], DTYPES[0], 2):
-                self._judge(times)
+                self.aimed = times
 
     def _times(self, G: Tensor, g: Tensor) -> Times:
         x, mean, cold = torch.empty_like(g), torch.empty_like(g), self.clock.cold
@@ -82,13 +82,6 @@ class Speed:
         except RuntimeError:
             traceback.print_exc()
             return None
-
-    def _judge(self, times: Times) -> None:
-        for name, most in MOST.items():
-            found = times.get(name)
-            if found is not None:
-                verdict = "yes" if found <= most else "no"
-                self.targets.append([f"t = 2, {name}, microseconds", digits(most), digits(found), verdict])
 
     def published(self) -> None:
         """Print the figures of the paper beside the same recipes here."""
@@ -129,8 +122,10 @@ class Speed:
     def verdicts(self) -> None:
         """Print which targets are met."""
         table = Running(f"Targets, d = {COLUMNS[0]:,}, float32", ["", "target", "found", "met"])
-        for target in self.targets:
-            table.row(*target)
+        for name, most in MOST.items():
+            if (found := self.aimed.get(name)) is not None:
+                verdict = "yes" if found <= most else "no"
+                table.row(f"t = 2, {name}, microseconds", digits(most), digits(found), verdict)
 
 
 def agem(g: Tensor, reference: Tensor, out: Tensor) -> Tensor:

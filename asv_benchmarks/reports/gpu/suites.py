@@ -18,7 +18,7 @@ SUITES = {
     ),
 }
 # Warnings of other libraries are no errors here: a machine with a GPU has versions of its own.
-OPTIONS = ["-v", "-rfE", "-p", "no:cacheprovider", "-W", "default", "--maxfail", "10", "--tb", "line"]
+OPTIONS = ["-q", "-rfE", "-p", "no:cacheprovider", "-W", "default", "--maxfail", "10", "--tb", "line"]
 _MOST_NAMED = 20
 
 
@@ -48,9 +48,8 @@ def _tested(file: str, chosen: str, seconds: float) -> tuple[Counter[str], list[
     lines: list[str] = []
     command = [sys.executable, "-um", "pytest", *OPTIONS, "-k", chosen, f"tests/test_{file}.py"]
     code = follow(command, seconds, lines.append, GEMPROJ_BACKEND="portable", OMP_NUM_THREADS="1")
-    counts = Counter(
-        word.lower() for line in lines for word in re.findall(r"::.* (PASSED|FAILED|ERROR|SKIPPED)", line)
-    )
+    found = re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1] if lines else "")  # its summary
+    counts = Counter({word: int(number) for number, word in found})
     failures = [line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]
     if code not in (0, 1, 5):  # passed, failed, none chosen
         print(*lines[-20:], sep="\n", file=sys.stderr)

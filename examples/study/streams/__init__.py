@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...common.command import SetupError, check_known
 
 KINDS = dict.fromkeys(("permuted", "rotated", "split", "mnist1d"), "images")  # the module of each
-KINDS |= {"agnews": "news", "files": "files"}
+KINDS |= {"agnews": "text", "files": "files"}
 
 Batch = dict[str, Tensor]  # tensors (n, ...), among them integers "labels" of shape (n,)
 

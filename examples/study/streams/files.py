@@ -8,7 +8,7 @@ from typing import Any
 
 from ...common.command import SetupError
 from ...lora_agnews.data import csv_rows
-from ...lora_agnews.stream import SPLIT_SEED, TRAIN_SHARE, Experience, Split
+from ...lora_agnews.stream import SPLIT_SEED, TRAIN_SHARE, Experience, split
 from . import Stream, text
 
 Row = tuple[str, str]  # text and label
@@ -40,10 +40,10 @@ def files(
         raise SetupError(
             f"all rows of {', '.join(map(str, paths))} have the label {classes[0]!r}; 2 are needed"
         )
-    experiences = [
-        Experience(Path(path).stem, *(_split(part, classes) for part in parts))
-        for path, parts in zip(paths, read, strict=True)
-    ]
+    experiences = []
+    for path, parts in zip(paths, read, strict=True):
+        numbered = ([(words, classes.index(label)) for words, label in part] for part in parts)
+        experiences.append(Experience(Path(path).stem, *map(split, numbered)))
     return text.build(config, experiences, range(len(paths)), seed, len(classes), cache)
 
 
@@ -61,10 +61,6 @@ def _deal(path: Path, test_path: Path | None) -> tuple[list[Row], list[Row]]:
         found = f"{len(train)} different texts to train on and {len(rest)} to test on"
         raise SetupError(f"{path}: {found}; give more rows, or rows that are not in the test file")
     return train, rest
-
-
-def _split(rows: Sequence[Row], classes: Sequence[str]) -> Split:
-    return Split(tuple(text for text, _ in rows), tuple(classes.index(label) for _, label in rows))
 
 
 def _read(path: Path) -> Iterator[Row]:

@@ -1,15 +1,16 @@
-"""What the streams of texts share: the model of the AG News experiment, and its tasks."""
+"""AG News as a stream, and what all streams of texts share: the model of the demo, and its tasks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from ...common.command import cache_folder, check_known
-from ...lora_agnews import backbone, small
-from ...lora_agnews.config import PRESETS, Config
+from ...lora_agnews import backbone, data, small, stream
+from ...lora_agnews.config import CLASSES, PRESETS, Config
 from ...lora_agnews.stream import Experience
 from .. import digest
 from . import Stream, Task
@@ -23,6 +24,29 @@ MODEL = (
     "small_vocabulary",
     "small_steps",
 )
+
+_load = lru_cache(maxsize=1)(data.load)  # a worker has many runs in one environment, each with its own stream
+
+
+def agnews(
+    seed: int,
+    tasks: int = 3,
+    preset: str = "quick",
+    data_folder: str | None = None,
+    cache: str | None = None,
+    **settings: Any,
+) -> Stream:
+    """Deal AG News out to the tasks, each with more of one class; the seed shuffles their order.
+
+    The articles are in a folder, by default ``$AGNEWS_DIR``, else the Hugging Face hub is asked. The model is
+    that of a preset of the AG News experiment, of which settings can be changed; the small one is kept in a
+    cache, by default the user's.
+    """
+    config = configure(preset, settings, ("rows", "dominant_share", *MODEL), experiences=tasks)
+    articles = _load(Path(data_folder) if data_folder else None, "data_folder")
+    shape = config.experiences, config.rows, config.dominant_share
+    dealt = stream.build(articles.texts, articles.labels, *shape)
+    return build(config, dealt, stream.order(tasks, seed), seed, len(CLASSES), cache)
 
 
 def configure(preset: str, given: Mapping[str, Any], allowed: Sequence[str] = MODEL, **fixed: Any) -> Config:
@@ -43,10 +67,10 @@ def build(
     """Return the experiences in this order, with the backbone, which is made unless it is in the cache."""
     where = Path(cache) if cache else cache_folder()
     folder = small.backbone_folder(config, experiences, where, Console(quiet=True))
-    model, tokenizer = backbone.load(folder, seed, config.dropout, classes)
+    model = backbone.load(folder, seed, config.dropout, classes)
     tasks = []
     for experience in (experiences[k] for k in order):
-        parts = (backbone.encode(part, tokenizer, config) for part in (experience.train, experience.test))
+        parts = (backbone.encode(part, folder, config) for part in (experience.train, experience.test))
         tasks.append(Task(experience.name, *parts))
     rows = [[part.texts, part.labels] for e in experiences for part in (e.train, e.test)]
     weights = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
