@@ -33,6 +33,27 @@ settings.register_profile(
 settings.load_profile("default")
 
 
+# What takes longest comes first: a worker that began it last would leave the others without work.
+LONGEST = [
+    "distributed",
+    "agnews_experiment",
+    "pages",
+    "compiled",
+    "compile",
+    "examples",
+    "study_streams",
+    "trl",
+]
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # of pytest-xdist: by how many tests a file has
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
+
+
 def pytest_collection_finish():
     """Take what has been imported by now out of all later collections, which take half a second each."""
     gc.collect()

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import sys
 import time
 import traceback
 from contextlib import contextmanager
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import rival, task
+
+from gemproj import project
 
 # Where the checks for so many processes are; they register themselves when these are imported.
 MODULES = {4: ["checks_project", "checks_replicated", "checks_sharded"]}
@@ -45,7 +48,25 @@ def names(world):
 
 def run_all(folder):
     """Run all checks; return for each of them what went wrong, by process."""
-    context = mp.spawn(_process, (str(folder),), nprocs=max(MODULES), join=False)
+    mp.spawn(_start, (str(folder),))
+    died = Path(folder, "died")
+    found = {}
+    for world in MODULES:
+        for name in names(world):
+            reports = [Path(folder, f"{name}.{rank}") for rank in range(world)]
+            end = f"did not end {died.read_text()}"
+            found[name] = [report.read_text() if report.exists() else end for report in reports]
+    return found
+
+
+def _start(_, folder):
+    """Import and compile once what all processes need, where they can be forked, and wait for their end."""
+    torch.set_num_threads(1)
+    for world in MODULES:
+        names(world)
+    project(torch.eye(2, dtype=torch.float64), -torch.ones(2, dtype=torch.float64))
+    how = "fork" if sys.platform == "linux" else "spawn"
+    context = mp.start_processes(_process, (folder,), max(MODULES), join=False, start_method=how)
     end, died = time.monotonic() + LIMIT, ""
     try:
         while not context.join(timeout=1.0) and time.monotonic() < end:
@@ -54,12 +75,7 @@ def run_all(folder):
         died = str(error)
     for process in context.processes:
         process.kill()
-    found = {}
-    for world in MODULES:
-        for name in names(world):
-            reports = [Path(folder, f"{name}.{rank}") for rank in range(world)]
-            found[name] = [r.read_text() if r.exists() else f"did not end {died}" for r in reports]
-    return found
+    Path(folder, "died").write_text(died)
 
 
 def _process(rank, folder):
@@ -101,6 +117,16 @@ def share(batch, sizes=None):
 def alone():
     """Return the group of this process alone, for a model that no other one trains."""
     return dist.new_subgroups(1)[0]
+
+
+FOUND = {}
+
+
+def once(key, function):
+    """Return what a function has found when it was first called in this process: one alone finds the same again."""
+    if key not in FOUND:
+        FOUND[key] = function()
+    return FOUND[key]
 
 
 def gathered(thing):
