@@ -22,7 +22,7 @@ MODULES = {4: ["checks_project", "checks_replicated", "checks_sharded"]}
 MODULES[2] = [*MODULES[4], "checks_accelerate"]
 MODULES[2] += ["checks_zero"] if importlib.util.find_spec("deepspeed") else []
 # A collective that others never join fails after so long, and all checks together end after LIMIT seconds.
-PATIENCE, LIMIT = timedelta(seconds=30), 300.0
+PATIENCE, LIMIT = timedelta(seconds=60), 300.0
 
 CHECKS = {}
 
