@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from checks_sharded import loss, net, task
-from models import BOTH, EACH, begin, flat, protect, take
+from models import BOTH, EACH, begin, flat, loss, protect, take, task
+from models import perceptron as net
 from processes import all_reduces, alone, check, expect, learn, once, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel

@@ -7,7 +7,7 @@ import models
 import pytest
 import torch
 import torch.distributed as dist
-from models import flat, projector_of, task, whole
+from models import flat, loss, projector_of, task, whole
 from models import perceptron as net
 from processes import all_reduces, alone, check, expect, gathered, once, same_everywhere, share
 from torch import nn
@@ -20,10 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gemproj
 from gemproj.torch import GradientProjector
 from gemproj.torch.parameters import local
-
-
-def loss(model, batch):
-    return nn.functional.cross_entropy(model(batch[0]).to(batch[0].dtype), batch[1])
 
 
 def rival(seed, n, dtype=torch.float64):
@@ -222,7 +218,7 @@ def gradients(model):
 
 @check(2)
 def mixed_precision():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     model = fsdp(net(torch.float32), mp_policy=policy)
     rows, past = [], [share(batch) for batch in past_of_all(torch.float32)]
     for batch in past:

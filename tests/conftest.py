@@ -4,6 +4,7 @@ import ctypes
 import gc
 import importlib
 import os
+import sys
 from contextlib import nullcontext, suppress
 
 if (
@@ -178,3 +179,18 @@ def fresh_state():
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20171208)
+
+
+@pytest.fixture
+def told(caplog, monkeypatch):
+    """Return what is told of memories that a function has made and dropped."""
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    gc.collect()  # memories of earlier tests are told now, not in this one
+
+    def told(train):
+        with caplog.at_level("WARNING", "gemproj"):
+            train()
+            gc.collect()
+        return [message for message in caplog.messages if "Compiling" not in message]
+
+    return told

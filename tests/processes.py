@@ -98,6 +98,9 @@ def _process(rank, folder):
         time.sleep(0.01)
     for name, world in todo:
         start = time.monotonic()
+        # As launchers do, for Accelerate and DeepSpeed.
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": 1}
+        os.environ |= {"MASTER_ADDR": "localhost"} | {key: str(n) for key, n in environment.items()}
         store = f"file://{folder}/{name}.store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=PATIENCE)
         report = ""

@@ -16,37 +16,29 @@ TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-nod
 NAMES = "without projection", "with projection"
 
 
-def printed(script, arguments, capsys):
-    """Return what a script prints; one of several processes has its own, and others are run in this one."""
-    if script == "fsdp2":
-        command = [sys.executable, *TWO_PROCESSES, f"examples/{script}.py", *arguments]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-    sys.argv[:] = [script, *arguments]
-    runpy.run_path(str(ROOT / f"examples/{script}.py"), run_name="__main__")
-    return capsys.readouterr().out
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about workers and loggers
 @pytest.mark.parametrize(
-    ("needed", "script", "arguments", "names", "gain"),
+    ("needed", "command", "names", "gain"),
     [
-        ("torch", "plain_torch", ["100"], NAMES, 20),
-        ("torch.distributed.fsdp", "fsdp2", ["15"], NAMES, 10),
-        ("lightning", "lightning_fit", ["--quick"], ("Fine-tuning", "GEM"), 0),
+        ("torch", ["examples/plain_torch.py", "100"], NAMES, 20),
+        ("torch.distributed.fsdp", [*TWO_PROCESSES, "examples/fsdp2.py", "15"], NAMES, 10),
+        ("lightning", ["examples/lightning_fit.py", "--quick"], ("Fine-tuning", "GEM"), 0),
     ],
 )
-def test_projection_keeps_past_tasks(needed, script, arguments, names, gain, monkeypatch, capsys, one_thread):
+def test_projection_keeps_past_tasks(needed, command, names, gain, monkeypatch, capfd, one_thread):
     if needed.endswith("fsdp") and not hasattr(pytest.importorskip(needed), "fully_shard"):
         pytest.skip("torch without fully_shard")
     pytest.importorskip(needed)
-    monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    out = printed(script, arguments, capsys)
-    cells = (re.findall(rf"^\W*{name}( .*\d.*)$", out, re.M) for name in names)
+    if command[0] == "-m":
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=300)
+    else:  # in this process, which has imported all that
+        monkeypatch.setattr(sys, "argv", command)
+        runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+    printed = capfd.readouterr().out
+    cells = (re.findall(rf"^\W*{name}( .*\d.*)$", printed, re.M) for name in names)
     without, projected = ([int(number) for number in re.findall(r"\d+", row)] for [row] in cells)
     assert sum(projected[:-1]) > sum(without[:-1]) + gain
 
