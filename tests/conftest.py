@@ -7,9 +7,8 @@ import os
 import sys
 from contextlib import nullcontext, suppress
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # workers share the cores; threads on top would only wait for each other
+# Workers share the cores; threads on top would only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at import; nothing here may wait for a hub that cannot be reached

@@ -230,9 +230,20 @@ def test_a_training_without_a_stored_task_is_told_once(kind, protected, tmp_path
 
 @pytest.mark.parametrize("kind", CALLBACKS)
 def test_a_copy_remembers_and_has_nothing_of_a_training(kind, tmp_path):
-    driver = kind(tmp_path)
-    driver.train(batches(0))
-    driver.end_task(batches(0))
+    copied = []
+
+    def copying(model, batch):  # in the middle of a training, too
+        memo = {}
+        copy.deepcopy(driver.object, memo)
+        copied.extend(map(type, memo.values()))
+        return model_loss(model, batch)
+
+    driver = kind(tmp_path, copying)
+    for k in range(2):
+        driver.train(batches(k))
+        driver.end_task(batches(k))
+    assert EpisodicMemory in copied
+    assert torch.optim.AdamW not in copied
     other = copy.deepcopy(driver.object)
     assert other.projector is None
     assert str(list(other.memory.batches())) == str(list(driver.object.memory.batches()))
