@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
+from frameworks import Net
 from models import BOTH, EACH, begin, flat, loss, perceptron, protect, rival, take, task
 from processes import alone, check, learn, same_everywhere, share
 
@@ -151,21 +152,6 @@ def accelerated():
         torch.testing.assert_close(whole(model), flat(one), rtol=2e-4, atol=2e-5)
 
 
-class Classifier(torch.nn.Module):
-    """A model with the interface of transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = perceptron(torch.float32)
-
-    def forward(self, x, labels):
-        return {"loss": loss(self.inner, (x, labels))}
-
-
-def model_loss(model, batch):
-    return model(**batch)["loss"]
-
-
 def trainer():
     """The callback of the Trainer projects and reports every step."""
     from accelerate.state import AcceleratorState
@@ -189,11 +175,11 @@ def trainer():
             ddp_backend="gloo",
             deepspeed=config | {"zero_optimization": {"stage": 2}},
         )
-        gem = GEMCallback(model_loss, on="step")
+        gem = GEMCallback(on="step")
         kept = task(0, 32, torch.float32)
-        gem.end_task([dict(zip(("x", "labels"), kept, strict=True))])
-        now = [{"x": x, "labels": y} for x, y in zip(*rival(kept), strict=True)]
-        run = Trainer(Classifier(), arguments, train_dataset=now, callbacks=[gem])
+        gem.end_task([dict(zip("xy", kept, strict=True))])
+        now = [{"x": x, "y": y} for x, y in zip(*rival(kept), strict=True)]
+        run = Trainer(Net("bf16"), arguments, train_dataset=now, callbacks=[gem])
         run.train()
     logs = [log for log in run.state.log_history if "gem/violations" in log and "loss" in log]
     assert len(logs) == 4
