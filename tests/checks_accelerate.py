@@ -1,6 +1,5 @@
 """What each process checks of Accelerate: memories and checkpoints of its own."""
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -22,9 +21,6 @@ def processes_bring_and_keep_examples_of_their_own():
     from gemproj.integrations.accelerate import GEM
 
     rank = dist.get_rank()
-    environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2}
-    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    os.environ |= {name: str(value) for name, value in environment.items()}
     accelerator = Accelerator(cpu=True)
     past = [rival(task(k, 4), 0) for k in range(6)]
     model = perceptron()
@@ -49,5 +45,3 @@ def processes_bring_and_keep_examples_of_their_own():
     assert torch.equal(memory.batch(0)[0][:4], past[rank][0])
     assert not torch.equal(flat(model), flat(perceptron()))
     AcceleratorState._reset_state(reset_partial_state=True)
-    for name in environment:
-        del os.environ[name]

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
+from frameworks import Net
 from models import BOTH, EACH, begin, flat, loss, perceptron, protect, rival, take, task
 from processes import alone, check, learn, same_everywhere, share
 
@@ -69,7 +70,7 @@ def of_one(promise=loss, **options):
 @check(2)
 def deepspeed_trains_as_one_process():
     """In one check, since DeepSpeed keeps its process groups."""
-    os.environ |= {"LOCAL_RANK": str(dist.get_rank()), "CUDA_VISIBLE_DEVICES": ""}
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for number, (promise, options) in enumerate(PROMISES):
         one, plain = of_one(promise, **options)
         for stage in (1, 2, 3) if number == 0 else (1 + number % 3, 1 + (number + 1) % 3):
@@ -124,8 +125,6 @@ def errors():
 
 def accelerated():
     """A loop of Accelerate, and the Trainer, take the steps of a plain loop."""
-    environment = {"RANK": dist.get_rank(), "WORLD_SIZE": 2, "MASTER_ADDR": "localhost", "MASTER_PORT": 1}
-    os.environ.update({name: str(value) for name, value in environment.items()})
     from accelerate import Accelerator, DeepSpeedPlugin
     from accelerate.state import AcceleratorState
     from accelerate.utils import InitProcessGroupKwargs
@@ -153,21 +152,6 @@ def accelerated():
         torch.testing.assert_close(whole(model), flat(one), rtol=2e-4, atol=2e-5)
 
 
-class Classifier(torch.nn.Module):
-    """A model with the interface of transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = perceptron(torch.float32)
-
-    def forward(self, x, labels):
-        return {"loss": loss(self.inner, (x, labels))}
-
-
-def model_loss(model, batch):
-    return model(**batch)["loss"]
-
-
 def trainer():
     """The callback of the Trainer projects and reports every step."""
     from accelerate.state import AcceleratorState
@@ -191,11 +175,11 @@ def trainer():
             ddp_backend="gloo",
             deepspeed=config | {"zero_optimization": {"stage": 2}},
         )
-        gem = GEMCallback(model_loss, on="step")
+        gem = GEMCallback(on="step")
         kept = task(0, 32, torch.float32)
-        gem.end_task([dict(zip(("x", "labels"), kept, strict=True))])
-        now = [{"x": x, "labels": y} for x, y in zip(*rival(kept), strict=True)]
-        run = Trainer(Classifier(), arguments, train_dataset=now, callbacks=[gem])
+        gem.end_task([dict(zip("xy", kept, strict=True))])
+        now = [{"x": x, "y": y} for x, y in zip(*rival(kept), strict=True)]
+        run = Trainer(Net("bf16"), arguments, train_dataset=now, callbacks=[gem])
         run.train()
     logs = [log for log in run.state.log_history if "gem/violations" in log and "loss" in log]
     assert len(logs) == 4

@@ -4,11 +4,11 @@ import ctypes
 import gc
 import importlib
 import os
+import sys
 from contextlib import nullcontext, suppress
 
-if (
-    "PYTEST_XDIST_WORKER" in os.environ
-):  # workers share the cores; threads on top would only wait for each other
+# Workers share the cores; threads on top would only wait for each other.
+if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at import; nothing here may wait for a hub that cannot be reached
@@ -31,6 +31,27 @@ settings.register_profile(
     "explore", parent=settings.get_profile("default"), derandomize=False, max_examples=2000
 )
 settings.load_profile("default")
+
+
+# What takes longest comes first: a worker that began it last would leave the others without work.
+LONGEST = [
+    "distributed",
+    "agnews_experiment",
+    "pages",
+    "compiled",
+    "compile",
+    "examples",
+    "study_streams",
+    "trl",
+]
+
+
+def pytest_configure(config):
+    config.option.loadscopereorder = False  # of pytest-xdist: by how many tests a file has
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in LONGEST)
 
 
 def pytest_collection_finish():
@@ -157,3 +178,18 @@ def fresh_state():
 @pytest.fixture
 def rng() -> np.random.Generator:
     return np.random.default_rng(20171208)
+
+
+@pytest.fixture
+def told(caplog, monkeypatch):
+    """Return what is told of memories that a function has made and dropped."""
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    gc.collect()  # memories of earlier tests are told now, not in this one
+
+    def told(train):
+        with caplog.at_level("WARNING", "gemproj"):
+            train()
+            gc.collect()
+        return [message for message in caplog.messages if "Compiling" not in message]
+
+    return told

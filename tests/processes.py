@@ -1,10 +1,12 @@
 """Checks that run on several processes: one start of four for all of them, a process group for each check."""
 
+import gc
 import importlib.util
 import os
+import sys
 import time
 import traceback
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -14,12 +16,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from models import rival, task
 
+from gemproj import project
+
 # Where the checks for so many processes are; they register themselves when these are imported.
 MODULES = {4: ["checks_project", "checks_replicated", "checks_sharded"]}
 MODULES[2] = [*MODULES[4], "checks_accelerate"]
 MODULES[2] += ["checks_zero"] if importlib.util.find_spec("deepspeed") else []
+# What is imported when it is first used, in each process, unless it is there.
+LATER = ["torch._dynamo", "accelerate", "transformers.trainer", "deepspeed.runtime.zero.muon.muon_optimizer"]
 # A collective that others never join fails after so long, and all checks together end after LIMIT seconds.
-PATIENCE, LIMIT = timedelta(seconds=30), 300.0
+PATIENCE, LIMIT = timedelta(seconds=60), 300.0
 
 CHECKS = {}
 
@@ -45,7 +51,30 @@ def names(world):
 
 def run_all(folder):
     """Run all checks; return for each of them what went wrong, by process."""
-    context = mp.spawn(_process, (str(folder),), nprocs=max(MODULES), join=False)
+    mp.spawn(_start, (str(folder),))
+    died = Path(folder, "died")
+    found = {}
+    for world in MODULES:
+        for name in names(world):
+            reports = [Path(folder, f"{name}.{rank}") for rank in range(world)]
+            end = f"did not end {died.read_text()}"
+            found[name] = [report.read_text() if report.exists() else end for report in reports]
+    return found
+
+
+def _start(_, folder):
+    """Import and compile once what all processes need, where they can be forked, and wait for their end."""
+    torch.set_num_threads(1)
+    for world in MODULES:
+        names(world)
+    for name in LATER:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    project(torch.eye(2, dtype=torch.float64), -torch.ones(2, dtype=torch.float64))
+    gc.collect()
+    gc.freeze()
+    how = "fork" if sys.platform == "linux" else "spawn"
+    context = mp.start_processes(_process, (folder,), max(MODULES), join=False, start_method=how)
     end, died = time.monotonic() + LIMIT, ""
     try:
         while not context.join(timeout=1.0) and time.monotonic() < end:
@@ -54,12 +83,7 @@ def run_all(folder):
         died = str(error)
     for process in context.processes:
         process.kill()
-    found = {}
-    for world in MODULES:
-        for name in names(world):
-            reports = [Path(folder, f"{name}.{rank}") for rank in range(world)]
-            found[name] = [r.read_text() if r.exists() else f"did not end {died}" for r in reports]
-    return found
+    Path(folder, "died").write_text(died)
 
 
 def _process(rank, folder):
@@ -74,6 +98,9 @@ def _process(rank, folder):
         time.sleep(0.01)
     for name, world in todo:
         start = time.monotonic()
+        # As launchers do, for Accelerate and DeepSpeed.
+        environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": 1}
+        os.environ |= {"MASTER_ADDR": "localhost"} | {key: str(n) for key, n in environment.items()}
         store = f"file://{folder}/{name}.store"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=PATIENCE)
         report = ""
@@ -103,6 +130,16 @@ def alone():
     return dist.new_subgroups(1)[0]
 
 
+FOUND = {}
+
+
+def once(key, function):
+    """Return what a function has found when it was first called in this process: one alone finds the same again."""
+    if key not in FOUND:
+        FOUND[key] = function()
+    return FOUND[key]
+
+
 def gathered(thing):
     """Return what each process has for this."""
     everyone = [None] * dist.get_world_size()
@@ -114,7 +151,7 @@ def learn(gem, take_step, part=lambda batch, sizes=None: batch, dtype=torch.floa
     """Learn three tasks that contradict each other, of which processes store unequal parts."""
     active, others = 0, [2] * (dist.get_world_size() - 1)
     for k in range(3):
-        for step in range(3):
+        for step in range(2):
             take_step(part(rival(task(10 * k + step, 8, dtype))))
             assert gem.last.constraints == k
             active += gem.last.num_active

@@ -45,7 +45,7 @@ def finished(tmp_path_factory):
     return root, *experiment_in(root)
 
 
-def test_runs_and_tables(finished):
+def test_runs_and_tables(finished, monkeypatch):
     """Runs have all numbers, and tables those of the paper beside them."""
     root, results, page = finished
     found = {
@@ -66,6 +66,7 @@ def test_runs_and_tables(finished):
     difference = f"{(low + high) / 2:+.2f} ± {math.tan(0.475 * math.pi) * (high - low) / 2:.2f}"
     [row] = paper_report.claim_rows(results, {"agem": {}, "gem": {}})
     assert row == ["AvgAcc, GEM minus A-GEM (points)", "+1.44", difference]
+    monkeypatch.setattr(paper.figures, "draw", lambda *given: [])  # which takes seconds, and is done
     assert experiment_in(root) == (results, page)  # finished runs are kept
     assert experiment_in(root, "--draw")[1] == page  # from the results alone
 
@@ -86,10 +87,10 @@ def test_pretraining_sees_the_training_texts_only(stage, tmp_path):
     assert small.cached(MINI, texts[::-1], tmp_path).name != folder.name
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs(stage, method, one_thread):
+@pytest.mark.parametrize("method", sorted({*METHODS} - {"plain", "agem", "gem"}))
+def test_every_other_method_runs(stage, method, one_thread):
     found = runs.Run(MINI, method, 3, *stage)()["seconds"]
-    assert found["projections"] == 12 * (method not in ("plain", "replay", "replay-few"))
+    assert found["projections"] == 12 * (not method.startswith("replay"))
 
 
 @pytest.mark.parametrize("method", ["replay", "gem-step"])

@@ -89,16 +89,6 @@ def test_certificates_of_mixed_problems(problem, method):
         assert error**2 <= float(rough.duality_gap()) + 1e-12
 
 
-def test_penalised_equalities_at_zero_are_solved(xp):
-    """The multipliers are rounded to the penalty, which is no loss of digits: x is zero, to rounding."""
-    G, g = np.array([[-1.0, 1, -2], [-1, -1, -2], [-2, -1, -1], [-2, 1, -1]]), np.zeros(3)
-    options = {"equality": np.array([True, False, True, True]), "penalty": np.array([np.inf, np.inf, 1, 1])}
-    sol = solve_dual(xp.array(G), xp.array(g), **options)
-    assert int(sol.status) & Status.STALLED == 0
-    assert float(sol.kkt_residual()) == 0
-    assert_close(xp.project(G, g, **options), g, atol=1e-15)  # without a warning
-
-
 TILT = 2.0**-12
 # Rows that depend on each other, with an h that differs by more than their rounding: G, g, h, options, x.
 TOGETHER = [

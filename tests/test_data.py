@@ -314,22 +314,16 @@ def test_a_resumed_memory_has_the_collate_function_that_it_had():
 
 
 @pytest.mark.parametrize("policy", ["balanced", "ring"])
-def test_policies_and_labels_of_examples(policy):
+def test_examples_in_a_list_stay_where_those_in_batches_do(policy):
     examples = texts(lengths=[2] * 30 + [3] * 4)
     options = {"per_task": 6, "label": "label", "policy": policy}
-    memory = store(DataLoader(data_set(examples), batch_size=7, collate_fn=padded), **options)
-    assert sorted(memory.batch(0)["label"].tolist()) == [0, 0, 0, 1, 1, 1]
-    assert [b["label"].tolist() for b in memory.batches(n=2, per="label")] == [[0, 0], [1, 1]]
-
-
-def test_examples_in_a_list_stay_where_those_in_batches_do():
-    examples = texts(lengths=[2] * 30 + [3] * 4)
-    as_batches = EpisodicMemory(6, "label", policy="balanced")
+    as_batches = EpisodicMemory(**options)
     for one in examples:
         as_batches.add({"label": torch.tensor([one["label"]])}, 0)
-    listed = store(examples, collate=padded, per_task=6, label="label", policy="balanced")
+    listed = store(DataLoader(data_set(examples), batch_size=7, collate_fn=padded), **options)
     places = [[one.name for one in memory.batches(per="example").sources] for memory in (listed, as_batches)]
     assert places[0] == places[1]
+    assert [b["label"].tolist() for b in listed.batches(n=2, per="label")] == [[0, 0], [1, 1]]
 
 
 def test_draws_of_examples_are_those_of_batches():

@@ -1,6 +1,7 @@
 """The examples of one file run as they are, and projection keeps what they lose without it."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ TWO_PROCESSES = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-nod
 NAMES = "without projection", "with projection"
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about workers and loggers
 @pytest.mark.parametrize(
     ("needed", "command", "names", "gain"),
     [
@@ -23,16 +25,20 @@ NAMES = "without projection", "with projection"
         ("lightning", ["examples/lightning_fit.py", "--quick"], ("Fine-tuning", "GEM"), 0),
     ],
 )
-def test_projection_keeps_past_tasks(needed, command, names, gain, monkeypatch):
+def test_projection_keeps_past_tasks(needed, command, names, gain, monkeypatch, capfd, one_thread):
     if needed.endswith("fsdp") and not hasattr(pytest.importorskip(needed), "fully_shard"):
         pytest.skip("torch without fully_shard")
     pytest.importorskip(needed)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    cells = (re.findall(rf"^\W*{name}( .*\d.*)$", done.stdout, re.M) for name in names)
+    if command[0] == "-m":
+        subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=300)
+    else:  # in this process, which has imported all that
+        monkeypatch.setattr(sys, "argv", command)
+        runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+    printed = capfd.readouterr().out
+    cells = (re.findall(rf"^\W*{name}( .*\d.*)$", printed, re.M) for name in names)
     without, projected = ([int(number) for number in re.findall(r"\d+", row)] for [row] in cells)
     assert sum(projected[:-1]) > sum(without[:-1]) + gain
 

@@ -152,6 +152,14 @@ SCALES = [
     ([[1, 0], [-1, 0.01], [0, -1]], [0, 0], [1, 0, -200], {}, [1, 100]),
     ([[1, 0], [-1, 0.01], [0, -1]], [0, 0], [1, 0, -100], {"equality": [False, True, False]}, [1, 100]),
     (np.eye(2), [0, 300], [1, -2], {"penalty": [np.inf, 1]}, [1, 300]),
+    # Multipliers that are rounded to the penalty, which is no loss of digits.
+    (
+        [[-1, 1, -2], [-1, -1, -2], [-2, -1, -1], [-2, 1, -1]],
+        [0] * 3,
+        [0] * 4,
+        {"equality": [True, False, True, True], "penalty": [np.inf, np.inf, 1, 1]},
+        [0] * 3,
+    ),
     # A soft row that allows for much, and for less than x needs where it is cut.
     (
         [[1, 0, 0], [-1, 0.01, 0], [0, -1, -1]],

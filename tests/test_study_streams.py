@@ -1,6 +1,9 @@
 """The streams: test rows are unseen, a seed decides everything, and bad data are refused."""
 
 import json
+import signal
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +12,7 @@ pytest.importorskip("mnist1d", reason="needs the extra examples")
 import torch
 
 from examples.common.command import SetupError
-from examples.lora_agnews import data, stream
+from examples.lora_agnews import data, small, stream
 from examples.study.streams import KINDS, load, prepare
 
 SMALL = {"tasks": 3, "rows": 60, "hidden": 8}
@@ -37,13 +40,22 @@ def options(tmp_path_factory):
     }
 
 
+def at_once(command, **_):
+    """Pretrain in this process: that another one does it is tested with the experiment on AG News."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(signal, "signal", lambda *_: None)
+        small.pretrain(*map(Path, command[-2:]))
+    return SimpleNamespace(returncode=0)
+
+
 def rows_of(batch):
     """Return the rows of a batch as a set."""
     return {tuple(row.flatten().tolist()) for row in next(iter(batch.values()))}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_test_rows_are_unseen_and_a_seed_decides_everything(kind, options):
+def test_test_rows_are_unseen_and_a_seed_decides_everything(kind, options, one_thread, monkeypatch):
+    monkeypatch.setattr(small, "subprocess", SimpleNamespace(run=at_once, DEVNULL=None))
     assert prepare(kind, **options[kind]) == load(kind, 3, **options[kind]).hashes
     streams = [load(kind, seed, **options[kind]) for seed in (3, 3, 4)]
     first, again, other = (

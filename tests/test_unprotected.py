@@ -1,7 +1,6 @@
 """Trainings in which nothing is protected, though something was meant to be, are told; others are not."""
 
 import copy
-import gc
 import io
 import pickle
 import sys
@@ -24,21 +23,6 @@ def steps(model, optimizer, k, n=3):
         optimizer.zero_grad()
         loss(model, rival(task(k))).backward()
         optimizer.step()
-
-
-@pytest.fixture
-def told(caplog, monkeypatch):
-    """Return what is told of memories that a function has made and dropped."""
-    monkeypatch.delattr(sys, "last_value", raising=False)
-    gc.collect()  # memories of earlier tests are told now, not in this one
-
-    def told(train):
-        with caplog.at_level("WARNING", "gemproj"):
-            train()
-            gc.collect()
-        return [message for message in caplog.messages if "Compiling" not in message]
-
-    return told
 
 
 # What is done, word by word: train, store, or keep in some way what was made.
