@@ -124,7 +124,7 @@ class Step(Change):
             )
         self._vector, self.optimizer = vector, optimizer
         self.metric: Metric | None = None
-        self._buffers: tuple[Buffer, Buffer] | None = None  # before, step: allocated with the first step
+        self._stored: Buffer | None = None  # the parameters before the step: allocated with the first one
         self._moving: list[bool] = []
         if not self._groups():
             raise ValueError(
@@ -172,9 +172,9 @@ class Step(Change):
     def begin(self) -> None:
         """Store the parameters, before the step."""
         self._vector.check()
-        if self._buffers is None:
-            self._buffers = self._vector.buffer(), self._vector.buffer()
-        torch._foreach_copy_(self._buffers[0].parts, self._vector.local())
+        if self._stored is None:
+            self._stored = self._vector.buffer()
+        torch._foreach_copy_(self._stored.parts, self._vector.local())
 
     def note_moving(self) -> None:
         """Note which parameters move: with a gradient, which may be dropped in the step, and a rate."""
@@ -189,21 +189,25 @@ class Step(Change):
         return self._moving
 
     def read(self) -> Tensor:
-        """Return the step so far as one vector, in a buffer that is kept."""
-        before, step = self._stored()
-        step.whole.copy_(before.whole)
+        """Return the step so far as one vector, in the scratch buffer of the parameter vector."""
+        step = self._vector.scratch
+        step.whole.copy_(self._before.whole)
         torch._foreach_sub_(step.parts, self._vector.local())
         return step.whole
+
+    def finish(self) -> Tensor:
+        """Return the step that was taken, where the stored parameters were: it can be undone no more."""
+        torch._foreach_sub_(self._before.parts, self._vector.local())
+        return self._before.whole
 
     def write(self, changed: bool, reached: Sequence[bool]) -> None:
         """Apply another step to the stored parameters."""
         if changed:
-            before, step = self._stored()
-            self._vector.assign(torch._foreach_sub(before.parts, step.parts))
+            self._vector.assign(torch._foreach_sub(self._before.parts, self._vector.scratch.parts))
 
     def undo(self) -> None:
         """Restore the stored parameters."""
-        self._vector.assign(self._stored()[0].parts)
+        self._vector.assign(self._before.parts)
 
     def unit(self) -> float:  # noqa: D102
         # Adam's metric has the unit of a gradient over a step.
@@ -262,9 +266,10 @@ class Step(Change):
             self._refuse_metric()
         return found
 
-    def _stored(self) -> tuple[Buffer, Buffer]:
-        assert self._buffers is not None
-        return self._buffers
+    @property
+    def _before(self) -> Buffer:
+        assert self._stored is not None
+        return self._stored
 
     def _refuse_metric(self) -> NoReturn:
         raise ValueError(

@@ -161,9 +161,10 @@ def preserved_state(model: torch.nn.Module, device: torch.device, gradients: boo
 
 def _set(thing: Any, name: str, value: Any) -> None:
     """Set an attribute; of a plain module without the search among parameters, which takes much longer."""
-    kind: Any = type(thing)
-    plain = kind.__setattr__ is torch.nn.Module.__setattr__  # scripted modules have another one
-    (object.__setattr__ if plain else setattr)(thing, name, value)
+    if name in vars(thing):  # of a scripted module it is not
+        vars(thing)[name] = value
+    else:
+        setattr(thing, name, value)
 
 
 def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]]:

@@ -43,13 +43,19 @@ class Dense:
 
         Those that were loaded may lie on other devices than those that were stored since.
         """
-        pairs, joined = [], []
-        for held, slots in chosen:
-            at = torch.from_numpy(np.array(slots, dtype=np.int64))  # faster than torch.tensor
-            pairs.append((held._leaves, at.to(held._leaves[0].device)))
-        for i, home in enumerate(leaf.device for leaf in chosen[0][0]._leaves):
-            found = [leaves[i].index_select(0, at.to(leaves[i].device)) for leaves, at in pairs]
-            joined.append(found[0] if len(found) == 1 else torch.cat([part.to(home) for part in found]))
+        sizes, joined = [len(slots) for _, slots in chosen], []
+        places = np.array([slot for _, slots in chosen for slot in slots], dtype=np.int64)
+        at = torch.from_numpy(places)  # faster than torch.tensor
+        for leaves in zip(*(held._leaves for held, _ in chosen), strict=True):
+            home = leaves[0].device
+            at = at.to(home)
+            out = leaves[0].new_empty((len(at), *leaves[0].shape[1:]))
+            for leaf, some, part in zip(leaves, at.split(sizes), out.split(sizes), strict=True):
+                if leaf.device == home:
+                    torch.index_select(leaf, 0, some, out=part)
+                else:
+                    part.copy_(leaf.index_select(0, some.to(leaf.device)))
+            joined.append(out)
         return tree_unflatten(joined, chosen[0][0]._spec)
 
     def check(self, examples: Batch, field: str) -> None:

@@ -126,8 +126,8 @@ def _find_limit(
     most = min(of_pass // max(count[0], 1), room)
     if most < 2 or count[0] > of_row:
         return Limit(loss, reason=f"a row has {row.source.size} examples, {count[0] / 2**20:.3g} MiB")
-    now = G.last_losses()
-    if bool((now.abs() <= rounding(now, G.vector.dtype)).all()):
+    now = values.mean().to(G.losses)
+    if bool(now.abs() <= rounding(now, G.vector.dtype)):
         return Limit(loss, reason=_NOTHING_YET)
     expected, batch = G.drop(row.k), _batch(rows)
     try:

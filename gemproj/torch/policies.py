@@ -26,10 +26,11 @@ class Slots:
         self.arrivals = np.zeros(capacity, dtype=np.int64)
         self.counts: Counter[int] = Counter()
         self.seen: Counter[int] = Counter()
+        self._used = 0
 
     def __len__(self) -> int:
         """Return how many slots are in use: the first ones."""
-        return self.counts.total()
+        return self._used
 
     @property
     def most(self) -> int:
@@ -52,6 +53,8 @@ class Slots:
             if slot is None:
                 return None
             self.counts[int(self.labels[slot])] -= 1
+        else:
+            self._used += 1
         self.labels[slot], self.arrivals[slot] = label, self.seen.total() - 1
         self.counts[label] += 1
         return slot
@@ -71,7 +74,7 @@ class Slots:
                 f"{len(self.labels)} slots."
             )
         self.labels[:n], self.arrivals[:n] = labels, arrivals
-        self.counts, self.seen = Counter(labels.tolist()), Counter(state["seen"])
+        self.counts, self.seen, self._used = Counter(labels.tolist()), Counter(state["seen"]), n
 
 
 Policy = Callable[[Slots, int, torch.Generator], "int | None"]  # asked only when all slots are in use

@@ -321,7 +321,7 @@ class GradientProjector:
                     f"A step of {name} could not be projected and was undone. There g is the step: {error}"
                 ) from error
             last = replace(last, _step=sol, _solution=sol if self.on == "step" else last._solution)
-        cosines = self._matrix.follow(step.read())
+        cosines = self._matrix.follow(step.finish())
         seconds += last.seconds + time.perf_counter() - start
         self.last = replace(last, cosines=cosines, seconds=seconds)
 
