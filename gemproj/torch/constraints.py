@@ -74,7 +74,7 @@ class ConstraintMatrix:
         self.vector.check()
         self._reserve(rows)
         self.scale, self.seconds = scale, [0.0] * rows
-        self._losses: list[tuple[range, Tensor, Any]] = []  # of these rows: losses now, and when stored
+        self._losses: list[tuple[range, Tensor]] = []  # of these rows: losses now, and when stored
         self._written: set[int] = set()
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0, stored: Tensor | None = None) -> None:
@@ -94,8 +94,7 @@ class ConstraintMatrix:
             self.reached[j] = True
         if found:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(parts, values)
-        then = math.nan if stored is None else weight * stored.reshape(1)
-        self._losses.append((range(k, k + 1), weight * loss.detach().reshape(1), then))
+        self._note(k, weight * loss.detach().reshape(1), stored if stored is None else weight * stored)
 
     def parts(self, k: int, rows: int | None = None) -> dict[int, Tensor]:
         """Return row k of G, or `rows` rows from k on, as a view for each parameter, by its id, to write to.
@@ -114,14 +113,13 @@ class ConstraintMatrix:
         self, k: int, parts: Mapping[int, Tensor], reached: Container[int], losses: Tensor, stored: Any
     ) -> None:
         """Note that `parts` from row k on have the gradients of these losses, and which ids they reach."""
-        rows = range(k, k + len(losses))
-        self._written.update(rows)
+        self._written.update(range(k, k + len(losses)))
         for j, (p, part) in enumerate(parts.items()):
             if p in reached:
                 self.reached[j] = True
             else:
                 part.zero_()
-        self._losses.append((rows, losses.detach(), math.nan if stored is None else stored))
+        self._note(k, losses.detach(), stored)
 
     def has(self, k: int) -> bool:
         """Return whether something was added to row k."""
@@ -133,6 +131,11 @@ class ConstraintMatrix:
         self._losses = [part for part in self._losses if k not in part[0]]
         return self._buffer[k].clone()
 
+    def _note(self, k: int, losses: Tensor, stored: Tensor | None) -> None:
+        now = losses.to(self._none)
+        then = torch.full_like(now, math.nan) if stored is None else stored.to(now).expand_as(now)
+        self._losses.append((range(k, k + len(now)), torch.stack([now, then])))
+
     def close(self, rows: int) -> None:
         """Sum rows over processes, and declare so many complete; this process may have no example of some."""
         for k in set(range(rows)) - self._written:
@@ -142,10 +145,11 @@ class ConstraintMatrix:
             G.div_(self.scale)
         self.reached = topology.reduce(G, self.reached)
         if rows:
-            sums = self._none.new_zeros(2, rows)
-            for at, now, then in self._losses:
-                sums[0, at.start : at.stop] += now
-                sums[1, at.start : at.stop] += then
+            sums = self._losses[0][1] if self._losses else self._none.new_zeros(2, 0)
+            if len(self._losses) > 1 or len(sums[0]) < rows:
+                sums = self._none.new_zeros(2, rows)
+                for at, values in self._losses:
+                    sums[:, at.start : at.stop].add_(values)
             self.losses, self.stored = topology.sum_values(sums)
         self._count = rows
 

@@ -24,10 +24,9 @@ from gemproj.torch.batches import (
     count_examples,
     labels_of,
 )
-from gemproj.torch.examples import owned
 from gemproj.torch.policies import POLICIES
 from gemproj.torch.promise import Per, Promise
-from gemproj.torch.store import Store, gather
+from gemproj.torch.store import Store, gather, owned
 from gemproj.torch.unprotected import keep
 
 _Chosen = list[tuple[Store, int]]  # stores and slots of examples

@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gemproj.torch.batches import Collate, PerExample, Remembered, join, leaves_of, moved, parts, take
-from gemproj.torch.calling import call_loss, explained
 from gemproj.torch.constraint_gradients import preserved_state, reshard, unwrapped
 from gemproj.torch.distributed import Replicated
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.parameters import ParameterVector
-from gemproj.torch.promise import Promise
+from gemproj.torch.promise import Promise, call_loss, explained
 from gemproj.torch.reading import read
 
 # The loss is tried on so many examples: of one, some losses squeeze the dimension of the examples away.
