@@ -140,7 +140,7 @@ def clip_grad_norm_(
     mine = {id(p) for p in parameters if p.grad is not None}
     holding = [o for o in optimizers if mine <= {id(p) for group in o.param_groups for p in group["params"]}]
     last = holding[-1] if holding else None
-    one = find(lambda one: one._step.optimizer is last and mine <= one._step.held_ids())
+    one = find(lambda one: one._step.optimizer is last and mine <= one._step.groups().keys())
     if one is None:
         return now(parameters, max_norm, norm_type)
     # Nothing is written before the step. Clipping to infinity would: NaN where the norm overflows.
@@ -157,7 +157,9 @@ class ProjectedOptimizer:
         step.metric = projector.metric
         step.check(projector.on)
         self._projector, self._step, self.clips = projector, step, Clips()
-        other = find(lambda one: one._step.optimizer is step.optimizer and one._step.shares(step))
+        other = find(
+            lambda one: one._step.optimizer is step.optimizer and one._step.groups().keys() & step.groups()
+        )
         if other is not None:
             raise ValueError(
                 f"{'This' if other._projector is projector else 'Another'} projector is attached to this "

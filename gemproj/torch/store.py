@@ -204,12 +204,13 @@ class Dense:
         places = np.array([slot for _, slots in chosen for slot in slots], dtype=np.int64)
         at = torch.from_numpy(places)  # faster than torch.tensor
         for leaves in zip(*(held._leaves for held, _ in chosen), strict=True):
-            home = leaves[0].device
-            at = at.to(home)
             out = leaves[0].new_empty((len(at), *leaves[0].shape[1:]))
-            for leaf, some, part in zip(leaves, at.split(sizes), out.split(sizes), strict=True):
-                if leaf.device == home:
-                    torch.index_select(leaf, 0, some, out=part)
+            pieces = zip(
+                leaves, at.split(sizes), at.to(out.device).split(sizes), out.split(sizes), strict=True
+            )
+            for leaf, some, here, part in pieces:
+                if leaf.device == out.device:
+                    torch.index_select(leaf, 0, here, out=part)
                 else:
                     part.copy_(leaf.index_select(0, some.to(leaf.device)))
             joined.append(out)
