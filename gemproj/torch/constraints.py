@@ -42,6 +42,8 @@ class ConstraintMatrix:
         What each row took, as the host sees it.
     age : int
         Steps that were followed since the rows were computed.
+    written : set of int
+        The rows to which something was added since `open`.
     """
 
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
@@ -75,7 +77,7 @@ class ConstraintMatrix:
         self._reserve(rows)
         self.scale, self.seconds = scale, [0.0] * rows
         self._losses: list[tuple[range, Tensor]] = []  # of these rows: losses now, and when stored
-        self._written: set[int] = set()
+        self.written: set[int] = set()
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0, stored: Tensor | None = None) -> None:
         """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss, and `stored`."""
@@ -83,8 +85,8 @@ class ConstraintMatrix:
         self._reserve(k + 1)
         factor = weight * self.scale
         gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
-        fresh = k not in self._written
-        self._written.add(k)
+        fresh = k not in self.written
+        self.written.add(k)
         found = [j for j, gradient in enumerate(gradients) if gradient is not None]
         if fresh and len(found) < len(gradients):
             self._buffer[k].zero_()
@@ -113,7 +115,7 @@ class ConstraintMatrix:
         self, k: int, parts: Mapping[int, Tensor], reached: Container[int], losses: Tensor, stored: Any
     ) -> None:
         """Note that `parts` from row k on have the gradients of these losses, and which ids they reach."""
-        self._written.update(range(k, k + len(losses)))
+        self.written.update(range(k, k + len(losses)))
         for j, (p, part) in enumerate(parts.items()):
             if p in reached:
                 self.reached[j] = True
@@ -121,13 +123,9 @@ class ConstraintMatrix:
                 part.zero_()
         self._note(k, losses.detach(), stored)
 
-    def has(self, k: int) -> bool:
-        """Return whether something was added to row k."""
-        return k in self._written
-
     def drop(self, k: int) -> Tensor:
         """Return row k, which is to be added again."""
-        self._written.discard(k)
+        self.written.discard(k)
         self._losses = [part for part in self._losses if k not in part[0]]
         return self._buffer[k].clone()
 
@@ -138,7 +136,7 @@ class ConstraintMatrix:
 
     def close(self, rows: int) -> None:
         """Sum rows over processes, and declare so many complete; this process may have no example of some."""
-        for k in set(range(rows)) - self._written:
+        for k in set(range(rows)) - self.written:
             self._buffer[k].zero_()
         G, topology = self._buffer[:rows], self.vector.topology
         if self.scale != 1.0:

@@ -67,7 +67,7 @@ class SharedPasses:
     ) -> None:
         """Compute rows of G; ``alone(row)`` computes one in a pass of its own, and returns its losses."""
         self.reason = None
-        for kind, same in groupby(rows, lambda row: (id(row.promise.loss), row.kind, row.size)):
+        for kind, same in groupby(rows, lambda row: (id(row.promise.loss), row.kind, len(row.examples))):
             some = list(same)
             limit = self._limits.get(kind, Limit(some[0].promise.loss))
             if len(some) > 1 and kind not in self._limits:
@@ -82,7 +82,7 @@ class SharedPasses:
                 except Exception as error:  # if it is the loss that fails, it also does alone
                     limit = self._limits[kind] = Limit(limit.loss, reason=_first_line(error))
                 for row in part:
-                    if not G.has(row.k):
+                    if row.k not in G.written:
                         alone(row)
                 for row in part:
                     G.seconds[row.k] = (time.perf_counter() - start) / len(part)

@@ -277,6 +277,7 @@ class GradientProjector:
         """
         if self.on == "step":
             raise ValueError("on='step' leaves the gradient alone; attach(optimizer) projects its steps.")
+        self._vector.check()
         return self._change_gradient(Gradient(self._vector, learning_rate=learning_rate))
 
     def attach(self, optimizer: torch.optim.Optimizer) -> ProjectedOptimizer:
@@ -378,7 +379,6 @@ class GradientProjector:
     def _change_gradient(self, change: Gradient) -> Projection:
         start, sol = time.perf_counter(), None
         if len(self._matrix) and any(p.grad is not None for p in self._vector.parameters):
-            self._vector.check()
             sol = self._project(change)
         return self._record(sol, start)
 

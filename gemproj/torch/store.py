@@ -6,7 +6,7 @@ Batches of tensors are held in the rows of preallocated ones, other examples as 
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
@@ -43,6 +43,8 @@ class Store:
         loading.
     held : dict
         What holds the examples, their outputs and losses in these slots, by name.
+    form : tuple
+        Structure, shapes and dtypes of these: examples of equal form can be mixed in one batch.
     queues : dict
         The slots that are left to draw, by label; of None for all examples.
     """
@@ -53,10 +55,10 @@ class Store:
         self.slots = Slots(capacity)
         self.collate = collate
         self.queues: dict[Hashable, list[int]] = {}
-        self.held = {name: hold(getattr(examples, name), capacity, n) for name in examples.fields}
+        self._hold({name: hold(getattr(examples, name), capacity, n) for name in examples.fields})
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return self.slots.used
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         return Store.from_state_dict(self.state_dict(), len(self.slots.labels), self.collate)
@@ -66,10 +68,8 @@ class Store:
         """Bytes of all that is held."""
         return sum(held.nbytes for held in self.held.values())
 
-    @property
-    def kind(self) -> Hashable:
-        """What stores have in common whose examples can be mixed in one batch."""
-        return id(self.collate), *((name, held.kind) for name, held in self.held.items())
+    def _hold(self, held: dict[str, Dense | Listed]) -> None:
+        self.held, self.form = held, tuple((name, one.kind) for name, one in held.items())
 
     def add(self, examples: Remembered, labels: list[int], policy: Policy, random: torch.Generator) -> None:
         """Offer examples, which have been checked, to the policy."""
@@ -87,19 +87,22 @@ class Store:
         stored = Remembered(PerExample(range(len(self))), outputs, losses)
         n = count_examples(stored)  # raises unless there is one of each for each example
         found = {name: hold(getattr(stored, name), len(self.slots.labels), n) for name in stored.fields}
-        self.held = found | {"batch": self.held["batch"]}
+        self._hold(found | {"batch": self.held["batch"]})
 
     def draw(
         self, by_label: bool, n: int | None, random: torch.Generator
-    ) -> Iterator[tuple[Hashable, list[int]]]:
-        """Yield n slots of each label, in the order of the labels, or of all with None as their label.
+    ) -> list[tuple[Hashable, list[int]]]:
+        """Return n slots of each label, in the order of the labels, or of all with None as their label.
 
         None is drawn again before all of them were. Without n these are all slots.
         """
-        used = self.slots.labels[: len(self)]
-        for label in np.unique(used).tolist() if by_label else [None]:
-            slots = np.flatnonzero(used == label).tolist() if by_label else range(len(self))
-            yield label, list(slots) if n is None else self._next(label, slots, n, random)
+        slots: dict[Hashable, Any] = {None: range(len(self))}
+        if by_label:
+            used = self.slots.labels[: len(self)]
+            slots = {label: np.flatnonzero(used == label).tolist() for label in np.unique(used).tolist()}
+        if n is None:
+            return [(label, list(some)) for label, some in slots.items()]
+        return [(label, self._next(label, some, n, random)) for label, some in slots.items()]
 
     def _next(self, label: Hashable, slots: Any, n: int, random: torch.Generator) -> list[int]:
         queue = self.queues.setdefault(label, [])
@@ -157,13 +160,13 @@ class Store:
 
 def gather(chosen: list[tuple[Store, list[int]]]) -> Remembered:
     """Return copies of the examples in some slots of several stores as those of one."""
-    first = chosen[0][0].held
-    for store, _ in chosen[1:]:
+    first, form = chosen[0][0].held, chosen[0][0].form
+    for store, _ in chosen:
         if store.held.keys() != first.keys():
             raise ValueError(
                 "Outputs or losses are stored with some tasks only, so that they cannot be mixed."
             )
-        if any(store.held[name].kind != held.kind for name, held in first.items()):
+        if store.form != form:
             raise ValueError(
                 "Examples that differ in structure, shape or dtype, or that are stored in batches here and "
                 "in a list there, cannot be mixed in one batch. Draw from each task by itself, as "
@@ -202,17 +205,16 @@ class Dense:
         """
         sizes, joined = [len(slots) for _, slots in chosen], []
         places = np.array([slot for _, slots in chosen for slot in slots], dtype=np.int64)
-        at = torch.from_numpy(places)  # faster than torch.tensor
+        rows, home = torch.from_numpy(places), chosen[0][0]._leaves[0].device  # faster than torch.tensor
+        there, here = rows.split_with_sizes(sizes), rows.to(home).split_with_sizes(sizes)
         for leaves in zip(*(held._leaves for held, _ in chosen), strict=True):
-            out = leaves[0].new_empty((len(at), *leaves[0].shape[1:]))
-            pieces = zip(
-                leaves, at.split(sizes), at.to(out.device).split(sizes), out.split(sizes), strict=True
-            )
-            for leaf, some, here, part in pieces:
-                if leaf.device == out.device:
-                    torch.index_select(leaf, 0, here, out=part)
+            out = leaves[0].new_empty((len(places), *leaves[0].shape[1:]))
+            parts = out.split_with_sizes(sizes)
+            for leaf, at, at_home, part in zip(leaves, there, here, parts, strict=True):
+                if leaf.device == home == out.device:
+                    torch.index_select(leaf, 0, at_home, out=part)
                 else:
-                    part.copy_(leaf.index_select(0, some.to(leaf.device)))
+                    part.copy_(leaf.index_select(0, at.to(leaf.device)))
             joined.append(out)
         return tree_unflatten(joined, chosen[0][0]._spec)
 
