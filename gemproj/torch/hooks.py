@@ -29,11 +29,6 @@ def find(wanted: Callable[[Any], bool]) -> Any:
         return next(filter(wanted, _attached), None)
 
 
-def is_attached(projector: Any) -> bool:
-    """Return whether a projector is attached to any optimizer."""
-    return find(lambda one: one._projector is projector) is not None
-
-
 def detach(optimizer: Any) -> None:
     """Detach every `GEM` and projector from an optimizer, also those that nothing refers to any more.
 

@@ -18,7 +18,7 @@ from gemproj.torch.changes import Change, Gradient, Metric, On, Step
 from gemproj.torch.constraint_gradients import from_batches, from_losses, unwrapped
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated, check_alone
-from gemproj.torch.hooks import ProjectedOptimizer, is_attached
+from gemproj.torch.hooks import ProjectedOptimizer, find
 from gemproj.torch.keywords import suggesting
 from gemproj.torch.one_pass import SharedPasses
 from gemproj.torch.parameters import ParameterVector
@@ -234,7 +234,7 @@ class GradientProjector:
         bool
             Whether constraints were computed: at the first call after `reset` and every `every` calls.
         """
-        if self._calls and self.on != "gradient" and not is_attached(self):
+        if self._calls and self.on != "gradient" and find(lambda one: one._projector is self) is None:
             raise ValueError(
                 f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
                 "attach(optimizer) once, before the loop."
