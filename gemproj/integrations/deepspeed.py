@@ -203,7 +203,7 @@ class ZeroStep(Step):
         super().check(on)
 
     def note_moving(self) -> None:  # noqa: D102
-        groups = self._groups()
+        groups = self.groups()
         self._moving = [
             bool(groups[id(p)]["lr"]) if id(p) in groups else False for p in self._vector.parameters
         ]

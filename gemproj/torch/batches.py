@@ -69,6 +69,8 @@ class Source:
         Sources of equal kind can be `joined`; None can not.
     device : torch.device, optional
         Where batches are moved to.
+    k, weight : int, float
+        The number of the row, and the weight of the mean loss of these examples in it.
     """
 
     examples: Sequence[Any]
@@ -77,6 +79,8 @@ class Source:
     promise: Any = None
     kind: Hashable = None
     device: Any = None
+    k: int = 0
+    weight: float = 1.0
 
     @property
     def size(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, ClassVar, Literal, NoReturn
 
 import torch
@@ -124,9 +125,8 @@ class Step(Change):
             )
         self._vector, self.optimizer = vector, optimizer
         self.metric: Metric | None = None
-        self._buffers: tuple[Buffer, Buffer] | None = None  # before, step: allocated with the first step
         self._moving: list[bool] = []
-        if not self._groups():
+        if not self.groups():
             raise ValueError(
                 "optimizer holds none of the parameters of this projector. Make both of the same parameters, "
                 "after freezing, adding adapters and fully_shard."
@@ -140,7 +140,7 @@ class Step(Change):
 
     def check(self, on: On) -> None:
         """Raise for optimizers that cannot be projected, as far as can be told before a step."""
-        name, groups = type(self.optimizer).__name__, self._groups().values()
+        name, groups = type(self.optimizer).__name__, self.groups().values()
         if any(group.get("maximize") for group in groups):
             raise ValueError(
                 f"{name} with maximize=True steps along its gradient, and constraints are for steps against "
@@ -154,17 +154,9 @@ class Step(Change):
         if self.metric == "adam" and (name == "Adamax" or not all("betas" in group for group in groups)):
             self._refuse_metric()
 
-    def shares(self, other: Step) -> bool:
-        """Return whether both have a parameter in common."""
-        return not set(map(id, self._vector.parameters)).isdisjoint(map(id, other._vector.parameters))
-
-    def held_ids(self) -> set[int]:
-        """Return which parameters the optimizer holds, by their ids."""
-        return set(self._groups())
-
     def held(self) -> list[bool] | None:
         """Return which parameters the optimizer holds; None for all of them."""
-        groups = self._groups()
+        groups = self.groups()
         if len(groups) == len(self._vector.parameters):
             return None
         return [id(p) in groups for p in self._vector.parameters]
@@ -172,13 +164,11 @@ class Step(Change):
     def begin(self) -> None:
         """Store the parameters, before the step."""
         self._vector.check()
-        if self._buffers is None:
-            self._buffers = self._vector.buffer(), self._vector.buffer()
-        torch._foreach_copy_(self._buffers[0].parts, self._vector.local())
+        torch._foreach_copy_(self._before.parts, self._vector.local())
 
     def note_moving(self) -> None:
         """Note which parameters move: with a gradient, which may be dropped in the step, and a rate."""
-        groups = self._groups()
+        groups = self.groups()
         self._moving = [
             id(p) in groups and p.grad is not None and not _is_zero(groups[id(p)].get("lr"))
             for p in self._vector.parameters
@@ -189,21 +179,25 @@ class Step(Change):
         return self._moving
 
     def read(self) -> Tensor:
-        """Return the step so far as one vector, in a buffer that is kept."""
-        before, step = self._stored()
-        step.whole.copy_(before.whole)
+        """Return the step so far as one vector, in the scratch buffer of the parameter vector."""
+        step = self._vector.scratch
+        step.whole.copy_(self._before.whole)
         torch._foreach_sub_(step.parts, self._vector.local())
         return step.whole
+
+    def finish(self) -> Tensor:
+        """Return the step that was taken, where the stored parameters were: it can be undone no more."""
+        torch._foreach_sub_(self._before.parts, self._vector.local())
+        return self._before.whole
 
     def write(self, changed: bool, reached: Sequence[bool]) -> None:
         """Apply another step to the stored parameters."""
         if changed:
-            before, step = self._stored()
-            self._vector.assign(torch._foreach_sub(before.parts, step.parts))
+            self._vector.assign(torch._foreach_sub(self._before.parts, self._vector.scratch.parts))
 
     def undo(self) -> None:
         """Restore the stored parameters."""
-        self._vector.assign(self._stored()[0].parts)
+        self._vector.assign(self._before.parts)
 
     def unit(self) -> float:  # noqa: D102
         # Adam's metric has the unit of a gradient over a step.
@@ -216,7 +210,7 @@ class Step(Change):
 
     def learning_rate(self) -> float:
         """Return the largest learning rate."""
-        rates = [group["lr"] for group in self._groups().values() if group.get("lr") is not None]
+        rates = [group["lr"] for group in self.groups().values() if group.get("lr") is not None]
         if not rates:
             raise ValueError(
                 f"{type(self.optimizer).__name__} has no learning rate to convert a weight, a penalty or a "
@@ -235,7 +229,7 @@ class Step(Change):
         if not self._has_moments():
             return None
         w = largest()
-        groups, states = self._groups(), self.optimizer.state
+        groups, states = self.groups(), self.optimizer.state
         parts = self._vector.split(w)
         for p, part, moves in zip(self._vector.parameters, parts, self._moving, strict=True):
             if not moves:
@@ -255,16 +249,17 @@ class Step(Change):
         """Return whether the distance is Adam's, for which all parameters that move need second moments."""
         if self.metric == "euclidean":
             return False
-        groups, states = self._groups(), self.optimizer.state
+        groups, states = self.groups(), self.optimizer.state
         moving = [p for p, moves in zip(self._vector.parameters, self._moving, strict=True) if moves]
         found = all("exp_avg_sq" in states.get(p, {}) and "betas" in groups[id(p)] for p in moving)
         if self.metric == "adam" and not found:
             self._refuse_metric()
         return found
 
-    def _stored(self) -> tuple[Buffer, Buffer]:
-        assert self._buffers is not None
-        return self._buffers
+    @cached_property
+    def _before(self) -> Buffer:
+        """The parameters before the step."""
+        return self._vector.buffer()
 
     def _refuse_metric(self) -> NoReturn:
         raise ValueError(
@@ -272,7 +267,8 @@ class Step(Change):
             f"found {type(self.optimizer).__name__}. Use metric='euclidean'."
         )
 
-    def _groups(self) -> dict[int, dict[str, Any]]:
+    def groups(self) -> dict[int, dict[str, Any]]:
+        """Return the group of each parameter that the optimizer holds, by the id of the parameter."""
         mine = {id(p) for p in self._vector.parameters}
         return {
             id(p): group for group in self.optimizer.param_groups for p in group["params"] if id(p) in mine

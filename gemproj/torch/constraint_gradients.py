@@ -14,11 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from gemproj._checks import check_count
 from gemproj.torch.batches import Batch, Batches, Source, parts, source_of
-from gemproj.torch.calling import call_loss
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 from gemproj.torch.distributed import check_alone
-from gemproj.torch.one_pass import Row, SharedPasses, stored_losses
-from gemproj.torch.promise import Promise
+from gemproj.torch.one_pass import SharedPasses, stored_losses
+from gemproj.torch.promise import Promise, call_loss
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
@@ -67,22 +66,28 @@ def from_batches(
     G.clear()
     with topology.agreement(facts):
         _check(G, model, batches, microbatch)
-        sources = list(batches.sources) if isinstance(batches, Batches) else _sources(batches)
-        promises = _promises(sources, promise)
-        facts["number of rows"] = len(sources)
+        rows = list(batches.sources) if isinstance(batches, Batches) else _sources(batches)
+        if not isinstance(promise, Promise) and len(promise) != len(rows):
+            raise ValueError(
+                f"promise must be one, or one for each of the {len(rows)} batches; found {len(promise)}."
+            )
+        for k, row in enumerate(rows):
+            row.k = k
+            row.promise = row.promise or (promise if isinstance(promise, Promise) else promise[k])
+        facts["number of rows"] = len(rows)
         if topology.world > 1:
             # Processes need not have the same examples of a set or label, nor as many.
-            facts["names of sets or labels"] = list(dict.fromkeys(source.name[:2] for source in sources))
-            facts["promises"] = [one.numbers() for one in promises]
-    totals, passes = topology.plan([source.size for source in sources])
-    weights = [topology.weight(source.size, n) for source, n in zip(sources, totals, strict=True)]
-    rows = list(map(Row, range(len(sources)), sources, promises, weights))
+            facts["names of sets or labels"] = list(dict.fromkeys(row.name[:2] for row in rows))
+            facts["promises"] = [row.promise.numbers() for row in rows]
+    totals, passes = topology.plan([row.size for row in rows])
+    for row in rows:
+        row.weight = topology.weight(row.size, totals[row.k])
 
-    def alone(row: Row) -> Tensor:
+    def alone(row: Source) -> Tensor:
         values = G.losses
-        for part, n, weight in parts(row.source, microbatch, passes[row.k]):
-            values = call_loss(row.promise.loss, model, part, n, row.source.name)
-            stored = stored_losses(part, row.promise, row.source.name)
+        for part, n, weight in parts(row, microbatch, passes[row.k]):
+            values = call_loss(row.promise.loss, model, part, n, row.name)
+            stored = stored_losses(part, row.promise, row.name)
             share = topology.weight(weight, totals[row.k])
             G.add(row.k, values.mean(), share, None if stored is None else stored.mean())
         return values.detach()
@@ -90,20 +95,11 @@ def from_batches(
     if topology.collective:
         reshard(model)
     with topology.passes(), preserved_state(model, G.vector.device, topology.collective):
-        G.open(len(sources), scale)
+        G.open(len(rows), scale)
         shared.fill(G, model, rows, alone, microbatch)
-    G.close(len(sources))
-    G.names = [source.name for source in sources]
-    return promises
-
-
-def _promises(sources: Sequence[Source], given: Promise | Sequence[Promise]) -> list[Promise]:
-    if not isinstance(given, Promise) and len(given) != len(sources):
-        raise ValueError(
-            f"promise must be one, or one for each of the {len(sources)} batches; found {len(given)}."
-        )
-    each = [given] * len(sources) if isinstance(given, Promise) else given
-    return [source.promise or one for source, one in zip(sources, each, strict=True)]
+    G.close(len(rows))
+    G.names = [row.name for row in rows]
+    return [row.promise for row in rows]
 
 
 def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[str, Any]) -> None:
@@ -161,9 +157,10 @@ def preserved_state(model: torch.nn.Module, device: torch.device, gradients: boo
 
 def _set(thing: Any, name: str, value: Any) -> None:
     """Set an attribute; of a plain module without the search among parameters, which takes much longer."""
-    kind: Any = type(thing)
-    plain = kind.__setattr__ is torch.nn.Module.__setattr__  # scripted modules have another one
-    (object.__setattr__ if plain else setattr)(thing, name, value)
+    if name in vars(thing):  # of a scripted module it is not
+        vars(thing)[name] = value
+    else:
+        setattr(thing, name, value)
 
 
 def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]]:

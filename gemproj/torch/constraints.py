@@ -42,15 +42,15 @@ class ConstraintMatrix:
         What each row took, as the host sees it.
     age : int
         Steps that were followed since the rows were computed.
+    written : set of int
+        The rows to which something was added since `open`.
     """
 
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
         self.vector = vector
         self._buffer = torch.empty((0, vector.d), dtype=dtype or vector.dtype, device=vector.device)
         self._views: dict[tuple[int, int | None], dict[int, Tensor]] = {}  # what `parts` has returned
-        wide = wide_dtype(torch, vector.device)
-        self._unknown = torch.tensor(math.nan, dtype=wide, device=vector.device)
-        self._none = self._unknown.new_empty(0)
+        self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
         self.clear()
 
     def __len__(self) -> int:
@@ -77,7 +77,7 @@ class ConstraintMatrix:
         self._reserve(rows)
         self.scale, self.seconds = scale, [0.0] * rows
         self._losses: list[tuple[range, Tensor]] = []  # of these rows: losses now, and when stored
-        self._written: set[int] = set()
+        self.written: set[int] = set()
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0, stored: Tensor | None = None) -> None:
         """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss, and `stored`."""
@@ -85,8 +85,8 @@ class ConstraintMatrix:
         self._reserve(k + 1)
         factor = weight * self.scale
         gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
-        fresh = k not in self._written
-        self._written.add(k)
+        fresh = k not in self.written
+        self.written.add(k)
         found = [j for j, gradient in enumerate(gradients) if gradient is not None]
         if fresh and len(found) < len(gradients):
             self._buffer[k].zero_()
@@ -96,9 +96,7 @@ class ConstraintMatrix:
             self.reached[j] = True
         if found:
             (torch._foreach_copy_ if fresh else torch._foreach_add_)(parts, values)
-        self._note(
-            k, weight * loss.detach().reshape(1), None if stored is None else weight * stored.reshape(1)
-        )
+        self._note(k, weight * loss.detach().reshape(1), stored if stored is None else weight * stored)
 
     def parts(self, k: int, rows: int | None = None) -> dict[int, Tensor]:
         """Return row k of G, or `rows` rows from k on, as a view for each parameter, by its id, to write to.
@@ -117,7 +115,7 @@ class ConstraintMatrix:
         self, k: int, parts: Mapping[int, Tensor], reached: Container[int], losses: Tensor, stored: Any
     ) -> None:
         """Note that `parts` from row k on have the gradients of these losses, and which ids they reach."""
-        self._written.update(range(k, k + len(losses)))
+        self.written.update(range(k, k + len(losses)))
         for j, (p, part) in enumerate(parts.items()):
             if p in reached:
                 self.reached[j] = True
@@ -125,40 +123,31 @@ class ConstraintMatrix:
                 part.zero_()
         self._note(k, losses.detach(), stored)
 
-    def has(self, k: int) -> bool:
-        """Return whether something was added to row k."""
-        return k in self._written
-
-    def last_losses(self) -> Tensor:
-        """Return the losses of what was added last."""
-        return self._losses[-1][1][0]
-
     def drop(self, k: int) -> Tensor:
         """Return row k, which is to be added again."""
-        self._written.discard(k)
+        self.written.discard(k)
         self._losses = [part for part in self._losses if k not in part[0]]
         return self._buffer[k].clone()
 
     def _note(self, k: int, losses: Tensor, stored: Tensor | None) -> None:
-        now = losses.to(self._unknown)
-        then = self._unknown.expand_as(now) if stored is None else stored.to(self._unknown)
+        now = losses.to(self._none)
+        then = torch.full_like(now, math.nan) if stored is None else stored.to(now).expand_as(now)
         self._losses.append((range(k, k + len(now)), torch.stack([now, then])))
 
     def close(self, rows: int) -> None:
         """Sum rows over processes, and declare so many complete; this process may have no example of some."""
-        for k in set(range(rows)) - self._written:
+        for k in set(range(rows)) - self.written:
             self._buffer[k].zero_()
         G, topology = self._buffer[:rows], self.vector.topology
         if self.scale != 1.0:
             G.div_(self.scale)
         self.reached = topology.reduce(G, self.reached)
         if rows:
-            if len(self._losses) == 1 and len(self._losses[0][0]) == rows:
-                sums = self._losses[0][1]
-            else:
-                sums = self.losses.new_zeros(2, rows)
+            sums = self._losses[0][1] if self._losses else self._none.new_zeros(2, 0)
+            if len(self._losses) > 1 or len(sums[0]) < rows:
+                sums = self._none.new_zeros(2, rows)
                 for at, values in self._losses:
-                    sums[:, at.start : at.stop] += values
+                    sums[:, at.start : at.stop].add_(values)
             self.losses, self.stored = topology.sum_values(sums)
         self._count = rows
 
@@ -219,7 +208,7 @@ class ConstraintMatrix:
 
         Cosines, float64, are zero where the step or a row is zero.
         """
-        topology, wide = self.vector.topology, self._unknown.dtype
+        topology, wide = self.vector.topology, self._none.dtype
         # In float64 the norms of float32 would take longer than all else here.
         kind = torch.promote_types(step.dtype, torch.float32)
         found: list[list[Tensor]] = []  # of each tile: |step|^2, and for each row its product and |g_k|^2

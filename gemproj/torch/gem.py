@@ -312,11 +312,13 @@ class Keeper:
     def _sources(self) -> Iterator[Source]:
         # Here an error is one of all processes.
         projector = self._attached()
+        device = projector.device
         _check_nothing_else_held(self._held(), projector.parameters)
         for source in self.memory.promised(self.promise, self.exclude).sources:
             given = source.promise
-            _, source.promise = self._computed.setdefault(id(given), (given, self._as_computed(given)))
-            source.device = projector.device
+            if id(given) not in self._computed:
+                self._computed[id(given)] = given, self._as_computed(given)
+            source.promise, source.device = self._computed[id(given)][1], device
             yield source
 
     def _as_computed(self, promise: Promise) -> Promise:

@@ -23,27 +23,10 @@ _attached: WeakSet[Any] = WeakSet()  # of ProjectedOptimizer; each lives as long
 _lock = Lock()  # of that set: threads may train models of their own
 
 
-def register(projected: Any) -> None:
-    """Note that a projector is attached."""
-    with _lock:
-        _attached.add(projected)
-
-
-def forget(projected: Any) -> None:
-    """Note that a projector is detached."""
-    with _lock:
-        _attached.discard(projected)
-
-
 def find(wanted: Callable[[Any], bool]) -> Any:
     """Return an attached projector's `ProjectedOptimizer`, or None."""
     with _lock:
         return next(filter(wanted, _attached), None)
-
-
-def is_attached(projector: Any) -> bool:
-    """Return whether a projector is attached to any optimizer."""
-    return find(lambda one: one._projector is projector) is not None
 
 
 def detach(optimizer: Any) -> None:
@@ -58,17 +41,6 @@ def detach(optimizer: Any) -> None:
         owner: Any = getattr(hook, "__self__", None)
         if type(owner).__module__.startswith("gemproj."):
             owner.remove()
-
-
-def versions(parameters: Iterable[Tensor]) -> list[tuple[Tensor | None, int]]:
-    """Return the gradients, and how often each was written."""
-    return [(p.grad, 0 if p.grad is None else p.grad._version) for p in parameters]
-
-
-def unchanged(parameters: Iterable[Tensor], before: Iterable[tuple[Tensor | None, int]]) -> bool:
-    """Return whether the gradients are those of before, and were not written since."""
-    pairs = zip(versions(parameters), before, strict=True)
-    return all(now is then and m == n for (now, m), (then, n) in pairs)
 
 
 @torch.no_grad()
@@ -163,7 +135,7 @@ def clip_grad_norm_(
     mine = {id(p) for p in parameters if p.grad is not None}
     holding = [o for o in optimizers if mine <= {id(p) for group in o.param_groups for p in group["params"]}]
     last = holding[-1] if holding else None
-    one = find(lambda one: one._step.optimizer is last and mine <= one._step.held_ids())
+    one = find(lambda one: one._step.optimizer is last and mine <= one._step.groups().keys())
     if one is None:
         return now(parameters, max_norm, norm_type)
     # Nothing is written before the step. Clipping to infinity would: NaN where the norm overflows.
@@ -180,7 +152,9 @@ class ProjectedOptimizer:
         step.metric = projector.metric
         step.check(projector.on)
         self._projector, self._step, self.clips = projector, step, Clips()
-        other = find(lambda one: one._step.optimizer is step.optimizer and one._step.shares(step))
+        other = find(
+            lambda one: one._step.optimizer is step.optimizer and one._step.groups().keys() & step.groups()
+        )
         if other is not None:
             raise ValueError(
                 f"{'This' if other._projector is projector else 'Another'} projector is attached to this "
@@ -194,10 +168,10 @@ class ProjectedOptimizer:
         self._projected: list[tuple[Tensor | None, int]] = []  # gradients, until the step is complete
         self._hooks: list[Any] = [
             step.optimizer.register_step_pre_hook(self._begin),
-            before_steps(step.optimizer, self._project_gradient),
             step.optimizer.register_step_post_hook(self._finish),
         ]
-        register(self)
+        with _lock:
+            _attached.add(self)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip what the projection leaves of the gradient, in the next step; see `GEM.clip_grad_norm_`."""
@@ -212,11 +186,12 @@ class ProjectedOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        forget(self)
+        with _lock:
+            _attached.discard(self)
 
     @torch.compiler.disable
     @torch.no_grad()
-    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         self._before(optimizer)
         start = time.perf_counter()
         if self._projector.scale_dependent and getattr(optimizer, "grad_scale", None) is not None:
@@ -225,24 +200,45 @@ class ProjectedOptimizer:
                 "are still scaled: call scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
         self._skipped = will_skip(optimizer)
+        # `args` starts with the optimizer itself in some versions of torch.
+        closure = next((a for a in [*args, *kwargs.values()] if callable(a)), None)
         # A closure may bring the first constraints.
-        has_closure = _closure(args, kwargs) is not None
-        self._watches = not self._skipped and (self._projector.count > 0 or has_closure)
+        self._watches = not self._skipped and (self._projector.count > 0 or closure is not None)
         if self._watches:
             self._step.metric = self._projector.metric
             self._step.begin()
         self._seconds = time.perf_counter() - start
+        if closure is None:
+            self._project_gradient()
+            return None
+
+        def projecting() -> Any:
+            loss = closure()
+            self._project_gradient()
+            return loss
+
+        swap = {id(closure): projecting}
+        return tuple(swap.get(id(a), a) for a in args), {k: swap.get(id(a), a) for k, a in kwargs.items()}
 
     @torch.compiler.disable
     def _project_gradient(self) -> None:
         # Else a step that broke off after this is taken again, perhaps with its clipping repeated.
-        if not self._projected or not unchanged(self._projector.parameters, self._projected):
+        if not self._projected or not self._unchanged():
             self._projector.before_step(None if self._skipped else self._step)
             self._step.clipped = 1.0
         self._step.clipped *= self.clips.run()  # the gradient with its weights, as replay does
         if self._projector.on != "gradient":
             self._step.note_moving()
-        self._projected = versions(self._projector.parameters)
+        self._projected = self._versions()
+
+    def _versions(self) -> list[tuple[Tensor | None, int]]:
+        """Return the gradients, and how often each was written."""
+        return [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._projector.parameters]
+
+    def _unchanged(self) -> bool:
+        """Return whether the gradients are those that were projected, and were not written since."""
+        pairs = zip(self._versions(), self._projected, strict=True)
+        return all(now is then and m == n for (now, m), (then, n) in pairs)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -253,32 +249,7 @@ class ProjectedOptimizer:
             self._after()
 
 
-def before_steps(optimizer: torch.optim.Optimizer, change: Callable[[], Any]) -> Any:
-    """Call `change` before every ``optimizer.step()``, or after every call of its closure."""
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        closure = _closure(args, kwargs)
-        if closure is None:
-            change()
-            return None
-
-        def changing() -> Any:
-            loss = closure()
-            change()
-            return loss
-
-        swap = {id(closure): changing}
-        return tuple(swap.get(id(a), a) for a in args), {k: swap.get(id(a), a) for k, a in kwargs.items()}
-
-    return optimizer.register_step_pre_hook(before_step)
-
-
 def will_skip(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a fused optimizer will find infinities and skip its step; False where asking waits."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and found.device.type == "cpu" and bool(found)
-
-
-def _closure(args: Any, kwargs: Any) -> Callable[[], Any] | None:
-    # `args` starts with the optimizer itself in some versions of torch.
-    return next((a for a in [*args, *kwargs.values()] if callable(a)), None)

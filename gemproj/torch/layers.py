@@ -38,7 +38,7 @@ class RowGradients:
     """
 
     def __init__(self, modules: Iterable[nn.Module], into: Mapping[int, Tensor]) -> None:
-        self._into = into
+        self._into, self._rows = into, len(next(iter(into.values())))
         self._layers: list[tuple[Any, Mapping[str, Tensor], Rule]] = []
         self.reached: set[int] = set()
         self.rounding = 0.0
@@ -79,8 +79,7 @@ class RowGradients:
 
         def add(x: Tensor, gradient: Tensor) -> None:
             self.rounding = max(self.rounding, torch.finfo(gradient.dtype).eps)
-            t = len(next(iter(self._into.values())))
-            x, gradient = x.unflatten(0, (t, -1)), gradient.unflatten(0, (t, -1))
+            x, gradient = x.unflatten(0, (self._rows, -1)), gradient.unflatten(0, (self._rows, -1))
             for name, p in own.items():
                 rule(layer, name, x, gradient, self._into[id(p)], id(p) not in self.reached)
                 self.reached.add(id(p))

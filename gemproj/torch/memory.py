@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, repeat
 from operator import itemgetter
 from typing import Any
 
@@ -24,10 +24,9 @@ from gemproj.torch.batches import (
     count_examples,
     labels_of,
 )
-from gemproj.torch.examples import owned
 from gemproj.torch.policies import POLICIES
 from gemproj.torch.promise import Per, Promise
-from gemproj.torch.store import Store, gather
+from gemproj.torch.store import Store, gather, owned
 from gemproj.torch.unprotected import keep
 
 _Chosen = list[tuple[Store, int]]  # stores and slots of examples
@@ -354,7 +353,7 @@ class EpisodicMemory:
                     yield self._source(chosen, (None, None), given)
                 continue
             for label, slots in store.draw(per == "label", n, random):
-                drawn = [(store, slot) for slot in slots]
+                drawn = list(zip(repeat(store), slots))
                 if per != "example":
                     yield self._source(drawn, (task, label), given)
                     continue
@@ -369,7 +368,8 @@ class EpisodicMemory:
         return [(stores[k], i - starts[k]) for k, i in placed]
 
     def _source(self, chosen: _Chosen, name: tuple[Hashable, ...], promise: Promise | None = None) -> Source:
-        return Source(chosen, self._fetch, name, promise, chosen[0][0].kind)
+        store = chosen[0][0]
+        return Source(chosen, self._fetch, name, promise, (id(store.collate), store.form))
 
     def _fetch(self, chosen: _Chosen) -> Batch:
         """Return a batch of copies of these examples; the last one's `collate` makes it of a list."""

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from gemproj.torch.batches import Batch, Remembered, Source, leaves_of
-from gemproj.torch.calling import call_loss
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.layers import RowByRow, RowGradients
-from gemproj.torch.promise import Promise
+from gemproj.torch.promise import Promise, call_loss
 from gemproj.torch.terms import rounding
 
 # Bytes of activations for each thread, of a pass and of the largest row in it. Several rows in a pass save
@@ -26,20 +25,6 @@ _CPU_PASS, _CPU_ROW = 2**25, 2**22
 # As at the beginning of a distillation; gradients are compared later.
 _NOTHING_YET = "the losses are zero, and their gradients rounding"
 _A_MEAN = "the loss is a mean over examples; if it returned one number for each, rows could share a pass"
-
-
-class Row(NamedTuple):
-    """Row k of G: its examples, the promise about them, and the weight of their mean loss in it."""
-
-    k: int
-    source: Source
-    promise: Promise
-    weight: float
-
-    @property
-    def kind(self) -> tuple[Hashable, ...]:
-        """What rows of one pass have in common."""
-        return id(self.promise.loss), self.source.kind, self.source.size
 
 
 class Limit(NamedTuple):
@@ -76,13 +61,13 @@ class SharedPasses:
         self,
         G: ConstraintMatrix,
         model: torch.nn.Module,
-        rows: Sequence[Row],
-        alone: Callable[[Row], Tensor],
+        rows: Sequence[Source],
+        alone: Callable[[Source], Tensor],
         microbatch: int | None = None,
     ) -> None:
         """Compute rows of G; ``alone(row)`` computes one in a pass of its own, and returns its losses."""
         self.reason = None
-        for kind, same in groupby(rows, lambda row: row.kind):
+        for kind, same in groupby(rows, lambda row: (id(row.promise.loss), row.kind, len(row.examples))):
             some = list(same)
             limit = self._limits.get(kind, Limit(some[0].promise.loss))
             if len(some) > 1 and kind not in self._limits:
@@ -97,7 +82,7 @@ class SharedPasses:
                 except Exception as error:  # if it is the loss that fails, it also does alone
                     limit = self._limits[kind] = Limit(limit.loss, reason=_first_line(error))
                 for row in part:
-                    if not G.has(row.k):
+                    if row.k not in G.written:
                         alone(row)
                 for row in part:
                     G.seconds[row.k] = (time.perf_counter() - start) / len(part)
@@ -107,27 +92,27 @@ class SharedPasses:
 
 
 def _find_limit(
-    G: ConstraintMatrix, model: torch.nn.Module, rows: list[Row], alone: Any, microbatch: int | None
+    G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], alone: Any, microbatch: int | None
 ) -> Limit:
     """Find out with two rows whether rows can share a pass; G keeps one of them at most."""
     row, loss, device = rows[-1], rows[-1].promise.loss, G.vector.device
     if G.vector.topology.collective:
         return Limit(loss, reason="parameters are sharded")
-    if row.source.kind is None or row.source.size == 0:
+    if row.kind is None or row.size == 0:
         return Limit(loss, reason="batches were given, and not what they are made of")
-    room = (microbatch or 2**31) // row.source.size
+    room = (microbatch or 2**31) // row.size
     if room < 2:
         return Limit(loss, reason="a microbatch has no room for two rows")
     with _counted_activations(model) as count:
         values = alone(row)
-    if values.shape != (row.source.size,):
+    if values.shape != (row.size,):
         return Limit(loss, reason=_A_MEAN)
     of_pass, of_row = _budget(device)
     most = min(of_pass // max(count[0], 1), room)
     if most < 2 or count[0] > of_row:
-        return Limit(loss, reason=f"a row has {row.source.size} examples, {count[0] / 2**20:.3g} MiB")
-    now = G.last_losses()
-    if bool((now.abs() <= rounding(now, G.vector.dtype)).all()):
+        return Limit(loss, reason=f"a row has {row.size} examples, {count[0] / 2**20:.3g} MiB")
+    now = values.mean().to(G.losses)
+    if bool(now.abs() <= rounding(now, G.vector.dtype)):
         return Limit(loss, reason=_NOTHING_YET)
     expected, batch = G.drop(row.k), _batch(rows)
     try:
@@ -151,7 +136,7 @@ def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def _passes(rows: list[Row], limit: Limit) -> Iterator[tuple[list[Row], Batch | None]]:
+def _passes(rows: list[Source], limit: Limit) -> Iterator[tuple[list[Source], Batch | None]]:
     """Yield rows that share a pass, with the batch of all their examples; or one row, and None."""
     if len(rows) > limit.rows:
         for start in range(0, len(rows), limit.rows):
@@ -165,20 +150,20 @@ def _passes(rows: list[Row], limit: Limit) -> Iterator[tuple[list[Row], Batch | 
         yield from _passes(half, limit)
 
 
-def _batch(rows: list[Row]) -> Batch:
-    return rows[0].source.joined(row.source for row in rows[1:]).all()
+def _batch(rows: list[Source]) -> Batch:
+    return rows[0].joined(rows[1:]).all()
 
 
-def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Row], batch: Batch) -> RowGradients:
+def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], batch: Batch) -> RowGradients:
     """Compute rows of G in one pass; raise where that is not possible."""
-    first, t, n = rows[0], len(rows), rows[0].source.size
+    first, t, n = rows[0], len(rows), rows[0].size
     given = batch.batch if isinstance(batch, Remembered) else batch
     if any(leaf.shape[:1] != (t * n,) for leaf in _tensors(given)):
         raise RowByRow("the rows of a batch are no examples, as in packed texts")
     parts = G.parts(first.k, t)
     gradients = RowGradients(model.modules(), parts)
     with gradients.recorded(t * n):
-        values = call_loss(first.promise.loss, model, batch, t * n, first.source.name)
+        values = call_loss(first.promise.loss, model, batch, t * n, first.name)
         if values.shape != (t * n,):
             raise RowByRow(_A_MEAN)
         weights: Any = [row.weight for row in rows]
@@ -186,7 +171,7 @@ def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Row], batch: B
         weights = weights[0] if alike else torch.tensor(weights, dtype=values.dtype, device=values.device)
         losses = values.view(t, n).mean(1) * weights
         gradients.differentiate(losses.sum() * G.scale, G.vector.parameters)
-    stored = stored_losses(batch, first.promise, first.source.name)
+    stored = stored_losses(batch, first.promise, first.name)
     then = None if stored is None else stored.view(t, n).mean(1) * weights
     G.note(first.k, parts, gradients.reached, losses, then)
     return gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
@@ -81,7 +82,7 @@ class ParameterVector:
         self.dtype = shards[0].dtype
         for p in shards:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
-        self._kinds = [(p.dtype, p.device) for p in chosen]
+        self._kinds = [(p.dtype, p.device, True) for p in chosen]
         self.sizes = [p.numel() for p in shards]
         self.shapes = [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
@@ -89,25 +90,25 @@ class ParameterVector:
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in chosen]
         self.owned = self.slices(owned=True)
-        self._scratch: Buffer | None = None
 
     def check(self) -> None:
         """Raise if a parameter was frozen, or has got another dtype or device."""
-        frozen = sum(not p.requires_grad for p in self.parameters)
+        found = [(p.dtype, p.device, p.requires_grad) for p in self.parameters]
+        if found == self._kinds:
+            return
+        frozen = [trains for *_, trains in found].count(False)
         if frozen:
             raise ValueError(
                 f"{frozen} of the {len(self.parameters)} parameters of this projector no longer "
                 "require a gradient. Make a new projector or GEM after freezing parameters or adding "
                 "adapters, and remove() the old one."
             )
-        kinds = [(p.dtype, p.device) for p in self.parameters]
-        if kinds != self._kinds:
-            now, then = next(pair for pair in zip(kinds, self._kinds, strict=True) if pair[0] != pair[1])
-            raise ValueError(
-                f"parameters have changed: one is {now[0]} on {now[1]}, and was {then[0]} on {then[1]} when "
-                "this projector was made. Make a new projector, or a new GEM with the same memory, and "
-                "remove() the old one."
-            )
+        now, then = next(pair for pair in zip(found, self._kinds, strict=True) if pair[0] != pair[1])
+        raise ValueError(
+            f"parameters have changed: one is {now[0]} on {now[1]}, and was {then[0]} on {then[1]} when "
+            "this projector was made. Make a new projector, or a new GEM with the same memory, and "
+            "remove() the old one."
+        )
 
     def empty(self) -> Tensor:
         """Return an uninitialised vector."""
@@ -118,12 +119,10 @@ class ParameterVector:
         whole = self.empty()
         return Buffer(whole, self.split(whole))
 
-    @property
+    @cached_property
     def scratch(self) -> Buffer:
-        """A buffer that is kept, to read gradients to; made when it is first used."""
-        if self._scratch is None:
-            self._scratch = self.buffer()
-        return self._scratch
+        """A buffer to read gradients and steps to."""
+        return self.buffer()
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """Return views of a vector, one per parameter, in the shapes of the local shards."""

@@ -19,6 +19,8 @@ class Slots:
         Label of the example in each slot (0 without labels), and its place in the stream of the task.
     counts, seen : Counter
         How many examples of each label are stored, and were offered, the present one included.
+    used : int
+        How many slots are in use: the first ones.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -26,10 +28,7 @@ class Slots:
         self.arrivals = np.zeros(capacity, dtype=np.int64)
         self.counts: Counter[int] = Counter()
         self.seen: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        """Return how many slots are in use: the first ones."""
-        return self.counts.total()
+        self.used = 0
 
     @property
     def most(self) -> int:
@@ -46,12 +45,14 @@ class Slots:
     def place(self, label: int, policy: Policy, random: torch.Generator) -> int | None:
         """Find a slot for the next example of the stream and take it; None if the example is not kept."""
         self.seen[label] += 1
-        slot: int | None = len(self)
+        slot: int | None = self.used
         if slot == len(self.labels):
             slot = policy(self, label, random)
             if slot is None:
                 return None
             self.counts[int(self.labels[slot])] -= 1
+        else:
+            self.used += 1
         self.labels[slot], self.arrivals[slot] = label, self.seen.total() - 1
         self.counts[label] += 1
         return slot
@@ -59,7 +60,7 @@ class Slots:
     def state_dict(self) -> dict[str, Any]:
         """Return labels, arrivals and counts as tensors and dicts."""
         pairs = {"labels": self.labels, "arrivals": self.arrivals}
-        used = {name: torch.tensor(of[: len(self)], device="cpu") for name, of in pairs.items()}
+        used = {name: torch.tensor(of[: self.used], device="cpu") for name, of in pairs.items()}
         return {**used, "seen": dict(self.seen)}
 
     def load_state_dict(self, state: Mapping[str, Any], n: int) -> None:
@@ -71,7 +72,7 @@ class Slots:
                 f"{len(self.labels)} slots."
             )
         self.labels[:n], self.arrivals[:n] = labels, arrivals
-        self.counts, self.seen = Counter(labels.tolist()), Counter(state["seen"])
+        self.counts, self.seen, self.used = Counter(labels.tolist()), Counter(state["seen"]), n
 
 
 Policy = Callable[[Slots, int, torch.Generator], "int | None"]  # asked only when all slots are in use
@@ -79,9 +80,9 @@ Policy = Callable[[Slots, int, torch.Generator], "int | None"]  # asked only whe
 
 def reservoir(slots: Slots, label: int, random: torch.Generator) -> int | None:
     """Keep every example of the stream with the same chance (Vitter, 1985), whatever its label is."""
-    if draw(slots.seen.total(), random) >= len(slots):
+    if draw(slots.seen.total(), random) >= slots.used:
         return None
-    return draw(len(slots), random)  # a second draw: with one label `balanced` makes the same choices
+    return draw(slots.used, random)  # a second draw: with one label `balanced` makes the same choices
 
 
 def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:

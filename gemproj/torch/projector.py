@@ -18,7 +18,7 @@ from gemproj.torch.changes import Change, Gradient, Metric, On, Step
 from gemproj.torch.constraint_gradients import from_batches, from_losses, unwrapped
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated, check_alone
-from gemproj.torch.hooks import ProjectedOptimizer, is_attached
+from gemproj.torch.hooks import ProjectedOptimizer, find
 from gemproj.torch.keywords import suggesting
 from gemproj.torch.one_pass import SharedPasses
 from gemproj.torch.parameters import ParameterVector
@@ -234,7 +234,7 @@ class GradientProjector:
         bool
             Whether constraints were computed: at the first call after `reset` and every `every` calls.
         """
-        if self._calls and self.on != "gradient" and not is_attached(self):
+        if self._calls and self.on != "gradient" and find(lambda one: one._projector is self) is None:
             raise ValueError(
                 f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
                 "attach(optimizer) once, before the loop."
@@ -277,6 +277,7 @@ class GradientProjector:
         """
         if self.on == "step":
             raise ValueError("on='step' leaves the gradient alone; attach(optimizer) projects its steps.")
+        self._vector.check()
         return self._change_gradient(Gradient(self._vector, learning_rate=learning_rate))
 
     def attach(self, optimizer: torch.optim.Optimizer) -> ProjectedOptimizer:
@@ -321,7 +322,7 @@ class GradientProjector:
                     f"A step of {name} could not be projected and was undone. There g is the step: {error}"
                 ) from error
             last = replace(last, _step=sol, _solution=sol if self.on == "step" else last._solution)
-        cosines = self._matrix.follow(step.read())
+        cosines = self._matrix.follow(step.finish())
         seconds += last.seconds + time.perf_counter() - start
         self.last = replace(last, cosines=cosines, seconds=seconds)
 
@@ -378,7 +379,6 @@ class GradientProjector:
     def _change_gradient(self, change: Gradient) -> Projection:
         start, sol = time.perf_counter(), None
         if len(self._matrix) and any(p.grad is not None for p in self._vector.parameters):
-            self._vector.check()
             sol = self._project(change)
         return self._record(sol, start)
 

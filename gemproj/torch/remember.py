@@ -12,12 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gemproj.torch.batches import Collate, PerExample, Remembered, join, leaves_of, moved, parts, take
-from gemproj.torch.calling import call_loss, explained
 from gemproj.torch.constraint_gradients import preserved_state, reshard, unwrapped
 from gemproj.torch.distributed import Replicated
 from gemproj.torch.memory import EpisodicMemory
 from gemproj.torch.parameters import ParameterVector
-from gemproj.torch.promise import Promise
+from gemproj.torch.promise import Promise, call_loss, explained
 from gemproj.torch.reading import read
 
 # The loss is tried on so many examples: of one, some losses squeeze the dimension of the examples away.
@@ -57,7 +56,11 @@ def remember(
         return name
     model, parallel = unwrapped(model)
     reshard(model)
-    vector = ParameterVector.of(_trainable(model), process_group)
+    floating: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
+    trainable = [p for p in floating if p.requires_grad]
+    # Of a frozen model one parameter stands for all of them.
+    held = trainable or [p.detach().requires_grad_() for p in floating[:1]]
+    vector = ParameterVector.of(held, process_group)
     if parallel is not None and vector.topology.world == 1:
         vector.topology = Replicated(vector.device, parallel.process_group)
     topology = vector.topology
@@ -69,14 +72,14 @@ def remember(
 
     # Shards cannot tell each other of an error, and try again.
     tried = not (evaluated or topology.collective)
-    trainable = any(p.requires_grad for p in model.parameters())
 
     def evaluate(size: int) -> None:
         found, losses = [], []
         some = replace(source, examples=source.examples[:size])
         with topology.passes(), preserved_state(model, vector.device), torch.no_grad():
             for given, n, weight in parts(some, microbatch, min(most, size)):
-                home, part = _device_of(given), moved(given, vector.device)
+                devices = [leaf.device for leaf in leaves_of(given) if isinstance(leaf, Tensor)]
+                home, part = (devices or [torch.device("cpu")])[0], moved(given, vector.device)
                 with explained(part):
                     stored = () if outputs is None else outputs(model, part)
                     if n == 1 and isinstance(stored, PerExample):  # a packed row, of several texts
@@ -85,7 +88,7 @@ def remember(
                 if bounded or len(found) == 1:
                     with torch.set_grad_enabled(tried):
                         value = call_loss(loss, model, Remembered(part, stored) if evaluated else part, n)
-                    _check(value, name, trained=tried and trainable)
+                    _check(value, name, trained=tried and bool(trainable))
                 if bounded:
                     losses.append(_one_each(value, n)[:weight].to(home))
             if evaluated:
@@ -104,12 +107,6 @@ def remember(
     return name
 
 
-def _trainable(model: torch.nn.Module) -> list[Tensor]:
-    """Return the trainable parameters; of a frozen model one that stands for all of them."""
-    held = [p for p in model.parameters() if p.is_floating_point()]
-    return [p for p in held if p.requires_grad] or [p.detach().requires_grad_() for p in held[:1]]
-
-
 def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate | None) -> None:
     """Offer all examples to the memory; raise where a new set has none."""
     chunks, collate = read(data, collate)
@@ -117,11 +114,6 @@ def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate
         memory.add(chunk, name, collate=collate)
     if name not in memory.tasks:
         raise ValueError("data holds no example. An iterator can be read once only: pass the loader itself.")
-
-
-def _device_of(batch: Any) -> torch.device:
-    found = (leaf.device for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
-    return next(found, torch.device("cpu"))
 
 
 def _check(losses: Tensor, name: Hashable, trained: bool) -> None:

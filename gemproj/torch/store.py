@@ -1,16 +1,34 @@
-"""The examples of one task: how they are held, the policy's bookkeeping, and draws without replacement."""
+"""The examples of one task: how they are held, the policy's bookkeeping, and draws without replacement.
+
+Batches of tensors are held in the rows of preallocated ones, other examples as they are, in a list.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+import sys
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.utils._pytree import tree_unflatten
 
-from gemproj.torch.batches import Collate, PerExample, Remembered, count_examples
-from gemproj.torch.examples import Dense, Listed, hold, packed, unpacked
+from gemproj.torch.batches import (
+    Batch,
+    Collate,
+    PerExample,
+    Remembered,
+    count_examples,
+    flatten,
+    leaves_of,
+    map_nested,
+    place,
+)
 from gemproj.torch.policies import Policy, Slots
+
+_PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # cannot change
+_NUMPY = "__numpy__"  # the key of the bytes of an array, which is a dict in a state
 
 
 class Store:
@@ -25,6 +43,8 @@ class Store:
         loading.
     held : dict
         What holds the examples, their outputs and losses in these slots, by name.
+    form : tuple
+        Structure, shapes and dtypes of these: examples of equal form can be mixed in one batch.
     queues : dict
         The slots that are left to draw, by label; of None for all examples.
     """
@@ -35,10 +55,10 @@ class Store:
         self.slots = Slots(capacity)
         self.collate = collate
         self.queues: dict[Hashable, list[int]] = {}
-        self.held = {name: hold(getattr(examples, name), capacity, n) for name in examples.fields}
+        self._hold({name: hold(getattr(examples, name), capacity, n) for name in examples.fields})
 
     def __len__(self) -> int:
-        return len(self.slots)
+        return self.slots.used
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         return Store.from_state_dict(self.state_dict(), len(self.slots.labels), self.collate)
@@ -48,10 +68,8 @@ class Store:
         """Bytes of all that is held."""
         return sum(held.nbytes for held in self.held.values())
 
-    @property
-    def kind(self) -> Hashable:
-        """What stores have in common whose examples can be mixed in one batch."""
-        return id(self.collate), *((name, held.kind) for name, held in self.held.items())
+    def _hold(self, held: dict[str, Dense | Listed]) -> None:
+        self.held, self.form = held, tuple((name, one.kind) for name, one in held.items())
 
     def add(self, examples: Remembered, labels: list[int], policy: Policy, random: torch.Generator) -> None:
         """Offer examples, which have been checked, to the policy."""
@@ -69,19 +87,22 @@ class Store:
         stored = Remembered(PerExample(range(len(self))), outputs, losses)
         n = count_examples(stored)  # raises unless there is one of each for each example
         found = {name: hold(getattr(stored, name), len(self.slots.labels), n) for name in stored.fields}
-        self.held = found | {"batch": self.held["batch"]}
+        self._hold(found | {"batch": self.held["batch"]})
 
     def draw(
         self, by_label: bool, n: int | None, random: torch.Generator
-    ) -> Iterator[tuple[Hashable, list[int]]]:
-        """Yield n slots of each label, in the order of the labels, or of all with None as their label.
+    ) -> list[tuple[Hashable, list[int]]]:
+        """Return n slots of each label, in the order of the labels, or of all with None as their label.
 
         None is drawn again before all of them were. Without n these are all slots.
         """
-        used = self.slots.labels[: len(self)]
-        for label in np.unique(used).tolist() if by_label else [None]:
-            slots = np.flatnonzero(used == label).tolist() if by_label else range(len(self))
-            yield label, list(slots) if n is None else self._next(label, slots, n, random)
+        slots: dict[Hashable, Any] = {None: range(len(self))}
+        if by_label:
+            used = self.slots.labels[: len(self)]
+            slots = {label: np.flatnonzero(used == label).tolist() for label in np.unique(used).tolist()}
+        if n is None:
+            return [(label, list(some)) for label, some in slots.items()]
+        return [(label, self._next(label, some, n, random)) for label, some in slots.items()]
 
     def _next(self, label: Hashable, slots: Any, n: int, random: torch.Generator) -> list[int]:
         queue = self.queues.setdefault(label, [])
@@ -139,13 +160,13 @@ class Store:
 
 def gather(chosen: list[tuple[Store, list[int]]]) -> Remembered:
     """Return copies of the examples in some slots of several stores as those of one."""
-    first = chosen[0][0].held
-    for store, _ in chosen[1:]:
+    first, form = chosen[0][0].held, chosen[0][0].form
+    for store, _ in chosen:
         if store.held.keys() != first.keys():
             raise ValueError(
                 "Outputs or losses are stored with some tasks only, so that they cannot be mixed."
             )
-        if any(store.held[name].kind != held.kind for name, held in first.items()):
+        if store.form != form:
             raise ValueError(
                 "Examples that differ in structure, shape or dtype, or that are stored in batches here and "
                 "in a list there, cannot be mixed in one batch. Draw from each task by itself, as "
@@ -153,3 +174,152 @@ def gather(chosen: list[tuple[Store, list[int]]]) -> Remembered:
             )
     columns: Any = {name: [(store.held[name], slots) for store, slots in chosen] for name in first}
     return Remembered(**{name: first[name].gather(column) for name, column in columns.items()})
+
+
+class Dense:
+    """Examples of one shape, in preallocated tensors with one row for each slot."""
+
+    def __init__(self, like: Batch, capacity: int) -> None:
+        leaves, self._spec = flatten(like)
+        # What inference mode allocates could not be written to outside of it.
+        with torch.inference_mode(False):
+            self._leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
+        self.kind = str(self._spec), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots, in use or not."""
+        return sum(leaf.nbytes for leaf in self._leaves)
+
+    def write(self, slots: list[int], examples: Batch, rows: list[int]) -> None:
+        """Copy rows of a batch into slots."""
+        to, of = (torch.tensor(places, dtype=torch.int64, device="cpu") for places in (slots, rows))
+        for kept, leaf in zip(self._leaves, flatten(examples)[0], strict=True):
+            kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
+
+    @staticmethod
+    def gather(chosen: list[tuple[Dense, list[int]]]) -> Batch:
+        """Return copies of the examples in some slots, as one batch on the devices of the first ones.
+
+        Those that were loaded may lie on other devices than those that were stored since.
+        """
+        sizes, joined = [len(slots) for _, slots in chosen], []
+        places = np.array([slot for _, slots in chosen for slot in slots], dtype=np.int64)
+        rows, home = torch.from_numpy(places), chosen[0][0]._leaves[0].device  # faster than torch.tensor
+        there, here = rows.split_with_sizes(sizes), rows.to(home).split_with_sizes(sizes)
+        for leaves in zip(*(held._leaves for held, _ in chosen), strict=True):
+            out = leaves[0].new_empty((len(places), *leaves[0].shape[1:]))
+            parts = out.split_with_sizes(sizes)
+            for leaf, at, at_home, part in zip(leaves, there, here, parts, strict=True):
+                if leaf.device == home == out.device:
+                    torch.index_select(leaf, 0, at_home, out=part)
+                else:
+                    part.copy_(leaf.index_select(0, at.to(leaf.device)))
+            joined.append(out)
+        return tree_unflatten(joined, chosen[0][0]._spec)
+
+    def check(self, examples: Batch, field: str) -> None:
+        """Raise for examples that are not like those stored."""
+        leaves, spec = flatten(examples)
+        if spec != self._spec:
+            raise ValueError(
+                f"The batch is nested differently from what is stored: {spec}, not {self._spec}."
+            )
+        for i, (leaf, like) in enumerate(zip(leaves, self._leaves, strict=True)):
+            if (leaf.shape[1:], leaf.dtype) != (like.shape[1:], like.dtype):
+                where = field + place(examples, i).removeprefix("batch")
+                raise ValueError(
+                    f"Stored examples have shape {tuple(like.shape[1:])} and {like.dtype} in {where}; found "
+                    f"{tuple(leaf.shape[1:])} and {leaf.dtype}. For examples that differ in length pass the "
+                    "loader itself, whose collate_fn pads them, or a data set or list of examples with "
+                    "collate=: they are then stored as they are."
+                )
+
+
+class Listed:
+    """Examples as they are, in a list with one element for each slot in use."""
+
+    kind = ()
+
+    def __init__(self) -> None:
+        self._kept: list[Any] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors and arrays, and of other values what `sys.getsizeof` says of each."""
+        return sum(getattr(leaf, "nbytes", sys.getsizeof(leaf)) for leaf in leaves_of(self._kept))
+
+    def write(self, slots: list[int], examples: PerExample, rows: list[int]) -> None:
+        """Put examples, which are copies, into slots, of which new ones follow those in use."""
+        self._kept += [None] * (max(slots, default=-1) + 1 - len(self._kept))
+        for slot, row in zip(slots, rows, strict=True):
+            self._kept[slot] = examples[row]
+
+    @staticmethod
+    def gather(chosen: list[tuple[Listed, list[int]]]) -> PerExample:
+        """Return copies of the examples in some slots: there are collate functions that change them."""
+        return owned(PerExample(held._kept[slot] for held, slots in chosen for slot in slots))
+
+
+def hold(examples: Any, capacity: int, n: int = 0) -> Dense | Listed:
+    """Return what holds examples of this kind, with the first n of these in the first slots."""
+    held: Any = Listed() if isinstance(examples, PerExample) else Dense(examples, capacity)
+    held.write(list(range(n)), examples, list(range(n)))
+    return held
+
+
+def packed(examples: Any) -> Any:
+    """Return a list of examples as ``torch.load(..., weights_only=True)`` can read it; a batch as it is."""
+
+    def of(leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray | np.generic):
+            return leaf
+        flat, scalar = np.ascontiguousarray(leaf).reshape(-1), not isinstance(leaf, np.ndarray)
+        of_bytes = torch.from_numpy(flat.view(np.uint8))
+        return {_NUMPY: of_bytes, "dtype": leaf.dtype.str, "shape": leaf.shape, "scalar": scalar}
+
+    return map_nested(of, list(examples)) if isinstance(examples, PerExample) else examples
+
+
+def unpacked(state: list[Any]) -> PerExample:
+    """Return copies of the examples that were `packed`."""
+
+    def is_array(value: Any) -> bool:
+        return isinstance(value, dict) and _NUMPY in value
+
+    def of(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        array = leaf[_NUMPY].cpu().numpy().view(leaf["dtype"]).reshape(leaf["shape"])
+        return array[()] if leaf["scalar"] else array
+
+    return owned(PerExample(map_nested(of, one, is_array) for one in state))
+
+
+def owned(examples: Any) -> Any:
+    """Return copies of the examples of a list, or raise for what cannot be stored; a batch as it is."""
+    if not isinstance(examples, PerExample):
+        return examples
+    with torch.inference_mode(False):  # tensors of inference mode could not be trained on
+        return PerExample(map_nested(_copied, one, _is_plain_list) for one in examples)
+
+
+def _is_plain_list(value: Any) -> bool:
+    """Return whether a value is a list of numbers or strings, such as tokens, which is copied at once."""
+    return type(value) is list and _PLAIN.issuperset(map(type, value))
+
+
+def _copied(leaf: Any) -> Any:
+    if isinstance(leaf, Tensor):
+        return leaf.detach().clone()
+    if isinstance(leaf, np.ndarray | np.generic) and not (leaf.dtype.hasobject or leaf.dtype.names):
+        return leaf.copy()
+    if type(leaf) is list:
+        return list(leaf)
+    if type(leaf) in _PLAIN:
+        return leaf
+    raise TypeError(
+        "Stored examples may hold tensors, NumPy arrays, numbers, strings and None, in dicts, lists, tuples "
+        f"and dataclasses; found {type(leaf).__module__}.{type(leaf).__qualname__}. Convert it in the data "
+        "set, or pass batches of tensors: (batch for batch in loader)."
+    )

@@ -100,48 +100,40 @@ class Terms:
         return losses - stored - self.tolerance if self.held else None
 
     def _right_hand_side(self, change: Change, G: Any) -> Callable[[Gram], Any] | None:
-        h = self._demand(change.rate(), G) if self.held else None
-        if self.compared is False:
-            return h
-        return self._without_noise(h, change, G)
-
-    def _demand(self, rate: float, G: Any) -> Callable[[Gram], Any]:
-        """Return h as a function of the Gram matrix; the `rate` is what a loss falls by per unit of G x."""
-        excess = self.excess(G.losses, G.stored)
-        assert excess is not None
-        # Rounding of the losses is no excess.
-        excess = torch.where((excess > 0.0) & (excess <= rounding(G.losses, G.vector.dtype)), 0.0, excess)
-        wanted = self.repair * excess / max(rate, _SMALLEST_RATE)
-        if isinstance(self.tolerance, Tensor):
-            wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
-
-        def right(gram: Gram) -> Any:
-            xp = namespace(gram.b)
-            own = wanted if isinstance(gram.b, Tensor) else to_numpy(wanted)
-            # More than |g_k| |s| would take a step longer than the one that is projected. Near a minimum of
-            # its loss, where the gradient of a row vanishes, it would be much longer.
-            return xp.minimum(own, xp.sqrt(xp.linalg.diagonal(gram.K) * gram.gg))
-
-        return right
-
-    def _without_noise(self, h: Any, change: Change, G: Any) -> Callable[[Gram], Any] | None:
-        """Return h as a function of the Gram matrix, by which rows of rounding errors ask for nothing.
-
-        A divergence from outputs that were just stored is zero but for rounding, and so is its gradient: a
-        row with such a loss that is shorter than the rounding of the gradient.
-        """
-        dtype = G.vector.dtype
-        near = (G.losses.abs() <= rounding(G.losses, dtype)) & self.compared
-        if near.device.type == "cpu" and not bool(near.any()):
-            return h
-        least, unit = _NOISE * torch.finfo(dtype).eps, change.unit()
+        """Return h as a function of the Gram matrix; None for zeros."""
+        if not self.held and self.compared is False:
+            return None
+        losses, dtype = G.losses, G.vector.dtype
+        noise, least = rounding(losses, dtype), _NOISE * torch.finfo(dtype).eps
+        wanted = near = None
+        excess = self.excess(losses, G.stored)
+        if excess is not None:
+            excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # of rounding
+            wanted = self.repair * excess / max(change.rate(), _SMALLEST_RATE)
+            if isinstance(self.tolerance, Tensor):
+                wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
+        if self.compared is not False:
+            near, unit = (losses.abs() <= noise) & self.compared, change.unit()
+            if near.device.type == "cpu" and not bool(near.any()):
+                near = None
+        if wanted is None and near is None:
+            return None
 
         def right(gram: Gram) -> Any:
-            xp = namespace(gram.b)
-            small = near if isinstance(gram.b, Tensor) else to_numpy(near)
+            xp, host = namespace(gram.b), not isinstance(gram.b, Tensor)
             norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
-            own = xp.zeros_like(norms) if h is None else h(gram)
-            return xp.where(small & (unit * norms <= least * size), -norms * size, own)
+            h = xp.zeros_like(norms)
+            if wanted is not None:
+                # More than |g_k| |s| would take a step longer than the one that is projected. Near a minimum
+                # of its loss, where the gradient of a row vanishes, it would be much longer.
+                most = xp.sqrt(xp.linalg.diagonal(gram.K) * gram.gg)
+                h = xp.minimum(to_numpy(wanted) if host else wanted, most)
+            if near is None:
+                return h
+            # A divergence from outputs that were just stored is zero but for rounding, and so is its
+            # gradient: a row with such a loss that is shorter than the rounding of g asks for nothing.
+            small = (to_numpy(near) if host else near) & (unit * norms <= least * size)
+            return xp.where(small, -norms * size, h)
 
         return right
 
