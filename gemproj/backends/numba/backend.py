@@ -219,9 +219,9 @@ _kept = _Kept()
 
 
 def _scratch(*wanted: Any) -> list[np.ndarray]:
-    """Return uninitialised arrays, made by a function with its arguments, which belong to this thread.
+    """Return this thread's uninitialised arrays, each made by a function with its arguments.
 
-    Small ones are kept for the next call: to make them takes as long as a small projection.
+    Small arrays are kept for the next call, because allocating them takes as long as a small projection.
     """
     found = _kept.arrays.get(wanted)
     if found is None:
