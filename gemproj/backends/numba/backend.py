@@ -47,7 +47,7 @@ _TILE, _LEAST_TILE = 12 << 10, 256
 # Columns of x that stage 3 computes at a time.
 _PART = 1024
 _LINE = 64  # bytes of a cache line
-# Most bytes of scratch arrays that are kept for the next call, and of how many kinds.
+# Limits of the scratch arrays kept for the next call: bytes of one entry, and number of entries.
 _KEPT, _KINDS = 1 << 16, 16
 _FLOAT64 = np.dtype(np.float64)
 _NONE = np.empty((0, 0))
