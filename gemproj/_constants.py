@@ -3,8 +3,8 @@
 EPS = 2.0**-52
 
 # A pivot is 1 - cos^2 of the angle between a row and the span of the free rows. Below this value, in units of
-# rounding (1e-14 in float64), the row counts as a combination of the free rows. Some optimal active set does
-# not contain it (Caratheodory).
+# rounding (1e-14 in float64), the row counts as a combination of the free rows. An optimal active set
+# without it exists (Caratheodory).
 DEPENDENT = 45.0
 # Rounding error of a slack, in units of 1 + |lam|_1 for rows of norm one. A constraint counts as violated if
 # its slack is below minus this error.

@@ -195,7 +195,7 @@ def _project_backward(
     grads = pull_back(problem, bounds, lam, inverse, x, upstream)
     values = [*grads.G, *grads.g, *(grads.metric if form.metric else [])]
     values += [getattr(grads, name) for name in _OPTIONS[:3] if given[name] is not None]
-    # Summed over the dimensions that an argument was broadcast along.
+    # Gradients are summed over the dimensions along which an argument was broadcast.
     return [v.sum_to_size(a.shape).to(a.dtype).contiguous() for v, a in zip(values, tensors, strict=False)]
 
 

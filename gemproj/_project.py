@@ -125,7 +125,7 @@ def _are_calls_compiled() -> bool:
 
 
 def _are_tensors(torch: Any, g: Blocks) -> bool:
-    """Return whether g is a tensor, or has blocks that are."""
+    """Return whether g is a tensor, or blocks of tensors."""
     return isinstance(g, torch.Tensor) or any(isinstance(a, torch.Tensor) for a in blocks_of(g)[:1])
 
 

@@ -251,7 +251,12 @@ class Step(Change):
             return False
         groups, states = self.groups(), self.optimizer.state
         moving = [p for p, moves in zip(self._vector.parameters, self._moving, strict=True) if moves]
-        found = all("exp_avg_sq" in states.get(p, {}) and "betas" in groups[id(p)] for p in moving)
+        found = all(
+            "exp_avg_sq" in states.get(p, {})
+            and groups[id(p)].keys() >= {"betas", "eps"}
+            and ("step" in states[p] or "step" in groups[id(p)])
+            for p in moving
+        )
         if self.metric == "adam" and not found:
             self._refuse_metric()
         return found
@@ -263,7 +268,8 @@ class Step(Change):
 
     def _refuse_metric(self) -> NoReturn:
         raise ValueError(
-            "metric='adam' needs an optimizer that keeps second moments (exp_avg_sq), such as Adam or AdamW; "
+            "metric='adam' needs an optimizer that keeps second moments (exp_avg_sq) and a count of steps, "
+            "with betas and eps, such as Adam or AdamW; "
             f"found {type(self.optimizer).__name__}. Use metric='euclidean'."
         )
 

@@ -139,8 +139,11 @@ class Keeper:
         if promise is not None:
             promise = promise if isinstance(promise, Promise) else Promise(promise)
             self._check(promise)
+        if not isinstance(name, Hashable):
+            raise TypeError(f"name must be hashable, such as a string; found {name!r}.")
         chosen = self.memory.promises.get(name, self.promise) if promise is None else promise
         self._warn_if_unseen()
+        known = self.memory.counts
         model = self._model if model is None else model
         name = remember(
             self.memory, data, name, model, self._as_computed(chosen),
@@ -148,6 +151,8 @@ class Keeper:
         )  # fmt: skip
         if promise is not None:
             self.memory.promises[name] = promise
+        if name not in known:
+            self.history.close(name)
         if self.projector is not None:
             self._watch = Watch(self.memory, self.projector.parameters)
             self._forget()
@@ -162,6 +167,8 @@ class Keeper:
 
     def report(self) -> Report:
         """Return what became of each promise; it prints as a table, and its ``plot()`` draws the losses."""
+        if self._watch is not None and self._watch.never_stepped:
+            self._warn_if_unseen()
         return make_report(self.history, self.memory.counts)
 
     def logs(self) -> dict[str, Tensor | float]:
@@ -199,7 +206,7 @@ class Keeper:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned; before there is a projector, as far as it goes by then."""
-        lacking = {"memory", "projector"} - state.keys()
+        lacking = {"memory", "projector"} - (state.keys() if isinstance(state, Mapping) else set())
         if lacking:
             raise ValueError(f"state has no {min(lacking)!r}: it is not of a {type(self).__name__}.")
         if self._handles and state["projector"] is not None:
@@ -212,11 +219,16 @@ class Keeper:
             self.history.load_state_dict(state["history"])
 
     def _load_projector(self, state: Mapping[str, Any]) -> None:
-        projector = self._attached()
+        projector, draft = self._attached(), self.memory.draft(None)
+        draft.load_state_dict(state["memory"])  # raises before anything has changed
         names = (state["projector"]["constraints"] or {}).get("names", ())
-        promises = [self.promises.get(name[0], self.promise) for name in names] or None
-        projector.load_state_dict(state["projector"], promises)
-        self.memory.load_state_dict(state["memory"])
+        promises = []
+        for first, *_ in names:
+            of = state["tasks"] if first is None else first
+            one = of[0] if isinstance(of, list | tuple) and of not in draft.tasks else of
+            promises.append(self.promises.get(one, self.promise))
+        projector.load_state_dict(state["projector"], promises or None)
+        vars(self.memory).update(vars(draft))
         self._tasks, self._removals = state.get("tasks"), self.memory.removals
         self._watch = Watch(self.memory, projector.parameters)
         self._watch.begin(state.get("stepped", True))  # older states do not tell
@@ -314,10 +326,11 @@ class Keeper:
         projector = self._attached()
         device = projector.device
         _check_nothing_else_held(self._held(), projector.parameters)
+        before, self._computed = self._computed, {}
         for source in self.memory.promised(self.promise, self.exclude).sources:
             given = source.promise
             if id(given) not in self._computed:
-                self._computed[id(given)] = given, self._as_computed(given)
+                self._computed[id(given)] = before.get(id(given)) or (given, self._as_computed(given))
             source.promise, source.device = self._computed[id(given)][1], device
             yield source
 
@@ -360,11 +373,11 @@ class Keeper:
         return [p for group in groups for p in group["params"] if p.requires_grad]
 
     def _warn_if_unseen(self) -> None:
-        if self._watch is None or not self._watch.unseen(self._past()):
+        if self._watch is None or not self._past() or not self._watch.unseen():
             return
         warnings.warn(
-            "The weights have changed since the last end_task, or since this object was made, but not in "
-            f"step() of the optimizer that this {type(self).__name__} is attached to: if they were trained, "
+            "The weights have changed since the last end_task or keep, or since this object was made, but "
+            f"not in step() of the optimizer that this {type(self).__name__} is attached to: if they were trained, "
             f"earlier tasks were not protected. {self._remedy}",
             stacklevel=3,
         )

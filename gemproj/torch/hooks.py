@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
 from threading import Lock
 from typing import Any
 from weakref import WeakSet
@@ -131,6 +132,9 @@ def clip_grad_norm_(
     measure : callable, optional
         What returns the norm before clipping in the step: by default `total_norm`.
     """
+    given: Any = max_norm
+    if not isinstance(given, Real | Tensor):
+        raise TypeError(f"max_norm must be a number; found {type(given).__name__}.")
     parameters = list(parameters)
     mine = {id(p) for p in parameters if p.grad is not None}
     holding = [o for o in optimizers if mine <= {id(p) for group in o.param_groups for p in group["params"]}]

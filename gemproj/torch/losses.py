@@ -66,6 +66,10 @@ class CrossEntropy:
         """Return the losses, shape (n,)."""
         return self.of(self._logits(model, batch), batch)
 
+    def labelled(self, batch: Batch) -> bool:
+        """Return whether any position of a batch has a label."""
+        return bool((field_of(batch, self._labels, "labels") != _IGNORED).any())
+
     def of(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the losses for logits that have been computed."""
         labels = field_of(batch, self._labels, "labels")
@@ -141,6 +145,8 @@ class Distillation:
         check_number(weight, "weight", 0.0)
         if top is not None:
             check_count(top, "top", 1)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"dtype must be a floating-point dtype of torch; found {dtype!r}.")
         if labels is not None and not isinstance(labels, CrossEntropy):
             raise TypeError(f"labels must be a CrossEntropy, such as CrossEntropy(); found {labels!r}.")
         self._logits, self._temperature, self._top, self._dtype = logits, float(temperature), top, dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping
 from itertools import accumulate, groupby, repeat
@@ -311,6 +312,13 @@ class EpisodicMemory:
             random.set_state(state["random"].cpu())
         except KeyError as error:
             raise ValueError(f"state has no {error}: it is not of an EpisodicMemory.") from None
+        lacking = [task for task in self._stores if task not in stores]
+        if lacking:
+            warnings.warn(
+                f"The state has no examples of {', '.join(map(repr, lacking))}, which are dropped: nothing "
+                "is promised about them. Store them after the state is loaded.",
+                stacklevel=2,
+            )
         self._stores, self._random = stores, random
         self.removals += 1
 
@@ -348,9 +356,11 @@ class EpisodicMemory:
             if per == "all":
                 if promise not in together:
                     together.append(promise)
-                    stores = [self._stores[other] for other, own in plan.items() if own == promise]
+                    sets = tuple(other for other, own in plan.items() if own == promise)
+                    stores = [self._stores[other] for other in sets]
                     chosen = self._sampled(stores, n or sum(map(len, stores)))
-                    yield self._source(chosen, (None, None), given)
+                    name = sets[0] if len(sets) == 1 else None if len(sets) == len(plan) else sets
+                    yield self._source(chosen, (name, None), given)
                 continue
             for label, slots in store.draw(per == "label", n, random):
                 drawn = list(zip(repeat(store), slots))
@@ -376,12 +386,18 @@ class EpisodicMemory:
         groups = [(store, [slot for _, slot in some]) for store, some in groupby(chosen, itemgetter(0))]
         found = gather(groups)
         if isinstance(found.batch, PerExample):
-            found = found._replace(batch=self._collate_of(groups[-1][0])(list(found.batch)))
+            found = found._replace(batch=self._collate_of(*(store for store, _ in groups))(list(found.batch)))
         return found.batch if found.fields == ["batch"] else found
 
-    def _collate_of(self, store: Store) -> Collate:
-        """Return what makes batches of the examples of a store."""
+    def _collate_of(self, store: Store, *others: Store) -> Collate:
+        """Return what makes batches of the examples of stores; raise where they have different functions."""
         collate = self.collate if store.collate is None else store.collate
+        for other in others:
+            if not _alike(collate, self._collate_of(other)):
+                raise ValueError(
+                    "One batch is drawn of sets whose collate functions differ, as per='all' and sample do. "
+                    "Store them with one collate function, or give them promises of their own."
+                )
         if collate is None:
             task = next((task for task, one in self._stores.items() if one is store), None)
             raise ValueError(
@@ -413,6 +429,14 @@ class EpisodicMemory:
     def _settings(self) -> dict[str, Any]:
         """Return what a state must agree in."""
         return {"per_task": self.per_task, "policy": self.policy, "labelled": self.label is not None}
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether collate functions make the same batches, as far as can be told."""
+    code = getattr(one, "__code__", None)
+    if code is not None:  # functions that a loop has made, or methods of several data sets
+        return code is getattr(other, "__code__", None)
+    return one == other or (type(one) is type(other) and "__eq__" not in vars(type(one)))
 
 
 def _about(outputs: Any, losses: Any) -> tuple[Any, Any]:

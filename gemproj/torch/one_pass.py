@@ -22,6 +22,8 @@ from gemproj.torch.terms import rounding
 # calls of small operations; a row that fills the caches of a core is faster alone (docs/cost.md).
 _CPU_PASS, _CPU_ROW = 2**25, 2**22
 
+# Kinds of rows whose limits are kept.
+_MOST_KINDS = 64
 # As at the beginning of a distillation; gradients are compared later.
 _NOTHING_YET = "the losses are zero, and their gradients rounding"
 _A_MEAN = "the loss is a mean over examples; if it returned one number for each, rows could share a pass"
@@ -67,11 +69,13 @@ class SharedPasses:
     ) -> None:
         """Compute rows of G; ``alone(row)`` computes one in a pass of its own, and returns its losses."""
         self.reason = None
-        for kind, same in groupby(rows, lambda row: (id(row.promise.loss), row.kind, len(row.examples))):
+        for kind, same in groupby(rows, lambda row: (id(row.promise.loss), row.kind, row.size)):
             some = list(same)
             limit = self._limits.get(kind, Limit(some[0].promise.loss))
             if len(some) > 1 and kind not in self._limits:
                 limit = _find_limit(G, model, some[-2:], alone, microbatch)
+                if len(self._limits) >= _MOST_KINDS:  # a loop makes a new function at each step
+                    self._limits.clear()
                 if limit.reason != _NOTHING_YET:
                     self._limits[kind] = limit
             start = time.perf_counter()
@@ -160,6 +164,8 @@ def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], batch
     given = batch.batch if isinstance(batch, Remembered) else batch
     if any(leaf.shape[:1] != (t * n,) for leaf in _tensors(given)):
         raise RowByRow("the rows of a batch are no examples, as in packed texts")
+    if any(p._backward_hooks for p in G.vector.parameters):
+        raise RowByRow("parameters have hooks, which change each gradient")
     parts = G.parts(first.k, t)
     gradients = RowGradients(model.modules(), parts)
     with gradients.recorded(t * n):

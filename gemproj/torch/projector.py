@@ -115,8 +115,6 @@ class GradientProjector:
     ) -> None:
         promise = Promise() if promise is None else promise
         check_choices(promise, method, on, every, project, rows_dtype)
-        if metric not in (None, *get_args(Metric)):
-            raise ValueError(f"metric must be 'euclidean', 'adam' or None; found {metric!r}.")
         self.promise, self.method, self.on, self.metric = promise, method, on, metric
         self.every, self.project = every, project
         self._vector = ParameterVector.of(parameters, process_group)
@@ -130,6 +128,17 @@ class GradientProjector:
         sizes = f"{len(self._vector.parameters)} parameters, d={self._vector.d}, t={len(self._matrix)}"
         options = ", ".join(f"{name}={getattr(self, name)!r}" for name in ("on", "every", "project"))
         return f"GradientProjector({sizes}, {self.promise!r}, {as_method(self.method)!r}, {options})"
+
+    @property
+    def metric(self) -> Metric | None:
+        """The distance between steps; may be set before training."""
+        return self._metric
+
+    @metric.setter
+    def metric(self, metric: Metric | None) -> None:
+        if metric not in (None, *get_args(Metric)):
+            raise ValueError(f"metric must be 'euclidean', 'adam' or None; found {metric!r}.")
+        self._metric = metric
 
     @property
     def constraints(self) -> Tensor:
@@ -221,7 +230,8 @@ class GradientProjector:
             One batch per row, such as ``memory.batches()``: any nesting of tensors.
         promise : callable, Promise or list of them, optional
             A loss, ``loss(model, batch)``, of which the projector's promise is made; or a promise about all
-            batches, or about each. By default the projector's, with its loss.
+            batches, or about each. By default the projector's, with its loss. Pass the same function at
+            every step: whether rows can share a pass is found out once for each.
         microbatch : int, optional
             Most examples in one forward pass; the gradient is that of the mean over all of them. A loss that
             is a mean over tokens, as that of models of transformers, is weighted by examples there, and over
@@ -382,8 +392,12 @@ class GradientProjector:
             sol = self._project(change)
         return self._record(sol, start)
 
-    def _project(self, change: Change) -> DualSolution:
-        """Replace a gradient or a step by its projection, unless only the solution is wanted."""
+    def _project(self, change: Change) -> DualSolution | None:
+        """Replace a gradient or a step by its projection, unless only the solution is wanted.
+
+        None where nothing is to be changed and there is no solution, as for a gradient that is not finite:
+        training goes on as without a projector.
+        """
         G, v = self._matrix, change.read()
         weighted = change.name == "gradient" or self.on == "step"
         options = self._terms.options(self.method, weighted, change, G)
@@ -391,11 +405,24 @@ class GradientProjector:
         if start is not None and start.shape[-1] != len(G):
             start = None
         weights = change.weights(G.largest)
-        sol, changed = G.project(v, options, start, change.moving(), weights, write=self.project)
+        try:
+            sol, changed = G.project(v, options, start, change.moving(), weights, write=self.project)
+        except ValueError as error:
+            if not self.project:
+                return None
+            raise ValueError(f"{error}{self._named_rows(str(error))}") from error
         self._warm[change.name] = sol.multipliers
         if self.project:
             change.write(changed, G.reached)
         return sol
+
+    def _named_rows(self, message: str) -> str:
+        """Return which sets the rows are about, for a message that has their numbers."""
+        if not self._matrix.names or "row" not in message:
+            return ""
+        sets = [f"{k} is of {name[0]!r}" for k, name in enumerate(self._matrix.names[:20])]
+        h = " h is what their tolerances ask for." if self._terms.held else ""
+        return f" Row {', row '.join(sets)}.{h}"
 
     def _agree(self, promises: Sequence[Promise]) -> None:
         """Take the terms of the promises about the rows, and note that there are rows to be used."""

@@ -104,6 +104,8 @@ def check_function(loss: Any) -> None:
             "such as lambda model, batch: cross_entropy(model(batch[0]), batch[1]), or CrossEntropy of "
             "gemproj.torch.losses."
         )
+    if isinstance(loss, type):
+        raise TypeError(f"loss is the class {loss.__name__}; pass an object of it, {loss.__name__}(...).")
     if not callable(loss):
         raise TypeError(f"loss must be a function of model and batch; found {type(loss).__name__}.")
 

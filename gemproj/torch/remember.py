@@ -11,7 +11,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from gemproj.torch.batches import Collate, PerExample, Remembered, join, leaves_of, moved, parts, take
+from gemproj.torch.batches import (
+    Collate,
+    Loss,
+    PerExample,
+    Remembered,
+    Source,
+    join,
+    leaves_of,
+    moved,
+    parts,
+    take,
+)
 from gemproj.torch.constraint_gradients import preserved_state, reshard, unwrapped
 from gemproj.torch.distributed import Replicated
 from gemproj.torch.memory import EpisodicMemory
@@ -21,6 +32,8 @@ from gemproj.torch.reading import read
 
 # The loss is tried on so many examples: of one, some losses squeeze the dimension of the examples away.
 _TRIED = 2
+# Examples that are checked at a time.
+_FETCHED = 64
 
 
 def remember(
@@ -66,7 +79,8 @@ def remember(
     topology = vector.topology
     with topology.agreement({"option tolerance": bounded, "option microbatch": microbatch}):
         _add_all(draft, data, name, collate)
-    source = draft.source(name)
+        source = draft.source(name)
+        _check_examples(source, name, loss)
     _, (most,) = topology.plan([source.size])
     model = model if evaluated else getattr(model, "_orig_mod", model)  # a trial is no reason to compile
 
@@ -114,6 +128,30 @@ def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate
         memory.add(chunk, name, collate=collate)
     if name not in memory.tasks:
         raise ValueError("data holds no example. An iterator can be read once only: pass the loader itself.")
+
+
+def _check_examples(source: Source, name: Hashable, loss: Loss) -> None:
+    """Raise for examples without a label, and where outputs would be stored of what is drawn anew."""
+    size, labelled = source.size, getattr(loss, "labelled", None)
+    if labelled is not None and not any(labelled(_batch(source, k)) for k in range(0, size, _FETCHED)):
+        raise ValueError(
+            f"No example of {name!r} has a label: all labels are -100, which is ignored. Look at what the "
+            "collate function, or the chat template, leaves of them."
+        )
+    if hasattr(loss, "outputs"):
+        first, again = ([a for a in leaves_of(_batch(source)) if isinstance(a, Tensor)] for _ in range(2))
+        if not all(map(torch.equal, first, again)):
+            raise ValueError(
+                f"The collate function makes another batch of the same examples of {name!r} each time, as "
+                "masking at random does, so that outputs would be stored of other inputs. Pass batches, or a "
+                "collate function that draws nothing."
+            )
+
+
+def _batch(source: Source, first: int = 0) -> Any:
+    """Return some examples as a batch, without what is stored about them."""
+    batch = source.fetch(slice(first, first + _FETCHED))
+    return batch.batch if isinstance(batch, Remembered) else batch
 
 
 def _check(losses: Tensor, name: Hashable, trained: bool) -> None:

@@ -126,7 +126,7 @@ class History:
     """What the steps under promises did, set by set and on average, in memory that does not grow with them.
 
     Nothing is read from a device before somebody reads this. What is promised of all sets together has the
-    name "all sets".
+    name None, and of some of them together a tuple of their names.
     """
 
     def __init__(self) -> None:
@@ -173,6 +173,15 @@ class History:
         }
         self._forget_means()
         return numbers
+
+    def close(self, name: Any) -> None:
+        """Keep the numbers of a set that was removed under another name: its name is given to a new one."""
+        self._count()
+        if name in self._names:
+            old = f"{name} (removed)"
+            while old in self._names:
+                old += "'"
+            self._names[self._names.index(name)] = old
 
     def points(self) -> dict[Any, list[tuple[int, float, float]]]:
         """Return for each set the losses over the steps: (step, loss, bound), NaN where there is no bound."""
@@ -235,7 +244,7 @@ class History:
 
     def _count_sets(self, numbers: Tensor) -> None:
         """Count steps, given by seven numbers (steps, 7, rows) for each row, for each set."""
-        sets = [_ALL if name is None else name for name in self._kind[0]]
+        sets = self._kind[0]
         self._names += [name for name in dict.fromkeys(sets) if name not in self._names]
         steps, n = len(numbers), len(self._names)
         at = torch.tensor([self._names.index(name) for name in sets], device=numbers.device)
@@ -298,7 +307,7 @@ class Line:
     Attributes
     ----------
     name : object
-        Of the set.
+        Of the set; a tuple of names for sets that have one row together, and "all sets" for all of them.
     examples : int
         Stored examples.
     stored : float
@@ -397,7 +406,6 @@ class Report(Sequence[Line]):
         return ax
 
 
-_ALL = "all sets"
 # Cosines and relative excesses below it are rounding.
 _ROUNDING = 1e-6
 
@@ -411,10 +419,16 @@ def make_report(history: History, examples: Mapping[Any, int]) -> Report:
             name, (nan,) * 4 + (0.0,) * 5
         )
         share = max(steps, 1.0)
-        count = sum(examples.values()) if name == _ALL else examples.get(name, 0)  # 0 if it was removed
+        sets = examples if name is None else (name,) if name in examples or type(name) is not tuple else name
+        count = sum(examples.get(one, 0) for one in sets)  # 0 if it was removed
         shares = would / share, broke / share, multiplier / share
-        lines.append(Line(name, count, first, now, worst, bound, int(steps), *shares, cost))
-    return Report(lines, history.points())
+        lines.append(Line(_shown(name), count, first, now, worst, bound, int(steps), *shares, cost))
+    return Report(lines, {_shown(name): points for name, points in history.points().items()})
+
+
+def _shown(name: Any) -> Any:
+    """Return what a report says of what is promised of all sets together, whose name is None."""
+    return "all sets" if name is None else name
 
 
 def _cell(value: Any, name: str) -> str:

@@ -6,7 +6,7 @@ import logging
 import sys
 import warnings
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,10 +27,19 @@ class Use:
     steps: int = 0
     protected: bool = False
     kept: bool = False  # saved or copied, so that another training may go on with it
+    watch: Any = None  # a weak reference to the last `Watch`
 
     def report(self) -> None:
-        """Warn if steps were taken and nothing was protected by them."""
-        if self.steps and not (self.protected or self.kept or _broken_off()):
+        """Warn if steps were taken and nothing was protected by them, or if weights changed without steps."""
+        if self.protected or self.kept or _broken_off():
+            return
+        watch = None if self.watch is None else self.watch()
+        if watch is not None and watch.never_stepped and watch.unseen():
+            logging.getLogger("gemproj").warning(
+                "Nothing was protected: the weights have changed, but not in step() of the optimizer that "
+                "gemproj is attached to. Attach to the optimizer that takes the steps."
+            )
+        elif self.steps:
             logging.getLogger("gemproj").warning(
                 "Nothing was protected: all %d steps were taken before a task was stored, so that they are "
                 "those of a training without GEM. Call end_task(batches) with examples of what must be kept "
@@ -123,6 +132,7 @@ class Watch:
 
     def __init__(self, memory: Any, parameters: Iterable[Tensor]) -> None:
         self._use, self._parameters = use_of(memory), list(parameters)
+        self._use.watch, self._stored = weakref.ref(self), len(memory) > 0
         self.begin()
 
     def begin(self, stepped: bool = False) -> None:
@@ -134,6 +144,11 @@ class Watch:
         self.stepped, self._use.steps = True, self._use.steps + 1
         self._use.protected = self._use.protected or constraints > 0
 
-    def unseen(self, tasks: Sequence[Any]) -> bool:
+    @property
+    def never_stepped(self) -> bool:
+        """Whether no step was ever taken with this memory."""
+        return self._use.steps == 0
+
+    def unseen(self) -> bool:
         """Return whether weights have changed, no step was seen, and there are tasks to protect."""
-        return bool(tasks) and not self.stepped and self._weights != weights(self._parameters)
+        return self._stored and not self.stepped and self._weights != weights(self._parameters)

@@ -89,7 +89,7 @@ def _place(a: Array, lead: int) -> tuple[int, tuple[int, ...], int] | None:
     if kind is np.ndarray:
         flags, size = a.flags, a.itemsize
         # `python -m gemproj --compile` compiles `address` for these types of arrays. Any other type would
-        # cause a compilation in the middle of a run.
+        # cause a compilation during training.
         if flags.carray and a.ndim in (1, 2):
             return address(a), a.strides[:lead], size
         step = size if flags.c_contiguous else _step(a.shape[lead:], a.strides[lead:], size)

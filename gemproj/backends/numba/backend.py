@@ -47,7 +47,7 @@ _TILE, _LEAST_TILE = 12 << 10, 256
 # Columns of x that stage 3 computes at a time.
 _PART = 1024
 _LINE = 64  # bytes of a cache line
-# Most bytes of scratch arrays that are kept for the next call, and of how many kinds.
+# Limits of the scratch arrays kept for the next call: bytes of one entry, and number of entries.
 _KEPT, _KINDS = 1 << 16, 16
 _FLOAT64 = np.dtype(np.float64)
 _NONE = np.empty((0, 0))
@@ -219,9 +219,9 @@ _kept = _Kept()
 
 
 def _scratch(*wanted: Any) -> list[np.ndarray]:
-    """Return uninitialised arrays, made by a function with its arguments, which belong to this thread.
+    """Return this thread's uninitialised arrays, each made by a function with its arguments.
 
-    Small ones are kept for the next call: to make them takes as long as a small projection.
+    Small arrays are kept for the next call, because allocating them takes as long as a small projection.
     """
     found = _kept.arrays.get(wanted)
     if found is None:

@@ -28,9 +28,9 @@ _STALLED = int(Status.STALLED)
 def solve_active_set(
     first, last, Ks, bs, lowers, uppers, starts, lams, resolved, ended, T, K, vectors, flags
 ):
-    """Write the solutions of problems ``first .. last - 1``; return how many are in question.
+    """Write the solutions of problems ``first .. last - 1``; return how many may need G again.
 
-    These are not optimal, or K may not resolve their rows.
+    Their solution is not optimal, or their rows may be too close for K to resolve.
 
     Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);
     `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `resolved`, the
