@@ -132,7 +132,7 @@ def to_numpy(a: Array) -> np.ndarray:
     if isinstance(a, np.ndarray):
         return a
     if is_torch(a):
-        return a.detach().cpu().numpy()
+        return a.detach().resolve_neg().cpu().numpy()
     return a.get() if array_api_compat.is_cupy_array(a) else np.asarray(a)
 
 

@@ -199,7 +199,8 @@ def _subtract(
         asked = xp.minimum(asked, upper * xp.where(norms > 0, norms, xp.ones_like(norms)))
     if b.shape[-1]:
         size = xp.max(xp.maximum(xp.abs(b) * per_norm, asked), axis=-1, keepdims=True)
-    most = reach * size * norms
+    with np.errstate(over="ignore"):
+        most = reach * size * norms
     if upper is not None:
         low = xp.where(xp.isinf(upper), low, -most)
     if hard is not None:

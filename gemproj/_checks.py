@@ -57,7 +57,10 @@ def check_scalar(value: Any, name: str) -> None:
 
 def real_numbers(value: Any, name: str) -> np.ndarray:
     """Return a list, or an array of any library, as a NumPy array of real numbers."""
-    host = to_numpy(value) if is_array(value) else np.asarray(value)
+    try:
+        host = to_numpy(value) if is_array(value) else np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise type(error)(f"{name} must be an array, or a list of numbers: {error}") from error
     if host.dtype.kind not in "bfiu":
         raise TypeError(f"{name} must hold real numbers; found dtype {host.dtype}.")
     return host

@@ -72,7 +72,10 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
         inside = all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in squares)
     if inside and problem is not None:
         return
-    _check_finite(gram)
+    G, g = "G", "g"
+    if problem is not None and problem.weight is not None:
+        G, g = "G / sqrt(metric)", "g * sqrt(metric)"
+    _check_finite(gram, G, g)
     if problem is None or not problem.has_float64():
         return  # squares of numbers in float32 and narrower dtypes are in range
     shared = problem.shared
@@ -86,11 +89,11 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
         np.maximum(part, np.max(np.abs(tile), axis=-1, initial=0.0), out=part)
     tiny = (largest > 0) & (largest < 1e-140)
     for i in map(tuple, np.argwhere(tiny)):
-        name, row = ("g", "") if i[-1] >= problem.t else ("G", f"row {i[-1]} of ")
+        name, row = (g, "") if i[-1] >= problem.t else (G, f"row {i[-1]} of ")
         most = np.format_float_scientific(largest[i], precision=1)
         raise ValueError(
             f"{row}{name} is too small: entries of at most {most}, whose squares leave the range "
-            f"of float64. Scale {name} up; rows of G may be scaled freely."
+            f"of float64. Scale {name} up; rows of G, and all of metric, may be scaled freely."
         )
 
 
@@ -110,7 +113,7 @@ def _check_finite(gram: Gram, G: str = "G", g: str = "g") -> None:
             found = f"{name} {', '.join(map(str, rows))}{place}"
             raise ValueError(f"{G} is not finite: {found}, which {hold} {cause}.")
         if not np.isfinite(gg[i]):
-            raise ValueError(f"{g} is not finite{': ' + where if where else ''}, which holds {cause}.")
+            raise ValueError(f"{g} is not finite{': ' + where if where else ''}; it holds {cause}.")
         if not (np.isfinite(K[i]).all() and np.isfinite(b[i]).all()):
             place = f" in {where}" if where else ""
             raise ValueError(

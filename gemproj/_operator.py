@@ -77,7 +77,7 @@ def project_operator(
         for name, value in (("margin", margin), ("penalty", 0.0 if penalty is None else penalty)):
             if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
                 check_scalar(value, name)
-        if not isinstance(equality, (bool, Tensor, np.ndarray)):
+        if not isinstance(equality, (bool, Tensor, np.ndarray, list, tuple)):
             raise TypeError(
                 "equality must be True, False or a boolean array of one per constraint; "
                 f"found {type(equality).__name__}."

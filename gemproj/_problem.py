@@ -213,6 +213,8 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
         )
+    if len({id(o) for o in blocks}) < len(blocks):
+        raise ValueError("out has one array for several blocks; pass one for each.")
     for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
         where = "" if len(blocks) == 1 else f"[{k}]"
         if o.shape != g.shape or o.dtype != g.dtype:
@@ -223,6 +225,9 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
         if isinstance(o, np.ndarray):
             if not o.flags.writeable:
                 raise ValueError(f"out{where} is read-only; pass an array that can be written.")
+            extent = o.itemsize + sum((n - 1) * abs(step) for n, step in zip(o.shape, o.strides, strict=True))
+            if extent < o.nbytes:
+                raise ValueError(f"out{where} has entries that share memory; pass an array of its own.")
         elif device_of(o) != problem.device:
             raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
         elif problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():

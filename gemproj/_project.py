@@ -52,8 +52,8 @@ def project(
     Returns
     -------
     array or blocks
-        x, of the library, device, dtype and shape of `g`, in the container of `g`: `out`, or new arrays
-        that share no memory with g.
+        x, of the library, device, dtype and shape of `g`: `out`, or new arrays that share no memory with g.
+        Of blocks a list, tuple or dict, as `g` is.
 
     Warns
     -----

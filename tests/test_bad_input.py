@@ -4,6 +4,7 @@ import pickle
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import as_strided
 from problems import assert_close
 
 from gemproj import (
@@ -24,7 +25,7 @@ from gemproj import (
 torch = pytest.importorskip("torch")
 G, g = np.eye(3, 5), -np.ones(5)
 TENSORS, META = (torch.eye(3, 5), -torch.ones(5)), torch.ones(5, device="meta")
-READ_ONLY = np.empty(5)
+OTHER, READ_ONLY = np.empty(5), np.empty(5)
 READ_ONLY.setflags(write=False)
 
 MASKED = np.ma.masked_array(np.ones(3), [False, True, False])
@@ -85,6 +86,11 @@ WRONG_VALUES = [
     (lambda: project(G, g, metric=np.full(5, np.inf)), "metric must be positive and finite"),
     (lambda: project([G, G], [g, g], out=[g, g[:2]]), r"out\[1\] must have the shape"),
     (lambda: project(G, g, out=READ_ONLY), "out is read-only"),
+    (lambda: project(G, g, out=as_strided(np.zeros(1), g.shape, (0,))), "out has entries that share memory"),
+    (lambda: project([G, G], [g, g], out=[OTHER, OTHER]), "out has one array for several blocks"),
+    (lambda: project(G, g, metric=np.full(5, 1e-320)), r"G / sqrt\(metric\) is not finite: rows 0, 1, 2"),
+    (lambda: project(G, g, metric=np.full(5, 1e300)), r"row 0 of G / sqrt\(metric\) is too small"),
+    (lambda: project(G, g, h=[[0, 0], [0]]), "h must be an array, or a list of numbers"),
     (lambda: project(*TENSORS, out=META), "out is on device meta but g is on cpu"),
     (lambda: project(G, g, method=lambda K, b, w: b * np.nan), "multipliers that are not finite"),
     (lambda: combine(G, g, np.ones(2)), r"multipliers must have shape \(3,\).*found \(2,\)"),
@@ -103,6 +109,11 @@ WRONG_VALUES = [
 ]
 WRONG_TYPES = [
     (lambda: PGD(steps=1.5), "steps must be an integer; found 1.5"),
+    (
+        lambda: project(G, g, method=lambda K, b, w: b * 1j),
+        "must return real numbers; found dtype complex128",
+    ),
+    (lambda: project(G, g, method=lambda K, b, w: np.ma.array(b)), "method .* must not be a masked array"),
     (lambda: PGD(power_iterations=True), "power_iterations must be an integer"),
     (lambda: OSQP(max_iter="many"), "max_iter must be an integer; found 'many'"),
     (lambda: GEM2017(eps="tiny"), "eps must be a number"),

@@ -215,3 +215,14 @@ def test_any_callable_is_a_method(xp, rng):
     assert_close(xp.numpy(sol.gram.K), given[0] @ given[0].T, atol=1e-14)
     for before, after in zip(given, (G, g, start), strict=True):
         np.testing.assert_array_equal(xp.numpy(after), before)
+
+
+def test_tensors_that_are_negated_lazily_are_read():
+    torch = pytest.importorskip("torch")
+    rng = np.random.default_rng(0)
+    G, g, lam = (torch.from_numpy(rng.standard_normal(shape)) for shape in ((3, 7), (7,), (3,)))
+    lazy = torch._neg_view(-G), torch._neg_view(-g)
+    torch.testing.assert_close(project(*lazy), project(G, g))
+    torch.testing.assert_close(combine(*lazy, torch._neg_view(-lam)), combine(G, g, lam))
+    h = -lam.abs()
+    torch.testing.assert_close(project(G, g, h=torch._neg_view(-h)), project(G, g, h=h))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from gemproj._arrays import Array, detach, namespace, to_numpy
+from gemproj._checks import refuse_masked
 from gemproj._constants import OPTIMAL_WITHIN
 from gemproj._tspace import clip, complementarity, natural_residual
 
@@ -115,7 +116,11 @@ def call(
             f"method {method!r} must return multipliers of the type and shape of b, "
             f"{type(like).__name__} {tuple(like.shape)}; found {found}."
         )
-    lam = namespace(like).astype(detach(lam), like.dtype, copy=False)
+    refuse_masked(lam, f"the result of method {method!r}")
+    xp = namespace(like)
+    if not xp.isdtype(lam.dtype, ("real floating", "integral")):
+        raise TypeError(f"method {method!r} must return real numbers; found dtype {lam.dtype}.")
+    lam = xp.astype(detach(lam), like.dtype, copy=False)
     if isinstance(b, np.ndarray):
         lam = to_numpy(lam)
         if not np.isfinite(lam).all():

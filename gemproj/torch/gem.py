@@ -377,8 +377,8 @@ class Keeper:
             return
         warnings.warn(
             "The weights have changed since the last end_task or keep, or since this object was made, but "
-            f"not in step() of the optimizer that this {type(self).__name__} is attached to: if they were trained, "
-            f"earlier tasks were not protected. {self._remedy}",
+            f"not in step() of the optimizer that this {type(self).__name__} is attached to: if they were "
+            f"trained, earlier tasks were not protected. {self._remedy}",
             stacklevel=3,
         )
 
