@@ -374,7 +374,7 @@ def test_sets_with_equal_promises_have_one_row_together():
     memory, together = several(), Promise(per="all", examples=5)
     memory.promises |= {1: Promise(per="label", examples=2), 2: Promise(per="all", examples=5), 0: together}
     sources = list(memory.promised(Promise(examples=2)).sources)
-    assert [source.name for source in sources] == [(None, None), (1, 0), (1, 1), (3, None)]
+    assert [source.name for source in sources] == [((0, 2), None), (1, 0), (1, 1), (3, None)]
     assert [source.size for source in sources] == [5, 2, 2, 2]
     assert {int(x) // 10 for x in sources[0].all()[0]} == {0, 2}
     parts = [sources[0].fetch(slice(k, k + 2))[0] for k in (0, 2, 4)]

@@ -203,9 +203,11 @@ def test_second_moments_without_a_count_are_no_metric():
     gem.keep([task(1)], name="a")
     take(model, optimizer, rival(task(1)))
     assert gem.last.worst_cosine > -1e-9
+    other, optimizer, gem = begin(loss, make=Counting, on="both")
+    gem.keep([task(1)], name="a")
     gem.metric = "adam"
     with pytest.raises(ValueError, match="count of steps"):
-        take(model, optimizer, rival(task(1)))
+        take(other, optimizer, rival(task(1)))
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,8 @@ class Source:
     make : callable
         ``make(some)`` returns a batch of some of them.
     name : tuple
-        The name of the set and the label, or None: of all sets together ``(None, None)``, and of some of
-        them a tuple of their names; with one row for
+        The name of the set and the label, or None: of several sets together a tuple of their
+        names, or None for all without a promise of their own; with one row for
         each example also its place in the stream. Empty for a batch that comes from no memory.
     promise : Promise, optional
     kind : hashable, optional

@@ -126,7 +126,8 @@ class Keeper:
             Of this set of examples. By default the number of sets stored before, or the next integer that is
             no name.
         collate : callable, optional
-            Makes a batch of a list of examples: then `data` holds examples. By default that of the loader.
+            Makes a batch of a list of examples: then `data` holds examples. By default that of the loader. It
+            must not mask at random where outputs are stored, which are of one batch only.
         model : torch.nn.Module, optional
             Another model whose outputs and losses are stored.
 
@@ -169,7 +170,9 @@ class Keeper:
         """Return what became of each promise; it prints as a table, and its ``plot()`` draws the losses."""
         if self._watch is not None and self._watch.never_stepped:
             self._warn_if_unseen()
-        return make_report(self.history, self.memory.counts)
+        counts, promises = self.memory.counts, self.memory.promises
+        together = [name for name in counts if promises.get(name, self.promise) == self.promise]
+        return make_report(self.history, counts, together)
 
     def logs(self) -> dict[str, Tensor | float]:
         """Return numbers to log, of the steps since the last call; see `History.means`."""
@@ -209,6 +212,7 @@ class Keeper:
         lacking = {"memory", "projector"} - (state.keys() if isinstance(state, Mapping) else set())
         if lacking:
             raise ValueError(f"state has no {min(lacking)!r}: it is not of a {type(self).__name__}.")
+        stored, stepped = self.memory.tasks, self._watch is not None and not self._watch.never_stepped
         if self._handles and state["projector"] is not None:
             self._load_projector(state)
         else:
@@ -217,6 +221,13 @@ class Keeper:
         self.exclude = state.get("exclude", self.exclude)
         if "history" in state:
             self.history.load_state_dict(state["history"])
+        dropped = [name for name in stored if name not in self.memory.tasks]
+        if dropped and not stepped:  # else it goes back to an earlier state
+            warnings.warn(
+                f"The state has no examples of {', '.join(map(repr, dropped))}, which are dropped: nothing "
+                "is promised about them. Store them after the state is loaded.",
+                stacklevel=2,
+            )
 
     def _load_projector(self, state: Mapping[str, Any]) -> None:
         projector, draft = self._attached(), self.memory.draft(None)
@@ -224,9 +235,8 @@ class Keeper:
         names = (state["projector"]["constraints"] or {}).get("names", ())
         promises = []
         for first, *_ in names:
-            of = state["tasks"] if first is None else first
-            one = of[0] if isinstance(of, list | tuple) and of not in draft.tasks else of
-            promises.append(self.promises.get(one, self.promise))
+            several = isinstance(first, tuple) and first not in draft.tasks
+            promises.append(self.promises.get(first[0] if several else first, self.promise))
         projector.load_state_dict(state["projector"], promises or None)
         vars(self.memory).update(vars(draft))
         self._tasks, self._removals = state.get("tasks"), self.memory.removals

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from bisect import bisect_right
 from collections.abc import Hashable, Iterator, Mapping
 from itertools import accumulate, groupby, repeat
@@ -312,13 +311,6 @@ class EpisodicMemory:
             random.set_state(state["random"].cpu())
         except KeyError as error:
             raise ValueError(f"state has no {error}: it is not of an EpisodicMemory.") from None
-        lacking = [task for task in self._stores if task not in stores]
-        if lacking:
-            warnings.warn(
-                f"The state has no examples of {', '.join(map(repr, lacking))}, which are dropped: nothing "
-                "is promised about them. Store them after the state is loaded.",
-                stacklevel=2,
-            )
         self._stores, self._random = stores, random
         self.removals += 1
 
@@ -359,7 +351,8 @@ class EpisodicMemory:
                     sets = tuple(other for other, own in plan.items() if own == promise)
                     stores = [self._stores[other] for other in sets]
                     chosen = self._sampled(stores, n or sum(map(len, stores)))
-                    name = sets[0] if len(sets) == 1 else None if len(sets) == len(plan) else sets
+                    own = all(one in self.promises for one in sets)
+                    name = None if not own else sets[0] if len(sets) == 1 else sets
                     yield self._source(chosen, (name, None), given)
                 continue
             for label, slots in store.draw(per == "label", n, random):

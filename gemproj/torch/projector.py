@@ -420,7 +420,7 @@ class GradientProjector:
         """Return which sets the rows are about, for a message that has their numbers."""
         if not self._matrix.names or "row" not in message:
             return ""
-        sets = [f"{k} is of {name[0]!r}" for k, name in enumerate(self._matrix.names[:20])]
+        sets = [f"{k} is of {name[0]!r}" for k, name in enumerate(self._matrix.names[:20]) if name]
         h = " h is what their tolerances ask for." if self._terms.held else ""
         return f" Row {', row '.join(sets)}.{h}"
 

@@ -125,8 +125,8 @@ _as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # on a d
 class History:
     """What the steps under promises did, set by set and on average, in memory that does not grow with them.
 
-    Nothing is read from a device before somebody reads this. What is promised of all sets together has the
-    name None, and of some of them together a tuple of their names.
+    Nothing is read from a device before somebody reads this. What is promised of several sets together has a
+    tuple of their names, or the name None for all sets without a promise of their own.
     """
 
     def __init__(self) -> None:
@@ -307,7 +307,8 @@ class Line:
     Attributes
     ----------
     name : object
-        Of the set; a tuple of names for sets that have one row together, and "all sets" for all of them.
+        Of the set; of sets that have one row together a tuple of names, or "all sets" for all that have no
+        promise of their own.
     examples : int
         Stored examples.
     stored : float
@@ -410,8 +411,8 @@ class Report(Sequence[Line]):
 _ROUNDING = 1e-6
 
 
-def make_report(history: History, examples: Mapping[Any, int]) -> Report:
-    """Return the report on sets of so many `examples`, by name, and on what is promised of all together."""
+def make_report(history: History, examples: Mapping[Any, int], together: Iterable[Any] = ()) -> Report:
+    """Return the report on sets of so many `examples`, by name, and on those that have one row `together`."""
     known, lines = history.totals(), []
     for name in [*examples, *(name for name in known if name not in examples)]:
         nan = math.nan
@@ -419,7 +420,7 @@ def make_report(history: History, examples: Mapping[Any, int]) -> Report:
             name, (nan,) * 4 + (0.0,) * 5
         )
         share = max(steps, 1.0)
-        sets = examples if name is None else (name,) if name in examples or type(name) is not tuple else name
+        sets = together if name is None else (name,) if name in examples or type(name) is not tuple else name
         count = sum(examples.get(one, 0) for one in sets)  # 0 if it was removed
         shares = would / share, broke / share, multiplier / share
         lines.append(Line(_shown(name), count, first, now, worst, bound, int(steps), *shares, cost))
