@@ -104,6 +104,7 @@ class Factorisation:
         self.free[rows] = True
         self.Q, self.R = np.linalg.qr(self.A[:, rows])
         self.right = solve_triangle(self.R.T, self.h[rows])
+        self._taken = 0  # columns of Q that `distances` has taken out
 
     def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
         self._factor(np.flatnonzero(free))
@@ -120,8 +121,12 @@ class Factorisation:
         return bool(np.abs(np.linalg.inv(self.R)).sum(axis=0).max() * below < 1.0)
 
     def distances(self) -> np.ndarray:
-        outside = self.A - self.Q @ (self.Q.T @ self.A)
-        return np.sum(outside * outside, axis=0)
+        if not self._taken:
+            self._apart = self.A.copy()
+        new = self.Q[:, self._taken :]
+        self._apart -= new @ (new.T @ self._apart)
+        self._taken = self.Q.shape[1]
+        return np.sum(self._apart * self._apart, axis=0)
 
     def pivot(self, j: int) -> None:
         if self.free[j]:
