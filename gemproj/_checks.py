@@ -60,7 +60,7 @@ def real_numbers(value: Any, name: str) -> np.ndarray:
     try:
         host = to_numpy(value) if is_array(value) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise type(error)(f"{name} must be an array, or a list of numbers: {error}") from error
+        raise ValueError(f"{name} must be an array, or a list of numbers: {error}") from error
     if host.dtype.kind not in "bfiu":
         raise TypeError(f"{name} must hold real numbers; found dtype {host.dtype}.")
     return host

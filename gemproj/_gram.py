@@ -72,9 +72,9 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
         inside = all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in squares)
     if inside and problem is not None:
         return
-    G, g = "G", "g"
+    G, g, free = "G", "g", "rows of G"
     if problem is not None and problem.weight is not None:
-        G, g = "G / sqrt(metric)", "g * sqrt(metric)"
+        G, g, free = "G / sqrt(metric)", "g * sqrt(metric)", "rows of G, and the whole metric,"
     _check_finite(gram, G, g)
     if problem is None or not problem.has_float64():
         return  # squares of numbers in float32 and narrower dtypes are in range
@@ -93,7 +93,7 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
         most = np.format_float_scientific(largest[i], precision=1)
         raise ValueError(
             f"{row}{name} is too small: entries of at most {most}, whose squares leave the range "
-            f"of float64. Scale {name} up; rows of G, and all of metric, may be scaled freely."
+            f"of float64. Scale {name} up; {free} may be scaled freely."
         )
 
 

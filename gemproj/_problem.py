@@ -225,8 +225,9 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
         if isinstance(o, np.ndarray):
             if not o.flags.writeable:
                 raise ValueError(f"out{where} is read-only; pass an array that can be written.")
+            # Entries within fewer bytes than they take, as with a stride of zero.
             extent = o.itemsize + sum((n - 1) * abs(step) for n, step in zip(o.shape, o.strides, strict=True))
-            if extent < o.nbytes:
+            if o.size and extent < o.nbytes:
                 raise ValueError(f"out{where} has entries that share memory; pass an array of its own.")
         elif device_of(o) != problem.device:
             raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")

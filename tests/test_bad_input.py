@@ -38,7 +38,7 @@ WRONG_VALUES = [
         lambda: project(1e100 * np.eye(2), np.ones(2), margin=1e150),
         "margin, .* times the rows of G overflows",
     ),
-    (lambda: project(ODD, g), "row 1 of G is too small.*Scale G up"),
+    (lambda: project(ODD, g), r"row 1 of G is too small.*Scale G up; rows of G may be"),
     (lambda: project(G, 1e-160 * g), "g is too small.*Scale g up"),
     (lambda: project(BIG, g), "rows 0, 1, 2, which hold .*squares overflow; scale it down"),
     (lambda: project(G.T, g), "If G has one column per constraint, pass G.T."),
@@ -89,7 +89,10 @@ WRONG_VALUES = [
     (lambda: project(G, g, out=as_strided(np.zeros(1), g.shape, (0,))), "out has entries that share memory"),
     (lambda: project([G, G], [g, g], out=[OTHER, OTHER]), "out has one array for several blocks"),
     (lambda: project(G, g, metric=np.full(5, 1e-320)), r"G / sqrt\(metric\) is not finite: rows 0, 1, 2"),
-    (lambda: project(G, g, metric=np.full(5, 1e300)), r"row 0 of G / sqrt\(metric\) is too small"),
+    (
+        lambda: project(G, g, metric=np.full(5, 1e300)),
+        r"row 0 of G / sqrt\(metric\) is too small.*whole metric",
+    ),
     (lambda: project(G, g, h=[[0, 0], [0]]), "h must be an array, or a list of numbers"),
     (lambda: project(*TENSORS, out=META), "out is on device meta but g is on cpu"),
     (lambda: project(G, g, method=lambda K, b, w: b * np.nan), "multipliers that are not finite"),
@@ -202,6 +205,14 @@ def test_stalled_is_reported(monkeypatch, rng):
     monkeypatch.setattr(exact, "solve_active_set", lambda faces, *_: (np.zeros(20), 0, 1.0))
     K, b, _ = gram(rng.standard_normal((20, 50)), np.ones(50))
     assert int(exact.solve_portable(K, b, None, None, None).status) == Status.STALLED
+
+
+def test_an_empty_array_shares_no_memory_whatever_its_strides_are():
+    for G, out in (
+        (np.ones((2, 0)), np.ones(300)[:0:-100][:0]),
+        (np.ones((0, 2, 3)), np.ones((5, 30))[:0, ::10]),
+    ):
+        assert project(G, np.ones(out.shape), out=out) is out
 
 
 @pytest.mark.parametrize("value", [np.inf, 1e200])
