@@ -109,6 +109,18 @@ def test_rows_in_errors_have_the_names_of_their_sets():
         train()
 
 
+def test_rows_that_come_from_no_memory_have_no_names():
+    model, _, gem = begin(EACH, every=2)
+    gem.projector.recall(model, [task(1), task(2)])
+    _, _, again = begin(EACH, every=2)
+    again.load_state_dict(gem.state_dict())
+    assert torch.equal(again.projector.constraints, gem.projector.constraints)
+    gem.projector.constraints[1] = float("nan")
+    loss(model, task(3)).backward()
+    with pytest.raises(ValueError, match=r"row 1.*if it is finite\.$"):
+        gem.projector.project_()
+
+
 def test_a_state_that_is_refused_changes_nothing():
     _, _, small = begin(loss, per_task=5, every=5)
     model, optimizer, gem = begin(loss, per_task=7, every=5)
@@ -142,6 +154,10 @@ def test_one_batch_has_one_collate_function(others):
         return
     with pytest.raises(ValueError, match="collate functions differ"):
         memory.sample(24)
+    fresh = EpisodicMemory()
+    fresh.load_state_dict(memory.state_dict())
+    with pytest.raises(ValueError, match="loaded without the function that makes batches"):
+        fresh.sample(24)
 
 
 def test_outputs_are_not_stored_of_what_is_drawn_at_random():

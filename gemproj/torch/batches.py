@@ -62,9 +62,9 @@ class Source:
     make : callable
         ``make(some)`` returns a batch of some of them.
     name : tuple
-        The name of the set and the label, or None: of several sets together a tuple of their
-        names, or None for all without a promise of their own; with one row for
-        each example also its place in the stream. Empty for a batch that comes from no memory.
+        The name of the set, and the label or None; with one row for each example also its place in the
+        stream. Of several sets together the first is a tuple of their names, or None for all sets without a
+        promise of their own. Empty for a batch that comes from no memory.
     promise : Promise, optional
     kind : hashable, optional
         Sources of equal kind can be `joined`; None can not.
@@ -223,6 +223,11 @@ def _ordered(batch: Batch) -> Batch:
     if isinstance(batch, Mapping):
         return {key: _ordered(batch[key]) for key in sorted(batch, key=str)}
     return type(batch)(map(_ordered, batch)) if type(batch) in (list, tuple) else batch
+
+
+def bare(batch: Batch | Remembered) -> Batch:
+    """Return a batch without what is stored about its examples."""
+    return batch.batch if isinstance(batch, Remembered) else batch
 
 
 def count_examples(batch: Batch | Remembered) -> int:

@@ -230,15 +230,17 @@ class Keeper:
             )
 
     def _load_projector(self, state: Mapping[str, Any]) -> None:
-        projector, draft = self._attached(), self.memory.draft(None)
+        projector, draft = self._attached(), self.memory.draft()
         draft.load_state_dict(state["memory"])  # raises before anything has changed
         names = (state["projector"]["constraints"] or {}).get("names", ())
         promises = []
-        for first, *_ in names:
-            several = isinstance(first, tuple) and first not in draft.tasks
-            promises.append(self.promises.get(first[0] if several else first, self.promise))
+        for name in names:
+            of = name[0] if name else None
+            if isinstance(of, tuple) and of not in draft.tasks:  # the names of several sets
+                of = of[0]
+            promises.append(self.promises.get(of, self.promise))
         projector.load_state_dict(state["projector"], promises or None)
-        vars(self.memory).update(vars(draft))
+        self.memory.adopt(draft)
         self._tasks, self._removals = state.get("tasks"), self.memory.removals
         self._watch = Watch(self.memory, projector.parameters)
         self._watch.begin(state.get("stepped", True))  # older states do not tell

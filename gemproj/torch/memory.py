@@ -314,8 +314,8 @@ class EpisodicMemory:
         self._stores, self._random = stores, random
         self.removals += 1
 
-    def draft(self, task: Hashable) -> EpisodicMemory:
-        """Return a memory to collect examples of a task in, which `adopt` takes over when all went well."""
+    def draft(self, task: Hashable = None) -> EpisodicMemory:
+        """Return a memory to store examples of a task in, or to load, which `adopt` takes over at the end."""
         draft = object.__new__(type(self))  # no copy that somebody keeps
         draft.__dict__.update(self.__dict__)
         draft._stores = {k: copy.deepcopy(v) if k == task else v for k, v in self._stores.items()}
@@ -323,9 +323,9 @@ class EpisodicMemory:
         draft._random.set_state(self._random.get_state())
         return draft
 
-    def adopt(self, draft: EpisodicMemory, task: Hashable) -> None:
-        """Take over the examples of a task, and the random state, from a `draft`."""
-        self._stores[task], self._random = draft._stores[task], draft._random
+    def adopt(self, draft: EpisodicMemory) -> None:
+        """Take over the examples and the random state of a `draft`."""
+        self._stores, self._random, self.removals = draft._stores, draft._random, draft.removals
 
     def check_label(self, promise: Promise) -> None:
         """Raise for a promise about labels that this memory does not know."""
@@ -385,18 +385,17 @@ class EpisodicMemory:
     def _collate_of(self, store: Store, *others: Store) -> Collate:
         """Return what makes batches of the examples of stores; raise where they have different functions."""
         collate = self.collate if store.collate is None else store.collate
-        for other in others:
-            if not _alike(collate, self._collate_of(other)):
-                raise ValueError(
-                    "One batch is drawn of sets whose collate functions differ, as per='all' and sample do. "
-                    "Store them with one collate function, or give them promises of their own."
-                )
         if collate is None:
             task = next((task for task, one in self._stores.items() if one is store), None)
             raise ValueError(
                 f"The examples of task {task!r} were loaded without the function that makes batches of "
                 "them. Set memory.collate, such as to loader.collate_fn; or store the task before loading, "
                 "from the loader or with collate=."
+            )
+        if not all(_alike(collate, self._collate_of(other)) for other in others):
+            raise ValueError(
+                "One batch is drawn of sets whose collate functions differ, as per='all' and sample do. "
+                "Store them with one collate function, or give them promises of their own."
             )
         return collate
 

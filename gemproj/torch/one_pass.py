@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gemproj.torch.batches import Batch, Remembered, Source, leaves_of
+from gemproj.torch.batches import Batch, Remembered, Source, bare, leaves_of
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.layers import RowByRow, RowGradients
 from gemproj.torch.promise import Promise, call_loss
@@ -161,8 +161,7 @@ def _batch(rows: list[Source]) -> Batch:
 def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], batch: Batch) -> RowGradients:
     """Compute rows of G in one pass; raise where that is not possible."""
     first, t, n = rows[0], len(rows), rows[0].size
-    given = batch.batch if isinstance(batch, Remembered) else batch
-    if any(leaf.shape[:1] != (t * n,) for leaf in _tensors(given)):
+    if any(leaf.shape[:1] != (t * n,) for leaf in _tensors(bare(batch))):
         raise RowByRow("the rows of a batch are no examples, as in packed texts")
     if any(p._backward_hooks for p in G.vector.parameters):
         raise RowByRow("parameters have hooks, which change each gradient")

@@ -23,7 +23,7 @@ from gemproj.torch.keywords import suggesting
 from gemproj.torch.one_pass import SharedPasses
 from gemproj.torch.parameters import ParameterVector
 from gemproj.torch.promise import Promise
-from gemproj.torch.report import Projection
+from gemproj.torch.report import Projection, shown
 from gemproj.torch.terms import Terms, check_terms
 from gemproj.torch.unprotected import Unused
 
@@ -417,10 +417,10 @@ class GradientProjector:
         return sol
 
     def _named_rows(self, message: str) -> str:
-        """Return which sets the rows are about, for a message that has their numbers."""
-        if not self._matrix.names or "row" not in message:
+        """Return which sets the rows are about, where that is known, for a message that has their numbers."""
+        sets = [f"{k} is of {shown(name[0])!r}" for k, name in enumerate(self._matrix.names[:20]) if name]
+        if not sets or "row" not in message:
             return ""
-        sets = [f"{k} is of {name[0]!r}" for k, name in enumerate(self._matrix.names[:20]) if name]
         h = " h is what their tolerances ask for." if self._terms.held else ""
         return f" Row {', row '.join(sets)}.{h}"
 

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from gemproj.torch.batches import (
+    Batch,
     Collate,
     Loss,
     PerExample,
     Remembered,
     Source,
+    bare,
     join,
     leaves_of,
     moved,
@@ -65,7 +67,7 @@ def remember(
         if evaluated:
             raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
         _add_all(draft, data, name, collate)
-        memory.adopt(draft, name)
+        memory.adopt(draft)
         return name
     model, parallel = unwrapped(model)
     reshard(model)
@@ -117,7 +119,7 @@ def remember(
             raise
         evaluate(size)
     reshard(model)
-    memory.adopt(draft, name)
+    memory.adopt(draft)
     return name
 
 
@@ -148,10 +150,9 @@ def _check_examples(source: Source, name: Hashable, loss: Loss) -> None:
             )
 
 
-def _batch(source: Source, first: int = 0) -> Any:
+def _batch(source: Source, first: int = 0) -> Batch:
     """Return some examples as a batch, without what is stored about them."""
-    batch = source.fetch(slice(first, first + _FETCHED))
-    return batch.batch if isinstance(batch, Remembered) else batch
+    return bare(source.fetch(slice(first, first + _FETCHED)))
 
 
 def _check(losses: Tensor, name: Hashable, trained: bool) -> None:

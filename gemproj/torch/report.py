@@ -423,12 +423,12 @@ def make_report(history: History, examples: Mapping[Any, int], together: Iterabl
         sets = together if name is None else (name,) if name in examples or type(name) is not tuple else name
         count = sum(examples.get(one, 0) for one in sets)  # 0 if it was removed
         shares = would / share, broke / share, multiplier / share
-        lines.append(Line(_shown(name), count, first, now, worst, bound, int(steps), *shares, cost))
-    return Report(lines, {_shown(name): points for name, points in history.points().items()})
+        lines.append(Line(shown(name), count, first, now, worst, bound, int(steps), *shares, cost))
+    return Report(lines, {shown(name): points for name, points in history.points().items()})
 
 
-def _shown(name: Any) -> Any:
-    """Return what a report says of what is promised of all sets together, whose name is None."""
+def shown(name: Any) -> Any:
+    """Return the name of a set as messages and reports say it; None stands for all sets together."""
     return "all sets" if name is None else name
 
 

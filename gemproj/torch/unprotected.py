@@ -34,17 +34,17 @@ class Use:
         if self.protected or self.kept or _broken_off():
             return
         watch = None if self.watch is None else self.watch()
-        if watch is not None and watch.never_stepped and watch.unseen():
-            logging.getLogger("gemproj").warning(
-                "Nothing was protected: the weights have changed, but not in step() of the optimizer that "
-                "gemproj is attached to. Attach to the optimizer that takes the steps."
-            )
-        elif self.steps:
+        if self.steps:
             logging.getLogger("gemproj").warning(
                 "Nothing was protected: all %d steps were taken before a task was stored, so that they are "
                 "those of a training without GEM. Call end_task(batches) with examples of what must be kept "
                 "before the training that must not forget it.",
                 self.steps,
+            )
+        elif watch is not None and watch.unseen():
+            logging.getLogger("gemproj").warning(
+                "Nothing was protected: the weights have changed, but not in step() of the optimizer that "
+                "gemproj is attached to. Attach to the optimizer that takes the steps."
             )
 
 
