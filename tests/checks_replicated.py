@@ -190,9 +190,8 @@ def rows_of_examples_are_as_many_though_stored_examples_are_not():
 @check(2, 4)
 def gem_trains_as_one_process_does():
     """The one object for a loop, on replicas and on shards, whose memories differ in size."""
-    both = DistributedDataParallel, fully_shard
-    for k, (promise, options) in enumerate(PROMISES):
-        for spread in both if dist.get_world_size() == 2 else both[k % 2 :: 2]:  # four processes take turns
+    for promise, options in PROMISES:
+        for spread in (DistributedDataParallel, fully_shard):
             compare_gem(spread, promise, options)
 
 

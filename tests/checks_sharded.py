@@ -126,10 +126,9 @@ def begin(**options):
 
 def compare(spread, options, dtype=torch.float64, make=net):
     """Train a model that is spread over processes as one process trains it."""
-    data = past_of_all(dtype), [rival(10 + k, 16, dtype) for k in range(3)]
-    group = (
-        alone()
-    )  # always: torch looks for groups of meshes by their number, also for those of a check before
+    data = past_of_all(dtype), [rival(10 + k, 16, dtype) for k in range(4)]
+    # In every check: torch finds the groups of meshes by their number, also those of an earlier check.
+    group = alone()
 
     def of_one():
         one = make(dtype)

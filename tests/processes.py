@@ -151,7 +151,7 @@ def learn(gem, take_step, part=lambda batch, sizes=None: batch, dtype=torch.floa
     """Learn three tasks that contradict each other, of which processes store unequal parts."""
     active, others = 0, [2] * (dist.get_world_size() - 1)
     for k in range(3):
-        for step in range(2):
+        for step in range(3):
             take_step(part(rival(task(10 * k + step, 8, dtype))))
             assert gem.last.constraints == k
             active += gem.last.num_active

@@ -66,6 +66,14 @@ def test_nothing_changes_without_constraints_or_violation(model):
     assert torch.equal(gradient(model), before)
 
 
+@pytest.mark.parametrize("metric", [None, torch.ones(1000)])  # the second is for the portable backend
+def test_autocast_of_the_caller_does_not_reach_the_projection(metric, rng):
+    G, g = torch.from_numpy(rng.standard_normal((2, 1000)) - 0.2).float(), torch.full((1000,), 0.2)
+    expected = project(G, g, metric=metric)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(project(G, g, metric=metric), expected)
+
+
 def test_a_failing_loss_leaves_no_constraints(model):
     projector = GradientProjector(model.parameters())
     projector.constrain(loss(model, batch) for batch in PAST)
