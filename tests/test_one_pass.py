@@ -341,7 +341,7 @@ def mean(model, batch):
         (lambda: nn.Sequential(torch.compile(nn.Linear(6, 3).double(), backend="eager")), lambda: vectors(6), each, "compiled"),
         (hooked, lambda: vectors(6), each, "Linear"),
         (lambda: lora(use_dora=True), lambda: texts(LENGTHS, padded), CAUSAL, "Dora"),
-        (lambda: gpt2(attn_implementation="eager"), lambda: texts(LENGTHS, packed), CAUSAL, "packed texts"),
+        (lambda: gpt2(attn_implementation="eager", n_positions=32), lambda: texts(LENGTHS, packed), CAUSAL, "packed texts"),
         (mlp, lambda: vectors(6), mean, "mean over examples"),
     ],
 )  # fmt: skip
