@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from models import EACH, SAID, begin, flat, loss, perceptron, rival, rows, sgd, take, task  # noqa: E402
+from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from gemproj.torch import GEM, Promise  # noqa: E402
 from gemproj.torch.gem import Keeper  # noqa: E402
@@ -37,6 +38,23 @@ def test_a_run_that_only_watches_is_the_plain_one_to_the_bit(options, make):
     assert line.would_break > 0
     assert line.broke > 0
     assert gem.last.num_active  # it tells what would have been done
+
+
+def test_a_loader_that_is_kept_changes_nothing_of_a_training_that_only_watches():
+    def train(protect):
+        model = perceptron()
+        optimizer = sgd(model.parameters())
+        loader = DataLoader(TensorDataset(*task(1)), batch_size=4, shuffle=True)
+        gem = GEM(model, optimizer, EACH, project=False) if protect else None
+        torch.manual_seed(3)
+        for _ in range(2):
+            for batch in loader:
+                take(model, optimizer, batch)
+            if gem:
+                gem.end_task(loader)
+        return flat(model)
+
+    assert torch.equal(train(False), train(True))
 
 
 def test_a_report_has_what_can_be_measured_from_outside():

@@ -140,6 +140,10 @@ def test_what_losses_refuse():
         CrossEntropy(given, labels="y")(BEFORE, BATCH)
     with pytest.raises(ValueError, match=r"labels must have shape \(3, 5\)"):
         CrossEntropy(given, labels=lambda b: b["labels"][:, 0])(BEFORE, BATCH)
+    with pytest.raises(ValueError, match=r"shift=True is for logits of tokens, .* found \(3, 7\)"):
+        CrossEntropy(given, labels=lambda b: b["labels"][:, 0], shift=True)(BEFORE[:, 0], BATCH)
+    with pytest.raises(ValueError, match="stored of 7 classes, and the model has 6"):
+        Distillation(given)(NOW[..., :6], BATCH, BEFORE)
     for name, wrong in (("temperature", 0.0), ("weight", -1.0), ("top", 0)):
         with pytest.raises(ValueError, match=name):
             Distillation(**{name: wrong})

@@ -61,6 +61,7 @@ def test_promises_memory_and_what_diverges():
     names = [name for name in settings.BASIC if METHODS[name].family not in ("reference", "no examples")]
     assert all(bounds[0] < done(name)["bytes"] <= bounds[1] for name in names)
     assert done("gem", rate=1e30)["diverged"]
+    assert done("gem-step", rate=1e3)["diverged"]
 
 
 def learner_of(name, knob=0.0, like=None, optimizer=torch.optim.SGD, rate=0.1):

@@ -1,7 +1,8 @@
 """One run: one method learns one stream under one seed."""
 
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -112,7 +113,7 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
             record.end_task()  # of which no step has told
         else:
             kept: Any = stored.batch(k)
-            learner.end_task(k, kept)
+            diverged = not survived(partial(learner.end_task, k, kept))
         record.turn("batch")
     about = origin(stream.hashes) | {"setting": vars(setting)}
     return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
@@ -126,12 +127,21 @@ def stepped(learner: Learner, record: Recorder, batch: Batch) -> bool:
     loss.backward()
     if not loss.isfinite():
         return False
-    try:
+
+    def rest() -> None:
         learner.constrain(record, loss)
         optimizer.step()
         learner.end_step()
+
+    return survived(rest)
+
+
+def survived(act: Callable[[], None]) -> bool:
+    """Return False where an act finds that a loss or gradients are not finite any more."""
+    try:
+        act()
     except ValueError as error:
-        if "is not finite" not in str(error):
+        if not re.search("is not finite|and finite|loss of examples .* is (nan|-?inf)", str(error)):
             raise
         return False
     return True

@@ -131,7 +131,8 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
         raise ValueError(
             f"Training resumes at step {step}, but the state of GEM at that step is not in "
             f"{' or '.join(map(str, folders))}. Call GEMCallback.load(folder) with the checkpoint before "
-            "train()."
+            "train(). If the checkpoint was made without GEM, begin a training from its model instead: "
+            "Model.from_pretrained(checkpoint), and train() without resume_from_checkpoint."
         )
 
 

@@ -79,6 +79,10 @@ class CrossEntropy:
                 f"{tuple(logits.shape)}; found {tuple(labels.shape)}."
             )
         examples = _examples_of(batch, labels.shape)
+        if self._shift and labels.ndim < 2:
+            raise ValueError(
+                f"shift=True is for logits of tokens, (n, tokens, classes); found {tuple(logits.shape)}."
+            )
         if self._shift:
             logits, labels = logits[:, :-1], labels[:, 1:]
         logits = _widened(logits).flatten(0, -2)
@@ -188,6 +192,11 @@ class Distillation:
         if mask is not None:
             outputs = _at_positions(outputs, mask, examples)
         if self._top is None:
+            if outputs.shape[-1] != now.shape[-1]:
+                raise ValueError(
+                    f"Outputs were stored of {outputs.shape[-1]} classes, and the model has "
+                    f"{now.shape[-1]}. Take another model, such as a teacher, with the same classes."
+                )
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one whatever was rounded
         else:
             values, classes = outputs

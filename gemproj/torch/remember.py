@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 
 from gemproj.torch.batches import (
     Batch,
@@ -125,9 +126,11 @@ def remember(
 
 def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate | None) -> None:
     """Offer all examples to the memory; raise where a new set has none."""
-    chunks, collate = read(data, collate)
-    for chunk in chunks:
-        memory.add(chunk, name, collate=collate)
+    # A loader draws the order of the next epoch from torch's random state, which training goes on with.
+    with torch.random.fork_rng(devices=[], enabled=isinstance(data, DataLoader)):
+        chunks, collate = read(data, collate)
+        for chunk in chunks:
+            memory.add(chunk, name, collate=collate)
     if name not in memory.tasks:
         raise ValueError("data holds no example. An iterator can be read once only: pass the loader itself.")
 
