@@ -96,6 +96,11 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
         first, torch = arrays[0], sys.modules["torch"]
         if first.is_nested or first.is_meta or any(a.layout is not torch.strided for a in arrays):
             raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
+        if any(hasattr(a, "device_mesh") for a in arrays):
+            raise TypeError(
+                "Tensors must be local; found a DTensor. gemproj.torch.GradientProjector projects sharded "
+                "parameters, and gemproj.torch.distributed.project takes their to_local()."
+            )
         functorch = torch._C._functorch
         if functorch.peek_interpreter_stack() is not None and any(
             map(functorch.is_functorch_wrapped_tensor, arrays)

@@ -67,13 +67,14 @@ def duality_gap(s: Array, size: Array, lam: Array, lower: Array, upper: Array) -
 
 
 def cosine(gram: Gram, lam: Array) -> Array:
-    """Return the cosine between g and x = g + G'lam, shape (...); 1 where g or x is zero."""
+    """Return the cosine between g and x = g + G'lam, shape (...); 1 where g is zero, 0 where only x is."""
     K, b, gg = gram
     xp = namespace(gg)
     inner = gg + xp.sum(b * lam, axis=-1)
     xx = inner + xp.sum(lam * (matvec(K, lam) + b), axis=-1)
     used, one = (gg > 0) & (xx > 0), xp.ones_like(gg)
-    gg, xx, inner = (xp.where(used, v, one) for v in (gg, xx, inner))
+    inner = xp.where(gg > 0, xp.where(used, inner, 0.0 * one), one)
+    gg, xx = xp.where(used, gg, one), xp.where(used, xx, one)
     return inner / gg / xp.sqrt(xx / gg)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
 from gemproj._bounds import PLAIN, Bounds, Options, check_options, make_bounds, overstepped, standard_form
 from gemproj._checks import check_multipliers
-from gemproj._constants import LOOSE, OPTIMAL_WITHIN, REACH, WIDE_ROUNDING, WIDER
+from gemproj._constants import EPS, LOOSE, OPTIMAL_WITHIN, REACH, WIDE_ROUNDING, WIDER
 from gemproj._feasibility import cancelled_by_penalty, infeasible, refuse_infeasible
 from gemproj._gram import check_gram, check_range, drop_not_finite, measure
 from gemproj._problem import check_problem
@@ -77,8 +77,9 @@ def solve_dual(
     ------
     TypeError, ValueError
         For arguments that do not fit together, naming the argument and what was found. On the CPU also
-        for rows that are not finite and for an infeasible h, naming the rows. On a device the status has a
-        flag for each of these two cases.
+        for rows that are not finite and, with method "exact", for an infeasible h, naming the rows. On a
+        device the status has a flag for each of these two cases. Where another method misses the constraints,
+        the status has ``Status.STALLED``.
 
     Examples
     --------
@@ -130,14 +131,16 @@ def solve_gram(
         (t, t), K is stored once.
     gg : array, shape (...), optional
         Squared norm of g, to which certificates are relative. By default its lower bound
-        ``max(b_i^2 / K_ii)``: without a margin, certificates are then never smaller than those of
-        `solve_dual`.
+        ``max(b_i^2 / K_ii)``: without a margin, certificates are then never smaller than for the
+        true norm.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
 
     Returns
     -------
     DualSolution
+        Certificates allow for the rounding of the narrower dtype of K and b. What else has been lost when
+        these were computed, as in float32 sums, is not known here: `solve_dual` knows it.
 
     Examples
     --------
@@ -152,7 +155,8 @@ def solve_gram(
     gram, xp, device = check_gram(K, b, gg), namespace(b), device_of(b)
     like = tuple(gram.b.shape), xp, device
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *like)
-    measured = Measured(gram, WIDE_ROUNDING, partial(from_numpy, xp=xp, device=device))
+    rounding = WIDE_ROUNDING / EPS * max(float(xp.finfo(a.dtype).eps) for a in (K, b))
+    measured = Measured(gram, rounding, partial(from_numpy, xp=xp, device=device))
     return solve(measured, options, start).to(measured.to_caller)
 
 

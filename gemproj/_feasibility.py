@@ -29,7 +29,7 @@ _NAMED = 12
 def refuse_infeasible(sol: DualSolution, h: Array) -> None:
     """Raise for an infeasible h, on the CPU; tested are stalled problems and zero rows with h > 0."""
     suspect = ((sol.status & int(Status.STALLED)) != 0) | np.any(_unsatisfiable(sol, h), axis=-1)
-    for i in map(tuple, np.argwhere(suspect)):
+    for i in map(tuple, np.argwhere(suspect).tolist()):
         rows = _contradiction(sol, h, i)
         if len(rows):
             where = f" of problem {i if len(i) > 1 else i[0]}" if i else ""

@@ -32,8 +32,9 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
     Sums run in float64, whatever the dtype of the input, and nothing of the size of `G` is allocated. There
     is one exception, on the CPU: in problems of 131,072 columns or more without float64 arrays, products of
-    512 columns are summed in float32 first. With numba this applies to problems with more than 8 rows.
-    Entries are then accurate to about 1e-8 of ``|g_i| |g_j|``, and to 8e-6 at worst.
+    512 columns are summed in float32 first. The compiled loops of numba, which read G and g of one dtype
+    (float32 or bfloat16) without a metric, do so for more than 8 rows only. Entries are then accurate to
+    about 1e-7 of ``|g_i| |g_j|``, and to 8e-6 at worst.
 
     Parameters
     ----------

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from gemproj._arrays import Blocks, wide_dtype
 from gemproj._bounds import Bounds, Options, check_options, make_bounds
@@ -28,6 +29,7 @@ from gemproj._refine import inverse_of_free
 from gemproj.methods import Exact
 
 _OPTIONS = ("h", "margin", "penalty", "equality", "warm_start")
+_NO_FORWARD = "The projection has no forward-mode derivative. Use reverse mode: torch.func.vjp or jacrev."
 
 
 class Form(NamedTuple):
@@ -103,6 +105,9 @@ def project_operator(
         given[name] = None if none else _tensor(value, name, tensors[-1])
     given["warm_start"] = warm_start
     tensors += [a for a in given.values() if a is not None]
+    dual = not transformed and forward_ad._current_level >= 0
+    if dual and any(forward_ad.unpack_dual(a).tangent is not None for a in tensors):
+        raise NotImplementedError(_NO_FORWARD)
     recorded = transformed or (torch.is_grad_enabled() and any(a.requires_grad for a in tensors))
     if recorded and out is not None:
         raise ValueError(
@@ -127,10 +132,11 @@ def _tensor(value: Any, name: str, like: Tensor) -> Tensor:
     """Return an option as a tensor."""
     if isinstance(value, Tensor):
         return value
-    number = is_number(value)
-    if not (number or torch.compiler.is_compiling()):
+    if not (is_number(value) or torch.compiler.is_compiling()):
         value = real_numbers(value, name)
-    return torch.as_tensor(value, dtype=torch.float64 if number else None, device=like.device)
+    # A list of flags keeps its dtype; numbers would be rounded to float32.
+    dtype = None if name == "equality" else wide_dtype(torch, like.device)
+    return torch.as_tensor(value, dtype=dtype, device=like.device)
 
 
 def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
@@ -276,9 +282,7 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(
-            "The projection has no forward-mode derivative. Use reverse mode: torch.func.vjp or jacrev."
-        )
+        raise NotImplementedError(_NO_FORWARD)
 
 
 class _TransformedBackward(torch.autograd.Function):

@@ -127,6 +127,9 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     rows, keys = as_blocks(G, "G")
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
+    if isinstance(keys, list) and (order := list(g)) != keys:  # x is a mapping like g
+        rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
+        weight = None if metric is None else [metric[k] for k in order]
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
     xp, device = namespace(*arrays), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
@@ -141,8 +144,8 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
         arrays = [detach(a) for a in arrays]
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and values and on_host(device):
-        for w in weight:
-            if not bool(xp.all((w > 0) & xp.isfinite(w))):
+        for w in weight:  # by reductions, which allocate nothing; they hand on NaN
+            if math.prod(w.shape) and not (float(xp.min(w)) > 0.0 and float(xp.max(w)) < math.inf):
                 raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
     if keys is None:
         return _arrays_problem(xp, device, rows[0], vector[0], None if weight is None else weight[0])
@@ -222,13 +225,11 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
                 f"out{where} must have the shape and dtype of g{where}, {tuple(g.shape)} {g.dtype}; "
                 f"found {tuple(o.shape)} {o.dtype}."
             )
+        if _overlaps(o):
+            raise ValueError(f"out{where} has entries that share memory; pass an array of its own.")
         if isinstance(o, np.ndarray):
             if not o.flags.writeable:
                 raise ValueError(f"out{where} is read-only; pass an array that can be written.")
-            # Entries within fewer bytes than they take, as with a stride of zero.
-            extent = o.itemsize + sum((n - 1) * abs(step) for n, step in zip(o.shape, o.strides, strict=True))
-            if o.size and extent < o.nbytes:
-                raise ValueError(f"out{where} has entries that share memory; pass an array of its own.")
         elif device_of(o) != problem.device:
             raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
         elif problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
@@ -236,6 +237,18 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
         elif problem.is_torch and o.is_inference() and not problem.xp.is_inference_mode_enabled():
             raise ValueError(f"out{where} was made in inference mode and cannot be written outside of it.")
     return [detach(a) for a in blocks]
+
+
+def _overlaps(a: Array) -> bool:
+    """Return whether an array has its entries within less memory than they take, as with a stride of zero."""
+    if isinstance(a, np.ndarray):
+        strides, one = a.strides, a.itemsize
+    elif is_torch(a):
+        strides, one = a.stride(), 1
+    else:
+        return False
+    extent = one + sum((n - 1) * abs(step) for n, step in zip(a.shape, strides, strict=True))
+    return 0 not in a.shape and extent < one * math.prod(a.shape)
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:

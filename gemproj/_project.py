@@ -138,6 +138,10 @@ def _needs_operator(torch: Any, *given: Any) -> bool:
         or torch.jit.is_tracing()
     ):
         return True
+    # What make_fx records, and tensors without values, as in FakeTensorMode.
+    modes = torch._C._TorchDispatchModeKey
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.PROXY, modes.FAKE)):
+        return True
     if torch.is_grad_enabled():
         for arg in given:
             if arg is not None and type(arg) is not float:

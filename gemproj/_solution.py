@@ -182,9 +182,9 @@ class DualSolution:
         return self._or_infinity(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
-        """Return the cosine between g and x, shape (...); 1 where g or x is zero, to rounding."""
+        """Return the cosine between g and x, shape (...); 1 where g is zero, 0 where x is, to rounding."""
         cosine, zero = _certificate.cosine(self.gram, self.multipliers), self._vanishes()
-        return namespace(zero).where(zero, cosine * 0.0 + 1.0, cosine)
+        return namespace(zero).where(zero & (self.gram.gg > 0), cosine * 0.0, cosine)
 
     def to(self, move: Callable[[Array], Array]) -> DualSolution:
         """Return this solution with its NumPy arrays converted by `move` to the library of the caller."""

@@ -117,7 +117,7 @@ def exchanges_t_squared_numbers():
     G, g, _, at = problem()
     with all_reduces() as seen:
         project(G[:, at], g[at])
-    assert [n for dtype, n in seen if dtype == torch.float64] == [T * T + T + 1], seen
+    assert [n for dtype, n in seen if dtype == torch.float64] == [T * T + T + 2], seen
     assert sum(n for dtype, n in seen if dtype != torch.float64) <= 3, seen
 
 
@@ -145,6 +145,8 @@ def errors_on_every_process():
     both, h = torch.cat([G, -2.0 * G[1:2]]), torch.tensor([0.0, 1.0, 0.0, -1.0], dtype=torch.float64)
     with pytest.raises(ValueError, match=r"h is infeasible: .* in rows 1, 3 at once"):
         project(both[:, at], g[at], h=h)
+    with pytest.raises(ValueError, match=r"h is infeasible"):
+        project(both[:, at].float(), g[at].float(), h=h)
     close(project(both[:, at], g[at], h=h, penalty=0.5), gemproj.project(both, g, h=h, penalty=0.5)[at])
     with pytest.raises(ValueError, match="one problem; found a batch"):
         project(G[None, :, at], g[None, at])

@@ -247,7 +247,26 @@ def test_cosine_is_between_g_and_x(xp, rng):
     for _ in range(10):  # x* is zero, and what is computed is rounding, which has a cosine by chance
         rows = rng.standard_normal((3, 3))
         both, vector = xp.array(np.concatenate([rows, -rows])), xp.array(rng.standard_normal(3))
-        assert float(solve_dual(both, vector).cosine()) == 1.0
+        assert float(solve_dual(both, vector).cosine()) == 0.0
+
+
+def test_cosine_of_what_float32_sums_hardly_resolve(xp, rng):
+    """The projection leaves a hundredth of the gradient, which is not "nothing was changed"."""
+    d = 140_000
+    G = rng.standard_normal((9, d), dtype=np.float32)
+    u = -G.sum(axis=0)
+    g = u / np.linalg.norm(u) + 0.01 * rng.standard_normal(d, dtype=np.float32) / np.sqrt(np.float32(d))
+    assert float(solve_dual(xp.array(G, "float32"), xp.array(g, "float32")).cosine()) < 0.02
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_bounds_allow_for_the_rounding_of_the_gram_matrix_that_is_given(dtype, rng):
+    for _ in range(20):
+        G = rng.standard_normal((3, 40))
+        g = rng.standard_normal(40) - G.sum(axis=0)
+        sol = solve_gram((G @ G.T).astype(dtype), (G @ g).astype(dtype), np.asarray(g @ g).astype(dtype))
+        off = np.linalg.norm(g + G.T @ sol.multipliers - project(G, g)) / np.linalg.norm(g)
+        assert 0.0 < off <= float(sol.error_bound())
 
 
 @pytest.mark.parametrize("size", [1e-139, 1.0, 1e139])

@@ -6,6 +6,8 @@ import pytest
 from gemproj import PGD, Exact, project
 
 torch = pytest.importorskip("torch")
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+
 GradientProjector = pytest.importorskip("gemproj.torch").GradientProjector
 
 # Not inductor, which needs a C++ compiler: what matters is the graph that reaches it.
@@ -147,6 +149,20 @@ def test_a_training_step_with_a_projector_compiles():
     eager, compiled = train(lambda step: step), train(lambda step: torch.compile(step, backend=BACKEND))
     for a, b in zip(eager, compiled, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-6)
+
+
+def test_numbers_in_lists_are_not_rounded(problem):
+    G, g = (a[..., 0, :] for a in problem)
+    options = {"h": [-0.1, -0.2, -0.3], "margin": [0.1, 0.2, 0.3], "equality": [False, True, False]}
+    compiled = torch.compile(project, fullgraph=True, backend=BACKEND)
+    assert torch.equal(compiled(G, g, **options), project(G, g, **options))
+
+
+def test_what_make_fx_records_is_right_for_other_numbers(problem):
+    G, g = (a[..., 0, :] for a in problem)
+    feasible = G.sum(0) * 10.0
+    recorded = make_fx(lambda rows, vector: project(rows, vector))(G, feasible)
+    assert torch.equal(recorded(G, g), project(G, g))
 
 
 def test_other_arrays_are_projected_while_torch_is_tracing():

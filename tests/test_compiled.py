@@ -294,8 +294,8 @@ def test_tensors_without_memory_of_their_own():
     assert project(eye, ones, out=out).tolist() == [1.0] * 4
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(), pytest.raises(RuntimeError):
-        project(torch.eye(4), -torch.ones(4))
+    with FakeTensorMode():
+        assert project(torch.eye(4), -torch.ones(4)).shape == (4,)
 
 
 def test_autograd_learns_of_what_was_written():
@@ -322,7 +322,7 @@ def test_outputs_that_are_not_plain_arrays(tmp_path, rng):
     assert_close(x[1], 0.0, atol=1e-15)
     torch = pytest.importorskip("torch")
     one = torch.zeros(2).expand(3, 2)  # all problems would be written to the same place
-    with pytest.raises(RuntimeError, match="single memory location"):
+    with pytest.raises(ValueError, match="out has entries that share memory"):
         project(torch.eye(2).expand(3, 2, 2), torch.tensor([[-1.0, 1.0]]).repeat(3, 1), out=one)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from devices import DEVICE  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
 
 from gemproj import PGD, combine, gram, project, solve_dual, solve_gram  # noqa: E402
 
@@ -217,6 +218,10 @@ def test_transforms_of_torch_func():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         torch.func.jvp(lambda v: project(G, v), (g,), (g,))
+    with forward_ad.dual_level():
+        assert project(G, g).shape == g.shape
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            project(G, forward_ad.make_dual(g, g))
     with pytest.raises(ValueError, match="flow through method 'exact' only"):
         torch.func.vmap(partial(project, method="pgd"))(Gs, gs)
     with pytest.raises(ValueError, match="vmap over a projection of blocks is not supported"):

@@ -174,7 +174,7 @@ class ConstraintMatrix:
             here = self._problems(v, weight, columns)
             mine = here if owned == columns else self._problems(v, weight, owned)
             measured = measure_sum(mine) if self.streamed else measure(*mine)
-        measured = topology.sum_gram(measured, vector.dtype == torch.float64)
+        measured = topology.sum_gram(measured)
         if weight is None and columns == [slice(0, vector.d)]:
             K = measured.gram.K
             self._norms = torch.as_tensor(namespace(K).linalg.diagonal(K) ** 0.5, device=v.device)

@@ -1,7 +1,7 @@
 """Several processes: how a projector works on replicas and on shards.
 
 The Gram matrix is a sum over columns. So each process measures the columns that it owns, one all-reduce of
-t*t + t + 1 numbers adds them up, every process solves the same small problem from the same bits, and each
+t*t + t + 2 numbers adds them up, every process solves the same small problem from the same bits, and each
 combines its own columns.
 """
 
@@ -23,7 +23,7 @@ from gemproj._arrays import Blocks, on_host, wide_dtype
 from gemproj._bounds import check_options
 from gemproj._checks import check_multipliers
 from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
-from gemproj._constants import NARROW_ROUNDING, WIDE_ROUNDING
+from gemproj._constants import NARROW_ROUNDING
 from gemproj._dual import solve
 from gemproj._gram import measure
 from gemproj._problem import check_problem
@@ -75,11 +75,8 @@ class Local:
         """After an error in the block, make others fail in `sum_gram`, of t rows, too."""
         return nullcontext()
 
-    def sum_gram(self, part: Measured, double: bool) -> Measured:
-        """Return what was measured on the columns of all shards.
-
-        `double` tells whether the shards have float64, by which certificates judge the sums.
-        """
+    def sum_gram(self, part: Measured) -> Measured:
+        """Return what was measured on the columns of all shards."""
         return part
 
     def sum_shards(self, values: Tensor) -> Tensor:
@@ -171,22 +168,25 @@ class Sharded(Replicated):
         try:
             yield
         except ValueError:
-            numbers, wide = t * t + t + 1, wide_dtype(torch, self._device)
+            numbers, wide = t * t + t + 2, wide_dtype(torch, self._device)
             self.sum_shards(torch.full((numbers,), math.nan, dtype=wide, device=self._device))
             raise
 
     def sum_values(self, values: Tensor) -> Tensor:  # noqa: D102
         return super().sum_values(values).div_(self.world)
 
-    def sum_gram(self, part: Measured, double: bool) -> Measured:  # noqa: D102
+    def sum_gram(self, part: Measured) -> Measured:  # noqa: D102
         parts = [torch.as_tensor(a, device=self._device) for a in part.gram]
+        # Other processes may have summed in another way, and certificates must be the same everywhere.
+        parts.append(torch.full_like(parts[-1], float(part.rounding >= NARROW_ROUNDING)))
         packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
         pieces = packed.split([a.numel() for a in parts])
         whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
-        if on_host(self._device):
-            whole = [a.numpy() for a in whole]
-        # Other processes may have summed in another way, and certificates must be the same everywhere.
-        return Measured(Gram(*whole), WIDE_ROUNDING if double else NARROW_ROUNDING, part.to_caller)
+        *gram, narrow = whole
+        if not on_host(self._device):  # there all sums are in float64
+            return Measured(Gram(*gram), part.rounding, part.to_caller)
+        rounding = NARROW_ROUNDING if narrow else part.rounding
+        return Measured(Gram(*(a.numpy() for a in gram)), rounding, part.to_caller)
 
 
 def everyone() -> Any:
@@ -268,7 +268,7 @@ def project(
         x = blocks_for_x(problem, out)
         start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
         facts["number of constraints"] = problem.t
-    sol = solve(shards.sum_gram(measure(problem), problem.has_float64()), options, start)
+    sol = solve(shards.sum_gram(measure(problem)), options, start)
     warn_if_missed(sol)
     combine_into(problem, sol, x)
     projected = as_asked(problem, x, out)
