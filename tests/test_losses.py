@@ -144,6 +144,20 @@ def test_what_losses_refuse():
         CrossEntropy(given, labels=lambda b: b["labels"][:, 0], shift=True)(BEFORE[:, 0], BATCH)
     with pytest.raises(ValueError, match="stored of 7 classes, and the model has 6"):
         Distillation(given)(NOW[..., :6], BATCH, BEFORE)
+    top = Distillation(given, top=3)
+    with pytest.raises(ValueError, match=r"stored of at least . classes, and the model has 3"):
+        top(NOW[..., :3], BATCH, top.outputs(BEFORE, BATCH))
+    for one in (BEFORE[..., :1], BEFORE[0, :, 0]):  # of one class the probability is one
+        with pytest.raises(ValueError, match=r"logits must have shape .* two classes at least; found"):
+            Distillation(given).outputs(one, {})
+        with pytest.raises(ValueError, match=r"logits must have shape .* two classes at least; found"):
+            CrossEntropy(given)(one, BATCH)
+    both_ways = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True), logits=BEFORE)
+    with pytest.raises(ValueError, match="attention_mask is about the input of an encoder-decoder"):
+        Distillation(lambda model, batch: model.logits).outputs(both_ways, BATCH)
+    causal = SimpleNamespace(config=SimpleNamespace(), can_generate=lambda: True)
+    with pytest.raises(ValueError, match=r"causal language model.* pass shift=True"):
+        CrossEntropy()(causal, BATCH)
     for name, wrong in (("temperature", 0.0), ("weight", -1.0), ("top", 0)):
         with pytest.raises(ValueError, match=name):
             Distillation(**{name: wrong})

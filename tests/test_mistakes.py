@@ -4,9 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, begin, flat, loss, perceptron, rival, sgd, take, task  # noqa: E402
+from models import EACH, begin, flat, logits, loss, perceptron, rival, rows, sgd, take, task  # noqa: E402
 
 from gemproj.torch import GEM, EpisodicMemory, Promise  # noqa: E402
+from gemproj.torch.gem import Keeper  # noqa: E402
 from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
 
 
@@ -77,6 +78,50 @@ def test_a_set_that_a_state_lacks_is_named():
 def contradicting(gem):
     gem.keep([task(1)], Promise(EACH, equal=True), name="a")
     gem.keep([task(1)], Promise(EACH, tolerance=0.0), name="b")
+
+
+def test_a_set_under_another_promise_begins_a_line():
+    model, optimizer, gem = begin(EACH)
+    gem.keep([task(1)], EACH, name="a")
+    take(model, optimizer, rival(task(1)))
+    other = Promise(Distillation(logits), tolerance=0.01)
+    for _ in range(2):
+        gem.keep([task(1)], other, name="a")
+        take(model, optimizer, rival(task(1)))
+    now, earlier = gem.report()["a"], gem.report()["a (earlier)"]
+    assert (now.steps, earlier.steps) == (2, 1)
+    assert now.stored + 0.01 == pytest.approx(now.bound)  # also where it was stored again
+    assert now.stored < 1e-9 < 0.1 < earlier.stored
+
+
+def test_parameters_without_dimensions_and_frozen_ones_of_any_kind():
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.scale = perceptron(), torch.nn.Parameter(torch.tensor(2.0).double())
+            codes = torch.zeros(4, dtype=torch.uint8)  # as of quantized weights
+            self.codes = torch.nn.Parameter(codes, requires_grad=False)
+
+        def forward(self, x):
+            return self.scale * self.inner(x)
+
+    model, keeper = Scaled(), Keeper(EACH)
+    keeper.keep([task(1)], name="a", model=model)
+    optimizer = sgd(model.parameters())
+    gem = GEM(model, optimizer, EACH, memory=keeper.memory)
+    take(model, optimizer, rival(task(1)))
+    expected = rows(model, [task(1)])
+    gem.projector.recall(model, [task(1)])
+    torch.testing.assert_close(gem.projector.constraints, expected)
+
+
+def test_examples_may_be_stored_in_inference_mode():
+    model, optimizer, gem = begin(EACH)
+    with torch.inference_mode():
+        gem.keep(([leaf + 0 for leaf in task(1)] for _ in range(2)), name="a")
+    gem.keep([list(task(2))], name="a")
+    take(model, optimizer, rival(task(1)))
+    assert gem.last.constraints == 1
 
 
 @pytest.mark.parametrize("on", ["gradient", "step"])
@@ -190,7 +235,7 @@ def test_a_name_that_is_given_again_begins_with_nothing():
     before = EACH(model, task(2)).mean().item()
     take(model, optimizer, rival(task(1)))
     assert gem.report()["a"].stored == pytest.approx(before)
-    assert gem.report()["a"].steps == gem.report()["a (removed)"].steps == 1
+    assert gem.report()["a"].steps == gem.report()["a (earlier)"].steps == 1
 
 
 def test_what_is_found_out_about_losses_is_forgotten_at_some_time():

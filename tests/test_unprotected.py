@@ -53,7 +53,7 @@ def script(words, fresh=False):
 def test_a_training_before_the_first_end_task_is_told_at_the_end(words, told):
     (message,) = told(lambda: script(words))
     assert "Nothing was protected: all 3 steps" in message
-    assert "Call end_task(batches)" in message
+    assert "Call keep or end_task" in message
 
 
 @pytest.mark.parametrize(

@@ -108,7 +108,7 @@ class ConstraintMatrix:
             here = self._buffer[k] if rows is None else self._buffer[k : k + rows]
             ids, lead = map(id, self.vector.parameters), here.shape[:-1]
             split = zip(ids, here.split(self.vector.sizes, dim=-1), self.vector.shapes, strict=True)
-            self._views[k, rows] = {p: part.view(*lead, *shape) for p, part, shape in split}
+            self._views[k, rows] = {p: part.view((*lead, *shape)) for p, part, shape in split}
         return self._views[k, rows]
 
     def note(

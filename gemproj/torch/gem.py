@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -142,17 +143,20 @@ class Keeper:
             self._check(promise)
         if not isinstance(name, Hashable):
             raise TypeError(f"name must be hashable, such as a string; found {name!r}.")
-        chosen = self.memory.promises.get(name, self.promise) if promise is None else promise
+        before = self.memory.promises.get(name, self.promise)
+        chosen = before if promise is None else promise
         self._warn_if_unseen()
         known = self.memory.counts
         model = self._model if model is None else model
-        name = remember(
-            self.memory, data, name, model, self._as_computed(chosen),
-            collate=collate, microbatch=self._microbatch, process_group=self._group,
-        )  # fmt: skip
+        # What is made in inference mode could not be trained on.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            name = remember(
+                self.memory, data, name, model, self._as_computed(chosen),
+                collate=collate, microbatch=self._microbatch, process_group=self._group,
+            )  # fmt: skip
         if promise is not None:
             self.memory.promises[name] = promise
-        if name not in known:
+        if name not in known or chosen != before:
             self.history.close(name)
         if self.projector is not None:
             self._watch = Watch(self.memory, self.projector.parameters)

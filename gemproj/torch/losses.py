@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -64,6 +64,11 @@ class CrossEntropy:
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         """Return the losses, shape (n,)."""
+        if self._logits is model_logits and not self._shift and _predicts_next(model):
+            raise ValueError(
+                "The model is a causal language model, whose logits are of the next token: pass shift=True. "
+                "If the labels are shifted already, pass logits=, a function of model and batch."
+            )
         return self.of(self._logits(model, batch), batch)
 
     def labelled(self, batch: Batch) -> bool:
@@ -72,6 +77,7 @@ class CrossEntropy:
 
     def of(self, logits: Tensor, batch: Batch) -> Tensor:
         """Return the losses for logits that have been computed."""
+        _check_logits(logits)
         labels = field_of(batch, self._labels, "labels")
         if labels.shape != logits.shape[:-1]:
             raise ValueError(
@@ -164,7 +170,8 @@ class Distillation:
         tensor (positions, classes) or pair of them for each example.
         """
         logits = self._logits(model, batch)
-        mask, examples = self._own(batch, logits)
+        _check_logits(logits)
+        mask, examples = self._own(model, batch, logits)
         found = self._log_probabilities(logits if mask is None else logits[mask])
         dtype = self._dtype or logits.dtype
         if self._top is not None and self._top >= found.shape[-1]:
@@ -185,7 +192,8 @@ class Distillation:
     def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
         logits = self._logits(model, batch)
-        mask, examples = self._own(batch, logits)
+        _check_logits(logits)
+        mask, examples = self._own(model, batch, logits)
         if mask is None and isinstance(outputs, PerExample):
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
         now = self._log_probabilities(logits if mask is None else logits[mask])
@@ -193,13 +201,13 @@ class Distillation:
             outputs = _at_positions(outputs, mask, examples)
         if self._top is None:
             if outputs.shape[-1] != now.shape[-1]:
-                raise ValueError(
-                    f"Outputs were stored of {outputs.shape[-1]} classes, and the model has "
-                    f"{now.shape[-1]}. Take another model, such as a teacher, with the same classes."
-                )
+                _refuse_classes(str(outputs.shape[-1]), now)
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one whatever was rounded
         else:
             values, classes = outputs
+            # Elsewhere reading a number would wait for the device.
+            if classes.device.type == "cpu" and bool((classes >= now.shape[-1]).any()):
+                _refuse_classes(f"at least {int(classes.max()) + 1}", now)
             before = _with_rest(values.to(now.dtype))
             now = _with_rest(now.gather(-1, classes.long()))
         # What had probability zero adds nothing, although its logarithm is infinite.
@@ -212,10 +220,16 @@ class Distillation:
         losses = _means(divergence, mask, examples)
         return losses if self._labels is None else losses + self._weight * self._labels.of(logits, batch)
 
-    def _own(self, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _own(self, model: Any, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the positions that count, or None for all, and `_examples_of` them."""
         shape = logits.shape[:-1]
         examples = _examples_of(batch, shape)
+        config = getattr(model, "config", None)
+        if self._mask == _MASK and len(shape) > 1 and getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                "attention_mask is about the input of an encoder-decoder model, and the logits are about its "
+                "output. Pass mask=, such as lambda batch: batch['labels'] != -100."
+            )
         # Of a classifier of sequences, the mask is about tokens and the logits are not.
         if self._mask != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
             mask = field_of(batch, self._mask, "mask")
@@ -229,6 +243,31 @@ class Distillation:
 
     def _log_probabilities(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(_widened(logits) / self._temperature, dim=-1)
+
+
+def _predicts_next(model: Any) -> bool:
+    """Return whether a model of transformers is a causal language model."""
+    generates, config = getattr(model, "can_generate", None), getattr(model, "config", None)
+    return callable(generates) and generates() and not getattr(config, "is_encoder_decoder", False)
+
+
+def _check_logits(logits: Tensor) -> None:
+    """Raise for logits of one class, whose probability is one whatever they are."""
+    if logits.ndim < 2 or logits.shape[-1] < 2:
+        raise ValueError(
+            "logits must have shape (n, ..., classes), of two classes at least; found "
+            f"{tuple(logits.shape)}. Of one logit z for two classes return torch.stack([0 * z, z], -1); for "
+            "scores promise a loss of your own, such as a squared difference."
+        )
+
+
+def _refuse_classes(stored: str, now: Tensor) -> NoReturn:
+    """Raise for outputs of other classes than those of the model."""
+    raise ValueError(
+        f"Outputs were stored of {stored} classes, and the model has {now.shape[-1]}. Where it was given "
+        "more, pass logits=, a function that returns those of the old ones; a teacher must have "
+        "the same classes."
+    )
 
 
 def _widened(logits: Tensor) -> Tensor:

@@ -177,7 +177,8 @@ def _one_each(losses: Tensor, n: int) -> Tensor:
     if losses.shape != (n,):
         raise ValueError(
             f"tolerance needs one loss for each example, shape ({n},); found {tuple(losses.shape)}. Compute "
-            "it with reduction='none', or use CrossEntropy of gemproj.torch.losses; or pass microbatch=1, so "
-            "that the loss is called with one example at a time."
+            "it with reduction='none', or use CrossEntropy of gemproj.torch.losses (for causal language "
+            "models with shift=True); or pass microbatch=1, so that the loss is called with one example at a "
+            "time."
         )
     return losses

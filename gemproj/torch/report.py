@@ -175,10 +175,10 @@ class History:
         return numbers
 
     def close(self, name: Any) -> None:
-        """Keep the numbers of a set that was removed under another name: its name is given to a new one."""
+        """Keep the numbers of a set under another name: its name is of other examples, or promises, now."""
         self._count()
         if name in self._names:
-            old = f"{name} (removed)"
+            old = f"{name} (earlier)"
             while old in self._names:
                 old += "'"
             self._names[self._names.index(name)] = old
@@ -236,10 +236,9 @@ class History:
         sums = [sol.violated.sum(), sol.active.sum(), sol.cosine().sum()]
         self._sums = self._sums.to(losses) + torch.stack([one.to(losses) for one in sums])
         self._worst = torch.minimum(self._worst.to(losses), cosines.min())
-        before = torch.where(stored.isnan(), losses, stored)
         none = [0.0] * len(self._kind[0])
         costs = torch.tensor([step.costs or none for step in pending], dtype=torch.float64)
-        values = [before, losses, excess, costs, sol.multipliers, sol.violated, cosines]
+        values = [stored, losses, excess, costs, sol.multipliers, sol.violated, cosines]
         self._count_sets(torch.stack([one.to(losses) for one in values], 1))
 
     def _count_sets(self, numbers: Tensor) -> None:
@@ -250,7 +249,7 @@ class History:
         at = torch.tensor([self._names.index(name) for name in sets], device=numbers.device)
         count = numbers.new_zeros(n).index_add_(0, at, numbers.new_ones(len(at)))
         sums = numbers.new_zeros(steps, 5, n).index_add_(2, at, numbers[:, :5])
-        before, loss, excess, _, multiplier = (sums / torch.where(count > 0, count, math.nan)).unbind(1)
+        stored, loss, excess, _, multiplier = (sums / torch.where(count > 0, count, math.nan)).unbind(1)
         losses, above, violated, cosines = numbers[:, [1, 2, 5, 6]].unbind(1)
         broken = torch.where(above.isnan(), cosines < -_ROUNDING, above > _ROUNDING * (1.0 + losses.abs()))
         flags = torch.stack([violated, broken.to(violated)], 1)
@@ -262,7 +261,7 @@ class History:
         seen = count > 0
         self._totals = torch.stack(
             [
-                torch.where(first.isnan(), before[0], first),
+                torch.where(stored[-1].isnan(), torch.where(first.isnan(), loss[0], first), stored[-1]),
                 torch.where(seen, loss[-1], last),
                 torch.fmax(worst, loss.amax(0)),
                 torch.where(seen, bound[-1], limit),
@@ -414,17 +413,27 @@ _ROUNDING = 1e-6
 def make_report(history: History, examples: Mapping[Any, int], together: Iterable[Any] = ()) -> Report:
     """Return the report on sets of so many `examples`, by name, and on those that have one row `together`."""
     known, lines = history.totals(), []
-    for name in [*examples, *(name for name in known if name not in examples)]:
+    rows = {name: _sets(name, examples, together) for name in known}
+    joint = {one for name, sets in rows.items() if name not in examples for one in sets}
+    # Sets that were only ever in a row together are in the line of that row.
+    alone = [name for name in examples if name in known or name not in joint]
+    for name in [*alone, *(name for name in known if name not in examples)]:
         nan = math.nan
         first, now, worst, bound, steps, would, broke, multiplier, cost = known.get(
             name, (nan,) * 4 + (0.0,) * 5
         )
         share = max(steps, 1.0)
-        sets = together if name is None else (name,) if name in examples or type(name) is not tuple else name
-        count = sum(examples.get(one, 0) for one in sets)  # 0 if it was removed
+        count = sum(examples.get(one, 0) for one in _sets(name, examples, together))  # 0 if it was removed
         shares = would / share, broke / share, multiplier / share
         lines.append(Line(shown(name), count, first, now, worst, bound, int(steps), *shares, cost))
     return Report(lines, {shown(name): points for name, points in history.points().items()})
+
+
+def _sets(name: Any, examples: Mapping[Any, int], together: Iterable[Any]) -> Iterable[Any]:
+    """Return the sets that the rows of a name are about."""
+    if name is None:
+        return together
+    return (name,) if name in examples or type(name) is not tuple else name
 
 
 def shown(name: Any) -> Any:

@@ -37,7 +37,7 @@ class Use:
         if self.steps:
             logging.getLogger("gemproj").warning(
                 "Nothing was protected: all %d steps were taken before a task was stored, so that they are "
-                "those of a training without GEM. Call end_task(batches) with examples of what must be kept "
+                "those of a training without GEM. Call keep or end_task with examples of what must be kept "
                 "before the training that must not forget it.",
                 self.steps,
             )
@@ -131,7 +131,7 @@ class Watch:
     """Whether steps are seen, and whether weights change without one."""
 
     def __init__(self, memory: Any, parameters: Iterable[Tensor]) -> None:
-        self._use, self._parameters = use_of(memory), list(parameters)
+        self._use, self._parameters = use_of(memory), [p for p in parameters if p.requires_grad]
         self._use.watch, self._stored = weakref.ref(self), len(memory) > 0
         self.begin()
 
