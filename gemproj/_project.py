@@ -131,16 +131,16 @@ def _are_tensors(torch: Any, g: Blocks) -> bool:
 
 def _needs_operator(torch: Any, *given: Any) -> bool:
     """Return whether autograd, tracing or a torch.func transform is active for these arguments."""
-    # Under torch.func, tensors have no memory of their own.
+    # Under torch.func, tensors have no memory of their own; under FakeTensorMode they have no values, and
+    # make_fx records what is done with them.
+    modes = torch._C._TorchDispatchModeKey
     if (
         torch._C._functorch.peek_interpreter_stack() is not None
         or torch.autograd.forward_ad._current_level >= 0
         or torch.jit.is_tracing()
+        or torch._C._get_dispatch_mode(modes.FAKE) is not None
+        or torch._C._get_dispatch_mode(modes.PROXY) is not None
     ):
-        return True
-    # What make_fx records, and tensors without values, as in FakeTensorMode.
-    modes = torch._C._TorchDispatchModeKey
-    if any(torch._C._get_dispatch_mode(mode) is not None for mode in (modes.PROXY, modes.FAKE)):
         return True
     if torch.is_grad_enabled():
         for arg in given:
