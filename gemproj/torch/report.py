@@ -311,7 +311,8 @@ class Line:
     examples : int
         Stored examples.
     stored : float
-        The loss when the examples were stored, or, where a promise does not need that, at the first step.
+        The loss when the examples of the last step were stored; where a promise does not need that, the loss
+        at the first step.
     now, worst : float
         The loss at the last step under the promise, and at the worst.
     bound : float
