@@ -135,10 +135,17 @@ def test_the_mask_may_be_anywhere():
             loss(NOW, {key: mask[:, 1:]}, stored)
 
 
+class Model(SimpleNamespace):
+    """Returns its attributes, as a model of transformers does."""
+
+    def __call__(self, **batch):
+        return self
+
+
 def test_what_losses_refuse():
     with pytest.raises(ValueError, match="labels 'y' is not in the batch; found keys"):
         CrossEntropy(given, labels="y")(BEFORE, BATCH)
-    with pytest.raises(ValueError, match=r"labels must have shape \(3, 5\)"):
+    with pytest.raises(ValueError, match=r"labels must be integers of shape \(3, 5\)"):
         CrossEntropy(given, labels=lambda b: b["labels"][:, 0])(BEFORE, BATCH)
     with pytest.raises(ValueError, match=r"shift=True is for logits of tokens, .* found \(3, 7\)"):
         CrossEntropy(given, labels=lambda b: b["labels"][:, 0], shift=True)(BEFORE[:, 0], BATCH)
@@ -155,9 +162,16 @@ def test_what_losses_refuse():
     both_ways = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True), logits=BEFORE)
     with pytest.raises(ValueError, match="attention_mask is about the input of an encoder-decoder"):
         Distillation(lambda model, batch: model.logits).outputs(both_ways, BATCH)
-    causal = SimpleNamespace(config=SimpleNamespace(), can_generate=lambda: True)
-    with pytest.raises(ValueError, match=r"causal language model.* pass shift=True"):
-        CrossEntropy()(causal, BATCH)
+    causal = Model(config=SimpleNamespace(), can_generate=lambda: True, logits=BEFORE)
+    for unshifted in (CrossEntropy(), lambda *given: Distillation(labels=CrossEntropy())(*given, BEFORE)):
+        with pytest.raises(ValueError, match=r"causal language model.* CrossEntropy\(shift=True\)"):
+            unshifted(causal, BATCH)
+    several = Model(config=SimpleNamespace(problem_type="multi_label_classification"), logits=BEFORE[:, 0])
+    for odd in (several, Model(logits=BEFORE[None])):
+        with pytest.raises(ValueError, match="classes that exclude each other"):
+            Distillation().outputs(odd, {})
+    with pytest.raises(ValueError, match=r"model\(\*\*batch\) has no logits; found Model"):
+        Distillation().outputs(Model(), {})
     for name, wrong in (("temperature", 0.0), ("weight", -1.0), ("top", 0)):
         with pytest.raises(ValueError, match=name):
             Distillation(**{name: wrong})

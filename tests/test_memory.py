@@ -6,9 +6,10 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from models import perceptron  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from gemproj.torch import EpisodicMemory  # noqa: E402
+from gemproj.torch import GEM, EpisodicMemory  # noqa: E402
 from gemproj.torch.policies import POLICIES  # noqa: E402
 
 
@@ -320,6 +321,10 @@ def add(**leaves):
         (lambda: EpisodicMemory().batches(per="label"), ValueError, "per='label' needs labels"),
         (lambda: EpisodicMemory().batches(n=0), ValueError, "n must be at least 1"),
         (lambda: EpisodicMemory(0), ValueError, "per_task must be at least 1"),
+        (lambda: EpisodicMemory(seed="a"), TypeError, "seed must be an integer"),
+        (lambda: EpisodicMemory(collate=3), TypeError, "collate must be a function"),
+        (lambda: EpisodicMemory().load_state_dict(None), TypeError, "state must be what state_dict returned"),
+        (lambda: GEM(perceptron(), None, process_group=0), TypeError, "process_group must be a"),
         (lambda: EpisodicMemory(policy="fifo"), ValueError, "policy must be one of reservoir, balanced, ring; found 'fifo'"),
         (lambda: EpisodicMemory(policy=["ring"]), ValueError, "policy must be one of"),
         (lambda: EpisodicMemory(policy="balanced"), ValueError, "policy='balanced' needs label"),

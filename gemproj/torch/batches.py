@@ -268,7 +268,13 @@ def output_of(model: Any, batch: Batch, name: str) -> Any:
             f"Without {name}, batches must be mappings, for model(**batch).{name}; found "
             f"{type(batch).__name__}. Pass {name}, a function of model and batch."
         )
-    found = getattr(model(**batch), name)
+    returned = model(**batch)
+    found = getattr(returned, name, None)
+    if found is None and not hasattr(returned, name):
+        raise ValueError(
+            f"model(**batch) has no {name}; found {type(returned).__name__}. Pass {name}, a function of "
+            "model and batch."
+        )
     if found is None:
         raise ValueError(
             f"model(**batch).{name} is None; found a batch with {', '.join(map(str, batch))}. Models of "
@@ -292,7 +298,10 @@ def field_of(batch: Batch, field: Field, name: str) -> Any:
 def labels_of(batch: Batch, field: Field, n: int) -> list[int]:
     """Return the labels of the n examples of a batch."""
     labels = field_of(batch, field, "label")
-    labels = labels if isinstance(labels, torch.Tensor) else torch.as_tensor(labels, device="cpu")
+    try:
+        labels = labels if isinstance(labels, torch.Tensor) else torch.as_tensor(labels, device="cpu")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"labels must be integers, one per example: {error}") from error
     if labels.shape != (n,) or labels.is_floating_point() or labels.is_complex():
         raise ValueError(
             f"labels must be integers of shape ({n},), one per example; "

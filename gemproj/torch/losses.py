@@ -64,25 +64,27 @@ class CrossEntropy:
 
     def __call__(self, model: torch.nn.Module, batch: Batch) -> Tensor:
         """Return the losses, shape (n,)."""
-        if self._logits is model_logits and not self._shift and _predicts_next(model):
-            raise ValueError(
-                "The model is a causal language model, whose logits are of the next token: pass shift=True. "
-                "If the labels are shifted already, pass logits=, a function of model and batch."
-            )
-        return self.of(self._logits(model, batch), batch)
+        return self.of(self._logits(model, batch), batch, model if self._logits is model_logits else None)
 
     def labelled(self, batch: Batch) -> bool:
         """Return whether any position of a batch has a label."""
         return bool((field_of(batch, self._labels, "labels") != _IGNORED).any())
 
-    def of(self, logits: Tensor, batch: Batch) -> Tensor:
-        """Return the losses for logits that have been computed."""
+    def of(self, logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
+        """Return the losses for logits that have been computed, by this model of transformers if by any."""
         _check_logits(logits)
+        if not self._shift and _predicts_next(model):
+            raise ValueError(
+                "The model is a causal language model, whose logits are of the next token: use "
+                "CrossEntropy(shift=True). If the labels are shifted already, pass logits=, a function of "
+                "model and batch."
+            )
         labels = field_of(batch, self._labels, "labels")
         if labels.shape != logits.shape[:-1]:
             raise ValueError(
-                f"labels must have shape {tuple(logits.shape[:-1])} to go with logits of shape "
-                f"{tuple(logits.shape)}; found {tuple(labels.shape)}."
+                f"labels must be integers of shape {tuple(logits.shape[:-1])}, to go with logits (n, ..., "
+                f"classes) of shape {tuple(logits.shape)}; found {tuple(labels.shape)}. Where classes are "
+                "elsewhere, or do not exclude each other, pass logits= or a loss of your own."
             )
         examples = _examples_of(batch, labels.shape)
         if self._shift and labels.ndim < 2:
@@ -169,8 +171,7 @@ class Distillation:
         Where a mask, or a padding-free batch, tells which positions are an example's own, a list with one
         tensor (positions, classes) or pair of them for each example.
         """
-        logits = self._logits(model, batch)
-        _check_logits(logits)
+        logits = self._computed(model, batch)
         mask, examples = self._own(model, batch, logits)
         found = self._log_probabilities(logits if mask is None else logits[mask])
         dtype = self._dtype or logits.dtype
@@ -191,8 +192,7 @@ class Distillation:
 
     def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
-        logits = self._logits(model, batch)
-        _check_logits(logits)
+        logits = self._computed(model, batch)
         mask, examples = self._own(model, batch, logits)
         if mask is None and isinstance(outputs, PerExample):
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
@@ -218,7 +218,24 @@ class Distillation:
         else:
             divergence = divergence.new_zeros(mask.shape).masked_scatter(mask, divergence)
         losses = _means(divergence, mask, examples)
-        return losses if self._labels is None else losses + self._weight * self._labels.of(logits, batch)
+        if self._labels is None:
+            return losses
+        known = model if self._logits is model_logits else None
+        return losses + self._weight * self._labels.of(logits, batch, known)
+
+    def _computed(self, model: Any, batch: Batch) -> Tensor:
+        """Return the logits of a batch; raise where their softmax is not what the model means by them."""
+        logits = self._logits(model, batch)
+        _check_logits(logits)
+        kind = getattr(getattr(model, "config", None), "problem_type", None)
+        if self._logits is model_logits and (logits.ndim > 3 or kind == "multi_label_classification"):
+            raise ValueError(
+                f"logits must be of classes that exclude each other, in the last dimension; found "
+                f"{tuple(logits.shape)} of {type(model).__name__}. Pass logits=, a function of model and "
+                "batch: of images model(**batch).logits.movedim(1, -1), of labels that do not exclude each "
+                "other torch.stack([0 * z, z], -1) for their logits z."
+            )
+        return logits
 
     def _own(self, model: Any, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the positions that count, or None for all, and `_examples_of` them."""

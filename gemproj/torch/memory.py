@@ -99,6 +99,8 @@ class EpisodicMemory:
         collate: Collate | None = None,
     ) -> None:
         check_count(per_task, "per_task", 1)
+        check_count(seed, "seed", 0)
+        _check_collate(collate)
         if policy not in tuple(POLICIES):
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}; found {policy!r}.")
         if policy == "balanced" and label is None:
@@ -179,11 +181,8 @@ class EpisodicMemory:
             raise ValueError("task must not be None: exclude=None leaves nothing out.")
         if isinstance(task, torch.Tensor):
             raise TypeError("task is a tensor, which equals no other as a name; use task.item().")
+        _check_collate(collate)
         if collate is not None:
-            if not callable(collate):
-                raise TypeError(
-                    f"collate must be a function of a list of examples; found {type(collate).__name__}."
-                )
             batch = PerExample(batch)
         examples = Remembered(owned(batch), *_about(outputs, losses))
         rows, store = count_examples(examples), self._stores.get(task)
@@ -292,6 +291,8 @@ class EpisodicMemory:
         Adding goes on as it would have, choices included. Tasks keep their promises, and the functions that
         make batches of their examples, of this memory: store them as before the state was saved, then load.
         """
+        if not isinstance(state, Mapping):
+            raise TypeError(f"state must be what state_dict returned; found {type(state).__name__}.")
         try:
             for name, value in self._settings().items():
                 if state[name] != value:
@@ -421,6 +422,11 @@ class EpisodicMemory:
     def _settings(self) -> dict[str, Any]:
         """Return what a state must agree in."""
         return {"per_task": self.per_task, "policy": self.policy, "labelled": self.label is not None}
+
+
+def _check_collate(collate: Any) -> None:
+    if not (collate is None or callable(collate)):
+        raise TypeError(f"collate must be a function of a list of examples; found {type(collate).__name__}.")
 
 
 def _alike(one: Any, other: Any) -> bool:

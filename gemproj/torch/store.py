@@ -320,6 +320,7 @@ def _copied(leaf: Any) -> Any:
         return leaf
     raise TypeError(
         "Stored examples may hold tensors, NumPy arrays, numbers, strings and None, in dicts, lists, tuples "
-        f"and dataclasses; found {type(leaf).__module__}.{type(leaf).__qualname__}. Convert it in the data "
+        f"and dataclasses; found {type(leaf).__module__}.{type(leaf).__qualname__}"
+        f"{f' of dtype {leaf.dtype}' if isinstance(leaf, np.ndarray) else ''}. Convert it in the data "
         "set, or pass batches of tensors: (batch for batch in loader)."
     )
