@@ -23,8 +23,9 @@ from importlib.util import find_spec
 import numpy as np
 
 import gemproj
-from gemproj import GEM2017, combine, gram, project, solve_dual
+from gemproj import GEM2017, backends, combine, gram, project, solve_dual
 from gemproj._constants import LARGE
+from gemproj.backends.numba import missing
 from gemproj.methods import METHODS
 
 OPTIONAL = {
@@ -49,6 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--check", action="store_true", help="solve problems with known answers; 1 if one is wrong"
     )
     given = parser.parse_args(arguments)
+    try:
+        backends.check_name(backends.wanted)
+    except ValueError as error:
+        parser.error(str(error))
     if given.compile:
         compile_loops()
         return 0
@@ -63,10 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def compile_loops() -> None:
     """Compile the loops for float32, float64 and bfloat16 by calling each once; numba caches them on disk."""
-    from gemproj.backends.numba import installed
-
-    if not installed():
-        print("There is nothing to compile: numba is missing. In a checkout: pip install '.[fast]'")
+    if backends.wanted == "portable" or missing():
+        print(f"There is nothing to compile: {missing() or 'GEMPROJ_BACKEND=portable is set'}.")
         return
     from gemproj.backends.numba import jit
 

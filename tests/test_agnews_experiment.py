@@ -114,6 +114,8 @@ def test_measuring_changes_nothing(stage, method, one_thread):
         (["--data", "nowhere"], "nowhere: no such folder, named by --data"),
         (["--methods", "gem,sgd"], "unknown methods ['sgd']"),
         (["--dominant-share", "1.5"], "dominant_share must lie between 0 and 1, got 1.5"),
+        (["--rows", "5"], "rows: 3 experiences of 5 have 12 training articles"),
+        (["--out", f"{__file__}/out"], "/out cannot be a folder"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):

@@ -49,6 +49,34 @@ def test_command_prints_every_method_and_what_one_needs(capsys, monkeypatch):
         gemproj.project(np.eye(2), -np.ones(2), method="quadprog")
 
 
+def test_a_numba_that_cannot_be_imported_is_told_and_done_without(tmp_path):
+    (tmp_path / "numba").mkdir()
+    (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs another NumPy.')")
+    code = "import numpy, gemproj; print(gemproj.project(numpy.eye(1), -numpy.ones(1)))"
+    others = {name: value for name, value in os.environ.items() if name != "GEMPROJ_BACKEND"}
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=others | {"PYTHONPATH": path},
+    )
+    assert done.stdout.strip() == "[0.]"
+    assert "Numba needs another NumPy." in done.stderr
+    assert "GEMPROJ_BACKEND=portable" in done.stderr
+
+
+def test_backends_that_cannot_be_had(capsys, monkeypatch):
+    monkeypatch.setattr("gemproj.backends.wanted", "wrong")
+    with pytest.raises(SystemExit):
+        command.main([])
+    assert "GEMPROJ_BACKEND must be portable or numba; found 'wrong'" in capsys.readouterr().err
+    monkeypatch.setattr("gemproj.backends.wanted", "portable")
+    assert command.main(["--compile"]) == 0
+    assert "nothing to compile" in capsys.readouterr().out
+
+
 def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
     monkeypatch.setattr("gemproj._selfcheck.PROBLEMS", 28)
     assert command.main(["--check"]) == 0

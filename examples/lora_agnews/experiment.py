@@ -1,6 +1,7 @@
 """The whole experiment, from articles to figures."""
 
 import json
+import os
 import platform
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +29,9 @@ def run(
     The small backbone is kept in `cache`. Without `jobs`, all cores work, or one process on a GPU.
     """
     config = replace(config, device=usable(config.device))
+    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise SetupError(f"--out {out} cannot be a folder: {there} is none that can be written to")
     console.print(f"[bold]data[/]      {escape(f'{articles.source} ({articles.reason})')}")
     shape = config.experiences, config.rows, config.dominant_share
     experiences = stream.build(articles.texts, articles.labels, *shape)

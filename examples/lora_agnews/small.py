@@ -26,6 +26,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from ..common.command import SetupError
 from .backbone import locate, quiet
 from .config import Config
 from .stream import Experience
@@ -60,6 +61,11 @@ def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Pa
     if folder.is_dir():
         console.print(f"{told} pretrained earlier ({folder})")
         return folder
+    if len(texts) < BATCH:
+        raise SetupError(
+            f"rows: {config.experiences} experiences of {config.rows} have {len(texts)} training articles, "
+            f"and pretraining the small GPT-2 needs {BATCH}; ask for more"
+        )
     console.print(f"{told} to be pretrained once on the {len(texts):,} training articles")
     prepare(config, texts, folder, silent=console.quiet)
     console.print(f"          kept in {folder}")

@@ -17,7 +17,7 @@ import numpy as np
 from gemproj._arrays import Array
 from gemproj._problem import Problem
 from gemproj._tspace import Gram
-from gemproj.backends.numba import installed
+from gemproj.backends.numba import installed, missing
 from gemproj.backends.portable import Portable, solve
 from gemproj.methods import Outcome
 
@@ -58,15 +58,18 @@ def solver_for(b: Array) -> Callable[..., Outcome]:
     return solve if module is None else module.solve
 
 
+def check_name(name: str) -> None:
+    """Raise for a backend that there is not."""
+    if name not in ("", "portable", "numba"):
+        raise ValueError(f"GEMPROJ_BACKEND must be portable or numba; found {name!r}.")
+
+
 @lru_cache(maxsize=16)
 def _module(host: bool, name: str) -> Any:
     """Return the module of the numba backend, or None on a device, without numba or if switched off."""
-    if name not in ("", "portable", "numba"):
-        raise ValueError(f"GEMPROJ_BACKEND must be portable or numba; found {name!r}.")
+    check_name(name)
     if host and name == "numba" and not installed():
-        raise ImportError(
-            "GEMPROJ_BACKEND=numba needs numba: pip install '.[fast]' in a checkout of gemproj."
-        )
+        raise ImportError(f"GEMPROJ_BACKEND=numba cannot be had: {missing()}.")
     if host and name != "portable" and installed():
         from gemproj.backends.numba import backend
 

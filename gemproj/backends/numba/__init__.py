@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import lru_cache
 from importlib.util import find_spec
 
-__all__ = ["installed"]
+__all__ = ["installed", "missing"]
 
 
 @lru_cache(maxsize=1)
+def missing() -> str:
+    """Return why there are no compiled loops, and what to do; empty where there are."""
+    if find_spec("numba") is None:
+        return "numba is not installed: pip install '.[fast]' in a checkout of gemproj"
+    try:
+        import numba
+    except Exception as error:  # of a NumPy that it does not support, for example
+        reason = f"numba is installed but cannot be imported ({error}): install versions that fit together"
+        warnings.warn(
+            f"{reason}, or set GEMPROJ_BACKEND=portable. The portable backend is used, which is slower.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return reason
+    return "numba is switched off: unset NUMBA_DISABLE_JIT" if numba.config.DISABLE_JIT else ""
+
+
 def installed() -> bool:
     """Return whether numba is installed and its compiler is enabled."""
-    if find_spec("numba") is None:
-        return False
-    import numba
-
-    return not numba.config.DISABLE_JIT
+    return not missing()

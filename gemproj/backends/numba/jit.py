@@ -48,20 +48,37 @@ def _entry(function: Any, **options: Any) -> Any:
     """Return a function compiled to be called by Python without the GIL, cached on disk where possible."""
     options |= _OPTIONS | {"nogil": True}
     try:
-        compiled = numba.njit(cache=True, **options)(function)
+        compiled = numba.njit(cache=_STAMP is not None, **options)(function)
     except RuntimeError:  # numba finds no writeable folder for the cache
         return numba.njit(**options)(function)
     # numba checks only the file of the function for changes; the stamp covers all functions that it calls.
     with suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _STAMP
+        compiled._cache.save_overload = _if_possible(compiled._cache.save_overload)
     return compiled
 
 
-def _stamp() -> tuple[tuple[str, float, int], ...]:
-    """Return the names, modification times and sizes of all source files of the compiled loops."""
+def _if_possible(save: Any) -> Any:
+    """Return a function that saves to the cache, unless the disk is full."""
+
+    def saving(*given: Any) -> None:
+        with suppress(OSError):
+            save(*given)
+
+    return saving
+
+
+def _stamp() -> tuple[tuple[str, float, int], ...] | None:
+    """Return the names, modification times and sizes of all source files of the compiled loops.
+
+    None where there are no files, as in a zip archive.
+    """
     here = Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parents[1] / "_constants.py"]
-    return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
+    try:
+        return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
+    except OSError:
+        return None
 
 
 _STAMP = _stamp()
