@@ -44,4 +44,10 @@ def processes_bring_and_keep_examples_of_their_own():
     accelerator.load_state(folders[0])
     assert torch.equal(memory.batch(0)[0][:4], past[rank][0])
     assert not torch.equal(flat(model), flat(perceptron()))
+    accelerator.wait_for_everyone()
+    if rank == 0:
+        Path(folders[0], "gem_rank2.pt").touch()
+    accelerator.wait_for_everyone()
+    with pytest.raises(ValueError, match=r"made by 3 processes, .* here are 2"):
+        accelerator.load_state(folders[0])
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import gemproj
-from gemproj.torch import GradientProjector
+from gemproj.torch import GEM, GradientProjector
 from gemproj.torch.parameters import local
 
 
@@ -167,6 +167,30 @@ def hybrid_trains_as_one_process():
 def tensor_parallel_trains_as_one_process():
     for options in OPTIONS:
         compare(tensor_parallel, options)
+
+
+@check(4)
+def two_models_each_on_half_of_the_processes():
+    """The processes of a mesh are found, and the state of more of them is told."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))
+    past, now = [task(0, 8)], rival(0, 8)
+
+    def constrained(model, **options):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        gem = GEM(model, optimizer, loss, **options)
+        gem.end_task(past)
+        loss(model, now).backward()
+        optimizer.step()
+        return gem
+
+    expected = net()
+    constrained(expected, process_group=alone())
+    model = fully_shard(net(), mesh=mesh["shard"])
+    gem = constrained(model)
+    assert gem.projector.processes == 2
+    torch.testing.assert_close(flat(model), flat(expected), rtol=1e-9, atol=1e-12)
+    with pytest.warns(UserWarning, match="one of 4 processes, and here are 2"):
+        gem.load_state_dict(gem.state_dict() | {"processes": 4})
 
 
 class Normed(nn.Module):

@@ -180,9 +180,12 @@ def bare(optimizer: Any) -> Any:
 def file_in(folder: str | os.PathLike[str], number: int = 0) -> Path:
     """Return the file of this process in a checkpoint: each has its own examples and shards."""
     state = AcceleratorState()
-    name = f"gem_{number}" if number else "gem"
     rank = f"_rank{state.process_index}" if state.num_processes > 1 else ""
-    return Path(folder) / f"{name}{rank}.pt"
+    return Path(folder) / f"{_name(number)}{rank}.pt"
+
+
+def _name(number: int) -> str:
+    return f"gem_{number}" if number else "gem"
 
 
 def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
@@ -193,6 +196,12 @@ def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
         raise FileNotFoundError(
             f"Checkpoint {folder} has no {file.name}; of such files it has {found}. It must come from a run "
             "with GEM and with the same number of processes."
+        )
+    parts, count = len(list(file.parent.glob(f"{_name(number)}_rank*.pt"))), AcceleratorState().num_processes
+    if parts > count:
+        raise ValueError(
+            f"Checkpoint {folder} was made by {parts} processes, each with examples of its own, and here are "
+            f"{count}. Resume with {parts}, or store the examples anew."
         )
     return torch.load(file, map_location="cpu", weights_only=True)
 

@@ -241,7 +241,8 @@ class ConstraintMatrix:
         if rows.ndim != 2 or rows.shape[1] != here.d or len(reached) != len(here.parameters):
             raise ValueError(
                 f"state holds constraints of shape {tuple(rows.shape)} on {len(reached)} parameters, but "
-                f"there are {len(here.parameters)} of {here.d} entries here: it belongs to another model."
+                f"there are {len(here.parameters)} of {here.d} entries here: it belongs to another model, or "
+                "to another number of processes."
             )
         self.open(len(rows))
         self._buffer[: len(rows)] = rows

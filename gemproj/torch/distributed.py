@@ -200,9 +200,9 @@ def check_alone(topology: Local) -> None:
     if everyone() is not None and type(topology) is Local:
         raise ValueError(
             f"{dist.get_world_size()} processes are initialised, and each would project for itself, so that "
-            "their parameters drift apart. Pass the model that DistributedDataParallel or "
-            "fully_shard returned, or group=dist.group.WORLD; if each process trains a model of its own, "
-            "group=dist.new_subgroups(1)[0]."
+            "their parameters drift apart. Pass the model that DistributedDataParallel or fully_shard "
+            "returned (FSDP1 cannot be projected), or process_group=dist.group.WORLD; if each process trains "
+            "a model of its own, process_group=dist.new_subgroups(1)[0]."
         )
 
 

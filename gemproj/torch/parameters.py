@@ -55,6 +55,7 @@ class ParameterVector:
         if not isinstance(parameters, torch.nn.Module):  # which the constructor tells about
             parameters = list(parameters)
             cls = next((kind for kind in cls.kinds if any(map(kind.fits, parameters))), cls)
+            group = _group_of(parameters) if group is None else group
         return cls(parameters, group)
 
     def __init__(self, parameters: Iterable[Any], group: Any = None) -> None:
@@ -267,6 +268,21 @@ def local(tensor: Tensor) -> Tensor:
     """Return the local shard of a tensor, detached where gradients are recorded."""
     held: Any = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
     return held.to_local() if mesh_of(tensor) is not None else held
+
+
+def _group_of(parameters: list[Any]) -> Any:
+    """Return the processes that share the parameters, where these are not all of them; None for all."""
+    meshes = [mesh for mesh in map(mesh_of, parameters) if mesh is not None]
+    ranks = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
+    together = len(set().union(*ranks))
+    if not meshes or together == dist.get_world_size():
+        return None
+    if len(ranks) > 1 or meshes[0].ndim > 1:
+        raise ValueError(
+            f"parameters are sharded over {together} of {dist.get_world_size()} processes: pass "
+            "process_group=, the group of these."
+        )
+    return meshes[0].get_group()
 
 
 def mesh_of(tensor: Tensor) -> Any:

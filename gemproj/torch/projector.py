@@ -162,6 +162,11 @@ class GradientProjector:
         return self._vector.topology.collective
 
     @property
+    def processes(self) -> int:
+        """The number of processes that train together."""
+        return self._vector.topology.world
+
+    @property
     def device(self) -> torch.device:
         """The device of the parameters."""
         return self._vector.device
