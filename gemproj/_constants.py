@@ -67,8 +67,8 @@ MISSED = 1e-5
 # Penalty of an equality, times the norm of its row over the size of the problem, above which the multiplier
 # may lose digits: the lower bound is minus the penalty and is subtracted.
 LARGE_PENALTY = 1e5
-# h is infeasible for certain if every feasible x is longer than this factor times the size of the problem:
-# the factor with coordinates from the rows, and the factor with K.
+# h counts as infeasible if every feasible x is longer than this factor times the size of the problem: no x of
+# useful length exists. The factor with coordinates from the rows, and the factor with K.
 FAR, FAR_BY_GRAM = 1e6, 1e3
 # Rows with h_i / |g_i| below minus this factor times the largest h_i / |g_i| are left out of this search. The
 # factors are tried in this order.

@@ -60,8 +60,8 @@ def solve_dual(
         GEM's memory strength: a lower bound of the multipliers. The result is the projection of
         ``g + G.T @ margin``. Ignored for equality constraints.
     penalty : float or array, shape (..., t), optional
-        Hinge penalties ``penalty * max(0, h - G @ x)`` instead of hard constraints, as in SOFT-GEM: an
-        upper bound of the multipliers. Equality constraints get ``penalty * |G @ x - h|``.
+        Hinge penalties ``penalty * max(0, h - G @ x)`` instead of hard constraints: an upper bound of the
+        multipliers. Equality constraints get ``penalty * |G @ x - h|``.
     equality : bool or array of bool, shape (..., t), default False
         True for rows with the constraint ``G @ x = h``, whose multipliers have any sign.
     metric : array or blocks, shaped like `g`, optional

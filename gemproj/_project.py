@@ -59,7 +59,7 @@ def project(
     -----
     RuntimeWarning
         On the CPU, if the result of method "exact" violates the optimality conditions by more than 1e-5 of
-        the size of the problem. (If h is infeasible for certain, an error is raised: see `solve_dual`.)
+        the size of the problem. (If h counts as infeasible, an error is raised: see `solve_dual`.)
 
     Notes
     -----

@@ -35,8 +35,9 @@ class Promise:
         So many fresh examples of each set (or label) at every step, without replacement until all were
         drawn; with ``per="all"``, of all sets together. By default all of them.
     weight : float, default 0
-        The gradient of the loss is added with this weight before the projection, as in replay: the lower
-        bound of the multiplier (GEM's memory strength). In units of gradients.
+        Each row is added with this weight before the projection, as in replay: the lower bound of its
+        multiplier (GEM's memory strength). In units of gradients. It is the weight of each set's mean loss,
+        with ``per="example"`` that of each example's loss, and with ``per="all"`` of one mean over all sets.
     tolerance : float, optional
         The loss may exceed its value when the examples were stored by this much, and may rise up to there.
         By default no step raises it. Needs a loss with one number per example.
