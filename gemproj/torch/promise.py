@@ -29,8 +29,8 @@ class Promise:
         `gemproj.torch.losses.Distillation` does, what that returns is stored with the examples, and the loss
         is called as ``loss(model, batch, outputs)``.
     per : {"task", "label", "example", "all"}, default "task"
-        What has a row of G: each set of examples; each label of each set; each example; or all sets with an
-        equal promise together (A-GEM).
+        What has a row of G: each set of examples; each label of each set; each example (on several
+        processes, the mean of one of each); or all sets with an equal promise together (A-GEM).
     examples : int, optional
         So many fresh examples of each set (or label) at every step, without replacement until all were
         drawn; with ``per="all"``, of all sets together. By default all of them.
