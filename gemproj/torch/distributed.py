@@ -36,14 +36,13 @@ class Local:
 
     Attributes
     ----------
-    world, replicas : int
-        Number of processes, and of those that hold the same rows.
+    world : int
+        Number of processes.
     collective : bool
         Whether a backward pass is a collective operation, which all processes must join.
     """
 
     world = 1
-    replicas = 1
     collective = False
 
     def agreement(self, facts: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -96,7 +95,7 @@ class Replicated(Local):
 
     def __init__(self, device: Any, group: Any) -> None:
         self._device, self._group = device, group
-        self.world = self.replicas = dist.get_world_size(group)
+        self.world = dist.get_world_size(group)
 
     @contextmanager
     def agreement(self, facts: Mapping[str, Any]) -> Iterator[None]:  # noqa: D102
@@ -149,10 +148,6 @@ class Sharded(Replicated):
     """
 
     collective = True
-
-    def __init__(self, device: Any, group: Any) -> None:
-        super().__init__(device, group)
-        self.replicas = 1
 
     def passes(self) -> AbstractContextManager[None]:  # noqa: D102
         return nullcontext()

@@ -201,7 +201,7 @@ class Keeper:
 
         Promises are not in it: make the same ones, with the same names, before it is loaded.
         """
-        own = {"memory": self.memory.state_dict(), "exclude": self.exclude, "processes": self._processes()}
+        own = {"memory": self.memory.state_dict(), "exclude": self.exclude}
         own["history"] = self.history.state_dict()
         if self._resumed is not None:  # nothing has been trained since it was loaded
             return {**self._resumed, **own}
@@ -209,7 +209,8 @@ class Keeper:
             return {"projector": None} | own
         state = self.projector.state_dict(constraints=self.projector.every > 1)
         watched = self._watch is not None and self._watch.stepped
-        return {"projector": state, "tasks": self._tasks, "stepped": watched} | own
+        known = {"projector": state, "processes": self.projector.processes}
+        return known | {"tasks": self._tasks, "stepped": watched} | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Bring back what `state_dict` returned; before there is a projector, as far as it goes by then."""
@@ -225,13 +226,6 @@ class Keeper:
         self.exclude = state.get("exclude", self.exclude)
         if "history" in state:
             self.history.load_state_dict(state["history"])
-        saved, here = state.get("processes", 1), self._processes()
-        if self.projector is not None and saved not in (1, here):
-            warnings.warn(
-                f"The state is that of one of {saved} processes, and here are {here}: examples that the "
-                "others have stored are not in it.",
-                stacklevel=2,
-            )
         dropped = [name for name in stored if name not in self.memory.tasks]
         if dropped and not stepped:  # else it goes back to an earlier state
             warnings.warn(
@@ -239,10 +233,6 @@ class Keeper:
                 "is promised about them. Store them after the state is loaded.",
                 stacklevel=2,
             )
-
-    def _processes(self) -> int:
-        """Return how many processes train the model, as far as is known."""
-        return 1 if self.projector is None else self.projector.processes
 
     def _load_projector(self, state: Mapping[str, Any]) -> None:
         projector, draft = self._attached(), self.memory.draft()
@@ -256,6 +246,13 @@ class Keeper:
             promises.append(self.promises.get(of, self.promise))
         projector.load_state_dict(state["projector"], promises or None)
         self.memory.adopt(draft)
+        saved, here = state.get("processes", 1), projector.processes
+        if saved not in (1, here):
+            warnings.warn(
+                f"The state is that of one of {saved} processes, and here are {here}: examples that the "
+                "others have stored are not in it.",
+                stacklevel=3,
+            )
         self._tasks, self._removals = state.get("tasks"), self.memory.removals
         self._watch = Watch(self.memory, projector.parameters)
         self._watch.begin(state.get("stepped", True))  # older states do not tell

@@ -172,7 +172,7 @@ class Distillation:
         tensor (positions, classes) or pair of them for each example.
         """
         logits = self._computed(model, batch)
-        mask, examples = self._own(model, batch, logits)
+        mask, examples = self._own(batch, logits)
         found = self._log_probabilities(logits if mask is None else logits[mask])
         dtype = self._dtype or logits.dtype
         if self._top is not None and self._top >= found.shape[-1]:
@@ -193,7 +193,7 @@ class Distillation:
     def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
         logits = self._computed(model, batch)
-        mask, examples = self._own(model, batch, logits)
+        mask, examples = self._own(batch, logits)
         if mask is None and isinstance(outputs, PerExample):
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
         now = self._log_probabilities(logits if mask is None else logits[mask])
@@ -224,10 +224,16 @@ class Distillation:
         return losses + self._weight * self._labels.of(logits, batch, known)
 
     def _computed(self, model: Any, batch: Batch) -> Tensor:
-        """Return the logits of a batch; raise where their softmax is not what the model means by them."""
+        """Return the logits of a batch; raise where they, or the mask, are about something else."""
         logits = self._logits(model, batch)
         _check_logits(logits)
-        kind = getattr(getattr(model, "config", None), "problem_type", None)
+        config = getattr(model, "config", None)
+        if self._mask == _MASK and logits.ndim > 2 and getattr(config, "is_encoder_decoder", False):
+            raise ValueError(
+                "attention_mask is about the input of an encoder-decoder model, and the logits are about its "
+                "output. Pass mask=, such as lambda batch: batch['labels'] != -100."
+            )
+        kind = getattr(config, "problem_type", None)
         if self._logits is model_logits and (logits.ndim > 3 or kind == "multi_label_classification"):
             raise ValueError(
                 f"logits must be of classes that exclude each other, in the last dimension; found "
@@ -237,16 +243,10 @@ class Distillation:
             )
         return logits
 
-    def _own(self, model: Any, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _own(self, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the positions that count, or None for all, and `_examples_of` them."""
         shape = logits.shape[:-1]
         examples = _examples_of(batch, shape)
-        config = getattr(model, "config", None)
-        if self._mask == _MASK and len(shape) > 1 and getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
-                "attention_mask is about the input of an encoder-decoder model, and the logits are about its "
-                "output. Pass mask=, such as lambda batch: batch['labels'] != -100."
-            )
         # Of a classifier of sequences, the mask is about tokens and the logits are not.
         if self._mask != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
             mask = field_of(batch, self._mask, "mask")

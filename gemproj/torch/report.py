@@ -424,7 +424,7 @@ def make_report(history: History, examples: Mapping[Any, int], together: Iterabl
             name, (nan,) * 4 + (0.0,) * 5
         )
         share = max(steps, 1.0)
-        count = sum(examples.get(one, 0) for one in _sets(name, examples, together))  # 0 if it was removed
+        count = sum(examples.get(one, 0) for one in rows.get(name, [name]))  # 0 if it was removed
         shares = would / share, broke / share, multiplier / share
         lines.append(Line(shown(name), count, first, now, worst, bound, int(steps), *shares, cost))
     return Report(lines, {shown(name): points for name, points in history.points().items()})
