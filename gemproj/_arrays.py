@@ -96,7 +96,7 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
         first, torch = arrays[0], sys.modules["torch"]
         if first.is_nested or first.is_meta or any(a.layout is not torch.strided for a in arrays):
             raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
-        if any(hasattr(a, "device_mesh") for a in arrays):
+        if any(type(a) is not torch.Tensor and hasattr(a, "device_mesh") for a in arrays):
             raise TypeError(
                 "Tensors must be local; found a DTensor. gemproj.torch.GradientProjector projects sharded "
                 "parameters, and gemproj.torch.distributed.project takes their to_local()."
@@ -114,12 +114,13 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
 def empty_as(a: Array) -> Array:
     """Return an uninitialised array of the shape, dtype and device of `a`, stored row by row.
 
-    `empty_like` would copy the strides, which are zero where `a` was broadcast.
+    By default `empty_like` copies the strides, which are zero where `a` was broadcast.
     """
     if type(a) is np.ndarray:
         return np.empty(a.shape, a.dtype)
     if is_torch(a):
-        return a.new_empty(a.shape)
+        torch = sys.modules["torch"]
+        return torch.empty_like(a, memory_format=torch.contiguous_format)
     return namespace(a).empty(a.shape, dtype=a.dtype, device=device_of(a))
 
 

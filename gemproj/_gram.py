@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import numpy as np
 
@@ -71,7 +72,7 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
     else:
         squares = np.diagonal(gram.K, axis1=-2, axis2=-1), gram.gg
         inside = all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in squares)
-    if inside and problem is not None:
+    if inside:
         return
     G, g, free = "G", "g", "rows of G"
     if problem is not None and problem.weight is not None:
@@ -167,7 +168,8 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     wide, t = wide_dtype(xp, device), b.shape[-1]
     # Copies, because the solution keeps them and must not change with the caller's arrays.
     K, b, gg = (a if a is None else xp.astype(detach(a), wide, copy=True) for a in (K, b, gg))
-    b = xp.broadcast_to(b, (*batch, t))
+    if of_b[:-1] != batch:
+        b = xp.broadcast_to(b, (*batch, t))
     if K.ndim > 2 and of_K[:-2] != batch:
         K = xp.broadcast_to(K, (*batch, t, t))
     if on_host(device):
@@ -187,6 +189,10 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
 
 def _check_products(K: np.ndarray) -> None:
     """Raise if K is not a Gram matrix, with a tolerance of 1 % for rounded products."""
+    if (K == np.swapaxes(K, -1, -2)).all():
+        with suppress(np.linalg.LinAlgError):
+            np.linalg.cholesky(K)
+            return
     diagonal = np.diagonal(K, axis1=-2, axis2=-1)
     if (diagonal < 0.0).any():
         raise ValueError("K must be a Gram matrix; found a negative number on its diagonal.")

@@ -242,10 +242,12 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
 def _overlaps(a: Array) -> bool:
     """Return whether an array has its entries within less memory than they take, as with a stride of zero."""
     if isinstance(a, np.ndarray):
-        strides, one = a.strides, a.itemsize
+        whole, strides, one = a.flags.c_contiguous, a.strides, a.itemsize
     elif is_torch(a):
-        strides, one = a.stride(), 1
+        whole, strides, one = a.is_contiguous(), a.stride(), 1
     else:
+        return False
+    if whole:
         return False
     extent = one + sum((n - 1) * abs(step) for n, step in zip(a.shape, strides, strict=True))
     return 0 not in a.shape and extent < one * math.prod(a.shape)

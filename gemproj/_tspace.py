@@ -7,6 +7,7 @@ every entry of `lower` is 0, or -inf for an equality constraint. ``lower=None`` 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -106,8 +107,7 @@ def normalise(
 def inverse(a: Array) -> Array:
     """Return 1/a, and 0 where a is 0."""
     xp = namespace(a)
-    positive = a > 0
-    return xp.where(positive, 1.0 / xp.where(positive, a, xp.ones_like(a)), xp.zeros_like(a))
+    return 1.0 / xp.where(a > 0, a, xp.full_like(a, math.inf))
 
 
 def identity_like(K: Array) -> Array:
