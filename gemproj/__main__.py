@@ -55,8 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     if given.compile:
-        compile_loops()
-        return 0
+        return int(not compile_loops())
     report_versions()
     if given.check:
         from gemproj._selfcheck import check
@@ -66,11 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def compile_loops() -> None:
-    """Compile the loops for float32, float64 and bfloat16 by calling each once; numba caches them on disk."""
+def compile_loops() -> bool:
+    """Compile the loops for float32, float64 and bfloat16 by calling each once; numba caches them on disk.
+
+    Return whether they are kept, if there are any.
+    """
     if backends.wanted == "portable" or missing():
         print(f"There is nothing to compile: {missing() or 'GEMPROJ_BACKEND=portable is set'}.")
-        return
+        return True
     from gemproj.backends.numba import jit
 
     print("Compiling loops for float32, float64 and bfloat16; this takes about a minute, once.")
@@ -86,7 +88,9 @@ def compile_loops() -> None:
                 gram(G, gs)
                 project(G, -gs[0])
                 combine(G, gs[0], xp.ones(t, dtype=xp.float64))
-    print(f"Done in {time.perf_counter() - start:.0f} seconds.")
+    told = f"Kept in {jit.kept[0]}." if jit.kept else f"They are compiled again {jit.NOT_KEPT}"
+    print(f"Done in {time.perf_counter() - start:.0f} seconds. {told}")
+    return bool(jit.kept)
 
 
 def report_versions() -> None:

@@ -61,8 +61,9 @@ def wide_dtype(xp: Any, device: Any) -> Any:
 
 
 def is_array(a: Any) -> bool:
-    """Return whether `a` is an array of a library that array-api-compat supports."""
-    return array_api_compat.is_array_api_obj(a)
+    """Return whether `a` is an array of a library that array-api-compat supports, and can be written."""
+    immutable = array_api_compat.is_jax_array(a) or array_api_compat.is_ndonnx_array(a)
+    return array_api_compat.is_array_api_obj(a) and not immutable
 
 
 def is_real_floating(a: Array) -> bool:
@@ -71,8 +72,10 @@ def is_real_floating(a: Array) -> bool:
     found = _REAL_FLOATING.get(key)
     if found is None:
         xp = namespace(a)
-        # float8 is excluded, because libraries have no arithmetic for it.
-        floating = xp.isdtype(a.dtype, "real floating") and xp.finfo(a.dtype).bits >= 16
+        try:  # float8 is excluded, because libraries have no arithmetic for it
+            floating = xp.isdtype(a.dtype, "real floating") and xp.finfo(a.dtype).bits >= 16
+        except TypeError:  # a dtype that another package has added to NumPy
+            floating = False
         found = _REAL_FLOATING[key] = bool(floating)
     return found
 

@@ -189,7 +189,7 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
 
 def _check_products(K: np.ndarray) -> None:
     """Raise if K is not a Gram matrix, with a tolerance of 1 % for rounded products."""
-    if (K == np.swapaxes(K, -1, -2)).all():
+    if (np.swapaxes(K, -1, -2) == K).all():
         with suppress(np.linalg.LinAlgError):
             np.linalg.cholesky(K)
             return

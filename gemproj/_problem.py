@@ -281,7 +281,8 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
     # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
     for block in _one_of_each(type, blocks):
         if not is_array(block):
-            hint = "; convert it, for example with numpy.asarray" if isinstance(block, (list, tuple)) else ""
+            listed = isinstance(block, (list, tuple)) or hasattr(block, "__array__")
+            hint = "; convert it, for example with numpy.asarray" if listed else ""
             raise TypeError(
                 f"{name} must be an array (NumPy, torch, CuPy, ...), or a sequence or mapping of arrays; "
                 f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."

@@ -63,6 +63,8 @@ def project(
 
     Notes
     -----
+    x is rounded to the dtype of g, in which it may overflow where h or a margin is large.
+
     For torch tensors and method "exact", the projection is one torch operator. Autograd and `torch.func`
     differentiate it once with respect to G, g, metric, h, margin and penalty, by implicit differentiation on
     the active set. `torch.func.vmap` maps over problems, and `torch.compile` traces it without a graph

@@ -272,3 +272,13 @@ def test_solutions_pickle_and_tell_how_they_ended():
     assert "approximate" in repr(solve_dual(np.eye(3), -np.ones(3), method=PGD(steps=1)))
     with pytest.raises(AttributeError):
         sol.multipliers = np.zeros(3)
+
+
+def test_arrays_that_cannot_be_written_are_to_be_converted(monkeypatch):
+    strict = pytest.importorskip("array_api_strict")
+    monkeypatch.setattr("array_api_compat.is_jax_array", lambda a: True)
+    G, g = strict.ones((2, 3)), strict.ones(3)
+    with pytest.raises(TypeError, match=r"G must be an array \(NumPy, torch, CuPy, .*numpy\.asarray"):
+        project(G, g)
+    with pytest.raises(TypeError, match="K must be an array"):
+        solve_gram(strict.eye(2), strict.ones(2))

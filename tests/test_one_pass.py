@@ -52,7 +52,7 @@ def recalled(model, memory, loss=each, *, shared=True, per="task", **options):
     )
     calls = []
     handle = model.register_forward_hook(lambda *_: calls.append(1))
-    for _ in range(2):  # the first time finds out what is possible
+    for _ in range(3):  # the first two compare some of the rows
         calls.clear()
         batches = memory.batches(per=per)
         projector.recall(model, batches if shared else list(batches), **limit)
@@ -198,10 +198,83 @@ def test_nothing_is_compared_while_gradients_are_rounding():
         warnings.simplefilter("error")
         projector = GradientProjector(model.parameters(), Promise(said))
         projector.recall(model, memory.batches())
-        assert "zero" in projector.why_row_by_row
+        assert projector.why_row_by_row is None
         with torch.no_grad():
             model[0].weight.add_(0.1)
         agree(model, memory, said, rtol=1e-3)
+
+
+def classes_so_far(model, batch):
+    """Return losses over the classes up to the largest in the batch, as of some incremental learners."""
+    count = int(batch["y"].max()) + 1
+    return F.cross_entropy(model(batch["x"])[:, :count], batch["y"], reduction="none")
+
+
+@pytest.mark.parametrize("per", ["task", "label", "example"])
+def test_each_set_is_compared_when_it_comes(per):
+    memory, model = EpisodicMemory(4, label="y"), mlp()
+    projector = GradientProjector(model.parameters(), Promise(classes_so_far))
+
+    def go_on():
+        for task in range(3):
+            memory.add({"x": torch.randn(4, 6).double(), "y": torch.full((4,), task)}, task)
+            for _ in range(3):
+                projector.recall(model, memory.batches(per=per))
+
+    with pytest.warns(UserWarning, match="other examples of its batch"):
+        go_on()
+    alone, _ = recalled(model, memory, classes_so_far, shared=False, per=per)
+    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-9, atol=0)
+
+
+def test_rows_are_compared_now_and_then():
+    model, memory, switched = mlp(), vectors(6), []
+
+    def loss(model, batch):
+        values = each(model, batch)
+        return values / values.detach().mean() if switched else values
+
+    projector = GradientProjector(model.parameters(), Promise(loss))
+    for _ in range(5):
+        projector.recall(model, memory.batches())
+    switched.append(True)
+    projector.recall(model, memory.batches())
+    projector.recall(model, memory.batches())
+    with pytest.warns(UserWarning, match="other examples of its batch"):
+        projector.recall(model, memory.batches())  # the eighth
+    alone, _ = recalled(model, memory, loss, shared=False)
+    torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-9, atol=0)
+
+
+def test_a_gradient_inside_of_the_loss_is_no_part_of_the_rows():
+    def adversarial(model, batch):
+        x = batch["x"].clone().requires_grad_()
+        (direction,) = torch.autograd.grad(each(model, batch | {"x": x}).sum(), x)
+        return each(model, batch | {"x": batch["x"] + 0.1 * direction.sign()})
+
+    why, _ = refused(mlp(), vectors(6), adversarial)
+    assert "backward pass of its own" in why
+
+
+def test_half_precision_hides_no_dependence_on_other_examples():
+    def shared(model, batch):
+        values = each(model, batch).float()
+        return values / (batch["y"] + 1).float().mean()
+
+    with pytest.warns(UserWarning, match="other examples of its batch"):
+        refused(mlp(dtype=torch.bfloat16), vectors(6, dtype=torch.bfloat16), shared)
+
+
+def test_many_tokens_are_summed_before_they_are_stored_in_another_dtype():
+    model = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 3))
+    memory = memory_of(lambda n: torch.randint(4, (n, 300)), n=2)
+
+    def loss(model, batch):
+        return F.cross_entropy(model(batch["x"]).mean(1), batch["y"], reduction="none")
+
+    rows = agree(model, memory, loss, rtol=2.0**-8, rows_dtype=torch.bfloat16).constraints.float()
+    exact = recalled(model, memory, loss)[0].constraints
+    assert ((rows - exact).abs() <= 2.0**-7 * exact.abs() + 1e-7).all()
 
 
 def texts(lengths, collate):

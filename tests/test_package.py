@@ -67,6 +67,59 @@ def test_a_numba_that_cannot_be_imported_is_told_and_done_without(tmp_path):
     assert "GEMPROJ_BACKEND=portable" in done.stderr
 
 
+@pytest.mark.skipif(not installed(), reason="needs numba")
+def test_machines_that_share_compiled_loops_agree_in_their_layout():
+    code = "from gemproj.backends.numba import lanes; print(lanes.BYTES)"
+    generic = os.environ | {"NUMBA_CPU_NAME": "generic"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=generic, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "16"
+
+
+@pytest.mark.skipif(not installed(), reason="needs numba")
+def test_a_damaged_or_unwritable_cache_is_done_without(monkeypatch, capsys, caplog):
+    from gemproj.backends.numba import jit
+
+    class Cache:
+        def __init__(self):
+            self.saved, self.wrong = [], None
+
+        def load_overload(self, *given):
+            raise EOFError("Ran out of input")
+
+        def save_overload(self, *given):
+            if self.wrong is not None:
+                self.wrong, raised = None, self.wrong
+                raise raised
+            self.saved.append(given)
+
+        def flush(self):
+            self.saved.append("flushed")
+
+    monkeypatch.setattr(jit, "kept", ["here"])
+    cache = Cache()
+    jit._guard(cache)
+    assert cache.load_overload("a loop") is None
+    cache.wrong = EOFError("Ran out of input")
+    cache.save_overload("a loop")
+    assert cache.saved == ["flushed", ("a loop",)]
+    cache.wrong = OSError("No space left on device")
+    cache.save_overload("a loop")
+    assert jit.kept == []
+    monkeypatch.setattr(command, "gram", lambda *given: None)  # nothing is compiled here
+    monkeypatch.setattr(command, "project", lambda *given: None)
+    monkeypatch.setattr(command, "combine", lambda *given: None)
+    monkeypatch.setattr("gemproj.backends.wanted", "numba")
+    monkeypatch.setattr(jit.announcement, "waiting", True)
+    assert command.main(["--compile"]) == 1
+    assert "Set NUMBA_CACHE_DIR" in capsys.readouterr().out
+    monkeypatch.setattr(jit.announcement, "waiting", True)
+    loop = type("Dispatcher", (), {"py_func": jit._guard})
+    jit.announcement.on_start(type("Event", (), {"data": {"dispatcher": loop}}))
+    assert "in every process: no folder can be written" in caplog.text
+
+
 def test_backends_that_cannot_be_had(capsys, monkeypatch):
     monkeypatch.setattr("gemproj.backends.wanted", "wrong")
     with pytest.raises(SystemExit):

@@ -8,7 +8,7 @@ from models import begin, loss, rows  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
-from gemproj.torch import EpisodicMemory, GradientProjector  # noqa: E402
+from gemproj.torch import EpisodicMemory, GradientProjector, Promise  # noqa: E402
 
 
 class Net(torch.nn.Module):
@@ -155,6 +155,7 @@ def test_gradient_checkpointing(net):
         recalled(net, [batch(1) | {"x": batch(1)["x"].requires_grad_()}])
 
 
+@pytest.mark.filterwarnings("ignore:.*running statistics")
 def test_masks_of_hooks_on_parameters_hold_under_a_margin(net):
     mask = (torch.arange(6) > 2).double()[:, None]
     net.first.weight.register_hook(lambda gradient: gradient * mask)
@@ -207,3 +208,13 @@ def test_steps_need_an_optimizer_by_the_second_call(net, on):
         projector.recall(net, TASKS, loss)
     projector.attach(torch.optim.SGD(net.parameters(), lr=0.1))
     projector.recall(net, TASKS, loss)
+
+
+def test_rows_of_losses_whose_number_is_not_known_ahead(net):
+    listed, streamed = (GradientProjector(net.eval().parameters(), Promise(loss)) for _ in range(2))
+    for t in (2, 9):
+        batches = [batch(k) for k in range(t)]
+        listed.constrain([loss(net, one) for one in batches])
+        streamed.constrain(loss(net, one) for one in batches)
+        assert streamed.count == t
+        assert torch.equal(listed.constraints, streamed.constraints)

@@ -193,7 +193,10 @@ class Step(Change):
     def write(self, changed: bool, reached: Sequence[bool]) -> None:
         """Apply another step to the stored parameters."""
         if changed:
-            self._vector.assign(torch._foreach_sub(self._before.parts, self._vector.scratch.parts))
+            step = self._vector.scratch.parts
+            torch._foreach_sub_(step, self._before.parts)
+            torch._foreach_neg_(step)
+            self._vector.assign(step)
 
     def undo(self) -> None:
         """Restore the stored parameters."""

@@ -136,7 +136,7 @@ def preserved_state(model: torch.nn.Module, device: torch.device, gradients: boo
     modules = list(model.modules())
     check_unwrapped(modules)
     modes = [module for module in modules if module.training]
-    changes = _evaluation(modes)
+    changes = _evaluation(modes) + _without_cache(modules)
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
     # Each CUDA or XPU device has a generator of its own; that of MPS cannot be restored.
     own = device.type in ("cuda", "xpu")
@@ -169,10 +169,16 @@ def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]
     changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in modules]
     changes += [(layer, "training", True) for layer in layers]
     changes += [(layer, "_gradient_checkpointing_func", partial(_checkpoint, layer)) for layer in layers]
-    if layers:  # the second forward pass would find what the first one has left in a cache
-        configs = {id(config): config for module in modules if (config := getattr(module, "config", None))}
-        changes += [(one, "use_cache", False) for one in configs.values() if getattr(one, "use_cache", False)]
     return changes
+
+
+def _without_cache(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
+    """Return how models of transformers leave out their cache: with one, packed texts attend to each other.
+
+    And the second forward pass of a checkpoint would find what the first one has left in it.
+    """
+    configs = {id(one): one for module in modules if (one := module.__dict__.get("config")) is not None}
+    return [(one, "use_cache", False) for one in configs.values() if getattr(one, "use_cache", False)]
 
 
 def _is_checkpointed(module: Any) -> bool:
@@ -201,7 +207,7 @@ def _checkpoint(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any)
 
 
 def _add_all(G: ConstraintMatrix, losses: Iterable[Tensor], weight: float) -> int:
-    G.open()
+    G.open(len(losses) if isinstance(losses, Sequence) else 0)
     k = -1
     for k, loss in enumerate(losses):
         G.add(k, loss, weight)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -74,6 +75,8 @@ class ConstraintMatrix:
         """Drop all rows, and make room for so many; losses are multiplied by a scale, rows divided again."""
         self.clear()
         self.vector.check()
+        if rows > len(self._buffer):  # before there is a larger one
+            self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
         self._reserve(rows)
         self.scale, self.seconds = scale, [0.0] * rows
         self._losses: list[tuple[range, Tensor]] = []  # of these rows: losses now, and when stored
@@ -123,11 +126,34 @@ class ConstraintMatrix:
                 part.zero_()
         self._note(k, losses.detach(), stored)
 
-    def drop(self, k: int) -> Tensor:
-        """Return row k, which is to be added again."""
+    def row(self, k: int) -> Tensor:
+        """Return a view of row k, which may not be complete yet."""
+        return self._buffer[k]
+
+    def loss(self, k: int) -> Tensor:
+        """Return the loss of row k, as far as it has been added."""
+        return sum(
+            (values[0, k - at.start] for at, values in self._losses if k in at), self._none.new_zeros(())
+        )
+
+    def drop(self, k: int) -> None:
+        """Forget row k, which is to be added again."""
         self.written.discard(k)
-        self._losses = [part for part in self._losses if k not in part[0]]
-        return self._buffer[k].clone()
+        for at, values in self._losses:
+            if k in at:
+                values[:, k - at.start] = 0.0
+
+    @contextmanager
+    def set_aside(self, k: int) -> Iterator[Tensor]:
+        """Have row k added again for a time; yield it as it was, and as it is afterwards."""
+        row, losses, reached = self._buffer[k].clone(), self._losses, list(self.reached)
+        self.written.discard(k)
+        self._losses = []
+        try:
+            yield row
+        finally:
+            self._buffer[k], self._losses, self.reached = row, losses, reached
+            self.written.add(k)
 
     def _note(self, k: int, losses: Tensor, stored: Tensor | None) -> None:
         now = losses.to(self._none)
@@ -261,12 +287,15 @@ class ConstraintMatrix:
 
     def _tiles(self, columns: list[slice]) -> Iterable[tuple[slice, Tensor]]:
         if self.streamed:
-            return tiles(self.rows, self.vector.empty()[:0], columns)
+            return tiles(
+                self.rows, torch.empty(0, dtype=self.vector.dtype, device=self.vector.device), columns
+            )
         return [(at, self.rows[:, at]) for at in columns]
 
     def _reserve(self, rows: int) -> None:
         kept = len(self._buffer)
         if rows > kept:
+            rows = max(rows, 2 * kept)  # where their number is not known ahead, few copies are made
             grown = self._buffer.new_empty((rows, self.vector.d))
             grown[:kept] = self._buffer
             self._buffer, self._views = grown, {}

@@ -337,6 +337,8 @@ class Keeper:
             self._model, Batches(self._sources()), self.promise, microbatch=self._microbatch, scale=scale
         )
         self._tasks, self._removals = self._past(), self.memory.removals
+        if self._tasks and not self._watch.stepped:
+            _warn_of_statistics(self._model)
         self._watch.step(len(self._tasks))
         self._stepped.add(id(optimizer))
 
@@ -543,6 +545,20 @@ def _one_promise(loss: Loss | Promise, **given: Any) -> Promise:
         if value != getattr(default, name):
             raise ValueError(f"{name} is given beside a Promise, which has its own; pass it there.")
     return loss
+
+
+def _warn_of_statistics(model: torch.nn.Module) -> None:
+    """Warn of layers whose running statistics move while the model learns."""
+    kinds = torch.nn.modules.batchnorm._NormBase
+    named = ((name, one) for name, one in model.named_modules() if isinstance(one, kinds) and one.training)
+    moving = [name for name, one in named if one.track_running_stats]
+    if moving:
+        warnings.warn(
+            f"{len(moving)} layers, such as {moving[0]!r}, move their running statistics with the new data, "
+            "which no projection sees: losses of kept examples may rise by that. Call eval() on these layers "
+            "after model.train(), or use layers without such statistics.",
+            stacklevel=2,
+        )
 
 
 def _check_disjoint(optimizers: Sequence[Any]) -> None:

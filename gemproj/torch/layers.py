@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -41,7 +42,8 @@ class RowGradients:
         self._into, self._rows = into, len(next(iter(into.values())))
         self._layers: list[tuple[Any, Mapping[str, Tensor], Rule]] = []
         self.reached: set[int] = set()
-        self.rounding = 0.0
+        self.rounding = max(torch.finfo(part.dtype).eps for part in into.values())
+        self._differentiated = False
         for layer in modules:
             if "_orig_mod" in layer._modules or layer._compiled_call_impl is not None:
                 raise RowByRow("a part of the model is compiled")
@@ -67,6 +69,7 @@ class RowGradients:
 
     def differentiate(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Add the gradient of the loss to each row; raise if a parameter is used outside of its layer."""
+        self._differentiated = True
         _, *elsewhere = torch.autograd.grad(loss, [self._anchor, *parameters], allow_unused=True)
         if any(gradient is not None for gradient in elsewhere):
             raise RowByRow("a parameter is used outside of the layer that owns it")
@@ -74,10 +77,13 @@ class RowGradients:
     def _recording(
         self, layer: Any, own: Mapping[str, Tensor], rule: Rule, examples: int
     ) -> Callable[..., Tensor]:
-        forward = layer.forward
-        constants = {name: p.detach() for name, p in own.items()}
+        forward, thread = layer.forward, get_ident()
+        # The layer keeps its parameters: other threads may compute with it.
+        constant = _with(layer, {name: p.detach() for name, p in own.items()})
 
         def add(x: Tensor, gradient: Tensor) -> None:
+            if not self._differentiated:
+                raise RowByRow("the loss has a backward pass of its own")
             self.rounding = max(self.rounding, torch.finfo(gradient.dtype).eps)
             x, gradient = x.unflatten(0, (self._rows, -1)), gradient.unflatten(0, (self._rows, -1))
             for name, p in own.items():
@@ -85,13 +91,14 @@ class RowGradients:
                 self.reached.add(id(p))
 
         def recording(*args: Any, **kwargs: Any) -> Tensor:
+            if get_ident() != thread:
+                return forward(*args, **kwargs)
             x = args[0] if args else None
             if rule is _embedding and isinstance(x, Tensor) and len(x) == 1:  # positions, of all examples
                 x = x.expand(examples, *x.shape[1:])
             if not isinstance(x, Tensor) or x.ndim < 1 or len(x) != examples:
                 raise RowByRow(f"the inputs of a {type(layer).__name__} do not count examples")
-            with _parameters(layer, constants):
-                out = forward(x, *args[1:], **kwargs)
+            out = type(layer).forward(constant, x, *args[1:], **kwargs)
             return _Recorded.apply(out, self._anchor, x.detach(), add)  # type: ignore[no-untyped-call]
 
         return recording
@@ -159,34 +166,33 @@ def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, f
     """
     if name == "weight":
         x = x.to(layer.weight.dtype)  # backward passes run outside of autocast
-        constant = dict.fromkeys(layer._parameters)
-        with _parameters(layer, constant | {"weight": torch.ones_like(layer.weight)}):
-            one = type(layer).forward(layer, x)
-        with _parameters(layer, constant | {"weight": torch.zeros_like(layer.weight)}):
-            gradient = gradient * (one - type(layer).forward(layer, x))
+        one, zero = (
+            _with(layer, dict.fromkeys(layer._parameters) | {"weight": torch.full_like(layer.weight, value)})
+            for value in (1.0, 0.0)
+        )
+        gradient = gradient * (type(layer).forward(one, x) - type(layer).forward(zero, x))
     _add(gradient.sum(tuple(range(1, gradient.ndim - into.ndim + 1))), into, fresh)
 
 
 def _embedding(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
     if layer.padding_idx is not None:
         gradient = gradient.masked_fill((x == layer.padding_idx)[..., None], 0.0)
-    if fresh:
+    # Sums of many tokens have the precision of the gradient, whatever the rows are stored in.
+    sums = into if into.dtype == gradient.dtype else torch.zeros_like(into, dtype=gradient.dtype)
+    if fresh and sums is into:
         into.zero_()
     rows = torch.arange(len(x), device=x.device)[:, None]
-    into.index_put_((rows, x.flatten(1)), gradient.flatten(1, -2).to(into.dtype), accumulate=True)
+    sums.index_put_((rows, x.flatten(1)), gradient.flatten(1, -2), accumulate=True)
+    if sums is not into:
+        _add(sums, into, fresh)
 
 
 def _add(values: Tensor, into: Tensor, fresh: bool) -> None:
     (into.copy_ if fresh else into.add_)(values)
 
 
-@contextmanager
-def _parameters(layer: nn.Module, values: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """Have a layer compute with other values of its parameters."""
-    held: Any = layer._parameters
-    before = {name: held[name] for name in values}
-    held.update(values)
-    try:
-        yield
-    finally:
-        held.update(before)
+def _with(layer: nn.Module, values: Mapping[str, Tensor | None]) -> Any:
+    """Return a layer with other values of its parameters, which otherwise is this one."""
+    other = object.__new__(type(layer))
+    other.__dict__.update(layer.__dict__, _parameters={**layer._parameters, **values})
+    return other

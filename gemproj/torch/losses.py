@@ -94,7 +94,7 @@ class CrossEntropy:
         if self._shift:
             logits, labels = logits[:, :-1], labels[:, 1:]
         logits = _widened(logits).flatten(0, -2)
-        values = cross_entropy(logits, labels.flatten(), ignore_index=_IGNORED, reduction="none")
+        values = cross_entropy(logits, labels.flatten().long(), ignore_index=_IGNORED, reduction="none")
         values, counts = values.view(labels.shape), labels != _IGNORED
         if examples is not None and self._shift:  # no position of another example predicts a first label
             counts = counts & (examples[:, 1:] == examples[:, :-1])

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gemproj._arrays import wide_dtype
 from gemproj.torch.batches import Batch, Remembered, Source, bare, leaves_of
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.layers import RowByRow, RowGradients
@@ -24,26 +27,31 @@ _CPU_PASS, _CPU_ROW = 2**25, 2**22
 
 # Kinds of rows whose limits are kept.
 _MOST_KINDS = 64
-# As at the beginning of a distillation; gradients are compared later.
-_NOTHING_YET = "the losses are zero, and their gradients rounding"
+# Relative to its norm, how much a row may differ in half precision.
+_MOST_APART = 0.03
 _A_MEAN = "the loss is a mean over examples; if it returned one number for each, rows could share a pass"
 
 
-class Limit(NamedTuple):
+@dataclass
+class Limit:
     """How many rows of a kind share a pass, with how many entries in its batch; for one row, the reason."""
 
     loss: Any  # kept, so that no other one has its id
     rows: int = 1
     entries: float = 0.0
     reason: str | None = None
+    passes: int = 0  # with several rows
+    # By set and label: whether a row has been compared with that of a pass of its own.
+    compared: dict[Hashable, bool] = field(default_factory=dict)
 
 
 class SharedPasses:
     """Computes several rows of G in one pass, where that is possible and saves time.
 
     It is possible if the loss has one number for each example, in which no other example has a part, and if
-    the gradients of all layers with trainable parameters are known. The first time, a row has a pass of its
-    own, too: its activations tell how many rows a pass may have, and its gradient must be the same.
+    the gradients of all layers with trainable parameters are known. The activations of a row in a pass of its
+    own tell how many rows a pass may have. The first row of each set and label is compared with that of a
+    pass of its own, and so is one row of the second pass, of the fourth, of the eighth and so on.
 
     Attributes
     ----------
@@ -73,33 +81,30 @@ class SharedPasses:
             some = list(same)
             limit = self._limits.get(kind, Limit(some[0].promise.loss))
             if len(some) > 1 and kind not in self._limits:
-                limit = _find_limit(G, model, some[-2:], alone, microbatch)
+                limit = _find_limit(G, model, some[-1], alone, microbatch)
                 if len(self._limits) >= _MOST_KINDS:  # a loop makes a new function at each step
                     self._limits.clear()
-                if limit.reason != _NOTHING_YET:
-                    self._limits[kind] = limit
-            start = time.perf_counter()
-            for part, batch in _passes(some, limit):
-                try:
-                    if batch is not None:
-                        _fill(G, model, part, batch)
-                except Exception as error:  # if it is the loss that fails, it also does alone
-                    limit = self._limits[kind] = Limit(limit.loss, reason=_first_line(error))
-                for row in part:
-                    if row.k not in G.written:
-                        alone(row)
-                for row in part:
-                    G.seconds[row.k] = (time.perf_counter() - start) / len(part)
-                start = time.perf_counter()
+                self._limits[kind] = limit
+            try:
+                _share(G, model, some, limit, alone)
+            except Exception as error:  # if it is the loss that fails, it also does alone
+                limit = self._limits[kind] = Limit(limit.loss, reason=_first_line(error))
+                for row in some:
+                    G.drop(row.k)
+            for row in some:
+                if row.k not in G.written:
+                    start = time.perf_counter()
+                    alone(row)
+                    G.seconds[row.k] = time.perf_counter() - start
             if len(some) > 1:
                 self.reason = self.reason or limit.reason
 
 
 def _find_limit(
-    G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], alone: Any, microbatch: int | None
+    G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Any, microbatch: int | None
 ) -> Limit:
-    """Find out with two rows whether rows can share a pass; G keeps one of them at most."""
-    row, loss, device = rows[-1], rows[-1].promise.loss, G.vector.device
+    """Find out with one row how many rows can share a pass."""
+    loss = row.promise.loss
     if G.vector.topology.collective:
         return Limit(loss, reason="parameters are sharded")
     if row.kind is None or row.size == 0:
@@ -111,29 +116,75 @@ def _find_limit(
         values = alone(row)
     if values.shape != (row.size,):
         return Limit(loss, reason=_A_MEAN)
-    of_pass, of_row = _budget(device)
+    of_pass, of_row = _budget(G.vector.device)
     most = min(of_pass // max(count[0], 1), room)
     if most < 2 or count[0] > of_row:
         return Limit(loss, reason=f"a row has {row.size} examples, {count[0] / 2**20:.3g} MiB")
-    now = values.mean().to(G.losses)
-    if bool(now.abs() <= rounding(now, G.vector.dtype)):
-        return Limit(loss, reason=_NOTHING_YET)
-    expected, batch = G.drop(row.k), _batch(rows)
-    try:
-        gradients = _fill(G, model, rows, batch)
-    except Exception as error:
-        return Limit(loss, reason=_first_line(error))
-    found = [G.drop(one.k) for one in rows][-1]
-    apart = float((found - expected).double().norm() / expected.double().norm())
-    if apart <= 4 * gradients.rounding**0.5:
-        return Limit(loss, most, most * _entries(batch) / len(rows))
-    reason = f"in a pass with others a row differs by {apart:.1g} of its norm"
-    warnings.warn(
-        f"Each constraint gradient takes a pass: {reason}. Does the loss of an example depend on the other "
-        "examples of its batch?",
-        stacklevel=2,
+    G.drop(row.k)
+    return Limit(loss, most, most * _entries(_batch([row])))
+
+
+def _share(
+    G: ConstraintMatrix,
+    model: torch.nn.Module,
+    rows: list[Source],
+    limit: Limit,
+    alone: Callable[[Source], Tensor],
+) -> None:
+    """Compute the rows that share a pass; raise where one is another than in a pass of its own."""
+    start = time.perf_counter()
+    for part, batch in _passes(rows, limit):
+        if batch is None:
+            continue
+        gradients = _fill(G, model, part, batch)
+        limit.passes += 1
+        for row in _doubtful(part, limit):
+            _compare(G, row, limit, alone, gradients)
+        for row in part:
+            G.seconds[row.k] = (time.perf_counter() - start) / len(part)
+        start = time.perf_counter()
+
+
+def _doubtful(rows: list[Source], limit: Limit) -> list[Source]:
+    """Return the rows of a pass that are to be compared."""
+    again = limit.passes & (limit.passes - 1) == 0
+    first = {row.name[:2]: row for row in reversed(rows)}
+    found = [row for name, row in first.items() if name not in limit.compared]
+    if again:
+        found += [row for name, row in first.items() if limit.compared.get(name) is False]
+    return found or ([rows[limit.passes.bit_length() % len(rows)]] if again else [])
+
+
+def _compare(
+    G: ConstraintMatrix,
+    row: Source,
+    limit: Limit,
+    alone: Callable[[Source], Tensor],
+    gradients: RowGradients,
+) -> None:
+    """Compute a row again in a pass of its own; raise where that makes a difference."""
+    loss = G.loss(row.k)
+    with G.set_aside(row.k) as found:
+        alone(row)
+        own, own_loss = G.row(row.k), G.loss(row.k)
+        size, other, apart = (_norm(own), _norm(found), _norm(own.sub_(found)))
+    told = math.isfinite(size) and bool(
+        # Of a distillation that begins, losses are zero and gradients rounding.
+        max(loss.abs(), own_loss.abs()) > rounding(own_loss, G.vector.dtype)
     )
-    return Limit(loss, reason=reason)
+    limit.compared[row.name[:2]] = told or limit.compared.get(row.name[:2], False)
+    if told and not apart <= min(4 * gradients.rounding**0.5, _MOST_APART) * max(size, other):
+        reason = f"in a pass with others a row differs by {apart / max(size, other):.1g} of its norm"
+        warnings.warn(
+            f"Each constraint gradient takes a pass: {reason}. Does the loss of an example depend on the "
+            "other examples of its batch, or draw random numbers?",
+            stacklevel=2,
+        )
+        raise RowByRow(reason)
+
+
+def _norm(row: Tensor) -> float:
+    return float(torch.linalg.vector_norm(row, dtype=wide_dtype(torch, row.device)))
 
 
 def _first_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Hashable
 from dataclasses import replace
 from typing import Any
@@ -83,12 +84,16 @@ def remember(
     with topology.agreement({"option tolerance": bounded, "option microbatch": microbatch}):
         _add_all(draft, data, name, collate)
         source = draft.source(name)
-        _check_examples(source, name, loss)
+        with torch.random.fork_rng(devices=[]):  # in which a collate function may draw
+            _check_examples(source, name, loss, evaluated)
     _, (most,) = topology.plan([source.size])
     model = model if evaluated else getattr(model, "_orig_mod", model)  # a trial is no reason to compile
 
     # Shards cannot tell each other of an error, and try again.
     tried = not (evaluated or topology.collective)
+
+    # Whether later batches are of other examples together.
+    drawn = (promise.examples is not None or promise.per != "task") and not topology.collective
 
     def evaluate(size: int) -> None:
         found, losses = [], []
@@ -106,6 +111,10 @@ def remember(
                     with torch.set_grad_enabled(tried):
                         value = call_loss(loss, model, Remembered(part, stored) if evaluated else part, n)
                     _check(value, name, trained=tried and bool(trainable))
+                    if evaluated and drawn and len(found) == 1 and value.shape == (n,) and n > 1:
+                        few = moved(some.fetch(slice(n // 2)), vector.device)
+                        again = Remembered(few, moved(take(stored, slice(n // 2)), vector.device))
+                        _warn_of_others(call_loss(loss, model, again, n // 2), value[: n // 2], name)
                 if bounded:
                     losses.append(_one_each(value, n)[:weight].to(home))
             if evaluated:
@@ -135,21 +144,21 @@ def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate
         raise ValueError("data holds no example. An iterator can be read once only: pass the loader itself.")
 
 
-def _check_examples(source: Source, name: Hashable, loss: Loss) -> None:
-    """Raise for examples without a label, and where outputs would be stored of what is drawn anew."""
+def _check_examples(source: Source, name: Hashable, loss: Loss, stored: bool) -> None:
+    """Raise for examples without a label, and where outputs or losses are `stored` of what is drawn anew."""
     size, labelled = source.size, getattr(loss, "labelled", None)
     if labelled is not None and not any(labelled(_batch(source, k)) for k in range(0, size, _FETCHED)):
         raise ValueError(
             f"No example of {name!r} has a label: all labels are -100, which is ignored. Look at what the "
             "collate function, or the chat template, leaves of them."
         )
-    if hasattr(loss, "outputs"):
+    if stored:
         first, again = ([a for a in leaves_of(_batch(source)) if isinstance(a, Tensor)] for _ in range(2))
         if not all(map(torch.equal, first, again)):
             raise ValueError(
                 f"The collate function makes another batch of the same examples of {name!r} each time, as "
-                "masking at random does, so that outputs would be stored of other inputs. Pass batches, or a "
-                "collate function that draws nothing."
+                "masking at random does, so that outputs and losses would be stored of other inputs. Pass "
+                "batches, or a collate function that draws nothing."
             )
 
 
@@ -170,6 +179,19 @@ def _check(losses: Tensor, name: Hashable, trained: bool) -> None:
         raise ValueError(
             f"The loss of examples of {name!r} is {wrong}, and nothing can be promised about it. Leave out "
             "examples without a label, and check the weights of the model."
+        )
+
+
+def _warn_of_others(losses: Tensor, among_more: Tensor, name: Hashable) -> None:
+    """Warn if the losses of examples are others where there are more examples in the batch."""
+    apart = (losses - among_more).abs().max()
+    if apart > min(4 * torch.finfo(losses.dtype).eps ** 0.5, 0.03) * (1 + among_more.abs().max()):
+        warnings.warn(
+            f"Losses of examples of {name!r} depend on the other examples of their batch, by {apart:.1g}: "
+            "what is stored of them is not what later batches compare with. Causes are negatives from the "
+            "same batch, and padding on the left without position ids. Pass microbatch=1, or keep all of "
+            "them in one batch: examples=None and per='task'.",
+            stacklevel=4,
         )
 
 

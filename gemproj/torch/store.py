@@ -110,8 +110,10 @@ class Store:
         del queue[:n]
         if len(drawn) < min(n, len(slots)):
             order = [slots[i] for i in torch.randperm(len(slots), generator=random, device="cpu").tolist()]
-            fresh = [slot for slot in order if slot not in drawn][: n - len(drawn)]
-            drawn, self.queues[label] = drawn + fresh, [slot for slot in order if slot not in fresh]
+            taken = set(drawn)
+            fresh = [slot for slot in order if slot not in taken][: n - len(drawn)]
+            taken = set(fresh)
+            drawn, self.queues[label] = drawn + fresh, [slot for slot in order if slot not in taken]
         return drawn
 
     def check(self, examples: Remembered) -> None:

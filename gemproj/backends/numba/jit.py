@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from contextlib import suppress
 from pathlib import Path
@@ -49,39 +50,60 @@ def _entry(function: Any, **options: Any) -> Any:
     options |= _OPTIONS | {"nogil": True}
     try:
         compiled = numba.njit(cache=_STAMP is not None, **options)(function)
-    except RuntimeError:  # numba finds no writeable folder for the cache
+    except RuntimeError:  # numba finds no folder for the cache that can be written
+        kept.clear()
         return numba.njit(**options)(function)
     # numba checks only the file of the function for changes; the stamp covers all functions that it calls.
     with suppress(AttributeError):
         compiled._cache._cache_file._source_stamp = _STAMP
-        compiled._cache.save_overload = _if_possible(compiled._cache.save_overload)
+        _guard(compiled._cache)
+        kept[:] = [compiled._cache.cache_path]
     return compiled
 
 
-def _if_possible(save: Any) -> Any:
-    """Return a function that saves to the cache, unless the disk is full."""
+def _guard(cache: Any) -> None:
+    """Have a cache compile anew where its files are damaged, and go on where the disk is full."""
+    load, save = cache.load_overload, cache.save_overload
+
+    def loading(*given: Any) -> Any:
+        try:
+            return load(*given)
+        except Exception:
+            return None
 
     def saving(*given: Any) -> None:
-        with suppress(OSError):
-            save(*given)
+        try:
+            try:
+                save(*given)
+            except OSError:
+                raise
+            except Exception:
+                cache.flush()
+                save(*given)
+        except OSError:
+            kept.clear()
 
-    return saving
+    cache.load_overload, cache.save_overload = loading, saving
 
 
-def _stamp() -> tuple[tuple[str, float, int], ...] | None:
-    """Return the names, modification times and sizes of all source files of the compiled loops.
+def _stamp() -> str | None:
+    """Return a hash of all source files of the compiled loops; None where there are none, as in an archive.
 
-    None where there are no files, as in a zip archive.
+    Modification times would not do: container images and archives cut them.
     """
     here = Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parents[1] / "_constants.py"]
     try:
-        return tuple((file.name, file.stat().st_mtime, file.stat().st_size) for file in files)
+        return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     except OSError:
         return None
 
 
 _STAMP = _stamp()
+kept: list[str] = []  # the folder where compiled loops are kept, if there is one
+
+
+NOT_KEPT = "in every process: no folder can be written to keep them. Set NUMBA_CACHE_DIR to one."
 
 
 class _Announcement(event.Listener):
@@ -93,8 +115,8 @@ class _Announcement(event.Listener):
             self.waiting = False
             # A warning is shown even without a logging handler. The user should know why training pauses.
             logging.getLogger("gemproj").warning(
-                "Compiling loops for this machine; this takes about 10 seconds, once. "
-                "python -m gemproj --compile does it ahead of time."
+                "Compiling loops for this machine; this takes about 10 seconds, %s",
+                "once. python -m gemproj --compile does it ahead of time." if kept else NOT_KEPT,
             )
 
     def on_end(self, event: Any) -> None:

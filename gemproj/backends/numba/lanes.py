@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from llvmlite import binding, ir
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 
-_FEATURES = binding.get_host_cpu_features()
-BYTES = 64 if _FEATURES.get("avx512f") else 32 if _FEATURES.get("avx") else 16
+# Those of the processor that numba compiles for, which NUMBA_CPU_NAME may name: machines with one cache must
+# agree in the layout of scratch arrays.
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
+BYTES = 64 if "+avx512f" in _FEATURES else 32 if "+avx" in _FEATURES else 16
 # Rows of a block of products. HEIGHT^2 sums, HEIGHT rows and one more row stay in registers, of which there
 # are 32, or 16 on x86 before AVX-512.
-HEIGHT = 3 if "sse2" in _FEATURES and BYTES < 64 else 4
+HEIGHT = 3 if "sse2" in binding.get_host_cpu_features() and BYTES < 64 else 4
 # Float64 partial sums per product of two rows; and the factor to which the number of columns is padded.
 LANES, MULTIPLE = BYTES // 8, BYTES
 # Bytes by which a prefetch is ahead of the read.
