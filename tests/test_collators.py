@@ -10,8 +10,8 @@ import models  # noqa: E402
 from models import begin, language_model  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
-from gemproj.torch import EpisodicMemory  # noqa: E402
-from gemproj.torch.losses import CrossEntropy  # noqa: E402
+from gemproj.torch import EpisodicMemory, Promise  # noqa: E402
+from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
 
 TEXTS = ["a b c", "d", "e f g h i j", "b a d", "k k a b"]
 TOKENIZER = models.tokenizer("abcdefghijk")
@@ -93,3 +93,19 @@ def test_the_loader_of_a_trainer_is_one_of_examples(tmp_path):
     other = EpisodicMemory(100, collate=language())
     other.load_state_dict(torch.load(tmp_path / "memory.pt", weights_only=True))
     assert kept(other.batch(0).batch) == kept(stored.batch)
+
+
+def test_packed_texts_are_apart_also_where_the_model_would_keep_a_cache():
+    model = language_model().double()
+    model.config.use_cache = True
+    said = Distillation()
+    gem = begin(Promise(said, tolerance=0.0), model=model, per_task=10)[2]
+    rows = examples()
+    gem.keep(rows, name="a", collate=FLAT)
+    assert model.config.use_cache
+    gem.projector.recall(model, gem.memory.promised(gem.promise), gem.promise)
+    assert float(gem.projector._matrix.losses.abs().max()) < 1e-6
+    ids = torch.tensor([rows[0]["input_ids"]])
+    apart = torch.log_softmax(model(ids, use_cache=False).logits[0].double(), -1)
+    stored = gem.memory.batch("a").outputs[0]
+    torch.testing.assert_close(stored.double(), apart, rtol=0, atol=1e-5)

@@ -2,12 +2,14 @@
 
 import copy
 import itertools
+import warnings
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from models import EACH, SAID, begin, flat, loss, perceptron, rival, rows, sgd, take, task  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
 
 from gemproj.torch import GEM, Promise  # noqa: E402
@@ -152,3 +154,31 @@ def test_a_promise_that_cannot_be_kept_is_told_at_once_and_stores_nothing():
             gem.keep([task(0)], promise)
     assert gem.memory.tasks == []
     assert gem.promises == {}
+
+
+def test_stored_losses_that_depend_on_the_batch_are_told():
+    def contrastive(model, batch):
+        similar = model(batch[0]) @ model(batch[0]).mT
+        return cross_entropy(similar, torch.arange(len(similar)), reduction="none")
+
+    gem = begin()[2]
+    with pytest.warns(UserWarning, match="depend on the other examples of their batch"):
+        gem.keep([task(0)], Promise(contrastive, tolerance=0.0, examples=4), name="few")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gem.keep([task(0)], Promise(contrastive, tolerance=0.0), name="all")
+        gem.keep([task(0)], Promise(EACH, tolerance=0.0, examples=4), name="apart")
+
+
+def test_running_statistics_that_move_are_told():
+    model = torch.nn.Sequential(
+        torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3)
+    ).double()
+    _, optimizer, gem = begin(model=model)
+    take(model, optimizer, task(0))
+    gem.end_task([task(0)])
+    with pytest.warns(UserWarning, match="layers, such as '1', move their running statistics"):
+        take(model, optimizer, task(1))
+    model[1].eval()
+    gem.end_task([task(1)])
+    take(model, optimizer, task(2))

@@ -1,5 +1,6 @@
 """Rows of G that share a pass: those of a pass each, or a reason why not."""
 
+import threading
 import warnings
 from contextlib import nullcontext
 
@@ -456,3 +457,25 @@ def test_a_pass_that_fails_later_is_replaced():
     found, _ = recalled(model, memory, loss)
     assert found.why_row_by_row == "out of memory"
     torch.testing.assert_close(found.constraints, expected.constraints)
+
+
+def test_other_threads_may_compute_with_the_model():
+    model, memory = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double(), vectors(6)
+    x, ended, wrong = torch.randn(12, 6).double(), threading.Event(), []  # as many as in a pass of all rows
+    expected, own = model(x).detach(), [dict(layer._parameters) for layer in model]
+
+    def evaluate():
+        while not ended.is_set():
+            with torch.no_grad():
+                wrong.extend([1] * (not torch.equal(model(x), expected)))
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for _ in range(100):
+            projector, passes = recalled(model, memory)
+    finally:
+        ended.set()
+        thread.join()
+    assert (wrong, passes, projector.why_row_by_row) == ([], 1, None)
+    assert all(layer._parameters == held for layer, held in zip(model, own, strict=True))

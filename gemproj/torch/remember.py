@@ -111,10 +111,10 @@ def remember(
                     with torch.set_grad_enabled(tried):
                         value = call_loss(loss, model, Remembered(part, stored) if evaluated else part, n)
                     _check(value, name, trained=tried and bool(trainable))
-                    if evaluated and drawn and len(found) == 1 and value.shape == (n,) and n > 1:
-                        few = moved(some.fetch(slice(n // 2)), vector.device)
-                        again = Remembered(few, moved(take(stored, slice(n // 2)), vector.device))
-                        _warn_of_others(call_loss(loss, model, again, n // 2), value[: n // 2], name)
+                    if evaluated and drawn and len(found) == 1 and value.shape == (n,) and n > _TRIED:
+                        few = slice(_TRIED)
+                        again = Remembered(moved(some.fetch(few), vector.device), take(stored, few))
+                        _warn_of_others(call_loss(loss, model, again, _TRIED), value[few], name)
                 if bounded:
                     losses.append(_one_each(value, n)[:weight].to(home))
             if evaluated:
