@@ -11,7 +11,7 @@ from processes import all_reduces, alone, check, expect, learn, once, same_every
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch import EpisodicMemory, GradientProjector, stream
+from gemproj.torch import EpisodicMemory, GradientProjector, Promise, stream
 from gemproj.torch.constraints import ConstraintMatrix
 
 # Examples of each past task that a process remembers: unequal, and none at all.
@@ -110,16 +110,25 @@ def a_task_that_one_process_cannot_store_stops_every_process():
         (DistributedDataParallel, loss, {}),
         (DistributedDataParallel, EACH, {"tolerance": 0.0}),
         (fully_shard, loss, {}),
+        (fully_shard, EACH, {"tolerance": 0.0, "microbatch": 2}),
         (lambda model: model, BOTH, {"process_group": dist.group.WORLD, "tolerance": 0.0}),
     ):
-        _, _, gem = begin(promise, model=spread(net()), **options)
+        _, optimizer, gem = begin(promise, model=spread(net()), **options)
+        x, y = task(0, 3)
         with expect(odd, ValueError, "data holds no example"):
-            gem.end_task([] if odd else [task(0, 3)], 0)
-        assert not gem.memory.tasks
+            gem.end_task([] if odd else [(x, y)], 0)
         with expect(odd, ValueError, "leading dimension"):
-            gem.end_task([(task(0, 3)[0][odd:], task(0, 3)[1])], 0)
-        gem.end_task([task(0, 3)], 0)
-        assert len(gem.memory) == 1
+            gem.end_task([(x[odd:], y)], 0)
+        with expect(odd, ValueError, "is nan, and nothing can be promised"):
+            gem.end_task([(x * float("inf") if odd else x, y)], 0)
+        if "tolerance" in options:
+            one_number = Promise(loss if odd else EACH, tolerance=0.0)
+            with expect(odd, ValueError, "tolerance needs one loss for each example"):
+                gem.keep([(x, y)], one_number, name=0)
+        assert not gem.memory.tasks
+        gem.end_task([(x, y)], 0)
+        optimizer.step()
+        assert gem.last.constraints == 1
 
 
 @check(2)

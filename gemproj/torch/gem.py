@@ -15,7 +15,7 @@ from gemproj._checks import check_count
 from gemproj.methods import AnyMethod
 from gemproj.torch.batches import Batch, Batches, Loss, Source
 from gemproj.torch.changes import Metric, On
-from gemproj.torch.constraint_gradients import check_unwrapped, reshard, unwrapped
+from gemproj.torch.constraint_gradients import check_spread, reshard, unwrapped
 from gemproj.torch.hooks import clip_grad_norm_, will_skip
 from gemproj.torch.keywords import suggesting
 from gemproj.torch.losses import model_loss
@@ -277,7 +277,7 @@ class Keeper:
             )
         reshard(model)
         whole, parallel = unwrapped(model)
-        check_unwrapped(whole.modules())
+        check_spread(list(whole.modules()))
         group = self._group if self._group is not None else process_group
         self._group = parallel.process_group if group is None and parallel is not None else group
         self.projector = projector = GradientProjector(
