@@ -83,7 +83,9 @@ class Keeper:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing, and has nothing of a training."""
-        detached: dict[str, Any] = dict.fromkeys(("projector", "_model", "_scaler", "_tasks", "_watch"))
+        detached: dict[str, Any] = dict.fromkeys(
+            ("projector", "_model", "_scaler", "_tasks", "_watch", "_group")  # a group cannot be copied
+        )
         return self.__dict__ | detached | {"_optimizers": [], "_handles": [], "_computed": {}}
 
     def __repr__(self) -> str:
@@ -534,7 +536,7 @@ class GEM(Keeper):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too, with its model: it is attached to nothing."""
-        return self.__dict__ | {"_watch": None, "_handles": []}
+        return self.__dict__ | {"_watch": None, "_handles": [], "_group": None}
 
 
 def _one_promise(loss: Loss | Promise, **given: Any) -> Promise:
