@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import flat, loss, perceptron, rival, rows, task
-from processes import check
+from processes import check, gathered
 
 from gemproj.torch import EpisodicMemory
 
@@ -50,4 +50,31 @@ def processes_bring_and_keep_examples_of_their_own():
     accelerator.wait_for_everyone()
     with pytest.raises(ValueError, match=r"made by 3 processes, .* here are 2"):
         accelerator.load_state(folders[0])
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@check(2)
+def examples_of_a_prepared_loader_are_kept_once():
+    """Its own collate function would leave out what makes the order of all processes the same."""
+    pytest.importorskip("accelerate")
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import set_seed
+    from torch.utils.data import DataLoader
+
+    from gemproj.integrations.accelerate import GEM
+
+    accelerator = Accelerator(cpu=True)
+    model = perceptron()
+    set_seed(0, device_specific=True)
+    loader = DataLoader(range(16), 2, shuffle=True, collate_fn=lambda numbers: torch.tensor(numbers))
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters()), loader)
+
+    def of_number(model, numbers):
+        return model(numbers[:, None].double().expand(-1, 6)).sum(1)
+
+    gem = GEM(accelerator, model, optimizer, of_number)
+    gem.keep(loader, name="numbers")
+    kept = gathered(gem.memory.batch("numbers"))
+    assert sorted(torch.cat(kept).tolist()) == list(range(16))
     AcceleratorState._reset_state(reset_partial_state=True)

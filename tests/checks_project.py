@@ -140,6 +140,10 @@ def errors_on_every_process():
         project(G[:, at], g[at], metric=zero[at])
     with expect(odd, ValueError, "out must"):
         project(G[:, at], g[at], out=torch.empty(len(g[at]) + odd, dtype=g.dtype))
+    with expect(odd, ValueError, "h must be a number or have shape"):
+        project(G[:, at], g[at], h=torch.zeros(len(G) + odd))
+    with pytest.raises(TypeError, match=r"group must be a .*ProcessGroup.*; found list"):
+        project(G[:, at], g[at], group=[0, 1])
     with expect(odd, TypeError, "G must be an"):
         project([1.0] if odd else G[:, at], g[at])
     both, h = torch.cat([G, -2.0 * G[1:2]]), torch.tensor([0.0, 1.0, 0.0, -1.0], dtype=torch.float64)

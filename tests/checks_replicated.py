@@ -1,17 +1,19 @@
 """What each process checks of replicated parameters: DistributedDataParallel, and a group."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from models import BOTH, EACH, begin, flat, loss, protect, take, task
+from models import BOTH, EACH, begin, flat, loss, protect, rival, take, task
 from models import perceptron as net
 from processes import all_reduces, alone, check, expect, learn, once, same_everywhere, share
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch import EpisodicMemory, GradientProjector, stream
+from gemproj.torch import EpisodicMemory, GradientProjector, Promise, stream
 from gemproj.torch.constraints import ConstraintMatrix
 
 # Examples of each past task that a process remembers: unequal, and none at all.
@@ -110,16 +112,25 @@ def a_task_that_one_process_cannot_store_stops_every_process():
         (DistributedDataParallel, loss, {}),
         (DistributedDataParallel, EACH, {"tolerance": 0.0}),
         (fully_shard, loss, {}),
+        (fully_shard, EACH, {"tolerance": 0.0, "microbatch": 2}),
         (lambda model: model, BOTH, {"process_group": dist.group.WORLD, "tolerance": 0.0}),
     ):
-        _, _, gem = begin(promise, model=spread(net()), **options)
+        _, optimizer, gem = begin(promise, model=spread(net()), **options)
+        x, y = task(0, 3)
         with expect(odd, ValueError, "data holds no example"):
-            gem.end_task([] if odd else [task(0, 3)], 0)
-        assert not gem.memory.tasks
+            gem.end_task([] if odd else [(x, y)], 0)
         with expect(odd, ValueError, "leading dimension"):
-            gem.end_task([(task(0, 3)[0][odd:], task(0, 3)[1])], 0)
-        gem.end_task([task(0, 3)], 0)
-        assert len(gem.memory) == 1
+            gem.end_task([(x[odd:], y)], 0)
+        with expect(odd, ValueError, "is nan, and nothing can be promised"):
+            gem.end_task([(x * float("inf") if odd else x, y)], 0)
+        if "tolerance" in options:
+            one_number = Promise(loss if odd else EACH, tolerance=0.0)
+            with expect(odd, ValueError, "tolerance needs one loss for each example"):
+                gem.keep([(x, y)], one_number, name=0)
+        assert not gem.memory.tasks
+        gem.end_task([(x, y)], 0)
+        optimizer.step()
+        assert gem.last.constraints == 1
 
 
 @check(2)
@@ -185,6 +196,38 @@ def rows_of_examples_are_as_many_though_stored_examples_are_not():
     gem.end_task([task(0, 10 - 2 * dist.get_rank())])
     optimizer.step()
     assert gem.last.constraints == 3
+
+
+@check(2)
+def an_optimizer_that_has_moments_of_some_parameters_only():
+    """Also when those of the others were loaded as None: all processes measure distances alike."""
+    model = DistributedDataParallel(net())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.03)
+    gem = protect(model, optimizer, on="step")
+    gem.end_task([share(task(0, 8))])
+    take(model, optimizer, share(rival(task(0, 8))))
+    optimizer.consolidate_state_dict()
+    state = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(state)
+    optimizer.load_state_dict(state[0])
+    take(model, optimizer, share(rival(task(0, 8))))
+    assert gem.last.num_active
+    assert gem.last.worst_cosine > -1e-6
+    same_everywhere(flat(model))
+
+
+@check(2)
+def copies_are_made_without_a_group():
+    for spread, options in (
+        (DistributedDataParallel, {}),
+        (lambda model: model, {"process_group": dist.group.WORLD}),
+    ):
+        _, optimizer, gem = begin(model=spread(net()), **options)
+        gem.end_task([task(0, 3)])
+        optimizer.step()
+        other = copy.deepcopy(gem)
+        assert other.memory.counts == gem.memory.counts
+        assert other.projector.processes == 2
 
 
 @check(2, 4)

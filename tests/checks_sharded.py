@@ -12,8 +12,8 @@ from models import perceptron as net
 from processes import all_reduces, alone, check, expect, gathered, once, same_everywhere, share
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -220,6 +220,29 @@ def what_tensor_parallelism_repeats():
                 shards = gathered(local(model.norm.weight))
                 assert torch.equal(shards[0], shards[1])
                 assert torch.equal(shards[2], shards[3])
+
+
+@check(2)
+def losses_that_are_sharded():
+    """Tensor parallelism leaves them so, where the outputs of a layer are."""
+
+    def squares(model, batch):
+        return model(batch[0]).square().mean()
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("all",))
+    outputs = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
+    one, many = (nn.Linear(6, 4).double() for _ in range(2))
+    many.load_state_dict(one.state_dict())
+    many = parallelize_module(many, mesh, outputs)
+    expected = GradientProjector(one.parameters(), process_group=alone())
+    expected.recall(one, past_of_all(), squares)
+    optimizer = torch.optim.SGD(many.parameters(), lr=0.1)
+    gem = GEM(many, optimizer, squares)
+    for batch in past_of_all():
+        gem.keep([batch])
+    optimizer.step()
+    rows = [layer_columns(row, many) for row in gem.projector.constraints]
+    torch.testing.assert_close(torch.stack(rows), expected.constraints, rtol=1e-9, atol=1e-12)
 
 
 @check(2)
@@ -474,6 +497,17 @@ def what_shards_need():
     with pytest.raises(RuntimeError, match="set_requires_gradient_sync"):
         projector.recall(model, past, loss)
     assert len(projector.constraints) == 0
+    group, device = dist.group.WORLD, torch.device("cpu")
+    adapted = fsdp(net().requires_grad_(False))
+    adapted.append(nn.Linear(3, 3).double())
+    own, text = list(adapted[-1].parameters()), "not sharded, such as adapters, on frozen ones that are"
+    with pytest.raises(ValueError, match=text):
+        GEM(adapted, torch.optim.SGD(own, lr=0.1), loss, process_group=group)
+    with pytest.raises(ValueError, match=text):
+        GradientProjector(own, process_group=group).recall(adapted, past, loss)
+    flattened = FullyShardedDataParallel(net(), device_id=device, use_orig_params=True)
+    with pytest.raises(ValueError, match="FSDP1"):
+        GEM(flattened, torch.optim.SGD(flattened.parameters(), lr=0.1), loss, process_group=group)
 
 
 @check(2)

@@ -39,9 +39,9 @@ def adamw(parameters):
     return torch.optim.AdamW([{"params": matrices}, {"params": rest, "lr": 0.01}], lr=0.03)
 
 
-def engine_for(model, stage, make=adamw, **config):
+def engine_for(model, stage, make=adamw, zero=None, **config):
     """Return the model under DeepSpeed; in stage 3 some parameters are partitioned, and some gathered."""
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 10}
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 10} | (zero or {})
     config = CONFIG | config | {"zero_optimization": zero}
     return deepspeed.initialize(model=model, optimizer=make(model.parameters()), config=config)[0]
 
@@ -113,6 +113,15 @@ def errors():
     for on in ("gradient", "both"):
         with pytest.raises(ValueError, match=f"on='{on}' needs gradients, which DeepSpeed reduces"):
             GradientProjector(engine.module.parameters(), on=on).attach(engine.optimizer)
+    low = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+    for text, stage, config in (
+        ('"round_robin_gradients"', 1, {"zero": {"round_robin_gradients": True}}),
+        ('"round_robin_gradients"', 2, {"zero": {"round_robin_gradients": True}}),
+        ("BF16_Optimizer.*in bfloat16 stage 2 or more", 1, low),
+    ):
+        other = engine_for(perceptron(torch.float32), stage, **config)
+        with pytest.raises(ValueError, match=text):
+            GEM(other.module, other.optimizer, loss, on="step")
     gem = GEM(engine.module, engine.optimizer, loss, on="step")
     gem.end_task([task(0, 8, torch.float32)])
     before = whole(engine)

@@ -96,6 +96,11 @@ class ZeroOptimizer:
             raise ValueError(
                 "optimizer keeps its state on NVMe, out of reach of a projection. Keep it on the device."
             )
+        if getattr(zero, "round_robin_gradients", False):  # DeepSpeed's own maps of the shards are wrong then
+            raise ValueError(
+                'optimizer has "round_robin_gradients", with which DeepSpeed does not tell where parameters '
+                'are in its shards. Set it to false in "zero_optimization".'
+            )
         self.zero = zero
         self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._optimizer_step_post_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -183,7 +188,8 @@ class ZeroStep(Step):
         if not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "fp32_partitioned_groups_flat")):
             raise ValueError(
                 f"optimizer is DeepSpeed's {type(optimizer).__name__}; a projector works with those of ZeRO "
-                '1, 2 and 3. Set "zero_optimization": {"stage": 1} or more.'
+                '1, 2 and 3. Set "zero_optimization": {"stage": 1} or more; in bfloat16 stage 2 or more, or '
+                '"grad_accum_dtype": "bf16".'
             )
         if not hasattr(optimizer, "_gemproj"):
             optimizer._gemproj = ZeroOptimizer(optimizer)
@@ -192,7 +198,7 @@ class ZeroStep(Step):
     @staticmethod
     def fits(optimizer: Any) -> bool:
         """Return whether an optimizer is one of DeepSpeed."""
-        return hasattr(optimizer, "loss_scale") and hasattr(optimizer, "optimizer")
+        return type(optimizer).__module__.startswith("deepspeed.runtime.") and hasattr(optimizer, "optimizer")
 
     def check(self, on: On) -> None:  # noqa: D102
         if on != "step":

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +18,7 @@ from gemproj.torch.batches import Batch, Batches, Source, parts, source_of
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 from gemproj.torch.distributed import check_alone
 from gemproj.torch.one_pass import SharedPasses, stored_losses
+from gemproj.torch.parameters import mesh_of
 from gemproj.torch.promise import Promise, call_loss
 
 
@@ -29,12 +31,26 @@ def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataP
     return (inner.module, inner) if isinstance(inner, DistributedDataParallel) else (model, None)
 
 
-def check_unwrapped(modules: Iterable[torch.nn.Module]) -> None:
-    """Raise for the modules of a model with a part that is wrapped."""
+def check_spread(modules: Sequence[torch.nn.Module]) -> None:
+    """Raise for the modules of a model that is spread over processes in a way that cannot be projected."""
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         raise ValueError(
             "model has a part that is wrapped in DistributedDataParallel, by which its processes cannot be "
             "found. Wrap the whole model, and pass what that returns."
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
+        raise ValueError(
+            "model is wrapped in FullyShardedDataParallel (FSDP1), whose flat buffers hide the parameters. "
+            "Shard it with fully_shard of torch.distributed.fsdp (FSDP2)."
+        )
+    held = [p for module in modules for p in module._parameters.values() if p is not None]
+    trained = {mesh_of(p) is not None for p in held if p.requires_grad}
+    if trained == {False} and any(mesh_of(p) is not None for p in held):
+        raise ValueError(
+            "model has trainable parameters that are not sharded, such as adapters, on frozen ones that are. "
+            "Add them before the model is sharded, so that they are, too."
         )
 
 
@@ -134,7 +150,7 @@ def preserved_state(model: torch.nn.Module, device: torch.device, gradients: boo
     """
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
     modules = list(model.modules())
-    check_unwrapped(modules)
+    check_spread(modules)
     modes = [module for module in modules if module.training]
     changes = _evaluation(modes) + _without_cache(modules)
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]

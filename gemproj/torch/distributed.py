@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from gemproj._arrays import Blocks, on_host, wide_dtype
-from gemproj._bounds import check_options
+from gemproj._bounds import check_options, make_bounds
 from gemproj._checks import check_multipliers
 from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
 from gemproj._constants import NARROW_ROUNDING
@@ -96,6 +96,9 @@ class Replicated(Local):
     def __init__(self, device: Any, group: Any) -> None:
         self._device, self._group = device, group
         self.world = dist.get_world_size(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replicated:
+        return self  # a group cannot be copied
 
     @contextmanager
     def agreement(self, facts: Mapping[str, Any]) -> Iterator[None]:  # noqa: D102
@@ -184,6 +187,15 @@ class Sharded(Replicated):
         return Measured(Gram(*(a.numpy() for a in gram)), rounding, part.to_caller)
 
 
+def check_group(group: Any, name: str = "process_group") -> None:
+    """Raise for what is no group of processes."""
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"{name} must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
+            f"{type(group).__name__}."
+        )
+
+
 def everyone() -> Any:
     """Return the group of all processes, None where there is one."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -252,6 +264,7 @@ def project(
     RuntimeError
         Where the arguments of another process are wrong, which raises what `gemproj.project` would.
     """
+    check_group(group, "group")
     tensors = (leaf for leaf in tree_flatten(g)[0] if isinstance(leaf, Tensor))
     shards = Sharded(next((leaf.device for leaf in tensors), "cpu"), group)
     facts = {"number of constraints": 0}
@@ -262,8 +275,10 @@ def project(
         options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
         x = blocks_for_x(problem, out)
         start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
+        measured = measure(problem)
+        make_bounds(options, measured.gram.b)  # where these are wrong, on one process perhaps, it raises
         facts["number of constraints"] = problem.t
-    sol = solve(shards.sum_gram(measure(problem)), options, start)
+    sol = solve(shards.sum_gram(measured), options, start)
     warn_if_missed(sol)
     combine_into(problem, sol, x)
     projected = as_asked(problem, x, out)

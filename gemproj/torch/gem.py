@@ -15,7 +15,7 @@ from gemproj._checks import check_count
 from gemproj.methods import AnyMethod
 from gemproj.torch.batches import Batch, Batches, Loss, Source
 from gemproj.torch.changes import Metric, On
-from gemproj.torch.constraint_gradients import check_unwrapped, reshard, unwrapped
+from gemproj.torch.constraint_gradients import check_spread, reshard, unwrapped
 from gemproj.torch.hooks import clip_grad_norm_, will_skip
 from gemproj.torch.keywords import suggesting
 from gemproj.torch.losses import model_loss
@@ -83,7 +83,9 @@ class Keeper:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too: it is attached to nothing, and has nothing of a training."""
-        detached: dict[str, Any] = dict.fromkeys(("projector", "_model", "_scaler", "_tasks", "_watch"))
+        detached: dict[str, Any] = dict.fromkeys(
+            ("projector", "_model", "_scaler", "_tasks", "_watch", "_group")  # a group cannot be copied
+        )
         return self.__dict__ | detached | {"_optimizers": [], "_handles": [], "_computed": {}}
 
     def __repr__(self) -> str:
@@ -277,7 +279,7 @@ class Keeper:
             )
         reshard(model)
         whole, parallel = unwrapped(model)
-        check_unwrapped(whole.modules())
+        check_spread(list(whole.modules()))
         group = self._group if self._group is not None else process_group
         self._group = parallel.process_group if group is None and parallel is not None else group
         self.projector = projector = GradientProjector(
@@ -534,7 +536,7 @@ class GEM(Keeper):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, too, with its model: it is attached to nothing."""
-        return self.__dict__ | {"_watch": None, "_handles": []}
+        return self.__dict__ | {"_watch": None, "_handles": [], "_group": None}
 
 
 def _one_promise(loss: Loss | Promise, **given: Any) -> Promise:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemproj.torch.distributed import Local, Replicated, Sharded
+from gemproj.torch.distributed import Local, Replicated, Sharded, check_group
 
 
 class Buffer(NamedTuple):
@@ -47,11 +47,7 @@ class ParameterVector:
     @classmethod
     def of(cls, parameters: Iterable[Any], group: Any = None) -> ParameterVector:
         """Return the vector of parameters, of the kind that fits how they are spread over processes."""
-        if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
-            raise TypeError(
-                "process_group must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
-                f"{type(group).__name__}."
-            )
+        check_group(group)
         if not isinstance(parameters, torch.nn.Module):  # which the constructor tells about
             parameters = list(parameters)
             cls = next((kind for kind in cls.kinds if any(map(kind.fits, parameters))), cls)

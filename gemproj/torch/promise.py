@@ -13,6 +13,7 @@ from torch import Tensor
 from gemproj._checks import check_count, check_number
 from gemproj.torch.batches import Batch, Loss, Remembered, leaves_of, map_nested
 from gemproj.torch.losses import model_loss
+from gemproj.torch.parameters import mesh_of
 
 Per = Literal["task", "label", "example", "all"]
 
@@ -131,6 +132,8 @@ def call_loss(
         value = loss(model, examples.batch, *given)
         if not isinstance(value, Tensor):
             raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
+        if mesh_of(value) is not None:  # tensor parallelism leaves it so where outputs are no local tensors
+            value = value.full_tensor()  # type: ignore[attr-defined]
         if value.ndim == 1 and n == 1:  # a packed row has one number for each of its texts
             value = value.mean()
         if value.shape not in ((), (1,)) and value.shape != (n,):

@@ -51,6 +51,11 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
     how = ["batch_size", "drop_last"] if streamed else ["batch_sampler"]
     how += ["num_workers", "worker_init_fn", "multiprocessing_context", "timeout", "generator"]
     options: dict[str, Any] = {name: getattr(loader, name) for name in how}
+    kinds = getattr(loader, "rng_types", None)
+    if kinds is not None:  # a loader of Accelerate, whose processes draw one order and take parts of it
+        from accelerate.utils import synchronize_rng_states
+
+        synchronize_rng_states(kinds, loader.synchronized_generator)  # type: ignore[attr-defined]
     return iter(DataLoader(loader.dataset, collate_fn=list, **options)), collate if given else own
 
 

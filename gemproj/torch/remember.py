@@ -96,7 +96,7 @@ def remember(
     drawn = (promise.examples is not None or promise.per != "task") and not topology.collective
 
     def evaluate(size: int) -> None:
-        found, losses = [], []
+        found, values = [], []
         some = replace(source, examples=source.examples[:size])
         with topology.passes(), preserved_state(model, vector.device), torch.no_grad():
             for given, n, weight in parts(some, microbatch, min(most, size)):
@@ -110,13 +110,16 @@ def remember(
                 if bounded or len(found) == 1:
                     with torch.set_grad_enabled(tried):
                         value = call_loss(loss, model, Remembered(part, stored) if evaluated else part, n)
-                    _check(value, name, trained=tried and bool(trainable))
+                    values.append((value, n, weight, home))
                     if evaluated and drawn and len(found) == 1 and value.shape == (n,) and n > _TRIED:
                         few = slice(_TRIED)
                         again = Remembered(moved(some.fetch(few), vector.device), take(stored, few))
                         _warn_of_others(call_loss(loss, model, again, _TRIED), value[few], name)
-                if bounded:
-                    losses.append(_one_each(value, n)[:weight].to(home))
+        # After all passes, so that shards, too, can tell each other of an error.
+        with topology.agreement({}), torch.no_grad():
+            for value, *_ in values:
+                _check(value, name, trained=tried and bool(trainable))
+            losses = [_one_each(value, n)[:weight].to(home) for value, n, weight, home in values if bounded]
             if evaluated:
                 stored = None if outputs is None else join(found)
                 draft.record(name, outputs=stored, losses=torch.cat(losses) if bounded else None)
@@ -128,7 +131,8 @@ def remember(
         if not tried:
             raise
         evaluate(size)
-    reshard(model)
+    finally:
+        reshard(model)
     memory.adopt(draft)
     return name
 
@@ -153,7 +157,9 @@ def _check_examples(source: Source, name: Hashable, loss: Loss, stored: bool) ->
             "collate function, or the chat template, leaves of them."
         )
     if stored:
-        first, again = ([a for a in leaves_of(_batch(source)) if isinstance(a, Tensor)] for _ in range(2))
+        first, again = (
+            [a.nan_to_num() for a in leaves_of(_batch(source)) if isinstance(a, Tensor)] for _ in range(2)
+        )
         if not all(map(torch.equal, first, again)):
             raise ValueError(
                 f"The collate function makes another batch of the same examples of {name!r} each time, as "
