@@ -5,6 +5,7 @@ Batches of tensors are held in the rows of preallocated ones, other examples as 
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -61,7 +62,9 @@ class Store:
         return self.slots.used
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        return Store.from_state_dict(self.state_dict(), len(self.slots.labels), self.collate)
+        other = copy.copy(self)  # the function that collates is the same
+        other.slots, other.queues, other.held = copy.deepcopy((self.slots, self.queues, self.held), memo)
+        return other
 
     @property
     def nbytes(self) -> int:
@@ -188,6 +191,11 @@ class Dense:
             self._leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
         self.kind = str(self._spec), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dense:
+        other = copy.copy(self)
+        other._leaves = [leaf.clone() for leaf in self._leaves]
+        return other
+
     @property
     def nbytes(self) -> int:
         """Bytes of all slots, in use or not."""
@@ -245,6 +253,11 @@ class Listed:
 
     def __init__(self) -> None:
         self._kept: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Listed:
+        other = Listed()
+        other._kept = list(self._kept)  # examples are replaced, and never changed
+        return other
 
     @property
     def nbytes(self) -> int:
