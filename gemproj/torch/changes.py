@@ -256,6 +256,7 @@ class Step(Change):
         moving = [p for p, moves in zip(self._vector.parameters, self._moving, strict=True) if moves]
         found = all(
             "exp_avg_sq" in states.get(p, {})
+            and local(states[p]["exp_avg_sq"]).shape == local(p).shape  # GaLore's are of a projection
             and groups[id(p)].keys() >= {"betas", "eps"}
             and ("step" in states[p] or "step" in groups[id(p)])
             for p in moving
@@ -271,8 +272,8 @@ class Step(Change):
 
     def _refuse_metric(self) -> NoReturn:
         raise ValueError(
-            "metric='adam' needs an optimizer that keeps second moments (exp_avg_sq) and a count of steps, "
-            "with betas and eps, such as Adam or AdamW; "
+            "metric='adam' needs an optimizer that keeps second moments (exp_avg_sq) of each entry and a "
+            "count of steps, with betas and eps, such as Adam or AdamW; "
             f"found {type(self.optimizer).__name__}. Use metric='euclidean'."
         )
 

@@ -7,6 +7,7 @@ project that step.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
@@ -22,6 +23,7 @@ from gemproj.torch.changes import Step
 
 _attached: WeakSet[Any] = WeakSet()  # of ProjectedOptimizer; each lives as long as its optimizer
 _lock = Lock()  # of that set: threads may train models of their own
+_STEP: Any = torch.optim.Optimizer.profile_hook_step(print)  # what calls the hooks around a step
 
 
 def find(wanted: Callable[[Any], bool]) -> Any:
@@ -196,6 +198,8 @@ class ProjectedOptimizer:
     @torch.compiler.disable
     @torch.no_grad()
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_within(optimizer):
+            return None
         self._before(optimizer)
         start = time.perf_counter()
         if self._projector.scale_dependent and getattr(optimizer, "grad_scale", None) is not None:
@@ -247,10 +251,25 @@ class ProjectedOptimizer:
     @torch.compiler.disable
     @torch.no_grad()
     def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if is_within(optimizer):
+            return
         begun, self._projected = bool(self._projected), []
         if self._watches and begun and self._projector.count:
             self._projector.after_step(self._step, self._seconds)
             self._after()
+
+
+def is_within(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks are called within another step of the same optimizer, the one to be projected.
+
+    torch has the step of each class call them: where that of a subclass calls its parent's, both do. Calls that
+    run are counted, as a step that broke off calls no hook at its end.
+    """
+    frame, steps = sys._getframe(), 0
+    while frame.f_back is not None and steps < 2:
+        frame = frame.f_back
+        steps += frame.f_code is _STEP.__code__ and frame.f_locals.get("self") is optimizer
+    return steps == 2
 
 
 def will_skip(optimizer: torch.optim.Optimizer) -> bool:
