@@ -139,8 +139,7 @@ def test_jobs_are_counted_from_one(jobs, capsys):
 
 
 def test_a_backbone_that_does_not_fit_is_told(stage, tmp_path):
-    experiences, folder = stage
-    other = shutil.copytree(folder, tmp_path / "other")
+    other = shutil.copytree(stage[1], tmp_path / "other")
     with pytest.raises(SetupError, match=f"max_length must be at most {MINI.max_length}, .*got 25"):
         backbone.check(other, 25)
     config = GPT2Config.from_pretrained(other)
