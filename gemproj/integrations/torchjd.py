@@ -86,7 +86,7 @@ class ConeProjector(DualConeProjector):
             )
         if G.dtype == torch.float16 and (G.diagonal() < torch.finfo(G.dtype).tiny).any():
             warnings.warn(
-                "G has squares of row norms below those that float16 holds, and nothing holds for these rows. "
+                "G has squares of row norms that float16 cannot hold, and nothing is promised about them. "
                 "Use bfloat16 or float32, or scale the losses.",
                 stacklevel=2,
             )

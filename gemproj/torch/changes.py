@@ -253,13 +253,14 @@ class Step(Change):
         if self.metric == "euclidean":
             return False
         groups, states = self.groups(), self.optimizer.state
-        moving = [p for p, moves in zip(self._vector.parameters, self._moving, strict=True) if moves]
+        every = zip(self._vector.parameters, self._vector.shapes, self._moving, strict=True)
         found = all(
             "exp_avg_sq" in states.get(p, {})
-            and local(states[p]["exp_avg_sq"]).shape == local(p).shape  # GaLore's are of a projection
+            and local(states[p]["exp_avg_sq"]).shape == shape  # GaLore's are of a projection
             and groups[id(p)].keys() >= {"betas", "eps"}
             and ("step" in states[p] or "step" in groups[id(p)])
-            for p in moving
+            for p, shape, moves in every
+            if moves
         )
         if self.metric == "adam" and not found:
             self._refuse_metric()
