@@ -4,7 +4,7 @@ Parameters, gradients, constraints and AdamW's moments stay in shards; a project
 t * t + t + 2 numbers, where t is the number of past tasks.
 """
 
-import sys
+import argparse
 
 import torch
 import torch.distributed as dist
@@ -81,7 +81,7 @@ def train(project: bool, steps: int) -> list[float]:
     return accuracies(model)
 
 
-def main(steps: int = 80) -> None:
+def main(steps: int) -> None:
     """Train without and with projection; the first process prints what each has kept."""
     dist.init_process_group("gloo")
     table = Table("", *(f"task {task}" for task in range(TASKS)), title="Accuracy after the last task (%)")
@@ -96,4 +96,6 @@ def main(steps: int = 80) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("steps", nargs="?", type=int, default=80, help="for each task")
+    main(**vars(parser.parse_args()))

@@ -248,6 +248,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--figure", type=Path, help="PNG to draw")
     parser.add_argument("--out", type=Path, help="JSON file for the numbers of each seed")
     options = parser.parse_args(arguments)
+    if min(options.seeds, options.steps) < 1:
+        parser.error("--seeds and --steps must be at least 1")
+    for path in filter(None, (options.figure, options.out)):
+        if not path.parent.is_dir():
+            parser.error(f"{path} is in no folder that exists")
     rows = [row for seed in range(options.seeds) for row in compare(seed, options.steps)]
     table = Table("", *COLUMNS.values(), title="Losses in nats: mean ± standard deviation over the seeds")
     for method, cells in summarize(rows).items():

@@ -1,6 +1,6 @@
 """A plain torch loop on generated tasks, without and with projection: ``python examples/plain_torch.py``."""
 
-import sys
+import argparse
 
 import torch
 from rich.console import Console
@@ -52,7 +52,7 @@ def train(project: bool, steps: int) -> list[float]:
     return accuracies(model)
 
 
-def main(steps: int = 300) -> None:
+def main(steps: int) -> None:
     """Train without and with projection, and print what each has kept."""
     table = Table("", *(f"task {task}" for task in range(TASKS)), title="Accuracy after the last task (%)")
     for name, project in (("without projection", False), ("with projection", True)):
@@ -63,4 +63,6 @@ def main(steps: int = 300) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
-    main(*map(int, sys.argv[1:]))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("steps", nargs="?", type=int, default=300, help="for each task")
+    main(**vars(parser.parse_args()))

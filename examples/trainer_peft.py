@@ -6,6 +6,7 @@ tiny GPT-2 that is made from a configuration, so nothing is downloaded.
     python examples/trainer_peft.py
 """
 
+import argparse
 import tempfile
 from typing import Any
 
@@ -93,7 +94,7 @@ def learn(gem: GEMCallback | None, steps: int, folder: str) -> list[float]:
     return [accuracy(model, task) for task in range(TASKS)]
 
 
-def main(steps: int = 100) -> Table:
+def main(steps: int) -> Table:
     """Compare three ways to learn the tasks."""
     table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
     with tempfile.TemporaryDirectory() as folder:
@@ -108,4 +109,6 @@ def main(steps: int = 100) -> Table:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100, help="for each task")
+    main(**vars(parser.parse_args()))

@@ -45,8 +45,9 @@ VARIABLES = ["GEMPROJ_BACKEND", "OMP_NUM_THREADS"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line with `arguments`, by default ``sys.argv[1:]``, and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m gemproj", description=__doc__)
-    parser.add_argument("--compile", action="store_true", help="compile the loops ahead of time, and exit")
-    parser.add_argument(
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--compile", action="store_true", help="compile the loops ahead of time, and exit")
+    one.add_argument(
         "--check", action="store_true", help="solve problems with known answers; 1 if one is wrong"
     )
     given = parser.parse_args(arguments)

@@ -47,6 +47,29 @@ def test_script_writes_its_tables(tmp_path):
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"solvers": "exact"}, "a part of the tables does not replace docs/results"),
+        ({"families": "tiny,huge", "out": "here"}, "no name contains huge; there are: .*tiny integers"),
+        ({"solvers": "", "families": "none", "out": "here"}, "no name contains none"),
+    ],
+)
+def test_script_does_nothing_by_mistake(options, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(accuracy.typer.BadParameter, match=text):
+        accuracy.main(**options)
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("options", [["--problems", "0"], ["--workers", "0"]])
+def test_fuzz_draws_something(options):
+    app = accuracy.typer.Typer()
+    app.command()(fuzz.main)
+    with pytest.raises(SystemExit, match="2"):
+        app(options)
+
+
 def test_fuzz_tells_wrong_from_right(monkeypatch):
     monkeypatch.setattr(fuzz, "CHUNK", 20)
     right = fuzz.run(0)

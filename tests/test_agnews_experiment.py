@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import shutil
 import statistics
 from dataclasses import replace
 from unittest import mock
@@ -11,11 +13,12 @@ import pytest
 pytest.importorskip("mnist1d", reason="needs the extra examples")
 
 import torch
+from rich.console import Console
 from transformers import GPT2Config
 
 from examples.common import metrics
 from examples.common.command import SetupError
-from examples.lora_agnews import backbone, data, methods, record, runs, small, stream, train
+from examples.lora_agnews import backbone, data, experiment, methods, record, runs, small, stream, train
 from examples.lora_agnews.__main__ import main, parser
 from examples.lora_agnews.config import METHODS, MINI, PAPER
 from examples.study import paper, paper_report, published
@@ -116,6 +119,8 @@ def test_measuring_changes_nothing(stage, method, one_thread):
         (["--dominant-share", "1.5"], "dominant_share must lie between 0 and 1, got 1.5"),
         (["--rows", "5"], "rows: 3 experiences of 5 have 12 training articles"),
         (["--out", f"{__file__}/out"], "/out cannot be a folder"),
+        (["--cache", __file__], f"--cache {__file__} cannot be a folder"),
+        (["--margin", "inf"], "margin must be finite, and not negative, got inf"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_line(arguments, message, tmp_path, monkeypatch, capsys):
@@ -124,6 +129,53 @@ def test_what_cannot_be_done_is_said_in_a_line(arguments, message, tmp_path, mon
     assert main(["--preset", "mini", *arguments]) == 2
     assert message in capsys.readouterr().out
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("jobs", ["-1", "0"])
+def test_jobs_are_counted_from_one(jobs, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--jobs", jobs])
+    assert f"--jobs: must be at least 1, got {jobs}" in capsys.readouterr().err
+
+
+def test_a_backbone_that_does_not_fit_is_told(stage, tmp_path):
+    other = shutil.copytree(stage[1], tmp_path / "other")
+    with pytest.raises(SetupError, match=f"max_length must be at most {MINI.max_length}, .*got 25"):
+        backbone.check(other, 25)
+    config = GPT2Config.from_pretrained(other)
+    config.vocab_size = 7
+    config.save_pretrained(other)
+    with pytest.raises(SetupError, match=r"knows 7 tokens, and its tokenizer has \d+"):
+        backbone.check(other, 24)
+    bare = tmp_path / "bare"
+    config.save_pretrained(bare)
+    with pytest.raises(SetupError, match="bare has no tokenizer"):
+        backbone.check(bare, 24)
+
+
+def test_runs_of_another_model_in_a_folder_of_ones_own_are_others(stage, tmp_path, monkeypatch):
+    folder = shutil.copytree(stage[1], tmp_path / "model")
+    config = replace(MINI, backbone=str(folder), methods=("plain",), seeds=(0,))
+    articles, todo = mock.Mock(source="", reason="", texts=[], labels=[]), []
+    monkeypatch.setattr(stream, "build", lambda *given: stage[0])
+    monkeypatch.setattr(runs, "complete", lambda runs, *more: todo.extend(runs) or 1 / 0)
+
+    def asked():
+        with pytest.raises(ZeroDivisionError):
+            experiment.run(config, articles, tmp_path, tmp_path, 1, Console(quiet=True))
+        return todo[-1].file
+
+    before = asked()
+    assert asked() == before
+    os.utime(folder / "model.safetensors", ns=(0, 0))
+    assert asked() != before
+
+
+def test_a_result_that_is_damaged_is_named(stage, tmp_path):
+    run = runs.Run(MINI, "plain", 0, *stage)
+    (tmp_path / run.file).write_text('{"method": ')
+    with pytest.raises(SetupError, match=f"{run.file} is damaged: .*delete it"):
+        runs.complete([run], tmp_path, 1, Console(quiet=True))
 
 
 def test_the_protocol_is_the_papers():

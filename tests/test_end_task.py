@@ -366,17 +366,18 @@ class Replayed(Dataset):
         return self.memory.sample(5), next(self.memory.batches(n=5))
 
 
+@pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads
-def test_workers_of_a_loader_draw_examples_of_their_own():
+def test_workers_of_a_loader_draw_examples_of_their_own(start):
     memory = EpisodicMemory(1000)
     memory.add(torch.arange(1000), 0)
     next(memory.batches(n=5))  # the queue of draws is copied, too
 
     def draws():
         torch.manual_seed(0)
-        loader = DataLoader(Replayed(memory), batch_size=None, num_workers=2, multiprocessing_context="fork")
+        loader = DataLoader(Replayed(memory), batch_size=None, num_workers=2, multiprocessing_context=start)
         return [sorted(x.tolist()) for both in loader for x in both]
 
     found = draws()
     assert len(set(map(tuple, found))) == len(found)
-    assert found == draws()
+    assert start == "spawn" or found == draws()  # those take seconds to start

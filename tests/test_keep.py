@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from models import EACH, SAID, begin, flat, loss, perceptron, rival, rows, sgd, take, task  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
-from torch.utils.data import DataLoader, TensorDataset  # noqa: E402
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset  # noqa: E402
 
 from gemproj.torch import GEM, Promise  # noqa: E402
 from gemproj.torch.gem import Keeper  # noqa: E402
@@ -42,18 +42,34 @@ def test_a_run_that_only_watches_is_the_plain_one_to_the_bit(options, make):
     assert gem.last.num_active  # it tells what would have been done
 
 
-def test_a_loader_that_is_kept_changes_nothing_of_a_training_that_only_watches():
+SET = TensorDataset(*task(1))
+ORDERS = {
+    "torch's": lambda random: {"batch_size": 4, "shuffle": True},
+    "of a loader": lambda random: {"batch_size": 4, "shuffle": True, "generator": random},
+    "of a sampler": lambda random: {
+        "batch_sampler": BatchSampler(RandomSampler(SET, generator=random), 4, drop_last=False)
+    },
+    "of workers": lambda random: {
+        "batch_size": 4, "shuffle": True, "num_workers": 1, "persistent_workers": True,
+        "multiprocessing_context": "fork",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")  # of a process with threads
+def test_a_loader_that_is_kept_changes_nothing_of_a_training_that_only_watches(order):
     def train(protect):
         model = perceptron()
         optimizer = sgd(model.parameters())
-        loader = DataLoader(TensorDataset(*task(1)), batch_size=4, shuffle=True)
+        loader = DataLoader(SET, **ORDERS[order](torch.Generator().manual_seed(0)))
         gem = GEM(model, optimizer, EACH, project=False) if protect else None
         torch.manual_seed(3)
         for _ in range(2):
-            for batch in loader:
+            for k, batch in enumerate(loader):
                 take(model, optimizer, batch)
-            if gem:
-                gem.end_task(loader)
+                if gem and k != 1:  # also within an epoch
+                    gem.end_task(loader)
         return flat(model)
 
     assert torch.equal(train(False), train(True))

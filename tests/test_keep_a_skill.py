@@ -36,6 +36,23 @@ def test_keep_a_skill(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--steps", "0", "at least 1"),
+        ("--seeds", "0", "at least 1"),
+        ("--out", "no/numbers.json", "in no folder"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_the_first_seed(
+    option, value, text, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match="2"):
+        keep_a_skill.main([option, value])
+    assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("setting", "method"), [("full", name) for name in METHODS] + [("lora", "kl-held"), ("few", "text-held")]
 )
 def test_every_method_learns(setting, method, monkeypatch):

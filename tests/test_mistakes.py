@@ -261,13 +261,26 @@ class Uncounted(torch.optim.Optimizer):
             p -= 0.01 * p.grad / (second.sqrt() + 1e-8)
 
 
-def test_second_moments_without_a_count_are_no_metric():
-    model, optimizer, gem = begin(loss, make=Uncounted, on="both")
+class Coarse(Uncounted):
+    """Counts, and keeps one second moment for each row of a parameter."""
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            state = self.state[p]
+            state["step"] = state.get("step", 0) + 1
+            state["exp_avg_sq"] = (p.grad**2).mean(-1, keepdim=True)
+            p -= 0.01 * p.grad / (state["exp_avg_sq"].sqrt() + 1e-8)
+
+
+@pytest.mark.parametrize("make", [Uncounted, Coarse])
+def test_second_moments_without_a_count_or_of_another_shape_are_no_metric(make):
+    model, optimizer, gem = begin(loss, make=make, on="both")
     gem.keep([task(1)], name="a")
     take(model, optimizer, rival(task(1)))
     assert gem.last.worst_cosine > -1e-9
     gem.metric = "adam"
-    with pytest.raises(ValueError, match="count of steps"):
+    with pytest.raises(ValueError, match="of each entry and a count of steps"):
         take(model, optimizer, rival(task(1)))
 
 

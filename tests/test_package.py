@@ -146,6 +146,8 @@ def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
 
     monkeypatch.setattr(gemproj, "project", wrong)
     assert command.main(["--check"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["--check", "--compile"])
     out = capsys.readouterr().out
     assert "WRONG" in out
     assert "ValueError: no such h" in out

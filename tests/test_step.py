@@ -277,15 +277,19 @@ def test_errors_of_the_first_step():
         optimizer.step()
 
 
-def failing(K, b, warm_start):
-    raise RuntimeError("no answer")
+def failing(error):
+    def method(K, b, warm_start):
+        raise error("no answer")
+
+    return method
 
 
 @pytest.mark.parametrize(
     ("on", "method", "rate", "error", "message"),
     [
         ("both", "exact", torch.inf, ValueError, "SGD could not be projected and was undone.*not finite"),
-        ("step", failing, 0.1, RuntimeError, "no answer"),
+        ("step", failing(RuntimeError), 0.1, RuntimeError, "no answer"),
+        ("step", failing(KeyboardInterrupt), 0.1, KeyboardInterrupt, "no answer"),
     ],
 )
 def test_a_step_that_cannot_be_projected_is_undone(on, method, rate, error, message):
@@ -335,6 +339,33 @@ def test_a_step_that_breaks_off_and_is_taken_again_has_the_margin_once(on, anew,
         weights[-1] += flat(model)
     close = {"rtol": 1e-5, "atol": 1e-5} if clip else {}  # torch clips to a little less than it says
     torch.testing.assert_close(*weights, **close)
+
+
+@pytest.mark.parametrize(("on", "least"), [("gradient", -1.0), ("both", -1e-10)])
+def test_a_step_within_the_step_of_a_subclass_is_a_part_of_it(on, least):
+    """Torch has a class call hooks if one of its own was made before; and a step may break off within another."""
+
+    class Decaying(torch.optim.AdamW):
+        unlucky = True
+
+        def step(self, closure=None):
+            value = super().step(closure)
+            if self.unlucky:
+                raise KeyboardInterrupt
+            with torch.no_grad():
+                torch._foreach_mul_(self.param_groups[0]["params"], 0.95)
+            return value
+
+    adamw(perceptron().parameters())
+    model, optimizer, projector = begin(Decaying, on=on)
+    oppose(model, projector)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    Decaying.unlucky = False
+    seen, plain = [], projector.before_step
+    projector.before_step = lambda step: seen.append(step) or plain(step)
+    assert learn(model, optimizer, projector, conflicting(), 4) > least
+    assert len(seen) == 4
 
 
 @pytest.mark.parametrize("metric", ["euclidean", "adam"])

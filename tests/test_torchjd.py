@@ -102,6 +102,15 @@ def test_keeps_dtype_and_device(dtype):
     assert residual(J.cpu(), torch.eye(5), W.cpu()) < 8 * torch.finfo(dtype).eps
 
 
+@pytest.mark.filterwarnings("error")
+def test_squares_that_float16_cannot_hold_are_told():
+    J = 1e-4 * draw("random", 5, dtype=torch.float16)
+    with pytest.warns(UserWarning, match="Use bfloat16 or float32, or scale the losses"):
+        PROJECTOR(torch.eye(5).half(), J @ J.T)
+    for better in (J.bfloat16(), J.float(), 1e4 * J):
+        PROJECTOR(torch.eye(5).to(better.dtype), better @ better.T)
+
+
 def test_what_is_not_finite_or_does_not_fit_is_an_error():
     J = draw("random", 4)
     J[2, 0] = torch.inf

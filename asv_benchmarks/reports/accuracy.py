@@ -25,6 +25,7 @@ from examples.common.drawing import plt
 TOLERANCE = 1e-6
 # Of x itself, which no bound on multipliers sees.
 ROUNDING = 1e-15
+REPEATS, LARGEST = 6, 120
 PACKAGES = [
     "gemproj", "numpy", "scipy", "quadprog", "osqp", "qpsolvers", "daqp", "proxsuite", "piqp", "clarabel",
     "torchjd", "torch", "mpmath",
@@ -208,19 +209,28 @@ def picture(results: Results, solvers: list[Solver], path: Path) -> None:
 def pick(names: list[str], wanted: str | None) -> list[str]:
     """Return the names that contain one of the wanted words; all of them if none is given."""
     words = [""] if wanted is None else [word.strip() for word in wanted.split(",")]
+    if unknown := [word for word in words if not any(word in name for name in names)]:
+        raise typer.BadParameter(f"no name contains {', '.join(unknown)}; there are: {'; '.join(names)}")
     return [name for name in names if any(word in name for word in words)]
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for tables and figure.")] = Path("docs/results"),
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for tables and figure, of all by default docs/results.")
+    ] = None,
     families: Annotated[
         str | None, typer.Option(help="Only families that contain one of these words.")
     ] = None,
     solvers: Annotated[str | None, typer.Option(help="Only solvers that contain one of these words.")] = None,
-    repeats: Annotated[int, typer.Option(help="Problems of each size, fewer of the large ones.")] = 6,
-    largest: Annotated[int, typer.Option(help="Largest number of constraints.")] = 120,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Problems of each size, fewer of the large ones.")
+    ] = REPEATS,
+    largest: Annotated[int, typer.Option(min=1, help="Largest number of constraints.")] = LARGEST,
 ) -> None:
     """Find out who fails where."""
+    if out is None and (families, solvers, repeats, largest) != (None, None, REPEATS, LARGEST):
+        raise typer.BadParameter("a part of the tables does not replace docs/results; name a folder: --out")
+    out = Path("docs/results") if out is None else out
     asked = [solver for solver in SOLVERS if solver.name in pick([s.name for s in SOLVERS], solvers)]
     used, skipped = [s for s in asked if not s.missing], [s for s in asked if s.missing]
     drawn = {name: list(FAMILIES[name].problems(repeats, largest)) for name in pick(list(FAMILIES), families)}

@@ -235,9 +235,9 @@ def run(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> Tally:
 
 
 def main(
-    problems: Annotated[int, typer.Option(help="How often each family is drawn from.")] = 1_000_000,
+    problems: Annotated[int, typer.Option(min=1, help="How often each family is drawn from.")] = 1_000_000,
     families: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(FAMILIES),
-    workers: Annotated[int, typer.Option(help="Number of processes.")] = os.cpu_count() or 1,
+    workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = os.cpu_count() or 1,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
 ) -> None:
     """Project random degenerate integer problems and compare with exact rational arithmetic."""

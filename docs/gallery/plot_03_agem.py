@@ -29,7 +29,7 @@ for t in tasks:
 # %%
 # A rise is the cosine of the step with a row. The price of keeping all of them: the exact answer is farther
 # from ``g``. 300 random problems for each number of tasks.
-figure, (left, right) = plt.subplots(1, 2)
+figure, (left, right) = plt.subplots(1, 2, layout="constrained")
 looks = {"nothing": ("C1", "no projection"), "agem": ("C3", "A-GEM"), "exact": ("C0", "exact")}
 for method, (colour, name) in looks.items():
     left.plot(tasks, worst[method], "o-", color=colour, label=name)

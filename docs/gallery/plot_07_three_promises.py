@@ -49,9 +49,9 @@ print(gem.report())
 
 # %%
 # The report draws itself: loss, or divergence from what the model said, over the steps; dashed: the bounds.
-figure, axes = plt.subplots(figsize=(6.4, 4.2))
+figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
 gem.report().plot(axes)
 axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
 axes.set_ylabel("loss on stored examples")
-figure.set_label("Three stored losses over the steps, two of them at or below their dashed bounds")
+figure.set_label("Three stored losses over the steps, two of them near their dashed bounds")
 plt.show()

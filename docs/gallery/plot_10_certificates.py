@@ -43,5 +43,7 @@ axes.loglog(tilts, errors["exact"], "o-", ms=4, color="C0", label="project")
 axes.loglog(tilts, errors["bound"], "--", color="C4", label="error_bound()")
 axes.set(xlabel="angle between row 2 and the opposite of row 1", ylabel="error")
 axes.legend()
-figure.set_label("Error over the angle of the rows: project stays near rounding and below the dashed bound")
+figure.set_label(
+    "Error over the angle of the rows: of project up to rounding over the angle, always below the bound"
+)
 plt.show()

@@ -46,5 +46,5 @@ axes.semilogy(t, 4 * t * 2_166_784 / 1e6, color="C1", label="gathering the rows"
 axes.semilogy(t, 8 * (t * t + t + 2) / 1e6, color="C0", label="gemproj")
 axes.set(xlabel="old tasks", ylabel="exchanged (MB)")
 axes.legend()
-figure.set_label("Megabytes exchanged over the number of old tasks: five orders of magnitude fewer")
+figure.set_label("Megabytes exchanged over the number of old tasks: four to five orders of magnitude fewer")
 plt.show()

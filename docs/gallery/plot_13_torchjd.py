@@ -16,7 +16,8 @@ from gemproj.integrations.torchjd import ConeProjector
 
 torch.manual_seed(0)
 scales = 10.0 ** np.linspace(-4, 0, 25)
-# Eight problems of three losses each; the third loss has a much smaller gradient than the others.
+# Eight problems of three losses each; the gradient of the third is a fifth as long as that of the second, and
+# nearly opposes it.
 problems = [torch.randn(3, 50) - 0.8 * torch.randn(3, 50).flip(0) for _ in range(8)]
 problems = [J * torch.tensor([[1.0], [1.0], [0.02]]) - 0.2 * J.roll(1, 0) for J in problems]
 

@@ -1,6 +1,7 @@
 """What the command lines of the experiments share."""
 
 import os
+from argparse import ArgumentTypeError
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
@@ -16,6 +17,13 @@ def check_known(kind: str, asked: Iterable[str], known: Collection[str]) -> None
     """Raise for names that there are not."""
     if unknown := sorted(set(asked) - set(known)):
         raise SetupError(f"unknown {kind} {unknown}; choose from {', '.join(known)}")
+
+
+def count(text: str) -> int:
+    """Return an argument that is a number from 1 on."""
+    if int(text) < 1:
+        raise ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
 
 
 def cache_folder() -> Path:

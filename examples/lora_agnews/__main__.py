@@ -38,7 +38,9 @@ def parser(program: str = "python -m examples.lora_agnews", about: str | None = 
     )
     found.add_argument("--cache", type=Path, help="folder for the small GPT-2, by default the user's cache")
     found.add_argument("--out", type=Path, help="folder for results, by default runs/agnews-PRESET")
-    found.add_argument("--jobs", type=int, help="runs at once, by default one for each core, or one on a GPU")
+    found.add_argument(
+        "--jobs", type=command.count, help="runs at once, by default one for each core, or one on a GPU"
+    )
     settings = found.add_argument_group("settings", "Left out, the preset decides.")
     for one in fields(Config):
         if one.metadata:

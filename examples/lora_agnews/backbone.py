@@ -45,6 +45,32 @@ def locate(name: str) -> Path:
     return folder
 
 
+def check(folder: Path, max_length: int) -> None:
+    """Raise for a backbone whose tokenizer or size does not fit."""
+    quiet()
+    reason = "it makes no tokens of a text"
+    try:
+        found = _tokenizer(folder)("text")["input_ids"]
+    except Exception as error:
+        found, reason = [], str(error).splitlines()[0]
+    if not found:
+        raise SetupError(
+            f"backbone {folder} has no tokenizer ({reason}); write the one there that it was trained with, "
+            "by its save_pretrained"
+        )
+    shape, tokens = GPT2Config.from_pretrained(folder), len(_tokenizer(folder))
+    if tokens > shape.vocab_size:
+        raise SetupError(
+            f"backbone {folder} knows {shape.vocab_size} tokens, and its tokenizer has {tokens}; write the "
+            "one there that it was trained with"
+        )
+    if max_length > shape.n_positions:
+        raise SetupError(
+            f"max_length must be at most {shape.n_positions}, the positions of backbone {folder}, got "
+            f"{max_length}"
+        )
+
+
 def load(folder: Path, seed: int, dropout: bool = True, classes: int = len(CLASSES)) -> PeftModel:
     """Load a backbone and give it adapters and a head for that many classes; only those require gradients.
 

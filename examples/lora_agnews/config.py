@@ -1,5 +1,6 @@
 """What an experiment is: every number that shapes it, and the presets that fill them in."""
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -62,9 +63,9 @@ class Config:
             ("seeds", min(self.seeds) >= 0, "not be negative"),
             ("experiences", self.experiences > 1, "be at least 2: nothing can be forgotten in one"),
             ("dominant_share", 0 < self.dominant_share < 1, "lie between 0 and 1"),
-            ("lr", self.lr > 0, "be positive"),
-            ("margin", self.margin >= 0, "not be negative"),
-            ("weight", self.weight >= 0, "not be negative"),
+            ("lr", 0 < self.lr < math.inf, "be positive and finite"),
+            ("margin", 0 <= self.margin < math.inf, "be finite, and not negative"),
+            ("weight", 0 <= self.weight < math.inf, "be finite, and not negative"),
         ):
             if not holds:
                 raise SetupError(f"{name} must {rule}, got {getattr(self, name)}")

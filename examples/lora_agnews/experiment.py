@@ -29,9 +29,11 @@ def run(
     The small backbone is kept in `cache`. Without `jobs`, all cores work, or one process on a GPU.
     """
     config = replace(config, device=usable(config.device))
-    there = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
-        raise SetupError(f"--out {out} cannot be a folder: {there} is none that can be written to")
+    for option, place in {"--out": out, "--cache": cache}.items():
+        there = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+        needed = place is out or config.backbone == "small"
+        if needed and not (there.is_dir() and os.access(there, os.W_OK)):
+            raise SetupError(f"{option} {place} cannot be a folder: {there} is none that can be written to")
     console.print(f"[bold]data[/]      {escape(f'{articles.source} ({articles.reason})')}")
     shape = config.experiences, config.rows, config.dominant_share
     experiences = stream.build(articles.texts, articles.labels, *shape)
@@ -41,7 +43,9 @@ def run(
 
     folder = small.backbone_folder(config, experiences, cache, console)
     project(torch.ones(2, 1000), -torch.ones(1000))  # if loops have to be compiled: once, and not in each run
-    stage = experiences, folder
+    given = folder.iterdir() if folder == Path(config.backbone) else ()
+    files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in given)
+    stage = experiences, folder, files
     todo = [runs.Run(config, method, seed, *stage) for method in config.methods for seed in config.seeds]
     workers = min(jobs or (command.cores() if config.device == "cpu" else 1), len(todo))
     console.print(f"[bold]runs[/]      {len(todo)} on {config.device}, {workers} at a time, into {out}")

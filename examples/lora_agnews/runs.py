@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from ..common.command import SetupError
 from ..common.workers import VERSIONS, work
 from . import backbone, stream, train
 from .config import Config
@@ -27,6 +28,9 @@ class Run:
     seed: int
     experiences: Sequence[stream.Experience]
     folder: Path
+    files: Sequence[
+        Any
+    ] = ()  # what else tells backbones apart, of a folder in which there may be another one
 
     @property
     def title(self) -> str:
@@ -37,7 +41,7 @@ class Run:
     def file(self) -> str:
         """Name of the file for the result: method, seed, and a hash of all that decides it."""
         others = {"preset": "", "seeds": (), "methods": ()}
-        shaping = [asdict(self.config) | others, self.experiences, str(self.folder), VERSIONS]
+        shaping = [asdict(self.config) | others, self.experiences, str(self.folder), VERSIONS, *self.files]
         digest = hashlib.sha256(repr(shaping).encode()).hexdigest()
         return f"{self.method}-seed{self.seed}-{digest[:12]}.json"
 
@@ -73,6 +77,7 @@ def complete(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> 
     waiting = [run for run in runs if not (folder / run.file).is_file()]
     for run in runs:
         if run not in waiting:
+            _read(folder / run.file)  # before anything is run in vain
             console.print(f"[dim]kept      {run.title} (finished earlier with the same settings)")
 
     def keep(run: Run, result: dict[str, Any]) -> None:
@@ -82,4 +87,11 @@ def complete(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> 
 
     if waiting:
         work(waiting, keep, jobs, console)
-    return [json.loads((folder / run.file).read_text(encoding="utf-8")) for run in runs]
+    return [_read(folder / run.file) for run in runs]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SetupError(f"{path} is damaged: {error}; delete it, and that run is done again") from error

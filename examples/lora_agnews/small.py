@@ -27,7 +27,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from ..common.command import SetupError
-from .backbone import locate, quiet
+from .backbone import check, locate, quiet
 from .config import Config
 from .stream import Experience
 
@@ -53,6 +53,7 @@ def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Pa
     """Return the folder of the backbone; the small one is made if it is not in the cache yet."""
     if config.backbone != "small":
         folder = locate(config.backbone)
+        check(folder, config.max_length)
         console.print(f"[bold]backbone[/]  {config.backbone}")
         return folder
     texts = [text for experience in experiences for text in experience.train.texts]

@@ -20,7 +20,7 @@ def parser(program: str, description: str | None) -> ArgumentParser:
     found.add_argument("names", nargs="*", help="what of the settings is to be run, by default all")
     found.add_argument("--out", type=Path, default=Path("docs/results/study"), help="folder for results")
     found.add_argument(
-        "--jobs", type=int, default=command.cores(), help="runs at once, by default one a core"
+        "--jobs", type=command.count, default=command.cores(), help="runs at once, by default one a core"
     )
     found.add_argument("--report", action="store_true", help="run nothing, draw what is there")
     return found

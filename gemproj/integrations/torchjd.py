@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,7 +51,8 @@ class ConeProjector(DualConeProjector):
     There the projector takes two steps of the proximal point method (Rockafellar, 1976),
     ``lam <- argmin 1/2 lam'G lam + (G u)'lam + 1/2 (lam - previous)'D (lam - previous)``, where D is the
     diagonal of G times the rounding. In float32 the violations that remain are about 1e-6 of ``|J'u|``, and
-    up to 1e-3 where weights are large, as with more rows than parameters.
+    up to 1e-3 where weights are large, as with more rows than parameters. In float16 squares of row norms of
+    about 1e-3 and less underflow: use bfloat16 or float32, or scale the losses.
 
     Examples
     --------
@@ -81,6 +83,12 @@ class ConeProjector(DualConeProjector):
         if G.ndim != 2 or G.shape[0] != G.shape[1] or U.shape[-1:] != G.shape[-1:]:
             raise ValueError(
                 f"G must have shape (m, m) and U (..., m); found {tuple(G.shape)} and {tuple(U.shape)}."
+            )
+        if G.dtype == torch.float16 and (G.diagonal() < torch.finfo(G.dtype).tiny).any():
+            warnings.warn(
+                "G has squares of row norms that float16 cannot hold, and nothing is promised about them. "
+                "Use bfloat16 or float32, or scale the losses.",
+                stacklevel=2,
             )
         with np.errstate(over="ignore", invalid="ignore"):  # `solve_gram` raises for these
             K, V = (a.detach().to("cpu", torch.float64).numpy() for a in (G, U))

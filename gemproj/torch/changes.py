@@ -253,14 +253,16 @@ class Step(Change):
         if self.metric == "euclidean":
             return False
         groups, states = self.groups(), self.optimizer.state
-        moving = [p for p, moves in zip(self._vector.parameters, self._moving, strict=True) if moves]
+        every = zip(self._vector.parameters, self._vector.shapes, self._moving, strict=True)
         # Each process has those of some parameters only, and they are old ones that were loaded.
         partial = type(self.optimizer).__name__ == "ZeroRedundancyOptimizer"
         found = not partial and all(
             "exp_avg_sq" in states.get(p, {})
+            and local(states[p]["exp_avg_sq"]).shape == shape  # GaLore's are of a projection
             and groups[id(p)].keys() >= {"betas", "eps"}
             and ("step" in states[p] or "step" in groups[id(p)])
-            for p in moving
+            for p, shape, moves in every
+            if moves
         )
         if self.metric == "adam" and not found:
             self._refuse_metric()
@@ -273,8 +275,8 @@ class Step(Change):
 
     def _refuse_metric(self) -> NoReturn:
         raise ValueError(
-            "metric='adam' needs an optimizer that keeps second moments (exp_avg_sq) and a count of steps, "
-            "with betas and eps, such as Adam or AdamW; "
+            "metric='adam' needs an optimizer that keeps second moments (exp_avg_sq) of each entry and a "
+            "count of steps, with betas and eps, such as Adam or AdamW; "
             f"found {type(self.optimizer).__name__}. Use metric='euclidean'."
         )
 

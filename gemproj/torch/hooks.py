@@ -7,8 +7,10 @@ project that step.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from numbers import Real
 from threading import Lock
 from typing import Any
@@ -22,6 +24,7 @@ from gemproj.torch.changes import Step
 
 _attached: WeakSet[Any] = WeakSet()  # of ProjectedOptimizer; each lives as long as its optimizer
 _lock = Lock()  # of that set: threads may train models of their own
+_STEP: Any = torch.optim.Optimizer.profile_hook_step(print)  # what calls the hooks around a step
 
 
 def find(wanted: Callable[[Any], bool]) -> Any:
@@ -61,13 +64,18 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), kind)
 
 
-def clip(parameters: list[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip(
+    parameters: list[Tensor], max_norm: float, norm_type: float = 2.0, asked: Tensor | None = None
+) -> Tensor:
     """Clip as torch does, and return the norm.
 
     Of sharded gradients `torch.nn.utils.clip_grad_norm_` may add its 1e-6 to the norm of each shard, not to
-    that of all: then they are not clipped as on one process.
+    that of all: then they are not clipped as on one process. If the norm was not finite when clipping was
+    `asked` for, and is now, that step was skipped and the same tensors have another gradient: it stays.
     """
     norm = total_norm(parameters, norm_type)
+    if asked is not None:
+        norm = torch.where(norm.isfinite() & ~asked.isfinite(), 0.0, norm)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
@@ -145,6 +153,7 @@ def clip_grad_norm_(
     # Nothing is written before the step. Clipping to infinity would: NaN where the norm overflows.
     norm = measure(parameters, norm_type)
     if max_norm != math.inf:
+        later = partial(clip, asked=norm) if later is clip else later
         one.clips.add(later, parameters, max_norm, norm_type)
     return norm
 
@@ -196,6 +205,8 @@ class ProjectedOptimizer:
     @torch.compiler.disable
     @torch.no_grad()
     def _begin(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_within(optimizer):
+            return None
         self._before(optimizer)
         start = time.perf_counter()
         if self._projector.scale_dependent and getattr(optimizer, "grad_scale", None) is not None:
@@ -247,10 +258,25 @@ class ProjectedOptimizer:
     @torch.compiler.disable
     @torch.no_grad()
     def _finish(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if is_within(optimizer):
+            return
         begun, self._projected = bool(self._projected), []
         if self._watches and begun and self._projector.count:
             self._projector.after_step(self._step, self._seconds)
             self._after()
+
+
+def is_within(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether hooks are called within another step of the same optimizer, the one to be projected.
+
+    torch has the step of each class call them: where that of a subclass calls its parent's, both do. Those
+    that run are counted, as a step that broke off calls no hook at its end.
+    """
+    frame, steps = sys._getframe(), 0
+    while frame.f_back is not None and steps < 2:
+        frame = frame.f_back
+        steps += frame.f_code is _STEP.__code__ and frame.f_locals.get("self") is optimizer
+    return steps == 2
 
 
 def will_skip(optimizer: torch.optim.Optimizer) -> bool:

@@ -118,7 +118,13 @@ class EpisodicMemory:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy has, with which another training may go on."""
         keep(self)
-        return self.__dict__
+        # Spawned workers of a loader get neither a generator nor a tensor that is gone before they run.
+        return self.__dict__ | {"_random": self._random.get_state().numpy()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over what a copy has."""
+        self.__dict__.update(state, _random=torch.Generator())
+        self._random.set_state(torch.from_numpy(state["_random"]))
 
     def __len__(self) -> int:
         """Return the number of tasks."""

@@ -328,7 +328,7 @@ class GradientProjector:
         if self.on != "gradient":
             try:
                 sol = self._project(step)
-            except Exception as error:
+            except BaseException as error:  # also Ctrl-C
                 step.undo()
                 if not isinstance(error, ValueError):
                     raise

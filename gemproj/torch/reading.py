@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -41,6 +42,9 @@ def read(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | N
 
 def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
     """Read examples of a loader whose collate function is not torch's own, and otherwise its batches."""
+    if getattr(loader, "_iterator", None) is not None:  # persistent workers: an epoch that runs would end
+        loader = copy.copy(loader)
+        loader._iterator = None
     given, own = collate is not None, loader.collate_fn
     if loader.batch_sampler is None:
         return (_lists(loader), collate) if given else (iter(loader), None)

@@ -139,11 +139,21 @@ def remember(
 
 def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate | None) -> None:
     """Offer all examples to the memory; raise where a new set has none."""
-    # A loader draws the order of the next epoch from torch's random state, which training goes on with.
-    with torch.random.fork_rng(devices=[], enabled=isinstance(data, DataLoader)):
-        chunks, collate = read(data, collate)
-        for chunk in chunks:
-            memory.add(chunk, name, collate=collate)
+    # A loader draws the order of the next epoch from torch's random state, or from that of a generator, with
+    # which training goes on.
+    loads = isinstance(data, DataLoader)
+    batches = getattr(data, "batch_sampler", None)
+    holding = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [getattr(one, "generator", None) for one in holding if loads]
+    states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
+    try:
+        with torch.random.fork_rng(devices=[], enabled=loads):
+            chunks, collate = read(data, collate)
+            for chunk in chunks:
+                memory.add(chunk, name, collate=collate)
+    finally:
+        for one, state in states:
+            one.set_state(state)
     if name not in memory.tasks:
         raise ValueError("data holds no example. An iterator can be read once only: pass the loader itself.")
 

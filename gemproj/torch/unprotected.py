@@ -38,7 +38,8 @@ class Use:
             logging.getLogger("gemproj").warning(
                 "Nothing was protected: all %d steps were taken before a task was stored, so that they are "
                 "those of a training without GEM. Call keep or end_task with examples of what must be kept "
-                "before the training that must not forget it.",
+                "before the training that must not forget it. Nothing is lost if a first task is learned on "
+                "from a state that was saved.",
                 self.steps,
             )
         elif watch is not None and watch.unseen():
