@@ -9,9 +9,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-import torch
-
 try:
+    import torch
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.state import AcceleratorState
