@@ -95,6 +95,20 @@ def test_the_loader_of_a_trainer_is_one_of_examples(tmp_path):
     assert kept(other.batch(0).batch) == kept(stored.batch)
 
 
+def test_the_loader_of_a_stream_is_one_of_examples(tmp_path):
+    options = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "use_cpu": True}
+    model, stream = language_model().double(), examples().to_iterable_dataset()
+    trainer = transformers.Trainer(
+        model,
+        transformers.TrainingArguments(str(tmp_path), **options),
+        train_dataset=stream,
+        data_collator=language(),
+    )
+    gem = begin(CrossEntropy(logits, shift=True), model=model)[2]
+    gem.end_task(trainer.get_train_dataloader())
+    assert kept(gem.memory.batch(0)) == TEXTS
+
+
 def test_packed_texts_are_apart_also_where_the_model_would_keep_a_cache():
     model = language_model().double()
     model.config.use_cache = True

@@ -10,7 +10,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("lightning", reason="needs the extra lightning")
 
-from frameworks import BreakingOff, Lightning, LightningByHand, batches  # noqa: E402
+import lightning.pytorch as pl  # noqa: E402
+from frameworks import WINDOW, BreakingOff, Lightning, LightningByHand, batches  # noqa: E402
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
@@ -31,6 +32,42 @@ def test_batches_are_converted_as_for_training(promised, tmp_path):
     kept = next(leaf for leaf in tree_leaves(driver.object.memory.batch(0)) if leaf.ndim == 2)
     assert kept.dtype == torch.float32
     assert driver.object.projector.constraints.dtype == torch.float64
+
+
+@pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
+def test_batches_are_changed_by_the_module_as_for_training(hook, tmp_path):
+    def doubled(module, batch, i):
+        return {name: 2 * a if a.is_floating_point() else a for name, a in batch.items()}
+
+    driver = Lightning(tmp_path, SAID, tolerance=0.0)
+    setattr(type(driver.module), hook, doubled)
+    driver.object.keep(batches(0), name="a", model=driver.module)
+    stored = driver.object.memory.batch("a")
+    expected = SAID.outputs(driver.module, doubled(driver.module, stored.batch, 0))
+    torch.testing.assert_close(stored.outputs, expected)
+    driver.train(batches(1)[:WINDOW])
+    assert float(driver.object.last.losses.abs().max()) < 1e-6
+
+
+def test_what_a_data_module_changes_has_to_be_known(tmp_path):
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self):
+            return DataLoader(batches(1), batch_size=None)
+
+        def on_after_batch_transfer(self, batch, i):
+            return batch
+
+    driver = Lightning(tmp_path, SAID, tolerance=0.0)
+    driver.object.keep(batches(0), name="a", model=driver.module)
+    with pytest.raises(ValueError, match="data module changes batches in on_after_batch_transfer"):
+        driver.trainer().fit(driver.module, datamodule=Data())
+
+
+def test_the_trainer_is_of_the_same_package(tmp_path):
+    other = pytest.importorskip("pytorch_lightning")
+    trainer = other.Trainer(logger=False, enable_checkpointing=False, accelerator="cpu")
+    with pytest.raises(TypeError, match=r"import lightning\.pytorch as pl"):
+        Lightning(tmp_path).object.setup(trainer, None, "fit")
 
 
 def test_clipping_is_of_the_optimizer_that_is_attached_to():

@@ -10,6 +10,7 @@ try:
     from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
         "gemproj.integrations.lightning needs Lightning: pip install '.[lightning]' in a checkout of gemproj."
@@ -26,6 +27,10 @@ _REFUSED = {
     DeepSpeedStrategy: "DeepSpeed keeps gradients in flat buffers of its own, where no callback sees them",
     FSDPStrategy: "FSDP1 keeps parameters in flat shards; ModelParallelStrategy (FSDP2) works",
 }
+
+
+# In these a module or a data module may change batches.
+_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def _clip(self: Precision, optimizer: Any, clip_val: float) -> None:
@@ -78,10 +83,16 @@ class GEMCallback(Keeper, Callback):
 
     _stage = "fit"
     _trainer: Trainer | None = None
+    _early = False  # whether something was kept before there was a trainer
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note what begins: a checkpoint that is only evaluated has no say in what is remembered."""
         self._stage = stage
+        if not isinstance(trainer, Trainer):
+            raise TypeError(
+                f"trainer must be a lightning.pytorch.Trainer; found one of {type(trainer).__module__}. Use "
+                "`import lightning.pytorch as pl` in place of `import pytorch_lightning as pl`."
+            )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note that it has ended."""
@@ -101,9 +112,18 @@ class GEMCallback(Keeper, Callback):
             raise ValueError(
                 f"GEMCallback needs a module with one optimizer; found {len(trainer.optimizers)}. For "
                 "several, make gemproj.torch.GEM(self, [opt.optimizer for opt in self.optimizers()], loss, "
-                "memory=memory) in the module's on_train_start, and remove() it in on_train_end."
+                "memory=memory) in the module's on_train_start, and remove() it in on_train_end; without "
+                "toggle_optimizer, which freezes parameters."
             )
-
+        data: Any = getattr(trainer, "datamodule", None)
+        changed = [name for name in _HOOKS if data is not None and is_overridden(name, data)]
+        promises = [self.promise, *self.promises.values()]
+        stored = any(one.tolerance is not None or hasattr(one.loss, "outputs") for one in promises)
+        if self._trainer is None and self._early and stored and changed:
+            raise ValueError(
+                "Outputs or losses were stored before there was a trainer, whose data module changes batches "
+                f"in {changed[0]}. Call keep after a first fit, or move that hook to the module."
+            )
         self._trainer = trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._attach(pl_module, trainer.optimizers[0], scaler=scaler, process_group=everyone())
@@ -136,15 +156,20 @@ class GEMCallback(Keeper, Callback):
 
     def _wrapped(self, loss: Loss) -> Loss:
         trainer = self._trainer
-        if trainer is None:
-            return loss
+        self._early = self._early or trainer is None
 
         def in_precision(function: Any) -> Any:
             def call(module: Any, batch: Any, *outputs: Any) -> Any:
-                with trainer.precision_plugin.forward_context():
-                    device = next(module.parameters()).device  # after `fit` Lightning moves it to the CPU
-                    batch = trainer.precision_plugin.convert_input(batch)
-                    return function(module, trainer.strategy.batch_to_device(batch, device), *outputs)
+                learner, precision = (module, Precision())
+                if trainer is not None:
+                    learner, precision = trainer.lightning_module, trainer.precision_plugin
+                device = next(module.parameters()).device  # after `fit` Lightning moves it to the CPU
+                with precision.forward_context():
+                    batch = precision.convert_input(batch)
+                    if isinstance(learner, LightningModule):  # which may change batches in its hooks
+                        batch = learner._on_before_batch_transfer(batch, 0)
+                        batch = learner._apply_batch_transfer_handler(batch, device, 0)
+                    return function(module, batch, *outputs)
 
             return call
 

@@ -85,6 +85,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
         if self.memory.collate is None:  # as after a checkpoint, which has no functions
             self.memory.collate = getattr(kwargs.get("train_dataloader"), "collate_fn", None)
         self._noted: Any = None
+        self._noted_at = -1  # a step; a callback that was added twice is called twice
         self.logs()  # of another training
         if state.global_step:
             self.load_state_dict(self._find(args, state.global_step))
@@ -95,8 +96,8 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Take note of what the step did; nothing is read from a device before it is logged."""
         if self.last is not None and self.last is not self._noted:
-            self._noted = self.last
-        elif not getattr(optimizer, "step_was_skipped", False):
+            self._noted, self._noted_at = self.last, state.global_step
+        elif self._noted_at != state.global_step and not getattr(optimizer, "step_was_skipped", False):
             raise RuntimeError(
                 f"The steps of optim={args.optim!r} are not taken by optimizer.step(), so they cannot be "
                 "projected. Use another optimizer."
@@ -112,7 +113,8 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add a file to the checkpoint."""
-        if not args.save_only_model:
+        # Where a search for hyperparameters has its checkpoints is not told.
+        if not (args.save_only_model or state.is_hyper_param_search):
             self._save(_checkpoint(args, state.global_step), step=state.global_step)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -48,7 +48,10 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
     given, own = collate is not None, loader.collate_fn
     if loader.batch_sampler is None:
         return (_lists(loader), collate) if given else (iter(loader), None)
-    as_torch = type(loader).__iter__.__qualname__ in _ITERATED
+    kind = type(loader).__iter__.__qualname__
+    as_torch = kind in _ITERATED
+    if kind == "DataLoaderDispatcher.__iter__":  # of Accelerate, for streams; process 0 reads for all
+        as_torch = loader.state.num_processes == 1  # type: ignore[attr-defined]
     if not given and (own is default_collate or not as_torch or _hands_on(own)):
         return iter(loader), None
     streamed = isinstance(loader.dataset, IterableDataset)

@@ -138,7 +138,7 @@ class Watch:
 
     def begin(self, stepped: bool = False) -> None:
         """Begin a task, or go on with one that has `stepped`, with the weights as they are."""
-        self.stepped, self._weights = stepped, weights(self._parameters)
+        self.stepped, self._norms = stepped, self._now()
 
     def step(self, constraints: int) -> None:
         """Count a step under so many constraints."""
@@ -152,4 +152,8 @@ class Watch:
 
     def unseen(self) -> bool:
         """Return whether weights have changed, no step was seen, and there are tasks to protect."""
-        return self._stored and not self.stepped and self._weights != weights(self._parameters)
+        return self._stored and not self.stepped and self._norms != self._now()
+
+    def _now(self) -> list[float]:
+        # Not how often they were written: a search for a learning rate puts them back.
+        return weights(self._parameters)[len(self._parameters) :]
