@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import adapted, language_model  # noqa: E402
+from models import adapted, begin, language_model, take  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -205,6 +205,11 @@ def test_nothing_is_compared_while_gradients_are_rounding():
         agree(model, memory, said, rtol=1e-3)
 
 
+def heads(model, batch):
+    """Return losses that are those of one head for the whole batch."""
+    return each(model, batch) * (1 + batch["head"].max())
+
+
 def classes_so_far(model, batch):
     """Return losses over the classes up to the largest in the batch, as of some incremental learners."""
     count = int(batch["y"].max()) + 1
@@ -226,6 +231,21 @@ def test_each_set_is_compared_when_it_comes(per):
         go_on()
     alone, _ = recalled(model, memory, classes_so_far, shared=False, per=per)
     torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-9, atol=0)
+
+
+def test_other_examples_under_the_name_of_a_set_are_compared():
+    model, optimizer, gem = begin(lambda model, batch: heads(model, batch), model=mlp())
+    for k in range(3):
+        gem.keep(
+            [{"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,)), "head": torch.zeros(4)}], name=k
+        )
+    for _ in range(5):
+        take(model, optimizer, {"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,))})
+    assert gem.projector.why_row_by_row is None
+    gem.memory.remove(1)
+    gem.keep([{"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,)), "head": torch.ones(4)}], name=1)
+    with pytest.warns(UserWarning, match="other examples of its batch"):
+        take(model, optimizer, {"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,))})
 
 
 def test_rows_are_compared_now_and_then():

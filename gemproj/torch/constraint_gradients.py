@@ -188,13 +188,17 @@ def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]
     return changes
 
 
+_CONFIGS = ("PretrainedConfig", "PreTrainedConfig")  # of transformers, before and after version 5
+
+
 def _without_cache(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
     """Return how models of transformers leave out their cache: with one, packed texts attend to each other.
 
     And the second forward pass of a checkpoint would find what the first one has left in it.
     """
     configs = {id(one): one for module in modules if (one := module.__dict__.get("config")) is not None}
-    return [(one, "use_cache", False) for one in configs.values() if getattr(one, "use_cache", False)]
+    known = [one for one in configs.values() if any(kind.__name__ in _CONFIGS for kind in type(one).__mro__)]
+    return [(one, "use_cache", False) for one in known if getattr(one, "use_cache", False)]
 
 
 def _is_checkpointed(module: Any) -> bool:

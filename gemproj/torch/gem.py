@@ -553,12 +553,12 @@ def _warn_of_statistics(model: torch.nn.Module) -> None:
     """Warn of layers whose running statistics move while the model learns."""
     kinds = torch.nn.modules.batchnorm._NormBase
     named = ((name, one) for name, one in model.named_modules() if isinstance(one, kinds) and one.training)
-    moving = [name for name, one in named if one.track_running_stats]
+    moving = [name for name, one in named if one.track_running_stats and one.momentum != 0]
     if moving:
         warnings.warn(
             f"{len(moving)} layers, such as {moving[0]!r}, move their running statistics with the new data, "
             "which no projection sees: losses of kept examples may rise by that. Call eval() on these layers "
-            "after model.train(), or use layers without such statistics.",
+            "after model.train(), or set their momentum to 0 where a trainer calls it.",
             stacklevel=2,
         )
 

@@ -10,7 +10,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from numbers import Real
 from threading import Lock
 from typing import Any
@@ -64,18 +63,13 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), kind)
 
 
-def clip(
-    parameters: list[Tensor], max_norm: float, norm_type: float = 2.0, asked: Tensor | None = None
-) -> Tensor:
+def clip(parameters: list[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Clip as torch does, and return the norm.
 
     Of sharded gradients `torch.nn.utils.clip_grad_norm_` may add its 1e-6 to the norm of each shard, not to
-    that of all: then they are not clipped as on one process. If the norm was not finite when clipping was
-    `asked` for, and is now, that step was skipped and the same tensors have another gradient: it stays.
+    that of all: then they are not clipped as on one process.
     """
     norm = total_norm(parameters, norm_type)
-    if asked is not None:
-        norm = torch.where(norm.isfinite() & ~asked.isfinite(), 0.0, norm)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
 
@@ -153,7 +147,6 @@ def clip_grad_norm_(
     # Nothing is written before the step. Clipping to infinity would: NaN where the norm overflows.
     norm = measure(parameters, norm_type)
     if max_norm != math.inf:
-        later = partial(clip, asked=norm) if later is clip else later
         one.clips.add(later, parameters, max_norm, norm_type)
     return norm
 

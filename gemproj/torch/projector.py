@@ -119,7 +119,6 @@ class GradientProjector:
         self.every, self.project = every, project
         self._vector = ParameterVector.of(parameters, process_group)
         self._matrix = ConstraintMatrix(self._vector, rows_dtype)
-        self._passes = SharedPasses()
         self._unused = Unused(self)
         self.last: Projection | None = None
         self.reset()
@@ -348,6 +347,7 @@ class GradientProjector:
     def reset(self) -> None:
         """Forget the constraints and the warm start, as at the boundary between two tasks."""
         self._matrix.clear()
+        self._passes = SharedPasses()  # rows of other examples are compared anew
         self._terms = Terms.of([self.promise], self.device)
         self._about: list[Promise] = []  # the promises about the rows, of which the terms are made
         self._warm: dict[str, Any] = {}  # multipliers, in t-space, by what was projected

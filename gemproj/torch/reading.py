@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -42,9 +41,7 @@ def read(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | N
 
 def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
     """Read examples of a loader whose collate function is not torch's own, and otherwise its batches."""
-    if getattr(loader, "_iterator", None) is not None:  # persistent workers: an epoch that runs would end
-        loader = copy.copy(loader)
-        loader._iterator = None
+    loader = _apart(loader)
     given, own = collate is not None, loader.collate_fn
     if loader.batch_sampler is None:
         return (_lists(loader), collate) if given else (iter(loader), None)
@@ -64,6 +61,15 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
 
         synchronize_rng_states(kinds, loader.synchronized_generator)  # type: ignore[attr-defined]
     return iter(DataLoader(loader.dataset, collate_fn=list, **options)), collate if given else own
+
+
+def _apart(loader: Any) -> Any:
+    """Return a loader that is in no epoch: with persistent workers, one that runs would end."""
+    other = object.__new__(type(loader))  # loaders of Accelerate are copied to torch's
+    other.__dict__.update(loader.__dict__, _iterator=None)
+    if hasattr(loader, "base_dataloader"):
+        other.__dict__["base_dataloader"] = _apart(loader.base_dataloader)
+    return other
 
 
 def _hands_on(collate: Collate) -> bool:
