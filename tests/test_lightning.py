@@ -37,13 +37,14 @@ def test_batches_are_converted_as_for_training(promised, tmp_path):
 @pytest.mark.parametrize("hook", ["on_before_batch_transfer", "on_after_batch_transfer"])
 def test_batches_are_changed_by_the_module_as_for_training(hook, tmp_path):
     def doubled(module, batch, i):
-        return {name: 2 * a if a.is_floating_point() else a for name, a in batch.items()}
+        batch["x"].mul_(2)  # in place, as some are
+        return batch
 
     driver = Lightning(tmp_path, SAID, tolerance=0.0)
     setattr(type(driver.module), hook, doubled)
     driver.object.keep(batches(0), name="a", model=driver.module)
     stored = driver.object.memory.batch("a")
-    expected = SAID.outputs(driver.module, doubled(driver.module, stored.batch, 0))
+    expected = SAID.outputs(driver.module, {"x": 2 * stored.batch["x"]})
     torch.testing.assert_close(stored.outputs, expected)
     driver.train(batches(1)[:WINDOW])
     assert float(driver.object.last.losses.abs().max()) < 1e-6
@@ -59,8 +60,19 @@ def test_what_a_data_module_changes_has_to_be_known(tmp_path):
 
     driver = Lightning(tmp_path, SAID, tolerance=0.0)
     driver.object.keep(batches(0), name="a", model=driver.module)
-    with pytest.raises(ValueError, match="data module changes batches in on_after_batch_transfer"):
+    with pytest.raises(ValueError, match="without the hook on_after_batch_transfer"):
         driver.trainer().fit(driver.module, datamodule=Data())
+
+
+def test_hooks_that_a_teacher_lacks_or_that_need_a_trainer_are_told(tmp_path):
+    driver = Lightning(tmp_path, SAID, tolerance=0.0)
+    kind = type(driver.module)
+    kind.on_after_batch_transfer = lambda module, batch, i: module.trainer.training and batch
+    with pytest.raises(ValueError, match="on_after_batch_transfer needs a trainer: call keep after"):
+        driver.object.keep(batches(0), name="a", model=driver.module)
+    driver.object.keep(batches(0), name="a", model=driver.model)
+    with pytest.raises(ValueError, match="without the hook on_after_batch_transfer"):
+        driver.train(batches(1))
 
 
 def test_the_trainer_is_of_the_same_package(tmp_path):

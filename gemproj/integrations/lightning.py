@@ -18,7 +18,7 @@ except ImportError as error:
 
 import torch
 
-from gemproj.torch.batches import Loss
+from gemproj.torch.batches import Loss, map_nested
 from gemproj.torch.distributed import everyone
 from gemproj.torch.gem import Keeper
 from gemproj.torch.hooks import clip_grad_norm_
@@ -31,6 +31,24 @@ _REFUSED = {
 
 # In these a module or a data module may change batches.
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+def _changing(*given: Any) -> list[str]:
+    """Return the hooks of modules and data modules that change batches; None has none."""
+    return [name for one in given if one is not None for name in _HOOKS if is_overridden(name, one)]
+
+
+def _transferred(module: Any, batch: Any, device: torch.device) -> Any:
+    """Return a batch as training has it, after the hooks of a module, or of its trainer's data module."""
+    # Hooks may write to what they are given.
+    batch = map_nested(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
+    try:
+        return module._apply_batch_transfer_handler(module._on_before_batch_transfer(batch, 0), device, 0)
+    except RuntimeError as error:
+        if module._trainer is not None:
+            raise
+        names = " or ".join(_changing(module))
+        raise ValueError(f"{names} needs a trainer: call keep after a first fit. {error}") from error
 
 
 def _clip(self: Precision, optimizer: Any, clip_val: float) -> None:
@@ -84,6 +102,7 @@ class GEMCallback(Keeper, Callback):
     _stage = "fit"
     _trainer: Trainer | None = None
     _early = False  # whether something was kept before there was a trainer
+    _bare = False  # and with a model that has no hooks of a module
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note what begins: a checkpoint that is only evaluated has no say in what is remembered."""
@@ -115,14 +134,13 @@ class GEMCallback(Keeper, Callback):
                 "memory=memory) in the module's on_train_start, and remove() it in on_train_end; without "
                 "toggle_optimizer, which freezes parameters."
             )
-        data: Any = getattr(trainer, "datamodule", None)
-        changed = [name for name in _HOOKS if data is not None and is_overridden(name, data)]
-        promises = [self.promise, *self.promises.values()]
+        promises = [self.promises.get(name, self.promise) for name in self.memory.tasks]
         stored = any(one.tolerance is not None or hasattr(one.loss, "outputs") for one in promises)
+        changed = _changing(getattr(trainer, "datamodule", None), pl_module if self._bare else None)
         if self._trainer is None and self._early and stored and changed:
             raise ValueError(
-                "Outputs or losses were stored before there was a trainer, whose data module changes batches "
-                f"in {changed[0]}. Call keep after a first fit, or move that hook to the module."
+                "Outputs or losses were stored before there was a trainer, without the hook "
+                f"{changed[0]} that changes batches. Make a new callback, and call keep after a first fit."
             )
         self._trainer = trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -160,15 +178,15 @@ class GEMCallback(Keeper, Callback):
 
         def in_precision(function: Any) -> Any:
             def call(module: Any, batch: Any, *outputs: Any) -> Any:
-                learner, precision = (module, Precision())
+                learner, precision = (getattr(module, "_orig_mod", module), Precision())
                 if trainer is not None:
                     learner, precision = trainer.lightning_module, trainer.precision_plugin
                 device = next(module.parameters()).device  # after `fit` Lightning moves it to the CPU
                 with precision.forward_context():
                     batch = precision.convert_input(batch)
-                    if isinstance(learner, LightningModule):  # which may change batches in its hooks
-                        batch = learner._on_before_batch_transfer(batch, 0)
-                        batch = learner._apply_batch_transfer_handler(batch, device, 0)
+                    if isinstance(learner, LightningModule):
+                        batch = _transferred(learner, batch, device)
+                    self._bare = self._bare or not isinstance(learner, LightningModule)
                     return function(module, batch, *outputs)
 
             return call

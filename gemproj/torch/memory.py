@@ -123,8 +123,11 @@ class EpisodicMemory:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over what a copy has."""
-        self.__dict__.update(state, _random=torch.Generator())
-        self._random.set_state(torch.from_numpy(state["_random"]))
+        self.__dict__.update(state)
+        kept = state["_random"]
+        if not isinstance(kept, torch.Generator):  # as older ones have it
+            self._random = torch.Generator()
+            self._random.set_state(torch.from_numpy(kept))
 
     def __len__(self) -> int:
         """Return the number of tasks."""

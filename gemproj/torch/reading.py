@@ -41,7 +41,8 @@ def read(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | N
 
 def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
     """Read examples of a loader whose collate function is not torch's own, and otherwise its batches."""
-    loader = _apart(loader)
+    if getattr(loader, "persistent_workers", False):
+        loader = _apart(loader)
     given, own = collate is not None, loader.collate_fn
     if loader.batch_sampler is None:
         return (_lists(loader), collate) if given else (iter(loader), None)
