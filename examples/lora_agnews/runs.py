@@ -28,9 +28,7 @@ class Run:
     seed: int
     experiences: Sequence[stream.Experience]
     folder: Path
-    files: Sequence[
-        Any
-    ] = ()  # what else tells backbones apart, of a folder in which there may be another one
+    files: Sequence[Any] = ()  # of a folder in which there may be another backbone
 
     @property
     def title(self) -> str:

@@ -126,10 +126,6 @@ class ConstraintMatrix:
                 part.zero_()
         self._note(k, losses.detach(), stored)
 
-    def row(self, k: int) -> Tensor:
-        """Return a view of row k, which may not be complete yet."""
-        return self._buffer[k]
-
     def loss(self, k: int) -> Tensor:
         """Return the loss of row k, as far as it has been added."""
         return sum(
@@ -144,13 +140,13 @@ class ConstraintMatrix:
                 values[:, k - at.start] = 0.0
 
     @contextmanager
-    def set_aside(self, k: int) -> Iterator[Tensor]:
-        """Have row k added again for a time; yield it as it was, and as it is afterwards."""
+    def set_aside(self, k: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Have row k added again for a time; yield what it was and will be, and a view of what is added."""
         row, losses, reached = self._buffer[k].clone(), self._losses, list(self.reached)
         self.written.discard(k)
         self._losses = []
         try:
-            yield row
+            yield row, self._buffer[k]
         finally:
             self._buffer[k], self._losses, self.reached = row, losses, reached
             self.written.add(k)

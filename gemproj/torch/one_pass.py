@@ -164,9 +164,9 @@ def _compare(
 ) -> None:
     """Compute a row again in a pass of its own; raise where that makes a difference."""
     loss = G.loss(row.k)
-    with G.set_aside(row.k) as found:
+    with G.set_aside(row.k) as (found, own):
         alone(row)
-        own, own_loss = G.row(row.k), G.loss(row.k)
+        own_loss = G.loss(row.k)
         size, other, apart = (_norm(own), _norm(found), _norm(own.sub_(found)))
     told = math.isfinite(size) and bool(
         # Of a distillation that begins, losses are zero and gradients rounding.

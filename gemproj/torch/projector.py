@@ -347,7 +347,7 @@ class GradientProjector:
     def reset(self) -> None:
         """Forget the constraints and the warm start, as at the boundary between two tasks."""
         self._matrix.clear()
-        self._passes = SharedPasses()  # rows of other examples are compared anew
+        self._passes = SharedPasses()  # compares anew: a new set may change the rows of all others
         self._terms = Terms.of([self.promise], self.device)
         self._about: list[Promise] = []  # the promises about the rows, of which the terms are made
         self._warm: dict[str, Any] = {}  # multipliers, in t-space, by what was projected

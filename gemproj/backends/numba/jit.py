@@ -101,8 +101,6 @@ def _stamp() -> str | None:
 
 _STAMP = _stamp()
 kept: list[str] = []  # the folder where compiled loops are kept, if there is one
-
-
 NOT_KEPT = "in every process: no folder can be written to keep them. Set NUMBA_CACHE_DIR to one."
 
 
