@@ -248,6 +248,22 @@ def test_other_examples_under_the_name_of_a_set_are_compared():
         take(model, optimizer, {"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,))})
 
 
+def test_a_set_that_joins_is_compared_in_its_first_pass():
+    def first_head(model, batch):
+        return each(model, batch) * (1 + batch["head"][0])
+
+    memory, model = EpisodicMemory(4), mlp()
+    projector = GradientProjector(model.parameters(), Promise(first_head))
+    for k in range(2):
+        memory.add({"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,)), "head": torch.zeros(4)}, k)
+    for _ in range(5):
+        projector.recall(model, memory.batches())
+    assert projector.why_row_by_row is None
+    memory.add({"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,)), "head": torch.ones(4)}, 2)
+    with pytest.warns(UserWarning, match="other examples of its batch"):
+        projector.recall(model, memory.batches())  # the sixth pass
+
+
 def test_rows_are_compared_now_and_then():
     model, memory, switched = mlp(), vectors(6), []
 
