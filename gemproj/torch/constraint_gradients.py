@@ -17,9 +17,9 @@ from gemproj._checks import check_count
 from gemproj.torch.batches import Batch, Batches, Source, parts, source_of
 from gemproj.torch.constraints import ConstraintMatrix, check_loss
 from gemproj.torch.distributed import check_alone
-from gemproj.torch.one_pass import SharedPasses, stored_losses
+from gemproj.torch.one_pass import SharedPasses
 from gemproj.torch.parameters import mesh_of
-from gemproj.torch.promise import Promise, call_loss
+from gemproj.torch.promise import Promise, call_loss, stored_losses
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
@@ -112,7 +112,7 @@ def from_batches(
         reshard(model)
     with topology.passes(), preserved_state(model, G.vector.device, topology.collective):
         G.open(len(rows), scale)
-        shared.fill(G, model, rows, alone, microbatch)
+        shared.fill(G, model, rows, alone, microbatch or 2**62)
     G.close(len(rows))
     G.names = [row.name for row in rows]
     return [row.promise for row in rows]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -15,15 +14,17 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import wide_dtype
-from gemproj.torch.batches import Batch, Remembered, Source, bare, leaves_of
+from gemproj.torch.batches import Batch, Source, bare, leaves_of
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.layers import RowByRow, RowGradients
-from gemproj.torch.promise import Promise, call_loss
+from gemproj.torch.promise import call_loss, stored_losses
 from gemproj.torch.terms import rounding
 
 # Bytes of activations for each thread, of a pass and of the largest row in it. Several rows in a pass save
 # calls of small operations; a row that fills the caches of a core is faster alone (docs/cost.md).
 _CPU_PASS, _CPU_ROW = 2**25, 2**22
+
+Alone = Callable[[Source], Tensor]
 
 # Kinds of rows whose limits are kept.
 _MOST_KINDS = 64
@@ -37,7 +38,7 @@ class Limit:
     """How many rows of a kind share a pass, with how many entries in its batch; for one row, the reason."""
 
     loss: Any  # kept, so that no other one has its id
-    rows: int = 1
+    rows: int = 0  # not known yet
     entries: float = 0.0
     reason: str | None = None
     passes: int = 0  # with several rows
@@ -68,149 +69,70 @@ class SharedPasses:
         return {"reason": None, "_limits": {}}
 
     def fill(
-        self,
-        G: ConstraintMatrix,
-        model: torch.nn.Module,
-        rows: Sequence[Source],
-        alone: Callable[[Source], Tensor],
-        microbatch: int | None = None,
+        self, G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], alone: Alone, most: int
     ) -> None:
-        """Compute rows of G; ``alone(row)`` computes one in a pass of its own, and returns its losses."""
+        """Compute rows of G, in passes of `most` examples or fewer.
+
+        ``alone(row)`` computes one in a pass of its own, and returns its losses.
+        """
         self.reason = None
         for kind, same in groupby(rows, lambda row: (id(row.promise.loss), row.kind, row.size)):
             some = list(same)
-            limit = self._limits.get(kind, Limit(some[0].promise.loss))
-            if len(some) > 1 and kind not in self._limits:
-                limit = _find_limit(G, model, some[-1], alone, microbatch)
+            if len(some) > 1:
                 if len(self._limits) >= _MOST_KINDS:  # a loop makes a new function at each step
                     self._limits.clear()
-                self._limits[kind] = limit
-            try:
-                _share(G, model, some, limit, alone)
-            except Exception as error:  # if it is the loss that fails, it also does alone
-                limit = self._limits[kind] = Limit(limit.loss, reason=_first_line(error))
-                for row in some:
-                    G.drop(row.k)
+                limit = self._limits.setdefault(kind, Limit(some[0].promise.loss))
+                try:
+                    if not limit.rows:
+                        limit.rows, limit.entries = _room(G, model, some[-1], alone, most)
+                    for start in range(0, len(some), limit.rows) if limit.rows > 1 else ():
+                        part = some[start : start + limit.rows]
+                        with G.timed(part):
+                            _share(G, model, part, limit, alone)
+                except Exception as error:  # if it is the loss that fails, it also does alone
+                    limit.rows, limit.reason = 1, str(error).partition("\n")[0]
+                    for row in some:
+                        G.drop(row.k)
+                self.reason = self.reason or limit.reason
             for row in some:
                 if row.k not in G.written:
-                    start = time.perf_counter()
-                    alone(row)
-                    G.seconds[row.k] = time.perf_counter() - start
-            if len(some) > 1:
-                self.reason = self.reason or limit.reason
+                    with G.timed([row]):
+                        alone(row)
 
 
-def _find_limit(
-    G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Any, microbatch: int | None
-) -> Limit:
-    """Find out with one row how many rows can share a pass."""
-    loss = row.promise.loss
+def _room(
+    G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Alone, most: int
+) -> tuple[int, float]:
+    """Find out with one row how many rows can share a pass, and with how many entries in their batch."""
     if G.vector.topology.collective:
-        return Limit(loss, reason="parameters are sharded")
+        raise RowByRow("parameters are sharded")
     if row.kind is None or row.size == 0:
-        return Limit(loss, reason="batches were given, and not what they are made of")
-    room = (microbatch or 2**31) // row.size
-    if room < 2:
-        return Limit(loss, reason="a microbatch has no room for two rows")
+        raise RowByRow("batches were given, and not what they are made of")
+    if most < 2 * row.size:
+        raise RowByRow("a microbatch has no room for two rows")
     with _counted_activations(model) as count:
         values = alone(row)
-    if values.shape != (row.size,):
-        return Limit(loss, reason=_A_MEAN)
-    of_pass, of_row = _budget(G.vector.device)
-    most = min(of_pass // max(count[0], 1), room)
-    if most < 2 or count[0] > of_row:
-        return Limit(loss, reason=f"a row has {row.size} examples, {count[0] / 2**20:.3g} MiB")
     G.drop(row.k)
-    return Limit(loss, most, most * _entries(_batch([row])))
+    if values.shape != (row.size,):
+        raise RowByRow(_A_MEAN)
+    of_pass, of_row = _budget(G.vector.device)
+    rows = min(of_pass // max(count[0], 1), most // row.size)
+    if rows < 2 or count[0] > of_row:
+        raise RowByRow(f"a row has {row.size} examples, {count[0] / 2**20:.3g} MiB")
+    return rows, rows * _entries(row.all())
 
 
 def _share(
-    G: ConstraintMatrix,
-    model: torch.nn.Module,
-    rows: list[Source],
-    limit: Limit,
-    alone: Callable[[Source], Tensor],
+    G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], limit: Limit, alone: Alone
 ) -> None:
-    """Compute the rows that share a pass; raise where one is another than in a pass of its own."""
-    start = time.perf_counter()
-    for part, batch in _passes(rows, limit):
-        if batch is None:
-            continue
-        gradients = _fill(G, model, part, batch)
-        limit.passes += 1
-        for row in _doubtful(part, limit):
-            _compare(G, row, limit, alone, gradients)
-        for row in part:
-            G.seconds[row.k] = (time.perf_counter() - start) / len(part)
-        start = time.perf_counter()
-
-
-def _doubtful(rows: list[Source], limit: Limit) -> list[Source]:
-    """Return the rows of a pass that are to be compared."""
-    again = limit.passes & (limit.passes - 1) == 0
-    first = {row.name[:2]: row for row in reversed(rows)}
-    found = [row for name, row in first.items() if name not in limit.compared]
-    if again:
-        found += [row for name, row in first.items() if limit.compared.get(name) is False]
-    return found or ([rows[limit.passes.bit_length() % len(rows)]] if again else [])
-
-
-def _compare(
-    G: ConstraintMatrix,
-    row: Source,
-    limit: Limit,
-    alone: Callable[[Source], Tensor],
-    gradients: RowGradients,
-) -> None:
-    """Compute a row again in a pass of its own; raise where that makes a difference."""
-    loss = G.loss(row.k)
-    with G.set_aside(row.k) as (found, own):
-        alone(row)
-        own_loss = G.loss(row.k)
-        size, other, apart = (_norm(own), _norm(found), _norm(own.sub_(found)))
-    told = math.isfinite(size) and bool(
-        # Of a distillation that begins, losses are zero and gradients rounding.
-        max(loss.abs(), own_loss.abs()) > rounding(own_loss, G.vector.dtype)
-    )
-    limit.compared[row.name[:2]] = told or limit.compared.get(row.name[:2], False)
-    if told and not apart <= min(4 * gradients.rounding**0.5, _MOST_APART) * max(size, other):
-        reason = f"in a pass with others a row differs by {apart / max(size, other):.1g} of its norm"
-        warnings.warn(
-            f"Each constraint gradient takes a pass: {reason}. Does the loss of an example depend on the "
-            "other examples of its batch, or draw random numbers?",
-            stacklevel=2,
-        )
-        raise RowByRow(reason)
-
-
-def _norm(row: Tensor) -> float:
-    return float(torch.linalg.vector_norm(row, dtype=wide_dtype(torch, row.device)))
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
-
-
-def _passes(rows: list[Source], limit: Limit) -> Iterator[tuple[list[Source], Batch | None]]:
-    """Yield rows that share a pass, with the batch of all their examples; or one row, and None."""
-    if len(rows) > limit.rows:
-        for start in range(0, len(rows), limit.rows):
-            yield from _passes(rows[start : start + limit.rows], limit)
+    """Compute rows of G in one pass, if there are several; raise where that is not possible, or wrong."""
+    if len(rows) < 2:
         return
-    batch = _batch(rows) if len(rows) > 1 else None
-    if batch is None or _entries(batch) <= 1.5 * limit.entries:
-        yield rows, batch
+    batch = rows[0].joined(rows[1:]).all()
+    if _entries(batch) > 1.5 * limit.entries:  # examples are longer than at first
+        _share(G, model, rows[: len(rows) // 2], limit, alone)
+        _share(G, model, rows[len(rows) // 2 :], limit, alone)
         return
-    for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):  # examples are longer than at first
-        yield from _passes(half, limit)
-
-
-def _batch(rows: list[Source]) -> Batch:
-    return rows[0].joined(rows[1:]).all()
-
-
-def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], batch: Batch) -> RowGradients:
-    """Compute rows of G in one pass; raise where that is not possible."""
     first, t, n = rows[0], len(rows), rows[0].size
     if any(leaf.shape[:1] != (t * n,) for leaf in _tensors(bare(batch))):
         raise RowByRow("the rows of a batch are no examples, as in packed texts")
@@ -222,28 +144,51 @@ def _fill(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], batch
         values = call_loss(first.promise.loss, model, batch, t * n, first.name)
         if values.shape != (t * n,):
             raise RowByRow(_A_MEAN)
-        weights: Any = [row.weight for row in rows]
-        alike = all(weight == weights[0] for weight in weights)  # then a device need not wait for them
-        weights = weights[0] if alike else torch.tensor(weights, dtype=values.dtype, device=values.device)
+        weights = torch.tensor([row.weight for row in rows], dtype=values.dtype)
+        weights = weights.to(values.device, non_blocking=True)
         losses = values.view(t, n).mean(1) * weights
         gradients.differentiate(losses.sum() * G.scale, G.vector.parameters)
     stored = stored_losses(batch, first.promise, first.name)
     then = None if stored is None else stored.view(t, n).mean(1) * weights
     G.note(first.k, parts, gradients.reached, losses, then)
-    return gradients
+    limit.passes += 1
+    for row in _doubtful(rows, limit):
+        name = row.name[:2]
+        limit.compared[name] = _agrees(G, row, alone, gradients) or limit.compared.get(name, False)
 
 
-def stored_losses(batch: Batch, promise: Promise, name: Any) -> Tensor | None:
-    """Return the losses, shape (n,), that were stored with examples, which a tolerance needs."""
-    if isinstance(batch, Remembered) and "losses" in batch.fields:
-        return batch.losses
-    if promise.tolerance is not None:
-        raise ValueError(
-            f"tolerance needs the losses that examples{f' of {name[0]!r}' if name else ''} had when they "
-            "were stored: use keep or end_task of GEM, memory.record(name, losses=...) or "
-            "memory.add(..., losses=...)."
+def _doubtful(rows: list[Source], limit: Limit) -> list[Source]:
+    """Return the rows of a pass that are to be compared."""
+    again = limit.passes & (limit.passes - 1) == 0
+    first = {row.name[:2]: row for row in reversed(rows)}
+    told = limit.compared
+    found = [row for name, row in first.items() if name not in told or (again and not told[name])]
+    return found or ([rows[limit.passes.bit_length() % len(rows)]] if again else [])
+
+
+def _agrees(G: ConstraintMatrix, row: Source, alone: Alone, gradients: RowGradients) -> bool:
+    """Compute a row again in a pass of its own, and raise if it differs; return whether that could tell."""
+    loss = G.loss(row.k)
+    with G.set_aside(row.k) as (found, own):
+        alone(row)
+        own_loss = G.loss(row.k)
+        wide = wide_dtype(torch, own.device)
+        size, other, apart = (
+            float(torch.linalg.vector_norm(a, dtype=wide)) for a in (own, found, own - found)
         )
-    return None
+    # Of a distillation that begins, losses are zero and gradients rounding.
+    rounded = max(loss.abs(), own_loss.abs()) <= rounding(own_loss, G.vector.dtype)
+    if rounded or not math.isfinite(size):
+        return False
+    if not apart <= min(4 * gradients.rounding**0.5, _MOST_APART) * max(size, other):
+        reason = f"in a pass with others a row differs by {apart / max(size, other):.1g} of its norm"
+        warnings.warn(
+            f"Each constraint gradient takes a pass: {reason}. Does the loss of an example depend on the "
+            "other examples of its batch, or draw random numbers?",
+            stacklevel=2,
+        )
+        raise RowByRow(reason)
+    return True
 
 
 def _tensors(batch: Batch) -> list[Tensor]:

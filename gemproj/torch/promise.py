@@ -147,6 +147,19 @@ def call_loss(
     return value.reshape(1) if n == 1 else value
 
 
+def stored_losses(batch: Batch, promise: Promise, name: Any) -> Tensor | None:
+    """Return the losses, shape (n,), that were stored with examples, which a tolerance needs."""
+    if isinstance(batch, Remembered) and "losses" in batch.fields:
+        return batch.losses
+    if promise.tolerance is not None:
+        raise ValueError(
+            f"tolerance needs the losses that examples{f' of {name[0]!r}' if name else ''} had when they "
+            "were stored: use keep or end_task of GEM, memory.record(name, losses=...) or "
+            "memory.add(..., losses=...)."
+        )
+    return None
+
+
 @contextmanager
 def explained(batch: Batch) -> Iterator[None]:
     """Add to an error in a loss what it was called with."""
