@@ -62,6 +62,8 @@ def wide_dtype(xp: Any, device: Any) -> Any:
 
 def is_array(a: Any) -> bool:
     """Return whether `a` is an array of a library that array-api-compat supports, and can be written."""
+    if type(a) is np.ndarray:
+        return True
     immutable = array_api_compat.is_jax_array(a) or array_api_compat.is_ndonnx_array(a)
     return array_api_compat.is_array_api_obj(a) and not immutable
 

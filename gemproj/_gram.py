@@ -158,7 +158,7 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     if of_b[-1:] != of_K[-1:]:
         raise ValueError(f"b must have shape (..., {of_K[-1]}) to go with K of shape {of_K}; found {of_b}.")
     try:
-        batch = np.broadcast_shapes(of_K[:-2], of_b[:-1])
+        batch = of_b[:-1] if of_K[:-2] in ((), of_b[:-1]) else np.broadcast_shapes(of_K[:-2], of_b[:-1])
     except ValueError:
         raise ValueError(f"The leading dimensions of K {of_K} and b {of_b} do not broadcast.") from None
     if gg is not None and tuple(gg.shape) != batch:
@@ -174,10 +174,11 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
         K = xp.broadcast_to(K, (*batch, t, t))
     if on_host(device):
         K, b, gg = (a if a is None else to_numpy(a) for a in (K, b, gg))
-        _check_finite(Gram(K, b, np.max(np.abs(b), axis=-1, initial=0.0)), "K", "b")
-        _check_products(K)
-        if gg is not None and len(wrong := gg[~((gg >= 0.0) & (gg < math.inf))]):
-            raise ValueError(f"gg must be the squared norm of g; found {wrong[0]}.")
+        if not (_is_positive_definite(K) and np.isfinite(b).all()):
+            _check_finite(Gram(K, b, np.abs(b).max(axis=-1, initial=0.0)), "K", "b")
+            _check_products(K)
+        if gg is not None and (wrong := ~((gg >= 0.0) & (gg < math.inf))).any():
+            raise ValueError(f"gg must be the squared norm of g; found {gg[wrong][0]}.")
     if gg is None:
         xp = namespace(b)
         squares = b * b * inverse(xp.linalg.diagonal(K))
@@ -187,12 +188,16 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     return Gram(K, b, gg)
 
 
-def _check_products(K: np.ndarray) -> None:
-    """Raise if K is not a Gram matrix, with a tolerance of 1 % for rounded products."""
+def _is_positive_definite(K: np.ndarray) -> bool:
+    """Return whether K is finite, symmetric and positive definite; of singular matrices it cannot tell."""
     if (np.swapaxes(K, -1, -2) == K).all():
         with suppress(np.linalg.LinAlgError):
-            np.linalg.cholesky(K)
-            return
+            return bool(np.isfinite(np.linalg.cholesky(K)).all())
+    return False
+
+
+def _check_products(K: np.ndarray) -> None:
+    """Raise if K is not a Gram matrix, with a tolerance of 1 % for rounded products."""
     diagonal = np.diagonal(K, axis1=-2, axis2=-1)
     if (diagonal < 0.0).any():
         raise ValueError("K must be a Gram matrix; found a negative number on its diagonal.")

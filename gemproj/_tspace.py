@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from gemproj._arrays import Array, device_of, namespace
 from gemproj._constants import DEPENDENT
 
@@ -106,6 +108,8 @@ def normalise(
 
 def inverse(a: Array) -> Array:
     """Return 1/a, and 0 where a is 0."""
+    if type(a) is np.ndarray:
+        return np.divide(1.0, a, out=np.zeros_like(a), where=a > 0)
     xp = namespace(a)
     return 1.0 / xp.where(a > 0, a, xp.full_like(a, math.inf))
 
