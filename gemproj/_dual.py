@@ -103,7 +103,8 @@ def solve_dual(
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
     sol = solve(measure(problem), options, start)
     # Certificates need more digits of K than multipliers.
-    if problem.host and problem.t and np.count_nonzero(chosen := uncertified(sol)):
+    chosen = uncertified(sol) if problem.host and problem.t else None
+    if chosen is not None and np.count_nonzero(chosen):
         sol = return_to_rows(problem, sol, chosen)
     return sol.to(problem.to_caller)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -36,25 +35,28 @@ def ill_conditioned(problem: Problem, sol: DualSolution, resolved: Any) -> np.nd
     return (resolved < trusted) | (sol._status & _STALLED > 0)
 
 
-def uncertified(sol: DualSolution) -> np.ndarray:
-    """Return the mask (...) of problems whose K is too ill-conditioned for certificates, which then need G.
+def uncertified(sol: DualSolution) -> np.ndarray | None:
+    """Return the mask (...) of problems whose K is too ill-conditioned for certificates; None for none.
 
     `ill_conditioned` suffices unless rows that the method treated as inactive may be nearly active. That is
     possible if the method is approximate, or if ``b - h`` is small relative to g, because the exact method
     normalises b.
     """
     (K, b, gg), h = sol.gram, sol.bounds.h
-    apart, squares = b if h is None else b - h, np.diagonal(K, 0, -2, -1)
+    apart = b if h is None else b - h
     if sol._exact and gg.ndim == 0:  # one problem, and usually the first row tells: Python floats are faster
-        large = 1e-2 * math.sqrt(gg)
-        if any(abs(a) > large * math.sqrt(k) for a, k in zip(apart.tolist(), squares.tolist(), strict=True)):
-            return np.zeros((), bool)
+        large = 1e-4 * float(gg)
+        if any(
+            a * a > large * k > 1e-300 for a, k in zip(apart.tolist(), K.diagonal().tolist(), strict=True)
+        ):
+            return None
+    squares = np.diagonal(K, 0, -2, -1)
     any_row = np.all(np.abs(apart) <= 1e-2 * np.sqrt(squares) * np.sqrt(gg)[..., None], axis=-1)
     any_row = any_row | (not sol._exact)
     if sol._coordinates is not None:
         any_row = any_row & ~sol.refined
     if not np.count_nonzero(any_row):
-        return any_row
+        return None
     return any_row & (_resolution(sol) < (RESOLVED if sol._rounding < 1e-12 else TRUST_NARROW))
 
 
