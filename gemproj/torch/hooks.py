@@ -17,9 +17,11 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 from torch.utils.weak import TensorWeakRef
 
 from gemproj.torch.changes import Step
+from gemproj.torch.parameters import mesh_of
 
 _attached: WeakSet[Any] = WeakSet()  # of ProjectedOptimizer; each lives as long as its optimizer
 _lock = Lock()  # of that set: threads may train models of their own
@@ -52,15 +54,10 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
     on_mesh: dict[Any, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
-            on_mesh.setdefault(getattr(p.grad, "device_mesh", None), []).append(p.grad)
-    if not on_mesh:
-        return torch.tensor(0.0)
-    kind, norms = float(norm_type), []
-    for gradients in on_mesh.values():
-        each = torch._foreach_norm(gradients, kind)
-        norm: Any = torch.linalg.vector_norm(torch.stack([n.to(each[0].device) for n in each]), kind)
-        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    return torch.linalg.vector_norm(torch.stack([n.to(norms[0].device) for n in norms]), kind)
+            on_mesh.setdefault(mesh_of(p.grad), []).append(p.grad)
+    norms: list[Any] = [get_total_norm(gradients, norm_type) for gradients in on_mesh.values()]
+    whole = [norm if mesh_of(norm) is None else norm.full_tensor() for norm in norms]
+    return get_total_norm(whole, norm_type)
 
 
 def clip(parameters: list[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
