@@ -78,9 +78,9 @@ class ConstraintMatrix:
         self.vector.check()
         if rows > len(self._buffer):  # before there is a larger one
             self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
+        self._sums = self._none.new_zeros(2, 0)  # of losses now, and when stored
         self._reserve(rows)
         self.scale, self.seconds = scale, [0.0] * rows
-        self._losses: list[tuple[range, Tensor]] = []  # of these rows: losses now, and when stored
         self.written: set[int] = set()
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0, stored: Tensor | None = None) -> None:
@@ -129,16 +129,12 @@ class ConstraintMatrix:
 
     def loss(self, k: int) -> Tensor:
         """Return the loss of row k, as far as it has been added."""
-        return sum(
-            (values[0, k - at.start] for at, values in self._losses if k in at), self._none.new_zeros(())
-        )
+        return self._sums[0, k].clone()
 
     def drop(self, k: int) -> None:
         """Forget row k, which is to be added again."""
         self.written.discard(k)
-        for at, values in self._losses:
-            if k in at:
-                values[:, k - at.start] = 0.0
+        self._sums[:, k] = 0.0
 
     @contextmanager
     def timed(self, rows: Sequence[Any]) -> Iterator[None]:
@@ -151,19 +147,18 @@ class ConstraintMatrix:
     @contextmanager
     def set_aside(self, k: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Have row k added again for a time; yield what it was and will be, and a view of what is added."""
-        row, losses, reached = self._buffer[k].clone(), self._losses, list(self.reached)
-        self.written.discard(k)
-        self._losses = []
+        row, sums, reached = self._buffer[k].clone(), self._sums.clone(), list(self.reached)
+        self.drop(k)
         try:
             yield row, self._buffer[k]
         finally:
-            self._buffer[k], self._losses, self.reached = row, losses, reached
+            self._buffer[k], self._sums, self.reached = row, sums, reached
             self.written.add(k)
 
     def _note(self, k: int, losses: Tensor, stored: Tensor | None) -> None:
         now = losses.to(self._none)
         then = torch.full_like(now, math.nan) if stored is None else stored.to(now).expand_as(now)
-        self._losses.append((range(k, k + len(now)), torch.stack([now, then])))
+        self._sums[:, k : k + len(now)].add_(torch.stack([now, then]))
 
     def close(self, rows: int) -> None:
         """Sum rows over processes, and declare so many complete; this process may have no example of some."""
@@ -174,12 +169,7 @@ class ConstraintMatrix:
             G.div_(self.scale)
         self.reached = topology.reduce(G, self.reached)
         if rows:
-            sums = self._losses[0][1] if self._losses else self._none.new_zeros(2, 0)
-            if len(self._losses) > 1 or len(sums[0]) < rows:
-                sums = self._none.new_zeros(2, rows)
-                for at, values in self._losses:
-                    sums[:, at.start : at.stop].add_(values)
-            self.losses, self.stored = topology.sum_values(sums)
+            self.losses, self.stored = topology.sum_values(self._sums[:, :rows])
         self._count = rows
 
     def project(
@@ -298,7 +288,9 @@ class ConstraintMatrix:
         return [(at, self.rows[:, at]) for at in columns]
 
     def _reserve(self, rows: int) -> None:
-        kept = len(self._buffer)
+        kept, more = len(self._buffer), rows - self._sums.shape[1]
+        if more > 0:
+            self._sums = torch.cat([self._sums, self._sums.new_zeros(2, more)], 1)
         if rows > kept:
             rows = max(rows, 2 * kept)  # where their number is not known ahead, few copies are made
             grown = self._buffer.new_empty((rows, self.vector.d))

@@ -270,15 +270,13 @@ class EpisodicMemory:
 
         It has all examples if there are fewer. Tasks that are stored in batches must not differ in structure.
         """
-        check_count(n, "n", 1)
-        tasks = self._others(exclude)
-        if not tasks:
-            raise ValueError(
-                "The memory is empty: nothing to draw from."
-                if exclude is None
-                else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
-            )
-        return self._fetch(self._sampled(list(tasks.values()), n))
+        for batch in self.batches(exclude, n=n, per="all"):
+            return batch
+        raise ValueError(
+            "The memory is empty: nothing to draw from."
+            if exclude is None
+            else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the stored examples, of the state of the policy, and of the random state.
