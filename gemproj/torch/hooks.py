@@ -11,9 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
-from threading import Lock
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,15 +21,14 @@ from torch.utils.weak import TensorWeakRef
 from gemproj.torch.changes import Step
 from gemproj.torch.parameters import mesh_of
 
-_attached: WeakSet[Any] = WeakSet()  # of ProjectedOptimizer; each lives as long as its optimizer
-_lock = Lock()  # of that set: threads may train models of their own
 _STEP: Any = torch.optim.Optimizer.profile_hook_step(print)  # what calls the hooks around a step
 
 
-def find(wanted: Callable[[Any], bool]) -> Any:
-    """Return an attached projector's `ProjectedOptimizer`, or None."""
-    with _lock:
-        return next(filter(wanted, _attached), None)
+def attached(optimizer: Any) -> list[ProjectedOptimizer]:
+    """Return what projects the steps of an optimizer."""
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return [one for one in owners if isinstance(one, ProjectedOptimizer)]
 
 
 def detach(optimizer: Any) -> None:
@@ -42,10 +39,8 @@ def detach(optimizer: Any) -> None:
     """
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper, or DeepSpeed's, which has none
         optimizer = getattr(optimizer, "_gemproj", optimizer.optimizer)
-    for hook in list(optimizer._optimizer_step_pre_hooks.values()):
-        owner: Any = getattr(hook, "__self__", None)
-        if type(owner).__module__.startswith("gemproj."):
-            owner.remove()
+    for one in attached(optimizer):
+        one.remove()
 
 
 @torch.no_grad()
@@ -137,8 +132,8 @@ def clip_grad_norm_(
     parameters = list(parameters)
     mine = {id(p) for p in parameters if p.grad is not None}
     holding = [o for o in optimizers if mine <= {id(p) for group in o.param_groups for p in group["params"]}]
-    last = holding[-1] if holding else None
-    one = find(lambda one: one._step.optimizer is last and mine <= one._step.groups().keys())
+    last = attached(holding[-1]) if holding else []
+    one = next((one for one in last if mine <= one._step.groups().keys()), None)
     if one is None:
         return now(parameters, max_norm, norm_type)
     # Nothing is written before the step. Clipping to infinity would: NaN where the norm overflows.
@@ -155,10 +150,9 @@ class ProjectedOptimizer:
         step.metric = projector.metric
         step.check(projector.on)
         self._projector, self._step, self.clips = projector, step, Clips()
-        other = find(
-            lambda one: one._step.optimizer is step.optimizer and one._step.groups().keys() & step.groups()
-        )
-        if other is not None:
+        for other in attached(step.optimizer):
+            if not other._step.groups().keys() & step.groups():
+                continue
             raise ValueError(
                 f"{'This' if other._projector is projector else 'Another'} projector is attached to this "
                 "optimizer already, and both would act. Attach once, before the loop, or call remove() on "
@@ -173,8 +167,6 @@ class ProjectedOptimizer:
             step.optimizer.register_step_pre_hook(self._begin),
             step.optimizer.register_step_post_hook(self._finish),
         ]
-        with _lock:
-            _attached.add(self)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip what the projection leaves of the gradient, in the next step; see `GEM.clip_grad_norm_`."""
@@ -189,8 +181,6 @@ class ProjectedOptimizer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        with _lock:
-            _attached.discard(self)
 
     @torch.compiler.disable
     @torch.no_grad()

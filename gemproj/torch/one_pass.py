@@ -90,9 +90,12 @@ class SharedPasses:
                         with G.timed(part):
                             _share(G, model, part, limit, alone)
                 except Exception as error:  # if it is the loss that fails, it also does alone
+                    if limit.rows or not isinstance(
+                        error, RowByRow
+                    ):  # else there is one row, and it is right
+                        for row in some:
+                            G.drop(row.k)
                     limit.rows, limit.reason = 1, str(error).partition("\n")[0]
-                    for row in some:
-                        G.drop(row.k)
                 self.reason = self.reason or limit.reason
             for row in some:
                 if row.k not in G.written:
@@ -112,13 +115,13 @@ def _room(
         raise RowByRow("a microbatch has no room for two rows")
     with _counted_activations(model) as count:
         values = alone(row)
-    G.drop(row.k)
     if values.shape != (row.size,):
         raise RowByRow(_A_MEAN)
     of_pass, of_row = _budget(G.vector.device)
     rows = min(of_pass // max(count[0], 1), most // row.size)
     if rows < 2 or count[0] > of_row:
         raise RowByRow(f"a row has {row.size} examples, {count[0] / 2**20:.3g} MiB")
+    G.drop(row.k)
     return rows, rows * _entries(row.all())
 
 

@@ -18,7 +18,7 @@ from gemproj.torch.changes import Change, Gradient, Metric, On, Step
 from gemproj.torch.constraint_gradients import from_batches, from_losses, unwrapped
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated, check_alone
-from gemproj.torch.hooks import ProjectedOptimizer, find
+from gemproj.torch.hooks import ProjectedOptimizer
 from gemproj.torch.keywords import suggesting
 from gemproj.torch.one_pass import SharedPasses
 from gemproj.torch.parameters import ParameterVector
@@ -119,7 +119,7 @@ class GradientProjector:
         self.every, self.project = every, project
         self._vector = ParameterVector.of(parameters, process_group)
         self._matrix = ConstraintMatrix(self._vector, rows_dtype)
-        self._unused = Unused(self)
+        self._unused, self._attached = Unused(self), False
         self.last: Projection | None = None
         self.reset()
 
@@ -248,7 +248,7 @@ class GradientProjector:
         bool
             Whether constraints were computed: at the first call after `reset` and every `every` calls.
         """
-        if self._calls and self.on != "gradient" and find(lambda one: one._projector is self) is None:
+        if self._calls and self.on != "gradient" and not self._attached:
             raise ValueError(
                 f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
                 "attach(optimizer) once, before the loop."
@@ -311,7 +311,9 @@ class GradientProjector:
         ProjectedOptimizer
             Call its ``remove()`` to detach.
         """
-        return ProjectedOptimizer(self, Step.of(self._vector, optimizer))
+        found = ProjectedOptimizer(self, Step.of(self._vector, optimizer))
+        self._attached = True
+        return found
 
     def before_step(self, step: Step | None) -> None:
         """Project the gradient of an optimizer's step, unless it is left alone; of a skipped one, None."""
