@@ -78,7 +78,7 @@ class ConstraintMatrix:
         self.vector.check()
         if rows > len(self._buffer):  # before there is a larger one
             self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
-        self._sums = self._none.new_zeros(2, 0)  # of losses now, and when stored
+        self._sums = self._none.new_zeros(2, rows)  # of losses now, and when stored
         self._reserve(rows)
         self.scale, self.seconds = scale, [0.0] * rows
         self.written: set[int] = set()
