@@ -23,6 +23,7 @@ extensions = [
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
     "checks",
+    "drawing",
     "mathml",
 ]
 # What is only included in other pages is no page of its own; neither are the sources of what is built.

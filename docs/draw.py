@@ -33,6 +33,10 @@ def losses(method: str, knob: float | None) -> list[dict[str, float]]:
 def skill() -> Figure:
     """Loss on the old skill and on the new one, by what is done to keep the old one."""
     figure, both = plt.subplots(1, 2, figsize=(8.4, 2.7), sharey=True, width_ratios=(3, 1.6))
+    figure.set_label(
+        "Loss on the old skill, 1.28 before: fine-tuning 2.34, stored texts replayed 1.95, stored outputs "
+        "replayed 1.37, stored outputs held at a bound 1.35. Loss on the new one: 1.63, 1.44, 1.36, 1.40."
+    )
     names = [title for *_, title, _ in BARS]
     for axes, key, title in zip(
         both,

@@ -1,5 +1,6 @@
 """What a build of the pages refuses: formulas that are prose, links that lead nowhere, pictures without words."""
 
+import importlib
 import sys
 from pathlib import Path
 
@@ -62,12 +63,14 @@ def test_figures_come_for_light_and_for_dark_pages(tmp_path):
     with looks.plt.rc_context(looks.STYLE):
         figure, axes = looks.plt.subplots()
         axes.plot([0, 1], color="C0")
+        figure.set_label("A line & no more")
         light, dark = (file.read_text() for file in looks.write(figure, tmp_path / "figure"))
         looks.plt.close(figure)
     pairs = [looks.INK, looks.LINES, looks.COLOURS["C0"]]
     assert all(day in light and night not in light for day, night in pairs)
     assert all(night in dark and day not in dark for day, night in pairs)
     assert "#ffffff" not in light + dark  # no ground of its own
+    assert importlib.import_module("drawing").title(tmp_path / "figure-light.svg") == "A line & no more"
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,10 @@ STYLE = {
 
 
 def write(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure drawn in `STYLE` to ``path-light.svg`` and ``path-dark.svg``; return both."""
+    """Write a figure in `STYLE` to ``path-light.svg`` and ``path-dark.svg``, its label as title."""
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    about = {"Date": None, "Creator": None, "Title": str(figure.get_label())}
+    figure.savefig(stream, format="svg", metadata=about)
     light = re.sub(r"(?s)<!DOCTYPE.*?>\n|<metadata>.*?</metadata>", "", stream.getvalue())
     pairs = dict([INK, FAINT, LINES, *COLOURS.values()])
     dark = re.sub(r"#[0-9a-f]{6}", lambda found: pairs.get(found[0], found[0]), light)
