@@ -63,13 +63,8 @@ bench: $(STAMP)  ## Time every method and the published recipes on this machine.
 bench-gpu:  ## Check and time everything on an NVIDIA device, with the torch of PYTHON.
 	$(PYTHON) -m asv_benchmarks.reports.gpu --out docs/results/bench-gpu.md $(ARGS)
 
-ASV := $(BIN)/python -m asv --config asv_benchmarks/asv.conf.json
-
-bench-asv: $(STAMP)  ## Record the benchmarks of this commit; pages of all recorded commits in asv_benchmarks/html.
-	@test -f ~/.asv-machine.json || $(ASV) machine --yes
-	@git diff --quiet HEAD -- gemproj || echo "gemproj has uncommitted changes: they are measured, as HEAD."
-	$(ASV) run --python=same --set-commit-hash $$(git rev-parse HEAD) $(ARGS)
-	$(ASV) publish
+bench-asv: $(STAMP)  ## Record the benchmarks of commits, HEAD by default; pages of all recorded ones in asv_benchmarks/html.
+	$(BIN)/python -m asv_benchmarks.reports.commits $(ARGS)
 
 accuracy: $(STAMP)  ## Find out which solver fails where; tables and figure of docs/accuracy.md.
 	$(BIN)/python -m asv_benchmarks.reports.accuracy $(ARGS)

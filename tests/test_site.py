@@ -73,6 +73,18 @@ def test_figures_come_for_light_and_for_dark_pages(tmp_path):
     assert importlib.import_module("drawing").title(tmp_path / "figure-light.svg") == "A line & no more"
 
 
+def test_recorded_benchmarks_can_be_read_and_are_linked():
+    asv_pages = pytest.importorskip("asv_pages", reason="needs matplotlib and torch")
+    runs = asv_pages.recorded()
+    assert len(runs) >= 2
+    for run in runs:
+        for name in asv_pages.PANELS:
+            assert run["values"][name]["'exact'", "9", str(asv_pages.LORA)] > 0
+    text = (DOCS / "performance.md").read_text()
+    assert f"{{drawing}} {asv_pages.FIGURE.as_posix()}" in text
+    assert '<a href="benchmarks/index.html">' in text
+
+
 @pytest.mark.parametrize(
     "script", sorted((DOCS / "gallery").glob("plot_*.py")), ids=lambda script: script.stem
 )
