@@ -28,7 +28,7 @@ extensions = [
     "mathml",
 ]
 # What is only included in other pages is no page of its own; neither are the sources of what is built.
-exclude_patterns = ["_build", "results", "gallery", "paper.md"]
+exclude_patterns = ["_build", "results", "snippets", "gallery", "paper.md"]
 
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3

@@ -17,14 +17,16 @@ from pages import blocks, run
 
 ROOT = Path(__file__).parent.parent
 DOCS, PACKAGE = ROOT / "docs", ROOT / "gemproj"
-WRITTEN = [page for page in sorted(DOCS.rglob("*.md")) if not {"_build", "results"} & set(page.parts)]
+WRITTEN = [
+    page for page in sorted(DOCS.rglob("*.md")) if not {"_build", "results", "snippets"} & set(page.parts)
+]
 NEEDS = {
-    "docs/catastrophic_forgetting.md": "transformers",
-    "docs/continued_pretraining.md": "transformers",
+    "docs/catastrophic_forgetting.md": "lightning trl",
+    "docs/continued_pretraining.md": "lightning trl",
     "docs/frameworks.md": "lightning trl",
     "docs/migrate.md": "quadprog",
     "docs/multi_task.md": "torchjd",
-    "docs/safety.md": "transformers",
+    "docs/safety.md": "lightning trl",
     "docs/training.md": "lightning trl",
 }
 
