@@ -1,6 +1,7 @@
 """What a build of the pages refuses: formulas that are prose, links that lead nowhere, pictures without words."""
 
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -83,6 +84,18 @@ def test_recorded_benchmarks_can_be_read_and_are_linked():
     text = (DOCS / "performance.md").read_text()
     assert f"{{drawing}} {asv_pages.FIGURE.as_posix()}" in text
     assert '<a href="benchmarks/index.html">' in text
+
+
+def test_results_do_not_name_the_interpreter(tmp_path):
+    commits = pytest.importorskip("asv_benchmarks.reports.commits")
+    run = {"commit_hash": "0123456789", "params": {"python": ""}, "results": {"old": [1], "both": [1]}}
+    (tmp_path / f"01234567-{commits.PYTHON}.json").write_text(json.dumps(run))
+    run["results"] = {"both": [2]}
+    (tmp_path / "01234567-existing-py_home_me_bin_python.json").write_text(json.dumps(run))
+    commits.rename(tmp_path)
+    (found,) = (json.loads(path.read_text()) for path in tmp_path.iterdir())
+    assert found["results"] == {"old": [1], "both": [2]}
+    assert found["env_name"] == found["params"]["python"] == commits.PYTHON
 
 
 @pytest.mark.parametrize(
