@@ -74,6 +74,14 @@ def test_figures_come_for_light_and_for_dark_pages(tmp_path):
     assert importlib.import_module("drawing").title(tmp_path / "figure-light.svg") == "A line & no more"
 
 
+@pytest.mark.parametrize(("mode", "ground"), [(0, "ffffff"), (1, "131416")])
+def test_colours_of_the_figures_have_contrast(mode, ground):
+    looks = pytest.importorskip("looks", reason="needs matplotlib and torch")
+    contrast = pytest.importorskip("test_cone").contrast
+    for pair in [looks.INK, looks.FAINT, *looks.COLOURS.values()]:
+        assert contrast(list(bytes.fromhex(pair[mode][1:])), list(bytes.fromhex(ground))) >= 4.5, pair
+
+
 def test_recorded_benchmarks_can_be_read_and_are_linked():
     asv_pages = pytest.importorskip("asv_pages", reason="needs matplotlib and torch")
     runs = asv_pages.recorded()
