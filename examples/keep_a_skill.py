@@ -149,6 +149,13 @@ def texts_of(seed: int, reference: int = REFERENCE) -> dict[str, Tensor]:
     return {name: write(*size, 10 * seed + k) for k, (name, size) in enumerate(sizes.items())}
 
 
+@torch.no_grad()
+def losses(model: nn.Module, texts: Mapping[str, Tensor], said: Tensor) -> dict[str, float]:
+    """Return the losses on X, on Y and on the reference, and the KL of that from what was said about it."""
+    found = {name: float(TEXT(model, texts[name]).mean()) for name in ("x", "y", "reference")}
+    return found | {"kl": max(0.0, float(KL(model, texts["reference"], said).mean()))}
+
+
 def compare(seed: int, steps: int) -> list[dict[str, Any]]:
     """Pretrain one model, fine-tune it in each way, and return what each has lost and learned."""
     texts = texts_of(seed)
@@ -166,9 +173,7 @@ def compare(seed: int, steps: int) -> list[dict[str, Any]]:
             if report:
                 print(report)
         row = {"seed": seed, "method": str(method or "before"), "seconds": time.perf_counter() - begin}
-        with torch.no_grad():
-            row |= {name: float(TEXT(model, texts[name]).mean()) for name in ("x", "y", "reference")}
-            rows.append(row | {"kl": max(0.0, float(KL(model, texts["reference"], said).mean()))})
+        rows.append(row | losses(model, texts, said))
     return rows
 
 

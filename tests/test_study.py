@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from examples.common.command import SetupError
-from examples.study import plan, publish, runs, settings, skill, streams, train
+from examples.study import plan, publish, settings, skill, streams, train
 from examples.study.learners import Setup
 from examples.study.results import Results, results_of
 from examples.study.settings import METHODS, STREAMS, TUNING_SEEDS
@@ -37,9 +37,10 @@ def done(name, **changes):
     """Return the record of a run in miniature, in the middle of the method's grid; each is run once."""
     knob = METHODS[name].grid[1] if METHODS[name].grid else 0.0
     adam = name in ("gem-step", "gem-moments")
-    setting = replace(TINY, optimizer="adamw" if adam else "sgd")
-    run = replace(train.Run("tiny", setting, name, 0.05, knob, 3, "report"), **changes)
-    return run.record(run())
+    run = replace(train.Run("tiny", name, 0.05, knob, 3, "report"), **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(STREAMS, "tiny", replace(TINY, optimizer="adamw" if adam else "sgd"))
+        return run.record(run())
 
 
 @pytest.mark.parametrize("name", [*settings.BASIC, *settings.CHEAPER])
@@ -214,17 +215,17 @@ def test_a_study_goes_on_and_mixes_no_data(tmp_path, monkeypatch):
         keep(waiting[0], {"wall_seconds": 0.0} | waiting[0]())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runs, "work", work)
+    monkeypatch.setattr(plan, "work", work)
     for _ in TINY.seeds:
         with pytest.raises(KeyboardInterrupt):
-            runs.complete(["tiny"], ["plain"], tmp_path, 1, False, Console(quiet=True))
+            plan.complete(["tiny"], ["plain"], tmp_path, 1, False, Console(quiet=True))
     assert waited == [3, 2, 1]
     other = tmp_path / "other"
     results_of("tiny", other).add({"key": "a"}, ABOUT)
     with pytest.raises(SetupError, match="other data"):
         results_of("tiny", other).add({"key": "b"}, {**ABOUT, "hashes": {"data": "0b"}})
     with pytest.raises(SetupError, match="another backbone"):
-        runs.complete(["tiny"], ["plain"], other, 1, False, Console(quiet=True))
+        plan.complete(["tiny"], ["plain"], other, 1, False, Console(quiet=True))
 
 
 def test_committed_pages_follow_from_committed_runs():

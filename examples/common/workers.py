@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from typing import Any
@@ -26,7 +27,7 @@ def work(
     others = set(multiprocessing.active_children())
     context = _context(type(runs[0]).__module__)
     pool = ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (dict(os.environ),))
-    futures = {pool.submit(run): run for run in runs}
+    futures = {pool.submit(_timed, run): run for run in runs}
     try:
         found = as_completed(futures)
         for future in track(found, "runs", len(runs), console=console, disable=not console.is_terminal):
@@ -40,6 +41,11 @@ def work(
         for worker in set(multiprocessing.active_children()) - others:
             worker.terminate()
         raise
+
+
+def _timed(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    start = time.perf_counter()
+    return run() | {"wall_seconds": time.perf_counter() - start}
 
 
 def _context(module: str) -> Any:

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -53,20 +52,14 @@ class Run:
         config = self.config
         if config.device == "cpu":
             torch.set_num_threads(1)
-        start = time.perf_counter()
         model = backbone.load(self.folder, self.seed, config.dropout).to(config.device)
         tasks = [self.experiences[k] for k in stream.order(config.experiences, self.seed)]
         train_rows = [backbone.encode(task.train, self.folder, config) for task in tasks]
         test_rows = [backbone.encode(task.test, self.folder, config) for task in tasks]
         record = Recorder(config, model, train_rows, test_rows, backbone.batch_loss, backbone.logits)
         train.learn(config, METHODS[self.method], self.seed, model, train_rows, record)
-        return {
-            "method": self.method,
-            "seed": self.seed,
-            "order": [task.name for task in tasks],
-            **record.result(),
-            "wall_seconds": time.perf_counter() - start,
-        }
+        named = {"method": self.method, "seed": self.seed, "order": [task.name for task in tasks]}
+        return named | record.result()
 
 
 def complete(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> list[dict[str, Any]]:

@@ -35,13 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def job() -> None:
         # Torch takes seconds to import; --help should not wait.
-        from . import publish, results, runs, settings
+        from . import plan, publish, results, settings
 
         methods = tuple(filter(None, given.methods.split(",")))
         command.check_known("stream", given.names, settings.STREAMS)
         command.check_known("method", methods, settings.METHODS)
         if not given.report:
-            runs.complete(given.names, methods, given.out, given.jobs, given.time, console)
+            plan.complete(given.names, methods, given.out, given.jobs, given.time, console)
         for name in given.names or settings.STREAMS:
             for path in publish.publish(name, results.results_of(name, given.out), given.out):
                 console.print(f"[bold]written[/]   {path}")

@@ -1,15 +1,42 @@
-"""What is to be run: settings are tuned on some seeds, and reported on others."""
+"""What is to be run, and runs it: settings are tuned on some seeds, and reported on others."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from .results import Record, Results
+from rich.console import Console
+
+from examples.common.workers import work
+
+from . import streams
+from .results import Record, Results, results_of
 from .settings import MEMORIES, METHODS, SAME, STREAMS, TIMED, TUNING_SEEDS
 from .train import Run
 
 Point = tuple[float, float]  # learning rate and knob
+
+
+def complete(
+    names: Sequence[str], methods: Sequence[str], folder: Path, jobs: int, timing: bool, console: Console
+) -> None:
+    """Do all runs of the streams that have no record in the folder yet, side by side in worker processes.
+
+    With `timing`, steps are timed, too, one run at a time, after all others.
+    """
+    for name in names or STREAMS:
+        # A stream that is loaded once has in the cache what each worker would make of its own.
+        hashes = streams.load(STREAMS[name].kind, 0, **STREAMS[name].options).hashes
+        results = results_of(name, folder)
+        while waiting := todo(name, results, methods):
+            results.check(hashes)  # before anything is run in vain
+            console.print(f"[bold]{name}[/]  {len(waiting)} runs, {jobs} at a time")
+            work(waiting, results.keep, jobs, console)
+        if timing and (waiting := to_time(name, results, methods)):
+            results.check(hashes)
+            console.print(f"[bold]{name}[/]  {len(waiting)} runs to be timed")
+            work(waiting, results.keep, 1, console)
 
 
 def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run]:
@@ -19,7 +46,7 @@ def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run
         tuned = METHODS[name].like or name
         if chosen(stream, name, results) is None:
             tried = points(stream, tuned, results)
-            runs += [run(stream, tuned, point, seed, "tune") for point in tried for seed in TUNING_SEEDS]
+            runs += [Run(stream, tuned, *point, seed, "tune") for point in tried for seed in TUNING_SEEDS]
         runs += wanted(stream, name, "report", results)
     return missing(runs, results)
 
@@ -45,17 +72,12 @@ def wanted(stream: str, name: str, phase: str, results: Results) -> list[Run]:
     point, seeds = chosen(stream, name, results), STREAMS[stream].seeds
     if point is None:
         return []
-    return [run(stream, name, point, seed, phase) for seed in (seeds[:TIMED] if phase == "time" else seeds)]
+    return [Run(stream, name, *point, seed, phase) for seed in (seeds[:TIMED] if phase == "time" else seeds)]
 
 
 def missing(runs: Sequence[Run], results: Results) -> list[Run]:
     """Return the runs that have no record, each once."""
     return [one for key, one in {one.key: one for one in runs}.items() if key not in results]
-
-
-def run(stream: str, method: str, point: Point, seed: int, phase: str) -> Run:
-    """Return a run on a stream of the settings."""
-    return Run(stream, STREAMS[stream], method, *point, seed, phase)
 
 
 def points(stream: str, name: str, results: Results) -> list[Point]:
@@ -106,5 +128,5 @@ def tune(
 def _tuned(stream: str, name: str, results: Results) -> tuple[list[Point], Point | None]:
     setting, method = STREAMS[stream], METHODS[name]
     rates, grid = (setting.rates[1:4], method.grid) if method.grid else (setting.rates, (0.0,))
-    make = partial(Run, stream, setting, name)
+    make = partial(Run, stream, name)
     return tune(make, rates, grid, lambda record: record["metrics"]["average_accuracy"], results)

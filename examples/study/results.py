@@ -1,17 +1,54 @@
-"""Finished runs: one line of JSON for each, in a file that only grows."""
+"""Runs, and what is kept of finished ones: one line of JSON for each, in a file that only grows."""
 
 import json
 import os
 import platform
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from examples.common.command import SetupError
 from examples.common.workers import VERSIONS
 
+from . import digest
+
 Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class AnyRun:
+    """One method, with a learning rate and a knob, on one stream or in one setting, under one seed.
+
+    `phase` is "tune", of which only the score is kept; "report"; or "time", of which only the times are.
+    """
+
+    where: str
+    method: str
+    rate: float
+    knob: float
+    seed: int
+    phase: str
+    kind: ClassVar[str]  # what `where` is the name of, in the records
+    methods: ClassVar[Mapping[str, Any]]
+
+    @property
+    def title(self) -> str:
+        """Name on the screen."""
+        method = self.methods[self.method]
+        return f"{self.where}, {method.title}, {setting_of(method, self.rate, self.knob)}, seed {self.seed}"
+
+    def name(self, shaping: Any) -> str:
+        """Return what tells it from other runs in the same place, with a hash of what shapes it."""
+        numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
+        return f"{self.method}-{self.phase}-{numbers}-{digest.of_values(shaping)}"
+
+    def named(self, key: str, **more: Any) -> Record:
+        """Return the beginning of its record."""
+        knob = self.knob if self.methods[self.method].knob else None
+        record = {"key": key, self.kind: self.where, "method": self.method, "phase": self.phase}
+        return record | more | {"lr": self.rate, "knob": knob, "seed": self.seed}
 
 
 class Results:
@@ -85,11 +122,6 @@ def results_of(stream: str, folder: Path) -> Results:
 def setting_of(method: Any, rate: float, knob: float | None) -> str:
     """Return a learning rate and, where a method has one, its knob."""
     return f"lr {rate:g}" + (f", {method.knob} {knob:g}" if method.knob and knob is not None else "")
-
-
-def numbers(run: Any, method: Any) -> Record:
-    """Return the learning rate, the knob, if the method has one, and the seed of a run."""
-    return {"lr": run.rate, "knob": run.knob if method.knob else None, "seed": run.seed}
 
 
 def origin(hashes: Mapping[str, str]) -> dict[str, Any]:

@@ -29,14 +29,14 @@ from examples.common.drawing import save
 from examples.common.metrics import mean_std
 from examples.common.tables import markdown_table, plus_minus
 from examples.common.workers import work
-from examples.keep_a_skill import ENTROPY, KL, LENGTH, TEXT, WIDTH, WORDS, learn, texts_of
+from examples.keep_a_skill import ENTROPY, KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
 from examples.lora_agnews.backbone import LORA
 
 from . import compare, digest, figures, plan
 from .__main__ import parser
 from .compare import Record
 from .plan import Point
-from .results import Results, numbers, origin, results_of, rounded, setting_of
+from .results import AnyRun, Results, origin, results_of, rounded
 from .settings import SEEDS, TUNING_SEEDS
 
 CAPTION = (
@@ -101,30 +101,18 @@ COLUMNS: dict[str, Callable[[Record], float]] = {
 }
 
 
-@dataclass(frozen=True)
-class Run:
-    """One method with a learning rate and a knob in one setting under one seed."""
+class Run(AnyRun):
+    """One method in one setting."""
 
-    setting: str
-    method: str
-    rate: float
-    knob: float
-    seed: int
-    phase: str
-
-    @property
-    def title(self) -> str:
-        """Name on the screen."""
-        method = METHODS[self.method]
-        return f"{self.setting}, {method.title}, {setting_of(method, self.rate, self.knob)}, seed {self.seed}"
+    kind = "setting"
+    methods = METHODS
 
     @property
     def key(self) -> str:
-        """What tells it from other runs, with a hash of what shapes it."""
-        setting = SETTINGS[self.setting]
+        """What tells it from other runs."""
+        setting = SETTINGS[self.where]
         shaping = [setting.adapters, setting.reference, setting.steps, METHODS[self.method].kind]
-        where = f"{self.setting}-{self.method}-{self.phase}-lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
-        return f"{where}-{digest.of_values(shaping)}"
+        return f"{self.where}-{self.name(shaping)}"
 
     @staticmethod
     def brief(result: Mapping[str, Any]) -> str:
@@ -134,9 +122,10 @@ class Run:
     def __call__(self) -> dict[str, Any]:
         """Pretrain, fine-tune, and return the losses."""
         torch.set_num_threads(1)
-        begin, setting, method = time.perf_counter(), SETTINGS[self.setting], METHODS[self.method]
+        setting, method = SETTINGS[self.where], METHODS[self.method]
         model, texts = copy.deepcopy(pretrained(self.seed)), texts_of(self.seed, setting.reference)
-        said, loss = KL.outputs(model, texts["reference"]), {"before": loss_on(model, texts["x"])}
+        said = KL.outputs(model, texts["reference"])
+        before = losses(model, texts, said)["x"]
         if setting.adapters:
             torch.manual_seed(self.seed)
             model.gpt = get_peft_model(model.gpt, LoraConfig(**ADAPTERS))
@@ -146,17 +135,12 @@ class Run:
         start = time.perf_counter()
         learn(model, texts["tune"], setting.steps, self.seed, asked, texts["reference"])
         seconds = time.perf_counter() - start
-        loss |= {name: loss_on(model, texts[name]) for name in ("x", "y", "reference")}
-        with torch.no_grad():
-            loss["kl"] = float(KL(model, texts["reference"], said).mean())
-        result = {"loss": loss, "seconds": seconds, "wall_seconds": time.perf_counter() - begin}
-        return result | {"about": origin({"data": digest.of_values(texts_of(0)["y"].tolist())})}
+        about = origin({"data": digest.of_values(texts_of(0)["y"].tolist())})
+        return {"loss": {"before": before} | losses(model, texts, said), "seconds": seconds, "about": about}
 
     def record(self, result: Mapping[str, Any]) -> Record:
         """Return what is kept of a result."""
-        named: Record = {"key": self.key, "setting": self.setting, "method": self.method, "phase": self.phase}
-        named |= numbers(self, METHODS[self.method])
-        return named | rounded({name: result[name] for name in ("loss", "seconds")})
+        return self.named(self.key) | rounded({name: result[name] for name in ("loss", "seconds")})
 
 
 class GPT(nn.Module):
@@ -182,12 +166,6 @@ def pretrained(seed: int) -> GPT:
     model = GPT()
     learn(model, texts_of(seed)["pretrain"], PRETRAINING, seed)
     return model
-
-
-@torch.no_grad()
-def loss_on(model: nn.Module, text: Tensor) -> float:
-    """Return the mean loss on a text."""
-    return float(TEXT(model, text).mean())
 
 
 def chosen(setting: str, name: str, results: Results) -> Point | None:

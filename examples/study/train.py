@@ -1,9 +1,8 @@
 """One run: one method learns one stream under one seed."""
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,45 +12,29 @@ from examples.common.batch import Batch, batches, rows
 from examples.lora_agnews.record import Recorder
 from gemproj.torch.losses import CrossEntropy
 
-from . import digest, streams
+from . import streams
 from .learners import Learner, Setup, concatenate
-from .results import numbers, origin, rounded, setting_of
-from .settings import METHODS, Setting
+from .results import AnyRun, Record, origin, rounded
+from .settings import METHODS, STREAMS
 from .streams import Stream, Task
 
 OPTIMIZERS: dict[str, Any] = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
 
 
-@dataclass(frozen=True)
-class Run:
-    """One method, with a learning rate and a knob, on one stream under one seed.
+class Run(AnyRun):
+    """One method on one stream."""
 
-    `phase` is "tune", of which only the accuracy is kept; "report"; or "time", of which only the times are.
-    """
-
-    stream: str
-    setting: Setting
-    method: str
-    rate: float
-    knob: float
-    seed: int
-    phase: str
-
-    @property
-    def title(self) -> str:
-        """Name on the screen."""
-        method = METHODS[self.method]
-        return f"{self.stream}, {method.title}, {setting_of(method, self.rate, self.knob)}, seed {self.seed}"
+    kind = "stream"
+    methods = METHODS
 
     @property
     def key(self) -> str:
-        """What tells it from other runs, with a hash of all settings that shape it."""
+        """What tells it from other runs on the stream."""
         free = ("title", "methods", "fixed", "seeds")
-        setting = {name: value for name, value in vars(self.setting).items() if name not in free}
+        setting = {name: value for name, value in vars(STREAMS[self.where]).items() if name not in free}
         method = METHODS[self.method]
         own = {"learner": describe(method.learner), "changes": method.changes, "joint": method.joint}
-        numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
-        return f"{self.method}-{self.phase}-{numbers}-{digest.of_values([setting, own])}"
+        return self.name([setting, own])
 
     @staticmethod
     def brief(result: Mapping[str, Any]) -> str:
@@ -61,26 +44,22 @@ class Run:
     def __call__(self) -> dict[str, Any]:
         """Learn."""
         torch.set_num_threads(1)
-        start = time.perf_counter()
-        found = learn(self, streams.load(self.setting.kind, self.seed, **self.setting.options))
-        return found | {"wall_seconds": time.perf_counter() - start}
+        setting = STREAMS[self.where]
+        return learn(self, streams.load(setting.kind, self.seed, **setting.options))
 
-    def record(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def record(self, result: Mapping[str, Any]) -> Record:
         """Return what is kept of a result, rounded to what can be told from noise."""
-        named: dict[str, Any] = {"key": self.key, "stream": self.stream, "method": self.method}
-        named["phase"] = self.phase
-        if self.phase == "report":
-            setting = replace(self.setting, **METHODS[self.method].changes)
-            named |= {"per_task": setting.per_task, "policy": setting.policy}
+        setting = replace(STREAMS[self.where], **METHODS[self.method].changes)
+        memory = {"per_task": setting.per_task, "policy": setting.policy} if self.phase == "report" else {}
         kept = {"tune": ["metrics", "diverged"], "time": ["seconds"]}.get(self.phase, set(result) - {"about"})
-        named |= numbers(self, METHODS[self.method])
+        named = self.named(self.key, **memory)
         return named | rounded({name: result[name] for name in result if name in kept})
 
 
 def learn(run: Run, stream: Stream) -> dict[str, Any]:
     """Learn a stream, and return what was measured; `about` says what it depends on."""
     method, model = METHODS[run.method], stream.model
-    setting = replace(run.setting, **method.changes)
+    setting = replace(STREAMS[run.where], **method.changes)
     tasks = mixed(stream.tasks, run.seed) if method.joint else stream.tasks
     cross_entropy = CrossEntropy(stream.logits)
     learned = [p for p in model.parameters() if p.requires_grad]
@@ -106,7 +85,7 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
     diverged = False
     for k, task in enumerate(tasks):
         for batch in batches(task.train, setting.batch_size, setting.epochs, shuffler):
-            diverged = diverged or not stepped(learner, record, batch)
+            diverged = diverged or not survived(partial(step, learner, record, batch))
         record.turn(None)
         stored.add(task.train, k)
         if diverged:
@@ -119,21 +98,17 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
     return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
 
 
-def stepped(learner: Learner, record: Recorder, batch: Batch) -> bool:
-    """Take a step; return False where the loss or gradients are not finite any more."""
+def step(learner: Learner, record: Recorder, batch: Batch) -> None:
+    """Take a step."""
     optimizer = learner.setup.optimizer
     optimizer.zero_grad()
     loss = learner.loss(batch)
     loss.backward()
     if not loss.isfinite():
-        return False
-
-    def rest() -> None:
-        learner.constrain(record, loss)
-        optimizer.step()
-        learner.end_step()
-
-    return survived(rest)
+        raise ValueError("the loss is not finite")
+    learner.constrain(record, loss)
+    optimizer.step()
+    learner.end_step()
 
 
 def survived(act: Callable[[], None]) -> bool:

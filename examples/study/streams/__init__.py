@@ -63,11 +63,3 @@ def load(name: str, seed: int, **options: Any) -> Stream:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build(seed, **options)
-
-
-def prepare(name: str, **options: Any) -> Mapping[str, str]:
-    """Make what this stream keeps in the user's cache, if it is not there yet; return the stream's hashes.
-
-    Called before several processes load the stream, it saves each of them the same work.
-    """
-    return load(name, 0, **options).hashes
