@@ -51,10 +51,16 @@ class SubspaceProjector:
         a share `threshold` of the energy.
         """
         moments: dict[str, Tensor] = {}
+
+        def collect(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            """Add ``x x'`` over the inputs x of a layer."""
+            for part in args[0].reshape(-1, args[0].shape[-1]).split(_ROWS):
+                part = part.double()
+                moments[name] = part.mT @ part + moments.get(name, 0.0)
+
         with torch.no_grad(), ExitStack() as hooks:
             for name, module in self.layers.items():
-                hook = module.register_forward_pre_hook(partial(_collect, name, moments))
-                hooks.callback(hook.remove)
+                hooks.callback(module.register_forward_pre_hook(partial(collect, name)).remove)
             for batch in batches:
                 forward(batch)
         self.bases |= {name: grow(self.bases[name], C, self.threshold) for name, C in moments.items()}
@@ -81,10 +87,3 @@ def grow(M: Tensor, C: Tensor, threshold: float) -> Tensor:
     for _ in range(2):  # eigenvectors of small values lean towards the basis by rounding
         added = torch.linalg.qr(added - wide @ (wide.mT @ added))[0]
     return torch.cat([M, added.to(M.dtype)], dim=1)
-
-
-def _collect(name: str, moments: dict[str, Tensor], module: nn.Module, args: tuple[Tensor, ...]) -> None:
-    """Add ``x x'`` over the inputs x of a module to ``moments[name]``; a hook before its forward pass."""
-    for part in args[0].reshape(-1, args[0].shape[-1]).split(_ROWS):
-        part = part.double()
-        moments[name] = part.mT @ part + moments.get(name, 0.0)

@@ -58,6 +58,7 @@ class Learner:
     def __init__(self, setup: Setup) -> None:
         self.setup, self.model, self.memory = setup, setup.stream.model, setup.memory()
         self.cross_entropy = CrossEntropy(setup.stream.logits)
+        self.kept: list[Tensor] = []  # of past tasks, beside the memory
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss that the step descends."""
@@ -75,7 +76,7 @@ class Learner:
     @property
     def nbytes(self) -> int:
         """What is kept of past tasks, in bytes."""
-        return self.memory.nbytes
+        return self.memory.nbytes + sum(tensor.nbytes for tensor in self.kept)
 
 
 class Replay(Learner):
@@ -126,7 +127,7 @@ class Projected(Learner):
     """GEM and its kin: a promise about the stored examples of each task; `options` are those of `GEM`.
 
     It is about the loss or, if it is `distilled`, the divergence from stored outputs; `knob` is its field
-    that is tuned.
+    that is tuned. With each example, `extra` bytes are stored that are not for this promise.
     """
 
     def __init__(
@@ -136,19 +137,16 @@ class Projected(Learner):
         knob: str = "",
         per: Per = "task",
         tolerance: float | None = None,
+        extra: int = 0,
         **options: Any,
     ) -> None:
         super().__init__(setup)
-        self.memory = setup.memory(self.extra_bytes(distilled))
+        self.memory = setup.memory(setup.bytes_of_outputs() if distilled else extra)
         past: Any = Distillation(setup.stream.logits) if distilled else self.cross_entropy
         tuned: dict[str, Any] = {knob: setup.knob} if knob else {}
         promise = Promise(past, per=per, examples=setup.setting.examples, tolerance=tolerance, **tuned)
         self.gem = GEM(self.model, setup.optimizer, promise, memory=self.memory, **options)
         self.labels = 1
-
-    def extra_bytes(self, distilled: bool) -> int:
-        """Return what is stored with each example, in bytes."""
-        return self.setup.bytes_of_outputs() if distilled else 0
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Store examples; a step passes as many of each task, however many labels or tasks share a row."""
@@ -166,14 +164,10 @@ class Mixture(Projected):
     """
 
     def __init__(self, setup: Setup) -> None:
-        super().__init__(setup, knob="weight")
+        super().__init__(setup, knob="weight", extra=setup.bytes_of_example() + setup.bytes_of_outputs())
         half = max(1, setup.setting.examples // 2)
         self.gem.promise = replace(self.gem.promise, examples=half)
         self.said = Promise(Distillation(setup.stream.logits), examples=half, tolerance=0.0)
-
-    def extra_bytes(self, distilled: bool) -> int:
-        """Return what another example and its outputs take."""
-        return self.setup.bytes_of_example() + self.setup.bytes_of_outputs()
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Store examples for both."""
@@ -269,11 +263,7 @@ class Subspaces(Learner):
     def end_task(self, task: int, batch: Batch) -> None:
         """Add the inputs of this task, on as many examples as others store."""
         self.subspaces.remember([batch], lambda one: self.setup.stream.logits(self.model, one))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the bases."""
-        return sum(basis.nbytes for basis in self.subspaces.bases.values())
+        self.kept = list(self.subspaces.bases.values())
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:

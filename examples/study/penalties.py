@@ -17,6 +17,7 @@ class Penalty(Learner):
         self.parameters = setup.parameters
         self.importance = [torch.zeros_like(p) for p in self.parameters]
         self.anchor = [p.detach().clone() for p in self.parameters]
+        self.kept += [*self.importance, *self.anchor]
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the batch plus the penalty."""
@@ -29,11 +30,6 @@ class Penalty(Learner):
         """Hold the weights where they are now."""
         for p, a in zip(self.parameters, self.anchor, strict=True):
             a.copy_(p)
-
-    @property
-    def nbytes(self) -> int:
-        """Importance and old values of all weights."""
-        return sum(t.nbytes for t in [*self.importance, *self.anchor])
 
 
 class EWC(Penalty):
@@ -64,6 +60,7 @@ class SI(Penalty):
         super().__init__(setup)
         self.path = [torch.zeros_like(p) for p in self.parameters]
         self.before = [p.detach().clone() for p in self.parameters]
+        self.kept += [*self.path, *self.before]
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -82,8 +79,3 @@ class SI(Penalty):
             w.add_(2 * path.clamp(min=0.0) / ((p - a).square() + self.damping))
             path.zero_()
         super().end_task(task, batch)
-
-    @property
-    def nbytes(self) -> int:
-        """Those of the penalty, and the sums along the path."""
-        return super().nbytes + sum(t.nbytes for t in [*self.path, *self.before])

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import ndimage
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
-from torch import Tensor, from_numpy, nn
+from torch import from_numpy, nn
 
 from ...common.command import SetupError
 from .. import digest
@@ -105,11 +105,7 @@ def _stream(tasks: Sequence[Task], hidden: int, source: Sequence[np.ndarray]) ->
     inputs = tasks[0].train["x"].shape[1]
     layers = nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()
     model = nn.Sequential(*layers, nn.Linear(hidden, CLASSES))
-    return Stream(tasks, model, _logits, {"data": digest.of_arrays(*source)})
-
-
-def _logits(model: nn.Module, batch: Batch) -> Tensor:
-    return model(batch["x"])
+    return Stream(tasks, model, lambda model, batch: model(batch["x"]), {"data": digest.of_arrays(*source)})
 
 
 def _batch(x: np.ndarray, labels: np.ndarray) -> Batch:
