@@ -7,7 +7,7 @@ Finished runs are kept: the same command after an interruption goes on where it 
 
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from . import data, stream
 from .config import PRESETS, Config
 
 
-def parser(program: str = "python -m examples.lora_agnews", about: str | None = __doc__) -> ArgumentParser:
+def parser() -> ArgumentParser:
     """Return the parser: an option for every described setting of `Config`, and where things are."""
-    found = ArgumentParser(program, "%(prog)s [options]", about)
+    found = ArgumentParser("python -m examples.lora_agnews", "%(prog)s [options]", __doc__)
     found.add_argument(
         "--preset",
         default="quick",
@@ -61,19 +61,14 @@ def _reader(default: Any) -> Any:
     return values
 
 
-def configured(given: Mapping[str, Any]) -> Config:
-    """Return the preset with the settings that are given."""
-    settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
-    return replace(PRESETS[given["preset"]], **settings)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the experiment; return the exit status, see `command.finish`."""
     given = vars(parser().parse_args(arguments))
     console = Console(highlight=False)
 
     def job() -> None:
-        config = configured(given)
+        settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
+        config = replace(PRESETS[given["preset"]], **settings)
         needed = stream.rows_needed(config.experiences, config.rows, config.dominant_share)
         per_class = [sum(column) for column in zip(*needed, strict=True)]
         articles = data.load(given["data"], "--data", per_class)

@@ -66,8 +66,15 @@ class Recorder:
         """Measure the steps of an optimizer, which has no GEM yet: hooks are called in their order."""
 
         def before(*_: Any) -> None:
+            """Count the step; if it is probed, note parameters and the gradients on all stored examples."""
             self.turn(None)
-            self._before_update()
+            self._note_stored_losses()
+            self.step += 1
+            self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
+            if self.probed:
+                microbatch = getattr(self.config, "microbatch", None)  # the study takes all rows at once
+                self.checker.recall(self.model, self.memory.batches(), self.loss, microbatch=microbatch)
+                self.before = _flat(self.parameters)
             self._turn_to_gem()
 
         self.memory = memory
@@ -78,8 +85,17 @@ class Recorder:
         """Measure what a GEM does, which is attached now; or begin without one."""
 
         def after(*_: Any) -> None:
+            """Write down what the step has done."""
             self.turn(None)
-            self._after_update()
+            for phase, seconds in self.spent.items():
+                self.seconds[phase].append(seconds)
+            self.spent.clear()
+            if self.probed:
+                G, update = self.checker.constraints.cpu().double(), self.before - _flat(self.parameters)
+                vectors = {"gradient": _flat(p.grad for p in self.parameters), "update": update}
+                worst = {name: worst_cosine(G, v) for name, v in vectors.items()}
+                self.probes.append({"step": self.step} | worst)
+            self._add_point()
             if self.step == self.boundaries[len(self.R) - 1]:
                 self.end_task()
             self.turn("batch")
@@ -112,28 +128,6 @@ class Recorder:
     def _turn_to_gem(self) -> None:
         """Time what a GEM does from now on; where it has nothing to do, that is the optimizer's."""
         self.turn("optimizer" if self.gem is None or not len(self.memory) else "projection")
-
-    def _before_update(self) -> None:
-        """Count the step; if it is probed, note the parameters and the gradients on all stored examples."""
-        self._note_stored_losses()
-        self.step += 1
-        self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
-        if self.probed:
-            microbatch = getattr(self.config, "microbatch", None)  # the study takes all rows at once
-            self.checker.recall(self.model, self.memory.batches(), self.loss, microbatch=microbatch)
-            self.before = _flat(self.parameters)
-
-    def _after_update(self) -> None:
-        """Write down what the step has done."""
-        for phase, seconds in self.spent.items():
-            self.seconds[phase].append(seconds)
-        self.spent.clear()
-        if self.probed:
-            G = self.checker.constraints.cpu().double()
-            gradient, update = _flat(p.grad for p in self.parameters), self.before - _flat(self.parameters)
-            worst = {"gradient": worst_cosine(G, gradient), "update": worst_cosine(G, update)}
-            self.probes.append({"step": self.step} | worst)
-        self._add_point()
 
     def end_task(self) -> None:
         """Measure the accuracy on all tasks."""

@@ -65,11 +65,13 @@ class Run:
 def complete(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> list[dict[str, Any]]:
     """Do all runs that have no file in the folder yet, and return the results of all."""
     folder.mkdir(parents=True, exist_ok=True)
-    waiting = [run for run in runs if not (folder / run.file).is_file()]
+    waiting = []
     for run in runs:
-        if run not in waiting:
+        if (folder / run.file).is_file():
             _read(folder / run.file)  # before anything is run in vain
             console.print(f"[dim]kept      {run.title} (finished earlier with the same settings)")
+        else:
+            waiting.append(run)
 
     def keep(run: Run, result: dict[str, Any]) -> None:
         draft = folder / f"{run.file}.draft"  # the file appears complete or not at all

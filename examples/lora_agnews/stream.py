@@ -34,13 +34,10 @@ def rows_needed(experiences: int, rows: int, dominant_share: float) -> list[list
     Experience k is dominated by class k modulo 4; the other classes share what is left equally, and the first
     of them take the remainder.
     """
-    needed = []
-    for k in range(experiences):
-        dominant = round(dominant_share * rows)
-        share, left_over = divmod(rows - dominant, len(CLASSES) - 1)
-        others = iter(share + (i < left_over) for i in range(len(CLASSES) - 1))
-        needed.append([dominant if c == k % len(CLASSES) else next(others) for c in range(len(CLASSES))])
-    return needed
+    dominant, count = round(dominant_share * rows), len(CLASSES)
+    share, left_over = divmod(rows - dominant, count - 1)
+    others = [share + (i < left_over) for i in range(count - 1)]
+    return [[*others[: k % count], dominant, *others[k % count :]] for k in range(experiences)]
 
 
 def build(
