@@ -200,8 +200,8 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     front(curves, found["before"]["x"][0], note).savefig(path, dpi=200)
 
 
-def front(curves: Mapping[str, Curve], before: float, note: str, floor: float = ENTROPY) -> Any:
-    """Return a figure of the loss on X over the loss on Y.
+def front(curves: Mapping[str, Curve], before: float, note: str) -> Any:
+    """Return a figure of the loss on X over the loss on Y, both above the entropy.
 
     Parameters
     ----------
@@ -212,8 +212,6 @@ def front(curves: Mapping[str, Curve], before: float, note: str, floor: float = 
         Loss on X before fine-tuning.
     note : str
         What the error bars are.
-    floor : float
-        What no loss can be below; then the axes are logarithmic. 0 if it is unknown.
     """
     from matplotlib.figure import Figure  # without pyplot: no window, also without a display
     from matplotlib.ticker import LogLocator, NullFormatter
@@ -223,23 +221,20 @@ def front(curves: Mapping[str, Curve], before: float, note: str, floor: float = 
     for label, ((colour, marker, side), points) in curves.items():
         look: dict[str, Any] = {"color": colour, "marker": marker, "markeredgecolor": "white"}
         look |= {"markersize": 8, "ecolor": (colour, 0.4), "elinewidth": 1, "capsize": 2}
-        numbers = [(y - floor, x - floor, dx, dy) for (y, dy), (x, dx), _ in points]
+        numbers = [(y - ENTROPY, x - ENTROPY, dx, dy) for (y, dy), (x, dx), _ in points]
         at: Any = zip(*numbers, strict=True)
         axes.errorbar(*at, label=label, **look)
         align: dict[str, Any] = {"ha": "left", "va": "bottom"} if side > 0 else {"ha": "right", "va": "top"}
         for (y, x, *_), (*_, text) in zip(numbers, points, strict=True):
             look = {"textcoords": "offset points", "color": colour, **align}
             axes.annotate(text, (y, x), (5 * side, 5 * side), **look)
-    axes.axhline(before - floor, color="#767676", linestyle="--", label="X before")
-    if floor:
-        axes.set(xscale="log", yscale="log")
+    axes.axhline(before - ENTROPY, color="#767676", linestyle="--", label="X before")
+    axes.set(xscale="log", yscale="log")
     for axis, name in ((axes.xaxis, "Y"), (axes.yaxis, "X")):
-        axis.set_label_text(f"Loss on {name} (nats)")
-        if floor:
-            axis.set_label_text(f"Loss on {name}, above the entropy of {floor:.3f} nats")
-            axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(NullFormatter())
+        axis.set_label_text(f"Loss on {name}, above the entropy of {ENTROPY:.3f} nats")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
     figure.legend(loc="outside upper center", ncols=3, frameon=False)
     figure.supxlabel(note, fontsize=8, color="#767676")
     return figure

@@ -176,7 +176,7 @@ def test_tuning_of_each_method(tmp_path):
             for run in tuning:
                 metrics = {"average_accuracy": score(run.rate, run.knob)}
                 results.records[run.key] = {"key": run.key, "metrics": metrics}
-        tried = plan.points("agnews3", name, results)
+        tried = [(run.rate, run.knob) for run in plan.tune(train.Run, "agnews3", name, results)[0]]
         assert len(set(tried)) == 5
         assert plan.chosen("agnews3", name, results) == max(tried, key=lambda point: score(*point))
     # What agnews20 takes over was chosen with fewer tasks.

@@ -130,14 +130,14 @@ def run(method, seed, gain=0.0, step=0.01, **changes):
 def test_intervals_agree_with_scipy():
     a, b = np.random.default_rng(0).normal(size=(2, 10))
     expected = stats.ttest_rel(a, b).confidence_interval()
-    found = compare.interval(a - b)
+    found = metrics.interval(a - b)
     assert (found.mean - found.half, found.mean + found.half) == pytest.approx((expected.low, expected.high))
     assert found.excludes_zero == (stats.ttest_rel(a, b).pvalue < 0.05)
     # One seed excludes nothing; equal values exclude zero if they are not zero.
-    found = [compare.interval(values).excludes_zero for values in ([3.0], [0.0, 0.0], [3.0, 3.0])]
+    found = [metrics.interval(values).excludes_zero for values in ([3.0], [0.0, 0.0], [3.0, 3.0])]
     assert found == [False, False, True]
     with pytest.raises(ValueError, match="must not be empty"):
-        compare.interval([])
+        metrics.interval([])
 
 
 def test_pairs_are_of_the_same_seed_whatever_the_order():
@@ -163,10 +163,11 @@ def test_the_cheapest_is_the_fastest_that_is_not_worse():
         for seed, gain in enumerate(gains[name])
     ]
     runs = compare.reported(records, METHODS)
-    assert compare.cheapest_within_noise(runs, runs, runs, "gem") == "cheap"  # plain is faster, and worse
-    assert compare.cheapest_within_noise(runs, runs, ["plain", "gpm"], "gem") is None
+    found = compare.Found(runs, runs)
+    assert found.cheapest_within_noise(runs, "gem") == "cheap"  # plain is faster, and worse
+    assert found.cheapest_within_noise(["plain", "gpm"], "gem") is None
     runs["plain"] = runs["plain"][:1]  # one seed has no interval
-    assert compare.cheapest_within_noise(runs, runs, ["plain", "gem"], "gem") == "gem"
+    assert found.cheapest_within_noise(["plain", "gem"], "gem") == "gem"
     for extra, message in (
         ({"seed": 2}, r"seeds \[2\] more than once"),
         ({"seed": 7, "lr": 1.0}, "more than one"),

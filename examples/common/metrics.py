@@ -4,14 +4,19 @@
 first row is the accuracy before any training.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.stats import t as student
 
 VIOLATED = -1e-3  # a cosine below this is a violated constraint; above it, rounding
+
+Record = dict[str, Any]  # one run
+Runs = dict[str, list[Record]]  # by method, one for each seed
+Measure = Callable[[Record], "float | None"]  # None where a run has no such number
 
 
 def average_accuracy(R: ArrayLike) -> float:
@@ -80,6 +85,27 @@ def interval(values: Iterable[float]) -> Interval:
     n, std = len(sample), found["std"]
     half = np.inf if std is None else student.ppf(0.975, n - 1) * std / n**0.5
     return Interval(found["mean"], float(half), n)
+
+
+def metric(name: str) -> Callable[[Record], float]:
+    """Return the measure of one of the `METRICS`."""
+    return lambda record: record["metrics"][name]
+
+
+def grouped(key: str, records: Iterable[Record], order: Iterable[Any] = ()) -> dict[Any, list[Record]]:
+    """Group records by what they have under a key, in the order given or else that of the records."""
+    groups: dict[Any, list[Record]] = {}
+    for record in records:
+        groups.setdefault(record[key], []).append(record)
+    return {value: groups[value] for value in order or groups if value in groups}
+
+
+def paired(runs: Iterable[Record], baseline: Iterable[Record], measure: Measure) -> Interval | None:
+    """Return by how much runs exceed those of a baseline with the same seeds; None if no seed is common."""
+    there = {record["seed"]: measure(record) for record in baseline}
+    both = [(measure(record), there[record["seed"]]) for record in runs if record["seed"] in there]
+    differences = [a - b for a, b in both if a is not None and b is not None]
+    return interval(differences) if differences else None
 
 
 def _matrix(R: ArrayLike) -> NDArray[np.float64]:

@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..common.drawing import INK, bar, noted, plt, save, ticks
+from ..common.metrics import Record, grouped
 from ..common.tables import significant
 from .methods import METHODS
-from .report import Record, Summary
+from .report import Summary
 
 Panels = Mapping[str, Summary]  # by title, from left to right; the last one is of the runs that are drawn
 METRICS = {"Backward transfer": "higher", "Forward transfer": "higher", "Forgetting": "lower"}
@@ -35,7 +36,7 @@ def final_accuracy(records: Sequence[Record], panels: Panels) -> Figure:
             bar(axes, x, numbers[name]["average_accuracy"], 100, 0.62, color=METHODS[name].colour)
         ticks(axes, [METHODS[name].title.replace(", ", ",\n") for name in numbers])
     for x, name in enumerate(numbers):
-        values = [100 * r["metrics"]["average_accuracy"] for r in records if r["method"] == name]
+        values = [100 * run["metrics"]["average_accuracy"] for run in grouped("method", records)[name]]
         aside = np.linspace(0.12, 0.24, len(values))  # beside the error bar
         axes.scatter(x + aside, values, s=16, color="white", edgecolor=INK, linewidth=0.8, zorder=4)
     drawn[0][0].set(ylim=(0, 100), ylabel="Final average accuracy (%)")
@@ -44,7 +45,7 @@ def final_accuracy(records: Sequence[Record], panels: Panels) -> Figure:
 
 def accuracy_over_steps(records: Sequence[Record], panels: Panels) -> Figure:
     """One panel for each task, in the order of learning: mean over the seeds, and their spread."""
-    title, summary = list(panels.items())[-1]
+    *_, title = panels
     edges = [0, *records[0]["boundaries"]]
     tasks = len(edges) - 1
     columns = min(tasks, 3)
@@ -52,8 +53,8 @@ def accuracy_over_steps(records: Sequence[Record], panels: Panels) -> Figure:
     size = 3.1 * columns, 2.7 * lines + 0.5
     figure, grid = plt.subplots(lines, columns, figsize=size, sharex=True, sharey=True, squeeze=False)
     for i, axes in enumerate(grid.flat[:tasks]):
-        for k, name in enumerate(summary):
-            curves = [record["curve"] for record in records if record["method"] == name]
+        for k, (name, runs) in enumerate(grouped("method", records).items()):
+            curves = [run["curve"] for run in runs]
             steps = [point["step"] for point in curves[0]]
             values = 100 * np.array([[point["accuracy"][i] for point in curve] for curve in curves])
             mean, method = values.mean(axis=0), METHODS[name]

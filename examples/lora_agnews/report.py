@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..common.metrics import METRICS, interval, mean_std
+from ..common.metrics import METRICS, Record, grouped, mean_std, metric, paired
 from ..common.tables import difference, markdown_table, plus_minus, significant
 from .methods import METHODS
 from .record import PHASES
 
-Record = dict[str, Any]  # what a run returns
 Summary = dict[str, dict[str, Any]]
 CAPTIONS = (
     "Accuracy after the whole stream. {spread}. Over GEM: the difference in AvgAcc, in percentage points, "
@@ -25,8 +24,7 @@ CAPTIONS = (
 def summarize(records: Sequence[Record]) -> Summary:
     """Return mean and standard deviation over the seeds of every number, by method."""
     summary: Summary = {}
-    for method in dict.fromkeys(record["method"] for record in records):
-        runs = [record for record in records if record["method"] == method]
+    for method, runs in grouped("method", records).items():
         times = [run["seconds"] for run in runs]
         checks = [run["guarantee"] for run in runs]
         summary[method] = {
@@ -43,14 +41,14 @@ def summarize(records: Sequence[Record]) -> Summary:
 
 def markdown(records: Sequence[Record], summary: Summary) -> str:
     """Return three tables in GitHub's Markdown, each below its caption."""
-    final = {(run["method"], run["seed"]): run["metrics"]["average_accuracy"] for run in records}
+    runs = grouped("method", records)
     seeds = max(len(numbers["seeds"]) for numbers in summary.values())
     spread = "One seed" if seeds == 1 else f"Mean ± sample standard deviation (n - 1) over {seeds} seeds"
-    lines: dict[str, list[dict[str, str]]] = {caption: [] for caption in CAPTIONS}
+    lines: list[list[dict[str, str]]] = [[], [], []]
     for name, numbers in summary.items():
         method = METHODS[name]
-        both = [seed for seed in numbers["seeds"] if name != "gem" and ("gem", seed) in final]
-        over = interval(final[name, seed] - final["gem", seed] for seed in both) if both else None
+        gem = [] if name == "gem" else runs.get("gem", [])
+        over = paired(runs[name], gem, metric("average_accuracy"))
         ms = {phase: 1e3 * seconds["mean"] for phase, seconds in numbers["seconds_per_step"].items()}
         accuracy = {
             "AvgAcc (%)": plus_minus(numbers["average_accuracy"], 100, 1),
@@ -71,12 +69,10 @@ def markdown(records: Sequence[Record], summary: Summary) -> str:
             "Violated by step (%)": plus_minus(numbers["update_violated"], 100, 0),
             "Worst cosine": f"{numbers['worst_update_cosine']:.2f}",
         }
-        for caption, line in zip(CAPTIONS, (accuracy, cost, guarantee), strict=True):
-            lines[caption].append({"Method": method.title} | line)
+        for table, line in zip(lines, (accuracy, cost, guarantee), strict=True):
+            table.append({"Method": method.title} | line)
     parts = []
-    for caption, found in lines.items():
-        parts += [
-            caption.format(spread=spread),
-            markdown_table(list(found[0]), [[*row.values()] for row in found]),
-        ]
+    for caption, table in zip(CAPTIONS, lines, strict=True):
+        rows = [[*line.values()] for line in table]
+        parts += [caption.format(spread=spread), markdown_table([*table[0]], rows)]
     return "\n\n".join(parts) + "\n"

@@ -3,15 +3,10 @@
 import functools
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from ..common.metrics import Interval, interval
-
-Record = dict[str, Any]  # one run
-Runs = dict[str, list[Record]]  # by method, one for each seed
-Measure = Callable[[Record], "float | None"]  # None where a run has no such number
+from ..common.metrics import Interval, Measure, Record, Runs, grouped, metric, paired
 
 
 def in_order(values: Iterable[float]) -> float:
@@ -22,17 +17,7 @@ def in_order(values: Iterable[float]) -> float:
     return functools.reduce(operator.add, values, 0.0)
 
 
-def metric(name: str) -> Callable[[Record], float]:
-    """Return the measure of one of `metrics.METRICS`."""
-    return lambda record: record["metrics"][name]
-
-
 average_accuracy = metric("average_accuracy")
-
-
-def last_accuracy(record: Record) -> float:
-    """Return the accuracy on the last task at the end: what remembering costs in learning."""
-    return record["accuracies"][-1][-1]
 
 
 def lowest_past_accuracy(record: Record) -> float:
@@ -59,19 +44,6 @@ def after(task: int) -> Measure:
 def seconds_per_step(record: Record) -> float:
     """Return the time of a whole step, all its parts together."""
     return in_order(record["seconds"]["per_step"].values())
-
-
-def mean_step(runs: Sequence[Record]) -> float:
-    """Return the time of a whole step, mean over the runs."""
-    return in_order(map(seconds_per_step, runs)) / len(runs)
-
-
-def paired(runs: Sequence[Record], baseline: Sequence[Record], measure: Measure) -> Interval | None:
-    """Return by how much runs exceed those of a baseline with the same seeds; None if no seed is common."""
-    there = {record["seed"]: measure(record) for record in baseline}
-    both = [(measure(record), there[record["seed"]]) for record in runs if record["seed"] in there]
-    differences = [a - b for a, b in both if a is not None and b is not None]
-    return interval(differences) if differences else None
 
 
 def one_setting(runs: Sequence[Record]) -> list[Record]:
@@ -105,8 +77,25 @@ class Found:
         return paired(self.runs.get(name, []), self.runs.get(other, []), measure)
 
     def step(self, name: str) -> float:
-        """Return the time of a whole step."""
-        return mean_step(self.times[name])
+        """Return the time of a whole step, mean over the runs."""
+        return in_order(map(seconds_per_step, self.times[name])) / len(self.times[name])
+
+    def cheapest_within_noise(self, names: Iterable[str], reference: str) -> str | None:
+        """Return the cheapest of some methods that is not less accurate than a reference by more than noise.
+
+        That is the one with the lowest step time among those whose paired difference to the reference has an
+        interval that includes zero or lies above; None if there is none. Few seeds make wide intervals: the
+        lower end says how much may be lost, so it belongs beside the name. Methods with a single seed do not
+        qualify.
+        """
+        pairs = ((name, self.minus(name, reference)) for name in names)
+        found = [name for name, one in pairs if one and one.n > 1 and one.mean + one.half >= 0]
+        return min(found, key=self.step, default=None)
+
+    def longest_within(self, names: Iterable[str], seconds: float) -> str | None:
+        """Return the method whose steps take the longest, but not longer than so many seconds, or None."""
+        steps = {name: self.step(name) for name in names if name in self.times}
+        return max((name for name in steps if steps[name] <= seconds), key=steps.__getitem__, default=None)
 
 
 def found_in(records: Iterable[Record], methods: Iterable[str]) -> Found:
@@ -125,29 +114,5 @@ def found_in(records: Iterable[Record], methods: Iterable[str]) -> Found:
 
 def reported(records: Iterable[Record], methods: Iterable[str], phase: str = "report") -> Runs:
     """Return the runs of a phase, of methods that have some, in the order of the methods and the seeds."""
-    chosen = [record for record in records if record["phase"] == phase]
-    runs = {name: one_setting([record for record in chosen if record["method"] == name]) for name in methods}
-    return {name: found for name, found in runs.items() if found}
-
-
-def cheapest_within_noise(
-    runs: Runs, times: Runs, names: Iterable[str], reference: str, measure: Measure = average_accuracy
-) -> str | None:
-    """Return the cheapest of some methods that is not worse than a reference by more than noise.
-
-    That is the one with the lowest step time among those whose paired difference to the reference has an
-    interval that includes zero or lies above; None if there is none. Few seeds make wide intervals: the lower
-    end says how much may be lost, so it belongs beside the name. Methods with a single seed do not qualify.
-    """
-    found = []
-    for name in names:
-        difference = paired(runs.get(name, []), runs.get(reference, []), measure)
-        if difference is not None and difference.n > 1 and difference.mean + difference.half >= 0:
-            found.append(name)
-    return min(found, key=lambda name: mean_step(times[name]), default=None)
-
-
-def longest_within(times: Runs, names: Iterable[str], seconds: float) -> str | None:
-    """Return the method whose steps take the longest, but not longer than so many seconds; None if all do."""
-    steps = {name: mean_step(times[name]) for name in names if name in times}
-    return max((name for name in steps if steps[name] <= seconds), key=steps.__getitem__, default=None)
+    chosen = (record for record in records if record["phase"] == phase)
+    return {name: one_setting(found) for name, found in grouped("method", chosen, methods).items()}

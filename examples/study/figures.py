@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
 
 from ..common.drawing import INK, noted, plt
+from ..common.metrics import Interval, Record, grouped, interval
 from ..keep_a_skill import front
 from . import compare
-from .compare import Found, Interval, Record, interval
+from .compare import Found
 from .labels import label_points
 from .settings import METHODS
 
@@ -128,17 +129,15 @@ def paired_differences(found: Found, baseline: str = "replay") -> Figure:
     return noted(figure, _note(shown) + " Paired by seed. Filled: the interval excludes zero.")
 
 
-def losses(
-    records: Iterable[Record], methods: Mapping[str, Any], before: float, floor: float = 0.0
-) -> Figure:
+def losses(records: Iterable[Record], methods: Mapping[str, Any], before: float) -> Figure:
     """Loss on what is kept (X) over the loss on what is learned (Y), a curve through each method's knobs.
 
-    Records have ``"loss": {"x": ..., "y": ...}``; `before` and `floor` are those of `keep_a_skill.front`.
+    Records have ``"loss": {"x": ..., "y": ...}``; `before` is that of `keep_a_skill.front`.
     """
     curves, shown = {}, []
-    groups = _by("method", records, methods)
+    groups = grouped("method", records, methods)
     for (name, group), marker, side in zip(groups.items(), cycle(MARKERS), cycle((1, -1)), strict=False):
-        points, by_knob = [], _by("knob", group)
+        points, by_knob = [], grouped("knob", group)
         ends = next(iter(by_knob)), next(reversed(by_knob))
         for knob, found in by_knob.items():
             found = compare.one_setting(found)
@@ -147,7 +146,7 @@ def losses(
             text = f"{knob:g}" if knob is not None and knob in ends else ""
             points.append(((y.mean, _bar(y)), (x.mean, _bar(x)), text))
         curves[methods[name].title] = (methods[name].colour, marker, side), points
-    return front(curves, before, f"Beside the ends of each line: its knobs. {_note(shown)}", floor)
+    return front(curves, before, f"Beside the ends of each line: its knobs. {_note(shown)}")
 
 
 def memory(records: Sequence[Record]) -> Figure:
@@ -156,14 +155,16 @@ def memory(records: Sequence[Record]) -> Figure:
     Records have ``"per_task"`` and ``"policy"``.
     """
     figure, axes = plt.subplots(figsize=(7.2, 4.2))
-    policies = list(dict.fromkeys(record["policy"] for record in records))
+    policies = list(grouped("policy", records))
+    sizes = sorted(grouped("per_task", records))
     looks = {policy: (MARKERS[k], DASHES[k % len(DASHES)]) for k, policy in enumerate(policies)}
     lines = {
         (name, policy): {
-            size: _accuracy(compare.one_setting(runs)) for size, runs in _by("per_task", found).items()
+            size: _accuracy(compare.one_setting(runs))
+            for size, runs in grouped("per_task", found, sizes).items()
         }
-        for name, group in _by("method", records, METHODS).items()
-        for policy, found in _by("policy", group, policies).items()
+        for name, group in grouped("method", records, METHODS).items()
+        for policy, found in grouped("policy", group, policies).items()
     }
     for ((name, policy), line), aside in zip(lines.items(), side_by_side(len(lines)), strict=True):
         marker, dashes = looks[policy]
@@ -171,7 +172,7 @@ def memory(records: Sequence[Record]) -> Figure:
         look |= {"elinewidth": 1, "label": f"{METHODS[name].title}, {policy}"}
         _intervals(axes, 1.08**aside * np.array(list(line)), line.values(), **look)
     axes.set_xscale("log")
-    axes.set_xticks(ticks := sorted({record["per_task"] for record in records}), map(str, ticks))
+    axes.set_xticks(sizes, map(str, sizes))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("Examples kept of each task (log scale)")
     axes.set_ylabel("Final average accuracy (%)")
@@ -192,16 +193,6 @@ def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
 def side_by_side(lines: int) -> np.ndarray:
     """Return how far each line of several is moved aside, from -1 to 1; a single one is not."""
     return np.linspace(-1, 1, lines) if lines > 1 else np.zeros(lines)
-
-
-def _by(key: str, records: Iterable[Record], order: Iterable[Any] = ()) -> dict[Any, list[Record]]:
-    """Group the reported runs by what they have under a key, in the order given or else that of numbers."""
-    groups: dict[Any, list[Record]] = {}
-    for record in (record for record in records if record["phase"] == "report"):
-        groups.setdefault(record[key], []).append(record)
-    return {
-        value: groups[value] for value in order or sorted(groups, key=lambda v: v or 0) if value in groups
-    }
 
 
 def _accuracy(runs: Sequence[Record]) -> Interval:

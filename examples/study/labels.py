@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.text import Text
 
 from ..common.drawing import INK
-from .compare import Interval
+from ..common.metrics import Interval
 
 Point = tuple[float, Interval]
 

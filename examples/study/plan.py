@@ -1,7 +1,6 @@
 """What is to be run, and runs it: settings are tuned on some seeds, and reported on others."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -45,8 +44,7 @@ def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run
     for name in methods or STREAMS[stream].methods:
         tuned = METHODS[name].like or name
         if chosen(stream, name, results) is None:
-            tried = points(stream, tuned, results)
-            runs += [Run(stream, tuned, *point, seed, "tune") for point in tried for seed in TUNING_SEEDS]
+            runs += tune(Run, stream, tuned, results)[0]
         runs += wanted(stream, name, "report", results)
     return missing(runs, results)
 
@@ -56,7 +54,7 @@ def to_time(stream: str, results: Results, methods: Sequence[str] = ()) -> list[
 
     Neither what is stored nor a weight changes what a step costs.
     """
-    names = (name for name in methods or STREAMS[stream].methods if name not in MEMORIES and name not in SAME)
+    names = (name for name in methods or STREAMS[stream].methods if name not in {*MEMORIES, *SAME})
     return missing([one for name in names for one in wanted(stream, name, "time", results)], results)
 
 
@@ -75,58 +73,40 @@ def wanted(stream: str, name: str, phase: str, results: Results) -> list[Run]:
     return [Run(stream, name, *point, seed, phase) for seed in (seeds[:TIMED] if phase == "time" else seeds)]
 
 
-def missing(runs: Sequence[Run], results: Results) -> list[Run]:
+def missing(runs: Sequence[Any], results: Results) -> list[Any]:
     """Return the runs that have no record, each once."""
     return [one for key, one in {one.key: one for one in runs}.items() if key not in results]
-
-
-def points(stream: str, name: str, results: Results) -> list[Point]:
-    """Return the settings to try, five for every method.
-
-    With a knob: three learning rates at its middle value, then its other values at the best rate. Without:
-    five learning rates.
-    """
-    return _tuned(stream, name, results)[0]
 
 
 def chosen(stream: str, name: str, results: Results) -> Point | None:
     """Return the setting with which a method is reported, its own or that of the method it is like."""
     name = METHODS[name].like or name
-    return STREAMS[stream].fixed.get(name) or _tuned(stream, name, results)[1]
+    return STREAMS[stream].fixed.get(name) or tune(Run, stream, name, results)[1]
 
 
-def tune(
-    make: Callable[..., Any],
-    rates: Sequence[float],
-    grid: Sequence[float],
-    score: Callable[[Record], float],
-    results: Results,
-) -> tuple[list[Point], Point | None]:
-    """Return the settings to try as far as they are known, and the best one; None until all have results.
+def tune(kind: Any, where: str, name: str, results: Results) -> tuple[list[Any], Point | None]:
+    """Return the runs of a kind to tune a method with, as far as they are known, and the best setting.
 
-    First all rates at the grid's middle value, then its other values at the best rate. Runs are made of rate,
-    knob, seed and phase; the mean score of their records over the tuning seeds is to be high.
+    First all rates at the grid's middle value, then its other values at the best rate. That is the one with
+    the highest mean score over the tuning seeds; None until all have results.
     """
+    rates, grid = kind.space(where, name)
 
-    def best(tried: Sequence[Point]) -> Point | None:
+    def runs(point: Point) -> list[Any]:
+        return [kind(where, name, *point, seed, "tune") for seed in TUNING_SEEDS]
+
+    def best(points: Sequence[Point]) -> Point | None:
         scores = {}
-        for point in tried:
-            keys = [make(*point, seed, "tune").key for seed in TUNING_SEEDS]
+        for point in points:
+            keys = [run.key for run in runs(point)]
             if not all(key in results for key in keys):
                 return None
-            scores[point] = mean(score(results.records[key]) for key in keys)
-        return max(tried, key=scores.__getitem__)
+            scores[point] = mean(kind.score(results.records[key]) for key in keys)
+        return max(points, key=scores.__getitem__)
 
-    first = [(rate, grid[len(grid) // 2]) for rate in rates]
-    found = best(first)
-    if found is None:
-        return first, None
-    tried = list(dict.fromkeys([*first, *((found[0], knob) for knob in grid)]))
-    return tried, best(tried)
-
-
-def _tuned(stream: str, name: str, results: Results) -> tuple[list[Point], Point | None]:
-    setting, method = STREAMS[stream], METHODS[name]
-    rates, grid = (setting.rates[1:4], method.grid) if method.grid else (setting.rates, (0.0,))
-    make = partial(Run, stream, name)
-    return tune(make, rates, grid, lambda record: record["metrics"]["average_accuracy"], results)
+    points = [(rate, grid[len(grid) // 2]) for rate in rates]
+    found = best(points)
+    if found is not None:
+        points = list(dict.fromkeys([*points, *((found[0], knob) for knob in grid)]))
+        found = best(points)
+    return [run for point in points for run in runs(point)], found

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from ..common.metrics import mean_std
+from ..common.metrics import Interval, Measure, Record, Runs, mean_std
 from ..common.tables import difference, markdown_table, plus_minus
 from . import compare
-from .compare import Found, Interval, Measure, Record, Runs
+from .compare import Found
 from .results import setting_of
 from .settings import BUDGETS, LADDERS, METHODS
 
@@ -56,7 +56,8 @@ ACCURACY = [
     Column("BWT", compare.metric("backward_transfer"), 1, 3),
     Column("FWT", compare.metric("forward_transfer"), 1, 3),
     Column("Forgetting", compare.metric("forgetting"), 1, 3),
-    Column("Last task (%)", compare.last_accuracy, 100, 1, ordered=False),
+    # What remembering costs in learning.
+    Column("Last task (%)", lambda run: run["accuracies"][-1][-1], 100, 1, ordered=False),
     Column("Lowest of past tasks (%)", compare.lowest_past_accuracy, 100, 1),
 ]
 COST = [
@@ -74,12 +75,7 @@ PROMISES = [
     Column("Drift (nats)", lambda run: None if run.get("diverged") else run["drift"], 1, 3),
 ]
 # All are better the higher they are.
-DIFFERENCES = {
-    "AvgAcc": compare.average_accuracy,
-    "BWT": compare.metric("backward_transfer"),
-    "Last task": compare.last_accuracy,
-    "Lowest of past tasks": compare.lowest_past_accuracy,
-}
+DIFFERENCES = {one.head.removesuffix(" (%)"): one.measure for one in (*ACCURACY[:2], *ACCURACY[4:])}
 
 
 def accuracy(found: Found) -> str:
@@ -185,7 +181,7 @@ def equal_time(found: Found) -> str:
     )
     unit, rows = found.step("plain"), []
     for budget in BUDGETS:
-        first, second = (compare.longest_within(found.times, ladder, budget * unit) for ladder in LADDERS)
+        first, second = (found.longest_within(ladder, budget * unit) for ladder in LADDERS)
         row = [f"{budget:g}"]
         for name in (first, second):
             taken = [METHODS[name].title, f"{found.step(name) / unit:.2f}"] if name else ["-", "-"]
@@ -198,7 +194,7 @@ def equal_time(found: Found) -> str:
 def cheapest(found: Found, names: Sequence[str], reference: str) -> str:
     """Return a sentence on the cheapest of some methods that is within noise of a reference."""
     full = METHODS[reference].title
-    name = compare.cheapest_within_noise(found.runs, found.times, names, reference)
+    name = found.cheapest_within_noise(names, reference)
     if name is None:
         return f"None of {', '.join(METHODS[name].title for name in names)} is within noise of {full}."
     return (

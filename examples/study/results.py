@@ -21,7 +21,9 @@ Record = dict[str, Any]
 class AnyRun:
     """One method, with a learning rate and a knob, on one stream or in one setting, under one seed.
 
-    `phase` is "tune", of which only the score is kept; "report"; or "time", of which only the times are.
+    `phase` is "tune", of which only the score is kept; "report"; or "time", of which only the times are. Each
+    kind of run says what its `key` is, which settings are in its `space`, and how high the `score` of a
+    record is.
     """
 
     where: str

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import product
 from pathlib import Path
 from statistics import mean
@@ -29,7 +29,7 @@ from examples.common.drawing import save
 from examples.common.metrics import mean_std
 from examples.common.tables import markdown_table, plus_minus
 from examples.common.workers import work
-from examples.keep_a_skill import ENTROPY, KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
+from examples.keep_a_skill import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
 from examples.lora_agnews.backbone import LORA
 
 from . import compare, digest, figures, plan
@@ -37,7 +37,7 @@ from .__main__ import parser
 from .compare import Record
 from .plan import Point
 from .results import AnyRun, Results, origin, results_of, rounded
-from .settings import SEEDS, TUNING_SEEDS
+from .settings import SEEDS
 
 CAPTION = (
     "Test losses in nats, mean ± sample standard deviation over the seeds; none can be below 1.208, the "
@@ -115,6 +115,16 @@ class Run(AnyRun):
         return f"{self.where}-{self.name(shaping)}"
 
     @staticmethod
+    def space(setting: str, name: str) -> tuple[Sequence[float], Sequence[float]]:
+        """Return learning rates and knobs."""
+        return RATES, METHODS[name].grid
+
+    @staticmethod
+    def score(record: Record) -> float:
+        """Return what is to be high."""
+        return -COLUMNS["X + Y"](record)
+
+    @staticmethod
     def brief(result: Mapping[str, Any]) -> str:
         """Say in a few words what was found."""
         return f"loss on X {result['loss']['x']:.3f}, on Y {result['loss']['y']:.3f}"
@@ -170,12 +180,7 @@ def pretrained(seed: int) -> GPT:
 
 def chosen(setting: str, name: str, results: Results) -> Point | None:
     """Return the learning rate and the knob with which a method is reported, or None until it is known."""
-    return _tuned(SETTINGS[setting].tuned or setting, name, results)[1]
-
-
-def _tuned(setting: str, name: str, results: Results) -> tuple[list[Point], Point | None]:
-    make = partial(Run, setting, name)
-    return plan.tune(make, RATES, METHODS[name].grid, lambda run: -COLUMNS["X + Y"](run), results)
+    return plan.tune(Run, SETTINGS[setting].tuned or setting, name, results)[1]
 
 
 def wanted(setting: str, name: str, results: Results) -> list[Run]:
@@ -192,10 +197,9 @@ def todo(results: Results, settings: Sequence[str] = ()) -> list[Run]:
     runs: list[Run] = []
     for setting, name in product(settings or SETTINGS, METHODS):
         if not SETTINGS[setting].tuned:
-            tried, _ = _tuned(setting, name, results)
-            runs += [Run(setting, name, *point, seed, "tune") for point in tried for seed in TUNING_SEEDS]
+            runs += plan.tune(Run, setting, name, results)[0]
         runs += wanted(setting, name, results)
-    return sorted((run for run in runs if run.key not in results), key=lambda run: run.seed)
+    return sorted(plan.missing(runs, results), key=lambda run: run.seed)
 
 
 def publish(results: Results, folder: Path) -> list[Path]:
@@ -209,7 +213,7 @@ def publish(results: Results, folder: Path) -> list[Path]:
         if records and not SETTINGS[setting].tuned:
             before = mean(record["loss"]["before"] for record in records)
             written.append(folder / f"skill-{setting}.png")
-            save(written[-1], figures.losses, records, METHODS, before, ENTROPY)
+            save(written[-1], figures.losses, records, METHODS, before)
     return written
 
 

@@ -37,6 +37,17 @@ class Run(AnyRun):
         return self.name([setting, own])
 
     @staticmethod
+    def space(stream: str, name: str) -> tuple[Sequence[float], Sequence[float]]:
+        """Return learning rates and knobs, such that for every method five settings are tried."""
+        rates, grid = STREAMS[stream].rates, METHODS[name].grid
+        return (rates[1:4], grid) if grid else (rates, (0.0,))
+
+    @staticmethod
+    def score(record: Record) -> float:
+        """Return what is to be high."""
+        return record["metrics"]["average_accuracy"]
+
+    @staticmethod
     def brief(result: Mapping[str, Any]) -> str:
         """Say in a few words what was found."""
         return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
