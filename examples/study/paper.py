@@ -16,7 +16,7 @@ from typing import Any
 from examples.common.command import SetupError
 from examples.lora_agnews import __main__ as agnews
 from examples.lora_agnews import backbone, config, figures, report
-from examples.study import paper_report, published
+from examples.study import paper_report
 
 MEDIUM, VARIABLE = "gpt2-medium", "AGNEWS_BACKBONE"
 RUNS, OUT = Path("runs/study-paper"), Path("docs/results/study/paper")
@@ -58,7 +58,7 @@ def protocol(wanted: str | None) -> list[str]:
         if named:
             raise
         print(f"The same protocol on the small backbone: {error}")
-        seeds, methods = ",".join(map(str, published.SEEDS)), ",".join(config.PAPER.methods)
+        seeds, methods = ",".join(map(str, paper_report.SEEDS)), ",".join(config.PAPER.methods)
         longer = ["--rows", "1600", "--max-length", "48"]  # than the quick preset has them
         return ["--preset", "quick", "--seeds", seeds, "--methods", methods, *longer]
     return ["--preset", "paper", "--backbone", named or MEDIUM]
@@ -85,7 +85,7 @@ def write(out: Path) -> None:
     shape = f"{given['small_layers']} layers of width {given['small_width']}"
     name = f"GPT-2 of {shape}" if given["backbone"] == "small" else given["backbone"]
     here = f"Here\n{name}, {results['environment'].get('gpu', given['device'].upper())}"
-    panels = {f"I-GEM paper\n{published.BACKBONE}": published.SUMMARY, here: summary}
+    panels = {f"I-GEM paper\n{paper_report.BACKBONE}": paper_report.PUBLISHED, here: summary}
     figures.draw(records, panels, out)
     print(f"tables and figures are in {out}")
 

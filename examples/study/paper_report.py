@@ -1,23 +1,34 @@
-"""The paper's two tables beside those of an experiment, what differs between them, and the paper's claims."""
+"""The I-GEM paper's two tables beside those of an experiment, what differs, and the paper's claims."""
 
 from typing import Any
 
-from ..common.metrics import METRICS
+from ..common.metrics import METRICS, grouped, metric, paired
 from ..common.tables import markdown_table, plus_minus, significant
 from ..lora_agnews.methods import METHODS
 from ..lora_agnews.report import Summary
-from . import published
-from .compare import Runs, average_accuracy, paired
 
 Results = dict[str, Any]  # what the experiment writes as results.json
 SMALL = "small"
+# What the paper states, and the two tables of its results.
+BACKBONE = "GPT-2 medium (355M), NVIDIA H100"
+SEEDS = (0, 2, 5, 7, 11)
+NUMBERS = (*METRICS, "seconds_per_projection")
+RESULTS = {  # of each number mean and standard deviation over the seeds
+    "agem": ((0.7601, 0.0179), (-0.103, 0.037), (0.281, 0.027), (0.103, 0.037), (2.16e-4, 9.93e-6)),
+    "gem": ((0.7745, 0.0326), (-0.104, 0.037), (0.279, 0.027), (0.104, 0.037), (1.959, 0.452)),
+    "igem": ((0.7741, 0.0325), (-0.110, 0.018), (0.280, 0.033), (0.111, 0.019), (2.16e-3, 1.11e-3)),
+}
+PUBLISHED: Summary = {  # as `summarize` returns it, as far as it is published
+    method: {name: {"mean": mean, "std": std} for name, (mean, std) in zip(NUMBERS, found, strict=True)}
+    for method, found in RESULTS.items()
+}
 
 
 def markdown(results: Results, summary: Summary) -> str:
     """Return the page."""
     config = results["config"]
     spread = f"Mean ± standard deviation over the seeds {', '.join(map(str, config['seeds']))}"
-    same = "" if tuple(config["seeds"]) == published.SEEDS else "; the paper has others"
+    same = "" if tuple(config["seeds"]) == SEEDS else "; the paper has others"
     where = "paper", "here"
     columns = ("average_accuracy", 100, 2), ("seconds_per_projection", 1e3, None)
     accuracy = ["Method", "AvgAcc (%), paper", "AvgAcc (%), here", "Projection (ms), paper", "here"]
@@ -39,20 +50,20 @@ def markdown(results: Results, summary: Summary) -> str:
 
 def claim_rows(results: Results, summary: Summary) -> list[list[str]]:
     """Return the paper's conclusions in numbers, and differences that it has not measured."""
-    runs: Runs = {name: [run for run in results["runs"] if run["method"] == name] for name in summary}
+    runs = grouped("method", results["runs"], summary)
     pairs = [("igem", "gem"), ("igem", "agem"), ("gem", "agem"), ("gem-step", "gem"), ("replay", "gem")]
     found = []
     for name, other in [*pairs, ("gem", "plain")]:
-        difference = paired(runs.get(name, []), runs.get(other, []), average_accuracy)
+        difference = paired(runs.get(name, []), runs.get(other, []), metric("average_accuracy"))
         if difference is not None:
-            there = [published.SUMMARY[one] for one in (name, other) if one in published.SUMMARY]
+            there = [PUBLISHED[one] for one in (name, other) if one in PUBLISHED]
             means = [of["average_accuracy"]["mean"] for of in there]
             what = f"AvgAcc, {METHODS[name].title} minus {METHODS[other].title} (points)"
             here = f"{100 * difference.mean:+.2f} ± {100 * difference.half:.2f}"
             found.append([what, f"{100 * (means[0] - means[1]):+.2f}" if len(means) == 2 else "-", here])
     for name, other in (("gem", "igem"), ("igem", "agem")):
         if name in summary and other in summary:
-            both = (published.SUMMARY, summary)
+            both = (PUBLISHED, summary)
             times = [[of[one]["seconds_per_projection"]["mean"] for one in (name, other)] for of in both]
             what = f"Time of a projection, {METHODS[name].title} over {METHODS[other].title}"
             found.append([what, *(significant(one / two, 2) for one, two in times)])
@@ -99,7 +110,7 @@ def _rows(summary: Summary, *columns: tuple[str, float, int | None]) -> list[lis
             *(
                 plus_minus(found[name][number], scale, decimals) if name in found else "-"
                 for number, scale, decimals in columns
-                for found in (published.SUMMARY, summary)
+                for found in (PUBLISHED, summary)
             ),
         ]
         for name in summary
