@@ -2,7 +2,8 @@
 
 import os
 from argparse import ArgumentTypeError
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import wraps
 from pathlib import Path
 
 from rich.console import Console
@@ -31,17 +32,23 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gemproj")
 
 
-def finish(job: Callable[[], None], console: Console) -> int:
-    """Do a job; return the exit status: 0, 2 if it could not start, or 130 if it was stopped."""
-    try:
-        job()
-    except SetupError as error:
-        console.print(f"[red]error[/]     {escape(str(error))}")
-        return 2
-    except KeyboardInterrupt:
-        console.print("[yellow]stopped[/]   finished runs are kept; the same command goes on from here")
-        return 130
-    return 0
+def finishing(main: Callable[[Sequence[str] | None, Console], None]) -> Callable[..., int]:
+    """Let a command return its exit status: 0, 2 if it could not start, or 130 if it was stopped."""
+
+    @wraps(main)
+    def finished(arguments: Sequence[str] | None = None) -> int:
+        console = Console(highlight=False)
+        try:
+            main(arguments, console)
+        except SetupError as error:
+            console.print(f"[red]error[/]     {escape(str(error))}")
+            return 2
+        except KeyboardInterrupt:
+            console.print("[yellow]stopped[/]   finished runs are kept; the same command goes on from here")
+            return 130
+        return 0
+
+    return finished
 
 
 def cores() -> int:

@@ -25,7 +25,10 @@ def work(
     Ctrl-C and a failed run end the others at once.
     """
     others = set(multiprocessing.active_children())
-    context = _context(type(runs[0]).__module__)
+    how = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
+    context = multiprocessing.get_context(how)
+    if how == "forkserver":  # the server imports the module once: torch, transformers and peft take seconds
+        context.set_forkserver_preload([type(runs[0]).__module__])
     pool = ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (dict(os.environ),))
     futures = {pool.submit(_timed, run): run for run in runs}
     try:
@@ -46,15 +49,6 @@ def work(
 def _timed(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     start = time.perf_counter()
     return run() | {"wall_seconds": time.perf_counter() - start}
-
-
-def _context(module: str) -> Any:
-    """Return how workers start: from a server that has imported the module once, where there is one."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])  # torch, transformers and peft take seconds
-    return context
 
 
 def _begin(environment: Mapping[str, str]) -> None:

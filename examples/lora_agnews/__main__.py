@@ -61,24 +61,20 @@ def _reader(default: Any) -> Any:
     return values
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the experiment; return the exit status, see `command.finish`."""
+@command.finishing
+def main(arguments: Sequence[str] | None, console: Console) -> None:
+    """Run the experiment."""
     given = vars(parser().parse_args(arguments))
-    console = Console(highlight=False)
+    settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
+    config = replace(PRESETS[given["preset"]], **settings)
+    needed = stream.rows_needed(config.experiences, config.rows, config.dominant_share)
+    per_class = [sum(column) for column in zip(*needed, strict=True)]
+    articles = data.load(given["data"], "--data", per_class)
 
-    def job() -> None:
-        settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
-        config = replace(PRESETS[given["preset"]], **settings)
-        needed = stream.rows_needed(config.experiences, config.rows, config.dominant_share)
-        per_class = [sum(column) for column in zip(*needed, strict=True)]
-        articles = data.load(given["data"], "--data", per_class)
+    from . import experiment  # torch and transformers take seconds to import; --help should not wait
 
-        from . import experiment  # torch and transformers take seconds to import; --help should not wait
-
-        out = given["out"] or Path("runs", f"agnews-{config.preset}")
-        experiment.run(config, articles, given["cache"] or cache_folder(), out, given["jobs"], console)
-
-    return command.finish(job, console)
+    out = given["out"] or Path("runs", f"agnews-{config.preset}")
+    experiment.run(config, articles, given["cache"] or cache_folder(), out, given["jobs"], console)
 
 
 if __name__ == "__main__":

@@ -26,31 +26,29 @@ def parser(program: str, description: str | None) -> ArgumentParser:
     return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what is missing, then write tables and figures; return the exit status, see `command.finish`."""
+@command.finishing
+def main(arguments: Sequence[str] | None, console: Console) -> None:
+    """Do what is missing, then write tables and figures."""
     asking = parser("python -m examples.study", __doc__)
     asking.add_argument("--methods", default="", help="with commas between, by default all of the stream")
     asking.add_argument("--time", action="store_true", help="time steps, too, one run at a time")
-    given, console = asking.parse_args(arguments), Console(highlight=False)
+    given = asking.parse_args(arguments)
 
-    def job() -> None:
-        # Torch takes seconds to import; --help should not wait.
-        from . import plan, publish, results, settings
+    # Torch takes seconds to import; --help should not wait.
+    from . import plan, publish, results, settings
 
-        methods = tuple(filter(None, given.methods.split(",")))
-        command.check_known("stream", given.names, settings.STREAMS)
-        command.check_known("method", methods, settings.METHODS)
-        if not given.report:
-            plan.complete(given.names, methods, given.out, given.jobs, given.time, console)
-        for name in given.names or settings.STREAMS:
-            for path in publish.publish(name, results.results_of(name, given.out), given.out):
-                console.print(f"[bold]written[/]   {path}")
-        given.out.mkdir(parents=True, exist_ok=True)
-        for file, text in publish.overview(given.out).items():
-            (given.out / file).write_text(text, encoding="utf-8")
-            console.print(f"[bold]written[/]   {given.out / file}")
-
-    return command.finish(job, console)
+    methods = tuple(filter(None, given.methods.split(",")))
+    command.check_known("stream", given.names, settings.STREAMS)
+    command.check_known("method", methods, settings.METHODS)
+    if not given.report:
+        plan.complete(given.names, methods, given.out, given.jobs, given.time, console)
+    for name in given.names or settings.STREAMS:
+        for path in publish.publish(name, results.results_of(name, given.out), given.out):
+            console.print(f"[bold]written[/]   {path}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    for file, text in publish.overview(given.out).items():
+        (given.out / file).write_text(text, encoding="utf-8")
+        console.print(f"[bold]written[/]   {given.out / file}")
 
 
 if __name__ == "__main__":

@@ -254,21 +254,17 @@ def table(setting: str, records: Sequence[Record], results: Results) -> str:
     return f"**{SETTINGS[setting].title}**, {len(base)} seeds.\n\n{markdown_table(head, rows)}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what is missing, then write tables and figures; return the exit status, see `command.finish`."""
+@command.finishing
+def main(arguments: Sequence[str] | None, console: Console) -> None:
+    """Do what is missing, then write tables and figures."""
     given = parser("python -m examples.study.skill", __doc__).parse_args(arguments)
-    console = Console(highlight=False)
-
-    def job() -> None:
-        command.check_known("setting", given.names, SETTINGS)
-        results = results_of("skill", given.out)
-        while not given.report and (waiting := todo(results, given.names)):
-            console.print(f"[bold]skill[/]  {len(waiting)} runs")
-            work(waiting, results.keep, given.jobs, console)
-        for path in publish(results, given.out):
-            console.print(f"[bold]written[/]   {path}")
-
-    return command.finish(job, console)
+    command.check_known("setting", given.names, SETTINGS)
+    results = results_of("skill", given.out)
+    while not given.report and (waiting := todo(results, given.names)):
+        console.print(f"[bold]skill[/]  {len(waiting)} runs")
+        work(waiting, results.keep, given.jobs, console)
+    for path in publish(results, given.out):
+        console.print(f"[bold]written[/]   {path}")
 
 
 if __name__ == "__main__":
