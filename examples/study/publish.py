@@ -76,34 +76,19 @@ def overview(folder: Path) -> dict[str, str]:
     for name, setting in STREAMS.items():
         records = plan.published(name, results_of(name, folder))
         streams[setting.title] = compare.found_in(records, METHODS)
-    others = [name for name in BASIC if name not in ("replay", "joint")]
+    exact = {METHODS[name].title: (EXACT, name) for name in SHORTCUTS}
+    others = {METHODS[name].title: (name, "replay") for name in BASIC if name not in ("replay", "joint")}
     varied = {METHODS[name].title: (name, METHODS[name].like) for name in CHEAPER}
     same = (
         "minus that of the same method with 10 (digits) or 16 (articles) fresh examples of each task a step."
     )
     tables = {
-        "projection": report.at_equal_settings(
-            "GEM with a weight minus replay at the same learning rate and weight.",
-            streams,
-            "gem-weight",
-            ["replay", *SAME],
-        ),
+        "projection": report.at_equal_settings(streams),
         "exactness": report.over_streams(
-            "Final average accuracy of exact GEM minus that of others.",
-            streams,
-            {METHODS[name].title: (EXACT, name) for name in SHORTCUTS},
-            turned=False,
+            "Final average accuracy of exact GEM minus that of others.", streams, exact, turned=False
         ),
-        "replay": report.over_streams(
-            "Final average accuracy minus that of replay.",
-            streams,
-            {METHODS[name].title: (name, "replay") for name in others},
-        ),
-        "cost": report.relative_times(
-            "Time of a step in plain steps: means over two seeds and all steps after the first task.",
-            streams,
-            COSTS,
-        ),
+        "replay": report.over_streams("Final average accuracy minus that of replay.", streams, others),
+        "cost": report.relative_times(streams, COSTS),
         "rows": report.over_streams(f"Final average accuracy {same}", streams, varied),
         "rows-lowest": report.over_streams(
             f"Lowest accuracy of past tasks {same}", streams, varied, compare.lowest_past_accuracy

@@ -9,7 +9,7 @@ from ..common.tables import difference, markdown_table, plus_minus
 from . import compare
 from .compare import Found
 from .results import setting_of
-from .settings import BUDGETS, LADDERS, METHODS
+from .settings import BUDGETS, LADDERS, METHODS, SAME
 
 SPREAD = "Mean ± sample standard deviation (n - 1) over the seeds, whose number stands beside the method."
 OVER_STREAMS = (
@@ -227,23 +227,24 @@ def over_streams(
     return _lines(f"{caption} {OVER_STREAMS}", lines, turned)
 
 
-def at_equal_settings(
-    caption: str, streams: Mapping[str, Found], method: str, baselines: Sequence[str]
-) -> str:
-    """Return the table of a method minus the baseline that has its learning rate and main setting."""
+def at_equal_settings(streams: Mapping[str, Found]) -> str:
+    """Return the table of GEM with a weight minus the replay that has its learning rate and weight."""
+    caption = "GEM with a weight minus replay at the same learning rate and weight."
     heads = ["AvgAcc", "Last task", "Lowest of past tasks"]
     lines = [["Stream", "Rate", "Weight", "Seeds", *heads]]
     for title, found in streams.items():
         settings = {name: (run["lr"], run["knob"]) for name, [run, *_] in found.runs.items()}
-        alike = [name for name in baselines if name in settings and settings[name] == settings.get(method)]
-        if alike:
-            row = [found.minus(method, alike[0], DIFFERENCES[head]) for head in heads]
-            lines.append([title, *(f"{value:g}" for value in settings[method]), *_cells(row)])
+        of_gem = settings.get("gem-weight")
+        alike = [name for name in ("replay", *SAME) if of_gem and settings.get(name) == of_gem]
+        if of_gem and alike:
+            row = [found.minus("gem-weight", alike[0], DIFFERENCES[head]) for head in heads]
+            lines.append([title, *(f"{value:g}" for value in of_gem), *_cells(row)])
     return _lines(f"{caption} {OVER_STREAMS}", lines)
 
 
-def relative_times(caption: str, streams: Mapping[str, Found], names: Sequence[str]) -> str:
+def relative_times(streams: Mapping[str, Found], names: Sequence[str]) -> str:
     """Return the table of how long steps take, in plain steps, on the streams where they were timed alone."""
+    caption = "Time of a step in plain steps: means over two seeds and all steps after the first task."
     lines = [["Method", *(METHODS[name].title for name in names)]]
     for title, found in streams.items():
         alone = {name: found.step(name) for name, [run, *_] in found.times.items() if run["phase"] == "time"}
