@@ -61,8 +61,7 @@ def _reader(default: Any) -> Any:
     return values
 
 
-@command.finishing
-def main(arguments: Sequence[str] | None, console: Console) -> None:
+def run(arguments: Sequence[str] | None, console: Console) -> None:
     """Run the experiment."""
     given = vars(parser().parse_args(arguments))
     settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
@@ -76,6 +75,8 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
     out = given["out"] or Path("runs", f"agnews-{config.preset}")
     experiment.run(config, articles, given["cache"] or cache_folder(), out, given["jobs"], console)
 
+
+main = command.finishing(run)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,6 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from examples.common import command
 from examples.common.command import SetupError
 from examples.lora_agnews import __main__ as agnews
 from examples.lora_agnews import backbone, config, figures, report
@@ -22,8 +25,9 @@ MEDIUM, VARIABLE = "gpt2-medium", "AGNEWS_BACKBONE"
 RUNS, OUT = Path("runs/study-paper"), Path("docs/results/study/paper")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what is missing, then write tables and figures; return the experiment's exit status."""
+@command.finishing
+def main(arguments: Sequence[str] | None, console: Console) -> None:
+    """Run what is missing, then write tables and figures."""
     parser = ArgumentParser(
         "python -m examples.study.paper", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
@@ -35,18 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, others = parser.parse_known_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.draw:
-        try:
-            preset = ["--preset", given.preset] if given.preset else protocol(given.backbone)
-        except SetupError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        status = agnews.main([*preset, *others, "--out", str(given.runs)])
-        if status:
-            return status
+        preset = ["--preset", given.preset] if given.preset else protocol(given.backbone)
+        agnews.run([*preset, *others, "--out", str(given.runs)], console)
         found = json.loads((given.runs / "results.json").read_text(encoding="utf-8"))
         (given.out / "results.json").write_text(lean(found), encoding="utf-8")
     write(given.out)
-    return 0
 
 
 def protocol(wanted: str | None) -> list[str]:
