@@ -162,7 +162,7 @@ def test_the_cheapest_is_the_fastest_that_is_not_worse():
         for name in gains
         for seed, gain in enumerate(gains[name])
     ]
-    runs = compare.reported(records, METHODS)
+    runs = compare.found_in(records, METHODS).runs
     found = compare.Found(runs, runs)
     assert found.cheapest_within_noise(runs, "gem") == "cheap"  # plain is faster, and worse
     assert found.cheapest_within_noise(["plain", "gpm"], "gem") is None
@@ -173,7 +173,7 @@ def test_the_cheapest_is_the_fastest_that_is_not_worse():
         ({"seed": 7, "lr": 1.0}, "more than one"),
     ):
         with pytest.raises(ValueError, match=message):
-            compare.reported([*records, run("gem", **{"knob": 0.3} | extra)], METHODS)
+            compare.found_in([*records, run("gem", **{"knob": 0.3} | extra)], METHODS)
 
 
 def test_lowest_past_accuracy_and_the_front():

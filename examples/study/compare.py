@@ -3,7 +3,7 @@
 import functools
 import operator
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from ..common.metrics import Interval, Measure, Record, Runs, grouped, metric, paired
@@ -98,21 +98,18 @@ class Found:
         return max((name for name in steps if steps[name] <= seconds), key=steps.__getitem__, default=None)
 
 
-def found_in(records: Iterable[Record], methods: Iterable[str]) -> Found:
-    """Return what these records say about the methods.
+def found_in(records: Iterable[Record], methods: Collection[str]) -> Found:
+    """Return what these records say about the methods that have some, in the order of methods and seeds.
 
     Runs that had the machine to themselves tell the times; the bytes are those of the reported ones.
     """
-    records, methods = list(records), list(methods)
-    runs, alone = reported(records, methods), reported(records, methods, "time")
+    phases = grouped("phase", records)
+    runs, alone = (
+        {name: one_setting(of) for name, of in grouped("method", phases.get(phase, []), methods).items()}
+        for phase in ("report", "time")
+    )
     times = {
         name: [one | {"bytes": found[0]["bytes"]} for one in alone[name]] if name in alone else found
         for name, found in runs.items()
     }
     return Found(runs, times)
-
-
-def reported(records: Iterable[Record], methods: Iterable[str], phase: str = "report") -> Runs:
-    """Return the runs of a phase, of methods that have some, in the order of the methods and the seeds."""
-    chosen = (record for record in records if record["phase"] == phase)
-    return {name: one_setting(found) for name, found in grouped("method", chosen, methods).items()}

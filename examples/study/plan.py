@@ -10,7 +10,8 @@ from rich.console import Console
 from examples.common.workers import work
 
 from . import streams
-from .results import Record, Results, results_of
+from .compare import Found, found_in
+from .results import Results, results_of
 from .settings import MEMORIES, METHODS, SAME, STREAMS, TIMED, TUNING_SEEDS
 from .train import Run
 
@@ -58,11 +59,11 @@ def to_time(stream: str, results: Results, methods: Sequence[str] = ()) -> list[
     return missing([one for name in names for one in wanted(stream, name, "time", results)], results)
 
 
-def published(stream: str, results: Results) -> list[Record]:
-    """Return the records of the present settings: there may be others of earlier ones."""
+def published(stream: str, results: Results) -> Found:
+    """Return what was found in the present settings: there may be records of earlier ones."""
     names, phases = STREAMS[stream].methods, ("report", "time")
     keys = [one.key for name in names for phase in phases for one in wanted(stream, name, phase, results)]
-    return [results.records[key] for key in keys if key in results]
+    return found_in((results.records[key] for key in keys if key in results), METHODS)
 
 
 def wanted(stream: str, name: str, phase: str, results: Results) -> list[Run]:

@@ -1,11 +1,10 @@
 """Tables and figures of a stream, from the runs that are there."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..common.drawing import save
 from . import compare, figures, plan, report
-from .compare import Found, Record
+from .compare import Found
 from .results import Results, results_of
 from .settings import BASIC, CHEAPER, LADDERS, MEMORIES, METHODS, SAME, STREAMS
 
@@ -16,13 +15,12 @@ EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness
 
 def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     """Write them into a folder, and return their paths; none if nothing has been reported."""
-    records = plan.published(stream, results)
-    if not records:
+    found = plan.published(stream, results)
+    if not found.runs:
         return []
     folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{stream}.md"]
-    written[0].write_text(page(stream, records), encoding="utf-8")
-    found = compare.found_in(records, METHODS)
+    written[0].write_text(page(stream, found), encoding="utf-8")
     main = found.only(named(stream))
     with_same = found.only(name for name in found.runs if name in main.runs or name in SAME)
     ladders = [[name for name in ladder if name in found.runs] for ladder in LADDERS]
@@ -44,9 +42,9 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     return written
 
 
-def page(stream: str, records: Sequence[Record]) -> str:
+def page(stream: str, found: Found) -> str:
     """Return all tables of a stream, each below its caption: of the methods, and of what varies them."""
-    found, names = compare.found_in(records, METHODS), named(stream)
+    names = named(stream)
     main = found.only(names)
     parts = [report.accuracy(main), report.cost(main), report.promises(main)] if main.runs else []
     parts += [report.differences(main, baseline) for baseline in ("replay", "gem") if baseline in main.runs]
@@ -72,10 +70,7 @@ def named(stream: str) -> list[str]:
 
 def overview(folder: Path) -> dict[str, str]:
     """Return the tables over all streams, from the runs in a folder, by the name of their file."""
-    streams: dict[str, Found] = {}
-    for name, setting in STREAMS.items():
-        records = plan.published(name, results_of(name, folder))
-        streams[setting.title] = compare.found_in(records, METHODS)
+    streams = {one.title: plan.published(name, results_of(name, folder)) for name, one in STREAMS.items()}
     exact = {METHODS[name].title: (EXACT, name) for name in SHORTCUTS}
     others = {METHODS[name].title: (name, "replay") for name in BASIC if name not in ("replay", "joint")}
     varied = {METHODS[name].title: (name, METHODS[name].like) for name in CHEAPER}
