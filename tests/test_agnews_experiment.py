@@ -77,10 +77,9 @@ def test_runs_and_tables(finished, monkeypatch):
 @pytest.fixture(scope="module")
 def stage(finished):
     """Stream and pretrained model of the experiment."""
-    shape = MINI.experiences, MINI.rows, MINI.dominant_share
-    needed = [sum(column) for column in zip(*stream.rows_needed(*shape), strict=True)]
+    needed = [sum(column) for column in zip(*stream.rows_needed(MINI), strict=True)]
     articles = data.load(None, "--data", needed)
-    return stream.build(articles.texts, articles.labels, *shape), next((finished[0] / "cache").iterdir())
+    return stream.build(articles.texts, articles.labels, MINI), next((finished[0] / "cache").iterdir())
 
 
 def test_pretraining_sees_the_training_texts_only(stage, tmp_path):

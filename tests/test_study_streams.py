@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import torch
 
 from examples.common.command import SetupError
 from examples.lora_agnews import data, small, stream
+from examples.lora_agnews.config import MINI
 from examples.study.streams import KINDS, load
 
 SMALL = {"tasks": 3, "rows": 60, "hidden": 8}
@@ -118,7 +120,8 @@ def test_the_corpus_as_published_or_generated(monkeypatch, tmp_path):
 def test_articles_are_dealt_out_with_their_priors_and_used_once():
     texts, labels = zip(*((f"article {c} {k}", c) for c in range(4) for k in range(100)), strict=True)
     used = []
-    for k, one in enumerate(stream.build(texts * 2, labels * 2, experiences=5, rows=50, dominant_share=0.7)):
+    shape = replace(MINI, experiences=5, rows=50, dominant_share=0.7)
+    for k, one in enumerate(stream.build(texts * 2, labels * 2, shape)):
         assert (len(one.train.texts), len(one.test.texts)) == (40, 10)
         mine = one.train.labels + one.test.labels
         assert [mine.count(label) for label in range(4)] == [35 if c == k % 4 else 5 for c in range(4)]
@@ -126,4 +129,4 @@ def test_articles_are_dealt_out_with_their_priors_and_used_once():
     assert all(text.split()[1] == str(label) for text, label in used)
     assert len(used) == len(set(used)) == 5 * 50
     with pytest.raises(SetupError, match=r"World 110 needed, 100 found; .*; Sci/Tech 30 needed, 100 found"):
-        stream.build(texts, labels, experiences=3, rows=120, dominant_share=0.75)
+        stream.build(texts, labels, replace(MINI, experiences=3, rows=120, dominant_share=0.75))

@@ -66,8 +66,7 @@ def run(arguments: Sequence[str] | None, console: Console) -> None:
     given = vars(parser().parse_args(arguments))
     settings = {one.name: given[one.name] for one in fields(Config) if given.get(one.name) is not None}
     config = replace(PRESETS[given["preset"]], **settings)
-    needed = stream.rows_needed(config.experiences, config.rows, config.dominant_share)
-    per_class = [sum(column) for column in zip(*needed, strict=True)]
+    per_class = [sum(column) for column in zip(*stream.rows_needed(config), strict=True)]
     articles = data.load(given["data"], "--data", per_class)
 
     from . import experiment  # torch and transformers take seconds to import; --help should not wait

@@ -35,8 +35,7 @@ def run(
         if needed and not (there.is_dir() and os.access(there, os.W_OK)):
             raise SetupError(f"{option} {place} cannot be a folder: {there} is none that can be written to")
     console.print(f"[bold]data[/]      {escape(f'{articles.source} ({articles.reason})')}")
-    shape = config.experiences, config.rows, config.dominant_share
-    experiences = stream.build(articles.texts, articles.labels, *shape)
+    experiences = stream.build(articles.texts, articles.labels, config)
     for k, experience in enumerate(experiences):
         sizes = f"{len(experience.train.texts):,} train and {len(experience.test.texts):,} test rows"
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")

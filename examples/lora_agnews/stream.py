@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..common.command import SetupError
-from .config import CLASSES
+from .config import CLASSES, Config
 
 SPLIT_SEED = 0  # rows and split are the same for every run seed; only the order of the experiences is not
 TRAIN_SHARE = 0.8
@@ -28,26 +28,24 @@ class Experience:
     test: Split
 
 
-def rows_needed(experiences: int, rows: int, dominant_share: float) -> list[list[int]]:
+def rows_needed(config: Config) -> list[list[int]]:
     """Return how many rows of each class (columns) each experience (rows) takes.
 
     Experience k is dominated by class k modulo 4; the other classes share what is left equally, and the first
     of them take the remainder.
     """
-    dominant, count = round(dominant_share * rows), len(CLASSES)
-    share, left_over = divmod(rows - dominant, count - 1)
+    dominant, count = round(config.dominant_share * config.rows), len(CLASSES)
+    share, left_over = divmod(config.rows - dominant, count - 1)
     others = [share + (i < left_over) for i in range(count - 1)]
-    return [[*others[: k % count], dominant, *others[k % count :]] for k in range(experiences)]
+    return [[*others[: k % count], dominant, *others[k % count :]] for k in range(config.experiences)]
 
 
-def build(
-    texts: Sequence[str], labels: Sequence[int], experiences: int, rows: int, dominant_share: float
-) -> tuple[Experience, ...]:
+def build(texts: Sequence[str], labels: Sequence[int], config: Config) -> tuple[Experience, ...]:
     """Deal articles out to experiences; one that occurs twice is used once, so that test rows are unseen."""
     shuffled = list(dict(zip(texts, labels, strict=True)).items())
     random.Random(SPLIT_SEED).shuffle(shuffled)
     pools = [[row for row in shuffled if row[1] == label] for label in range(len(CLASSES))]
-    needed = rows_needed(experiences, rows, dominant_share)
+    needed = rows_needed(config)
     totals = [sum(column) for column in zip(*needed, strict=True)]
     if any(len(pool) < total for pool, total in zip(pools, totals, strict=True)):
         found = "; ".join(
@@ -55,14 +53,15 @@ def build(
             for name, total, pool in zip(CLASSES, totals, pools, strict=True)
         )
         raise SetupError(
-            f"too few different articles for {experiences} experiences of {rows:,} rows: {found}"
+            f"too few different articles for {config.experiences} experiences of {config.rows:,} rows: "
+            f"{found}"
         )
     decks = [iter(pool) for pool in pools]
     stream = []
     for k, counts in enumerate(needed):
         dealt = [next(deck) for deck, count in zip(decks, counts, strict=True) for _ in range(count)]
         random.Random(SPLIT_SEED + k).shuffle(dealt)
-        cut = round(TRAIN_SHARE * rows)
+        cut = round(TRAIN_SHARE * config.rows)
         stream.append(Experience(CLASSES[k % len(CLASSES)], split(dealt[:cut]), split(dealt[cut:])))
     return tuple(stream)
 

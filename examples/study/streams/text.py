@@ -44,8 +44,7 @@ def agnews(
     """
     config = configure(preset, settings, ("rows", "dominant_share", *MODEL), experiences=tasks)
     articles = _load(Path(data_folder) if data_folder else None, "data_folder")
-    shape = config.experiences, config.rows, config.dominant_share
-    dealt = stream.build(articles.texts, articles.labels, *shape)
+    dealt = stream.build(articles.texts, articles.labels, config)
     return build(config, dealt, stream.order(tasks, seed), seed, len(CLASSES), cache)
 
 
