@@ -53,5 +53,5 @@ def ticks(axes: Axes, names: Sequence[str]) -> None:
 
 def noted(figure: Figure, text: str) -> Figure:
     """Write below a figure, small, what its error bars are; return the figure."""
-    figure.supxlabel(text, fontsize=8, color="#666666")
+    figure.supxlabel(text, fontsize=10, color="#666666")
     return figure
