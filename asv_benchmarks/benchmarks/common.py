@@ -1,7 +1,6 @@
 """What benchmarks and reports share: libraries and devices, and problems."""
 
 import importlib
-import importlib.util
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -47,13 +46,11 @@ class Problem(NamedTuple):
     synchronize: Callable[[], None]
 
 
-def labelled(pretty_name: str, unit: str | None = None) -> Callable[[Any], Any]:
+def labelled(pretty_name: str, unit: str = "unit") -> Callable[[Any], Any]:
     """Give a benchmark the name, and values that are tracked the unit, of the published pages."""
 
     def decorate(function: Any) -> Any:
-        function.pretty_name = pretty_name
-        if unit is not None:
-            function.unit = unit
+        function.pretty_name, function.unit = pretty_name, unit
         return function
 
     return decorate
@@ -61,13 +58,13 @@ def labelled(pretty_name: str, unit: str | None = None) -> Callable[[Any], Any]:
 
 def find(method: str) -> Any:
     """Return a method without options of its own; skip it where its solver is not installed."""
-    if method in ("quadprog", "osqp") and importlib.util.find_spec(method) is None:
-        raise NotImplementedError(f"{method} is not installed")
+    if method in ("quadprog", "osqp"):
+        load(method)
     return GEM2017(memory_strength=0.0) if method == "gem2017" else method
 
 
 def load(backend: str) -> ModuleType:
-    """Import the array library of a backend; skip it where it or its device is absent."""
+    """Import the library of a backend or solver; skip it where it or its device is absent."""
     name = backend.partition("-")[0]
     try:
         xp = importlib.import_module(name)
@@ -76,16 +73,6 @@ def load(backend: str) -> ModuleType:
     if backend in ("torch-cuda", "cupy") and not xp.cuda.is_available():
         raise NotImplementedError("there is no CUDA device")
     return xp
-
-
-def waiting(backend: str) -> Callable[[], None]:
-    """Return the function that waits for the device of a backend."""
-    xp = load(backend)
-    if backend == "torch-cuda":
-        return xp.cuda.synchronize
-    if backend == "cupy":
-        return lambda: xp.cuda.Device().synchronize()
-    return lambda: None
 
 
 def array(backend: str, dtype: str, values: np.ndarray) -> Any:
@@ -114,18 +101,20 @@ def problem(backend: str, dtype: str, t: int, d: int, layout: str = "rows") -> P
     for weight, row in zip(np.linspace(-2.5, -0.5, t), rows, strict=True):
         vector += np.float32(weight / np.sqrt(t)) * row
     G = array(backend, dtype, rows.T.copy()).T if layout == "columns" else array(backend, dtype, rows)
-    return warm(Problem(G, array(backend, dtype, vector), waiting(backend)))
+    return warm(backend, G, array(backend, dtype, vector))
 
 
 @lru_cache(maxsize=1)
 def batch(backend: str, dtype: str, n: int, t: int, d: int) -> Problem:
     """Return n independent random problems in one array."""
     rng = np.random.default_rng(t)
-    G, g = (rng.standard_normal(shape, dtype=np.float32) for shape in ((n, t, d), (n, d)))
-    return warm(Problem(array(backend, dtype, G), array(backend, dtype, g), waiting(backend)))
+    G, g = (array(backend, dtype, rng.standard_normal(s, dtype=np.float32)) for s in ((n, t, d), (n, d)))
+    return warm(backend, G, g)
 
 
-def warm(made: Problem) -> Problem:
+def warm(backend: str, G: Any, g: Any) -> Problem:
     """Project a part of a problem: what libraries load and start once is neither timed nor counted later."""
-    project(made.G[..., :2, :1000], made.g[..., :1000])
-    return made
+    project(G[..., :2, :1000], g[..., :1000])
+    xp = load(backend)
+    waits = {"torch-cuda": lambda: xp.cuda.synchronize(), "cupy": lambda: xp.cuda.Device().synchronize()}
+    return Problem(G, g, waits.get(backend, lambda: None))

@@ -4,6 +4,7 @@ from gemproj import project
 
 from .common import BACKENDS, DTYPES, LORA, Benchmark, labelled, load, problem
 from .peaks import peak_memory, peak_on_device
+from .timing import Call
 
 
 class Memory(Benchmark):
@@ -26,7 +27,8 @@ class Memory(Benchmark):
 
 def extra(call, backend):
     """Return by how many bytes memory in use rises during a call; skip where nothing counts it."""
-    found = peak_on_device(call, load(backend)) if backend in ("torch-cuda", "cupy") else peak_memory(call)
+    on_device = backend in ("torch-cuda", "cupy")
+    found = peak_on_device(call, load(backend)) if on_device else peak_memory(Call(call))
     if found is None:
         raise NotImplementedError("the peak of a process can be reset on Linux only")
     return found

@@ -8,14 +8,12 @@ from pathlib import Path
 from statistics import median
 from types import ModuleType
 
-from .timing import nothing
+from .timing import Call
 
 PROC = Path("/proc/self")
 
 
-def peak_memory(
-    run: Callable[[], object], prepare: Callable[[], object] = nothing, repeats: int = 3
-) -> float | None:
+def peak_memory(call: Call, repeats: int = 3) -> float | None:
     """Return the most memory that a call holds beyond what was there before, its result included, in bytes.
 
     It is the kernel's count of resident pages, which sees the allocations of every library (tracemalloc
@@ -25,12 +23,21 @@ def peak_memory(
     pages of each core in lots, so the number is good to about a megabyte; of `repeats` runs the median is
     taken. None where the kernel offers no such count.
     """
-    prepare()
-    run()
+    call.prepare()
+    call.run()
+    grown = []
     try:
-        return median(_grown(run, prepare) for _ in range(repeats))
+        for _ in range(repeats):
+            call.prepare()
+            rest()
+            before = status("VmRSS")
+            if status("VmHWM") > before + (1 << 20):
+                return None  # the peak of this process cannot be reset
+            call.run()
+            grown.append(max(0.0, status("VmHWM") - before))
     except (OSError, KeyError):
         return None
+    return median(grown)
 
 
 def peak_on_device(run: Callable[[], object], xp: ModuleType) -> int:
@@ -56,16 +63,6 @@ def rest() -> None:
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
         (PROC / "clear_refs").write_text("5")  # proc_pid_clear_refs(5): the peak resident set size
-
-
-def _grown(run: Callable[[], object], prepare: Callable[[], object]) -> float:
-    prepare()
-    rest()
-    before = status("VmRSS")
-    if status("VmHWM") > before + (1 << 20):
-        raise OSError("the peak of this process cannot be reset")
-    run()
-    return max(0.0, status("VmHWM") - before)
 
 
 def status(name: str) -> float:

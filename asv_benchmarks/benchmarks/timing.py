@@ -15,16 +15,12 @@ LONGEST = 5.0
 BURST = 2e-2
 
 
-def nothing() -> None:
-    """Do nothing."""
-
-
 class Call(NamedTuple):
     """What is timed, what has to be done again before, and what the machine does just before; in seconds."""
 
     run: Callable[[], object]
-    prepare: Callable[[], object] = nothing
-    just_before: Callable[[], object] = nothing
+    prepare: Callable[[], object] = lambda: None
+    just_before: Callable[[], object] = lambda: None
 
 
 def in_turn(calls: Mapping[Key, Call], seconds: float) -> dict[Key, list[float]]:

@@ -1,17 +1,16 @@
 """Times over the number of constraints and over the number of parameters, as a picture."""
 
 from pathlib import Path
+from statistics import median
 
-import numpy as np
 from matplotlib.axes import Axes
 
 from asv_benchmarks.reports.candidates import FLOOR, LOOKS
 from examples.common.drawing import STYLE, noted, plt
 
-# By name, then by t or d: the least and the median time in ms.
-Curves = dict[str, dict[int, tuple[float, float]]]
+# By name, then by t or d: the seconds of all rounds.
+Curves = dict[str, dict[int, list[float]]]
 
-GREY = "#767676"
 OWN = {
     "axes.grid.axis": "both",
     "lines.markersize": 7,
@@ -46,20 +45,16 @@ def draw(over_t: Curves, over_d: Curves, d: int, t: int, path: Path) -> None:
 def _panel(axes: Axes, curves: Curves) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for name, (colour, marker) in LOOKS.items():
-        x, least, middle = _columns(curves[name])
-        width = 2.2 if name.startswith("gemproj") else 1.4
-        axes.plot(x, least, color=colour, linewidth=width, marker=marker, label=name)
-        axes.fill_between(x, least, middle, color=colour, alpha=0.2, linewidth=0)
-    x, floor, _ = _columns(curves[FLOOR])
-    axes.plot(x, floor, color=GREY, linestyle="--", linewidth=1.4, label=FLOOR)
-    axes.fill_between(x, floor * 1e-9, floor, color="#f3f3f3", zorder=0)
-    times = [time for curve in curves.values() for point in curve.values() for time in point]
-    axes.set_ylim(min(times) / 2, max(times) * 2)
+    shown = list[float]()
+    for name, look in LOOKS.items():
+        x, rounds = zip(*sorted(curves[name].items()), strict=True)
+        least, middle = ([1e3 * of(times) for times in rounds] for of in (min, median))
+        axes.plot(x, least, **look, linewidth=2.2 if name.startswith("gemproj") else 1.4, label=name)
+        if name == FLOOR:
+            axes.fill_between(x, 1e-9 * min(least), least, color="#f3f3f3", zorder=0)
+        else:
+            axes.fill_between(x, least, middle, color=look["color"], alpha=0.2, linewidth=0)
+        shown += least + middle
+    axes.set_ylim(min(shown) / 2, max(shown) * 2)
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.minorticks_off()
-
-
-def _columns(curve: dict[int, tuple[float, float]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    x = sorted(curve)
-    return np.array(x), *np.array([curve[i] for i in x]).T

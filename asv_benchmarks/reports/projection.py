@@ -17,7 +17,7 @@ from asv_benchmarks.benchmarks.peaks import peak_memory
 from asv_benchmarks.benchmarks.peers import agem_published, floor
 from asv_benchmarks.benchmarks.timing import FEWEST, MOST, Call, burst, in_turn, settle
 from asv_benchmarks.reports import figure as drawing
-from asv_benchmarks.reports.candidates import FLOOR, GIVEN, MAIN, MEAN, by_columns, candidates
+from asv_benchmarks.reports.candidates import FLOOR, GIVEN, LOOKS, MEAN, READ, by_columns, candidates
 from asv_benchmarks.reports.figure import Curves
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.quality import grade
@@ -42,55 +42,47 @@ NOTE = (
 
 
 def compare(t: int, d: int, seconds: float, curves: Curves) -> Table:
-    """Measure all candidates on one problem, and add the main ones to the curves over t."""
+    """Measure all candidates on one problem, and add them to the curves over t."""
     G, g, _ = problem("torch", "float32", t, d)
     found = candidates(G, g)
+    solving = [name for name in found if name not in (FLOOR, READ)]
     work = torch.ones(512, 512)
-    calls = {(c.name, "at rest"): Call(c.run, c.prepare) for c in found}
+    calls = {(name, "at rest"): call for name, call in found.items()}
     calls |= {
-        (c.name, "after torch"): Call(c.run, c.prepare, lambda: work @ work)
-        for c in found
-        if c.role != "floor"
+        (name, "after torch"): found[name]._replace(just_before=lambda: work @ work) for name in solving
     }
     times = in_turn(calls, seconds)
     least = {key: 1e3 * min(taken) for key, taken in times.items()}
-    answers = {}
-    for c in found:
-        if c.role != "floor":
-            c.prepare()
-            answers[c.name] = torch.as_tensor(c.run()).clone()
-    qualities = dict(zip(answers, grade(G, g, list(answers.values())), strict=True))
+    answers = []
+    for name in solving:
+        found[name].prepare()
+        answers.append(torch.as_tensor(found[name].run()).clone())
+    qualities = dict(zip(solving, grade(G, g, answers), strict=True))
 
     table = Table(f"t = {t}: G has {digits(G.nbytes / 1e6, 2)} MB", HEAD)
-    for c in found:
-        ms, after = least[c.name, "at rest"], least.get((c.name, "after torch"))
-        ratios = [digits(ms / least[other, "at rest"], 2) for other in (GIVEN, MEAN, FLOOR)]
-        row = [c.name, digits(ms), digits(after) if after else "", *ratios]
-        if c.name in qualities:
-            bytes_ = peak_memory(c.run, c.prepare)
-            row += [power(q) for q in qualities[c.name]]
+    for name, call in found.items():
+        ms = least[name, "at rest"]
+        after = digits(least[name, "after torch"]) if name in solving else ""
+        row = [name, digits(ms), after, *(digits(ms / least[o, "at rest"], 2) for o in (GIVEN, MEAN, FLOOR))]
+        if name in solving:
+            bytes_ = peak_memory(call)
+            row += [power(q) for q in qualities[name]]
             row += ["-" if bytes_ is None else f"{100 * bytes_ / G.nbytes:.0f}"]
         table.rows.append(row + [""] * (len(HEAD) - len(row)))
-        if c.name in MAIN:
-            curves.setdefault(c.name, {})[t] = spread(times[c.name, "at rest"])
+        curves.setdefault(name, {})[t] = times[name, "at rest"]
     return table
 
 
 def sweep(d: int, seconds: float) -> Curves:
     """Return the curves of the main candidates over the number of parameters, up to d."""
-    curves: Curves = {name: {} for name in MAIN}
+    curves: Curves = {name: {} for name in LOOKS}
     below = [size for power in range(3, 9) for size in (10**power, 3 * 10**power) if size < 0.8 * d]
     for size in [*below, d]:
         G, g, _ = problem("torch", "float32", SWEPT_T, size)
-        calls = {c.name: Call(c.run, c.prepare) for c in candidates(G, g) if c.name in MAIN}
+        calls = {name: call for name, call in candidates(G, g).items() if name in LOOKS}
         for name, taken in in_turn(calls, seconds).items():
-            curves[name][size] = spread(taken)
+            curves[name][size] = taken
     return curves
-
-
-def spread(times: list[float]) -> tuple[float, float]:
-    """Return the least and the median time in milliseconds."""
-    return 1e3 * min(times), 1e3 * median(times)
 
 
 def sizes(seconds: float, largest: int = SIZES[-1], t: int = 9) -> Table:
