@@ -4,6 +4,7 @@ Writes the tables and the figure of docs/accuracy.md.
 """
 
 import platform
+from collections.abc import Collection
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -17,7 +18,7 @@ from asv_benchmarks.reports.families import FAMILIES, Problem
 from asv_benchmarks.reports.isolated import PROCESSES, Answer, Isolated
 from asv_benchmarks.reports.judge import project_precisely
 from asv_benchmarks.reports.machine import versions
-from asv_benchmarks.reports.solvers import SOLVERS, Solver
+from asv_benchmarks.reports.solvers import SOLVERS
 from asv_benchmarks.reports.tables import markdown, power, publish
 from examples.common.drawing import plt
 
@@ -32,12 +33,7 @@ PACKAGES = [
 ]  # fmt: skip
 
 
-class Case(NamedTuple):
-    """A problem with its projection."""
-
-    G: np.ndarray
-    g: np.ndarray
-    x: np.ndarray
+Case = tuple[np.ndarray, np.ndarray, np.ndarray]  # G, g and the projection of g
 
 
 class Score(NamedTuple):
@@ -58,11 +54,11 @@ class Score(NamedTuple):
 
 
 class Cell:
-    """All answers of one solver in one family."""
+    """All answers of one solver in one family; one that is approximate by design has no failures."""
 
-    def __init__(self, scores: list[Score]) -> None:
-        self.scores = scores
-        self.failed = [score for score in scores if score.failed]
+    def __init__(self, scores: list[Score], aim: str) -> None:
+        self.scores, self.aim = scores, aim
+        self.failed = [score for score in scores if score.failed and aim == "exact"]
         self.silent = sum(not score.warned for score in self.failed)
 
     def worst(self, measure: str) -> float:
@@ -75,11 +71,17 @@ class Cell:
         """Failures in percent, rounded up: zero means none."""
         return -(-100 * len(self.failed) // len(self.scores))
 
-    def details(self, aim: str) -> list[str]:
-        """Return the entries of a row of a detail table."""
+    @property
+    def entry(self) -> str:
+        """What stands in the matrix: the worst error, or how many answers failed."""
+        return f"**FAIL {self.percent} %**" if self.failed else power(self.worst("error"))
+
+    @property
+    def details(self) -> list[str]:
+        """The entries of a row of a detail table."""
         numbers = [power(self.worst(name)) for name in ("primal", "complementarity", "error", "bound")]
         time = f"{np.median([score.ms for score in self.scores]):.2f}"
-        if aim == "approximate":
+        if self.aim == "approximate":
             return [*numbers, "by design", "", "", time]
         sizes = sorted({score.t for score in self.failed})
         failures = f"{len(self.failed)}/{len(self.scores)}"
@@ -91,60 +93,56 @@ Results = dict[str, dict[str, Cell]]  # by family and solver
 
 def score(case: Case, answer: Answer) -> Score:
     """Measure an answer, in numbers that no scaling of g or of a row changes."""
-    (G, g, x), t = case, len(case.G)
+    G, g, x = case
     if answer.x is None:
-        return Score(t, answer.ms)
+        return Score(len(G), answer.ms)
     if not np.all(np.isfinite(answer.x)):
-        return Score(t, answer.ms, warned=False)
+        return Score(len(G), answer.ms, warned=False)
     unit, norms = np.linalg.norm(g), np.linalg.norm(G, axis=1)
     s = G @ answer.x
     primal = np.max(-s / np.where(norms > 0, norms, 1.0) / unit, initial=0.0)
     error = float(np.linalg.norm(answer.x - x) / unit)
-    if answer.findings is None:
-        return Score(t, answer.ms, False, primal, error=error)
     lam, warned, bound = answer.findings
-    return Score(t, answer.ms, warned, primal, np.max(np.abs(lam * s)) / unit**2, error, bound)
+    return Score(len(G), answer.ms, warned, primal, np.max(np.abs(lam * s)) / unit**2, error, bound)
 
 
-def judged(problems: list[Problem]) -> list[Case]:
+def judge(problem: Problem) -> Case:
+    """Project a problem precisely."""
+    return *problem, project_precisely(*problem)
+
+
+def judged(families: dict[str, list[Problem]]) -> dict[str, list[Case]]:
     """Project every problem precisely, on all cores."""
     with ProcessPoolExecutor(mp_context=PROCESSES) as pool:
-        answers = pool.map(project_precisely, *zip(*problems, strict=True))
-        seen = track(answers, "judging", len(problems), transient=True)
-        return [Case(*problem, x) for problem, x in zip(problems, seen, strict=True)]
+        found = {family: pool.map(judge, problems) for family, problems in families.items()}
+        return {family: list(cases) for family, cases in track(found.items(), "judging", transient=True)}
 
 
-def measure(solvers: list[Solver], cases: dict[str, list[Case]]) -> Results:
+def measure(solvers: list[str], cases: dict[str, list[Case]]) -> Results:
     """Run every solver on every case, one after the other."""
     results: Results = {family: {} for family in cases}
     for solver in track(solvers, "solving", transient=True):
         with closing(Isolated(solver)) as run:
             for family, members in cases.items():
-                results[family][solver.name] = Cell([score(case, run(case.G, case.g)) for case in members])
+                scores = [score(case, run(*case[:2])) for case in members]
+                results[family][solver] = Cell(scores, SOLVERS[solver].aim)
     return results
 
 
-def entry(cell: Cell, aim: str) -> str:
-    """Return what stands in the matrix: the worst error, or how many answers failed."""
-    if cell.failed and aim == "exact":
-        return f"**FAIL {cell.percent} %**"
-    return power(cell.worst("error"))
-
-
-def matrix(results: Results, solvers: list[Solver], aim: str) -> list[str]:
+def matrix(results: Results, solvers: list[str], aim: str) -> list[str]:
     """Return the table of families by solvers of one aim."""
-    chosen = [solver.name for solver in solvers if solver.aim == aim]
-    rows = [[family, *(entry(cells[name], aim) for name in chosen)] for family, cells in results.items()]
+    chosen = [solver for solver in solvers if SOLVERS[solver].aim == aim]
+    rows = [[family, *(cells[solver].entry for solver in chosen)] for family, cells in results.items()]
     return markdown(["worst error", *chosen], rows) if chosen else []
 
 
-def details(results: Results, solvers: list[Solver]) -> list[str]:
+def details(results: Results) -> list[str]:
     """Return a table per family, folded."""
     head = ["solver", "r_p", "r_c", "error", "bound", "failures", "silent", "at t =", "ms"]
     lines = []
     for family, cells in results.items():
         lines += ["<details>", f"<summary>{family}</summary>", ""]
-        lines += markdown(head, [[s.name, *cells[s.name].details(s.aim)] for s in solvers])
+        lines += markdown(head, [[solver, *cell.details] for solver, cell in cells.items()])
         lines += ["</details>", ""]
     return lines
 
@@ -163,39 +161,31 @@ def trust(results: Results) -> str:
     )
 
 
-def environment(skipped: list[Solver], problems: int) -> str:
-    """Return what the numbers depend on."""
-    text = f"{problems} problems. Python {platform.python_version()}, {versions(PACKAGES)}."
-    missing = [f"{solver.name} ({', '.join(solver.missing)} not installed)" for solver in skipped]
-    return text + (f" Left out: {', '.join(missing)}." if missing else "")
-
-
-def picture(results: Results, solvers: list[Solver], path: Path) -> None:
+def picture(results: Results, solvers: list[str], path: Path) -> None:
     """Draw the matrix: powers of ten, the paler the better, and crosses with percentages of failures.
 
     Colours differ in brightness too, for readers who see no hues; what is NaN stays white. Texts have 9
     pixels or more where the figure is as wide as a page of the documentation.
     """
-    rows = [[cells[solver.name] for solver in solvers] for cells in results.values()]
+    rows = [list(cells.values()) for cells in results.values()]
     errors = np.array([[cell.worst("error") for cell in row] for row in rows])
-    exact = sum(solver.aim == "exact" for solver in solvers)  # set apart from the others
+    exact = sum(SOLVERS[solver].aim == "exact" for solver in solvers)  # set apart from the others
     powers = np.log10(np.clip(errors, 1e-16, 1.0))
     size = (2.2 + 0.42 * len(solvers), 1.9 + 0.27 * len(rows))
     figure, axes = plt.subplots(figsize=size, layout="constrained")
-    image = axes.imshow(powers, cmap="OrRd", vmin=-16, vmax=0, aspect="auto")
+    image = axes.pcolormesh(powers, cmap="OrRd", vmin=-16, vmax=0, edgecolors="w", linewidth=1.5)
+    axes.invert_yaxis()
+    axes.axvline(exact, color="w", linewidth=8)
     for (i, j), value in np.ndenumerate(powers):
         cell = rows[i][j]
-        failed = bool(cell.failed) and solvers[j].aim == "exact"
-        text = f"✗{cell.percent}" if failed else f"{round(np.log10(max(cell.worst('error'), 1e-16)))}"
-        weight, color = "bold" if failed else "normal", "w" if value > -5 else "k"
-        axes.text(j, i, text, ha="center", va="center", size=9, weight=weight, color=color)
-    for j in range(1, len(solvers)):
-        axes.axvline(j - 0.5, color="w", linewidth=8 if j == exact else 1.5)
-    for i in range(1, len(rows)):
-        axes.axhline(i - 0.5, color="w", linewidth=1.5)
-    names = [solver.name.removesuffix(", 100 steps") for solver in solvers]
-    axes.set_xticks(range(len(solvers)), names, rotation=45, ha="right", rotation_mode="anchor", size=9)
-    axes.set_yticks(range(len(rows)), list(results), size=9)
+        text = f"✗{cell.percent}" if cell.failed else f"{round(np.log10(max(cell.worst('error'), 1e-16)))}"
+        weight, color = "bold" if cell.failed else "normal", "w" if value > -5 else "k"
+        axes.text(j + 0.5, i + 0.5, text, ha="center", va="center", size=9, weight=weight, color=color)
+    names = [solver.removesuffix(", 100 steps") for solver in solvers]
+    axes.set_xticks(
+        np.arange(len(names)) + 0.5, names, rotation=45, ha="right", rotation_mode="anchor", size=9
+    )
+    axes.set_yticks(np.arange(len(rows)) + 0.5, list(results), size=9)
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
     label = r"power of ten of the worst error $|x - x^*| / |g|$"
@@ -206,7 +196,7 @@ def picture(results: Results, solvers: list[Solver], path: Path) -> None:
     plt.close(figure)
 
 
-def pick(names: list[str], wanted: str | None) -> list[str]:
+def pick(names: Collection[str], wanted: str | None) -> list[str]:
     """Return the names that contain one of the wanted words; all of them if none is given."""
     words = [""] if wanted is None else [word.strip() for word in wanted.split(",")]
     if unknown := [word for word in words if not any(word in name for name in names)]:
@@ -214,14 +204,15 @@ def pick(names: list[str], wanted: str | None) -> list[str]:
     return [name for name in names if any(word in name for word in words)]
 
 
+Words = Annotated[str | None, typer.Option(help="Only those whose names contain one of these words.")]
+
+
 def main(
     out: Annotated[
         Path | None, typer.Option(help="Folder for tables and figure, of all by default docs/results.")
     ] = None,
-    families: Annotated[
-        str | None, typer.Option(help="Only families that contain one of these words.")
-    ] = None,
-    solvers: Annotated[str | None, typer.Option(help="Only solvers that contain one of these words.")] = None,
+    families: Words = None,
+    solvers: Words = None,
     repeats: Annotated[
         int, typer.Option(min=1, help="Problems of each size, fewer of the large ones.")
     ] = REPEATS,
@@ -231,19 +222,20 @@ def main(
     if out is None and (families, solvers, repeats, largest) != (None, None, REPEATS, LARGEST):
         raise typer.BadParameter("a part of the tables does not replace docs/results; name a folder: --out")
     out = Path("docs/results") if out is None else out
-    asked = [solver for solver in SOLVERS if solver.name in pick([s.name for s in SOLVERS], solvers)]
-    used, skipped = [s for s in asked if not s.missing], [s for s in asked if s.missing]
-    drawn = {name: list(FAMILIES[name].problems(repeats, largest)) for name in pick(list(FAMILIES), families)}
-    flat = judged([problem for problems in drawn.values() for problem in problems])
-    queue = iter(flat)
-    cases = {name: [next(queue) for _ in problems] for name, problems in drawn.items()}
-    results = measure(used, cases)
+    asked = pick(SOLVERS, solvers)
+    used = [solver for solver in asked if not SOLVERS[solver].missing]
+    drawn = {name: list(FAMILIES[name].problems(repeats, largest)) for name in pick(FAMILIES, families)}
+    results = measure(used, judged(drawn))
 
-    header = [environment(skipped, len(flat)), "", trust(results), ""]
-    overview = header + matrix(results, used, "exact") + matrix(results, used, "approximate")
+    count = sum(map(len, drawn.values()))
+    basis = f"{count} problems. Python {platform.python_version()}, {versions(PACKAGES)}."
+    if skipped := [f"{s} ({', '.join(SOLVERS[s].missing)} not installed)" for s in asked if s not in used]:
+        basis += f" Left out: {', '.join(skipped)}."
+    overview = [basis, "", trust(results), ""]
+    overview += matrix(results, used, "exact") + matrix(results, used, "approximate")
     out.mkdir(parents=True, exist_ok=True)
     publish(["\n".join(overview)], out / "accuracy.md")
-    (out / "accuracy-details.md").write_text("\n".join(details(results, used)))
+    (out / "accuracy-details.md").write_text("\n".join(details(results)))
     picture(results, used, out / "accuracy.png")
 
 

@@ -15,18 +15,18 @@ PROCESSES = multiprocessing.get_context("spawn")
 
 
 class Answer(NamedTuple):
-    """What a solver returned; x is None where it raised, crashed or ran out of time."""
+    """What a solver returned; x is None where it found nothing, raised, crashed or ran out of time."""
 
     ms: float
     x: np.ndarray | None = None
-    findings: Findings | None = None
+    findings: Findings = Findings()
 
 
 class Isolated:
     """A solver in a process of its own, which is replaced when a call takes more than `limit` seconds."""
 
-    def __init__(self, solver: Solver, limit: float = 3.0) -> None:
-        self._name, self._limit = solver.name, limit
+    def __init__(self, name: str, limit: float = 3.0) -> None:
+        self._name, self._limit = name, limit
         self._start()
 
     def __call__(self, G: np.ndarray, g: np.ndarray) -> Answer:
@@ -53,20 +53,19 @@ class Isolated:
         self._process = PROCESSES.Process(target=_serve, args=(self._name, far_end), daemon=True)
         self._process.start()
         far_end.close()
-        self._pipe.recv()  # ready: starting does not count
+        self._pipe.recv()  # a first answer: starting does not count
 
 
 def _serve(name: str, pipe: Any) -> None:
     """Answer every (G, g) that comes through the pipe."""
-    solver = next(solver for solver in SOLVERS if solver.name == name)
+    solver = SOLVERS[name]
     warnings.simplefilter("ignore")
-    _answer(solver, np.eye(2), -np.ones(2))
-    pipe.send("ready")
+    pipe.send(_answer(solver, np.eye(2), -np.ones(2)))
     while True:
         G, g = pipe.recv()
         answer = _answer(solver, G, g)
         pipe.send(answer)
-        pipe.send(solver.inspect(G, g) if solver.inspect and answer.x is not None else None)
+        pipe.send(Findings() if answer.x is None else solver.inspect(G, g))
 
 
 def _answer(solver: Solver, G: np.ndarray, g: np.ndarray) -> Answer:

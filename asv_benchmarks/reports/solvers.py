@@ -2,9 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.optimize
@@ -16,9 +15,9 @@ Vector = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Findings(NamedTuple):
-    """What a solver tells besides x."""
+    """What a solver tells besides x: NaN where it tells nothing."""
 
-    multipliers: np.ndarray
+    multipliers: Any = np.nan
     warned: bool = False
     bound: float = np.nan
 
@@ -27,11 +26,10 @@ class Findings(NamedTuple):
 class Solver:
     """A solver, and what it needs and tells."""
 
-    name: str
     project: Vector
-    # ``(G, g) -> Findings`` behind the same x: multipliers, whether a status says not to trust them, and an
-    # upper bound of the error.
-    inspect: Callable[[np.ndarray, np.ndarray], Findings] | None = None
+    # What is behind the same x: multipliers, whether a status says not to trust them, and an upper bound of
+    # the error.
+    inspect: Callable[[np.ndarray, np.ndarray], Findings] = lambda G, g: Findings()
     aim: str = "exact"  # one that is "approximate" by design has no failures, only errors
     needs: tuple[str, ...] = ()  # packages
 
@@ -41,19 +39,19 @@ class Solver:
         return [package for package in self.needs if find_spec(package) is None]
 
 
-def ours(name: str, method: gemproj.Method | str, aim: str = "exact", needs: tuple[str, ...] = ()) -> Solver:
+def ours(method: gemproj.Method | str, aim: str = "exact", needs: tuple[str, ...] = ()) -> Solver:
     """Return one of this library's methods."""
 
     def inspect(G: np.ndarray, g: np.ndarray) -> Findings:
         sol = gemproj.solve_dual(G, g, method=method)
         return Findings(sol.multipliers, bool(sol.status & ~Status.APPROXIMATE), float(sol.error_bound()))
 
-    return Solver(name, lambda G, g: gemproj.project(G, g, method=method), inspect, aim, needs)
+    return Solver(lambda G, g: gemproj.project(G, g, method=method), inspect, aim, needs)
 
 
-def from_dual(name: str, dual: Vector, *needs: str) -> Solver:
+def from_dual(dual: Vector, *needs: str) -> Solver:
     """Return a solver for multipliers, followed by ``x = g + G'lam``."""
-    return Solver(name, lambda G, g: g + dual(G, g) @ G, lambda G, g: Findings(dual(G, g)), needs=needs)
+    return Solver(lambda G, g: g + dual(G, g) @ G, lambda G, g: Findings(dual(G, g)), needs=needs)
 
 
 def nnls(G: np.ndarray, g: np.ndarray) -> np.ndarray:
@@ -61,24 +59,22 @@ def nnls(G: np.ndarray, g: np.ndarray) -> np.ndarray:
     return scipy.optimize.nnls(G.T, -g)[0]
 
 
-def dual_qp(G: np.ndarray, g: np.ndarray, solver: str) -> np.ndarray:
+def via_qpsolvers(solver: str, package: str) -> Solver:
     """Solve ``min 1/2 lam'K lam + b'lam, lam >= 0`` with a solver's default settings."""
-    from qpsolvers import solve_qp
 
-    return _found(solve_qp(G @ G.T, G @ g, lb=np.zeros(len(G)), solver=solver))
+    def dual(G: np.ndarray, g: np.ndarray) -> np.ndarray:
+        from qpsolvers import solve_qp
+
+        return solve_qp(G @ G.T, G @ g, lb=np.zeros(len(G)), solver=solver)  # None if it has found nothing
+
+    return from_dual(dual, "qpsolvers", package)
 
 
-def primal_qp(G: np.ndarray, g: np.ndarray, solver: str) -> np.ndarray:
+def primal_qp(G: np.ndarray, g: np.ndarray) -> np.ndarray:
     """Solve ``min 1/2 |x - g|^2, -G x <= 0``, with a matrix of size d by d."""
     from qpsolvers import solve_qp
 
-    return _found(solve_qp(np.eye(len(g)), -g, -G, np.zeros(len(G)), solver=solver))
-
-
-def _found(solution: np.ndarray | None) -> np.ndarray:
-    if solution is None:
-        raise ArithmeticError("no solution found")
-    return solution
+    return solve_qp(np.eye(len(g)), -g, -G, np.zeros(len(G)), solver="quadprog")
 
 
 def gem_reference(G: np.ndarray, g: np.ndarray) -> np.ndarray:
@@ -101,24 +97,20 @@ def torchjd(G: np.ndarray, g: np.ndarray) -> np.ndarray:
     return DualProj(preference)(rows).numpy()
 
 
-def via_qpsolvers(name: str, solver: str, package: str) -> Solver:
-    return from_dual(name, partial(dual_qp, solver=solver), "qpsolvers", package)
-
-
-SOLVERS = [
-    ours("gemproj exact", "exact"),
-    ours("gemproj quadprog", "quadprog", needs=("quadprog",)),
-    ours("gemproj osqp", "osqp", needs=("osqp",)),
-    from_dual("SciPy NNLS", nnls),
-    Solver("quadprog, primal", partial(primal_qp, solver="quadprog"), needs=("qpsolvers", "quadprog")),
-    via_qpsolvers("quadprog", "quadprog", "quadprog"),
-    via_qpsolvers("DAQP", "daqp", "daqp"),
-    via_qpsolvers("ProxQP", "proxqp", "proxsuite"),
-    via_qpsolvers("PIQP", "piqp", "piqp"),
-    via_qpsolvers("Clarabel", "clarabel", "clarabel"),
-    Solver("GEM reference", gem_reference, needs=("torch", "quadprog")),
-    Solver("TorchJD", torchjd, needs=("torchjd", "qpsolvers", "quadprog")),
-    ours("gemproj fista, 100 steps", FISTA(steps=100), "approximate"),
-    ours("gemproj pgd, 100 steps", PGD(steps=100), "approximate"),
-    ours("gemproj agem", "agem", "approximate"),
-]
+SOLVERS = {
+    "gemproj exact": ours("exact"),
+    "gemproj quadprog": ours("quadprog", needs=("quadprog",)),
+    "gemproj osqp": ours("osqp", needs=("osqp",)),
+    "SciPy NNLS": from_dual(nnls),
+    "quadprog, primal": Solver(primal_qp, needs=("qpsolvers", "quadprog")),
+    "quadprog": via_qpsolvers("quadprog", "quadprog"),
+    "DAQP": via_qpsolvers("daqp", "daqp"),
+    "ProxQP": via_qpsolvers("proxqp", "proxsuite"),
+    "PIQP": via_qpsolvers("piqp", "piqp"),
+    "Clarabel": via_qpsolvers("clarabel", "clarabel"),
+    "GEM reference": Solver(gem_reference, needs=("torch", "quadprog")),
+    "TorchJD": Solver(torchjd, needs=("torchjd", "qpsolvers", "quadprog")),
+    "gemproj fista, 100 steps": ours(FISTA(steps=100), "approximate"),
+    "gemproj pgd, 100 steps": ours(PGD(steps=100), "approximate"),
+    "gemproj agem": ours("agem", "approximate"),
+}
