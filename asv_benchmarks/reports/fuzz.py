@@ -18,6 +18,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
+from unittest.mock import patch
 
 import numpy as np
 import typer
@@ -30,7 +31,7 @@ from gemproj._tspace import normalise
 from gemproj.backends.numba import installed
 from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._faces import Factorisation, Tableau
-from tests.problems import exactly, rational_feasible, rational_projection, rational_solution, small_integers
+from tests.problems import exactly, rational_feasible, rational_solution, small_integers
 
 CHUNK = 2000
 WRONG = 1e-9  # of |x - x*| / |g|
@@ -122,9 +123,9 @@ def options_error(
     G: np.ndarray, g: np.ndarray, options: dict[str, Any], expected: list[np.ndarray | None], backend: str
 ) -> float:
     """Return the largest error of x over the size of the problem, infinity if feasibility is told wrong."""
-    backends.wanted = backend
+    infeasible = any(e is None for e in expected)
     try:
-        with warnings.catch_warnings():
+        with patch.object(backends, "wanted", backend), warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             x = project(G, g, **options).reshape(-1, g.shape[-1])
     except RuntimeWarning:  # no problem here is so hard that a warning is right
@@ -132,21 +133,11 @@ def options_error(
     except ValueError as error:
         if "infeasible" not in str(error):
             raise
-        return 0.0 if any(e is None for e in expected) else np.inf
-    if any(e is None for e in expected):
+        return 0.0 if infeasible else np.inf
+    if infeasible:
         return np.inf
     size = 1.0 + float(np.abs(g).max()) + float(np.abs(options.get("h", 0.0)).max())
     return float(np.abs(x - np.array(expected)).max()) / size
-
-
-def one_by_one(g: np.ndarray, **arrays: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield the arrays of each problem of a batch; those without its dimension are shared."""
-    depth = {"G": 2}
-    for i in range(len(g) if g.ndim == 2 else 1):
-        yield {
-            name: a[i] if g.ndim == 2 and a.ndim > depth.get(name, 1) else a
-            for name, a in {"g": g, **arrays}.items()
-        }
 
 
 def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -167,35 +158,33 @@ def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class Tally:
-    """Wrong answers and the largest error by way, of how many problems, and which ones went wrong."""
+    """By way: how many problems, how many wrong answers and the largest error; and which ones went wrong."""
 
     def __init__(self) -> None:
-        self.problems: Counter[str] = Counter()  # by way
-        self.wrong: Counter[str] = Counter()
-        self.worst: dict[str, float] = {}
-        self.failures: list[str] = []
+        self.problems, self.wrong, self.worst = Counter[str](), Counter[str](), dict[str, float]()
+        self.failures = list[str]()
 
     def judge(self, way: str, error: float, most: float, count: int = 1, **problem: np.ndarray) -> None:
         """Note the largest error of `count` problems, which is at most `most` where the answers are right."""
         self.problems[way] += count
         self.worst[way] = max(self.worst.get(way, 0.0), error)
-        self.wrong[way] += not error < most
         if not error < most:
+            self.wrong[way] += 1
             given = {name: array.tolist() for name, array in problem.items()}
             self.failures.append(f"{way}: {given}, off by {error:.1e}")
 
     def update(self, other: "Tally") -> None:
         """Take over what another process has noted."""
-        self.problems.update(other.problems)
-        self.wrong.update(other.wrong)
-        self.worst.update({way: max(self.worst.get(way, 0.0), error) for way, error in other.worst.items()})
+        self.problems += other.problems
+        self.wrong += other.wrong
+        self.worst |= {way: max(self.worst.get(way, 0.0), error) for way, error in other.worst.items()}
         self.failures += other.failures
 
 
 def cones(rng: np.random.Generator, tally: Tally) -> None:
     """Judge each way to project onto a cone: x, relative to the norm of g."""
     G, g = integers(rng)
-    expected = np.array(rational_projection(G, g), dtype=float)
+    expected = enumerate_exactly(G, g)
     for way, x in answers(G, g):
         tally.judge(way, float(np.linalg.norm(x - expected) / np.linalg.norm(g)), WRONG, G=G, g=g)
 
@@ -214,12 +203,16 @@ def right_hand_sides(rng: np.random.Generator, tally: Tally) -> None:
 def all_options(rng: np.random.Generator, tally: Tally) -> None:
     """Judge x with any of the options on each backend, relative to the size of the problem."""
     G, g, options = draw_options(rng)
-    expected = [enumerate_exactly(**one) for one in one_by_one(g, G=G, **options)]
-    before = backends.wanted
+    given = {"G": G, "g": g, **options}
+    count = g.size // g.shape[-1]
+    # Problem by problem: what a batch shares is repeated.
+    each = {
+        name: np.broadcast_to(a, (count, *a.shape[-2 if name == "G" else -1 :])) for name, a in given.items()
+    }
+    expected = [enumerate_exactly(**{name: a[k] for name, a in each.items()}) for k in range(count)]
     for backend in ("portable", "numba") if installed() else ("portable",):
         error = options_error(G, g, options, expected, backend)
-        tally.judge(f"all options, {backend}", error, WRONG, len(expected), G=G, g=g, **options)
-    backends.wanted = before
+        tally.judge(f"all options, {backend}", error, WRONG, count, **given)
 
 
 FAMILIES = {"cones": cones, "right-hand-sides": right_hand_sides, "all-options": all_options}
