@@ -22,15 +22,18 @@ def project_precisely(G: np.ndarray, g: np.ndarray) -> np.ndarray:
     G = G[np.any(G != 0, axis=1)]
     if not np.any(g) or not len(G):
         return g.copy()
-    suggestion = _suggest(G, g)
     (rows, _), (vector, exponent) = _integers(G), _integers(g)
     with mpmath.workdps(DIGITS):
         norms, norm = _sqrt((rows * rows).sum(axis=1)), mpmath.sqrt(int(vector @ vector))
+        units, unit = _real(rows) / norms[:, None], _real(vector) / norm
         K = _real(rows @ rows.T) / norms[:, None] / norms
         b = _real(rows @ vector) / norms / norm
-        lam = _active_set(K, b, suggestion)
-        _check(lam, K @ lam + b)
-        x = _real(vector) / norm + _real(rows).T @ (lam / norms)
+        lam = _active_set(K, b, _suggest(units.astype(float), unit.astype(float)))
+        s = K @ lam + b
+        worst = max(max(-lam), max(-s), max(abs(lam * s)))
+        if worst > _ZERO:
+            raise ArithmeticError(f"the judge misses the optimality conditions by {mpmath.nstr(worst, 3)}.")
+        x = unit + units.T @ lam
         x = np.where(abs(x) > _ZERO, x * norm, mpmath.mpf(0))
         return np.array([mpmath.ldexp(v, int(exponent)) for v in x], dtype=g.dtype)
 
@@ -45,12 +48,9 @@ def _integers(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _suggest(G: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Return multipliers of the normalised problem in float64, good or bad."""
-    unit = G / np.abs(G).max(axis=1, keepdims=True)
-    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-    vector = g / np.abs(g).max()
+    """Return multipliers in float64, good or bad."""
     try:
-        return nnls(unit.T, -vector / np.linalg.norm(vector))[0]
+        return nnls(G.T, -g)[0]
     except RuntimeError:  # its limit of iterations
         return np.zeros(len(G))
 
@@ -90,12 +90,6 @@ def _active_set(K: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray:
         if s.min() >= -_ZERO:
             return lam
         pivot(s.argmin())
-
-
-def _check(lam: np.ndarray, s: np.ndarray) -> None:
-    worst = max(max(-lam), max(-s), max(abs(lam * s)))
-    if worst > _ZERO:
-        raise ArithmeticError(f"the judge misses the optimality conditions by {mpmath.nstr(worst, 3)}.")
 
 
 _real = np.frompyfunc(mpmath.mpf, 1, 1)
