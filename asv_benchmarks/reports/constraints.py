@@ -26,15 +26,13 @@ from gemproj.torch.losses import CrossEntropy
 
 WAYS = ("a pass each", "shared")
 TEXT, PIXELS, LABELS = 48, 784, 4
-# Model, examples of a row, rows: one of each task, or one of each example.
-CASES = [
-    *(("MLP 784-100-100-10", n, t) for n, t in [(10, 2), (10, 10), (10, 20), (100, 10)]),
-    *(("GPT-2 of 2 layers of 128, LoRA", n, t) for n, t in [(1, 48), (1, 160), (2, 10), (4, 10), (4, 20)]),
-    *(("GPT-2 of 2 layers of 128, LoRA", n, t) for n, t in [(8, 10), (16, 10)]),
-    *(("GPT-2 of 2 layers of 128, all weights", n, t) for n, t in [(1, 48), (4, 10), (16, 10)]),
-    *(("GPT-2 of 6 layers of 384, LoRA", n, t) for n, t in [(1, 10), (4, 10)]),
-]
-SHORT = [CASES[1], *(case for case in CASES if "2 layers of 128, LoRA" in case[0])]
+# By model: examples of a row, and rows, one of each task or one of each example.
+CASES = {
+    "MLP 784-100-100-10": [(10, 2), (10, 10), (10, 20), (100, 10)],
+    "GPT-2 of 2 layers of 128, LoRA": [(1, 48), (1, 160), (2, 10), (4, 10), (4, 20), (8, 10), (16, 10)],
+    "GPT-2 of 2 layers of 128, all weights": [(1, 48), (4, 10), (16, 10)],
+    "GPT-2 of 6 layers of 384, LoRA": [(1, 10), (4, 10)],
+}
 
 
 def make(name: str) -> nn.Module:
@@ -52,8 +50,8 @@ def gpt2(head: str, layers: int, width: int, adapted: int | None) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 32, "n_positions": TEXT}
-    special = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    config = transformers.GPT2Config(**sizes, **special, vocab_size=5000, num_labels=LABELS)
+    tokens = {"vocab_size": 5000, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(**sizes, **tokens, num_labels=LABELS, use_cache=False)
     model = getattr(transformers, f"GPT2{head}")(config)
     if adapted is None:
         return model
@@ -79,8 +77,8 @@ def loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return cross_entropy(getattr(out, "logits", out), batch["y"], reduction="none")
 
 
-def measure(name: str, n: int, t: int, seconds: float) -> dict[str, list[float]]:
-    """Return for each way its least seconds, and what memory had grown by."""
+def measure(name: str, n: int, t: int, seconds: float) -> tuple[list[float], list[float]]:
+    """Return the least seconds of each way, and what memory had grown by."""
     torch.manual_seed(0)
     model, memory = make(name), EpisodicMemory(per_task=n)
     for task in range(t):
@@ -98,7 +96,7 @@ def measure(name: str, n: int, t: int, seconds: float) -> dict[str, list[float]]
         run(way)
         grown.append(status("VmHWM") - before)
     taken = in_turn({way: Call(partial(run, way)) for way in WAYS}, seconds)
-    return {way: [min(taken[way]), more] for way, more in zip(WAYS, grown, strict=True)}
+    return [min(taken[way]) for way in WAYS], grown
 
 
 def hidden_states(layers: int, width: int, trained: int, n: int, t: int, seconds: float) -> list[str]:
@@ -121,23 +119,21 @@ def hidden_states(layers: int, width: int, trained: int, n: int, t: int, seconds
             states = model(input_ids=ids, output_hidden_states=True).hidden_states[first]
         tokens.add({"input_ids": ids, "labels": ids}, task)
         hidden.add({"hidden": states, "labels": ids}, task)
-    found = []
-    for memory, logits in ((tokens, CrossEntropy(shift=True)), (hidden, CrossEntropy(upper, shift=True))):
-        projector = GradientProjector([p for p in model.parameters() if p.requires_grad], Promise(logits))
 
-        def recall(memory: EpisodicMemory = memory, projector: GradientProjector = projector) -> None:
-            projector.recall(model, memory.batches())
+    def recalled(memory: EpisodicMemory, loss: CrossEntropy) -> tuple[float, torch.Tensor]:
+        projector = GradientProjector([p for p in model.parameters() if p.requires_grad], Promise(loss))
+        [times] = in_turn({"": Call(lambda: projector.recall(model, memory.batches()))}, seconds).values()
+        return min(times), projector.constraints.clone()
 
-        [times] = in_turn({"": Call(recall)}, seconds).values()
-        found.append((min(times), memory.nbytes, projector.constraints.clone()))
-    (slow, _, G), (fast, size, H) = found
+    slow, G = recalled(tokens, CrossEntropy(shift=True))
+    fast, H = recalled(hidden, CrossEntropy(upper, shift=True))
     apart = float(((G - H).norm(dim=1) / G.norm(dim=1)).max())
     return [
         f"{layers} layers of {width}, the last {trained} trained",
         *(digits(1e3 * taken) for taken in (slow, fast)),
         digits(slow / fast),
         f"{apart:.0e}",
-        digits(size / 1e6),
+        digits(hidden.nbytes / 1e6),
     ]
 
 
@@ -146,14 +142,15 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
     text, short = [describe(), ""], Table("", ["", *WAYS, "ratio"])
     for threads in sorted({1, torch.get_num_threads()}):
         head = ["examples of a row", "rows", *WAYS, "ratio", *(f"MB, {way}" for way in WAYS)]
-        tables = {name: Table(f"{name}; {threads} thread(s); milliseconds", head) for name, *_ in CASES}
-        for name, n, t in CASES:
-            times, peaks = zip(*_run(threads, name, n, t, seconds).values(), strict=True)
-            cells = [digits(1e3 * times[0]), digits(1e3 * times[1]), digits(times[0] / times[1])]
-            tables[name].rows.append([str(n), str(t), *cells, *(digits(b / 1e6, 2) for b in peaks)])
-            if threads > 1 and (name, n, t) in SHORT:
-                short.rows.append([f"{name}: {t} rows of {n} example{'s' * (n > 1)}", *cells])
-        text += map(str, tables.values())
+        for name, cases in CASES.items():
+            table = Table(f"{name}; {threads} thread(s); milliseconds", head)
+            for n, t in cases:
+                (apart, shared), peaks = _run(threads, name, n, t, seconds)
+                cells = [digits(1e3 * apart), digits(1e3 * shared), digits(apart / shared)]
+                table.rows.append([str(n), str(t), *cells, *(digits(b / 1e6, 2) for b in peaks)])
+                if threads > 1 and ((n, t) == (10, 10) or "2 layers of 128, LoRA" in name):
+                    short.rows.append([f"{name}: {t} rows of {n} example{'s' * (n > 1)}", *cells])
+            text.append(str(table))
     head = ["GPT-2", "from tokens", "from hidden states", "ratio", "difference of a row", "MB stored"]
     trunk = Table(
         f"4 rows of 8 examples of {TEXT} tokens; {torch.get_num_threads()} threads; milliseconds", head
@@ -168,7 +165,7 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
         print(content) if out is None else (out / name).write_text(content)
 
 
-def _run(threads: int, *case: Any) -> dict[str, list[float]]:
+def _run(threads: int, *case: Any) -> tuple[list[float], list[float]]:
     """Measure a case in a process of its own, whose memory is nobody else's."""
     spawned = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawned, torch.set_num_threads, (threads,)) as pool:
