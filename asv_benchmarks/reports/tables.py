@@ -22,7 +22,9 @@ class Table:
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Write a positive number with so many significant digits and without an exponent."""
+    """Write a positive number with so many significant digits, without an exponent; NaN is empty."""
+    if math.isnan(value):
+        return ""
     return f"{value:,.{max(0, count - 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 

@@ -33,9 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=480.0, help="for all parts (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="Markdown file that is written as the parts print")
     options = parser.parse_args(arguments)
-    shares = {part: PARTS[part] for part in options.parts.split(",") if part in PARTS}
-    unknown = set(options.parts.split(",")) - PARTS.keys()
-    if unknown:
+    parts = options.parts.split(",")
+    if unknown := set(parts) - PARTS.keys():
         parser.error(f"no such part: {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
     if not torch.cuda.is_available():
         print("This needs an NVIDIA GPU that torch can use, and found none.", file=sys.stderr)
@@ -50,17 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
         device = torch.cuda.get_device_name()
         tell(f"{device}, {versions(PACKAGES)}. Written by `make bench-gpu`, part by part.")
         right = True
-        while shares:
-            left, part = end - time.monotonic(), next(iter(shares))
-            seconds = max(LEAST, left * shares[part] / sum(shares.values()))
-            del shares[part]
-            tell(f"\n## {part.capitalize()}")
+        for k, part in enumerate(parts):
             start = time.monotonic()
+            seconds = max(LEAST, (end - start) * PARTS[part] / sum(PARTS[later] for later in parts[k:]))
+            tell(f"\n## {part.capitalize()}")
             # To compile loops for the CPU would take longer than all that they are needed for.
             code = follow(command(part, seconds), seconds, tell, NUMBA_DISABLE_JIT="1")
-            ending = {0: "right", 1: "something is wrong", None: "killed"}.get(
-                code, f"ended with code {code}"
-            )
+            endings = {0: "right", 1: "something is wrong", None: "killed"}
+            ending = endings.get(code, f"ended with code {code}")
             tell(f"\n{part.capitalize()}: {ending}, {time.monotonic() - start:.0f} s.")
             right = right and code == 0
     return int(not right)

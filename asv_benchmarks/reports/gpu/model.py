@@ -37,17 +37,17 @@ class Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         width, self.heads = shape.width, shape.heads
-        self.norms = nn.ModuleList(nn.LayerNorm(width).requires_grad_(False) for _ in range(2))
+        self.norm = nn.LayerNorm(width).requires_grad_(False)
         self.attention, self.out = LoRA(width, 3 * width, shape.rank), LoRA(width, width, shape.rank)
-        self.wide = nn.Linear(width, 4 * width).requires_grad_(False)
-        self.narrow = LoRA(4 * width, width, shape.rank)
+        wide = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width)).requires_grad_(False)
+        self.perceptron = nn.Sequential(wide, nn.GELU("tanh"), LoRA(4 * width, width, shape.rank))
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.attention(self.norms[0](x)).chunk(3, dim=-1)
+        parts = self.attention(self.norm(x)).chunk(3, dim=-1)
         q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
-        return x + self.narrow(functional.gelu(self.wide(self.norms[1](x)), approximate="tanh"))
+        return x + self.perceptron(x)
 
 
 class Classifier(nn.Module):

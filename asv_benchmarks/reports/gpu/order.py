@@ -42,13 +42,9 @@ def waits(sizes: tuple[int, ...], d: int) -> Found:
 def replays(t: int, d: int, split: bool) -> Found:
     """Replay a captured projection on changed data, then many times on the same."""
     G, g = draw(t, d)
-    x, cut = torch.empty_like(g), d // 3
-    parts = (slice(0, cut), slice(cut, d)) if split else (slice(0, d),)
-    replay = as_graph(
-        lambda: gemproj.project(
-            [G[:, at] for at in parts], [g[at] for at in parts], out=[x[at] for at in parts]
-        )
-    )
+    x, sizes = torch.empty_like(g), [d // 3, d - d // 3] if split else [d]
+    rows, vectors, found = ([*a.split(sizes, dim=-1)] for a in (G, g, x))
+    replay = as_graph(lambda: gemproj.project(rows, vectors, out=found))
     errors = []
     for _ in range(3):
         for old, new in zip((G, g), draw(t, d), strict=True):

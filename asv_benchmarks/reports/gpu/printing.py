@@ -42,13 +42,11 @@ class Checks(Running):
         """Run a check and print its row."""
         try:
             number, worst, bound = check()
-            right = worst <= bound  # NaN is not
-            cells = [f"{number:,}", power(worst) or "NaN", power(bound), "right" if right else "**wrong**"]
+            cells = [f"{number:,}", power(worst) or "NaN", power(bound)]
+            verdict = "right" if worst <= bound else "**wrong**"  # which NaN is
         except Exception as error:
             traceback.print_exc()
-            right, cells = (
-                False,
-                ["", f"{type(error).__name__}: {error}".partition("\n")[0], "", "**failed**"],
-            )
-        self.wrong += not right
-        self.row(name, *cells)
+            cells = ["", f"{type(error).__name__}: {error}".partition("\n")[0], ""]
+            verdict = "**failed**"
+        self.wrong += verdict != "right"
+        self.row(name, *cells, verdict)

@@ -4,6 +4,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
+from math import isnan, nan
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ PAPER = {"GEM": 1_960_000.0, "I-GEM": 2160.0, "A-GEM": 216.0}
 # d = 2,166,784, float32, t = 2: microseconds, eager no more than the paper's A-GEM.
 MOST = {"eager": 216.0, "captured": 60.0}
 
-Times = dict[str, float | None]
+Times = dict[str, float]
 
 
 class Speed:
@@ -57,7 +58,7 @@ class Speed:
         for t in SIZES:
             G, g = draw(t, d, dtype)
             times, residual = self._times(G, g), float(gemproj.solve_dual(G, g).kkt_residual())
-            table.row(str(t), *(_text(times.get(name)) for name in HEAD[1:-1]), power(residual))
+            table.row(str(t), *(digits(times.get(name, nan)) for name in HEAD[1:-1]), power(residual))
             self.wrong += not residual <= BOUND
             if (d, dtype, t) == (COLUMNS[0], DTYPES[0], 2):
                 self.aimed = times
@@ -75,13 +76,13 @@ class Speed:
         times["I-GEM"] = cold(partial(igem_published, G, g))
         return times
 
-    def _replayed(self, call: Call, time: Callable[[Call], float] | None = None) -> float | None:
-        """Return the time of a replay; where that is not possible none, and the reason in the log."""
+    def _replayed(self, call: Call, time: Callable[[Call], float] | None = None) -> float:
+        """Return the time of a replay; where that is not possible NaN, and the reason in the log."""
         try:
             return (time or self.clock.cold)(as_graph(call))
         except RuntimeError:
             traceback.print_exc()
-            return None
+            return nan
 
     def published(self) -> None:
         """Print the figures of the paper beside the same recipes here."""
@@ -98,7 +99,7 @@ class Speed:
                 found = digits(self.clock.cold(call))
             except ImportError as error:
                 found = str(error)
-            table.row(name, _text(PAPER.get(name)), found)
+            table.row(name, digits(PAPER.get(name, nan)), found)
 
     def host(self) -> None:
         """Print when calls return, with so few columns that the device is never waited for."""
@@ -123,7 +124,7 @@ class Speed:
         """Print which targets are met."""
         table = Running(f"Targets, d = {COLUMNS[0]:,}, float32", ["", "target", "found", "met"])
         for name, most in MOST.items():
-            if (found := self.aimed.get(name)) is not None:
+            if not isnan(found := self.aimed.get(name, nan)):
                 verdict = "yes" if found <= most else "no"
                 table.row(f"t = 2, {name}, microseconds", digits(most), digits(found), verdict)
 
@@ -132,10 +133,6 @@ def agem(g: Tensor, reference: Tensor, out: Tensor) -> Tensor:
     """Project on one reference gradient by torch's operations, without a wait for the device."""
     weight = torch.dot(g, reference).clamp(max=0.0) / torch.dot(reference, reference)
     return torch.sub(g, weight * reference, out=out)
-
-
-def _text(time: float | None) -> str:
-    return "" if time is None else digits(time)
 
 
 def main(seconds: float) -> int:
