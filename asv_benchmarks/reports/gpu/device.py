@@ -1,8 +1,8 @@
 """The device, and calls on it: captured, timed. Without a GPU it is the CPU, for the tests of the parts."""
 
-import time
 from collections.abc import Callable
 from statistics import median
+from timeit import timeit
 from typing import Any
 
 import torch
@@ -62,9 +62,6 @@ def host_time(call: Call) -> float:
     """Return the microseconds until a call returns, whenever the device is done."""
     call()
     torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        call()
-    seconds = time.perf_counter() - start
+    seconds = timeit(call, number=HOST_CALLS)
     torch.cuda.synchronize()
     return 1e6 * seconds / HOST_CALLS

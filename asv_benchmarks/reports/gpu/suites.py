@@ -28,13 +28,12 @@ def run_suites(seconds: float) -> int:
     checks, failures = Checks(title), []
     with ThreadPoolExecutor(sum(len(files) for files, _ in SUITES.values())) as pool:
         running = {
-            name: [pool.submit(_tested, file, chosen, seconds) for file in files]
+            name: pool.map(partial(_tested, chosen=chosen, seconds=seconds), files)
             for name, (files, chosen) in SUITES.items()
         }
-        for name, files in running.items():
-            counts: Counter[str] = Counter()
-            for file in files:
-                found, named = file.result()
+        for name, results in running.items():
+            counts = Counter[str]()
+            for found, named in results:
                 counts += found
                 failures += named
             wrong = counts["failed"] + counts["error"] + (not counts["passed"])
