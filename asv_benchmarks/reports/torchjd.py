@@ -22,7 +22,11 @@ from asv_benchmarks.reports.tables import Table, digits, power, publish
 from gemproj.integrations.torchjd import ConeProjector
 
 PROJECTORS = {"gemproj": ConeProjector(), "TorchJD": QuadprogProjector()}
-WEIGHTINGS: dict[str, Any] = {"UPGrad": UPGradWeighting, "DualProj": DualProjWeighting}
+# By aggregator: how it weighs rows, and the weights that it projects.
+AGGREGATORS: dict[str, tuple[Any, Callable[[int], torch.Tensor]]] = {
+    "UPGrad": (UPGradWeighting, lambda m: torch.eye(m) / m),
+    "DualProj": (DualProjWeighting, lambda m: torch.full((m,), 1.0 / m)),
+}
 # An answer is a failure that violates a condition by more than this, in units of |J'u|.
 TOLERANCE = 1e-2
 PARAMETERS, DRAWS, OBJECTIVES = 1000, 20, 16
@@ -83,25 +87,15 @@ def residual(J: torch.Tensor, U: torch.Tensor, W: torch.Tensor) -> float:
     return float(np.max(np.abs(np.minimum(s, lam)), initial=0.0, where=np.any(rows != 0, axis=1)))
 
 
-def vectors(aggregator: str, m: int) -> torch.Tensor:
-    """Return the weights that an aggregator projects."""
-    return torch.full((m,), 1.0 / m) if aggregator == "DualProj" else torch.eye(m) / m
-
-
 def times(aggregator: str, family: str, counts: list[int], seconds: float) -> Table:
     """Return the table of one aggregator on one family: times, their ratio and residuals by objectives."""
-    table = Table(
-        f"{aggregator}, {family}",
-        [
-            "objectives", "vectors", "gemproj ms", "TorchJD ms", "TorchJD / gemproj",
-            "gemproj residual", "TorchJD residual",
-        ],
-    )  # fmt: skip
+    ms, residuals = ([f"{name} {what}" for name in PROJECTORS] for what in ("ms", "residual"))
+    table = Table(f"{aggregator}, {family}", ["objectives", "vectors", *ms, "TorchJD / gemproj", *residuals])
+    weighting, vectors = AGGREGATORS[aggregator]
     for m in counts:
-        J, U = draw(family, m), vectors(aggregator, m)
+        J, U = draw(family, m), vectors(m)
         G = J @ J.T
-        weightings = {name: WEIGHTINGS[aggregator](projector=p) for name, p in PROJECTORS.items()}
-        calls = {name: Call(partial(weighting, G)) for name, weighting in weightings.items()}
+        calls = {name: Call(partial(weighting(projector=p), G)) for name, p in PROJECTORS.items()}
         ours, theirs = (min(taken) for taken in in_turn(calls, seconds).values())
         residuals = [power(residual(J, U, projector(U, G))) for projector in PROJECTORS.values()]
         cells = [digits(1e3 * ours), digits(1e3 * theirs), digits(theirs / ours, 2), *residuals]
@@ -116,16 +110,15 @@ def failures(m: int = OBJECTIVES) -> Table:
     for family in FAMILIES:
         cells = []
         for projector in PROJECTORS.values():
-            found = [
-                _attempt(projector, draw(family, m, seed), vectors("UPGrad", m)) for seed in range(DRAWS)
-            ]
+            found = [_attempt(projector, family, m, seed) for seed in range(DRAWS)]
             given = [r for r in found if np.isfinite(r)]
             cells += [power(max(given, default=np.nan)), str(sum(not r <= TOLERANCE for r in found))]
         table.rows.append([family, *cells])
     return table
 
 
-def _attempt(projector: Any, J: torch.Tensor, U: torch.Tensor) -> float:
+def _attempt(projector: Any, family: str, m: int, seed: int) -> float:
+    J, U = draw(family, m, seed), torch.eye(m) / m
     try:
         return residual(J, U, projector(U, J @ J.T))
     except Exception:  # whatever it is, there is no answer
@@ -143,7 +136,7 @@ def main(
     def parts() -> Iterator[object]:
         yield f"TorchJD {version('torchjd')}. {describe()}\n\n{NOTE}\n"
         yield failures()
-        for aggregator in WEIGHTINGS:
+        for aggregator in AGGREGATORS:
             for family in ("random", "rows of small sum"):
                 yield times(aggregator, family, counts, seconds)
 
