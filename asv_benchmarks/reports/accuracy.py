@@ -41,7 +41,7 @@ class Score(NamedTuple):
 
     t: int
     ms: float
-    warned: bool = True
+    warned: bool
     primal: float = np.nan
     complementarity: float = np.nan
     error: float = np.nan
@@ -94,10 +94,8 @@ Results = dict[str, dict[str, Cell]]  # by family and solver
 def score(case: Case, answer: Answer) -> Score:
     """Measure an answer, in numbers that no scaling of g or of a row changes."""
     G, g, x = case
-    if answer.x is None:
-        return Score(len(G), answer.ms)
-    if not np.all(np.isfinite(answer.x)):
-        return Score(len(G), answer.ms, warned=False)
+    if answer.x is None or not np.all(np.isfinite(answer.x)):
+        return Score(len(G), answer.ms, warned=answer.x is None)
     unit, norms = np.linalg.norm(g), np.linalg.norm(G, axis=1)
     s = G @ answer.x
     primal = np.max(-s / np.where(norms > 0, norms, 1.0) / unit, initial=0.0)

@@ -58,16 +58,15 @@ def main(
         optimizer.step()
         active += bool(gem.last and gem.last.num_active)
         if step % EACH == 0:
-            file = io.BytesIO()
-            torch.save({"gem": gem.state_dict(), "optimizer": optimizer.state_dict()}, file)
-            file.seek(0)
-            state = torch.load(file, weights_only=True)
-            gem.load_state_dict(state["gem"])
-            optimizer.load_state_dict(state["optimizer"])
+            for kept in (gem, optimizer):
+                file = io.BytesIO()
+                torch.save(kept.state_dict(), file)
+                file.seek(0)
+                kept.load_state_dict(torch.load(file, weights_only=True))
             gem.memory.remove(2)
             gem.keep(batches(2, 4), said, name=2)
             assert sum(line.examples > 0 for line in gem.report()) == 3  # and what set 2 was before
-            del file, state
+            del file
             gc.collect()
             tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
             rows.append((step, status("VmRSS") / 1e6, len(gc.get_objects()), tensors))
