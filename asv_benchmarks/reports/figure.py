@@ -1,12 +1,12 @@
 """Times over the number of constraints and over the number of parameters, as a picture."""
 
-from pathlib import Path
 from statistics import median
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from asv_benchmarks.reports.candidates import FLOOR, LOOKS
-from examples.common.drawing import STYLE, noted, plt
+from examples.common.drawing import noted, plt
 
 # By name, then by t or d: the seconds of all rounds.
 Curves = dict[str, dict[int, list[float]]]
@@ -19,30 +19,26 @@ OWN = {
 }
 
 
-def draw(over_t: Curves, over_d: Curves, d: int, t: int, path: Path) -> None:
-    """Draw both panels into a PNG."""
-    with plt.rc_context(STYLE | OWN):
+def draw(over_t: Curves, over_d: Curves, d: int, t: int) -> Figure:
+    """Draw both panels."""
+    with plt.rc_context(OWN):
         figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5.2))
-        _panel(left, over_t)
-        left.set_title(f"d = {d:,} parameters", fontsize=10, loc="left")
-        left.set_xlabel("Constraints t")
-        left.set_ylabel("Time of one projection (ms)")
-        counts = sorted(over_t[FLOOR])
-        left.set_xticks(counts, list(map(str, counts)))
-        _panel(right, over_d)
-        right.set_title(f"t = {t} constraints", fontsize=10, loc="left")
-        right.set_xlabel("Parameters d")
-        handles, labels = right.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=4)
-        note = (
-            "Lines: least time of all rounds; bands: from there up to the median. "
-            "Memory floor: G and g read twice, x written once."
-        )
-        noted(figure, note).savefig(path)
-        plt.close(figure)
+        _panel(left, over_t, f"d = {d:,} parameters", "Constraints t")
+        _panel(right, over_d, f"t = {t} constraints", "Parameters d")
+    left.set_ylabel("Time of one projection (ms)")
+    counts = sorted(over_t[FLOOR])
+    left.set_xticks(counts, list(map(str, counts)))
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    note = (
+        "Lines: least time of all rounds; bands: from there up to the median. "
+        "Memory floor: G and g read twice, x written once."
+    )
+    return noted(figure, note)
 
 
-def _panel(axes: Axes, curves: Curves) -> None:
+def _panel(axes: Axes, curves: Curves, title: str, label: str) -> None:
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.set_xlabel(label)
     axes.set_xscale("log")
     axes.set_yscale("log")
     shown = list[float]()

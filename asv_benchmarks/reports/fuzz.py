@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from fractions import Fraction
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -96,7 +96,10 @@ def enumerate_exactly(
                 continue
             lam[free] = solved
         s = s0 + K @ lam
-        if all(_optimal(lam[i], s[i], float(lower[i]), float(upper[i])) for i in range(t)):
+        if all(
+            low <= v <= up and (r >= 0 or v == up) and (r <= 0 or v == low)
+            for v, r, low, up in zip(lam, s, lower.tolist(), upper.tolist(), strict=True)
+        ):
             return np.asarray(a + (A.T @ lam) / w, dtype=float)
     return None
 
@@ -113,10 +116,6 @@ def _likeliest_first(
     lam = np.linalg.solve(A, np.where(free, -(s0 + lam @ K), lam)[..., None])[..., 0]
     off = np.abs(lam - np.clip(lam - s0 - lam @ K, lower, upper)).max(1)
     return [states[i] for i in np.argsort(off, kind="stable")]
-
-
-def _optimal(lam: Fraction, s: Fraction, lower: float, upper: float) -> bool:
-    return lower <= lam <= upper and (s >= 0 or lam == upper) and (s <= 0 or lam == lower)
 
 
 def options_error(
@@ -157,39 +156,32 @@ def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
     yield "active set, factorisation", combine(G, g, lam)
 
 
-class Tally:
-    """By way: how many problems, how many wrong answers and the largest error; and which ones went wrong."""
+class Verdict(NamedTuple):
+    """How far off a way to answer is, on how many problems, and which they are if that is wrong."""
 
-    def __init__(self) -> None:
-        self.problems, self.wrong, self.worst = Counter[str](), Counter[str](), dict[str, float]()
-        self.failures = list[str]()
-
-    def judge(self, way: str, error: float, most: float, count: int = 1, **problem: np.ndarray) -> None:
-        """Note the largest error of `count` problems, which is at most `most` where the answers are right."""
-        self.problems[way] += count
-        self.worst[way] = max(self.worst.get(way, 0.0), error)
-        if not error < most:
-            self.wrong[way] += 1
-            given = {name: array.tolist() for name, array in problem.items()}
-            self.failures.append(f"{way}: {given}, off by {error:.1e}")
-
-    def update(self, other: "Tally") -> None:
-        """Take over what another process has noted."""
-        self.problems += other.problems
-        self.wrong += other.wrong
-        self.worst |= {way: max(self.worst.get(way, 0.0), error) for way, error in other.worst.items()}
-        self.failures += other.failures
+    way: str
+    error: float
+    problems: int
+    failure: str
 
 
-def cones(rng: np.random.Generator, tally: Tally) -> None:
+def judge(way: str, error: float, most: float, problems: int = 1, **given: np.ndarray) -> Verdict:
+    """Judge the largest error of some problems, which is less than `most` where the answers are right."""
+    failure = ""
+    if not error < most:
+        failure = f"{way}: { {name: array.tolist() for name, array in given.items()} }, off by {error:.1e}"
+    return Verdict(way, error, problems, failure)
+
+
+def cones(rng: np.random.Generator) -> Iterator[Verdict]:
     """Judge each way to project onto a cone: x, relative to the norm of g."""
     G, g = integers(rng)
     expected = enumerate_exactly(G, g)
     for way, x in answers(G, g):
-        tally.judge(way, float(np.linalg.norm(x - expected) / np.linalg.norm(g)), WRONG, G=G, g=g)
+        yield judge(way, float(np.linalg.norm(x - expected) / np.linalg.norm(g)), WRONG, G=G, g=g)
 
 
-def right_hand_sides(rng: np.random.Generator, tally: Tally) -> None:
+def right_hand_sides(rng: np.random.Generator) -> Iterator[Verdict]:
     """Judge whether h is told to be infeasible where it is, and the optimality conditions where not."""
     G, g, h, equality = small_integers(rng)
     try:
@@ -197,10 +189,10 @@ def right_hand_sides(rng: np.random.Generator, tally: Tally) -> None:
     except ValueError:
         found, answered = 0.0, False
     error = max(found, float(answered != rational_feasible(G, h, equality)))
-    tally.judge("right-hand sides: residual", error, UNMET, G=G, g=g, h=h, equality=equality)
+    yield judge("right-hand sides: residual", error, UNMET, G=G, g=g, h=h, equality=equality)
 
 
-def all_options(rng: np.random.Generator, tally: Tally) -> None:
+def all_options(rng: np.random.Generator) -> Iterator[Verdict]:
     """Judge x with any of the options on each backend, relative to the size of the problem."""
     G, g, options = draw_options(rng)
     given = {"G": G, "g": g, **options}
@@ -212,19 +204,16 @@ def all_options(rng: np.random.Generator, tally: Tally) -> None:
     expected = [enumerate_exactly(**{name: a[k] for name, a in each.items()}) for k in range(count)]
     for backend in ("portable", "numba") if installed() else ("portable",):
         error = options_error(G, g, options, expected, backend)
-        tally.judge(f"all options, {backend}", error, WRONG, count, **given)
+        yield judge(f"all options, {backend}", error, WRONG, count, **given)
 
 
 FAMILIES = {"cones": cones, "right-hand-sides": right_hand_sides, "all-options": all_options}
 
 
-def run(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> Tally:
+def run(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Verdict]:
     """Draw and judge a chunk of problems of each family."""
-    rng, tally = np.random.default_rng(seed), Tally()
-    for _ in range(CHUNK):
-        for name in families:
-            FAMILIES[name](rng, tally)
-    return tally
+    rng = np.random.default_rng(seed)
+    return [verdict for _ in range(CHUNK) for name in families for verdict in FAMILIES[name](rng)]
 
 
 def main(
@@ -234,15 +223,19 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
 ) -> None:
     """Project random degenerate integer problems and compare with exact rational arithmetic."""
-    seeds, start, tally = range(-(-problems // CHUNK)), time.perf_counter(), Tally()
+    seeds, start = range(-(-problems // CHUNK)), time.perf_counter()
     asked = families.split(",")
     if unknown := sorted(set(asked) - set(FAMILIES)):
         raise typer.BadParameter(f"no such families: {unknown}; there are {', '.join(FAMILIES)}")
-    draw = partial(run, families=asked)
+    count, wrong, worst = Counter[str](), Counter[str](), dict[str, float]()  # by way
     with ProcessPoolExecutor(workers) as pool:
-        for found in track(pool.map(draw, seeds), "problems", total=len(seeds)):
-            tally.update(found)
-            print("\n".join(found.failures), end="\n" if found.failures else "", flush=True)
+        chunks = track(pool.map(partial(run, families=asked), seeds), "problems", total=len(seeds))
+        for verdict in chain.from_iterable(chunks):
+            count[verdict.way] += verdict.problems
+            worst[verdict.way] = max(worst.get(verdict.way, 0.0), verdict.error)
+            if verdict.failure:
+                wrong[verdict.way] += 1
+                print(verdict.failure, flush=True)
     minutes = (time.perf_counter() - start) / 60
     parts = [
         f"{len(seeds) * CHUNK:,} draws of {' and of '.join(asked)}, seeds 0 to {len(seeds) - 1}, in "
@@ -250,14 +243,11 @@ def main(
         " A draw of all-options is a batch of one to four problems.\n",
         *markdown(
             ["way", "problems", "wrong", "largest error of x, over the norm of g"],
-            [
-                [way, f"{tally.problems[way]:,}", str(tally.wrong[way]), f"{error:.0e}"]
-                for way, error in tally.worst.items()
-            ],
+            [[way, f"{count[way]:,}", str(wrong[way]), f"{error:.0e}"] for way, error in worst.items()],
         ),
     ]
     publish(["\n".join(parts)], out)
-    raise typer.Exit(code=int(bool(tally.wrong.total())))
+    raise typer.Exit(code=int(bool(wrong)))
 
 
 if __name__ == "__main__":

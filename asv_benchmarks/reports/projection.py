@@ -16,12 +16,12 @@ from asv_benchmarks.benchmarks.common import LORA, Problem, batch, problem
 from asv_benchmarks.benchmarks.peaks import peak_memory
 from asv_benchmarks.benchmarks.peers import agem_published, floor
 from asv_benchmarks.benchmarks.timing import FEWEST, MOST, Call, burst, in_turn, settle
-from asv_benchmarks.reports import figure as drawing
 from asv_benchmarks.reports.candidates import FLOOR, GIVEN, LOOKS, MEAN, READ, by_columns, candidates
-from asv_benchmarks.reports.figure import Curves
+from asv_benchmarks.reports.figure import Curves, draw
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.quality import grade
 from asv_benchmarks.reports.tables import Table, digits, power, publish
+from examples.common.drawing import save
 from gemproj import project
 
 BACKENDS = {"numpy": "NumPy", "torch": "torch"}
@@ -150,7 +150,7 @@ def main(
 
     publish(parts(), out)
     if figure is not None:
-        drawing.draw(curves, sweep(d, seconds), d, SWEPT_T, figure)
+        save(figure, draw, curves, sweep(d, seconds), d, SWEPT_T)
 
 
 if __name__ == "__main__":
