@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 from devices import DEVICE, make_device
 
-from asv_benchmarks.reports.gpu import __main__, correctness, device, order, problems, speed, training
+from asv_benchmarks.reports.gpu import __main__, correctness, device, order, speed, training
 from asv_benchmarks.reports.gpu.model import Shape
 from asv_benchmarks.reports.gpu.printing import Checks, Found
 
@@ -74,7 +74,7 @@ def test_correctness_and_wrong_answers_are_seen(gpu, monkeypatch, rows):
     monkeypatch.setattr(
         "gemproj.backends.portable.Portable.combine", lambda self, at, lam, out: out[0].fill_(-1.0)
     )
-    kind = "kind", torch.float32, [problems.Case(torch.ones(1, 5), -torch.ones(5), {})]
+    kind = "kind", torch.float32, [(torch.ones(1, 5), -torch.ones(5), {})]
     put(monkeypatch, correctness, cases=lambda: [kind], check_time=lambda checks: None)
     assert correctness.main(1.0) == 1
     assert rows()[2][-1] == "**wrong**"

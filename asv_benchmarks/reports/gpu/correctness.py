@@ -14,7 +14,7 @@ from asv_benchmarks.reports.families import FAMILIES
 from asv_benchmarks.reports.gpu import order
 from asv_benchmarks.reports.gpu.device import DEVICE
 from asv_benchmarks.reports.gpu.printing import Checks, Found
-from asv_benchmarks.reports.gpu.problems import Case, bound, draw, error, flat
+from asv_benchmarks.reports.gpu.problems import bound, draw, error, flat
 from asv_benchmarks.reports.gpu.suites import run_suites
 from gemproj import FISTA, PGD, Status
 
@@ -32,24 +32,27 @@ FUZZ = [(4167, t, d) for t in range(1, 7) for d in range(1, 5)] + [(500, t, 4) f
 BEYOND = ("opposite, tilt 1e-5", "opposite, tilt 1e-7", "condition", "Hilbert")
 
 
+Case = tuple[Any, Any, dict[str, Any]]  # G, g and options, on the device
+
+
 def cases() -> Iterator[tuple[str, torch.dtype, list[Case]]]:
     """Yield kinds of problems, with a name and the dtype of x."""
     f32, f64 = torch.float32, torch.float64
     for dtype, most in ((f32, 256), (f64, 100), (torch.float16, 33), (torch.bfloat16, 33)):
         sizes = [t for t in SIZES if t <= most]
-        yield f"{dtype}, t = 1 to {most}", dtype, [Case(*draw(t, D, dtype), {}) for t in sizes]
-    yield f"d = {LARGE:,}", f32, [Case(*draw(t, LARGE), {}) for t in SOME]
+        yield f"{dtype}, t = 1 to {most}", dtype, [(*draw(t, D, dtype), {}) for t in sizes]
+    yield f"d = {LARGE:,}", f32, [(*draw(t, LARGE), {}) for t in SOME]
     wide, vector = draw(24, D)[0], draw(1, D - 9)[1]
     gaps = wide[::2, 3:-6]
-    yield "rows with gaps", f32, [Case(gaps[:t], vector, {}) for t in SOME]
-    yield "rows by columns", f32, [Case(gaps[:t].T.contiguous().T, vector, {}) for t in SOME]
+    yield "rows with gaps", f32, [(gaps[:t], vector, {}) for t in SOME]
+    yield "rows by columns", f32, [(gaps[:t].T.contiguous().T, vector, {}) for t in SOME]
     yield "blocks of three dtypes", f32, [_in_blocks(t) for t in SOME]
-    yield "batches", f32, [Case(*draw(t, d, batch=batch), {}) for t, d, batch in BATCHES]
+    yield "batches", f32, [(*draw(t, d, batch=batch), {}) for t, d, batch in BATCHES]
     h = torch.tensor(-0.1, dtype=f64, device=DEVICE)
     options: list[tuple[str, Any]] = [("penalty", 0.1), ("margin", 0.05), ("equality", True), ("h", h)]
     options += [("method", PGD(steps=5)), ("method", FISTA(steps=30))]
     for name, value in options:
-        some = [Case(*draw(t, D, f64), {name: value}) for t in SOME]
+        some = [(*draw(t, D, f64), {name: value}) for t in SOME]
         yield str(value) if name == "method" else name, f64, some
 
 
@@ -58,12 +61,12 @@ def _in_blocks(t: int) -> Case:
     sizes, shapes = [60, 1, D - 61], [(5, 12), (), (D - 61,)]
     dtypes = torch.float64, torch.float16, torch.float32
     rows = [a.to(dtype).reshape(t, *s) for a, s, dtype in zip(G.split(sizes, 1), shapes, dtypes, strict=True)]
-    return Case(rows, [a.reshape(s) for a, s in zip(g.split(sizes), shapes, strict=True)], {})
+    return rows, [a.reshape(s) for a, s in zip(g.split(sizes), shapes, strict=True)], {}
 
 
 def against_the_cpu(problems: list[Case], dtype: torch.dtype) -> Found:
     """Compare projections with what the CPU answers."""
-    errors = [error(gemproj.project(case.G, case.g, **case.options), case) for case in problems]
+    errors = [error(gemproj.project(G, g, **options), G, g, **options) for G, g, options in problems]
     return Found(len(problems), float(np.max(errors)), bound(dtype))
 
 

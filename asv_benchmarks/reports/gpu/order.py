@@ -10,7 +10,7 @@ import torch
 import gemproj
 from asv_benchmarks.reports.gpu.device import DEVICE, as_graph
 from asv_benchmarks.reports.gpu.printing import Found
-from asv_benchmarks.reports.gpu.problems import Case, bound, draw, error
+from asv_benchmarks.reports.gpu.problems import bound, draw, error
 
 REPLAYS = 100
 # Additions to 64 MB, which keep a stream busy for some milliseconds.
@@ -50,7 +50,7 @@ def replays(t: int, d: int, split: bool) -> Found:
         for old, new in zip((G, g), draw(t, d), strict=True):
             old.copy_(new)
         replay()
-        errors.append(error(x, Case(G, g, {})))
+        errors.append(error(x, G, g))
     first = x.clone()
     for _ in range(REPLAYS):
         x.zero_()
@@ -77,8 +77,8 @@ def in_cupy_stream(own: bool, t: int, d: int) -> Found:
     """Project in a stream of CuPy what it has yet to write, and read x in it: nobody may run ahead."""
     import cupy
 
-    case = Case(*draw(t, d, torch.float64), {})
-    late = [cupy.asarray(a.cpu().numpy()) for a in case[:2]]
+    problem = draw(t, d, torch.float64)
+    late = [cupy.asarray(a.cpu().numpy()) for a in problem]
     with cupy.cuda.Stream(non_blocking=True) if own else cupy.cuda.Stream.null:
         busy = cupy.zeros(_BUSY, dtype="float32")
         for _ in range(2):  # compiling takes longer than what is to be waited for: the second time counts
@@ -89,4 +89,4 @@ def in_cupy_stream(own: bool, t: int, d: int) -> Found:
             G[...], g[...] = late
             x = gemproj.project(G, g) + 0.0
         found = cupy.asnumpy(x)
-    return Found(1, error(found, case), bound(torch.float64))
+    return Found(1, error(found, *problem), bound(torch.float64))

@@ -1,6 +1,6 @@
 """Problems on the device, and what the CPU answers in float64."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +14,6 @@ from asv_benchmarks.reports.gpu.device import DEVICE
 ROUNDED = 0.51
 
 
-class Case(NamedTuple):
-    """Arguments of a projection, on the device."""
-
-    G: Any
-    g: Any
-    options: Any
-
-
 def draw(
     t: int, d: int, dtype: torch.dtype = torch.float32, batch: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
@@ -30,12 +22,12 @@ def draw(
     return G, torch.randn(*batch, d, device=DEVICE, dtype=dtype).sub_(0.2)
 
 
-def error(x: Any, case: Case) -> float:
+def error(x: Any, G: Any, g: Any, **options: Any) -> float:
     """Return the largest error of an entry of x, over the largest entry of x or g of its problem.
 
     Right is what the CPU answers for the same numbers in float64.
     """
-    G, g, options = tree_map(_to_numpy, tuple(case))
+    G, g, options = tree_map(_to_numpy, (G, g, options))
     right = flat(gemproj.project(G, g, **options))
     size = np.maximum(np.abs(right).max(-1), np.abs(flat(g)).max(-1))
     return float((np.abs(flat(x) - right).max(-1) / size).max())

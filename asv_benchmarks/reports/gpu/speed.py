@@ -103,8 +103,7 @@ class Speed:
 
     def host(self) -> None:
         """Print when calls return, with so few columns that the device is never waited for."""
-        head = ["t", "eager", "replay"]
-        table = Running(f"Microseconds until a call returns, d = {BATCH_D}", head)
+        table = Running(f"Microseconds until a call returns, d = {BATCH_D}", ["t", "eager", "replay"])
         for t in SIZES:
             G, g = draw(t, BATCH_D)
             call = partial(gemproj.project, G, g, out=torch.empty_like(g))
