@@ -91,9 +91,9 @@ def test_fuzz_tells_wrong_from_right(monkeypatch):
 
 def test_score_tells_failures_apart():
     G, g, x = np.eye(2), np.array([-1.0, 1.0]), np.array([0.0, 1.0])
-    right = accuracy.Answer(1.0, x, Findings(np.array([1.0, 0.0])))
-    answers = right, accuracy.Answer(1.0, g), accuracy.Answer(1.0)
-    good, silent, missing = (accuracy.score((G, g, x), answer) for answer in answers)
+    right = x, Findings(np.array([1.0, 0.0]))
+    answers = right, (g, Findings()), (None, Findings())
+    good, silent, missing = (accuracy.score((G, g, x), (1.0, *answer)) for answer in answers)
     assert (good.primal, good.complementarity, good.error, good.failed) == (0.0, 0.0, 0.0, False)
     assert silent.primal == pytest.approx(2**-0.5)
     cell = accuracy.Cell([good, silent, missing], "exact")
@@ -104,6 +104,6 @@ def test_a_solver_that_hangs_or_dies_is_replaced():
     run = Isolated("SciPy NNLS", limit=2.0)
     for stop in (signal.SIGSTOP, signal.SIGKILL):
         os.kill(run._process.pid, stop)
-        assert run(np.eye(2), -np.ones(2)).x is None
-        assert_close(run(np.eye(2), -np.ones(2)).x, np.zeros(2), atol=1e-15)
+        assert run(np.eye(2), -np.ones(2))[1] is None
+        assert_close(run(np.eye(2), -np.ones(2))[1], np.zeros(2), atol=1e-15)
     run.close()

@@ -93,15 +93,14 @@ Results = dict[str, dict[str, Cell]]  # by family and solver
 
 def score(case: Case, answer: Answer) -> Score:
     """Measure an answer, in numbers that no scaling of g or of a row changes."""
-    G, g, x = case
-    if answer.x is None or not np.all(np.isfinite(answer.x)):
-        return Score(len(G), answer.ms, warned=answer.x is None)
+    (G, g, right), (ms, x, (lam, warned, bound)) = case, answer
+    if x is None or not np.all(np.isfinite(x)):
+        return Score(len(G), ms, warned=x is None)
     unit, norms = np.linalg.norm(g), np.linalg.norm(G, axis=1)
-    s = G @ answer.x
+    s = G @ x
     primal = np.max(-s / np.where(norms > 0, norms, 1.0) / unit, initial=0.0)
-    error = float(np.linalg.norm(answer.x - x) / unit)
-    lam, warned, bound = answer.findings
-    return Score(len(G), answer.ms, warned, primal, np.max(np.abs(lam * s)) / unit**2, error, bound)
+    error = float(np.linalg.norm(x - right) / unit)
+    return Score(len(G), ms, warned, primal, np.max(np.abs(lam * s)) / unit**2, error, bound)
 
 
 def judge(problem: Problem) -> Case:

@@ -4,7 +4,7 @@ import multiprocessing
 import time
 import warnings
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -14,12 +14,9 @@ from asv_benchmarks.reports.solvers import SOLVERS, Findings, Solver
 PROCESSES = multiprocessing.get_context("spawn")
 
 
-class Answer(NamedTuple):
-    """What a solver returned; x is None where it found nothing, raised, crashed or ran out of time."""
-
-    ms: float
-    x: np.ndarray | None = None
-    findings: Findings = Findings()
+# Milliseconds, x, and what a solver tells besides. There is no x where it found nothing, raised, crashed or
+# ran out of time.
+Answer = tuple[float, np.ndarray | None, Findings]
 
 
 class Isolated:
@@ -35,12 +32,11 @@ class Isolated:
         with suppress(EOFError, OSError):  # it died
             self._pipe.send((G, g))
             if self._pipe.poll(self._limit):
-                answer = self._pipe.recv()
-                return answer._replace(findings=self._pipe.recv())  # takes the time it takes
+                return *self._pipe.recv(), self._pipe.recv()  # findings take the time they take
         ms = 1e3 * (time.perf_counter() - start)
         self.close()
         self._start()
-        return Answer(ms)
+        return ms, None, Findings()
 
     def close(self) -> None:
         """End the process."""
@@ -63,15 +59,15 @@ def _serve(name: str, pipe: Any) -> None:
     pipe.send(_answer(solver, np.eye(2), -np.ones(2)))
     while True:
         G, g = pipe.recv()
-        answer = _answer(solver, G, g)
-        pipe.send(answer)
-        pipe.send(Findings() if answer.x is None else solver.inspect(G, g))
+        ms, x = _answer(solver, G, g)
+        pipe.send((ms, x))
+        pipe.send(Findings() if x is None else solver.inspect(G, g))
 
 
-def _answer(solver: Solver, G: np.ndarray, g: np.ndarray) -> Answer:
+def _answer(solver: Solver, G: np.ndarray, g: np.ndarray) -> tuple[float, np.ndarray | None]:
     start = time.perf_counter()
     try:
         x = solver.project(G, g)
     except Exception:  # whatever it is, there is no answer
         x = None
-    return Answer(1e3 * (time.perf_counter() - start), x)
+    return 1e3 * (time.perf_counter() - start), x

@@ -54,11 +54,6 @@ def from_dual(dual: Vector, *needs: str) -> Solver:
     return Solver(lambda G, g: g + dual(G, g) @ G, lambda G, g: Findings(dual(G, g)), needs=needs)
 
 
-def nnls(G: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Solve ``min |G'lam + g|, lam >= 0``, which is the dual problem without its Gram matrix."""
-    return scipy.optimize.nnls(G.T, -g)[0]
-
-
 def via_qpsolvers(solver: str, package: str) -> Solver:
     """Solve ``min 1/2 lam'K lam + b'lam, lam >= 0`` with a solver's default settings."""
 
@@ -101,7 +96,8 @@ SOLVERS = {
     "gemproj exact": ours("exact"),
     "gemproj quadprog": ours("quadprog", needs=("quadprog",)),
     "gemproj osqp": ours("osqp", needs=("osqp",)),
-    "SciPy NNLS": from_dual(nnls),
+    # min |G'lam + g|, lam >= 0: the dual problem without its Gram matrix.
+    "SciPy NNLS": from_dual(lambda G, g: scipy.optimize.nnls(G.T, -g)[0]),
     "quadprog, primal": Solver(primal_qp, needs=("qpsolvers", "quadprog")),
     "quadprog": via_qpsolvers("quadprog", "quadprog"),
     "DAQP": via_qpsolvers("daqp", "daqp"),
