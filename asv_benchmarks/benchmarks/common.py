@@ -5,7 +5,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +25,9 @@ CONSTRAINTS = [1, 2, 9, 19, 49]
 COLUMNS = [1_000, 100_000, 2_166_784]
 LORA = COLUMNS[-1]
 
+# G and g, and a function that waits until their device has finished.
+Problem = tuple[Any, Any, Callable[[], None]]
+
 
 class Benchmark:
     """Sampling that asv reads: calls are timed one by one, so slow and fast problems take alike long."""
@@ -36,14 +39,6 @@ class Benchmark:
     rounds = 2
     warmup_time = 0.05
     timeout = 120
-
-
-class Problem(NamedTuple):
-    """Arrays of one projection, and a function that waits until their device has finished."""
-
-    G: Any
-    g: Any
-    synchronize: Callable[[], None]
 
 
 def labelled(pretty_name: str, unit: str = "unit") -> Callable[[Any], Any]:
@@ -117,4 +112,4 @@ def warm(backend: str, G: Any, g: Any) -> Problem:
     project(G[..., :2, :1000], g[..., :1000])
     xp = load(backend)
     waits = {"torch-cuda": lambda: xp.cuda.synchronize(), "cupy": lambda: xp.cuda.Device().synchronize()}
-    return Problem(G, g, waits.get(backend, lambda: None))
+    return G, g, waits.get(backend, lambda: None)

@@ -123,7 +123,7 @@ def small(seconds: float) -> Iterator[Table]:
 
 
 def _median(made: Problem, method: str, seconds: float) -> float:
-    call = Call(lambda: project(made.G, made.g, method=method))
+    call = Call(partial(project, *made[:2], method=method))
     call.run()
     settle()
     return median(burst(call, seconds))

@@ -1,7 +1,6 @@
 """How good answers are: from x alone, in float64, the same for whoever made it."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import numpy as np
 import scipy.linalg
@@ -9,17 +8,11 @@ import scipy.optimize
 import torch
 
 
-class Quality(NamedTuple):
-    """The largest violation of a constraint over ``|g_i| |g|``, and the distance ``|x - x*| / |g|``."""
+def grade(G: torch.Tensor, g: torch.Tensor, answers: list[torch.Tensor]) -> np.ndarray:
+    """Return two numbers for each answer to one problem whose rows are far from dependent.
 
-    violation: float
-    error: float
-
-
-def grade(G: torch.Tensor, g: torch.Tensor, answers: list[torch.Tensor]) -> list[Quality]:
-    """Return the quality of each answer to one problem whose rows are far from dependent.
-
-    x* comes from SciPy's non-negative least squares on the Cholesky factor of the Gram matrix.
+    The largest violation of a constraint over ``|g_i| |g|``, and the distance ``|x - x*| / |g|``. x* comes
+    from SciPy's non-negative least squares on the Cholesky factor of the Gram matrix.
     """
     t, vectors = len(G), torch.stack([g, *answers])
     total = sum(rows @ np.vstack([rows, others]).T for rows, others in _tiles(G, vectors))
@@ -32,7 +25,7 @@ def grade(G: torch.Tensor, g: torch.Tensor, answers: list[torch.Tensor]) -> list
         squares += np.sum(others**2, axis=1)
     norm, *distances = np.sqrt(squares)
     violations = np.max(-s / np.sqrt(np.diagonal(K))[:, None], axis=0, initial=0.0)
-    return [Quality(v / norm, d / norm) for v, d in zip(violations, distances, strict=True)]
+    return np.column_stack([violations, distances]) / norm
 
 
 def _tiles(G: torch.Tensor, vectors: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
