@@ -30,15 +30,30 @@ def normal(rng: np.random.Generator, t: int, scale: float = 1.0) -> Problem:
     return scale * rng.standard_normal((t, 2 * t + 3)), scale * rng.standard_normal(2 * t + 3)
 
 
+def with_rows(change: Callable[[np.ndarray, np.random.Generator], np.ndarray]) -> Family:
+    """Return the family of problems whose rows are normal ones, changed."""
+
+    def draw(rng: np.random.Generator, t: int) -> Problem:
+        G, g = normal(rng, t)
+        return change(G, rng), g
+
+    return Family(draw)
+
+
 def of_norm(rng: np.random.Generator, t: int, norm: float) -> Problem:
     G, g = normal(rng, t)
     return norm * unit(G), norm * unit(g)
 
 
-def conflicting(rng: np.random.Generator, t: int) -> Problem:
-    """Rows whose sum nearly vanishes: no step helps one without hurting another."""
-    G, g = normal(rng, t)
-    return G - 0.99 * G.mean(axis=0), g
+def some_zero(G: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    G[rng.permutation(len(G))[: (len(G) + 2) // 3]] = 0.0
+    return G
+
+
+def of_condition(G: np.ndarray, rng: np.random.Generator, condition: float) -> np.ndarray:
+    """Singular values from 1 down to 1 / condition, evenly on a logarithmic scale."""
+    left, _, right = np.linalg.svd(G, full_matrices=False)
+    return left * np.geomspace(1.0, 1.0 / condition, len(G)) @ right
 
 
 def nearly_parallel(rng: np.random.Generator, t: int) -> Problem:
@@ -46,23 +61,6 @@ def nearly_parallel(rng: np.random.Generator, t: int) -> Problem:
     G, g = (unit(a) for a in normal(rng, t))
     direction = unit(rng.standard_normal(len(g)))
     return np.sqrt(0.999) * direction + np.sqrt(0.001) * G, 0.03 * g - direction
-
-
-def mixed_norms(rng: np.random.Generator, t: int) -> Problem:
-    G, g = normal(rng, t)
-    return G * 10.0 ** rng.uniform(-6, 6, (t, 1)), g
-
-
-def zero_rows(rng: np.random.Generator, t: int) -> Problem:
-    G, g = normal(rng, t)
-    G[rng.permutation(t)[: (t + 2) // 3]] = 0.0
-    return G, g
-
-
-def duplicates(rng: np.random.Generator, t: int) -> Problem:
-    G, g = normal(rng, t)
-    G[t // 2 :] = G[: t - t // 2]
-    return G, g
 
 
 def opposite(rng: np.random.Generator, t: int, tilt: float = 0.0) -> Problem:
@@ -79,13 +77,6 @@ def more_rows_than_columns(rng: np.random.Generator, t: int) -> Problem:
     G, direction = rng.standard_normal((t, d)), rng.standard_normal(d)
     G *= np.where(G @ direction < 0, -1.0, 1.0)[:, None]
     return G, rng.standard_normal(d)
-
-
-def ill_conditioned(rng: np.random.Generator, t: int, condition: float) -> Problem:
-    """Singular values from 1 down to 1 / condition, evenly on a logarithmic scale."""
-    G, g = normal(rng, t)
-    left, _, right = np.linalg.svd(G, full_matrices=False)
-    return left * np.geomspace(1.0, 1.0 / condition, t) @ right, g
 
 
 def hilbert(rng: np.random.Generator, t: int) -> Problem:
@@ -109,22 +100,23 @@ def unit(a: np.ndarray) -> np.ndarray:
 
 FAMILIES: dict[str, Family] = {
     "random": Family(normal),
-    "conflicting": Family(conflicting),
+    # Rows whose sum nearly vanishes: no step helps one without hurting another.
+    "conflicting": with_rows(lambda G, rng: G - 0.99 * G.mean(axis=0)),
     "nearly parallel, cosine .999": Family(nearly_parallel),
-    "row norms 1e-6 to 1e6": Family(mixed_norms),
+    "row norms 1e-6 to 1e6": with_rows(lambda G, rng: G * 10.0 ** rng.uniform(-6, 6, (len(G), 1))),
     "all times 1e-30": Family(partial(normal, scale=1e-30)),
     "all times 1e30": Family(partial(normal, scale=1e30)),
     "gradient norms 1e-3": Family(partial(of_norm, norm=1e-3)),
     "gradient norms 1e-6": Family(partial(of_norm, norm=1e-6)),
-    "zero rows": Family(zero_rows),
-    "duplicates": Family(duplicates),
+    "zero rows": with_rows(some_zero),
+    "duplicates": with_rows(lambda G, rng: np.concatenate([G[: len(G) // 2], G[: -(-len(G) // 2)]])),
     "opposite pairs": Family(opposite),
     "opposite, tilt 1e-3": Family(partial(opposite, tilt=1e-3)),
     "opposite, tilt 1e-5": Family(partial(opposite, tilt=1e-5)),
     "opposite, tilt 1e-7": Family(partial(opposite, tilt=1e-7)),
     "t = 2d": Family(more_rows_than_columns),
-    "condition 1e8": Family(partial(ill_conditioned, condition=1e8)),
-    "condition 1e10": Family(partial(ill_conditioned, condition=1e10)),
+    "condition 1e8": with_rows(partial(of_condition, condition=1e8)),
+    "condition 1e10": with_rows(partial(of_condition, condition=1e10)),
     "Hilbert, random signs": Family(hilbert),
     "tiny integers": Family(integers, sizes=(2, 3, 4, 5), multiple=10),
 }
