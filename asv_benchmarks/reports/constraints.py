@@ -139,13 +139,16 @@ def hidden_states(layers: int, width: int, trained: int, n: int, t: int, seconds
 
 def main(out: Path | None = None, seconds: float = 2.0) -> None:
     """Print the tables, or write them to a folder."""
+    spawned = multiprocessing.get_context("spawn")
     text, short = [describe(), ""], Table("", ["", *WAYS, "ratio"])
     for threads in sorted({1, torch.get_num_threads()}):
         head = ["examples of a row", "rows", *WAYS, "ratio", *(f"MB, {way}" for way in WAYS)]
         for name, cases in CASES.items():
             table = Table(f"{name}; {threads} thread(s); milliseconds", head)
             for n, t in cases:
-                (apart, shared), peaks = _run(threads, name, n, t, seconds)
+                # In a process of its own, whose memory is nobody else's.
+                with ProcessPoolExecutor(1, spawned, torch.set_num_threads, (threads,)) as pool:
+                    (apart, shared), peaks = pool.submit(measure, name, n, t, seconds).result()
                 cells = [digits(1e3 * apart), digits(1e3 * shared), digits(apart / shared)]
                 table.rows.append([str(n), str(t), *cells, *(digits(b / 1e6, 2) for b in peaks)])
                 if threads > 1 and ((n, t) == (10, 10) or "2 layers of 128, LoRA" in name):
@@ -163,13 +166,6 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
     }
     for name, content in texts.items():
         print(content) if out is None else (out / name).write_text(content)
-
-
-def _run(threads: int, *case: Any) -> tuple[list[float], list[float]]:
-    """Measure a case in a process of its own, whose memory is nobody else's."""
-    spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawned, torch.set_num_threads, (threads,)) as pool:
-        return pool.submit(measure, *case).result()
 
 
 if __name__ == "__main__":

@@ -11,20 +11,12 @@ from examples.common.drawing import noted, plt
 # By name, then by t or d: the seconds of all rounds.
 Curves = dict[str, dict[int, list[float]]]
 
-OWN = {
-    "axes.grid.axis": "both",
-    "lines.markersize": 7,
-    "lines.markeredgecolor": "white",
-    "lines.markeredgewidth": 0.7,
-}
-
 
 def draw(over_t: Curves, over_d: Curves, d: int, t: int) -> Figure:
     """Draw both panels."""
-    with plt.rc_context(OWN):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5.2))
-        _panel(left, over_t, f"d = {d:,} parameters", "Constraints t")
-        _panel(right, over_d, f"t = {t} constraints", "Parameters d")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5.2))
+    _panel(left, over_t, f"d = {d:,} parameters", "Constraints t")
+    _panel(right, over_d, f"t = {t} constraints", "Parameters d")
     left.set_ylabel("Time of one projection (ms)")
     counts = sorted(over_t[FLOOR])
     left.set_xticks(counts, list(map(str, counts)))
@@ -41,11 +33,22 @@ def _panel(axes: Axes, curves: Curves, title: str, label: str) -> None:
     axes.set_xlabel(label)
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.grid(True)
     shown = list[float]()
     for name, look in LOOKS.items():
         x, rounds = zip(*sorted(curves[name].items()), strict=True)
         least, middle = ([1e3 * of(times) for times in rounds] for of in (min, median))
-        axes.plot(x, least, **look, linewidth=2.2 if name.startswith("gemproj") else 1.4, label=name)
+        width = 2.2 if name.startswith("gemproj") else 1.4
+        axes.plot(
+            x,
+            least,
+            **look,
+            markersize=7,
+            markeredgecolor="white",
+            markeredgewidth=0.7,
+            linewidth=width,
+            label=name,
+        )
         if name == FLOOR:
             axes.fill_between(x, 1e-9 * min(least), least, color="#f3f3f3", zorder=0)
         else:
