@@ -1,6 +1,7 @@
 """Times over the number of constraints and over the number of parameters, as a picture."""
 
 from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -10,6 +11,7 @@ from examples.common.drawing import noted, plt
 
 # By name, then by t or d: the seconds of all rounds.
 Curves = dict[str, dict[int, list[float]]]
+MARKS: dict[str, Any] = {"markersize": 7, "markeredgecolor": "white", "markeredgewidth": 0.7}
 
 
 def draw(over_t: Curves, over_d: Curves, d: int, t: int) -> Figure:
@@ -39,16 +41,7 @@ def _panel(axes: Axes, curves: Curves, title: str, label: str) -> None:
         x, rounds = zip(*sorted(curves[name].items()), strict=True)
         least, middle = ([1e3 * of(times) for times in rounds] for of in (min, median))
         width = 2.2 if name.startswith("gemproj") else 1.4
-        axes.plot(
-            x,
-            least,
-            **look,
-            markersize=7,
-            markeredgecolor="white",
-            markeredgewidth=0.7,
-            linewidth=width,
-            label=name,
-        )
+        axes.plot(x, least, **look, **MARKS, linewidth=width, label=name)
         if name == FLOOR:
             axes.fill_between(x, 1e-9 * min(least), least, color="#f3f3f3", zorder=0)
         else:
