@@ -19,8 +19,8 @@ from models import rival, task
 from gemproj import project
 
 # Where the checks for so many processes are; they register themselves when these are imported.
-MODULES = {4: ["checks_project", "checks_replicated", "checks_sharded"]}
-MODULES[2] = [*MODULES[4], "checks_accelerate"]
+MODULES = {4: ["checks_project", "checks_training"]}
+MODULES[2] = [*MODULES[4], "checks_rows", "checks_errors", "checks_accelerate"]
 MODULES[2] += ["checks_zero"] if importlib.util.find_spec("deepspeed") else []
 # What is imported when it is first used, in each process, unless it is there.
 LATER = ["torch._dynamo", "accelerate", "transformers.trainer", "deepspeed.runtime.zero.muon.muon_optimizer"]
@@ -125,6 +125,11 @@ def share(batch, sizes=None):
     return tuple(leaf.split(sizes)[dist.get_rank()] for leaf in batch)
 
 
+def everything(batch, sizes=None):
+    """Return all of a batch, where processes share no data."""
+    return batch
+
+
 def alone():
     """Return the group of this process alone, for a model that no other one trains."""
     return dist.new_subgroups(1)[0]
@@ -147,7 +152,7 @@ def gathered(thing):
     return everyone
 
 
-def learn(gem, take_step, part=lambda batch, sizes=None: batch, dtype=torch.float64):
+def learn(gem, take_step, part=everything, dtype=torch.float64):
     """Learn three tasks that contradict each other, of which processes store unequal parts."""
     active, others = 0, [2] * (dist.get_world_size() - 1)
     for k in range(3):

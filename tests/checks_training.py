@@ -1,0 +1,225 @@
+"""What each process checks of training: a model that is spread over processes learns what one process learns."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import BOTH, EACH, flat, loss, protect, trainable
+from models import perceptron as net
+from processes import alone, check, everything, gathered, learn, once, same_everywhere, share
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from gemproj.torch import GradientProjector, stream
+from gemproj.torch.constraints import ConstraintMatrix
+from gemproj.torch.parameters import local
+
+
+def fsdp(model, **options):
+    for module in model:
+        if isinstance(module, nn.Linear):
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
+
+
+# Ways to spread a model over processes. Each returns it, and a function for this process's part of a batch, of
+# which processes have so many examples each.
+
+
+def replicas(model):
+    return DistributedDataParallel(model), share
+
+
+def shards(model):
+    return fsdp(model), share
+
+
+def hybrid(model):
+    return fsdp(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))), share
+
+
+def tensor_parallel(model, shard=fsdp):
+    """Shard over one dimension of the mesh what tensor parallelism splits or repeats over the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    place = mesh["data"].get_local_rank()
+    model = shard(split(model, mesh["tensor"]), mesh=mesh["data"])
+    return model, lambda batch, sizes=None: tuple(leaf.chunk(2)[place] for leaf in batch)
+
+
+def tensor_only(model):
+    # Not "tensor": some versions of torch take groups from an equal mesh, and a check before has destroyed them.
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("all",))
+    return split(model, mesh), everything
+
+
+def split(model, mesh):
+    """Split the outputs of the first linear layer, and the inputs of the second."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    wanted = [p.requires_grad for p in model.parameters()]
+    layers = dict(zip(names, (ColwiseParallel(), RowwiseParallel()), strict=True))
+    for p, trained in zip(parallelize_module(model, mesh, layers).parameters(), wanted, strict=True):
+        p.requires_grad_(trained)  # which some versions of torch forget
+    return model
+
+
+def partly(parameters, lr):
+    """Make an optimizer that moves the last layer only."""
+    groups = [{"params": parameters[:-2], "lr": 0.0}, {"params": parameters[-2:]}]
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+OPTIONS = [
+    {"optimizer": torch.optim.SGD},
+    {"clip": 0.1, "weight": 0.05},
+    {"on": "step", "optimizer": torch.optim.Adam},
+    {"on": "both", "accumulate": 2},
+    {"on": "step", "penalty": 0.5},
+    {"on": "step", "optimizer": partly},
+]
+PROMISES = [
+    {"on": "both", "every": 2},
+    {"equal": True, "microbatch": 3},
+    {"promise": BOTH, "on": "both", "tolerance": 0.0, "repair": 0.5},
+    {"promise": EACH, "on": "step", "tolerance": 0.01, "microbatch": 3, "every": 2},
+    {"promise": EACH, "weight": 0.02},
+    {"on": "both", "microbatch": 2},
+]
+
+
+def train(
+    model,
+    part,
+    dtype,
+    promise=loss,
+    optimizer=torch.optim.AdamW,
+    clip=None,
+    accumulate=1,
+    group=None,
+    **options,
+):
+    """Learn some tasks; return GEM, and of every step the cosines of what was applied, and the size of g."""
+    optimizer = optimizer(trainable(model), lr=0.05)
+    gem, found = protect(model, optimizer, promise, process_group=group, **options), []
+
+    def take_step(batch):
+        optimizer.zero_grad()
+        for piece in zip(*(leaf.chunk(accumulate) for leaf in batch), strict=True):
+            (loss(model, piece) / accumulate).backward()
+        if clip:
+            gem.clip_grad_norm_(clip)
+        optimizer.step()
+        if gem.last.constraints:
+            same_everywhere(gem.last.multipliers)
+            # What is counted twice as a whole changes neither multipliers nor cosines, but this.
+            size = gem.last.solution.gram.gg.sum().reshape(1)
+            found.extend([gem.last.cosines, size])
+
+    learn(gem, take_step, part, dtype)
+    return gem, torch.cat(found)
+
+
+def compare(spread, options, dtype=torch.float64, make=net):
+    """Train a model that is spread over processes as one process trains it; return it, and GEM."""
+    # In every check: torch finds the groups of meshes by their number, also those of an earlier check.
+    group = alone()
+
+    def of_one():
+        one = make(dtype)
+        return train(one, everything, dtype, group=group, **options)[1], flat(one)
+
+    expected, weights = once((make, dtype, str(options)), of_one)
+    many, part = spread(make(dtype))
+    gem, found = train(many, part, dtype, **options)
+    close = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-3, 1e-4)}[dtype]
+    torch.testing.assert_close(found, expected, rtol=close[0], atol=close[1])
+    torch.testing.assert_close(flat(many), weights, rtol=close[0], atol=close[1])
+    same_everywhere(flat(many))
+    return many, gem
+
+
+@check(2, 4)
+def replicas_and_shards_train_as_one_process():
+    for options in (
+        PROMISES if dist.get_world_size() > 2 else OPTIONS + PROMISES
+    ):  # more of them also as hybrid
+        for spread in (replicas, shards):
+            compare(spread, options)
+    compare(shards, OPTIONS[0], torch.float32)
+
+
+@check(4)
+def hybrid_trains_as_one_process():
+    for options in OPTIONS:
+        for p in compare(hybrid, options)[0].parameters():
+            both = gathered(local(p).clone())
+            assert torch.equal(both[0], both[2])
+            assert torch.equal(both[1], both[3])
+
+
+@check(4)
+def tensor_parallel_trains_as_one_process():
+    for options in OPTIONS:
+        compare(tensor_parallel, options)
+
+
+@check(2)
+def tiles_of_columns_add_up_like_shards():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "_HOST_TILE", 40)
+        patch.setattr(ConstraintMatrix, "streamed", True)
+        for spread in (replicas, shards):
+            compare(spread, {"promise": EACH, "on": "both", "tolerance": 0.0})
+
+
+@check(4)
+def two_models_each_on_half_of_the_processes():
+    """The processes of a mesh are found, and the state of more of them is told."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))
+    _, gem = compare(lambda model: (fully_shard(model, mesh=mesh["shard"]), everything), {})
+    assert gem.projector.processes == 2
+    with pytest.warns(UserWarning, match="one of 4 processes, and here are 2"):
+        gem.load_state_dict(gem.state_dict() | {"processes": 4})
+
+
+class Normed(nn.Module):
+    """A layer between others that tensor parallelism repeats, and another one that it splits."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.norm, self.outer = nn.Linear(6, 8), nn.LayerNorm(6), nn.Linear(8, 3)
+        self.to(dtype)
+
+    def forward(self, x):
+        return self.outer(torch.tanh(self.inner(self.norm(x))))
+
+
+@check(4)
+def what_tensor_parallelism_repeats():
+    sharded = partial(tensor_parallel, shard=fully_shard)
+    for options in OPTIONS:
+        if "clip" in options:
+            continue  # torch does not clip tensors of different meshes together
+        for spread in (sharded, tensor_only):
+            model, _ = compare(spread, options, make=Normed)
+            shapes = [tuple(p.shape) for p in GradientProjector(model.parameters())._vector.parameters]
+            assert gathered(shapes) == [shapes] * 4
+            if spread is sharded:  # neighbours repeat the norm's shards
+                parts = gathered(local(model.norm.weight))
+                assert torch.equal(parts[0], parts[1])
+                assert torch.equal(parts[2], parts[3])
+
+
+@check(2)
+def frozen_parameters():
+    def make(dtype):
+        model = net(dtype)
+        model[0].requires_grad_(False)
+        return model
+
+    for spread in (shards, tensor_only):
+        compare(spread, {"on": "both"}, make=make)
