@@ -7,21 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checks_training import fsdp
-from models import (
-    EACH,
-    begin,
-    cosines,
-    flat,
-    gradient,
-    loss,
-    moved,
-    projector_of,
-    protect,
-    rival,
-    take,
-    task,
-    whole,
-)
+from models import EACH, begin, cosines, flat, gradient, loss, moved, rival, take, task, whole
 from models import perceptron as net
 from processes import all_reduces, alone, check, same_everywhere, share
 from torch import nn
@@ -48,7 +34,7 @@ def sharded(**options):
     """Return a sharded model, a projector of its parameters, and this process's part of the past and of now."""
     model = fsdp(net())
     past = [share(batch) for batch in past_of_all()]
-    return model, projector_of(model.parameters(), **options), past, share(rival(task(5, 16)))
+    return model, GradientProjector(model.parameters(), **options), past, share(rival(task(5, 16)))
 
 
 def as_one(projector, expected, model):
@@ -167,9 +153,11 @@ def losses_that_are_sharded():
 @check(2)
 def an_optimizer_that_has_moments_of_some_parameters_only():
     """Also when those of the others were loaded as None: all processes measure distances alike."""
-    model = DistributedDataParallel(net())
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.03)
-    gem = protect(model, optimizer, on="step")
+
+    def make(parameters):
+        return ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, lr=0.03)
+
+    model, optimizer, gem = begin(model=DistributedDataParallel(net()), make=make, on="step")
     gem.end_task([share(task(0, 8))])
     take(model, optimizer, share(rival(task(0, 8))))
     optimizer.consolidate_state_dict()

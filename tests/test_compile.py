@@ -21,16 +21,52 @@ def problem():
     return G, torch.randn(5, 10, dtype=torch.float64) - G.sum(0)
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"margin": 0.1, "penalty": 0.2, "method": Exact(refine=1)}, {"equality": True}]
-)
-def test_one_graph_with_the_numbers_of_eager_mode(problem, options):
-    def step(G, g):
-        return 2.0 * project(G.reshape(3, 50) * 1.0, g.reshape(50) * 1.0, **options)
+def flat(method, **options):
+    """Return a call for arrays, between operations that are compiled with it."""
+    return lambda G, g: 2.0 * project(G.reshape(3, 50) * 1.0, g.reshape(50) * 1.0, method=method, **options)
 
-    compiled = torch.compile(step, fullgraph=True, backend=BACKEND)
+
+def one_block(G, g):  # not one array: (t, 5, 10) would be a batch
+    weight, start = torch.linspace(0.1, 1.1, 50, dtype=g.dtype).reshape(5, 10), torch.ones(3, dtype=g.dtype)
+    return project([G * 1.0], [g * 1.0], metric=[weight], warm_start=start)[0]
+
+
+def named(G, g):
+    x = project({"a": G[:, :2], "b": G[:, 2:]}, {"a": g[:2], "b": g[2:]})
+    return torch.cat([x["a"], x["b"]])
+
+
+def written(G, g):
+    x = torch.empty_like(g)
+    project((G,), (g,), out=(x,), margin=np.float64(0.5))
+    return x
+
+
+def lists(G, g):  # whose numbers are not rounded
+    options = {"h": [-0.1, -0.2, -0.3], "margin": [0.1, 0.2, 0.3], "equality": [False, True, False]}
+    return project(G[:, 0], g[0], **options)
+
+
+CALLS = [flat("exact"), flat(Exact(refine=1), margin=0.1, penalty=0.2), flat("exact", equality=True)]
+CALLS += [one_block, named, written, lists]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_one_graph_with_the_numbers_of_eager_mode(problem, call):
+    compiled = torch.compile(call, fullgraph=True, backend=BACKEND)
     for sign in (1.0, -1.0):  # with constraints active, and with none, where x is g
-        assert torch.equal(compiled(problem[0], sign * problem[1]), step(problem[0], sign * problem[1]))
+        assert torch.equal(compiled(problem[0], sign * problem[1]), call(problem[0], sign * problem[1]))
+
+
+def by_diagonal(K, b, warm_start):
+    return (-b / torch.diagonal(K)).clamp(min=0)
+
+
+@pytest.mark.parametrize("method", ["agem", by_diagonal, "exact"])
+def test_other_methods_break_the_graph(problem, method):
+    torch.compiler.reset()
+    call = flat(method, margin=0.1)
+    assert torch.equal(torch.compile(call, backend=BACKEND)(*problem), call(*problem))
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo detected")  # it looks into the eager call that raises the error
@@ -44,44 +80,9 @@ def test_options_are_checked(problem):
         with pytest.raises(Exception, match=message):
             torch.compile(bad, backend=BACKEND)(*problem)
     # After an error in `project` torch runs that as it is, and goes on to compile what it calls.
-    check_other_method(problem, PGD(steps=4))
+    call = flat(PGD(steps=4), margin=0.1)
+    assert torch.equal(torch.compile(call, backend=BACKEND)(*problem), call(*problem))
     torch.compiler.reset()
-
-
-CALLABLE = lambda K, b, warm_start: (-b / torch.diagonal(K)).clamp(min=0)  # noqa: E731
-
-
-def check_other_method(problem, method):
-    def step(G, g):
-        return 2.0 * project(G.reshape(3, 50) * 1.0, g.reshape(50), method=method, margin=0.1)
-
-    assert torch.equal(torch.compile(step, backend=BACKEND)(*problem), step(*problem))
-
-
-@pytest.mark.parametrize("method", ["agem", CALLABLE, "exact"])
-def test_other_methods_break_the_graph(problem, method):
-    torch.compiler.reset()
-    check_other_method(problem, method)
-
-
-def test_blocks_metric_warm_start_and_out(problem):
-    G, g = problem
-    weight, start = torch.rand_like(g) + 0.1, torch.ones(3, dtype=torch.float64)
-
-    def alone(G, g):  # one block is not one array: (t, 5, 10) would be a batch
-        return project([G * 1.0], [g * 1.0], metric=[weight], warm_start=start)[0]
-
-    def named(G, g):
-        x = project({"a": G[:, :2], "b": G[:, 2:]}, {"a": g[:2], "b": g[2:]})
-        return torch.cat([x["a"], x["b"]])
-
-    def written(G, g):
-        x = torch.empty_like(g)
-        project((G,), (g,), out=(x,), margin=np.float64(0.5))
-        return x
-
-    for step in (alone, named, written):
-        assert torch.equal(torch.compile(step, fullgraph=True, backend=BACKEND)(G, g), step(G, g))
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch looks at where a graph breaks
@@ -149,13 +150,6 @@ def test_a_training_step_with_a_projector_compiles():
     eager, compiled = train(lambda step: step), train(lambda step: torch.compile(step, backend=BACKEND))
     for a, b in zip(eager, compiled, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-6)
-
-
-def test_numbers_in_lists_are_not_rounded(problem):
-    G, g = (a[..., 0, :] for a in problem)
-    options = {"h": [-0.1, -0.2, -0.3], "margin": [0.1, 0.2, 0.3], "equality": [False, True, False]}
-    compiled = torch.compile(project, fullgraph=True, backend=BACKEND)
-    assert torch.equal(compiled(G, g, **options), project(G, g, **options))
 
 
 def test_what_make_fx_records_is_right_for_other_numbers(problem):
