@@ -71,6 +71,7 @@ class Driver:
     needs: str  # a module
     window, clip, per_task = WINDOW, CLIP, 8
     lasts = False  # whether the object is attached for life, not for one training
+    tells = False  # whether the framework tells callbacks of an error
 
     def __init__(self, folder, loss=model_loss, precision=None, model=None, **options):
         pytest.importorskip(self.needs)
@@ -255,7 +256,7 @@ class Transformers(Driver):
 
 
 class Lightning(Driver):
-    needs, manual = "lightning.pytorch", False
+    needs, manual, tells = "lightning.pytorch", False, True
 
     def prepare(self):
         import lightning.pytorch as pl

@@ -15,6 +15,7 @@ from frameworks import (  # noqa: E402
     ByHand,
     Lightning,
     LightningByHand,
+    Net,
     Plain,
     Transformers,
     adamw,
@@ -22,6 +23,7 @@ from frameworks import (  # noqa: E402
 )
 from models import (  # noqa: E402
     SAID,
+    adapted,
     assert_same_weights,
     begin,
     flat,
@@ -57,10 +59,10 @@ def numbers(last):
     return found | {"gem/excess": float(last.excess.max())} if bounded else found
 
 
-def compare(kind, folder, loss=model_loss, precision=None, change=list, atol=1e-9, **options):
-    """Learn three tasks in a framework and in a plain loop, which must come to the same; return the plain one."""
-    plain = Plain(folder, loss, precision, like=kind, **options)
-    driver = kind(folder, loss, precision, **options)
+def compare(kind, folder, loss=model_loss, precision=None, make=Net, change=list, atol=1e-9, **options):
+    """Learn three tasks in a framework and in a plain loop, which must come to the same; return both drivers."""
+    plain = Plain(folder, loss, precision, make(precision), like=kind, **options)
+    driver = kind(folder, loss, precision, make(precision), **options)
     dtype = next(plain.model.parameters()).dtype
     for k in range(3):
         data = batches(k, dtype=dtype)
@@ -74,7 +76,7 @@ def compare(kind, folder, loss=model_loss, precision=None, change=list, atol=1e-
     assert_same_weights(driver.model, plain.model, atol)
     assert driver.object.memory.tasks == [0, 1, 2]
     assert driver.norms in ([], pytest.approx(plain.norms, rel=1e-4, nan_ok=True))
-    return plain
+    return plain, driver
 
 
 # --- steps --------------------------------------------------------------------------------------
@@ -122,8 +124,20 @@ def test_constraints_have_the_precision_and_the_scale_of_training(kind, precisio
         return [*data[:2], data[2] | {"x": data[2]["x"] * float("inf")}, *data[3:]]
 
     change = overflow if precision == "fp16" else list
-    plain = compare(kind, tmp_path, precision=precision, change=change, on=on, atol=1e-5)
+    plain, _ = compare(kind, tmp_path, precision=precision, change=change, on=on, atol=1e-5)
     assert sum(norm != norm for norm in plain.norms) == (3 if change is overflow else 0)
+
+
+@loops
+@pytest.mark.parametrize("options", [{}, {"on": "both"}, {"weight": 0.5}], ids=str)
+def test_of_adapters_only_their_weights_are_projected(kind, options, tmp_path):
+    def make(precision):
+        torch.manual_seed(0)
+        return adapted(Net(), target_modules=["net.0", "net.2"])
+
+    _, driver = compare(kind, tmp_path, make=make, **options)
+    assert driver.object.projector.constraints.shape[1] == 2 * (6 + 8 + 8 + 3)
+    assert_same_weights(driver.model.get_base_model().net[0].base_layer, perceptron()[0])
 
 
 @pytest.mark.parametrize("kind", [Plain, *LOOPS])
@@ -151,7 +165,7 @@ def test_a_margin_is_the_weight_of_replay_also_where_gradients_are_clipped(kind,
 
 @loops
 def test_it_is_attached_once_also_after_a_training_that_broke_off(kind, tmp_path):
-    counts = set()
+    attached, counts = Plain(tmp_path).hooks(), set()
 
     def counting(model, batch):
         counts.add(driver.hooks())
@@ -162,9 +176,10 @@ def test_it_is_attached_once_also_after_a_training_that_broke_off(kind, tmp_path
     with pytest.raises(ConnectionError, match="on purpose"):
         driver.train(BreakingOff(batches(1)))
     broken = driver.optimizer
+    assert driver.hooks() == (0 if kind.tells else attached)
     driver.train(batches(1))
-    assert counts == {Plain(tmp_path).hooks()}
-    assert driver.hooks() == driver.hooks(broken) == (max(counts) if kind.lasts else 0)
+    assert counts == {attached}
+    assert driver.hooks() == driver.hooks(broken) == (attached if kind.lasts else 0)
     driver.object.remove()
     assert driver.hooks() == 0
 

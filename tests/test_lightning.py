@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("lightning", reason="needs the extra lightning")
 
 import lightning.pytorch as pl  # noqa: E402
-from frameworks import WINDOW, BreakingOff, Lightning, LightningByHand, batches  # noqa: E402
+from frameworks import WINDOW, Lightning, LightningByHand, batches  # noqa: E402
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
@@ -131,13 +131,6 @@ def test_a_checkpoint_has_no_rows_of_shards(monkeypatch, tmp_path):
     # Lightning would give those of process 0 to all processes, which have other columns.
     monkeypatch.setattr(GradientProjector, "sharded", True)
     assert driver.object.state_dict()["projector"]["constraints"] is None
-
-
-def test_an_error_leaves_no_hook(tmp_path):
-    driver = Lightning(tmp_path)
-    with pytest.raises(ConnectionError, match="on purpose"):
-        driver.train(BreakingOff(batches(1)))
-    assert driver.hooks() == 0
 
 
 def test_what_it_cannot_do_is_refused(tmp_path):

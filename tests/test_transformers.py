@@ -1,4 +1,4 @@
-"""What is special to the Trainer: its callbacks, logs and checkpoints, adapters and checkpointed layers.
+"""What is special to the Trainer: its callbacks, logs and checkpoints, and checkpointed layers.
 
 What holds in every framework is in test_frameworks.py.
 """
@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from frameworks import BreakingOff, Net, Plain, Transformers, batches  # noqa: E402
-from models import adapted, assert_same_weights, flat, language_model, perceptron  # noqa: E402
+from frameworks import BreakingOff, Transformers, batches  # noqa: E402
+from models import adapted, flat, language_model, perceptron  # noqa: E402
 from models import task as points  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
@@ -30,23 +30,6 @@ class Watching(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.logs.append(dict(logs))
-
-
-@pytest.mark.parametrize("options", [{}, {"on": "both"}, {"weight": 0.5}], ids=str)
-def test_of_adapters_only_their_weights_are_projected(options, tmp_path):
-    both = []
-    for kind in (Plain, Transformers):
-        torch.manual_seed(0)
-        driver = kind(tmp_path, model=adapted(Net(), target_modules=["net.0", "net.2"]), **options)
-        for k in range(2):
-            driver.train(batches(k))
-            driver.end_task(batches(k))
-        both.append(driver)
-    plain, driver = both
-    assert plain.active
-    assert driver.object.projector.constraints.shape[1] == 2 * (6 + 8 + 8 + 3)
-    assert_same_weights(driver.model, plain.model)
-    assert_same_weights(driver.model.get_base_model().net[0].base_layer, perceptron()[0])
 
 
 def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
