@@ -6,20 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import set_seed
 from models import flat, loss, perceptron, rival, rows, task
 from processes import check, gathered
+from torch.utils.data import DataLoader
 
+from gemproj.integrations.accelerate import GEM
 from gemproj.torch import EpisodicMemory
 
 
 @check(2)
 def processes_bring_and_keep_examples_of_their_own():
-    pytest.importorskip("accelerate")
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    from gemproj.integrations.accelerate import GEM
-
     rank = dist.get_rank()
     accelerator = Accelerator(cpu=True)
     past = [rival(task(k, 4), 0) for k in range(6)]
@@ -56,14 +55,6 @@ def processes_bring_and_keep_examples_of_their_own():
 @check(2)
 def examples_of_a_prepared_loader_are_kept_once():
     """Its own collate function would leave out what makes the order of all processes the same."""
-    pytest.importorskip("accelerate")
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import set_seed
-    from torch.utils.data import DataLoader
-
-    from gemproj.integrations.accelerate import GEM
-
     accelerator = Accelerator(cpu=True)
     model = perceptron()
     set_seed(0, device_specific=True)

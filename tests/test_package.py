@@ -17,6 +17,13 @@ from gemproj.backends.numba import installed
 TORCH = [importlib.import_module("gemproj.torch")] if find_spec("torch") else []
 
 
+def said(code, **environment):
+    """Run code in an interpreter of its own; return what it prints, and what it tells."""
+    command, both = [sys.executable, "-c", code], {"capture_output": True, "text": True}
+    done = subprocess.run(command, env=os.environ | environment, check=True, **both)
+    return done.stdout.strip(), done.stderr
+
+
 def test_every_public_name_exists_and_is_documented():
     methods = {"Exact", "PGD", "FISTA", "AGEM", "Quadprog", "OSQP", "GEM2017"}
     assert {"project", "solve_dual", "combine", "gram", *methods} <= set(gemproj.__all__)
@@ -31,8 +38,7 @@ def test_every_public_name_exists_and_is_documented():
 
 def test_import_needs_the_core_only():
     code = "import sys, gemproj; print(sorted({'torch', 'scipy', 'quadprog', 'osqp'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert said(code)[0] == "[]"
 
 
 def test_command_prints_every_method_and_what_one_needs(capsys, monkeypatch):
@@ -53,28 +59,17 @@ def test_a_numba_that_cannot_be_imported_is_told_and_done_without(tmp_path):
     (tmp_path / "numba").mkdir()
     (tmp_path / "numba" / "__init__.py").write_text("raise ImportError('Numba needs another NumPy.')")
     code = "import numpy, gemproj; print(gemproj.project(numpy.eye(1), -numpy.ones(1)))"
-    others = {name: value for name, value in os.environ.items() if name != "GEMPROJ_BACKEND"}
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=others | {"PYTHONPATH": path},
-    )
-    assert done.stdout.strip() == "[0.]"
-    assert "Numba needs another NumPy." in done.stderr
-    assert "GEMPROJ_BACKEND=portable" in done.stderr
+    printed, told = said(code, GEMPROJ_BACKEND="", PYTHONPATH=path)
+    assert printed == "[0.]"
+    assert "Numba needs another NumPy." in told
+    assert "GEMPROJ_BACKEND=portable" in told
 
 
 @pytest.mark.skipif(not installed(), reason="needs numba")
 def test_machines_that_share_compiled_loops_agree_in_their_layout():
     code = "from gemproj.backends.numba import lanes; print(lanes.BYTES)"
-    generic = os.environ | {"NUMBA_CPU_NAME": "generic"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=generic, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.strip() == "16"
+    assert said(code, NUMBA_CPU_NAME="generic")[0] == "16"
 
 
 @pytest.mark.skipif(not installed(), reason="needs numba")
@@ -107,9 +102,8 @@ def test_a_damaged_or_unwritable_cache_is_done_without(monkeypatch, capsys, capl
     cache.wrong = OSError("No space left on device")
     cache.save_overload("a loop")
     assert jit.kept == []
-    monkeypatch.setattr(command, "gram", lambda *given: None)  # nothing is compiled here
-    monkeypatch.setattr(command, "project", lambda *given: None)
-    monkeypatch.setattr(command, "combine", lambda *given: None)
+    for name in ("gram", "project", "combine"):  # nothing is compiled here
+        monkeypatch.setattr(command, name, lambda *given: None)
     monkeypatch.setattr("gemproj.backends.wanted", "numba")
     monkeypatch.setattr(jit.announcement, "waiting", True)
     assert command.main(["--compile"]) == 1
@@ -125,6 +119,8 @@ def test_backends_that_cannot_be_had(capsys, monkeypatch):
     with pytest.raises(SystemExit):
         command.main([])
     assert "GEMPROJ_BACKEND must be portable or numba; found 'wrong'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="portable or numba; found 'wrong'"):
+        gemproj.project(np.eye(2), np.ones(2))
     monkeypatch.setattr("gemproj.backends.wanted", "portable")
     assert command.main(["--compile"]) == 0
     assert "nothing to compile" in capsys.readouterr().out
@@ -171,19 +167,11 @@ def test_integrations_say_how_to_install_what_they_need(extra, missing, monkeypa
         importlib.import_module(f"gemproj.integrations.{extra}")
 
 
-@pytest.mark.parametrize("switch", ["GEMPROJ_BACKEND=portable", "NUMBA_DISABLE_JIT=1"])
+@pytest.mark.parametrize("switch", [{"GEMPROJ_BACKEND": "portable"}, {"NUMBA_DISABLE_JIT": "1"}], ids=str)
 def test_compiled_loops_can_be_switched_off(switch):
     code = "import numpy as np, gemproj._problem as p, gemproj.backends as b; "
     code += "print(b.select(p.check_problem(np.ones((1, 2)), np.ones(2))).name)"
-    environment = os.environ | dict([switch.split("=")])
-    found = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert found.stdout.strip() == "portable", found.stderr
-
-
-def test_a_backend_that_does_not_exist_is_an_error(monkeypatch):
-    monkeypatch.setattr("gemproj.backends.wanted", "cuda")
-    with pytest.raises(ValueError, match="portable or numba; found 'cuda'"):
-        gemproj.project(np.eye(2), np.ones(2))
+    assert said(code, **switch)[0] == "portable"
 
 
 def test_large_problem_makes_no_copy_of_G():
