@@ -75,7 +75,8 @@ def _start(_, folder):
     gc.collect()
     gc.freeze()
     how = "fork" if sys.platform == "linux" else "spawn"
-    context = mp.start_processes(_process, (folder,), max(MODULES), join=False, start_method=how)
+    barriers = {world: mp.get_context(how).Barrier(world) for world in MODULES}
+    context = mp.start_processes(_process, (folder, barriers), max(MODULES), join=False, start_method=how)
     end, died = time.monotonic() + LIMIT, ""
     try:
         while not context.join(timeout=1.0) and time.monotonic() < end:
@@ -87,16 +88,13 @@ def _start(_, folder):
     Path(folder, "died").write_text(died)
 
 
-def _process(rank, folder):
+def _process(rank, folder, barriers):
     torch.set_num_threads(1)
     # Where the Trainer and the Accelerator of another test leave their options, for all that are made later.
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[name]
     todo = [(name, world) for world in MODULES if rank < world for name in names(world)]
-    # On a busy machine one has imported all that long before another.
-    Path(folder, f"imported.{rank}").touch()
-    while not all(Path(folder, f"imported.{other}").exists() for other in range(max(MODULES))):
-        time.sleep(0.01)
+    barriers[max(MODULES)].wait()  # on a busy machine one has imported all that long before another
     for name, world in todo:
         start = time.monotonic()
         # As launchers do, for Accelerate and DeepSpeed.
@@ -111,9 +109,7 @@ def _process(rank, folder):
         except BaseException:  # as pytest.raises fails with
             report = traceback.format_exc()
         Path(folder, f"{name}.{rank}").write_text(report)
-        # Whoever is done first would take the connections of the others away.
-        while not all(Path(folder, f"{name}.{other}").exists() for other in range(world)):
-            time.sleep(0.002)
+        barriers[world].wait()  # whoever is done first would take the connections of the others away
         dist.destroy_process_group()
         if not rank:
             print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)  # shown where a test fails
