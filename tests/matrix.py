@@ -63,7 +63,8 @@ def cells() -> dict[str, Cell]:
     """Return all cells by name."""
     pinned, tests = ("-c", str(ROOT / "constraints.txt")), tuple(NEEDED)
     found = {f"numpy-{v}": Cell(v) for v in ("3.10", "3.11", "3.12", "3.13", "3.14")}
-    found |= {f"extra-{extra}": Cell("3.11", extra, pinned, smoke=(extra,)) for extra in EXTRAS}
+    alone = (*pinned, "pytest")
+    found |= {f"extra-{extra}": Cell("3.11", extra, alone, smoke=(extra,)) for extra in EXTRAS}
     # torchvision chooses its torch, and the package brings a package `tests`, which hides ours.
     avalanche = Cell("3.11", "avalanche", tests, ("avalanche",), ("tests/test_avalanche.py",))
     found["extra-avalanche"] = avalanche
