@@ -11,11 +11,15 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import AcceleratorState
+from accelerate.utils import InitProcessGroupKwargs
 from deepspeed.utils import safe_get_full_fp32_param
-from frameworks import Net
+from frameworks import Net, Transformers, batches
 from models import BOTH, EACH, begin, flat, loss, perceptron, protect, rival, take, task
 from processes import alone, check, learn, same_everywhere, share
 
+import gemproj.integrations.accelerate
 import gemproj.integrations.deepspeed
 from gemproj.torch import GEM, GradientProjector
 
@@ -50,12 +54,9 @@ def whole(engine):
     return flat(safe_get_full_fp32_param(p) for p in engine.module.parameters())
 
 
-def of_engine(engine):
-    def take_step(batch):
-        engine.backward(loss(engine, batch))
-        engine.step()
-
-    return take_step
+def step_of(engine, batch):
+    engine.backward(loss(engine, batch))
+    engine.step()
 
 
 def of_one(promise=loss, **options):
@@ -76,7 +77,7 @@ def deepspeed_trains_as_one_process():
         for stage in (1, 2, 3) if number == 0 else (1 + number % 3, 1 + (number + 1) % 3):
             engine = engine_for(perceptron(torch.float32), stage)
             gem = protect(engine.module, engine.optimizer, promise, on="step", **options)
-            learn(gem, of_engine(engine), share, torch.float32)
+            learn(gem, partial(step_of, engine), share, torch.float32)
             found = whole(engine)
             same_everywhere(found)
             torch.testing.assert_close(found, flat(one), rtol=2e-4, atol=2e-5)
@@ -126,7 +127,7 @@ def errors():
     gem.end_task([task(0, 8, torch.float32)])
     before = whole(engine)
     gemproj.torch.detach(engine.optimizer)
-    of_engine(engine)(task(1, 4, torch.float32))
+    step_of(engine, task(1, 4, torch.float32))
     assert gem.last is None
     assert not torch.equal(before, whole(engine))
     assert dist.get_world_size() == 2
@@ -134,12 +135,6 @@ def errors():
 
 def accelerated():
     """A loop of Accelerate, and the Trainer, take the steps of a plain loop."""
-    from accelerate import Accelerator, DeepSpeedPlugin
-    from accelerate.state import AcceleratorState
-    from accelerate.utils import InitProcessGroupKwargs
-
-    import gemproj.integrations.accelerate
-
     one, _ = of_one()
     for stage in (1, 3):
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -163,35 +158,17 @@ def accelerated():
 
 def trainer():
     """The callback of the Trainer projects and reports every step."""
-    from accelerate.state import AcceleratorState
-    from transformers import Trainer, TrainingArguments
-
-    from gemproj.integrations.transformers import GEMCallback
-
     AcceleratorState._reset_state(reset_partial_state=True)
-    config = CONFIG | {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": 1.0}
+    same = ("train_micro_batch_size_per_gpu", "gradient_clipping", "gradient_accumulation_steps")
+    config = CONFIG | dict.fromkeys(same, "auto") | {"zero_optimization": {"stage": 2}}
     config["fp16"] = {"enabled": False}  # without it, transformers before 5 computes with float16
     with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            per_device_train_batch_size=4,
-            learning_rate=0.05,
-            logging_steps=1,
-            max_steps=4,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-            ddp_backend="gloo",
-            deepspeed=config | {"zero_optimization": {"stage": 2}},
-        )
-        gem = GEMCallback(on="step")
-        kept = task(0, 32, torch.float32)
-        gem.end_task([dict(zip("xy", kept, strict=True))])
-        now = [{"x": x, "y": y} for x, y in zip(*rival(kept), strict=True)]
-        run = Trainer(Net("bf16"), arguments, train_dataset=now, callbacks=[gem])
-        run.train()
-    logs = [log for log in run.state.log_history if "gem/violations" in log and "loss" in log]
+        driver = Transformers(folder, model=Net("bf16"), on="step")
+        driver.end_task(batches(0, dtype=torch.float32))
+        now = batches(1, 8, torch.float32)
+        logs = driver.train(now, use_cpu=False, ddp_backend="gloo", deepspeed=config)
+    logs = [log for log in logs if "gem/violations" in log]
     assert len(logs) == 4
     assert sum(log["gem/violations"] for log in logs) > 0
     assert min(log["gem/worst_cosine"] for log in logs) > -1e-6
-    same_everywhere(whole(run.model_wrapped))
+    same_everywhere(whole(driver.now.model_wrapped))

@@ -21,8 +21,8 @@ from gemproj import project
 # Where the checks for so many processes are; they register themselves when these are imported.
 MODULES = {4: ["checks_project", "checks_training"]}
 MODULES[2] = [*MODULES[4], "checks_rows", "checks_errors"]
-for module, needed in (("checks_accelerate", "accelerate"), ("checks_zero", "deepspeed")):
-    MODULES[2] += [module] if importlib.util.find_spec(needed) else []
+NEEDED = {"checks_accelerate": ["accelerate"], "checks_zero": ["deepspeed", "accelerate", "transformers"]}
+MODULES[2] += [module for module, needed in NEEDED.items() if all(map(importlib.util.find_spec, needed))]
 # What is imported when it is first used, in each process, unless it is there.
 LATER = ["torch._dynamo", "accelerate", "transformers.trainer", "deepspeed.runtime.zero.muon.muon_optimizer"]
 # A collective that others never join fails after so long, and all checks together end after LIMIT seconds.
