@@ -29,18 +29,16 @@ def build(folder):
 def check_contents(sdist, wheel):
     """Raise unless both hold the library, and nothing but it and what describes it."""
     with zipfile.ZipFile(wheel) as archive:
-        held = set(archive.namelist())
-    extra = {name for name in held - source_files() if ".dist-info/" not in name}
-    assert not extra, f"files in the wheel that are not of the library: {sorted(extra)}"
-    assert not source_files() - held, f"files missing from the wheel: {sorted(source_files() - held)}"
+        in_wheel = {name for name in archive.namelist() if ".dist-info/" not in name}
     with tarfile.open(sdist) as archive:
-        names = [PurePosixPath(name) for name in archive.getnames() if archive.getmember(name).isfile()]
-    held = {str(PurePosixPath(*name.parts[1:])) for name in names}
+        files = [PurePosixPath(member.name).parts[1:] for member in archive if member.isfile()]
+    in_sdist = {"/".join(parts) for parts in files if parts[:1] != ("gemproj.egg-info",)}
     described = {"CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "PKG-INFO", "README.md"}
     described |= {"pyproject.toml", "setup.cfg"}
-    extra = {n for n in held - source_files() - described if not n.startswith("gemproj.egg-info/")}
-    assert not extra, f"files in the sdist that are not of the library: {sorted(extra)}"
-    assert not source_files() - held, f"files missing from the sdist: {sorted(source_files() - held)}"
+    for kind, held in (("wheel", in_wheel), ("sdist", in_sdist - described)):
+        extra, missing = held - source_files(), source_files() - held
+        assert not extra, f"files in the {kind} that are not of the library: {sorted(extra)}"
+        assert not missing, f"files missing from the {kind}: {sorted(missing)}"
 
 
 if __name__ == "__main__":

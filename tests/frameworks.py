@@ -19,6 +19,7 @@ from gemproj.torch import EpisodicMemory, Promise
 from gemproj.torch.losses import model_loss
 
 WINDOW, CLIP = 2, 0.1  # batches of a step; largest norm of its gradient
+QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}  # of a Trainer
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -233,8 +234,7 @@ class Transformers(Driver):
 
         options = {"num_train_epochs": 1, "gradient_accumulation_steps": WINDOW, "max_grad_norm": CLIP}
         options |= {"learning_rate": 0.05, "lr_scheduler_type": "constant", "bf16": self.precision == "bf16"}
-        options |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none"}
-        options |= {"disable_tqdm": True, "use_cpu": True}
+        options |= QUIET | {"logging_steps": 1}
         arguments = TrainingArguments(str(self.folder), **(options | changes))
         callbacks = [self.object] * self.passed + [*callbacks]
         self.now = InOrder(self.model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)

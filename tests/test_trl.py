@@ -6,6 +6,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("trl")
 
 from datasets import Dataset  # noqa: E402
+from frameworks import QUIET  # noqa: E402
 from models import flat, language_model, tokenizer  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
@@ -30,19 +31,8 @@ def texts(words, n=24):
 
 
 def fine_tune(model, dataset, folder, callbacks=(), **options):
-    config = {
-        "per_device_train_batch_size": 8,
-        "num_train_epochs": 6,
-        "learning_rate": 3e-3,
-        "max_length": 12,
-    }
-    config |= {
-        "report_to": "none",
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-    }
+    config = {"per_device_train_batch_size": 8, "num_train_epochs": 6, "learning_rate": 3e-3}
+    config |= QUIET | {"max_length": 12, "bf16": False}
     arguments = SFTConfig(str(folder), gradient_checkpointing=False, **(config | options))
     trainer = SFTTrainer(
         model, args=arguments, train_dataset=dataset, processing_class=TOKENIZER, callbacks=list(callbacks)
