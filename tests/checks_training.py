@@ -89,20 +89,10 @@ PROMISES = [
 ]
 
 
-def train(
-    model,
-    part,
-    dtype,
-    promise=loss,
-    optimizer=torch.optim.AdamW,
-    clip=None,
-    accumulate=1,
-    group=None,
-    **options,
-):
+def train(model, part, dtype, promise=loss, optimizer=torch.optim.AdamW, clip=None, accumulate=1, **options):
     """Learn some tasks; return GEM, and of every step the cosines of what was applied, and the size of g."""
     optimizer = optimizer(trainable(model), lr=0.05)
-    gem, found = protect(model, optimizer, promise, process_group=group, **options), []
+    gem, found = protect(model, optimizer, promise, **options), []
 
     def take_step(batch):
         optimizer.zero_grad()
@@ -128,7 +118,7 @@ def compare(spread, options, dtype=torch.float64, make=net):
 
     def of_one():
         one = make(dtype)
-        return train(one, everything, dtype, group=group, **options)[1], flat(one)
+        return train(one, everything, dtype, process_group=group, **options)[1], flat(one)
 
     expected, weights = once((make, dtype, str(options)), of_one)
     many, part = spread(make(dtype))
