@@ -46,6 +46,7 @@ def test_batches_are_changed_by_the_module_as_for_training(hook, tmp_path):
     stored = driver.object.memory.batch("a")
     expected = SAID.outputs(driver.module, {"x": 2 * stored.batch["x"]})
     torch.testing.assert_close(stored.outputs, expected)
+    assert float(stored.losses.abs().max()) < 1e-6  # of the same batch, changed once
     driver.train(batches(1)[:WINDOW])
     assert float(driver.object.last.losses.abs().max()) < 1e-6
 
