@@ -51,6 +51,7 @@ def test_gradcheck_of_many_gradients_blocks_and_mappings(device):
         return torch.cat([x["a"], x["b"]])
 
     assert torch.autograd.gradcheck(lambda G, g, w: project(G, g, metric=w), (G, gs, w))
+    assert torch.autograd.gradcheck(project, (G, gs))
     for function in (blocks, mapping):
         assert torch.autograd.gradcheck(function, (G, g))
 
