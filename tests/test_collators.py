@@ -75,14 +75,17 @@ def test_a_data_set_in_the_format_of_torch_needs_no_collator():
     assert memory.nbytes == 10 * 2 * 4
 
 
-def test_the_loader_of_a_trainer_is_one_of_examples(tmp_path):
-    options = {"per_device_train_batch_size": 2, "report_to": "none", "use_cpu": True}
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_loader_of_a_trainer_is_one_of_examples(streamed, tmp_path):
     model, each = language_model().double(), CrossEntropy(logits, shift=True)
-    arguments = transformers.TrainingArguments(str(tmp_path), **options)
-    trainer = transformers.Trainer(model, arguments, train_dataset=examples(), data_collator=language())
+    options = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "use_cpu": True}
+    arguments, rows = transformers.TrainingArguments(str(tmp_path), **options), examples()
+    rows = rows.to_iterable_dataset() if streamed else rows
+    trainer = transformers.Trainer(model, arguments, train_dataset=rows, data_collator=language())
     _, optimizer, gem = begin(each, model=model, tolerance=0.0)
     gem.end_task(trainer.get_train_dataloader())
     stored = gem.memory.batch(0)
+    assert streamed is (kept(stored.batch) == TEXTS)  # the loader of a data set shuffles
     assert sorted(kept(stored.batch)) == sorted(TEXTS)
     assert stored.batch.input_ids.shape == (5, 6)
     torch.testing.assert_close(stored.losses, each(model, stored.batch).detach())
@@ -93,20 +96,6 @@ def test_the_loader_of_a_trainer_is_one_of_examples(tmp_path):
     other = EpisodicMemory(100, collate=language())
     other.load_state_dict(torch.load(tmp_path / "memory.pt", weights_only=True))
     assert kept(other.batch(0).batch) == kept(stored.batch)
-
-
-def test_the_loader_of_a_stream_is_one_of_examples(tmp_path):
-    options = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "use_cpu": True}
-    model, stream = language_model().double(), examples().to_iterable_dataset()
-    trainer = transformers.Trainer(
-        model,
-        transformers.TrainingArguments(str(tmp_path), **options),
-        train_dataset=stream,
-        data_collator=language(),
-    )
-    gem = begin(CrossEntropy(logits, shift=True), model=model)[2]
-    gem.end_task(trainer.get_train_dataloader())
-    assert kept(gem.memory.batch(0)) == TEXTS
 
 
 def test_packed_texts_are_apart_also_where_the_model_would_keep_a_cache():

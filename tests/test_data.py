@@ -1,6 +1,7 @@
 """Data as it comes: loaders, data sets and lists of examples of different lengths, and what is stored of them."""
 
 import dataclasses
+import itertools
 import sys
 from types import SimpleNamespace
 
@@ -9,13 +10,13 @@ import pytest
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from models import begin, language_model, perceptron, rows, task  # noqa: E402
+from models import EACH, SAID, begin, language_model, perceptron, rows, task  # noqa: E402
 from models import loss as mean_loss  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset, default_collate  # noqa: E402
 
-from gemproj.torch import EpisodicMemory, Promise  # noqa: E402
+from gemproj.torch import EpisodicMemory, Promise, reading  # noqa: E402
 from gemproj.torch.losses import CrossEntropy, Distillation, PerExample, model_logits  # noqa: E402
 
 LENGTHS = [3, 7, 1, 5, 4, 6]
@@ -117,6 +118,7 @@ WANTED = [one["input_ids"] for one in texts()]
         (lambda: DataLoader(data_set(texts()), batch_size=4, collate_fn=padded), None),
         (lambda: DataLoader(data_set(texts()), batch_size=4, collate_fn=padded, num_workers=1), None),
         (lambda: DataLoader(Stream(), batch_size=4, collate_fn=padded), None),
+        (lambda: DataLoader(Stream(), batch_size=4, collate_fn=padded, drop_last=True), None),
         (texts, padded),
         (lambda: (one for one in texts()), padded),
         (lambda: data_set(texts()), padded),
@@ -126,15 +128,11 @@ WANTED = [one["input_ids"] for one in texts()]
     ],
 )
 def test_examples_are_stored_as_they_are_and_padded_to_the_longest_of_those_drawn(data, collate):
-    memory = store(data(), collate=collate)
-    assert ids(memory.batch(0)) == WANTED
+    loader = data()
+    memory = store(loader, collate=collate)
+    assert ids(memory.batch(0)) == WANTED[: 4 if getattr(loader, "drop_last", False) else None]
     for batch in memory.batches(n=2):
         assert batch["input_ids"].shape == (2, max(batch["attention_mask"].sum(1)))
-
-
-def test_a_stream_of_which_the_rest_is_dropped():
-    dropped = DataLoader(Stream(), batch_size=4, collate_fn=padded, drop_last=True)
-    assert ids(store(dropped).batch(0)) == WANTED[:4]
 
 
 X, Y = task(0)
@@ -172,21 +170,73 @@ def test_loaders_that_iterate_in_a_way_of_their_own_have_batches():
     assert memory.batch(0)["input_ids"].tolist() == [[2 * i for i in one["input_ids"]] for one in examples]
 
 
+class Trainer:
+    def get_train_dataloader(self):
+        return [task(0)]
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return itertools.repeat(task(0))
+
+
+IDS = torch.zeros(1, 6, dtype=torch.long)
+PACKED = {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3, 6]), "labels": IDS}
+SETS = type("DatasetDict", (dict,), {"__module__": "datasets.dataset_dict"})
+NO_END = r"no length, and no end after 5 batches.*itertools.islice\(batches, n\)"
+
+
 @pytest.mark.parametrize(
     ("data", "collate", "error", "text"),
     [
-        ([padded(texts()), padded(texts(lengths=[2]))], None, ValueError, r"pass the loader itself, .*collate="),
+        (Trainer(), None, TypeError, r"found Trainer. Pass trainer.get_train_dataloader\(\)"),
+        (7, None, TypeError, "data must be a loader, a data set or an iterable of batches; found int"),
+        (SETS(), None, TypeError, r"several sets\. Pass one of them: data\['train'\]"),
+        (type("Mine", (SETS,), {})(), None, TypeError, r"several sets\. Pass one of them: data\['train'\]"),
+        ([X, Y], None, TypeError, r"one batch, of type list. Pass \[batch\]"),
+        (X, None, TypeError, r"one batch, of type Tensor. Pass \[batch\]"),
+        ({"x": X}, None, TypeError, r"one batch, of type dict. Pass \[batch\]"),
+        (padded(texts()), padded, TypeError, "found one batch, of type dict"),
+        ([{"x": X[0], "y": Y[0]}], None, ValueError, r"\(\) in batch\['y'\]. Elements .* pass the data set"),
+        ([{"x": X[0, 0], "y": Y[0]}], None, ValueError, r"\(\) in batch\['x'\], \(\) in batch\['y'\]. Elements "),
+        ([{"ids": [1, 2], "y": 0}], None, TypeError, r"found int in batch\['ids'\]\[0\]. Elements .*DataLoader"),
+        ([{"text": ["a", "b"], "y": Y}], None, TypeError, r"found str in batch\['text'\]\[0\].*Leave out or convert"),
+        ([Trainer()], None, TypeError, "tensors only, in dicts, lists and tuples; found Trainer in batch"),
+        ([{"x": X, "z": Y[1:]}], None, ValueError, r"\(12, 6\) in batch\['x'\], \(11,\) in batch\['z'\]\.$"),
+        ([PACKED | {"max_length_q": 3}], None, TypeError, r"int in batch\['max_length_q'\].*pass the loader itself"),
+        ([PACKED], None, ValueError, r"\(3,\) in batch\['cu_seq_lens_q'\].*pass the loader itself"),
+        ([{"x": X, "y": Y}, {"x": X[:, :5], "y": Y}], None, ValueError,
+         r"float64 in batch\['x'\]; found \(5,\).*pass the loader itself, whose collate_fn pads.*collate="),
         (data_set(texts()), None, ValueError, r"default_collate cannot .*Pass collate="),
         (texts(), 7, TypeError, "collate must be a function of a list of examples; found int"),
         ([{"image": object()}], padded, TypeError, r"found builtins.object.*\(batch for batch in loader\)"),
         (DataLoader([{"image": object()}], collate_fn=padded), None, TypeError, "Convert it in the data set"),
-        (padded(texts()), padded, TypeError, "found one batch, of type dict"),
         ([], padded, ValueError, "data holds no example"),
+        ((), None, ValueError, "no example.*read once"),
+        (itertools.repeat(task(0)), None, ValueError, NO_END),
+        (Endless(), None, ValueError, NO_END),
+        (DataLoader(Endless(), batch_size=None), None, ValueError, NO_END),
     ],
 )  # fmt: skip
-def test_what_cannot_be_stored_is_told_what_to_do(data, collate, error, text):
+def test_what_cannot_be_stored_is_told_what_to_do(data, collate, error, text, monkeypatch):
+    monkeypatch.setattr(reading, "_MOST_BATCHES", 5)
+    gem = begin(of_labels)[2]
     with pytest.raises(error, match=text):
-        store(data, collate=collate)
+        gem.keep(data, collate=collate)
+    assert gem.memory.tasks == []
+
+
+@pytest.mark.parametrize("bound", [None, 0.0])
+def test_what_is_read_once_and_what_has_an_end(bound, monkeypatch):
+    monkeypatch.setattr(reading, "_MOST_BATCHES", 5)
+    gem, stream = begin(EACH, tolerance=bound)[2], itertools.islice(itertools.repeat(task(0)), 5)
+    gem.end_task(stream)
+    with pytest.raises(ValueError, match=r"no example.*read once"):
+        gem.end_task(stream)
+    gem.end_task([task(0)] * 9)
+    own = type("Dataset", (DataLoader,), {"__module__": "datasets.loaders"})
+    gem.end_task(own(TensorDataset(X, Y), batch_size=4))
+    assert gem.memory.tasks == [0, 1, 2]
 
 
 def test_a_task_is_of_one_kind_and_tasks_may_differ():
@@ -299,6 +349,28 @@ def test_no_further_examples_may_bring_another_collate_function():
     assert memory.tasks == [0]
 
 
+def test_one_batch_has_one_collate_function():
+    collates = [*(lambda some: some for _ in range(2)), lambda some: some]
+    memory, fresh = EpisodicMemory(), EpisodicMemory()
+    for name, collate in zip("abc", collates, strict=True):
+        memory.add(list(task(1)[0]), name, collate=collate)
+    assert len(memory.sample(4, exclude="c")) == 4  # of functions that a loop has made
+    with pytest.raises(ValueError, match="collate functions differ"):
+        memory.sample(36)
+    fresh.load_state_dict(memory.state_dict())
+    with pytest.raises(ValueError, match="loaded without the function that makes batches"):
+        fresh.sample(36)
+
+
+def test_outputs_are_not_stored_of_what_is_drawn_at_random():
+    def collate(examples):
+        x, y = default_collate(examples)
+        return x * (torch.rand_like(x) > 0.3), y
+
+    with pytest.raises(ValueError, match="'a' each time, as masking at random does"):
+        store(TensorDataset(X, Y), SAID, perceptron(), "a", collate=collate)
+
+
 def test_a_resumed_memory_has_the_collate_function_that_it_had():
     memory, other, late = (EpisodicMemory(4) for _ in range(3))
     for one in (memory, other):
@@ -313,29 +385,26 @@ def test_a_resumed_memory_has_the_collate_function_that_it_had():
     assert ids(other.batch(0)) == ids(memory.batch(0)) == kept
 
 
-@pytest.mark.parametrize("policy", ["balanced", "ring"])
-def test_examples_in_a_list_stay_where_those_in_batches_do(policy):
-    examples = texts(lengths=[2] * 30 + [3] * 4)
-    options = {"per_task": 6, "label": "label", "policy": policy}
-    as_batches = EpisodicMemory(**options)
-    for one in examples:
-        as_batches.add({"label": torch.tensor([one["label"]])}, 0)
-    listed = store(DataLoader(data_set(examples), batch_size=7, collate_fn=padded), **options)
-    places = [[one.name for one in memory.batches(per="example").sources] for memory in (listed, as_batches)]
-    assert places[0] == places[1]
-    assert [b["label"].tolist() for b in listed.batches(n=2, per="label")] == [[0, 0], [1, 1]]
-
-
-def test_draws_of_examples_are_those_of_batches():
-    listed, dense = (EpisodicMemory(6, seed=4) for _ in range(2))
+@pytest.mark.parametrize("policy", ["reservoir", "balanced", "ring"])
+def test_examples_in_a_list_stay_and_are_drawn_as_those_in_batches(policy):
+    listed, dense = (EpisodicMemory(6, 1, seed=4, policy=policy) for _ in range(2))
     for k in range(2):
-        values = torch.arange(10 * k, 10 * k + 9)
-        listed.add(list(values), k, collate=torch.stack)
-        dense.add(values, k)
-    for per, n in (("task", 4), ("example", 2), ("all", 5), ("task", None), ("all", 3)):
-        pairs = zip(listed.batches(n=n, per=per), dense.batches(n=n, per=per), strict=True)
-        assert all(torch.equal(a, b) for a, b in pairs)
-    assert torch.equal(listed.sample(7), dense.sample(7))
+        batch = torch.arange(40 * k, 40 * k + 34), torch.tensor([0] * 30 + [1] * 4)
+        listed.add(list(zip(*batch, strict=True)), k, collate=default_collate)
+        for part in zip(*(leaf.split(7) for leaf in batch), strict=True):
+            dense.add(part, k)
+    for per, n in (
+        ("task", None),
+        ("task", 4),
+        ("example", 2),
+        ("label", 2),
+        ("all", 5),
+        ("all", None),
+        ("all", 3),
+    ):
+        for one, other in zip(listed.batches(n=n, per=per), dense.batches(n=n, per=per), strict=True):
+            torch.testing.assert_close(one, list(other), rtol=0, atol=0)
+    torch.testing.assert_close(listed.sample(7), list(dense.sample(7)), rtol=0, atol=0)
 
 
 # --- promises of sets -----------------------------------------------------------------------------
@@ -470,16 +539,6 @@ def test_losses_of_several_in_one_number_are_stored_one_at_a_time():
     memory = store(texts(), wanted, collate=flattened, microbatch=1)
     expected = [token_mean(Reader(), flattened([one])).detach() for one in texts()]
     torch.testing.assert_close(memory.batch(0).losses, torch.stack(expected))
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("tolerance", [None, 0.1])
-def test_a_loss_that_is_not_a_number_is_not_stored(value, tolerance):
-    def loss(model, batch):
-        return of_labels(model, batch) * torch.where(batch["attention_mask"].sum(1) == 7, value, 1.0)
-
-    with pytest.raises(ValueError, match=f"The loss of examples of 'b' is {value}"):
-        store(texts(), Promise(loss, tolerance=tolerance), name="b", collate=padded)
 
 
 @pytest.mark.parametrize("microbatch", [None, 1, 4])

@@ -1,6 +1,5 @@
 """What is stored at the end of a task: all of it or nothing, of batches and losses that are what they seem."""
 
-import itertools
 import weakref
 from collections import UserDict
 from types import SimpleNamespace
@@ -9,14 +8,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, SAID, begin, logits, loss, perceptron, rows, take, task  # noqa: E402
+from models import EACH, SAID, begin, logits, loss, perceptron, rival, rows, take, task  # noqa: E402
 from torch.nn.functional import cross_entropy  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset  # noqa: E402
+from torch.utils.data import DataLoader, Dataset, TensorDataset  # noqa: E402
 
-from gemproj.torch import EpisodicMemory, reading  # noqa: E402
+from gemproj.torch import EpisodicMemory, Promise  # noqa: E402
 from gemproj.torch.batches import output_of  # noqa: E402
-from gemproj.torch.losses import Distillation  # noqa: E402
+from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
 
 
 def held(memory):
@@ -74,24 +73,6 @@ def test_an_end_of_a_task_that_fails_changes_nothing(failure, name):
     torch.testing.assert_close(*stored)
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_a_task_can_be_dropped_and_replaced_between_steps(replaced):
-    model, optimizer, gem = begin(every=5)
-    for name in "abc":
-        gem.end_task([task(ord(name))], name)
-    take(model, optimizer, task(9))
-    gem.memory.remove("b")
-    with pytest.raises(ValueError, match="No examples of task 'b'"):
-        gem.memory.remove("b")
-    if replaced:
-        gem.memory.add(task(2), "b")
-    assert gem.memory.tasks == ["a", "c", *"b" * replaced]
-    expected = rows(model, gem.memory.batches())
-    for _ in range(2):  # computed anew once
-        take(model, optimizer, task(9))
-        torch.testing.assert_close(gem.projector.constraints, expected)
-
-
 # --- losses -------------------------------------------------------------------------------------
 
 
@@ -101,25 +82,15 @@ def tokens(model, batch):
     return cross_entropy(twice, batch[1].repeat_interleave(2), reduction="none", ignore_index=0)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "found"),
-    [
-        (logits, r"\(12, 3\)"),
-        (tokens, r"\(24,\)"),
-        (lambda m, b: EACH(m, b)[:, None], r"\(12, 1\)"),
-    ],
-)
-def test_a_loss_is_a_number_or_one_for_each_example(wrong, found):
-    model, optimizer, gem = begin(wrong)
-    with pytest.raises(ValueError, match=f"one number for each of these 12, .*found {found}.*logits.*tokens"):
-        gem.end_task([task(0)])
-    gem.memory.add(task(0), 0)  # by hand, where nothing is tried
-    with pytest.raises(ValueError, match="one number for each of these 12"):
-        take(model, optimizer, task(1))
-    for right in (loss, EACH, lambda m, b: loss(m, b).reshape(1)):
-        gem = begin(right)[2]
-        gem.end_task([task(0)])
-        gem.end_task([tuple(leaf[:1] for leaf in task(1))])
+def broken(value):
+    return lambda model, batch: EACH(model, batch) * torch.where(torch.arange(len(batch[1])) == 1, value, 1.0)
+
+
+def without_loss(model, batch):
+    return output_of(lambda **given: SimpleNamespace(loss=None), {"x": batch[0]}, "loss")
+
+
+SHAPE = "one number for each of these 12, .*found {}.*logits.*tokens"
 
 
 @pytest.mark.parametrize(
@@ -130,22 +101,39 @@ def test_a_loss_is_a_number_or_one_for_each_example(wrong, found):
         (lambda model, batch: loss(model, batch["x"]), TypeError, "indices"),
         (lambda model, batch: loss(model, batch).detach(), ValueError, r"has no gradient: .*detach\(\)"),
         (torch.no_grad()(loss), ValueError, r"has no gradient: .*torch.no_grad\(\)"),
-        (
-            lambda model, batch: output_of(
-                lambda **given: SimpleNamespace(loss=None), {"x": batch[0]}, "loss"
-            ),
-            ValueError,
-            r"model\(\*\*batch\).loss is None; found a batch with x. .*where the batch has labels",
-        ),
+        (without_loss, ValueError, r"\(\*\*batch\).loss is None; found a batch with x. .*where the batch has labels"),
+        (logits, ValueError, SHAPE.format(r"\(12, 3\)")),
+        (tokens, ValueError, SHAPE.format(r"\(24,\)")),
+        (lambda model, batch: EACH(model, batch)[:, None], ValueError, SHAPE.format(r"\(12, 1\)")),
+        (broken(torch.nan), ValueError, "The loss of examples of 'a' is nan"),
+        (broken(torch.inf), ValueError, "The loss of examples of 'a' is inf"),
+        (Promise(broken(torch.nan), tolerance=0.1), ValueError, "The loss of examples of 'a' is nan"),
+        (Promise(CrossEntropy(logits, labels=lambda batch: 0 * batch[1] - 100)), ValueError, "No example of 'a' has a label"),
     ],
-)
+)  # fmt: skip
 def test_the_loss_is_tried_when_a_task_ends(wrong, error, text):
-    _, _, gem = begin(wrong)
+    model, optimizer, gem = begin(wrong)
     with pytest.raises(error, match=text) as caught:
-        gem.end_task([task(0)])
-    if hasattr(caught.value, "add_note") and "gradient" not in text:
+        gem.end_task([task(0)], "a")
+    if hasattr(caught.value, "add_note") and "gradient" not in text and "xample" not in text:
         assert "[(12, 6), (12,)]" in "".join(caught.value.__notes__).replace("((", "[(").replace(",))", ",)]")
     assert gem.memory.tasks == []
+    if "one number" in text:
+        gem.memory.add(task(0), 0)  # by hand, where nothing is tried
+        with pytest.raises(ValueError, match="one number for each of these 12"):
+            take(model, optimizer, task(1))
+
+
+SOME_LABELS = CrossEntropy(
+    logits, labels=lambda batch: batch[1].where(torch.arange(len(batch[1])) == 0, -100)
+)
+
+
+@pytest.mark.parametrize("right", [loss, EACH, SOME_LABELS, lambda m, b: loss(m, b).reshape(1)])
+def test_a_loss_is_a_number_or_one_for_each_example(right):
+    gem = begin(right)[2]
+    gem.end_task([task(0)])
+    gem.end_task([tuple(leaf[:1] for leaf in task(1))])
 
 
 @pytest.mark.parametrize(("options", "size"), [({}, 2), ({"microbatch": 1}, 1)])
@@ -209,6 +197,15 @@ def test_examples_without_outputs():
         take(model, optimizer, task(9))
 
 
+def test_examples_may_be_stored_in_inference_mode():
+    model, optimizer, gem = begin(EACH)
+    with torch.inference_mode():
+        gem.keep(([leaf + 0 for leaf in task(1)] for _ in range(2)), name="a")
+    gem.keep([list(task(2))], name="a")
+    take(model, optimizer, rival(task(1)))
+    assert gem.last.constraints == 1
+
+
 # --- one batch at a time ------------------------------------------------------------------------
 
 
@@ -238,65 +235,10 @@ def test_one_batch_of_the_memory_is_there_at_a_time(promised, options):
     assert max(sizes) <= (options.get("microbatch") or 4 * (options.get("examples") or 12))
 
 
-# --- what is no batch ---------------------------------------------------------------------------
-
-
-class Trainer:
-    def get_train_dataloader(self):
-        return [task(0)]
+# --- what looks like a batch ---------------------------------------------------------------------------
 
 
 X, Y = task(0)
-IDS = torch.zeros(1, 6, dtype=torch.long)
-PACKED = {"input_ids": IDS, "cu_seq_lens_q": torch.tensor([0, 3, 6]), "labels": IDS}
-
-
-@pytest.mark.parametrize(
-    ("batches", "error", "text"),
-    [
-        (Trainer(), TypeError, r"found Trainer. Pass trainer.get_train_dataloader\(\)"),
-        (7, TypeError, "data must be a loader, a data set or an iterable of batches; found int"),
-        ([X, Y], TypeError, r"one batch, of type list. Pass \[batch\]"),
-        (X, TypeError, r"one batch, of type Tensor. Pass \[batch\]"),
-        ({"x": X}, TypeError, r"one batch, of type dict. Pass \[batch\]"),
-        ([{"x": X[0], "y": Y[0]}], ValueError, r"\(\) in batch\['y'\]. Elements .* pass the data set"),
-        ([{"x": X[0, 0], "y": Y[0]}], ValueError, r"\(\) in batch\['x'\], \(\) in batch\['y'\]. Elements "),
-        ([{"ids": [1, 2], "y": 0}], TypeError, r"found int in batch\['ids'\]\[0\]. Elements .*DataLoader"),
-        ([{"text": ["a", "b"], "y": Y}], TypeError, r"found str in batch\['text'\]\[0\].*Leave out or convert"),
-        ([Trainer()], TypeError, "tensors only, in dicts, lists and tuples; found Trainer in batch"),
-        ([{"x": X, "z": Y[1:]}], ValueError, r"\(12, 6\) in batch\['x'\], \(11,\) in batch\['z'\]\.$"),
-        ([PACKED | {"max_length_q": 3}], TypeError, r"int in batch\['max_length_q'\].*pass the loader itself"),
-        ([PACKED], ValueError, r"\(3,\) in batch\['cu_seq_lens_q'\].*pass the loader itself"),
-        ([{"x": X, "y": Y}, {"x": X[:, :5], "y": Y}], ValueError,
-         r"float64 in batch\['x'\]; found \(5,\).*pass the loader itself, whose collate_fn pads.*collate="),
-    ],
-)  # fmt: skip
-def test_what_is_no_batch_is_told_what_to_do(batches, error, text):
-    _, _, gem = begin(lambda model, batch: model(batch["x"]).sum())
-    with pytest.raises(error, match=text):
-        gem.end_task(batches)
-    assert gem.memory.tasks == []
-
-
-@pytest.mark.parametrize("bound", [None, 0.0])
-def test_an_end_without_examples_is_an_error(bound):
-    gem = begin(EACH, tolerance=bound)[2]
-    loader = iter([task(0)])
-    gem.end_task(loader)
-    for empty in (loader, ()):
-        with pytest.raises(ValueError, match=r"no example.*read once"):
-            gem.end_task(empty)
-    assert gem.memory.tasks == [0]
-
-
-def test_a_module_of_ones_own_may_be_called_datasets():
-    own = type("Dataset", (DataLoader,), {"__module__": "datasets.loaders"})
-    _, _, gem = begin()
-    gem.end_task(own(TensorDataset(X, Y), batch_size=4))
-    theirs = type("DatasetDict", (dict,), {"__module__": "datasets.dataset_dict"})
-    for kind in (theirs, type("Mine", (theirs,), {})):
-        with pytest.raises(TypeError, match=r"several sets\. Pass one of them: data\['train'\]"):
-            gem.end_task(kind())
 
 
 @pytest.mark.skipif(not hasattr(BaseException, "add_note"), reason="notes are of Python 3.11")
@@ -320,7 +262,7 @@ def test_elements_that_look_like_batches_are_told_what_to_do():
     assert "Lists in them need collate=" in "".join(caught.value.__notes__)
 
 
-def test_mappings_are_batches_at_any_depth():
+def test_mappings_are_batches_at_any_depth_and_their_order_does_not_matter():
     def nested(model, batch):
         return cross_entropy(model(batch[0]["x"]), batch[1])
 
@@ -330,24 +272,9 @@ def test_mappings_are_batches_at_any_depth():
     expected = rows(model, [({"x": X}, Y)] * 2, nested)
     take(model, optimizer, task(9))
     torch.testing.assert_close(gem.projector.constraints, expected)
-
-
-class Endless(IterableDataset):
-    def __iter__(self):
-        return itertools.repeat(task(0))
-
-
-def test_streams_without_an_end_end_at_a_limit(monkeypatch):
-    monkeypatch.setattr(reading, "_MOST_BATCHES", 5)
-    _, _, gem = begin()
-    for stream in (itertools.repeat(task(0)), Endless(), DataLoader(Endless(), batch_size=None)):
-        with pytest.raises(
-            ValueError, match=r"no length, and no end after 5 batches.*itertools.islice\(batches, n\)"
-        ):
-            gem.end_task(stream)
-    gem.end_task(itertools.islice(itertools.repeat(task(0)), 5))
-    gem.end_task([task(0)] * 9)
-    assert gem.memory.tasks == [0, 1]
+    gem.memory.add(({"a": Y, "x": X}, Y), 2)
+    mixed, labels = gem.memory.sample(50, exclude=1)
+    assert torch.equal(mixed["a"], labels)
 
 
 # --- draws in a loader's workers ----------------------------------------------------------------

@@ -15,31 +15,46 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from gemproj.torch import GEM, Promise  # noqa: E402
 from gemproj.torch.gem import Keeper  # noqa: E402
 
+CONTRADICTING = [Promise(EACH, equal=True), Promise(EACH, tolerance=0.0)]
+
 
 @pytest.mark.parametrize(
-    "options", [{"weight": 0.5}, {"on": "step"}, {"on": "both", "every": 2}, {"tolerance": 0.0}]
+    ("options", "promises"),
+    [
+        ({"weight": 0.5}, [None]),
+        ({"on": "step"}, [None]),
+        ({"on": "both", "every": 2}, [None]),
+        ({"tolerance": 0.0}, [None]),
+        # A projection would fail.
+        ({}, CONTRADICTING),
+        ({"on": "step"}, CONTRADICTING),
+    ],
 )
 @pytest.mark.parametrize("make", [sgd, torch.optim.AdamW])
-def test_a_run_that_only_watches_is_the_plain_one_to_the_bit(options, make):
+def test_a_run_that_only_watches_is_the_plain_one_to_the_bit(options, promises, make):
     def train(protect):
         model = perceptron()
         model.append(torch.nn.Dropout(0.2))
         optimizer = make(model.parameters())
         gem = GEM(model, optimizer, EACH, project=False, **options) if protect else None
-        if protect:
-            gem.end_task([task(1)])
+        for promise in promises if protect else ():
+            gem.keep([task(1)], promise)
         torch.manual_seed(3)
         for k in range(6):
             take(model, optimizer, rival(task(1), 1 + k % 2))
-        return model, gem
+        if protect and len(promises) == 1:
+            (line,) = gem.report()
+            assert line.steps == 6
+            assert line.would_break > 0
+            assert line.broke > 0
+            assert gem.last.num_active  # it tells what would have been done
+        optimizer.zero_grad()
+        (float("nan") * loss(model, task(1))).backward()
+        before = flat(model)
+        optimizer.step()
+        return torch.stack([before, flat(model)])
 
-    (plain, _), (watched, gem) = train(False), train(True)
-    assert torch.equal(flat(plain), flat(watched))
-    (line,) = gem.report()
-    assert line.steps == 6
-    assert line.would_break > 0
-    assert line.broke > 0
-    assert gem.last.num_active  # it tells what would have been done
+    torch.testing.assert_close(train(False), train(True), rtol=0, atol=0, equal_nan=True)
 
 
 SET = TensorDataset(*task(1))
@@ -82,10 +97,17 @@ def test_a_report_has_what_can_be_measured_from_outside():
     for name, batch in data.items():
         gem.end_task([batch], name)
     before = {name: EACH(model, batch).mean().item() for name, batch in data.items()}
+    assert gem.logs() == {}
+    steps = []
     for _ in range(8):
         seen.append({name: EACH(model, batch).mean().item() for name, batch in data.items()})
         take(model, optimizer, rival(data["a"]))
-    report = gem.report()
+        steps.append(gem.last)
+    taken, report = gem.logs(), gem.report()
+    assert gem.logs() == {}
+    assert float(taken["gem/excess"]) == max(float(step.excess.max()) for step in steps)
+    assert float(taken["gem/worst_cosine"]) == min(step.worst_cosine for step in steps)
+    assert float(taken["gem/cosine"]) == pytest.approx(sum(step.cosine for step in steps) / 8)
     for name in data:
         line, losses = report[name], [one[name] for one in seen]
         assert line.examples == 12
@@ -136,6 +158,8 @@ def test_sets_with_equal_promises_about_all_of_them_share_a_row():
     assert gem.last.constraints == 1 + len(task(5)[1].unique())
     torch.testing.assert_close(gem.projector.constraints[:1], G)
     assert [line.name for line in gem.report()] == ["labels", "all sets"]
+    assert gem.last.excess is None
+    assert "gem/excess" not in gem.logs()
 
 
 def test_the_promise_about_a_set_stays_with_the_memory_until_it_is_removed():
@@ -156,20 +180,6 @@ def test_the_promise_about_a_set_stays_with_the_memory_until_it_is_removed():
         assert keeper.memory.source("said").all()[0].shape == (36, 6)
     other.memory.remove("said")
     assert other.promises == {}
-
-
-def test_a_promise_that_cannot_be_kept_is_told_at_once_and_stores_nothing():
-    model = perceptron()
-    gem = GEM(model, [sgd(model[0].parameters()), sgd(model[2].parameters())], method="agem")
-    for promise, message in (
-        (Promise(EACH, tolerance=0.1), "tolerance cannot be combined with method|a whole step"),
-        (Promise(EACH, equal=True), "equal cannot be combined with method"),
-        (Promise(EACH, per="label"), "needs labels"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            gem.keep([task(0)], promise)
-    assert gem.memory.tasks == []
-    assert gem.promises == {}
 
 
 def test_stored_losses_that_depend_on_the_batch_are_told():
@@ -198,3 +208,47 @@ def test_running_statistics_that_move_are_told():
     model[1].eval()
     gem.end_task([task(1)])
     take(model, optimizer, task(2))
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_set_that_is_another_one_begins_a_line(removed):
+    """It is under another promise, or of other examples."""
+    model, optimizer, gem = begin(EACH)
+    gem.keep([task(1)], EACH, name="a")
+    take(model, optimizer, rival(task(1)))
+    stored = EACH(model, task(2)).mean().item()
+    if removed:
+        gem.memory.remove("a")
+        gem.keep([task(2)], name="a")
+        take(model, optimizer, rival(task(1)))
+    else:
+        for _ in range(2):
+            gem.keep([task(1)], Promise(SAID, tolerance=0.01), name="a")
+            take(model, optimizer, rival(task(1)))
+    now, earlier = gem.report()["a"], gem.report()["a (earlier)"]
+    assert (now.steps, earlier.steps) == (1 if removed else 2, 1)
+    assert now.stored == pytest.approx(stored if removed else 0.0, abs=1e-9)
+    assert removed or now.stored + 0.01 == pytest.approx(now.bound)  # also where it was stored again
+    assert earlier.stored > 0.1
+
+
+def test_parameters_without_dimensions_and_frozen_ones_of_any_kind():
+    model, keeper = perceptron(), Keeper(lambda model, batch: model.scale * EACH(model, batch))
+    model.scale = torch.nn.Parameter(torch.tensor(2.0).double())
+    # As of quantized weights.
+    model.codes = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    keeper.keep([task(1)], name="a", model=model)
+    optimizer = sgd(model.parameters())
+    gem = GEM(model, optimizer, keeper.promise, memory=keeper.memory)
+    expected = rows(model, [task(1)], lambda model, batch: model.scale * loss(model, batch))
+    take(model, optimizer, task(1))
+    torch.testing.assert_close(gem.projector.constraints, expected)
+
+
+def test_what_is_found_out_about_losses_is_forgotten_at_some_time():
+    model, _, gem = begin(EACH)
+    for seed in range(2):
+        gem.memory.add(task(seed), seed)
+    for _ in range(100):
+        gem.projector.recall(model, gem.memory.batches(), lambda model, batch: EACH(model, batch))
+    assert len(gem.projector._passes._limits) <= 64

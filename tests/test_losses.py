@@ -142,38 +142,37 @@ class Model(SimpleNamespace):
         return self
 
 
-def test_what_losses_refuse():
-    with pytest.raises(ValueError, match="labels 'y' is not in the batch; found keys"):
-        CrossEntropy(given, labels="y")(BEFORE, BATCH)
-    with pytest.raises(ValueError, match=r"labels must be integers of shape \(3, 5\)"):
-        CrossEntropy(given, labels=lambda b: b["labels"][:, 0])(BEFORE, BATCH)
-    with pytest.raises(ValueError, match=r"shift=True is for logits of tokens, .* found \(3, 7\)"):
-        CrossEntropy(given, labels=lambda b: b["labels"][:, 0], shift=True)(BEFORE[:, 0], BATCH)
-    with pytest.raises(ValueError, match="stored of 7 classes, and the model has 6"):
-        Distillation(given)(NOW[..., :6], BATCH, BEFORE)
-    top = Distillation(given, top=3)
-    with pytest.raises(ValueError, match=r"stored of at least . classes, and the model has 3"):
-        top(NOW[..., :3], BATCH, top.outputs(BEFORE, BATCH))
-    for one in (BEFORE[..., :1], BEFORE[0, :, 0]):  # of one class the probability is one
-        with pytest.raises(ValueError, match=r"logits must have shape .* two classes at least; found"):
-            Distillation(given).outputs(one, {})
-        with pytest.raises(ValueError, match=r"logits must have shape .* two classes at least; found"):
-            CrossEntropy(given)(one, BATCH)
-    both_ways = SimpleNamespace(config=SimpleNamespace(is_encoder_decoder=True), logits=BEFORE)
-    with pytest.raises(ValueError, match="attention_mask is about the input of an encoder-decoder"):
-        Distillation(lambda model, batch: model.logits).outputs(both_ways, BATCH)
-    causal = Model(config=SimpleNamespace(), can_generate=lambda: True, logits=BEFORE)
-    for unshifted in (CrossEntropy(), lambda *given: Distillation(labels=CrossEntropy())(*given, BEFORE)):
-        with pytest.raises(ValueError, match=r"causal language model.* CrossEntropy\(shift=True\)"):
-            unshifted(causal, BATCH)
-    several = Model(config=SimpleNamespace(problem_type="multi_label_classification"), logits=BEFORE[:, 0])
-    for odd in (several, Model(logits=BEFORE[None])):
-        with pytest.raises(ValueError, match="classes that exclude each other"):
-            Distillation().outputs(odd, {})
-    with pytest.raises(ValueError, match=r"model\(\*\*batch\) has no logits; found Model"):
-        Distillation().outputs(Model(), {})
-    for name, wrong in (("temperature", 0.0), ("weight", -1.0), ("top", 0)):
-        with pytest.raises(ValueError, match=name):
-            Distillation(**{name: wrong})
-    with pytest.raises(TypeError, match="labels must be a CrossEntropy"):
-        Distillation(labels="labels")
+FEW, ONE_CLASS = Distillation(given, top=3), r"logits must have shape .* two classes at least; found"
+CAUSAL = Model(config=SimpleNamespace(), can_generate=lambda: True, logits=BEFORE)
+SEVERAL = Model(config=SimpleNamespace(problem_type="multi_label_classification"), logits=BEFORE[:, 0])
+BOTH_WAYS = Model(config=SimpleNamespace(is_encoder_decoder=True), logits=BEFORE)
+
+
+def first_labels(batch):
+    return batch["labels"][:, 0]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: CrossEntropy(given, labels="y")(BEFORE, BATCH), "labels 'y' is not in the batch; found keys"),
+        (lambda: CrossEntropy(given, labels=first_labels)(BEFORE, BATCH), r"labels must be integers of shape \(3, 5\)"),
+        (lambda: CrossEntropy(given, labels=first_labels, shift=True)(BEFORE[:, 0], BATCH), r"shift=True is for logits of tokens, .* found \(3, 7\)"),
+        (lambda: Distillation(given)(NOW[..., :6], BATCH, BEFORE), "stored of 7 classes, and the model has 6"),
+        (lambda: FEW(NOW[..., :3], BATCH, FEW.outputs(BEFORE, BATCH)), "stored of at least . classes, and the model has 3"),
+        # Of one class the probability is one.
+        (lambda: Distillation(given).outputs(BEFORE[..., :1], {}), ONE_CLASS),
+        (lambda: Distillation(given).outputs(BEFORE[0, :, 0], {}), ONE_CLASS),
+        (lambda: CrossEntropy(given)(BEFORE[..., :1], BATCH), ONE_CLASS),
+        (lambda: CrossEntropy(given)(BEFORE[0, :, 0], BATCH), ONE_CLASS),
+        (lambda: Distillation().outputs(BOTH_WAYS, BATCH), "attention_mask is about the input of an encoder-decoder"),
+        (lambda: CrossEntropy()(CAUSAL, BATCH), r"causal language model.* CrossEntropy\(shift=True\)"),
+        (lambda: Distillation(labels=CrossEntropy())(CAUSAL, BATCH, BEFORE), r"causal language model.* CrossEntropy\(shift=True\)"),
+        (lambda: Distillation().outputs(SEVERAL, {}), "classes that exclude each other"),
+        (lambda: Distillation().outputs(Model(logits=BEFORE[None]), {}), "classes that exclude each other"),
+        (lambda: Distillation().outputs(Model(), {}), r"model\(\*\*batch\) has no logits; found Model"),
+    ],
+)  # fmt: skip
+def test_what_losses_refuse(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()

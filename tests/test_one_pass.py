@@ -1,29 +1,23 @@
 """Rows of G that share a pass: those of a pass each, or a reason why not."""
 
 import threading
-import warnings
-from contextlib import nullcontext
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import adapted, begin, language_model, take  # noqa: E402
+from models import EACH, SAID, adapted, begin, language_model, loss, take  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from gemproj.torch import EpisodicMemory, GradientProjector, Promise  # noqa: E402
-from gemproj.torch.losses import CrossEntropy, Distillation  # noqa: E402
+from gemproj.torch.losses import CrossEntropy  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-def each(model, batch):
-    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
 def memory_of(draw, tasks=3, n=4):
@@ -42,7 +36,7 @@ def tokens():
     return memory_of(lambda n: torch.randint(7, (n, 5)))
 
 
-def recalled(model, memory, loss=each, *, shared=True, per="task", **options):
+def recalled(model, memory, loss=EACH, *, shared=True, per="task", **options):
     """Return a projector with its rows, and how often the model was called for them.
 
     Batches that are given in a list have a pass each.
@@ -61,7 +55,7 @@ def recalled(model, memory, loss=each, *, shared=True, per="task", **options):
     return projector, len(calls)
 
 
-def agree(model, memory, loss=each, *, rtol=1e-12, **options):
+def agree(model, memory, loss=EACH, *, rtol=1e-12, **options):
     """Compare rows that share a pass with those of a pass each."""
     alone, passes = recalled(model, memory, loss, shared=False, **options)
     assert passes == len(alone.constraints)
@@ -77,7 +71,7 @@ def agree(model, memory, loss=each, *, rtol=1e-12, **options):
     return together
 
 
-def refused(model, memory, loss=each, **options):
+def refused(model, memory, loss=EACH, **options):
     """Compare rows that cannot share a pass, and return the reason."""
     before = [set(module.__dict__) for module in model.modules()]
     expected, _ = recalled(model, memory, loss, shared=False, **options)
@@ -89,6 +83,10 @@ def refused(model, memory, loss=each, **options):
 
 def mlp(middle=nn.Tanh, dtype=torch.float64):
     return nn.Sequential(nn.Linear(6, 5), middle(), nn.Linear(5, 3)).to(dtype)
+
+
+def single():
+    return mlp(dtype=torch.float32)
 
 
 class Ours(nn.Module):
@@ -126,39 +124,80 @@ def partly():
     return model
 
 
-MODELS = {
-    "perceptron": (mlp, vectors, (6,)),
-    "in place": (lambda: mlp(lambda: nn.ReLU(inplace=True)), vectors, (6,)),
+def texts(lengths, collate):
+    memory = EpisodicMemory(per_task=len(lengths[0]))
+    for task, some in enumerate(lengths):
+        memory.add([torch.randint(1, 20, (length,)) for length in some], task, collate=collate)
+    return memory
+
+
+def padded(examples):
+    ids = nn.utils.rnn.pad_sequence(examples, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in examples], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def of_lengths(collate=padded):
+    """Store texts of three tasks."""
+    return texts([(5, 3, 7), (4, 9, 2), (6, 6, 6)], collate)
+
+
+def gpt2(**options):
+    return language_model("gpt2", use_cache=False, **options).double()
+
+
+def lora(**options):
+    return adapted(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **options).double()
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model
+
+
+def normed(name):
+    model = language_model(name, num_key_value_heads=1, head_dim=8, use_cache=False).double()
+    model.get_input_embeddings().requires_grad_(False)  # Gemma's multiply by a constant
+    return model
+
+
+CAUSAL = CrossEntropy(shift=True)
+HALF = torch.autocast("cpu", torch.bfloat16)
+CASES = {
+    "perceptron": (mlp, lambda: vectors(6), EACH, {}),
+    "in place": (lambda: mlp(lambda: nn.ReLU(inplace=True)), lambda: vectors(6), EACH, {}),
     "examples of more dimensions": (
         lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm((4, 5)), nn.Flatten(), nn.Linear(20, 3)).double(),
-        vectors,
-        (4, 6),
+        lambda: vectors(4, 6), EACH, {},
     ),
-    "tied": (lambda: Ours(tied=True), tokens, ()),
-    "twice": (lambda: Ours(twice=True), tokens, ()),
-    "checkpointed": (lambda: Ours(checkpointed=True), tokens, ()),
-    "parts are frozen, or not reached": (partly, tokens, ()),
-    "all of that": (lambda: Ours(tied=True, twice=True, checkpointed=True), tokens, ()),
-}
+    "tied": (lambda: Ours(tied=True), tokens, EACH, {}),
+    "twice": (lambda: Ours(twice=True), tokens, EACH, {}),
+    "checkpointed": (lambda: Ours(checkpointed=True), tokens, EACH, {}),
+    "parts are frozen, or not reached": (partly, tokens, EACH, {}),
+    "all of that": (lambda: Ours(tied=True, twice=True, checkpointed=True), tokens, EACH, {}),
+    "rows of another precision": (single, lambda: vectors(6, dtype=torch.float32), EACH, {"rows_dtype": torch.float64, "rtol": 1e-5}),
+    "autocast": (single, lambda: vectors(6, dtype=torch.float32), HALF(EACH), {"rtol": 0.02}),
+    "GPT-2": (gpt2, of_lengths, CAUSAL, {}),
+    "GPT-2, checkpointed": (lambda: checkpointed(gpt2()), of_lengths, CAUSAL, {}),
+    "LoRA": (lora, of_lengths, CAUSAL, {}),
+    "LoRA, checkpointed": (lambda: checkpointed(lora()), of_lengths, CAUSAL, {}),
+    # With weights w, and 1 + w; the norms compute in float32.
+    "norms of Llama": (lambda: normed("llama"), of_lengths, CAUSAL, {"rtol": 1e-5}),
+    "norms of Gemma": (lambda: normed("gemma"), of_lengths, CAUSAL, {"rtol": 1e-5}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("per", ["task", "example"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", CASES)
 def test_rows_share_a_pass(name, per):
-    make, draw, shape = MODELS[name]
-    agree(make(), draw(*shape), per=per)
+    make, draw, loss, options = CASES[name]
+    agree(make(), draw(), loss, per=per, **options)
 
 
-def test_rows_of_another_precision():
-    agree(mlp(dtype=torch.float32), vectors(6, dtype=torch.float32), rows_dtype=torch.float64, rtol=1e-5)
-
-
-@pytest.mark.parametrize("outside", [False, True])
-def test_autocast(outside):
-    half = torch.autocast("cpu", torch.bfloat16)
-    model, memory = mlp(dtype=torch.float32), vectors(6, dtype=torch.float32)
-    with half if outside else nullcontext():
-        agree(model, memory, each if outside else half(each), rtol=0.02)
+def test_autocast_of_the_caller():
+    with HALF:
+        agree(single(), vectors(6, dtype=torch.float32), rtol=0.02)
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**10])
@@ -169,7 +208,7 @@ def test_no_pass_has_more_examples_than_the_microbatch(microbatch, passes, scale
 
     def loss(model, batch):
         sizes.append(len(batch["y"]))
-        return each(model, batch)
+        return EACH(model, batch)
 
     found, count = recalled(model, memory, loss, microbatch=microbatch, scale=scale)
     assert (count, max(sizes) <= microbatch) == (passes, True)
@@ -177,37 +216,35 @@ def test_no_pass_has_more_examples_than_the_microbatch(microbatch, passes, scale
     torch.testing.assert_close(found._matrix.losses, expected._matrix.losses)
 
 
-def test_stored_losses_and_outputs_belong_to_their_rows():
-    memory, model = vectors(6), mlp()
-    said = Distillation(lambda model, batch: model(batch["x"]))
+def remembering(dtype):
+    """Return a model, and a memory with its outputs and some losses."""
+    memory, model = vectors(6, dtype=dtype), mlp(dtype=dtype)
     for task in memory.tasks:
-        batch = memory.batch(task)
-        memory.record(task, outputs=said.outputs(model, batch), losses=torch.arange(4.0) + task)
+        losses = torch.arange(4.0) + task
+        memory.record(task, outputs=SAID.outputs(model, memory.batch(task)), losses=losses)
+    return model, memory
+
+
+def shift(model):
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.3 * torch.randn_like(p))
-    projector = agree(model, memory, said)
-    assert projector._matrix.stored.tolist() == [1.5, 2.5, 3.5]
 
 
+def test_stored_losses_and_outputs_belong_to_their_rows():
+    model, memory = remembering(torch.float64)
+    shift(model)
+    assert agree(model, memory, SAID)._matrix.stored.tolist() == [1.5, 2.5, 3.5]
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
 def test_nothing_is_compared_while_gradients_are_rounding():
-    memory, model = vectors(6, dtype=torch.float32), mlp(dtype=torch.float32)
-    said = Distillation(lambda model, batch: model(batch["x"]))
-    for task in memory.tasks:
-        memory.record(task, outputs=said.outputs(model, memory.batch(task)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        projector = GradientProjector(model.parameters(), Promise(said))
-        projector.recall(model, memory.batches())
-        assert projector.why_row_by_row is None
-        with torch.no_grad():
-            model[0].weight.add_(0.1)
-        agree(model, memory, said, rtol=1e-3)
-
-
-def heads(model, batch):
-    """Return losses that are those of one head for the whole batch."""
-    return each(model, batch) * (1 + batch["head"].max())
+    model, memory = remembering(torch.float32)
+    projector = GradientProjector(model.parameters(), Promise(SAID))
+    projector.recall(model, memory.batches())
+    assert projector.why_row_by_row is None
+    shift(model)
+    agree(model, memory, SAID, rtol=1e-3)
 
 
 def classes_so_far(model, batch):
@@ -233,33 +270,35 @@ def test_each_set_is_compared_when_it_comes(per):
     torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-9, atol=0)
 
 
+def examples(head=0.0):
+    """Return examples whose losses are those of one head for the whole batch."""
+    return {"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,)), "head": torch.full((4,), head)}
+
+
 def test_other_examples_under_the_name_of_a_set_are_compared():
-    model, optimizer, gem = begin(lambda model, batch: heads(model, batch), model=mlp())
+    model, optimizer, gem = begin(lambda m, batch: EACH(m, batch) * (1 + batch["head"].max()), model=mlp())
     for k in range(3):
-        gem.keep(
-            [{"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,)), "head": torch.zeros(4)}], name=k
-        )
+        gem.keep([examples()], name=k)
     for _ in range(5):
-        take(model, optimizer, {"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,))})
+        take(model, optimizer, examples())
     assert gem.projector.why_row_by_row is None
     gem.memory.remove(1)
-    gem.keep([{"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,)), "head": torch.ones(4)}], name=1)
+    gem.keep([examples(1.0)], name=1)
     with pytest.warns(UserWarning, match="other examples of its batch"):
-        take(model, optimizer, {"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,))})
+        take(model, optimizer, examples())
 
 
 def test_a_set_that_joins_is_compared_in_its_first_pass():
-    def first_head(model, batch):
-        return each(model, batch) * (1 + batch["head"][0])
-
     memory, model = EpisodicMemory(4), mlp()
-    projector = GradientProjector(model.parameters(), Promise(first_head))
+    projector = GradientProjector(
+        model.parameters(), Promise(lambda m, batch: EACH(m, batch) * (1 + batch["head"][0]))
+    )
     for k in range(2):
-        memory.add({"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,)), "head": torch.zeros(4)}, k)
+        memory.add(examples(), k)
     for _ in range(5):
         projector.recall(model, memory.batches())
     assert projector.why_row_by_row is None
-    memory.add({"x": torch.randn(4, 6).double(), "y": torch.randint(3, (4,)), "head": torch.ones(4)}, 2)
+    memory.add(examples(1.0), 2)
     with pytest.warns(UserWarning, match="other examples of its batch"):
         projector.recall(model, memory.batches())  # the sixth pass
 
@@ -268,7 +307,7 @@ def test_rows_are_compared_now_and_then():
     model, memory, switched = mlp(), vectors(6), []
 
     def loss(model, batch):
-        values = each(model, batch)
+        values = EACH(model, batch)
         return values / values.detach().mean() if switched else values
 
     projector = GradientProjector(model.parameters(), Promise(loss))
@@ -283,23 +322,23 @@ def test_rows_are_compared_now_and_then():
     torch.testing.assert_close(projector.constraints, alone.constraints, rtol=1e-9, atol=0)
 
 
-def test_a_gradient_inside_of_the_loss_is_no_part_of_the_rows():
-    def adversarial(model, batch):
-        x = batch["x"].clone().requires_grad_()
-        (direction,) = torch.autograd.grad(each(model, batch | {"x": x}).sum(), x)
-        return each(model, batch | {"x": batch["x"] + 0.1 * direction.sign()})
-
-    why, _ = refused(mlp(), vectors(6), adversarial)
-    assert "backward pass of its own" in why
+def contrastive(model, batch):
+    logits = model(batch["x"])
+    return F.cross_entropy(logits - logits.mean(0), batch["y"], reduction="none")
 
 
-def test_half_precision_hides_no_dependence_on_other_examples():
-    def shared(model, batch):
-        values = each(model, batch).float()
-        return values / (batch["y"] + 1).float().mean()
+def scaled_by_all(model, batch):
+    return EACH(model, batch).float() / (batch["y"] + 1).float().mean()
 
-    with pytest.warns(UserWarning, match="other examples of its batch"):
-        refused(mlp(dtype=torch.bfloat16), vectors(6, dtype=torch.bfloat16), shared)
+
+@pytest.mark.parametrize(
+    ("loss", "dtype"), [(contrastive, torch.float64), (scaled_by_all, torch.bfloat16)], ids=str
+)
+def test_losses_of_examples_that_depend_on_others(loss, dtype):
+    with pytest.warns(UserWarning, match="depend on the other examples of its batch"):
+        found, more = refused(mlp(dtype=dtype), vectors(6, dtype=dtype), loss)
+    assert "differs" in found
+    assert more == 0
 
 
 def test_many_tokens_are_summed_before_they_are_stored_in_another_dtype():
@@ -312,51 +351,6 @@ def test_many_tokens_are_summed_before_they_are_stored_in_another_dtype():
     rows = agree(model, memory, loss, rtol=2.0**-8, rows_dtype=torch.bfloat16).constraints.float()
     exact = recalled(model, memory, loss)[0].constraints
     assert ((rows - exact).abs() <= 2.0**-7 * exact.abs() + 1e-7).all()
-
-
-def texts(lengths, collate):
-    memory = EpisodicMemory(per_task=len(lengths[0]))
-    for task, some in enumerate(lengths):
-        memory.add([torch.randint(1, 20, (length,)) for length in some], task, collate=collate)
-    return memory
-
-
-def padded(examples):
-    ids = nn.utils.rnn.pad_sequence(examples, batch_first=True)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in examples], batch_first=True)
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
-
-
-def gpt2(**options):
-    return language_model("gpt2", use_cache=False, **options).double()
-
-
-def lora(**options):
-    return adapted(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **options).double()
-
-
-LENGTHS = [(5, 3, 7), (4, 9, 2), (6, 6, 6)]
-CAUSAL = CrossEntropy(shift=True)
-
-
-@pytest.mark.parametrize("per", ["task", "example"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("make", [gpt2, lora])
-def test_gpt2_on_texts_of_different_lengths(make, checkpointed, per):
-    model = make()
-    if checkpointed:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        if make is lora:
-            model.enable_input_require_grads()
-    agree(model, texts(LENGTHS, padded), CAUSAL, per=per)
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma"])  # with weights w, and 1 + w
-def test_norms_of_transformers(name):
-    model = language_model(name, num_key_value_heads=1, head_dim=8, use_cache=False).double()
-    model.get_input_embeddings().requires_grad_(False)  # Gemma's multiply by a constant
-    # The norms compute in float32.
-    agree(model, texts(LENGTHS, padded), CAUSAL, rtol=1e-5)
 
 
 def test_longer_examples_than_at_first_share_smaller_passes(monkeypatch):
@@ -386,36 +380,20 @@ def test_large_rows_have_passes_of_their_own(monkeypatch):
     assert more == 0
 
 
-class Direct(nn.Module):
-    """Uses the weight of a layer that it does not call, or calls, too."""
+class Around(nn.Module):
+    """Uses a layer in some way, and a parameter of its own if it has one."""
 
-    def __init__(self, called):
+    def __init__(self, use, own=None):
         super().__init__()
-        self.inner, self.called = nn.Linear(6, 3).double(), called
+        self.inner, self.own, self.use = nn.Linear(6, 3).double(), own, use
 
     def forward(self, x):
-        return F.linear(x, self.inner.weight) + (self.inner(x) if self.called else 0.0)
+        return self.use(self, x)
 
 
-class First(nn.Module):
-    """Has examples in the second dimension."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(6, 3).double()
-
-    def forward(self, x):
-        return self.inner(x.transpose(0, 1)).mean(0)
-
-
-class Own(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
-        self.inner = nn.Linear(6, 3).double()
-
-    def forward(self, x):
-        return self.inner(self.scale * x)
+def scaling():
+    own = nn.Parameter(torch.ones(6, dtype=torch.float64))
+    return Around(lambda model, x: model.inner(model.own * x), own)
 
 
 class Odd(nn.Linear):
@@ -435,40 +413,32 @@ def packed(examples):
     return {"input_ids": ids, "position_ids": places, "labels": ids}
 
 
-def mean(model, batch):
-    return each(model, batch).mean()
+def adversarial(model, batch):
+    x = batch["x"].clone().requires_grad_()
+    (direction,) = torch.autograd.grad(EACH(model, batch | {"x": x}).sum(), x)
+    return EACH(model, batch | {"x": batch["x"] + 0.1 * direction.sign()})
 
 
 @pytest.mark.parametrize(
     ("make", "draw", "loss", "reason"),
     [
-        (lambda: Direct(True), lambda: vectors(6), each, "outside of the layer"),
-        (lambda: Direct(False), lambda: vectors(6), each, "outside of the layer"),
-        (First, lambda: vectors(2, 6), each, "do not count examples"),
-        (Own, lambda: vectors(6), each, "Own"),
-        (lambda: Odd(6, 3).double(), lambda: vectors(6), each, "Odd"),
-        (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double(), lambda: vectors(6), each, "BatchNorm1d"),
-        (lambda: nn.Sequential(torch.compile(nn.Linear(6, 3).double(), backend="eager")), lambda: vectors(6), each, "compiled"),
-        (hooked, lambda: vectors(6), each, "Linear"),
-        (lambda: lora(use_dora=True), lambda: texts(LENGTHS, padded), CAUSAL, "Dora"),
-        (lambda: gpt2(attn_implementation="eager", n_positions=32), lambda: texts(LENGTHS, packed), CAUSAL, "packed texts"),
-        (mlp, lambda: vectors(6), mean, "mean over examples"),
+        (lambda: Around(lambda m, x: F.linear(x, m.inner.weight) + m.inner(x)), lambda: vectors(6), EACH, "outside of the layer"),
+        (lambda: Around(lambda m, x: F.linear(x, m.inner.weight)), lambda: vectors(6), EACH, "outside of the layer"),
+        (lambda: Around(lambda m, x: m.inner(x.transpose(0, 1)).mean(0)), lambda: vectors(2, 6), EACH, "do not count examples"),
+        (scaling, lambda: vectors(6), EACH, "Around"),
+        (lambda: Odd(6, 3).double(), lambda: vectors(6), EACH, "Odd"),
+        (lambda: nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3)).double(), lambda: vectors(6), EACH, "BatchNorm1d"),
+        (lambda: nn.Sequential(torch.compile(nn.Linear(6, 3).double(), backend="eager")), lambda: vectors(6), EACH, "compiled"),
+        (hooked, lambda: vectors(6), EACH, "Linear"),
+        (lambda: lora(use_dora=True), of_lengths, CAUSAL, "Dora"),
+        (lambda: gpt2(attn_implementation="eager", n_positions=32), lambda: of_lengths(packed), CAUSAL, "packed texts"),
+        (mlp, lambda: vectors(6), loss, "mean over examples"),
+        (mlp, lambda: vectors(6), adversarial, "backward pass of its own"),
     ],
 )  # fmt: skip
 def test_what_needs_a_pass_for_each_row(make, draw, loss, reason):
     found, _ = refused(make(), draw(), loss)
     assert reason in found
-
-
-def test_losses_of_examples_that_depend_on_others():
-    def contrastive(model, batch):
-        logits = model(batch["x"])
-        return F.cross_entropy(logits - logits.mean(0), batch["y"], reduction="none")
-
-    with pytest.warns(UserWarning, match="depend on the other examples"):
-        found, more = refused(mlp(), vectors(6), contrastive)
-    assert "differs" in found
-    assert more == 0
 
 
 def test_errors_of_a_loss_are_raised():
@@ -486,7 +456,7 @@ def test_a_pass_that_fails_later_is_replaced():
         calls.append(len(batch["y"]))
         if len(calls) > 2 and len(batch["y"]) > 4:
             raise RuntimeError("out of memory")
-        return each(model, batch)
+        return EACH(model, batch)
 
     model, memory = mlp(), vectors(6)
     expected, _ = recalled(model, memory)

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, begin, cosines, flat, gradient, loss, moved, perceptron, rival, rows, sgd, task  # noqa: E402
+from models import begin, cosines, flat, gradient, loss, moved, perceptron, rival, rows, sgd, task  # noqa: E402
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, detach  # noqa: E402
 
@@ -177,21 +177,6 @@ def test_optimizers_at_points_of_their_own_have_constraints_of_their_own(case):
         take(which, case == "closures")
 
 
-def test_optimizers_may_not_overlap():
-    model = perceptron()
-    optimizer, first = sgd(model.parameters()), sgd(model[0].parameters())
-    unfit = sgd(model[2].parameters(), maximize=True)
-    for several, text in (
-        ([optimizer, sgd(model[2].parameters())], "in several optimizers"),
-        ([optimizer, optimizer], "in several optimizers"),
-        ([first, unfit], "maximize=True"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            GEM(model, several, loss)
-    assert not hooks(first)
-    GEM(model, optimizer, loss)  # nothing is left of them
-
-
 def test_projectors_of_other_parameters_share_an_optimizer():
     model = perceptron()
     optimizer = sgd(model.parameters())
@@ -205,26 +190,10 @@ def test_projectors_of_other_parameters_share_an_optimizer():
         assert projector.last.worst_cosine > -1e-12
 
 
-def test_a_bound_is_about_one_step():
-    model = perceptron()
-    with pytest.raises(ValueError, match="tolerance is about a whole step"):
-        GEM(model, [sgd(model[0].parameters()), sgd(model[2].parameters())], EACH, tolerance=0.0)
-
-
-def test_optimizers_hold_what_is_trainable_and_nothing_else():
-    model = perceptron()
-    with pytest.raises(ValueError, match=r"lacks 2 of the 4 .*'0.weight'.*requires_grad_\(False\)"):
-        GEM(model, sgd(model[2].parameters()), loss)
-    with pytest.raises(ValueError, match="moves 2 parameters that are not projected"):
-        GEM(model[0], sgd(model.parameters()), loss)
-    model[0].requires_grad_(False)
-    GEM(model, sgd(model[2].parameters()), loss)
-
-
 CHANGES = {
     "freeze": (
         lambda model, optimizer: model[0].weight.requires_grad_(False),
-        "1 of the 3 parameters .* no longer require a gradient",
+        r"1 of the 3 parameters of this projector no longer require a gradient.*new projector.*remove",
     ),
     "unfreeze": (
         lambda model, optimizer: model[2].bias.requires_grad_(True),
@@ -246,17 +215,24 @@ CHANGES = {
 def test_what_no_longer_fits_is_seen_before_rows_are_due(change, on):
     model = perceptron()
     model[2].bias.requires_grad_(False)
-    _, optimizer, gem = begin(
-        lambda m, b: loss(m, (b[0].to(m[0].weight.dtype), b[1])), model=model, every=4, on=on
-    )
+
+    def in_its_dtype(model, batch):
+        return loss(model, (batch[0].to(model[0].weight.dtype), batch[1]))
+
+    _, optimizer, gem = begin(in_its_dtype, model=model, every=4, on=on)
     gem.end_task([task(1)])
     optimizer.step()
     make, text = CHANGES[change]
     make(model, optimizer)
     before = flat(model)
-    loss(model, rival(task(1, dtype=model[0].weight.dtype))).backward()
-    with pytest.raises(ValueError, match=text):
-        optimizer.step()
+    in_its_dtype(model, rival(task(1))).backward()
+    uses = [optimizer.step]
+    if "of this projector" in text:  # which knows by itself
+        uses += [gem.projector.project_] * (on == "gradient")
+        uses += [lambda: gem.projector.constrain([in_its_dtype(model, task(1))])]
+    for use in uses:
+        with pytest.raises(ValueError, match=text):
+            use()
     assert torch.equal(flat(model), before)
 
 
@@ -271,40 +247,28 @@ def test_nothing_outlives_the_optimizer():
 # --- which tasks the rows are of ------------------------------------------------------------------
 
 
-def test_rows_are_those_of_the_tasks_that_are_not_left_out():
+def test_rows_are_those_of_the_tasks_that_are_there_and_not_left_out():
     model, optimizer, gem = begin(make=lambda p: sgd(p, 0.0), memory=memory(), every=5)
-    for gem.exclude, left in ((0, 1), (1, 0)):  # one row each time
-        forgets(model)
-        optimizer.step()
-        torch.testing.assert_close(gem.projector.constraints, rows(model, [task(left)]))
-    gem.memory.remove(0)
-    optimizer.step()
-    assert (gem.last.constraints, gem.last.worst_cosine) == (0, None)
 
+    def leave_out(name):
+        gem.exclude = name
 
-@pytest.mark.parametrize("later", [False, True])
-def test_what_is_left_out_is_part_of_the_state(later):
-    """Also where another task is left out right after the state was saved or loaded."""
-    ends = []
-    for resumed in (False, True):
-        model, optimizer, gem = begin(memory=memory(), every=5)
-        gem.exclude, ages = 1, []
-        for k in range(6):
-            if k == 3:
-                if resumed:
-                    state = copy.deepcopy(gem.state_dict())
-                    gem.remove()
-                    gem = GEM(model, optimizer, loss, per_task=12, every=5)
-                    gem.load_state_dict(state)
-                assert gem.exclude == 1
-                gem.exclude = 2 if later else gem.exclude
+    for change, left in (  # one row each time
+        (lambda: leave_out(0), task(1)),
+        (lambda: leave_out(1), task(0)),
+        (lambda: gem.memory.remove(0), None),
+        (lambda: gem.memory.add(task(2), 0), task(2)),
+        (lambda: gem.memory.remove(0) or gem.memory.add(task(3), 0), task(3)),
+    ):
+        change()
+        for _ in range(2):  # computed anew once
             model.zero_grad()
             forgets(model)
             optimizer.step()
-            ages.append((gem.last.age, gem.last.constraints))
-        ends.append((ages, flat(model)))
-    assert ends[0][0] == ends[1][0]
-    assert torch.equal(ends[0][1], ends[1][1])
+            if left is None:
+                assert (gem.last.constraints, gem.last.worst_cosine) == (0, None)
+            else:
+                torch.testing.assert_close(gem.projector.constraints, rows(model, [left]))
 
 
 def test_names_of_tasks_are_not_taken_twice():

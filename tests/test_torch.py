@@ -8,9 +8,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import models  # noqa: E402
-from models import flat, gradient, loss, perceptron, rival, rows  # noqa: E402
+from models import flat, gradient, loss, perceptron, rival, rows, sgd, take, trainable  # noqa: E402
 
-from gemproj import PGD, project, solve_dual  # noqa: E402
+from gemproj import project, solve_dual  # noqa: E402
 from gemproj.torch import GradientProjector, Promise  # noqa: E402
 from gemproj.torch.constraints import ConstraintMatrix  # noqa: E402
 
@@ -101,32 +101,25 @@ def test_gradients_appear_only_where_the_present_constraints_reach():
     assert reached.grad.tolist() == [0.5, 0.5]
 
 
-def test_warm_start_lives_within_a_task(model):
+def test_gradient_and_step_each_start_from_their_own_multipliers_within_a_task(model):
     starts = []
 
     def spy(K, b, warm_start):
-        starts.append(None if warm_start is None else warm_start.clone())
-        return PGD()(K, b, warm_start)
+        starts.append(None if warm_start is None else warm_start.tolist())
+        return torch.full_like(b, float(len(starts)))
 
-    projector = GradientProjector(model.parameters(), method=spy)
-
-    def step(batches):
-        model.zero_grad()
+    projector, optimizer = GradientProjector(model.parameters(), method=spy, on="both"), sgd(trainable(model))
+    projector.attach(optimizer)
+    # One more constraint is another problem, and so is what comes after the end of a task.
+    for batches in (PAST, PAST, [*PAST, task(3)], None, [*PAST, task(3)]):
+        if batches is None:
+            projector.reset()
+            assert len(projector.constraints) == 0
+            assert projector.last is None
+            continue
         projector.constrain(loss(model, batch) for batch in batches)
-        loss(model, NOW).backward()
-        return projector.project_().multipliers
-
-    first = step(PAST)
-    step(PAST)
-    assert starts[0] is None
-    assert torch.equal(starts[1], first)
-    step([*PAST, task(3)])  # one more constraint: another problem
-    assert starts[2] is None
-    projector.reset()
-    assert len(projector.constraints) == 0
-    assert projector.last is None
-    step([*PAST, task(3)])
-    assert starts[3] is None
+        take(model, optimizer, NOW)
+    assert starts == [None, None, [1.0, 1.0], [2.0, 2.0], *[None] * 4]
 
 
 @pytest.mark.parametrize("active", [False, True])
@@ -197,35 +190,8 @@ def test_states_are_copies(model):
         torch.testing.assert_close(one.state_dict(), expected, rtol=0, atol=0, equal_nan=True)
 
 
-def make(model, **options):
-    return GradientProjector(model.parameters(), **options)
-
-
-TABLE = torch.nn.Embedding(5, 3, sparse=True)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda m: GradientProjector([m[0].bias]), ValueError, "holds none that requires a gradient"),
-        (lambda m: GradientProjector(m), TypeError, r"pass module.parameters\(\)"),
-        (lambda m: GradientProjector([1.0]), TypeError, "iterable of real tensors; found float"),
-        (lambda m: make(m, promise=loss), TypeError, "promise must be a gemproj.torch.Promise; found function"),
-        (lambda m: make(m, every=0), ValueError, "every must be at least 1"),
-        (lambda m: make(m).recall(m, PAST, loss, microbatch=0), ValueError, "microbatch must be at least 1"),
-        (lambda m: make(m).constrain([torch.ones(3)]), ValueError, r"scalars.*loss 0 .* of shape \(3,\)"),
-        (lambda m: make(m).constrain([1.0]), ValueError, "losses must be scalars.*loss 0 is float"),
-        (lambda m: make(TABLE).constrain([TABLE(torch.ones(1).int()).sum()]), TypeError, "must be dense"),
-        (lambda m: make(m).load_state_dict(m.state_dict()), ValueError, "no 'calls': it is not of a Gradient"),
-    ],
-)  # fmt: skip
-def test_errors_of_the_projector(call, error, text, model):
-    with pytest.raises(error, match=text):
-        call(model)
-
-
 def test_gradients_that_are_not_finite_stay_as_they_are(model):
-    projector = make(model)
+    projector = GradientProjector(model.parameters())
     projector.constrain([loss(model, task(1))])
     loss(model, task(2)).backward()
     model[0].weight.grad[0, 0] = float("nan")
@@ -235,13 +201,17 @@ def test_gradients_that_are_not_finite_stay_as_they_are(model):
     assert torch.equal(model[2].weight.grad, before)
 
 
-def test_a_margin_for_each_task_may_change_with_the_tasks(model):
-    projector = GradientProjector(model.parameters())
-    for margin in (torch.tensor([0.5]), torch.tensor([0.1, 0.3])):
-        promises = [Promise(weight=one) for one in margin.tolist()]
-        projector.constrain((loss(model, batch) for batch in PAST[: len(margin)]), promises)
+def test_losses_come_in_a_list_or_one_by_one_and_each_may_have_a_promise(model):
+    listed, streamed = (GradientProjector(model.parameters()) for _ in range(2))
+    for weights in ([0.5], [0.1, 0.3], [0.0] * 9):
+        past = [task(k + 1) for k in range(len(weights))]
+        promises = [Promise(weight=weight) for weight in weights]
+        listed.constrain([loss(model, batch) for batch in past], promises)
+        streamed.constrain((loss(model, batch) for batch in past), promises)
+        assert listed.count == streamed.count == len(past)
+        assert torch.equal(listed.constraints, streamed.constraints)
         model.zero_grad()
         loss(model, NOW).backward()
-        expected = project(projector.constraints, gradient(model).float(), margin=margin)
-        projector.project_()
+        expected = project(listed.constraints, gradient(model).float(), margin=torch.tensor(weights))
+        streamed.project_()
         torch.testing.assert_close(gradient(model).float(), expected)
