@@ -156,7 +156,7 @@ def adam_weights(model, optimizer, G):
     for group in optimizer.param_groups:
         for p in group["params"]:
             state = optimizer.state[p]
-            v = state["max_exp_avg_sq"] if group["amsgrad"] else state["exp_avg_sq"]
+            v = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
             v_hat = v / (1 - group["betas"][1] ** float(state["step"]))
             root = torch.maximum(v_hat.sqrt().reshape(-1), least[len(parts)])
             parts.append((root + group["eps"]) / float(group["lr"]))

@@ -331,9 +331,7 @@ def scaled_by_all(model, batch):
     return EACH(model, batch).float() / (batch["y"] + 1).float().mean()
 
 
-@pytest.mark.parametrize(
-    ("loss", "dtype"), [(contrastive, torch.float64), (scaled_by_all, torch.bfloat16)], ids=str
-)
+@pytest.mark.parametrize(("loss", "dtype"), [(contrastive, torch.float64), (scaled_by_all, torch.bfloat16)])
 def test_losses_of_examples_that_depend_on_others(loss, dtype):
     with pytest.warns(UserWarning, match="depend on the other examples of its batch"):
         found, more = refused(mlp(dtype=dtype), vectors(6, dtype=dtype), loss)

@@ -156,7 +156,10 @@ class Twins:
         """Take a step with each, from the same weights and state, and compare them and what is said of them."""
         plain, gem, on = self.plain, self.gem, self.on
         plain.load_state_dict(self.model.state_dict())
-        self.other.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
+        for p, its in zip(plain.parameters(), self.model.parameters(), strict=True):
+            self.other.state[p] = copy.deepcopy(self.optimizer.state[its])
+        for group, its in zip(self.other.param_groups, self.optimizer.param_groups, strict=True):
+            group["lr"] = copy.deepcopy(its["lr"])
         G = torch.stack([flat(torch.autograd.grad(one(plain), plain.parameters())) for one in self.losses])
         losses, excess = self.now(), self.now() - self.bounds
         rate = max(float(group["lr"]) for group in self.other.param_groups)
@@ -385,7 +388,6 @@ TOGETHER = [Promise(loss, per="all", weight=weight) for weight in (2.0, 0.5)]
         *((EACH, {"every": 3}, TOGETHER[:1] * n) for n in (1, 2)),
         (EACH, {"every": 3}, [*TOGETHER[:1] * 2, *TOGETHER[1:] * 2]),
     ],
-    ids=str,
 )
 def test_a_checkpoint_goes_on_to_the_bit(promise, options, sets):
     batch, options = learned()[1], dict(options)
