@@ -89,7 +89,7 @@ OF_SETS = {
 }
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
-    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
+    "AdamW, amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.5, 0.5), amsgrad=True),
     "AdamW, for each": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, foreach=True),
     "AdamW, one by one": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, foreach=False),
     "AdamW, fused": lambda p: torch.optim.AdamW(p, lr=0.02, weight_decay=0.1, fused=True),
