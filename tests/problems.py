@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from gemproj._selfcheck import KINDS, Known, draw
+from gemproj._selfcheck import KINDS, Known, draw, draw_options
 
 # NumPy's own adds a relative tolerance of 1e-7 to every absolute one.
 assert_close = partial(np.testing.assert_allclose, rtol=0)
@@ -45,6 +45,35 @@ def arbitrary(draw_from, max_t: int = 10, max_d: int = 16) -> tuple[np.ndarray, 
         assume(spectrum[-1] > 1e-2 * spectrum[0])
         return G, rng.standard_normal(d)
     return rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
+
+
+@st.composite
+def mixed(draw_from, max_t: int = 12) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
+    """Hypothesis strategy of rows of all kinds, a gradient, and some of all options, a warm start included."""
+    rng = np.random.default_rng(draw_from(st.integers(0, 2**32 - 1)))
+    t, d = draw_from(st.integers(1, max_t)), draw_from(st.integers(2, 16))
+    G = draw(rng, draw_from(st.sampled_from(KINDS)), t, d).G
+    options = draw_options(rng, G)
+    if draw_from(st.booleans()):
+        options["warm_start"] = rng.standard_normal(t) / lengths(G)
+    return G, rng.standard_normal(G.shape[1]), options
+
+
+def lengths(G):
+    """Return the norms of the rows of G, and one for rows of norm zero."""
+    n = np.linalg.norm(G, axis=1)
+    return np.where(n > 0, n, 1.0)
+
+
+def kkt(G, g, h, lower, upper, lam):
+    """Return by how much the projection misses its optimality conditions, which are free of the scale of rows.
+
+    The natural residual, from x itself, over 1 where nothing is longer than that.
+    """
+    n, x = lengths(G), g + G.T @ lam
+    size = np.linalg.norm(g) + np.linalg.norm(x) + np.abs(lam * n).sum()
+    s, lam = (G @ x - h) / n, lam * n
+    return np.max(np.abs(lam - np.clip(lam - s, lower * n, upper * n)), initial=0.0) / size
 
 
 exactly = np.vectorize(Fraction, otypes=[object])  # floats are rationals
