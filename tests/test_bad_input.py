@@ -7,26 +7,14 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from problems import assert_close
 
-from gemproj import (
-    FISTA,
-    GEM2017,
-    OSQP,
-    PGD,
-    Exact,
-    Quadprog,
-    Status,
-    combine,
-    gram,
-    project,
-    solve_dual,
-    solve_gram,
-)
+from gemproj import FISTA, GEM2017, OSQP, PGD, Exact, Quadprog, combine, gram, project, solve_dual, solve_gram
 
 torch = pytest.importorskip("torch")
 G, g = np.eye(3, 5), -np.ones(5)
 TENSORS, META = (torch.eye(3, 5), -torch.ones(5)), torch.ones(5, device="meta")
 OTHER, READ_ONLY = np.empty(5), np.empty(5)
 READ_ONLY.setflags(write=False)
+SAME = torch.zeros(2).expand(3, 2)  # all problems would be written to the same place
 
 MASKED = np.ma.masked_array(np.ones(3), [False, True, False])
 with torch.inference_mode():
@@ -34,10 +22,7 @@ with torch.inference_mode():
 
 BIG, ODD = 1e160 * np.eye(3, 5), np.array([[1.0], [1e-160], [1.0]]) * np.eye(3, 5)
 WRONG_VALUES = [
-    (
-        lambda: project(1e100 * np.eye(2), np.ones(2), margin=1e150),
-        "margin, .* times the rows of G overflows",
-    ),
+    (lambda: project(1e100 * G, g, margin=1e150), "margin, .* times the rows of G overflows"),
     (lambda: project(ODD, g), r"row 1 of G is too small.*Scale G up; rows of G may be"),
     (lambda: project(G, 1e-160 * g), "g is too small.*Scale g up"),
     (lambda: project(BIG, g), "rows 0, 1, 2, which hold .*squares overflow; scale it down"),
@@ -87,12 +72,10 @@ WRONG_VALUES = [
     (lambda: project([G, G], [g, g], out=[g, g[:2]]), r"out\[1\] must have the shape"),
     (lambda: project(G, g, out=READ_ONLY), "out is read-only"),
     (lambda: project(G, g, out=as_strided(np.zeros(1), g.shape, (0,))), "out has entries that share memory"),
+    (lambda: project(torch.ones(3, 2, 2), torch.ones(3, 2), out=SAME), "out has entries that share memory"),
     (lambda: project([G, G], [g, g], out=[OTHER, OTHER]), "out has one array for several blocks"),
     (lambda: project(G, g, metric=np.full(5, 1e-320)), r"G / sqrt\(metric\) is not finite: rows 0, 1, 2"),
-    (
-        lambda: project(G, g, metric=np.full(5, 1e300)),
-        r"row 0 of G / sqrt\(metric\) is too small.*whole metric",
-    ),
+    (lambda: project(G, g, metric=np.full(5, 1e300)), r"row 0 of G / sqrt\(metric\) is .*whole metric"),
     (lambda: project(G, g, h=[[0, 0], [0]]), "h must be an array, or a list of numbers"),
     (lambda: project(*TENSORS, out=META), "out is on device meta but g is on cpu"),
     (lambda: project(G, g, method=lambda K, b, w: b * np.nan), "multipliers that are not finite"),
@@ -112,21 +95,15 @@ WRONG_VALUES = [
 ]
 WRONG_TYPES = [
     (lambda: PGD(steps=1.5), "steps must be an integer; found 1.5"),
-    (
-        lambda: project(G, g, method=lambda K, b, w: b * 1j),
-        "must return real numbers; found dtype complex128",
-    ),
+    (lambda: project(G, g, method=lambda K, b, w: b * 1j), "must return real numbers; found .*complex128"),
     (lambda: project(G, g, method=lambda K, b, w: np.ma.array(b)), "method .* must not be a masked array"),
     (lambda: PGD(power_iterations=True), "power_iterations must be an integer"),
     (lambda: OSQP(max_iter="many"), "max_iter must be an integer; found 'many'"),
     (lambda: GEM2017(eps="tiny"), "eps must be a number"),
-    *(
-        (
-            lambda name=name: project(G, g, **{name: MASKED}),
-            rf"{name} must not be a masked array; pass {name}.filled\(0.0\)",
-        )
-        for name in ("h", "margin", "penalty", "warm_start")
-    ),
+    (lambda: project(G, g, h=MASKED), r"h must not be a masked array; pass h.filled\(0.0\)"),
+    (lambda: project(G, g, margin=MASKED), "margin must not be a masked array"),
+    (lambda: project(G, g, penalty=MASKED), "penalty must not be a masked array"),
+    (lambda: project(G, g, warm_start=MASKED), "warm_start must not be a masked array"),
     (lambda: combine(G, g, MASKED), "multipliers must not be a masked array"),
     (lambda: solve_gram(np.eye(3), MASKED), "b must not be a masked array"),
     (lambda: project(G, g, h=1j * np.ones(3)), "h must hold real numbers; found dtype complex128"),
@@ -184,29 +161,6 @@ def test_rows_that_are_not_finite_are_named(host, value):
         project(host.array(G), host.array(vector))
 
 
-@pytest.mark.parametrize(("t", "d"), [(3, 50), (12, 50), (3, 140_000)])
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("odd", [1e100, 0.0])
-def test_one_odd_problem_of_a_batch_changes_no_other_bit(xp, t, d, dtype, odd, rng):
-    if odd > 1e38 and dtype == "float32":
-        odd = 1e18  # its square leaves the range of float32 sums
-    rows, vectors = rng.standard_normal((3, t, d)) - 0.2, rng.standard_normal((3, d)) + 0.2
-    expected = xp.numpy(project(xp.array(rows, dtype), xp.array(vectors, dtype)))
-    for spoil in (rows, vectors):
-        changed = [rows.copy(), vectors.copy()]
-        changed[0 if spoil is rows else 1][1][..., :3] = odd
-        x = xp.numpy(project(*(xp.array(a, dtype) for a in changed)))
-        np.testing.assert_array_equal(x[[0, 2]], expected[[0, 2]])
-
-
-def test_stalled_is_reported(monkeypatch, rng):
-    from gemproj.methods import exact
-
-    monkeypatch.setattr(exact, "solve_active_set", lambda faces, *_: (np.zeros(20), 0, 1.0))
-    K, b, _ = gram(rng.standard_normal((20, 50)), np.ones(50))
-    assert int(exact.solve_portable(K, b, None, None, None).status) == Status.STALLED
-
-
 def test_an_empty_array_shares_no_memory_whatever_its_strides_are():
     for G, out in (
         (np.ones((2, 0)), np.ones(300)[:0:-100][:0]),
@@ -231,7 +185,7 @@ def test_gram_matrices_as_they_are_rounded(rng):
     rows = rng.standard_normal((4, 200)).astype(np.float32)
     rows[3], rows[2] = rows[0], 0.0
     for K in ((rows @ rows.T).astype(float), np.zeros((0, 0))):
-        assert int(solve_gram(K, -np.ones(len(K))).status) in (Status.OPTIMAL, Status.UNRESOLVED)
+        assert float(solve_gram(K, -np.ones(len(K))).kkt_residual()) < 1e-9
     options = {"margin": np.array([2.0, 0.0, 0.0]), "penalty": 1.0}
     assert_close(project(G, g, equality=np.array([True, False, False]), **options)[:3], 0.0, atol=1e-15)
 
