@@ -61,9 +61,14 @@ def test_recipes_fail_with_dependent_rows():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("seed", range(6))
-def test_agem(seed, dtype):
-    g, r = draw(seed, 2, 30).to(dtype)
-    close(project(r[None], g), agem(g, r), 1e-10 if dtype is torch.float64 else 1e-6)
+def test_agem_pcgrad_and_orthogonalise(seed, dtype):
+    accuracy = 1e-10 if dtype is torch.float64 else 1e-6
+    G = draw(seed, 9, 40).to(dtype)
+    close(project(G[:1], G[8]), agem(G[8], G[0]), accuracy)
+    for pair in (G[:2], torch.stack([G[0], G[1] - G[0]])):
+        close(project(pair, pair), pcgrad(pair), accuracy)
+    for t in (1, 3, 8):
+        close(project(G[:t], G[8], equality=True), orthogonalise(G[8], G[:t], eps=0.0), accuracy)
 
 
 @pytest.mark.parametrize("seed", range(0, 60, 10))
@@ -78,19 +83,6 @@ def test_per_tensor(seed):
     assert moved[1] <= moved[0] + 1e-12
     V, R = draw(seed, 2, 7, 30)  # tensors of one shape are a batch
     close(project(R[:, None], V), torch.stack(per_tensor(V, R)))
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_pcgrad_of_a_pair(seed):
-    G = draw(seed, 2, 8)
-    for pair in (G, torch.stack([G[0], G[1] - G[0]])):
-        close(project(pair, pair), pcgrad(pair))
-
-
-@pytest.mark.parametrize("t", [1, 3, 8])
-def test_orthogonalise(t):
-    G, g = draw(t, t, 40), draw(t + 1, 40)
-    close(project(G, g, equality=True), orthogonalise(g, G, eps=0.0))
 
 
 class Waits(TorchDispatchMode):

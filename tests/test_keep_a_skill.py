@@ -35,21 +35,15 @@ def test_keep_a_skill(tmp_path, monkeypatch):
     assert held["kl"] < 0.1 + 0.03
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "text"),
-    [
-        ("--steps", "0", "at least 1"),
-        ("--seeds", "0", "at least 1"),
-        ("--out", "no/numbers.json", "in no folder"),
-    ],
-)
-def test_what_cannot_be_done_is_said_before_the_first_seed(
-    option, value, text, tmp_path, monkeypatch, capsys
-):
+REFUSED = {"--steps 0": "at least 1", "--seeds 0": "at least 1", "--out no/numbers.json": "in no folder"}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_what_cannot_be_done_is_said_before_the_first_seed(arguments, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit, match="2"):
-        keep_a_skill.main([option, value])
-    assert text in capsys.readouterr().err
+        keep_a_skill.main(arguments.split())
+    assert REFUSED[arguments] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
