@@ -1,5 +1,7 @@
 """The exact projection: optimality conditions and the properties that define a projection."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -84,14 +86,20 @@ def test_the_search_ends_on_degenerate_problems_of_any_size(rng):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-@pytest.mark.parametrize(("t", "d"), [(1, 40), (3, 1000), (20, 3000), (9, 140_000)])
+@pytest.mark.parametrize(("t", "d"), [(1, 40), (3, 1000), (20, 3000), (3, 140_000), (9, 140_000)])
 def test_same_input_same_bits_whatever_the_batch(xp, t, d, dtype, rng):
+    """Also beside a problem whose squares leave the range of float32, and beside a zero."""
     if dtype == "bfloat16" and xp.name != "torch":
         pytest.skip(f"{xp.name} has no bfloat16")
-    G, g = rng.standard_normal((3, t, d)) - 0.2, rng.standard_normal((3, d)) + 0.2
-    G, g = xp.array(G, dtype), xp.array(g, dtype)
+    given = rng.standard_normal((3, t, d)) - 0.2, rng.standard_normal((3, d)) + 0.2
+    G, g = (xp.array(a, dtype) for a in given)
     x = xp.numpy(project(G, g))
     np.testing.assert_array_equal(xp.numpy(project(G, g)), x)
+    for odd, which in product((0.0, 1e100 if dtype == "float64" else 1e18), (0, 1)):
+        changed = [a.copy() for a in given]
+        changed[which][1][..., :3] = odd
+        beside = xp.numpy(project(*(xp.array(a, dtype) for a in changed)))
+        np.testing.assert_array_equal(beside[[0, 2]], x[[0, 2]])
     if not xp.on_cpu:  # where the size of a batch decides how sums are shared out
         return
     np.testing.assert_array_equal(xp.numpy(project(G[1:3, ...], g[1:3, ...])), x[1:3])
@@ -99,18 +107,20 @@ def test_same_input_same_bits_whatever_the_batch(xp, t, d, dtype, rng):
         np.testing.assert_array_equal(xp.numpy(project(G[i, ...], g[i, ...])), x[i])
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
-@pytest.mark.parametrize(("t", "d"), [(2, 1000), (9, 30_000), (4, 140_000), (12, 500_000)])
+SIZES = [(2, 1000, ()), (9, 30_000, ()), (4, 140_000, ()), (12, 500_000, ())]
+SHARED = [(3, 1000, (7,)), (9, 3000, (7, 13)), (10, 140_000, (6,)), (100, 300, (70,))]
+
+
+@pytest.mark.parametrize("host", ["numpy", "torch"], indirect=True)
+@pytest.mark.parametrize(("t", "d", "m"), [*SIZES, *SHARED])
 def test_same_bits_whatever_the_number_of_threads(
-    t, d, library, rng, monkeypatch, one_thread, any_size_in_threads
+    t, d, m, host, rng, monkeypatch, one_thread, any_size_in_threads
 ):
-    torch = pytest.importorskip("torch")
-    as_array = torch.from_numpy if library == "torch" else np.asarray
-    G, g = (as_array(rng.standard_normal(shape, dtype=np.float32)) for shape in ((t, d), d))
+    G, g = (host.array(rng.standard_normal(shape), "float32") for shape in ((t, d), (*m, d)))
     results = []
     for threads in (1, 2, 3, 7):
         monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
-        torch.set_num_threads(threads)
+        pytest.importorskip("torch").set_num_threads(threads)
         results.append(project(G - 0.2, g + 0.2))
     for x in results[1:]:
         np.testing.assert_array_equal(x, results[0])

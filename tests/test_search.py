@@ -1,11 +1,12 @@
 """The active-set search with right-hand sides, equalities and dependent rows, portable and compiled."""
 
 import numpy as np
+import problems
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemproj import Exact, Status
+from gemproj import Exact, Status, solve_gram
 from gemproj._tspace import Standard
 from gemproj.backends.numba import installed
 from gemproj.methods import _active_set
@@ -13,47 +14,37 @@ from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._faces import Factorisation, Tableau
 
 
-def portable(K, b, lower, upper, start):
-    return solve_active_set(Tableau(K, b), lower, upper, start)
+def by_products(G, g, h, lower, upper, start):
+    return solve_active_set(Tableau(G @ G.T, G @ g - h), lower, upper, start)[0]
 
 
-def compiled(K, b, lower, upper, start):
+def by_rows(G, g, h, lower, upper, start):
+    return solve_active_set(Factorisation(G.T, g, h), lower, upper, start)[0]
+
+
+def compiled(G, g, h, lower, upper, start):
     if not installed():
         pytest.skip("numba is missing or switched off")
     from gemproj.backends.numba.backend import solve
 
-    lam, pivots, status, _ = solve(Exact(), Standard(K, b, lower, upper), start)
-    return lam, int(pivots), int(status) & int(Status.STALLED)
+    return solve(Exact(), Standard(G @ G.T, G @ g - h, lower, upper), start)[0]
 
 
-FORMS = pytest.mark.parametrize("solve", [portable, compiled], ids=["portable", "compiled"])
-KINDS = ["generic", "integers", "repeated", "opposite", "dependent"]
+KINDS = ["generic", "integers", "parallel", "repeated", "opposite", "more rows than columns"]
 
 
 def draw(rng, kind, t, d, equalities):
     """Draw rows of norm one, a gradient, and right-hand sides that a point x meets; b is at most one."""
-    G = rng.standard_normal((t, d))
+    G = rng.standard_normal((t, d)) if kind == "generic" else problems.draw(rng, kind, t, max(2, d)).G
     if kind == "integers":
         G = rng.integers(-2, 3, (t, d)).astype(float)
         G[:, 0] += ~G.any(axis=1)
-    if kind == "repeated":
-        G[t // 2 :] = G[: t - t // 2]
-    if kind == "opposite":
-        G[t // 2 :] = -G[: t - t // 2]
-    if kind == "dependent":
-        G = rng.standard_normal((t, max(1, t // 2))) @ rng.standard_normal((max(1, t // 2), d))
     G /= np.linalg.norm(G, axis=1, keepdims=True)
-    x, g = rng.standard_normal(d), rng.standard_normal(d)
+    x, g = rng.standard_normal((2, G.shape[1]))
     equal = rng.random(t) < (0.3 if equalities else 0.0)
     h = G @ x - np.where(equal, 0.0, rng.random(t) * (rng.random(t) < 0.5))
     size = max(1e-3, float(np.abs(G @ g - h).max()))
     return G, g / size, h / size, np.where(equal, -np.inf, 0.0)
-
-
-def kkt(G, g, h, lower, upper, lam):
-    """Return the largest violation of the optimality conditions of the projection, by rows of norm one."""
-    s = G @ (g + G.T @ lam) - h
-    return np.max(np.abs(lam - np.clip(lam - s, lower, upper)))
 
 
 def drawn_bounds(rng, lower, free):
@@ -62,7 +53,7 @@ def drawn_bounds(rng, lower, free):
     return upper, np.clip(rng.standard_normal(len(lower)) * (rng.random(len(lower)) < free), lower, upper)
 
 
-@FORMS
+@pytest.mark.parametrize("solve", [by_products, by_rows, compiled])
 @pytest.mark.parametrize("bounded", [False, True])
 @given(st.sampled_from(KINDS), st.integers(1, 9), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
 def test_the_optimality_conditions_are_met(solve, bounded, kind, t, d, equalities, seed):
@@ -70,8 +61,8 @@ def test_the_optimality_conditions_are_met(solve, bounded, kind, t, d, equalitie
     rng = np.random.default_rng(seed)
     G, g, h, lower = draw(rng, kind, t, d, equalities)
     upper, start = drawn_bounds(rng, lower, 0.7) if bounded else (None, None)
-    lam = solve(G @ G.T, G @ g - h, lower, upper, start)[0]
-    assert kkt(G, g, h, lower, upper if bounded else np.inf, lam) <= 1e-9 * (1 + np.abs(lam).sum())
+    lam = solve(G, g, h, lower, upper, start)
+    assert problems.kkt(G, g, h, lower, upper if bounded else np.inf, lam) <= 1e-9
 
 
 def recorded(monkeypatch, K, b, lower, upper, start):
@@ -154,23 +145,16 @@ def test_past_its_budget_the_search_takes_the_first_violated_row(make, rng):
     assert first_entered(100) == int(np.flatnonzero(b < 0)[0]) != first_entered(0)
 
 
-@FORMS
-def test_what_no_point_meets_ends(solve):
-    K = np.array([[1.0, -1.0], [-1.0, 1.0]])  # x >= 1 and -x >= 1
-    lam, pivots, verdict = solve(K, np.array([-1.0, -1.0]), None, None, None)
-    assert np.isfinite(lam).all()
-    assert pivots < 50
-    assert verdict > 0.5  # the status STALLED, or the residual
-    bounded = solve(K, np.array([-1.0, -1.0]), None, np.full(2, 3.0), None)[0]
-    np.testing.assert_allclose(bounded, 3.0)  # with a penalty there is always a solution
-
-
-@given(st.integers(1, 7), st.integers(1, 5), st.integers(0, 2**32))
-def test_rows_themselves_find_what_their_products_find(t, d, seed):
-    """Without right-hand sides; equalities among inequalities."""
-    rng = np.random.default_rng(seed)
-    G, g, _, lower = draw(rng, "integers", t, d, True)
-    lam = solve_active_set(Factorisation(G.T, g), lower, None, None)[0]
-    same = solve_active_set(Tableau(G @ G.T, G @ g), lower, None, None)[0]
-    np.testing.assert_allclose(g + G.T @ lam, g + G.T @ same, rtol=0, atol=1e-10 * (1 + np.abs(g).max()))
-    assert kkt(G, g, 0.0, lower, np.inf, lam) <= 1e-9 * (1 + np.abs(lam).sum())
+@pytest.mark.parametrize("backend", ["portable", "numba"])
+@pytest.mark.parametrize("t", [2, 12])
+def test_what_no_point_meets_ends(backend, t, monkeypatch):
+    if backend == "numba" and not installed():
+        pytest.skip("numba is missing or switched off")
+    monkeypatch.setattr("gemproj.backends.wanted", backend)
+    signs = (-1.0) ** np.arange(t)
+    K, b = np.outer(signs, signs), -np.ones(t)  # x >= 1 and -x >= 1
+    sol = solve_gram(K, b)
+    assert sol.status & Status.STALLED
+    assert np.isfinite(sol.multipliers).all()
+    assert sol.iterations < 25 * t
+    np.testing.assert_allclose(solve_gram(K, b, penalty=3.0).multipliers, 3.0)  # there is always a solution
