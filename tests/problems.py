@@ -54,6 +54,9 @@ def mixed(draw_from, max_t: int = 12) -> tuple[np.ndarray, np.ndarray, dict[str,
     t, d = draw_from(st.integers(1, max_t)), draw_from(st.integers(2, 16))
     G = draw(rng, draw_from(st.sampled_from(KINDS)), t, d).G
     options = draw_options(rng, G)
+    if "penalty" in options:  # which is the margin for some rows: their multipliers cannot move
+        held = rng.random(t) < 0.2
+        options["penalty"] = np.where(held, options.get("margin", 0.0), options["penalty"])
     if draw_from(st.booleans()):
         options["warm_start"] = rng.standard_normal(t) / lengths(G)
     return G, rng.standard_normal(G.shape[1]), options

@@ -16,22 +16,19 @@ def judged(G, g, lam):
     return solve_dual(G, g, method=lambda K, b, start: np.array(lam, dtype=float))
 
 
-def test_residual_is_its_definition(rng):
-    G, g, lam = rng.standard_normal((4, 9)), rng.standard_normal(9), rng.standard_normal(4)
-    s, n, size = G @ (g + G.T @ lam), np.linalg.norm(G, axis=1), np.linalg.norm(g)
-    parts = 0.0, (-s / n).max() / size, (-lam * n).max() / size, np.abs(lam * s).max() / size**2
-    assert float(judged(G, g, lam).kkt_residual()) == pytest.approx(max(parts), rel=1e-12)
-
-
-def test_gap_is_primal_minus_dual(rng):
-    G, g, lam = rng.standard_normal((4, 9)), rng.standard_normal(9), rng.random(4)
-    K, b, gg = gram(G, g)
-    x = g + G.T @ lam
-    primal, dual = 0.5 * np.sum((x - g) ** 2), -(0.5 * lam @ K @ lam + b @ lam)
-    assert float(judged(G, g, lam).duality_gap()) == pytest.approx((primal - dual) / gg)
-    hinge = 2.0 * np.sum(np.maximum(0.0, -(G @ x)))
-    soft = replace(solve_dual(G, g, penalty=2.0, method="pgd"), multipliers=lam)
-    assert float(soft.duality_gap()) == pytest.approx((primal + hinge - dual) / gg)
+def test_residual_and_gap_are_their_definitions(rng):
+    for _ in range(20):
+        G, g, lam = rng.standard_normal((4, 9)), rng.standard_normal(9), rng.standard_normal(4)
+        K, b, gg = gram(G, g)
+        x, n, sol = g + G.T @ lam, np.linalg.norm(G, axis=1), judged(G, g, lam)
+        s, size = G @ x, np.sqrt(gg)
+        parts = 0.0, (-s / n).max() / size, (-lam * n).max() / size, np.abs(lam * s).max() / gg
+        assert float(sol.kkt_residual()) == pytest.approx(max(parts), rel=1e-12)
+        primal, dual = 0.5 * np.sum((x - g) ** 2), -(0.5 * lam @ K @ lam + b @ lam)
+        assert float(sol.duality_gap()) == pytest.approx((primal - dual) / gg)
+        hinge = 2.0 * np.sum(np.maximum(0.0, -s))
+        soft = replace(solve_dual(G, g, penalty=2.0, method="pgd"), multipliers=lam)
+        assert float(soft.duality_gap()) == pytest.approx((primal + hinge - dual) / gg)
 
 
 @given(arbitrary(), st.floats(1e-6, 1e6), st.integers(0, 2**32 - 1))
@@ -69,6 +66,7 @@ def dependent(draw_from):
 
 
 METHODS = ["exact", 1e-10, 1e-4, 10.0, PGD(steps=3), FISTA(steps=30), lambda K, b, start: np.maximum(-b, 0.0)]
+METHODS += [lambda K, b, start: -1.0 - np.arange(len(b))]  # multipliers that no method would return
 
 
 @given(dependent(), st.sampled_from(METHODS), st.sampled_from([0.0, 0.5]))
@@ -122,13 +120,14 @@ def test_rows_that_only_an_exact_method_takes_for_active():
     assert_close(stalled.slack(), G @ combine(G, g, stalled.multipliers), atol=1e-12)
 
 
-def test_error_bound_of_a_gram_matrix_that_has_lost_digits(rng):
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_error_bound_of_a_gram_matrix_that_has_lost_digits(dtype, rng):
     """The rounding of K counts against the smallest eigenvalue, not against the angle of rows."""
-    for tilt in 10.0 ** rng.uniform(-7, -2, 60):
+    for tilt in 10.0 ** rng.uniform(-1 if dtype == "float16" else -7, 0, 60):  # its squares must be in range
         t = int(rng.integers(2, 5))
         G = rng.integers(-2, 3, (t, 1)) * rng.standard_normal(4) + tilt * rng.standard_normal((t, 4))
         g = -rng.random(t) @ G
-        sol = solve_gram(*gram(G, g))
+        sol = solve_gram(*(a.astype(dtype) for a in gram(G, g)))
         assert true_error(G, g, sol.multipliers) <= float(sol.error_bound())
 
 
@@ -174,22 +173,6 @@ def test_error_bound_of_rows_in_a_space_of_few_dimensions(seed):
     assert float(sol.error_bound()) < 1e-7
 
 
-def test_error_bound_knows_the_rounding_of_float32_sums(rng, monkeypatch):
-    """Nearly parallel float32 rows: the Gram matrix is off by more than float64 rounding."""
-    monkeypatch.setattr("gemproj.backends.wanted", "portable")  # which sums in float32 for any number of rows
-    d = 150_000
-    base = rng.standard_normal(d)
-    for tilt in (1.0, 0.1):
-        G = (base + tilt * rng.standard_normal((3, d))).astype(np.float32)
-        g = (-base - 0.5 * G.sum(0)).astype(np.float32)
-        sol = solve_dual(G, g)
-        wide = G.astype(float), g.astype(float)
-        x = wide[1] + wide[0].T @ sol.multipliers
-        error = np.linalg.norm(x - project(*wide)) / np.linalg.norm(g)
-        assert 1e-12 < error <= float(sol.error_bound()) < 1e-2
-        assert float(solve_dual(*wide).error_bound()) < 1e-10
-
-
 @pytest.mark.parametrize("options", [{}, {"margin": 0.2}, {"penalty": 0.1}, {"margin": 0.05, "penalty": 0.1}])
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_bound_is_tight(kind, options, rng):
@@ -204,13 +187,6 @@ def test_error_bound_is_tight(kind, options, rng):
         assert error <= bound * (1 + 1e-9) + 1e-13
         assert bound <= 1.01 * error + 1e-6
         assert float(solve_dual(G, g, **options).error_bound()) < 1e-6
-
-
-@pytest.mark.parametrize("lam", [[-3.0, -3.0], [-1.0, 5.0]])
-def test_error_bound_of_multipliers_that_no_method_would_return(lam):
-    G, g = np.array([[1.0, 2.0], [-1.0, 0.5]]), np.array([-1.0, 0.3])
-    error = np.linalg.norm(g + G.T @ lam - project(G, g)) / np.linalg.norm(g)
-    assert error <= float(judged(G, g, lam).error_bound()) * (1 + 1e-12) < 1.01 * error
 
 
 @pytest.mark.parametrize("lam", [[5.0, 0.0], [0.02, 0.0]])
@@ -257,16 +233,6 @@ def test_cosine_of_what_float32_sums_hardly_resolve(xp, rng):
     u = -G.sum(axis=0)
     g = u / np.linalg.norm(u) + 0.01 * rng.standard_normal(d, dtype=np.float32) / np.sqrt(np.float32(d))
     assert float(solve_dual(xp.array(G, "float32"), xp.array(g, "float32")).cosine()) < 0.02
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_bounds_allow_for_the_rounding_of_the_gram_matrix_that_is_given(dtype, rng):
-    for _ in range(20):
-        G = rng.standard_normal((3, 40))
-        g = rng.standard_normal(40) - G.sum(axis=0)
-        sol = solve_gram((G @ G.T).astype(dtype), (G @ g).astype(dtype), np.asarray(g @ g).astype(dtype))
-        off = np.linalg.norm(g + G.T @ sol.multipliers - project(G, g)) / np.linalg.norm(g)
-        assert 0.0 < off <= float(sol.error_bound())
 
 
 @pytest.mark.parametrize("size", [1e-139, 1.0, 1e139])
