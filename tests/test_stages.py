@@ -44,7 +44,8 @@ def test_stages_against_numpy(xp, dtype, of_G, of_g, weighted, rng):
     products = (G / w) @ np.swapaxes(G, -1, -2), np.einsum("...td,...d->...t", G, g), gg
     # Large float32 problems are summed in float32.
     accuracy = 1e-7 if dtype == "float32" and d > 1 << 17 else 1e-13
-    for shapes in (None, [(d // 3,), (d - d // 3, 1)]) if g.ndim == 1 and G.ndim == 2 else (None,):
+    parameters = [(4, 40_000), (), (40, 1, 1000)] if d == 200_001 else [(d // 3,), (d - d // 3, 1)]
+    for shapes in (None, parameters) if g.ndim == 1 and G.ndim == 2 else (None,):
 
         def made(a, shapes=shapes):
             return xp.array(a, dtype) if shapes is None else blocks_of(xp, a, dtype, shapes)
