@@ -59,7 +59,7 @@ def mixed(draw_from, max_t: int = 12) -> tuple[np.ndarray, np.ndarray, dict[str,
         options["penalty"] = np.where(held, options.get("margin", 0.0), options["penalty"])
     if draw_from(st.booleans()):
         options["warm_start"] = rng.standard_normal(t) / lengths(G)
-    return G, rng.standard_normal(G.shape[1]), options
+    return G, rng.standard_normal((G.shape[1],)), options
 
 
 def lengths(G):
