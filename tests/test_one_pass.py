@@ -447,6 +447,25 @@ def test_errors_of_a_loss_are_raised():
         recalled(mlp(), vectors(6), fails)
 
 
+def test_an_error_in_the_first_pass_is_raised_and_forgotten():
+    model, memory, calls, faults = mlp(), vectors(6), [], [ZeroDivisionError("mine")]
+
+    def loss(model, batch):
+        calls.append(len(batch["y"]))
+        if faults:
+            raise faults.pop()
+        return EACH(model, batch)
+
+    projector = GradientProjector(model.parameters(), Promise(loss))
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        projector.recall(model, memory.batches())
+    assert calls == [4]
+    for _ in range(3):
+        calls.clear()
+        projector.recall(model, memory.batches())
+    assert (calls, projector.why_row_by_row) == ([12], None)
+
+
 def test_a_pass_that_fails_later_is_replaced():
     calls = []
 

@@ -63,6 +63,23 @@ def test_what_is_attached_once_waits_for_the_first_one_to_go(kind):
     attach(kind, optimizer, model)
 
 
+@pytest.mark.parametrize("way", ["never", "removed", "gone", "copied"])
+def test_steps_are_projected_where_an_optimizer_is_attached_to(way):
+    model, past = perceptron(), memory()
+    projector, optimizer = GradientProjector(model.parameters(), on="step"), sgd(model.parameters())
+    handle = None if way == "never" else projector.attach(optimizer)
+    projector.recall(model, past.batches(), loss)
+    if way == "removed":
+        handle.remove()
+    if way == "copied":
+        model, projector = copy.deepcopy((model, projector))
+    if way == "gone":
+        del handle, optimizer
+        gc.collect()
+    with pytest.raises(ValueError, match="on='step' projects the steps of an optimizer, and there is none"):
+        projector.recall(model, past.batches(), loss)
+
+
 @kinds
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # of torch's own pytree

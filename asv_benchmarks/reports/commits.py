@@ -45,7 +45,7 @@ def main(
         with tempfile.TemporaryDirectory() as folder, tarfile.open(fileobj=BytesIO(library)) as archive:
             archive.extractall(folder, filter="data")
             command = [*ASV, "run", "--python=same", "--machine", machine, "--set-commit-hash", found]
-            subprocess.run(command + options, env={**os.environ, "PYTHONPATH": folder}, check=True)
+            subprocess.run(command + options, env={**os.environ, "ASV_PYTHONPATH": folder}, check=True)
         rename(RESULTS / machine)
     subprocess.run([*ASV, "publish"], check=True)
 

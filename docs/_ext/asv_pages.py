@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from datetime import datetime, timezone
+from html import escape
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
@@ -90,7 +91,7 @@ def publish(app: Any, exception: Exception | None) -> None:
     if reason:
         getLogger(__name__).info("No pages of asv: %s.", reason)
         folder.mkdir(exist_ok=True)
-        page = f"<title>Benchmarks</title><p>These pages were not made in this build: {reason}.</p>"
+        page = f"<title>Benchmarks</title><p>These pages were not made in this build: {escape(reason)}.</p>"
         (folder / "index.html").write_text(page)
 
 

@@ -117,8 +117,7 @@ class Step(Change):
             )
         if not hasattr(optimizer, "param_groups"):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}.")
-        own = isinstance(optimizer, torch.optim.Optimizer)
-        if own and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise TypeError(
                 f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass that one, or "
                 "for Accelerate use gemproj.integrations.accelerate.GEM."

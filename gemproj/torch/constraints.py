@@ -53,6 +53,7 @@ class ConstraintMatrix:
         self._buffer = torch.empty((0, vector.d), dtype=dtype or vector.dtype, device=vector.device)
         self._views: dict[tuple[int, int | None], dict[int, Tensor]] = {}  # what `parts` has returned
         self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
+        self._sums = self._none.new_zeros(2, 0)  # of the losses of rows now, and when stored
         self.clear()
 
     def __len__(self) -> int:
@@ -78,7 +79,7 @@ class ConstraintMatrix:
         self.vector.check()
         if rows > len(self._buffer):  # before there is a larger one
             self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
-        self._sums = self._none.new_zeros(2, rows)  # of losses now, and when stored
+        self._sums = self._none.new_zeros(2, rows)
         self._reserve(rows)
         self.scale, self.seconds = scale, [0.0] * rows
         self.written: set[int] = set()
@@ -141,8 +142,9 @@ class ConstraintMatrix:
         """Note how long these rows took, as many seconds each."""
         start = time.perf_counter()
         yield
+        each = (time.perf_counter() - start) / len(rows)
         for row in rows:
-            self.seconds[row.k] = (time.perf_counter() - start) / len(rows)
+            self.seconds[row.k] = each
 
     @contextmanager
     def set_aside(self, k: int) -> Iterator[tuple[Tensor, Tensor]]:

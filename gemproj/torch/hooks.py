@@ -27,8 +27,8 @@ _STEP: Any = torch.optim.Optimizer.profile_hook_step(print)  # what calls the ho
 def attached(optimizer: Any) -> list[ProjectedOptimizer]:
     """Return what projects the steps of an optimizer."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
-    owners = [getattr(hook, "__self__", None) for hook in hooks]
-    return [one for one in owners if isinstance(one, ProjectedOptimizer)]
+    owners: list[Any] = [getattr(hook, "__self__", None) for hook in hooks]
+    return [one for one in owners if type(one).__module__ == __name__]  # a notebook may load it twice
 
 
 def detach(optimizer: Any) -> None:
@@ -171,6 +171,11 @@ class ProjectedOptimizer:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip what the projection leaves of the gradient, in the next step; see `GEM.clip_grad_norm_`."""
         return clip_grad_norm_([self._step.optimizer], self._projector.parameters, max_norm, norm_type)
+
+    @property
+    def attached(self) -> bool:
+        """Whether the hooks are there still."""
+        return len(self._hooks) > 0
 
     def around(self, before: Callable[[Any], Any], after: Callable[[], Any]) -> None:
         """Call ``before(optimizer)`` when a step begins, and ``after()`` when one was projected."""

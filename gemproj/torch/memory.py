@@ -270,13 +270,15 @@ class EpisodicMemory:
 
         It has all examples if there are fewer. Tasks that are stored in batches must not differ in structure.
         """
-        for batch in self.batches(exclude, n=n, per="all"):
-            return batch
-        raise ValueError(
-            "The memory is empty: nothing to draw from."
-            if exclude is None
-            else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
-        )
+        check_count(n, "n", 1)
+        source = next(self.batches(exclude, n=n, per="all").sources, None)
+        if source is None:
+            raise ValueError(
+                "The memory is empty: nothing to draw from."
+                if exclude is None
+                else f"The memory has nothing to draw from but task {exclude!r}, which is excluded."
+            )
+        return source.all()
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the stored examples, of the state of the policy, and of the random state.

@@ -38,7 +38,7 @@ class Limit:
     """How many rows of a kind share a pass, with how many entries in its batch; for one row, the reason."""
 
     loss: Any  # kept, so that no other one has its id
-    rows: int = 0  # not known yet
+    rows: int = 1
     entries: float = 0.0
     reason: str | None = None
     passes: int = 0  # with several rows
@@ -79,23 +79,18 @@ class SharedPasses:
         for kind, same in groupby(rows, lambda row: (id(row.promise.loss), row.kind, row.size)):
             some = list(same)
             if len(some) > 1:
-                if len(self._limits) >= _MOST_KINDS:  # a loop makes a new function at each step
-                    self._limits.clear()
-                limit = self._limits.setdefault(kind, Limit(some[0].promise.loss))
+                if kind not in self._limits:
+                    if len(self._limits) >= _MOST_KINDS:  # a loop makes a new function at each step
+                        self._limits.clear()
+                    self._limits[kind] = _find_limit(G, model, some[-1], alone, most)
+                limit = self._limits[kind]
                 try:
-                    if not limit.rows:
-                        limit.rows, limit.entries = _room(G, model, some[-1], alone, most)
                     for start in range(0, len(some), limit.rows) if limit.rows > 1 else ():
-                        part = some[start : start + limit.rows]
-                        with G.timed(part):
-                            _share(G, model, part, limit, alone)
+                        _share(G, model, some[start : start + limit.rows], limit, alone)
                 except Exception as error:  # if it is the loss that fails, it also does alone
-                    if limit.rows or not isinstance(
-                        error, RowByRow
-                    ):  # else there is one row, and it is right
-                        for row in some:
-                            G.drop(row.k)
                     limit.rows, limit.reason = 1, str(error).partition("\n")[0]
+                    for row in some:
+                        G.drop(row.k)
                 self.reason = self.reason or limit.reason
             for row in some:
                 if row.k not in G.written:
@@ -103,17 +98,26 @@ class SharedPasses:
                         alone(row)
 
 
-def _room(
-    G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Alone, most: int
-) -> tuple[int, float]:
-    """Find out with one row how many rows can share a pass, and with how many entries in their batch."""
+def _find_limit(G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Alone, most: int) -> Limit:
+    """Find out with one row how many rows can share a pass."""
+    loss = row.promise.loss
+    try:
+        rows = _room(G, model, row, alone, most)
+    except RowByRow as error:
+        return Limit(loss, reason=str(error))
+    G.drop(row.k)
+    return Limit(loss, rows, rows * _entries(row.all()))
+
+
+def _room(G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Alone, most: int) -> int:
+    """Compute a row alone, and return how many can share a pass; raise where only one can."""
     if G.vector.topology.collective:
         raise RowByRow("parameters are sharded")
     if row.kind is None or row.size == 0:
         raise RowByRow("batches were given, and not what they are made of")
     if most < 2 * row.size:
         raise RowByRow("a microbatch has no room for two rows")
-    with _counted_activations(model) as count:
+    with _counted_activations(model) as count, G.timed([row]):
         values = alone(row)
     if values.shape != (row.size,):
         raise RowByRow(_A_MEAN)
@@ -121,8 +125,7 @@ def _room(
     rows = min(of_pass // max(count[0], 1), most // row.size)
     if rows < 2 or count[0] > of_row:
         raise RowByRow(f"a row has {row.size} examples, {count[0] / 2**20:.3g} MiB")
-    G.drop(row.k)
-    return rows, rows * _entries(row.all())
+    return rows
 
 
 def _share(
@@ -136,6 +139,16 @@ def _share(
         _share(G, model, rows[: len(rows) // 2], limit, alone)
         _share(G, model, rows[len(rows) // 2 :], limit, alone)
         return
+    with G.timed(rows):
+        gradients = _compute(G, model, rows, batch)
+        limit.passes += 1
+        for row in _doubtful(rows, limit):
+            name = row.name[:2]
+            limit.compared[name] = _agrees(G, row, alone, gradients) or limit.compared.get(name, False)
+
+
+def _compute(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], batch: Batch) -> RowGradients:
+    """Compute rows of G in one pass; raise where that is not possible."""
     first, t, n = rows[0], len(rows), rows[0].size
     if any(leaf.shape[:1] != (t * n,) for leaf in _tensors(bare(batch))):
         raise RowByRow("the rows of a batch are no examples, as in packed texts")
@@ -147,17 +160,16 @@ def _share(
         values = call_loss(first.promise.loss, model, batch, t * n, first.name)
         if values.shape != (t * n,):
             raise RowByRow(_A_MEAN)
-        weights = torch.tensor([row.weight for row in rows], dtype=values.dtype)
-        weights = weights.to(values.device, non_blocking=True)
+        weights: Any = [row.weight for row in rows]
+        alike, wide = len(set(weights)) == 1, wide_dtype(torch, values.device)
+        # Where they are alike, a device need not wait for them.
+        weights = weights[0] if alike else torch.tensor(weights, dtype=wide, device=values.device)
         losses = values.view(t, n).mean(1) * weights
         gradients.differentiate(losses.sum() * G.scale, G.vector.parameters)
     stored = stored_losses(batch, first.promise, first.name)
-    then = None if stored is None else stored.view(t, n).mean(1) * weights
+    then = None if stored is None else stored.view(t, n).mean(1).to(values.device) * weights
     G.note(first.k, parts, gradients.reached, losses, then)
-    limit.passes += 1
-    for row in _doubtful(rows, limit):
-        name = row.name[:2]
-        limit.compared[name] = _agrees(G, row, alone, gradients) or limit.compared.get(name, False)
+    return gradients
 
 
 def _doubtful(rows: list[Source], limit: Limit) -> list[Source]:
@@ -180,8 +192,8 @@ def _agrees(G: ConstraintMatrix, row: Source, alone: Alone, gradients: RowGradie
             float(torch.linalg.vector_norm(a, dtype=wide)) for a in (own, found, own - found)
         )
     # Of a distillation that begins, losses are zero and gradients rounding.
-    rounded = max(loss.abs(), own_loss.abs()) <= rounding(own_loss, G.vector.dtype)
-    if rounded or not math.isfinite(size):
+    told = max(loss.abs(), own_loss.abs()) > rounding(own_loss, G.vector.dtype)
+    if not (told and math.isfinite(size)):
         return False
     if not apart <= min(4 * gradients.rounding**0.5, _MOST_APART) * max(size, other):
         reason = f"in a pass with others a row differs by {apart / max(size, other):.1g} of its norm"

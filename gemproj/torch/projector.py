@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -119,9 +120,14 @@ class GradientProjector:
         self.every, self.project = every, project
         self._vector = ParameterVector.of(parameters, process_group)
         self._matrix = ConstraintMatrix(self._vector, rows_dtype)
-        self._unused, self._attached = Unused(self), False
+        self._unused = Unused(self)
+        self._handles: list[weakref.ref[ProjectedOptimizer]] = []
         self.last: Projection | None = None
         self.reset()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: it is attached to nothing."""
+        return self.__dict__ | {"_handles": []}
 
     def __repr__(self) -> str:
         sizes = f"{len(self._vector.parameters)} parameters, d={self._vector.d}, t={len(self._matrix)}"
@@ -248,7 +254,12 @@ class GradientProjector:
         bool
             Whether constraints were computed: at the first call after `reset` and every `every` calls.
         """
-        if self._calls and self.on != "gradient" and not self._attached:
+        found = [one() for one in self._handles]
+        if (
+            self._calls
+            and self.on != "gradient"
+            and not any(one is not None and one.attached for one in found)
+        ):
             raise ValueError(
                 f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
                 "attach(optimizer) once, before the loop."
@@ -312,7 +323,7 @@ class GradientProjector:
             Call its ``remove()`` to detach.
         """
         found = ProjectedOptimizer(self, Step.of(self._vector, optimizer))
-        self._attached = True
+        self._handles.append(weakref.ref(found))
         return found
 
     def before_step(self, step: Step | None) -> None:
