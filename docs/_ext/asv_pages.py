@@ -56,7 +56,12 @@ def draw(app: Any) -> None:
                 )
             names = [f"{run['date']:%d %b}\n{run['commit'][:7]}" for run in runs]
             axes.set_xticks(range(len(runs)), names)
-            axes.set(title=title, yscale="log")
+            axes.set_title(title)
+            if "time" in name:
+                axes.set_yscale("log")
+                axes.yaxis.set_minor_formatter("")
+            else:
+                axes.set_ylim(0)
             axes.yaxis.set_major_formatter("{x:g}")
             axes.margins(x=0.15)
         figure.legend(*both[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
