@@ -253,3 +253,18 @@ def test_what_is_found_out_about_losses_is_forgotten_at_some_time():
     for _ in range(100):
         gem.projector.recall(model, gem.memory.batches(), lambda model, batch: EACH(model, batch))
     assert len(gem.projector._passes._limits) <= 64
+
+
+@pytest.mark.parametrize("on", ["gradient", "both"])
+def test_what_only_watches_gives_no_parameter_a_gradient(on):
+    model = perceptron()
+    optimizer = sgd(model.parameters())
+    gem = GEM(model, optimizer, EACH, project=False, on=on)
+    gem.keep([task(0)])
+    loss(model, rival(task(0))).backward()
+    model[0].weight.grad = None
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert gem.last.num_violated == 1
+    assert model[0].weight.grad is None
+    assert torch.equal(model[0].weight, before)
