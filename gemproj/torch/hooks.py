@@ -172,11 +172,6 @@ class ProjectedOptimizer:
         """Clip what the projection leaves of the gradient, in the next step; see `GEM.clip_grad_norm_`."""
         return clip_grad_norm_([self._step.optimizer], self._projector.parameters, max_norm, norm_type)
 
-    @property
-    def attached(self) -> bool:
-        """Whether the hooks are there still."""
-        return len(self._hooks) > 0
-
     def around(self, before: Callable[[Any], Any], after: Callable[[], Any]) -> None:
         """Call ``before(optimizer)`` when a step begins, and ``after()`` when one was projected."""
         self._before, self._after = before, after

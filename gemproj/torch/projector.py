@@ -19,7 +19,7 @@ from gemproj.torch.changes import Change, Gradient, Metric, On, Step
 from gemproj.torch.constraint_gradients import from_batches, from_losses, unwrapped
 from gemproj.torch.constraints import ConstraintMatrix
 from gemproj.torch.distributed import Replicated, check_alone
-from gemproj.torch.hooks import ProjectedOptimizer
+from gemproj.torch.hooks import ProjectedOptimizer, attached
 from gemproj.torch.keywords import suggesting
 from gemproj.torch.one_pass import SharedPasses
 from gemproj.torch.parameters import ParameterVector
@@ -254,11 +254,11 @@ class GradientProjector:
         bool
             Whether constraints were computed: at the first call after `reset` and every `every` calls.
         """
-        found = [one() for one in self._handles]
+        handles = filter(None, [one() for one in self._handles])
         if (
             self._calls
             and self.on != "gradient"
-            and not any(one is not None and one.attached for one in found)
+            and not any(one in attached(one.optimizer) for one in handles)
         ):
             raise ValueError(
                 f"on={self.on!r} projects the steps of an optimizer, and there is none: call "
@@ -323,7 +323,7 @@ class GradientProjector:
             Call its ``remove()`` to detach.
         """
         found = ProjectedOptimizer(self, Step.of(self._vector, optimizer))
-        self._handles.append(weakref.ref(found))
+        self._handles = [one for one in self._handles if one() is not None] + [weakref.ref(found)]
         return found
 
     def before_step(self, step: Step | None) -> None:
