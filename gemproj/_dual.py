@@ -14,12 +14,12 @@ from gemproj._bounds import PLAIN, Bounds, Options, check_options, make_bounds, 
 from gemproj._checks import check_multipliers
 from gemproj._constants import EPS, LOOSE, OPTIMAL_WITHIN, REACH, WIDE_ROUNDING, WIDER
 from gemproj._feasibility import cancelled_by_penalty, infeasible, refuse_infeasible
-from gemproj._gram import check_gram, check_range, drop_not_finite, measure
+from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import check_problem
 from gemproj._refine import ill_conditioned, refine_directly, return_to_rows, uncertified
 from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, Measured, Standard, clip, matvec, normalise, snap
-from gemproj.backends import solver_for
+from gemproj.backends import stage_two
 from gemproj.methods import AnyMethod, Exact, Method, Outcome, Status
 from gemproj.methods._method import call, exact_status
 from gemproj.methods.exact import enumerable
@@ -172,14 +172,15 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     if host:
         check_range(gram, rows)
     else:
-        K, b, kept = drop_not_finite(gram.K, gram.b)
+        K, b, kept = stage_two(gram.b).drop_not_finite(gram.K, gram.b)
         gram = gram._replace(K=K, b=b)
     bounds = make_bounds(options, gram.b)
     if kept is not None and bounds.h is not None:
         bounds = bounds._replace(h=namespace(kept).where(kept, bounds.h, 0.0))
     found = _run(gram, bounds, options.method, start, measured.to_caller)
     lam, status = found.multipliers, found.status
-    if kept is not None or bounds is not PLAIN or lam.dtype is not gram.b.dtype:
+    # Exact methods give zero to rows of norm zero, as those that were left out are.
+    if (kept is not None and not exact) or bounds is not PLAIN or lam.dtype is not gram.b.dtype:
         lam = _multipliers(gram, bounds, lam, kept)
     if not host:
         status = partial(_status_on_device, status, kept)
@@ -213,7 +214,7 @@ def _run(
     if exact and cut is not None:
         return _solve_cut(gram, bounds, method, dual, cut, start)
     if isinstance(method, Method):
-        return solver_for(dual.b)(method, dual, start)
+        return stage_two(dual.b).solve(method, dual, start)
     return call(method, dual.K, dual.b, start, to_caller)
 
 
@@ -271,7 +272,7 @@ def _solve_cut(
         return found._replace(status=partial(_status_of_cut, found.status, dual, cut, found.multipliers))
     reach = np.asarray(REACH)
     while True:
-        found = solver_for(dual.b)(method, dual, start)
+        found = stage_two(dual.b).solve(method, dual, start)
         status = _status_of_cut(found.status, dual, cut, found.multipliers)
         found = found._replace(status=status)
         if np.max(reach) >= LOOSE / WIDER:
@@ -293,7 +294,7 @@ def _solve_on_device(
     LOOSE and REACH, in one copy to the CPU. The solution for REACH has more digits, and is used where it is
     optimal and does not depend on the cut.
     """
-    solve, xp = solver_for(dual.b), namespace(dual.b)
+    solve, xp = stage_two(dual.b).solve, namespace(dual.b)
     if enumerable(dual.b.shape[-1], dual.upper):
         return solve(method, dual, start)
     near, cut = standard_form(gram.K, gram.b, bounds, REACH)

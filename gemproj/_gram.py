@@ -124,23 +124,6 @@ def _check_finite(gram: Gram, G: str = "G", g: str = "g") -> None:
             )
 
 
-def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
-    """Return K and b with zeros for the rows that are not finite, and the mask (..., t) of the finite rows.
-
-    No value is read, so a device is not synchronised. If g is not finite, all entries of b are not finite:
-    then all rows are left out, and x is g.
-    """
-    xp = namespace(b)
-    # Not `isfinite`, which is four operations in torch.
-    kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
-    rows = kept
-    if K.ndim <= b.ndim:  # one K for many b: where b_i alone is not finite, g is not
-        rows = xp.abs(xp.linalg.diagonal(K)) < math.inf
-        kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
-    K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))
-    return K, xp.where(kept, b, zero), kept
-
-
 def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
     """Return copies of K, b and gg as arrays of t-space; raise if they are invalid or do not fit together."""
     given = {"K": K, "b": b} | ({} if gg is None else {"gg": gg})

@@ -12,6 +12,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ.setdefault(name, "1")
 os.environ["HF_HUB_OFFLINE"] = "1"  # read at import; nothing here may wait for a hub that cannot be reached
+try:
+    ctypes.CDLL("libcuda.so.1")
+    HAS_DRIVER = True
+except OSError:
+    HAS_DRIVER = False
+    os.environ["TRITON_INTERPRET"] = "1"  # read at import, too: without a GPU, kernels are interpreted
 
 import numpy as np
 import pytest
@@ -104,9 +110,7 @@ UNSEEN = "array_api_strict-device1"
 def on_devices() -> list[str]:
     """Return the libraries that have an NVIDIA device; without one, torch with the CPU taken for a device."""
     found, none = [], ["torch-as_device"]
-    try:
-        ctypes.CDLL("libcuda.so.1")  # no need to import torch where there is no driver
-    except OSError:
+    if not HAS_DRIVER:  # no need to import torch
         return none
     for title, name in (("torch-cuda", "torch"), ("cupy", "cupy")):
         with suppress(ImportError):

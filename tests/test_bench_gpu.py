@@ -15,6 +15,7 @@ import torch
 from devices import DEVICE, make_device
 
 from asv_benchmarks.reports.gpu import __main__, correctness, device, order, speed, training
+from asv_benchmarks.reports.gpu import rows as gpu_rows
 from asv_benchmarks.reports.gpu.model import Shape
 from asv_benchmarks.reports.gpu.printing import Checks, Found
 
@@ -92,16 +93,24 @@ def test_correctness_and_wrong_answers_are_seen(gpu, monkeypatch, rows):
 
 def test_speed(gpu, monkeypatch, rows):
     put(monkeypatch, speed, SIZES=(2,), COLUMNS=(50,), DTYPES=(torch.float32,), COPIED=1)
-    put(monkeypatch, speed, BATCH_SIZES=(2,), BATCH_D=10, BATCH=2, MOST={"eager": 1e9, "captured": 1e-9})
+    put(monkeypatch, speed, BATCH_SIZES=(2,), BATCH_D=10, BATCHES={"triton": 2, "portable": 2}, MOST={"eager": 1e9, "captured": 1e-9})
     assert speed.main(1.0) == 0
     assert [row[3] for row in rows() if row[0].startswith("t = 2")] == ["yes", "no"]  # within the most
+
+
+def test_rows(gpu, monkeypatch, rows):
+    put(monkeypatch, torch.cuda, reset_peak_memory_stats=lambda: None, memory_allocated=lambda: 0)
+    put(monkeypatch, torch.cuda, max_memory_allocated=lambda: 1)
+    put(monkeypatch, gpu_rows, CASES={"MLP": [(2, 3)], "GPT-2 of 2 layers of 128, LoRA": [(1, 2)]}, TOKENS=5)
+    assert gpu_rows.main(0.0) == 0
+    assert len([row for row in rows() if row[0] in "12"]) == 3
 
 
 def test_training(gpu, monkeypatch, rows):
     shape = Shape(layers=1, width=16, heads=2, words=9, positions=8, rank=2)
     put(monkeypatch, training, SHAPE=shape, TEXTS=4, TOKENS=3, TASKS=(1, 2), STORED=3, ROUNDS=1)
     assert training.main(1e9) == 0
-    assert len([row for row in rows() if row[0].startswith(("no", "A-GEM", "GEM"))]) == 2 * len(training.WAYS)
+    assert len([row for row in rows() if row[0].startswith(("plain", "replay", "A-GEM", "GEM"))]) == 6 * len(training.WAYS)
     with torch.device("meta"):
         model = training.Classifier(Shape())
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == speed.LORA
@@ -114,6 +123,7 @@ def test_a_part_that_hangs_or_fails(monkeypatch, tmp_path, capsys):
         "correctness": "print('right')",
         "speed": "print('begun', flush=True); import time; time.sleep(60)",
         "training": "import sys; print('wrong'); sys.exit(3)",
+        "rows": "",
     }
     assert __main__.main([]) == 1
     assert "needs an NVIDIA GPU" in capsys.readouterr().err

@@ -10,9 +10,9 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
+import problems
 from devices import DEVICE, make_device
 from pages import run
-from problems import assert_close
 
 from conftest import UNSEEN
 from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
@@ -78,6 +78,11 @@ def no_waiting():
 def to(device, tree):
     """Bring all tensors to a device."""
     return tree_map(lambda a: a.to(device) if isinstance(a, torch.Tensor) else a, tree)
+
+
+def assert_close(a, b, **tolerances):
+    """Assert that numbers are close, wherever they are."""
+    problems.assert_close(*to("cpu", (a, b)), **tolerances)
 
 
 def on_cpu(function, *arrays, **options):

@@ -43,8 +43,8 @@ class Config:
     dominant_share: float = setting(0.9, "share of the class that dominates an experience")
     backbone: str = setting("gpt2-medium", "small (pretrained here), a GPT-2 on the hub, or a local folder")
     max_length: int = setting(512, "tokens of an article that the model sees")
-    small_layers: int = 2
-    small_width: int = 128
+    small_layers: int = setting(2, "layers of the small GPT-2")
+    small_width: int = setting(128, "its width, a multiple of 32 if it is larger")
     small_vocabulary: int = 4_000
     small_steps: int = setting(300, "pretraining steps of the small GPT-2")
     device: str = setting("auto", "cpu, cuda, cuda:1, mps or auto")

@@ -79,6 +79,8 @@ def cached(config: Config, texts: Sequence[str], cache: Path) -> Path:
     majors = [version(name).split(".")[0] for name in LIBRARIES]
     training = [BATCH, LR, SEED, EMBEDDING_SCALE, THREADS]
     recipe = [shape, config.max_length, *training, SAME_EVERYWHERE, majors, list(texts)]
+    if config.device != "cpu":
+        recipe.append(config.device)
     return cache / f"small-gpt2-{hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:20]}"
 
 
@@ -135,13 +137,17 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
 def train_model(
     config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], console: Console
 ) -> GPT2LMHeadModel:
-    """Model the language of the texts for a fixed number of steps, one article a row; show progress."""
+    """Model the language of the texts for a fixed number of steps, one article a row; show progress.
+
+    It runs where the experiment does. On a device the model is another one, and not the same to the bit.
+    """
     rows = tokenizer(
         list(texts), truncation=True, max_length=config.max_length, padding=True, return_tensors="pt"
     )
     torch.set_num_threads(THREADS)
     torch.manual_seed(SEED)
-    model = initial_model(config, tokenizer, texts).train()
+    rows = {name: rows[name].to(config.device) for name in ("input_ids", "attention_mask")}
+    model = initial_model(config, tokenizer, texts).train().to(config.device)
     # Not fused, it would take torch.sqrt, whose last bit depends on the processor.
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, config.small_steps, pct_start=0.1)

@@ -63,6 +63,23 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     return run(*dual, start)
 
 
+def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
+    """Return K and b with zeros for the rows that are not finite, and the mask (..., t) of the finite rows.
+
+    No value is read, so a device is not synchronised. If g is not finite, all entries of b are not finite:
+    then all rows are left out, and x is g.
+    """
+    xp = namespace(b)
+    # Not `isfinite`, which is four operations in torch.
+    kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
+    rows = kept
+    if K.ndim <= b.ndim:  # one K for many b: where b_i alone is not finite, g is not
+        rows = xp.abs(xp.linalg.diagonal(K)) < math.inf
+        kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
+    K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))
+    return K, xp.where(kept, b, zero), kept
+
+
 def fits_float32(gram: Gram) -> np.ndarray:
     """Return the mask (...) of problems in which no product left the range of float32; on the CPU."""
     low, high = NARROW_RANGE

@@ -56,7 +56,7 @@ class Exact(Method):
     def solve(  # noqa: D102
         self, K: Array, b: Array, lower: Array = None, upper: Array = None, warm_start: Array = None
     ) -> Outcome:
-        from gemproj.backends import solver_for  # `backends` imports the methods
+        from gemproj.backends import stage_two  # `backends` imports the methods
 
         xp, device, dtype = namespace(b), device_of(b), b.dtype
         shape = (*np.broadcast_shapes(tuple(K.shape[:-2]), tuple(b.shape[:-1])), b.shape[-1])
@@ -68,7 +68,7 @@ class Exact(Method):
             arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
         *dual, start = arrays
         # Not self: a class that derives from this one, and calls this function, would be called again.
-        found = solver_for(dual[1])(Exact(), Standard(*dual), start)
+        found = stage_two(dual[1]).solve(Exact(), Standard(*dual), start)
         if callable(found.status):
             found = found._replace(status=found.status())
         elif isinstance(found.status, int):
@@ -100,7 +100,12 @@ def solve_portable(
         if isinstance(b, np.ndarray):
             return Outcome(lam * scale, iterations, *_judge(K, b, lower, upper, lam))
         lam = lam * scale
-    return Outcome(lam, iterations, lambda: _judge(*normalise(*given, lam)[:5])[0])
+    return Outcome(lam, iterations, status_later(given, lam))
+
+
+def status_later(dual: Standard, lam: Array) -> Callable[[], Array]:
+    """Return a function that computes the status of a solution on a device, when it is asked for."""
+    return lambda: _judge(*normalise(*dual, lam)[:5])[0]
 
 
 def enumerable(t: int, upper: Array | None) -> bool:

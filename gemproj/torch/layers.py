@@ -11,6 +11,10 @@ import torch
 from torch import Tensor, nn
 
 
+# Products are that precise, relative to the inputs, where TF32 is allowed.
+_TF32 = 2.0**-10
+
+
 class RowByRow(Exception):
     """Tells why rows cannot share a pass."""
 
@@ -43,6 +47,8 @@ class RowGradients:
         self._layers: list[tuple[Any, Mapping[str, Tensor], Rule]] = []
         self.reached: set[int] = set()
         self.rounding = max(torch.finfo(part.dtype).eps for part in into.values())
+        if torch.get_float32_matmul_precision() != "highest":
+            self.rounding = max(self.rounding, _TF32)
         self._differentiated = False
         for layer in modules:
             if "_orig_mod" in layer._modules or layer._compiled_call_impl is not None:

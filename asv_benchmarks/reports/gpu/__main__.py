@@ -15,7 +15,7 @@ from asv_benchmarks.reports.gpu.processes import follow
 from asv_benchmarks.reports.machine import versions
 
 # Seconds of each part, estimated for an H100. What one leaves over is for those that follow.
-PARTS = {"correctness": 120.0, "speed": 100.0, "training": 60.0}
+PARTS = {"correctness": 90.0, "speed": 60.0, "training": 75.0, "rows": 25.0}
 # A late part gets so many nevertheless.
 LEAST = 10.0
 PACKAGES = ["torch", "numpy", "cupy-cuda13x"]

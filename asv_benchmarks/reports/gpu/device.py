@@ -1,9 +1,11 @@
 """The device, and calls on it: captured, timed. Without a GPU it is the CPU, for the tests of the parts."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from statistics import median
 from timeit import timeit
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -14,6 +16,11 @@ FLUSH = 1 << 25
 FEWEST, MOST, WARM_CALLS, HOST_CALLS = 5, 30, 20, 100
 
 Call = Callable[[], Any]
+
+
+def backend(name: str) -> AbstractContextManager[Any]:
+    """Choose the backend of the public functions for a while."""
+    return patch("gemproj.backends.wanted", name)
 
 
 def as_graph(call: Call) -> Call:

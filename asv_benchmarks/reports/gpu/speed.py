@@ -12,7 +12,7 @@ from torch import Tensor
 import gemproj
 from asv_benchmarks.benchmarks.common import LORA
 from asv_benchmarks.benchmarks.peers import agem_published, gem_published, igem_published
-from asv_benchmarks.reports.gpu.device import DEVICE, Call, Clock, as_graph, host_time
+from asv_benchmarks.reports.gpu.device import DEVICE, Call, Clock, as_graph, backend, host_time
 from asv_benchmarks.reports.gpu.printing import Running, say
 from asv_benchmarks.reports.gpu.problems import draw
 from asv_benchmarks.reports.tables import digits, power
@@ -20,19 +20,21 @@ from asv_benchmarks.reports.tables import digits, power
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 COLUMNS = (LORA, 1 << 25)
 DTYPES = (torch.float32, torch.bfloat16)
-# Problems of a batch, their rows and columns.
-BATCH, BATCH_SIZES, BATCH_D = 20_000, (2, 8), 64
+# Problems of a batch by backend, their rows and columns.
+BATCHES, BATCH_SIZES, BATCH_D = {"triton": 1_000_000, "portable": 20_000}, (2, 8), 64
 # Rows up to which nothing waits for the device.
 MOST_CAPTURED = 8
 # Numbers that are copied to learn the bandwidth.
 COPIED = 1 << 28
-HEAD = ["t", "floor", "captured", "warm", "eager", "A-GEM, mean", "A-GEM, given", "I-GEM", "KKT residual"]
+HEAD = ["t", "floor", "gram", "combine", "captured", "warm", "eager", "portable, captured", "portable, eager"]
+HEAD += ["A-GEM, mean", "A-GEM, given", "I-GEM", "KKT residual"]
 # Of the optimality conditions, free of scale.
 BOUND = 1e-6
 NOTE = """
 Microseconds, cold but for "warm": before each call one buffer is written, which fills the L2 cache, and
-another is read. Floor: the time in which a copy moves G and g twice and x once. Captured, warm and both
-A-GEM, which never wait here, are replays of CUDA graphs; above 8 rows the CPU solves, and there is none."""
+another is read. Floor: the time in which a copy moves G and g twice and x once. All but "eager", I-GEM and
+GEM are replays of CUDA graphs; above 8 rows the CPU solves, and there is none. Gram and combine are the first
+and the last stage. Portable: array operations, without Triton's kernels."""
 # What a projection takes on an H100 according to the paper on I-GEM, d = 2,166,784.
 PAPER = {"GEM": 1_960_000.0, "I-GEM": 2160.0, "A-GEM": 216.0}
 # d = 2,166,784, float32, t = 2: microseconds, eager no more than the paper's A-GEM.
@@ -67,10 +69,17 @@ class Speed:
         x, mean, cold = torch.empty_like(g), torch.empty_like(g), self.clock.cold
         project = partial(gemproj.project, G, g, out=x)
         times: Times = {"floor": (2 * len(G) + 3) * g.nbytes / self.rate}
+        lam = gemproj.solve_dual(G, g).multipliers
+        times["gram"] = self._replayed(partial(gemproj.gram, G, g))
+        times["combine"] = self._replayed(partial(gemproj.combine, G, g, lam, out=x))
+        times["eager"] = cold(project)
         if len(G) <= MOST_CAPTURED:
             times["captured"] = self._replayed(project)
             times["warm"] = self._replayed(project, self.clock.warm)
-        times["eager"] = cold(project)
+        with backend("portable"):
+            times["portable, eager"] = cold(project)
+            if len(G) <= MOST_CAPTURED:
+                times["portable, captured"] = self._replayed(project)
         times["A-GEM, mean"] = self._replayed(lambda: agem(g, torch.mean(G, 0, out=mean), x))
         times["A-GEM, given"] = self._replayed(lambda: agem(g, mean, x))
         times["I-GEM"] = cold(partial(igem_published, G, g))
@@ -103,21 +112,26 @@ class Speed:
 
     def host(self) -> None:
         """Print when calls return, with so few columns that the device is never waited for."""
-        table = Running(f"Microseconds until a call returns, d = {BATCH_D}", ["t", "eager", "replay"])
+        head = ["t", "eager", "portable", "replay"]
+        table = Running(f"Microseconds until a call returns, d = {BATCH_D}", head)
         for t in SIZES:
             G, g = draw(t, BATCH_D)
             call = partial(gemproj.project, G, g, out=torch.empty_like(g))
             replay = digits(host_time(as_graph(call))) if t <= MOST_CAPTURED else ""
-            table.row(str(t), digits(host_time(call)), replay)
+            with backend("portable"):
+                portable = host_time(call)
+            table.row(str(t), digits(host_time(call)), digits(portable), replay)
 
     def batches(self) -> None:
         """Print how many small problems are solved in a second."""
-        title = f"Batches of {BATCH:,}, d = {BATCH_D}, float32, warm"
-        table = Running(title, ["t", "microseconds", "problems/s"])
+        head = ["t", "backend", "problems", "microseconds", "problems/s"]
+        table = Running(f"Batches, d = {BATCH_D}, float32, warm", head)
         for t in BATCH_SIZES:
-            G, g = draw(t, BATCH_D, batch=(BATCH,))
-            whole = self.clock.warm(partial(gemproj.project, G, g, out=torch.empty_like(g)))
-            table.row(str(t), digits(whole), f"{1e6 * BATCH / whole:.1e}")
+            for name, count in BATCHES.items():
+                G, g = draw(t, BATCH_D, batch=(count,))
+                with backend(name):
+                    whole = self.clock.warm(partial(gemproj.project, G, g, out=torch.empty_like(g)))
+                table.row(str(t), name, f"{count:,}", digits(whole), f"{1e6 * count / whole:.1e}")
 
     def verdicts(self) -> None:
         """Print which targets are met."""

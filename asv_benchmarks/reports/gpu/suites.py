@@ -9,14 +9,15 @@ from functools import partial
 from asv_benchmarks.reports.gpu.printing import Checks, Found, say
 from asv_benchmarks.reports.gpu.processes import follow
 
-# By title: files of tests, and which of their tests.
+# By title: files of tests, and which of their tests; both with Triton's kernels and without.
 SUITES = {
-    "tests of what waits": (["device"], ""),
-    "tests of the public functions": (
+    "what waits": (["device"], ""),
+    "the public functions": (
         ["stages", "exact", "bounds", "refine", "certificate", "methods", "bad_input", "derivative"],
         "cuda or cupy",
     ),
 }
+BACKENDS = ("triton", "portable")
 # Warnings of other libraries are no errors here: a machine with a GPU has versions of its own.
 OPTIONS = ["-q", "-rfE", "-p", "no:cacheprovider", "-W", "default", "--maxfail", "10", "--tb", "line"]
 _MOST_NAMED = 20
@@ -26,10 +27,11 @@ def run_suites(seconds: float) -> int:
     """Run all suites at once, print a table, and return how many were wrong."""
     title = "Tests of the project on the device; errors are tests that failed, or 1 if none ran"
     checks, failures = Checks(title), []
-    with ThreadPoolExecutor(sum(len(files) for files, _ in SUITES.values())) as pool:
+    with ThreadPoolExecutor(len(BACKENDS) * sum(len(files) for files, _ in SUITES.values())) as pool:
         running = {
-            name: pool.map(partial(_tested, chosen=chosen, seconds=seconds), files)
+            f"{name}, {backend}": pool.map(partial(_tested, backend, chosen, seconds), files)
             for name, (files, chosen) in SUITES.items()
+            for backend in BACKENDS
         }
         for name, results in running.items():
             counts = Counter[str]()
@@ -42,11 +44,11 @@ def run_suites(seconds: float) -> int:
     return checks.wrong
 
 
-def _tested(file: str, chosen: str, seconds: float) -> tuple[Counter[str], list[str]]:
+def _tested(backend: str, chosen: str, seconds: float, file: str) -> tuple[Counter[str], list[str]]:
     """Return how many tests of a file passed, failed or were skipped, and which failed and why."""
     lines: list[str] = []
     command = [sys.executable, "-um", "pytest", *OPTIONS, "-k", chosen, f"tests/test_{file}.py"]
-    code = follow(command, seconds, lines.append, GEMPROJ_BACKEND="portable", OMP_NUM_THREADS="1")
+    code = follow(command, seconds, lines.append, GEMPROJ_BACKEND=backend, OMP_NUM_THREADS="1", COLUMNS="160")
     found = re.findall(r"(\d+) (passed|failed|error|skipped)", lines[-1] if lines else "")  # its summary
     counts = Counter({word: int(number) for number, word in found})
     failures = [line.split(" ", 1)[1] for line in lines if line.startswith(("FAILED ", "ERROR "))]

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -17,20 +18,26 @@ from gemproj.torch import EpisodicMemory, GradientProjector
 SHAPE = Shape()
 TEXTS, TOKENS, TASKS, STORED = 32, 128, (3, 10, 20), 100
 ROUNDS = 5
+PRECISIONS = ("bfloat16", "TF32", "float32")  # by autocast; of matrix products; without either
 STAGES = ["batch", "constraint gradients", "projection", "optimizer", "in all"]
+HEAD = ["", *STAGES, "plain steps"]
 # Of the optimality conditions, free of scale.
 BOUND = 1e-6
+# With 16 texts of each of 3 tasks, rows in one pass where that is possible: parts of a step, and plain steps.
+MOST_PROJECTION, MOST_STEPS, JUDGED = 0.01, 1.6, "GEM, 16 texts a task"
 
 Batch = dict[str, torch.Tensor]
-Batches = Callable[[EpisodicMemory], Iterable[Any]]
-WAYS: dict[str, Batches | None] = {
-    "no constraints": None,
-    f"A-GEM, {TEXTS} texts": lambda memory: [memory.sample(TEXTS)],
-    "GEM, 16 texts a task": lambda memory: memory.batches(n=16),
-    "GEM, 16 texts a task, a pass each": lambda memory: list(memory.batches(n=16)),
-    "GEM, 4 texts a task": lambda memory: memory.batches(n=4),
-    "GEM, 4 texts a task, a pass each": lambda memory: list(memory.batches(n=4)),
-    f"GEM, {STORED} texts a task": EpisodicMemory.batches,
+Rows = Callable[[EpisodicMemory], Iterable[Any]]
+# By name: texts of each past task in the batch, and the batches of rows of G.
+WAYS: dict[str, tuple[int, Rows | None]] = {
+    "plain": (0, None),
+    "replay, 16 texts a task": (16, None),
+    "replay, 4 texts a task": (4, None),
+    f"A-GEM, {TEXTS} texts": (0, lambda memory: [memory.sample(TEXTS)]),
+    JUDGED: (0, lambda memory: memory.batches(n=16)),
+    f"{JUDGED}, a pass each": (0, lambda memory: list(memory.batches(n=16))),
+    "GEM, 4 texts a task": (0, lambda memory: memory.batches(n=4)),
+    "GEM, 4 texts a task, a pass each": (0, lambda memory: list(memory.batches(n=4))),
 }
 
 
@@ -40,9 +47,9 @@ def draw(n: int) -> Batch:
     return {"tokens": tokens, "labels": torch.randint(SHAPE.classes, (n,), device=DEVICE)}
 
 
-def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the loss of each text, as a loop with autocast computes it."""
-    with torch.autocast(DEVICE.type, torch.bfloat16):
+def loss(half: bool, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+    """Return the loss of each text, with or without autocast to bfloat16."""
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=half):
         logits = model(batch["tokens"])
     return cross_entropy(logits.float(), batch["labels"], reduction="none")
 
@@ -50,26 +57,50 @@ def loss(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 class Loop:
     """A model, an optimizer and a projector. Of the projections, `wrong` were not optimal."""
 
-    def __init__(self) -> None:
+    def __init__(self, precision: str) -> None:
+        torch.set_float32_matmul_precision("high" if precision == "TF32" else "highest")
         with DEVICE:
             self.model, self.wrong = Classifier(SHAPE), 0
+        # One function for all steps: whether rows can share a pass is found out once for each.
+        self.loss = partial(loss, precision == "bfloat16")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
         self.projector = GradientProjector(self.parameters)
 
-    def step(self, memory: EpisodicMemory, batches: Batches | None) -> dict[str, float]:
-        """Make a step, with the gradients of `batches` as constraints; return milliseconds by stage."""
+    def step(self, memory: EpisodicMemory, replayed: int, rows: Rows | None) -> dict[str, float]:
+        """Make a step; return milliseconds by stage."""
         batch, projector = draw(TEXTS), self.projector
+        if replayed:
+            past: Any = memory.sample(replayed * len(memory.tasks))
+            batch = {name: torch.cat([batch[name], past[name]]) for name in batch}
         self.optimizer.zero_grad()
-        times = {STAGES[0]: _timed(lambda: loss(self.model, batch).mean().backward())}
-        if batches is not None:
-            times[STAGES[1]] = _timed(lambda: projector.recall(self.model, batches(memory), loss))
+        times = {STAGES[0]: _timed(lambda: self.loss(self.model, batch).mean().backward())}
+        if rows is not None:
+            times[STAGES[1]] = _timed(lambda: projector.recall(self.model, rows(memory), self.loss))
             times[STAGES[2]] = _timed(projector.project_)
             assert projector.last
             assert projector.last.solution
             self.wrong += not float(projector.last.solution.kkt_residual()) < BOUND
         times[STAGES[3]] = _timed(self.optimizer.step)
         return times | {STAGES[4]: sum(times.values())}
+
+    def tabulate(self, title: str, memory: EpisodicMemory) -> dict[str, dict[str, float]]:
+        """Print a table of all ways, and return the medians of each."""
+        table, found = Running(f"{title}; milliseconds, medians of {ROUNDS} steps", HEAD), {}
+        for name, (replayed, rows) in WAYS.items():
+            self.projector.reset()
+            try:
+                steps = [self.step(memory, replayed, rows) for _ in range(ROUNDS + 1)][1:]
+            except torch.cuda.OutOfMemoryError:
+                table.row(name, *[""] * len(STAGES), "out of memory")
+                continue
+            found[name] = {stage: median(step[stage] for step in steps) for stage in steps[0]}
+            cells = [f"{found[name][stage]:.2f}" if stage in found[name] else "" for stage in STAGES]
+            plain = found["plain"][STAGES[4]]
+            table.row(name, *cells, f"{found[name][STAGES[4]] / plain:.2f}")
+            if rows is not None and "each" not in name and self.projector.why_row_by_row:
+                print(f"{title}, {name}: {self.projector.why_row_by_row}", file=sys.stderr)
+        return found
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -81,25 +112,34 @@ def _timed(call: Callable[[], object]) -> float:
 
 
 def main(seconds: float) -> int:
-    """Print a table for each number of past tasks; return 1 if a projection was not optimal."""
-    end = time.monotonic() + seconds
+    """Print a table for each precision and number of past tasks; return 1 if a projection was not optimal."""
+    end, wrong, judged = time.monotonic() + seconds, 0, {}
     torch.manual_seed(20171208)
-    loop = Loop()
-    weights = sum(p.numel() for p in loop.parameters)
-    say(f"{SHAPE}: {weights:,} trained weights; {TEXTS} texts of {TOKENS} tokens, autocast to bfloat16.")
-    for tasks in TASKS:
-        start, memory = time.monotonic(), EpisodicMemory(per_task=STORED)
-        for task in range(tasks):
-            memory.add(draw(STORED), task)
-        table = Running(f"{tasks} past tasks; milliseconds, medians of {ROUNDS} steps", ["", *STAGES])
-        for name, batches in WAYS.items():
-            loop.projector.reset()
-            steps = [loop.step(memory, batches) for _ in range(ROUNDS + 1)][1:]
-            medians = {stage: f"{median(step[stage] for step in steps):.2f}" for stage in steps[0]}
-            table.row(name, *(medians.get(stage, "") for stage in STAGES))
-        if 4 * (time.monotonic() - start) > end - time.monotonic():
-            break  # a table of more tasks would take about so long
-    return int(bool(loop.wrong))
+    with torch.device("meta"):
+        weights = sum(p.numel() for p in Classifier(SHAPE).parameters() if p.requires_grad)
+    say(f"{SHAPE}: {weights:,} trained weights; {TEXTS} texts of {TOKENS} tokens.")
+    for precision in PRECISIONS:
+        loop = Loop(precision)
+        for tasks in TASKS:
+            start, memory = time.monotonic(), EpisodicMemory(per_task=STORED)
+            for task in range(tasks):
+                memory.add(draw(STORED), task)
+            found = loop.tabulate(f"{precision}, {tasks} past tasks", memory)
+            if tasks == TASKS[0] and JUDGED in found:
+                judged[precision] = found
+            if 4 * (time.monotonic() - start) > end - time.monotonic():
+                break  # a table of more tasks would take about so long
+        wrong += loop.wrong
+        del loop
+        torch.cuda.empty_cache()
+    table = Running(f"Targets: {TASKS[0]} past tasks, {JUDGED}", ["", "target", "found", "met"])
+    for precision, found in judged.items():
+        step = found[JUDGED]
+        part, steps = step[STAGES[2]] / step[STAGES[4]], step[STAGES[4]] / found["plain"][STAGES[4]]
+        met = ["yes" if value <= most else "no" for value, most in ((part, MOST_PROJECTION), (steps, MOST_STEPS))]
+        table.row(f"{precision}, projection, of the step", f"{MOST_PROJECTION:.0%}", f"{part:.1%}", met[0])
+        table.row(f"{precision}, plain steps", f"{MOST_STEPS}", f"{steps:.2f}", met[1])
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,218 @@
+"""The triton backend: which problems the kernels take, and their launches."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gemproj._arrays import Array
+from gemproj._constants import WIDE_ROUNDING
+from gemproj._problem import Problem
+from gemproj._tspace import Gram, Standard
+from gemproj.backends import portable
+from gemproj.backends.triton import kernels
+from gemproj.methods import Exact, Method, Outcome
+from gemproj.methods.exact import status_later
+
+__all__ = ["Triton", "bind", "drop_not_finite", "solve"]
+
+# Rows up to which entries of K are registers.
+_FEW = 8
+# Programs for each multiprocessor, of stage 1 and stage 3, and the fewest columns of one.
+_MEASURING, _COMBINING, _LEAST = 4, 16, 1024
+# Columns that a program of stage 3 takes at a time.
+_COLUMNS = 512
+_PORTABLE = portable.Portable()
+
+
+class Block(NamedTuple):
+    """Arrays of a block, with contiguous columns, and what kernels ask of them."""
+
+    arrays: tuple[Tensor, Tensor, Tensor]  # G (problems, t, n), g (problems, n), and the metric or g
+    columns: int
+    strides: tuple[int, int, int, int]  # between rows; between problems, of G, g and the metric
+    constants: tuple[bool, bool]  # whether rows begin and end at multiples of 16 entries; is there a metric
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, G: Tensor, g: Tensor, w: Tensor | None, batch: tuple[int, ...], t: int) -> Block | None:
+        """Return the block of these arrays; None where columns are not contiguous."""
+        if batch or g.ndim != 1:
+            many = math.prod(batch)
+            G, g = G.view(many, t, -1), g.view(many, -1)
+            w = None if w is None else w.view(many, -1)
+        n, arrays, apart = g.shape[-1], (G, g, g if w is None else w), [0, 0, 0]
+        if any(a.stride(-1) != 1 for a in arrays):
+            return None
+        if len(g) > 1 and g.ndim == 2:
+            apart = [a.stride(0) for a in arrays]
+        strides = (G.stride(-2), *apart[:2], 0 if w is None else apart[2])
+        odd = any(number % 16 for number in (n, *strides)) or any(a.data_ptr() % 16 for a in arrays)
+        return cls(arrays, n, strides, (not odd, w is not None), (G.dtype, g.dtype, arrays[2].dtype))
+
+
+def bind(problem: Problem) -> Triton | None:
+    """Return the backend for a problem; None where the kernels cannot read its arrays as they are."""
+    t, batch = problem.t, problem.batch
+    if t == 0 or problem.shared or 0 in batch:
+        return None
+    weights = problem.weight or [None] * len(problem.rows)
+    arrays = zip(problem.rows, problem.vector, weights, strict=True)
+    try:
+        blocks = [Block.of(G, g, w, batch, t) for G, g, w in arrays if g.numel()]
+    except RuntimeError:  # a view would have to be a copy
+        return None
+    return Triton(blocks, problem) if blocks and None not in blocks else None
+
+
+class Triton:
+    """Stages 1 and 3 in a launch for each block; see `gemproj.backends.Backend`."""
+
+    name = "triton"
+
+    def __init__(self, blocks: list[Any], problem: Problem) -> None:
+        self._blocks, self._many = blocks, math.prod(problem.batch)
+        self._programs = max(1, _processors(problem.device) // self._many)
+
+    def gram(self, problem: Problem) -> tuple[Gram, float]:
+        """Return K, b and |g|^2 as views of one tensor, and their rounding error."""
+        t, n, many, batch = problem.t, problem.t + 1, self._many, problem.batch
+        if t > _FEW:
+            return _PORTABLE.gram(problem)
+        # More rows take more registers, so that fewer programs run at once.
+        programs = self._programs * (_MEASURING if t <= _FEW // 2 else _MEASURING // 2)
+        width = 2 if any(torch.float64 in block.dtypes for block in self._blocks) else 4
+        cuts = [_cut(block.columns, 128 * width, programs, _LEAST) for block in self._blocks]
+        parts, first = sum(own for _, own in cuts), 0
+        partial = torch.empty((many, parts, n, n), dtype=torch.float64, device=problem.device)
+        for block, (share, own) in zip(self._blocks, cuts, strict=True):
+            small = block.columns <= 256  # a batch of small problems: one warp each
+            numbers = (block.columns, share, first, parts, *block.strides)
+            constants = (t, 32 if small else 128, width, *block.constants)
+            arguments = (*block.arrays, partial, *numbers)
+            launch(kernels.products, (many, own, 1), arguments, constants, block.dtypes, 1 if small else 4)
+            first += own
+        total = partial
+        if parts > 1:
+            total = torch.empty((many, n, n), dtype=torch.float64, device=problem.device)
+            grid = many, -(-n * n // 16), 1
+            launch(kernels.add_up, grid, (partial, total, parts), (n * n, 16), (), 8)
+        total = total.view(*batch, n, n)
+        return Gram(total[..., :t, :t], total[..., t, :t], total[..., t, t]), WIDE_ROUNDING
+
+    def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
+        """Write x in a launch for each block."""
+        t, many, out = problem.t, self._many, [a for a in x if a.numel()]
+        if not all(a.is_contiguous() for a in out):
+            return _PORTABLE.combine(problem, lam, x)
+        lam = lam.contiguous()
+        for block, to in zip(self._blocks, out, strict=True):
+            n, (aligned, weighted) = block.columns, block.constants
+            columns = 128 if n <= 128 else _COLUMNS
+            share, parts = _cut(n, columns, self._programs * _COMBINING, columns)
+            numbers = (t, n, share, *block.strides, n)
+            constants = (columns, aligned and to.data_ptr() % 16 == 0, weighted)
+            arguments = (*block.arrays, lam, to, *numbers)
+            launch(kernels.add_rows, (many, parts, 1), arguments, constants, block.dtypes, columns // 128)
+        return None
+
+
+def drop_not_finite(K: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `portable.drop_not_finite` does, in one launch."""
+    t = b.shape[-1]
+    if not _fits(b) or K.ndim <= b.ndim:
+        return portable.drop_not_finite(K, b)
+    finite = torch.empty(K.shape, dtype=K.dtype, device=K.device), b.new_empty(b.shape)
+    kept = torch.empty(b.shape, dtype=torch.bool, device=K.device)
+    many, given, numbers = _flat(K, b)
+    constants = (t, 1 << (t - 1).bit_length())
+    launch(kernels.finite, (many, 1, 1), (*given, *finite, kept, *numbers), constants, (), 1)
+    return *finite, kept
+
+
+def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
+    """Return the outcome of `Exact` for up to 8 rows without upper bounds in one launch, else portable."""
+    K, b, lower, upper = dual
+    t = b.shape[-1]
+    if type(method) is not Exact or upper is not None or not _fits(b):
+        return portable.solve(method, dual, start)
+    lam = b.new_empty(b.shape)
+    bound = lam if lower is None else lower.expand(b.shape).contiguous()
+    many, given, numbers = _flat(K, b)
+    constants = (t, lower is not None)
+    launch(kernels.search, (many, 1, 1), (*given, bound, lam, *numbers), constants, (), max(1, 2**t // 32))
+    return Outcome(lam, 0, status_later(dual, lam))
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, int, int],
+    arguments: tuple[Any, ...],
+    constants: tuple[Any, ...],
+    dtypes: tuple[torch.dtype, ...],
+    warps: int,
+) -> None:
+    """Launch a kernel on the device of its first argument.
+
+    Triton takes 10 to 20 microseconds to find out which compiled kernel goes with its arguments. That depends
+    on the key here, and neither on the values of numbers nor on the alignment of tensors.
+
+    Parameters
+    ----------
+    arguments, constants : tuple
+        Tensors and numbers, and then the compile-time constants.
+    dtypes : tuple
+        Of the tensors whose dtypes are not always the same.
+    """
+    device = arguments[0].device
+    key = (id(kernel), device, warps, constants, dtypes)
+    found = _compiled.get(key)
+    with _current(device):
+        if found is not None:
+            found[grid](*arguments, *constants)
+        else:
+            _compiled[key] = kernel[grid](*arguments, *constants, num_warps=warps)
+
+
+_compiled: dict[Any, Any] = {}
+_HERE = nullcontext()
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """Make a device the current one, where Triton launches."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(device)
+
+
+def _fits(b: Tensor) -> bool:
+    return 0 < b.shape[-1] <= _FEW and b.numel() > 0 and b.dtype == torch.float64
+
+
+def _flat(K: Tensor, b: Tensor) -> tuple[int, tuple[Tensor, Tensor], tuple[int, int, int, int]]:
+    """Return the number of problems, K and b with one dimension for them, and strides: of_K, row, of_b, step."""
+    t, many = b.shape[-1], 1
+    if b.ndim > 1:
+        K, b = K.expand(*b.shape, t).reshape(-1, t, t), b.reshape(-1, t)
+        many = len(b)
+    if K.stride(-1) != 1:
+        K = K.contiguous()
+    of_K, of_b = (K.stride(0), b.stride(0)) if b.ndim > 1 else (0, 0)
+    return many, (K, b), (of_K, K.stride(-2), of_b, b.stride(-1))
+
+
+def _cut(columns: int, unit: int, most: int, least: int) -> tuple[int, int]:
+    """Return the columns of a program, a multiple of `unit` and at least `least`, and how many programs."""
+    share = -(-max(least, -(-columns // most)) // unit) * unit
+    return share, -(-columns // share)
+
+
+@lru_cache(maxsize=16)
+def _processors(device: torch.device) -> int:
+    """Return the number of multiprocessors; a few on the CPU, where Triton's interpreter runs kernels."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3

@@ -1,0 +1,232 @@
+"""The kernels: products of rows, active sets of up to 8 rows, and the combination of rows.
+
+All sums are in float64. The number of rows T is a compile-time constant, so the entries of small matrices are
+registers: tuples of scalars, or of vectors with one lane for each active set.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from gemproj._constants import DEPENDENT, EPS
+
+_DEPENDENT: tl.constexpr = tl.constexpr(DEPENDENT * EPS)
+_INF: tl.constexpr = tl.constexpr(float("inf"))
+# Partial sums that are added at a time.
+_SUMS: tl.constexpr = tl.constexpr(128)
+# Triton compiles a kernel again where a number is 1 or a multiple of 16, and where an address is a multiple of
+# 16 bytes. Here it does not; ALIGNED says whether all strides and addresses are multiples of 16.
+_NUMBERS = ["columns", "share", "first", "parts", "stride", "of_G", "of_g", "of_w", "of_x", "row", "of_K", "of_b"]
+_TENSORS = ["G", "g", "w", "x", "partial", "total", "K", "b", "K_out", "b_out", "kept", "lower", "lam"]
+kernel = triton.jit(do_not_specialize=[*_NUMBERS, "step", "rows"], do_not_specialize_on_alignment=_TENSORS)
+
+
+@triton.jit
+def _aligned(number, ALIGNED: tl.constexpr):
+    """Return a number that the compiler knows to be a multiple of 16, if it is one."""
+    return number // 16 * 16 if ALIGNED else number
+
+
+@triton.jit
+def _at(pointer, offset, ALIGNED: tl.constexpr):
+    """Return a pointer that is moved by an offset; it is to 16 bytes, if both are."""
+    if ALIGNED:
+        return tl.multiple_of(pointer + offset // 16 * 16, 16)
+    return pointer + offset
+
+
+@triton.jit
+def _inverse(a):
+    """Return 1/a, and 0 where a is not positive."""
+    return tl.where(a > 0, 1.0 / tl.where(a > 0, a, 1.0), 0.0)
+
+
+@kernel
+def products(
+    G, g, w, partial, columns: tl.int64, share: tl.int64, first: tl.int64, parts: tl.int64, stride: tl.int64,
+    of_G: tl.int64, of_g: tl.int64, of_w: tl.int64,
+    T: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Write the products of the rows [G; g] in a share of the columns of a problem, (T + 1) x (T + 1).
+
+    With a metric w, rows of G are divided and g is multiplied by sqrt(w).
+    """
+    COLUMNS: tl.constexpr = THREADS * WIDTH
+    problem, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    stride = _aligned(stride, ALIGNED)
+    G = _at(G, problem * of_G, ALIGNED)
+    g = _at(g, problem * of_g, ALIGNED)
+    w = _at(w, problem * of_w, ALIGNED)
+    begin = part * share // COLUMNS * COLUMNS
+    end = _aligned(tl.minimum(begin + share, columns), ALIGNED)
+    sums = ()
+    for _ in tl.static_range((T + 1) * (T + 2) // 2):
+        sums = sums + (tl.zeros((THREADS,), dtype=tl.float64),)
+    for start in range(begin, end, COLUMNS):
+        j = start + tl.arange(0, THREADS)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        inside = j < end
+        root = tl.full((THREADS, WIDTH), 1.0, dtype=tl.float64)
+        if WEIGHTED:
+            root = tl.sqrt(tl.load(w + j, mask=inside, other=1.0).to(tl.float64))
+        x = ()
+        for i in tl.static_range(T):
+            row = tl.load(G + i * stride + j, mask=inside, other=0.0).to(tl.float64)
+            x = x + (row / root if WEIGHTED else row,)
+        x = x + (tl.load(g + j, mask=inside, other=0.0).to(tl.float64) * root,)
+        new = ()
+        for i in tl.static_range(T + 1):
+            for k in tl.static_range(i + 1):
+                new = new + (sums[i * (i + 1) // 2 + k] + tl.sum(x[i] * x[k], axis=1),)
+        sums = new
+    n: tl.constexpr = T + 1
+    partial += (problem * parts + first + part) * n * n
+    for i in tl.static_range(T + 1):
+        for k in tl.static_range(i + 1):
+            total = tl.sum(sums[i * (i + 1) // 2 + k], axis=0)
+            tl.store(partial + i * n + k, total)
+            tl.store(partial + k * n + i, total)
+
+
+@kernel
+def add_up(partial, total, parts: tl.int64, ENTRIES: tl.constexpr, E: tl.constexpr):
+    """Add up the partial sums of each entry, always in the same order."""
+    problem, e = tl.program_id(0).to(tl.int64), tl.program_id(1) * E + tl.arange(0, E)
+    partial += problem * parts * ENTRIES
+    sums = tl.zeros((_SUMS, E), dtype=tl.float64)
+    for start in range(0, parts, _SUMS):
+        p = start + tl.arange(0, _SUMS)
+        mask = (p < parts)[:, None] & (e < ENTRIES)[None, :]
+        sums += tl.load(partial + p[:, None] * ENTRIES + e[None, :], mask=mask, other=0.0)
+    tl.store(total + problem * ENTRIES + e, tl.sum(sums, axis=0), mask=e < ENTRIES)
+
+
+@kernel
+def finite(
+    K, b, K_out, b_out, kept, of_K: tl.int64, row: tl.int64, of_b: tl.int64, step: tl.int64,
+    T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Write K and b with zeros for the rows that are not finite, and which rows are finite."""
+    problem, i = tl.program_id(0).to(tl.int64), tl.arange(0, N)
+    inside = i < T
+    K += problem * of_K
+    b += problem * of_b
+    diagonal = tl.load(K + i * (row + 1), mask=inside, other=0.0)
+    right = tl.load(b + i * step, mask=inside, other=0.0)
+    good = tl.abs(diagonal) + tl.abs(right) < _INF
+    tl.store(b_out + problem * T + i, tl.where(good, right, 0.0), mask=inside)
+    tl.store(kept + problem * T + i, good, mask=inside)
+    for k in tl.static_range(T):
+        here = tl.load(K + k * row + i, mask=inside, other=0.0)
+        of_k = tl.sum(tl.where((i == k) & good, 1, 0), axis=0) > 0
+        tl.store(K_out + (problem * T + k) * T + i, tl.where(good & of_k, here, 0.0), mask=inside)
+
+
+@kernel
+def search(
+    K, b, lower, lam, of_K: tl.int64, row: tl.int64, of_b: tl.int64, step: tl.int64,
+    T: tl.constexpr, SIGNED: tl.constexpr,
+):  # fmt: skip
+    """Solve on all 2^T active sets by Cholesky, and write the solution with the smallest natural residual.
+
+    This is `gemproj.methods._enumeration.factorise_active_sets`, with a lane for each set.
+    """
+    problem, n = tl.program_id(0).to(tl.int64), tl.arange(0, 2**T)
+    K += problem * of_K
+    b += problem * of_b
+    scale, linear, free = (), (), ()
+    for i in tl.static_range(T):
+        scale = scale + (_inverse(tl.sqrt(tl.load(K + i * (row + 1)))),)
+        linear = linear + (tl.load(b + i * step) * scale[i],)
+        free = free + (((n >> i) & 1).to(tl.float64),)
+    # Row i >= j of column j of the factor is at j * T - j * (j + 1) // 2 + i; of the diagonal it is the inverse.
+    factor, smallest = (), tl.full((2**T,), 1.0, dtype=tl.float64)
+    for j in tl.static_range(T):
+        for i in tl.static_range(j, T):
+            entry = tl.load(K + i * row + j) * (scale[i] * scale[j]) * (free[i] * free[j])
+            if i == j:
+                entry = tl.where(entry > 0, entry, 1.0)
+            for k in tl.static_range(j):
+                entry -= factor[k * T - k * (k + 1) // 2 + i] * factor[k * T - k * (k + 1) // 2 + j]
+            if i == j:
+                smallest = tl.minimum(smallest, entry)
+                entry = 1.0 / tl.sqrt(tl.where(entry > _DEPENDENT, entry, 1.0))
+            else:
+                entry = entry * factor[j * T - j * (j + 1) // 2 + j]
+            factor = factor + (entry,)
+    half = ()
+    for i in tl.static_range(T):
+        value = free[i] * linear[i]
+        for k in tl.static_range(i):
+            value -= factor[k * T - k * (k + 1) // 2 + i] * half[k]
+        half = half + (value * factor[i * T - i * (i + 1) // 2 + i],)
+    x = ()  # of the last row first
+    for i in tl.static_range(T - 1, -1, -1):
+        value = -half[i]
+        for k in tl.static_range(i + 1, T):
+            value -= factor[i * T - i * (i + 1) // 2 + k] * x[T - 1 - k]
+        x = x + (value * factor[i * T - i * (i + 1) // 2 + i],)
+    miss = tl.zeros((2**T,), dtype=tl.float64)
+    for i in tl.static_range(T):
+        s = tl.zeros((2**T,), dtype=tl.float64) + linear[i]
+        for k in tl.static_range(T):
+            s += tl.load(K + i * row + k) * scale[i] * scale[k] * x[T - 1 - k]
+        residual = tl.minimum(x[T - 1 - i], s)
+        if SIGNED:
+            residual = tl.where(tl.load(lower + problem * T + i) < 0, s, residual)
+        residual = tl.where(scale[i] > 0, tl.abs(residual), 0.0)
+        miss = tl.where(residual <= miss, miss, residual)  # which also takes over NaN
+    miss = tl.where((smallest > _DEPENDENT) & (miss < _INF), miss, _INF)
+    # Ties go to the first set: if no constraint is violated this is the empty set, and x is g.
+    best = tl.min(tl.where(miss == tl.min(miss, axis=0), n, 2**T), axis=0)
+    for i in tl.static_range(T):
+        value = tl.sum(tl.where(n == best, x[T - 1 - i], 0.0), axis=0)
+        bound = 0.0
+        if SIGNED:
+            bound = tl.load(lower + problem * T + i)
+        tl.store(lam + problem * T + i, tl.maximum(value, bound) * scale[i])
+
+
+@triton.jit
+def _round(value, to):
+    """Round float64 once to the dtype of a pointer.
+
+    The hardware rounds to 16 bits by way of float32. Rounding to float32 towards odd makes the second
+    rounding the only one.
+    """
+    if to.dtype.element_ty.primitive_bitwidth == 16:
+        near = value.to(tl.float32)
+        back, bits = near.to(tl.float64), near.to(tl.int32, bitcast=True)
+        bits = tl.where(tl.abs(back) > tl.abs(value), bits - 1, bits)  # towards zero
+        value = tl.where(back != value, bits | 1, bits).to(tl.float32, bitcast=True)
+    return value.to(to.dtype.element_ty)
+
+
+@kernel
+def add_rows(
+    G, g, w, lam, x, rows: tl.int64, columns: tl.int64, share: tl.int64, stride: tl.int64,
+    of_G: tl.int64, of_g: tl.int64, of_w: tl.int64, of_x: tl.int64,
+    COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, WEIGHTED: tl.constexpr,
+):  # fmt: skip
+    """Write a share of the columns of x = g + G'lam / w, without a look at rows whose multiplier is zero."""
+    problem, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
+    stride = _aligned(stride, ALIGNED)
+    G = _at(G, problem * of_G, ALIGNED)
+    g = _at(g, problem * of_g, ALIGNED)
+    w = _at(w, problem * of_w, ALIGNED)
+    x = _at(x, problem * of_x, ALIGNED)
+    begin = part * share // COLUMNS * COLUMNS
+    end = _aligned(tl.minimum(begin + share, columns), ALIGNED)
+    for start in range(begin, end, COLUMNS):
+        j = start + tl.arange(0, COLUMNS)
+        inside = j < end
+        step = tl.zeros((COLUMNS,), dtype=tl.float64)
+        for i in range(rows):
+            weight = tl.load(lam + problem * rows + i)
+            if weight != 0:  # zero times NaN would not be zero
+                step += weight * tl.load(G + i * stride + j, mask=inside, other=0.0).to(tl.float64)
+        if WEIGHTED:
+            step = step / tl.load(w + j, mask=inside, other=1.0).to(tl.float64)
+        value = tl.load(g + j, mask=inside, other=0.0).to(tl.float64) + step
+        tl.store(x + j, _round(value, x), mask=inside)
