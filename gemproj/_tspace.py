@@ -179,7 +179,7 @@ def sweep(tableau: Array, k: int) -> Array:
     pivot = xp.where(pivot > dependent_below(tableau), pivot, xp.ones_like(pivot))[..., None]
     row = tableau[..., k, :] / pivot
     column = tableau[..., :, k] + 0.0
-    column[..., k] = 0.0
+    column[..., k : k + 1] = 0.0  # for a single entry torch would copy the zero from the host, and wait
     swept = tableau - column[..., :, None] * row[..., None, :]
     swept[..., :, k] = -column / pivot
     swept[..., k, :] = row

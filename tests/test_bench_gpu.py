@@ -93,7 +93,14 @@ def test_correctness_and_wrong_answers_are_seen(gpu, monkeypatch, rows):
 
 def test_speed(gpu, monkeypatch, rows):
     put(monkeypatch, speed, SIZES=(2,), COLUMNS=(50,), DTYPES=(torch.float32,), COPIED=1)
-    put(monkeypatch, speed, BATCH_SIZES=(2,), BATCH_D=10, BATCHES={"triton": 2, "portable": 2}, MOST={"eager": 1e9, "captured": 1e-9})
+    put(
+        monkeypatch,
+        speed,
+        BATCH_SIZES=(2,),
+        BATCH_D=10,
+        BATCHES={"triton": 2, "portable": 2},
+        MOST={"eager": 1e9, "captured": 1e-9},
+    )
     assert speed.main(1.0) == 0
     assert [row[3] for row in rows() if row[0].startswith("t = 2")] == ["yes", "no"]  # within the most
 
@@ -110,7 +117,9 @@ def test_training(gpu, monkeypatch, rows):
     shape = Shape(layers=1, width=16, heads=2, words=9, positions=8, rank=2)
     put(monkeypatch, training, SHAPE=shape, TEXTS=4, TOKENS=3, TASKS=(1, 2), STORED=3, ROUNDS=1)
     assert training.main(1e9) == 0
-    assert len([row for row in rows() if row[0].startswith(("plain", "replay", "A-GEM", "GEM"))]) == 6 * len(training.WAYS)
+    assert len([row for row in rows() if row[0].startswith(("plain", "replay", "A-GEM", "GEM"))]) == 6 * len(
+        training.WAYS
+    )
     with torch.device("meta"):
         model = training.Classifier(Shape())
     assert sum(p.numel() for p in model.parameters() if p.requires_grad) == speed.LORA

@@ -9,8 +9,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import problems
+import pytest
 from devices import DEVICE, make_device
 from pages import run
 

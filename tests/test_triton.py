@@ -79,17 +79,23 @@ def test_dtypes_are_rounded_once(dtype):
     right = project(*(a.double().numpy() for a in (G, g)))
     assert x.dtype == dtype
     # The interpreter cuts bfloat16 off.
-    assert_close(x.double(), right, atol=0, rtol=(1.01 if dtype == torch.bfloat16 else 0.51) * torch.finfo(dtype).eps)
+    assert_close(
+        x.double(), right, atol=0, rtol=(1.01 if dtype == torch.bfloat16 else 0.51) * torch.finfo(dtype).eps
+    )
 
 
 CALLS = {
     "many parts": lambda G, g: project(G.repeat(1, 20), g.repeat(20)),
     "unaligned": lambda G, g: project(G[:, 3:-2], g[3:-2]),
     "rows by columns": lambda G, g: project(G.T.contiguous().T, g),
-    "blocks": lambda G, g: project([G[:, :60].reshape(4, 6, 10), G[:, 60:].contiguous()], [g[:60].reshape(6, 10), g[60:]]),
+    "blocks": lambda G, g: project(
+        [G[:, :60].reshape(4, 6, 10), G[:, 60:].contiguous()], [g[:60].reshape(6, 10), g[60:]]
+    ),
     "a block of nothing": lambda G, g: project([G, G[:, :0]], [g, g[:0]]),
     "metric": lambda G, g: project(G, g, metric=torch.linspace(0.1, 3.0, 640, dtype=g.dtype)),
-    "metric of a batch": lambda G, g: project(G, g.expand(3, -1), metric=torch.linspace(1, 4, 1920).view(3, 640)),
+    "metric of a batch": lambda G, g: project(
+        G, g.expand(3, -1), metric=torch.linspace(1, 4, 1920).view(3, 640)
+    ),
     "batch": lambda G, g: project(G.view(4, 4, 160)[:, :3], g.view(4, 160)),
     "many gradients": lambda G, g: project(G, torch.stack([g, -g, 2 * g])),
     "in place": lambda G, g: project(G, y := g.clone(), out=y),
@@ -100,7 +106,9 @@ CALLS = {
     "zero row": lambda G, g: project(G * torch.tensor([[1.0], [0.0], [1.0], [1.0]]), g),
     "repeated rows": lambda G, g: project(torch.cat([G, G]), g),
     "pgd": lambda G, g: project(G, g, method="pgd"),
-    "rows unseen": lambda G, g: combine(G * torch.tensor([[1.0], [torch.nan], [1], [1]]), g, torch.tensor([1.0, 0, 2, 0])),
+    "rows unseen": lambda G, g: combine(
+        G * torch.tensor([[1.0], [torch.nan], [1], [1]]), g, torch.tensor([1.0, 0, 2, 0])
+    ),
     "out with gaps": lambda G, g: project(G, g, out=torch.zeros(640, 2, dtype=g.dtype)[:, 0]),
 }
 

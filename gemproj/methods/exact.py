@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -179,22 +180,39 @@ def _in_slabs(
 def _one_by_one(
     K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
 ) -> tuple[Array, Array]:
-    """Return the multipliers and the numbers of pivots of active-set searches on the CPU.
+    """Return the multipliers and the numbers of pivots of active-set searches, on the CPU.
 
     For arrays on a device this takes one synchronising copy to the CPU, and one copy back.
     """
-    xp, device, given = namespace(b), device_of(b), [K, b, lower, upper, start]
     if not isinstance(b, np.ndarray):
-        given = _fetch([a if a is None else xp.astype(a, b.dtype, copy=False) for a in given])
-    K, b, lower, upper, start = (a if a is None else a.astype(np.float64, copy=False) for a in given)
+        return _on_host(K, b, lower, upper, start)
     if b.shape[-1] > MOST_ROWS:
         start = FISTA(steps=200, normalize=False).solve(K, b, lower, upper, start).multipliers
     K = np.broadcast_to(K, (*b.shape, b.shape[-1]))
-    found = np.empty((*b.shape[:-1], b.shape[-1] + 1), given[1].dtype)  # multipliers, number of pivots
+    found, pivots = np.empty(b.shape), np.empty(b.shape[:-1], np.int64)
     for i in np.ndindex(b.shape[:-1]):
         low, high, first = (a if a is None else np.broadcast_to(a, b.shape)[i] for a in (lower, upper, start))
-        found[i][:-1], found[i][-1], _ = solve_active_set(Tableau(K[i], b[i]), low, high, first)
-    found = from_numpy(found, xp, device)
+        found[i], pivots[i], _ = solve_active_set(Tableau(K[i], b[i]), low, high, first)
+    return found, pivots
+
+
+def _on_host(
+    K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
+) -> tuple[Array, Array]:
+    """Return the same for arrays on a device, by the fastest backend of the host."""
+    from gemproj.backends import stage_two
+
+    xp, device, given = namespace(b), device_of(b), [K, b, lower, upper, start]
+    fetched: list[Any] = _fetch([a if a is None else xp.astype(a, b.dtype, copy=False) for a in given])
+    shape, dtype = tuple(b.shape), fetched[1].dtype
+    shapes = (*shape, shape[-1]), shape, shape, shape, shape
+    *dual, start = (
+        a if a is None else np.broadcast_to(a.astype(np.float64, copy=False), one)
+        for a, one in zip(fetched, shapes, strict=True)
+    )
+    lam, pivots, *_ = stage_two(dual[1]).solve(Exact(), Standard(*dual), start)
+    both = np.concatenate([lam, np.broadcast_to(pivots, lam.shape[:-1])[..., None]], axis=-1)
+    found = from_numpy(both.astype(dtype), xp, device)
     return found[..., :-1], xp.astype(found[..., -1], xp.int64)
 
 

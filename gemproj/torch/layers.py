@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-
 # Products are that precise, relative to the inputs, where TF32 is allowed.
 _TF32 = 2.0**-10
 

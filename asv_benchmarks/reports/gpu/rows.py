@@ -94,8 +94,8 @@ def main(seconds: float) -> int:
                     case.run(shared)
                 wrong += not case.apart() <= APART[precision]
                 peaks = [case.peak(shared) for shared in (False, True)]
-                apart, shared = (clock.cold(partial(case.run, way), each) / 1e3 for way in (False, True))
-                cells = [digits(apart), digits(shared), digits(apart / shared), *map(digits, peaks)]
+                slow, fast = (clock.cold(partial(case.run, way), each) / 1e3 for way in (False, True))
+                cells = [digits(slow), digits(fast), digits(slow / fast), *map(digits, peaks)]
                 table.row(str(n), str(t), *cells)
                 if reason := case.projectors[True].why_row_by_row:
                     print(f"{name}, {n} examples, {t} rows: {reason}", file=sys.stderr)

@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -57,12 +58,9 @@ def loss(half: bool, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 class Loop:
     """A model, an optimizer and a projector. Of the projections, `wrong` were not optimal."""
 
-    def __init__(self, precision: str) -> None:
-        torch.set_float32_matmul_precision("high" if precision == "TF32" else "highest")
+    def __init__(self) -> None:
         with DEVICE:
             self.model, self.wrong = Classifier(SHAPE), 0
-        # One function for all steps: whether rows can share a pass is found out once for each.
-        self.loss = partial(loss, precision == "bfloat16")
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-4)
         self.projector = GradientProjector(self.parameters)
@@ -84,8 +82,12 @@ class Loop:
         times[STAGES[3]] = _timed(self.optimizer.step)
         return times | {STAGES[4]: sum(times.values())}
 
-    def tabulate(self, title: str, memory: EpisodicMemory) -> dict[str, dict[str, float]]:
+    def tabulate(self, precision: str, memory: EpisodicMemory) -> dict[str, dict[str, float]]:
         """Print a table of all ways, and return the medians of each."""
+        torch.set_float32_matmul_precision("high" if precision == "TF32" else "highest")
+        # One function for all steps: whether rows can share a pass is found out once for each.
+        self.loss = partial(loss, precision == "bfloat16")
+        title = f"{precision}, {len(memory.tasks)} past tasks"
         table, found = Running(f"{title}; milliseconds, medians of {ROUNDS} steps", HEAD), {}
         for name, (replayed, rows) in WAYS.items():
             self.projector.reset()
@@ -113,33 +115,31 @@ def _timed(call: Callable[[], object]) -> float:
 
 def main(seconds: float) -> int:
     """Print a table for each precision and number of past tasks; return 1 if a projection was not optimal."""
-    end, wrong, judged = time.monotonic() + seconds, 0, {}
+    end, judged = time.monotonic() + seconds, {}
     torch.manual_seed(20171208)
-    with torch.device("meta"):
-        weights = sum(p.numel() for p in Classifier(SHAPE).parameters() if p.requires_grad)
+    loop = Loop()
+    weights = sum(p.numel() for p in loop.parameters)
     say(f"{SHAPE}: {weights:,} trained weights; {TEXTS} texts of {TOKENS} tokens.")
-    for precision in PRECISIONS:
-        loop = Loop(precision)
-        for tasks in TASKS:
-            start, memory = time.monotonic(), EpisodicMemory(per_task=STORED)
-            for task in range(tasks):
-                memory.add(draw(STORED), task)
-            found = loop.tabulate(f"{precision}, {tasks} past tasks", memory)
-            if tasks == TASKS[0] and JUDGED in found:
-                judged[precision] = found
-            if 4 * (time.monotonic() - start) > end - time.monotonic():
-                break  # a table of more tasks would take about so long
-        wrong += loop.wrong
-        del loop
-        torch.cuda.empty_cache()
+    for tasks, precision in product(TASKS, PRECISIONS):
+        start, memory = time.monotonic(), EpisodicMemory(per_task=STORED)
+        for task in range(tasks):
+            memory.add(draw(STORED), task)
+        found = loop.tabulate(precision, memory)
+        if tasks == TASKS[0] and JUDGED in found:
+            judged[precision] = found
+        if 2.5 * (time.monotonic() - start) > end - time.monotonic():
+            break  # the next table would take about so long
     table = Running(f"Targets: {TASKS[0]} past tasks, {JUDGED}", ["", "target", "found", "met"])
     for precision, found in judged.items():
         step = found[JUDGED]
         part, steps = step[STAGES[2]] / step[STAGES[4]], step[STAGES[4]] / found["plain"][STAGES[4]]
-        met = ["yes" if value <= most else "no" for value, most in ((part, MOST_PROJECTION), (steps, MOST_STEPS))]
-        table.row(f"{precision}, projection, of the step", f"{MOST_PROJECTION:.0%}", f"{part:.1%}", met[0])
-        table.row(f"{precision}, plain steps", f"{MOST_STEPS}", f"{steps:.2f}", met[1])
-    return int(bool(wrong))
+        for name, value, most, form in (
+            ("projection, of the step", part, MOST_PROJECTION, ".1%"),
+            ("plain steps", steps, MOST_STEPS, ".2f"),
+        ):
+            met = "yes" if value <= most else "no"
+            table.row(f"{precision}, {name}", format(most, form), format(value, form), met)
+    return int(bool(loop.wrong))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Block(NamedTuple):
             return None
         if len(g) > 1 and g.ndim == 2:
             apart = [a.stride(0) for a in arrays]
-        strides = (G.stride(-2), *apart[:2], 0 if w is None else apart[2])
+        strides = G.stride(-2), apart[0], apart[1], 0 if w is None else apart[2]
         odd = any(number % 16 for number in (n, *strides)) or any(a.data_ptr() % 16 for a in arrays)
         return cls(arrays, n, strides, (not odd, w is not None), (G.dtype, g.dtype, arrays[2].dtype))
 
@@ -195,7 +195,7 @@ def _fits(b: Tensor) -> bool:
 
 
 def _flat(K: Tensor, b: Tensor) -> tuple[int, tuple[Tensor, Tensor], tuple[int, int, int, int]]:
-    """Return the number of problems, K and b with one dimension for them, and strides: of_K, row, of_b, step."""
+    """Return the number of problems, K and b with one dimension for them, and of_K, row, of_b and step."""
     t, many = b.shape[-1], 1
     if b.ndim > 1:
         K, b = K.expand(*b.shape, t).reshape(-1, t, t), b.reshape(-1, t)

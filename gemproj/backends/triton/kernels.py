@@ -15,11 +15,11 @@ _DEPENDENT: tl.constexpr = tl.constexpr(DEPENDENT * EPS)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
 # Partial sums that are added at a time.
 _SUMS: tl.constexpr = tl.constexpr(128)
-# Triton compiles a kernel again where a number is 1 or a multiple of 16, and where an address is a multiple of
-# 16 bytes. Here it does not; ALIGNED says whether all strides and addresses are multiples of 16.
-_NUMBERS = ["columns", "share", "first", "parts", "stride", "of_G", "of_g", "of_w", "of_x", "row", "of_K", "of_b"]
-_TENSORS = ["G", "g", "w", "x", "partial", "total", "K", "b", "K_out", "b_out", "kept", "lower", "lam"]
-kernel = triton.jit(do_not_specialize=[*_NUMBERS, "step", "rows"], do_not_specialize_on_alignment=_TENSORS)
+# Triton would compile a kernel again where a number is 1 or a multiple of 16, and where an address is one of
+# 16 bytes. Here it does not; ALIGNED says whether all strides and addresses are such multiples.
+_NUMBERS = "columns share first parts rows stride of_G of_g of_w of_x row of_K of_b step"
+_TENSORS = "G g w x partial total K b K_out b_out kept lower lam"
+kernel = triton.jit(do_not_specialize=_NUMBERS.split(), do_not_specialize_on_alignment=_TENSORS.split())
 
 
 @triton.jit
@@ -55,7 +55,6 @@ def products(
     """
     COLUMNS: tl.constexpr = THREADS * WIDTH
     problem, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    stride = _aligned(stride, ALIGNED)
     G = _at(G, problem * of_G, ALIGNED)
     g = _at(g, problem * of_g, ALIGNED)
     w = _at(w, problem * of_w, ALIGNED)
@@ -72,7 +71,7 @@ def products(
             root = tl.sqrt(tl.load(w + j, mask=inside, other=1.0).to(tl.float64))
         x = ()
         for i in tl.static_range(T):
-            row = tl.load(G + i * stride + j, mask=inside, other=0.0).to(tl.float64)
+            row = tl.load(_at(G, i * stride, ALIGNED) + j, mask=inside, other=0.0).to(tl.float64)
             x = x + (row / root if WEIGHTED else row,)
         x = x + (tl.load(g + j, mask=inside, other=0.0).to(tl.float64) * root,)
         new = ()
@@ -140,7 +139,7 @@ def search(
         scale = scale + (_inverse(tl.sqrt(tl.load(K + i * (row + 1)))),)
         linear = linear + (tl.load(b + i * step) * scale[i],)
         free = free + (((n >> i) & 1).to(tl.float64),)
-    # Row i >= j of column j of the factor is at j * T - j * (j + 1) // 2 + i; of the diagonal it is the inverse.
+    # Row i >= j of column j of the factor is at j * T - j * (j + 1) // 2 + i; the diagonal has its inverse.
     factor, smallest = (), tl.full((2**T,), 1.0, dtype=tl.float64)
     for j in tl.static_range(T):
         for i in tl.static_range(j, T):
@@ -211,7 +210,6 @@ def add_rows(
 ):  # fmt: skip
     """Write a share of the columns of x = g + G'lam / w, without a look at rows whose multiplier is zero."""
     problem, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    stride = _aligned(stride, ALIGNED)
     G = _at(G, problem * of_G, ALIGNED)
     g = _at(g, problem * of_g, ALIGNED)
     w = _at(w, problem * of_w, ALIGNED)
@@ -225,7 +223,8 @@ def add_rows(
         for i in range(rows):
             weight = tl.load(lam + problem * rows + i)
             if weight != 0:  # zero times NaN would not be zero
-                step += weight * tl.load(G + i * stride + j, mask=inside, other=0.0).to(tl.float64)
+                row = tl.load(_at(G, i * stride, ALIGNED) + j, mask=inside, other=0.0)
+                step += weight * row.to(tl.float64)
         if WEIGHTED:
             step = step / tl.load(w + j, mask=inside, other=1.0).to(tl.float64)
         value = tl.load(g + j, mask=inside, other=0.0).to(tl.float64) + step
