@@ -1,0 +1,77 @@
+"""The times of ``make bench-gpu`` over the number of constraints, as a picture.
+
+python -m asv_benchmarks.reports.gpu_figure [--report FILE] [--out FILE]
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import typer
+from matplotlib.figure import Figure
+
+from examples.common.drawing import noted, plt, save
+
+RESULTS = Path("docs", "results")
+LOOKS: dict[str, dict[str, Any]] = {
+    "portable, eager": {"color": "#999999", "marker": "s", "linestyle": ":"},
+    "eager": {"color": "#0072b2", "marker": "o", "linestyle": "--"},
+    "captured": {"color": "#0072b2", "marker": "o", "linewidth": 2.4},
+    "I-GEM": {"color": "#d55e00", "marker": "D"},
+    "A-GEM, mean": {"color": "#009e73", "marker": "^"},
+    "floor": {"color": "#333333", "marker": None, "linestyle": ":"},
+}
+NAMES = {
+    "portable, eager": "gemproj, array operations",
+    "eager": "gemproj, called from Python",
+    "captured": "gemproj, in a CUDA graph",
+    "I-GEM": "I-GEM as published",
+    "A-GEM, mean": "A-GEM on the mean of the rows, in a CUDA graph",
+    "floor": "memory floor",
+}
+COLUMNS = (2_166_784, 33_554_432)
+
+
+def read(report: str, d: int) -> dict[str, dict[int, float]]:
+    """Return the milliseconds of each column of a table of float32, by t."""
+    table = report.split(f"**d = {d:,}, torch.float32**")[1].split("**")[0]
+    head, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in table.split("\n") if "|" in line)
+    found: dict[str, dict[int, float]] = {name: {} for name in head}
+    for t, *cells in rows:
+        for name, cell in zip(head[1:], cells, strict=True):
+            if re.fullmatch(r"[\d.,]+", cell):
+                found[name][int(t)] = float(cell.replace(",", "")) / 1e3
+    return found
+
+
+def draw(report: str) -> Figure:
+    """Draw a panel for each number of columns."""
+    figure, panels = plt.subplots(1, 2, figsize=(10, 5.2))
+    for axes, d in zip(panels, COLUMNS, strict=True):
+        curves = read(report, d)
+        for name, look in LOOKS.items():
+            line = {"markersize": 7, "markeredgecolor": "white", "linewidth": 1.4} | look
+            axes.plot(*zip(*curves[name].items(), strict=True), **line, label=NAMES[name])
+        axes.set(xscale="log", yscale="log", xlabel="Constraints t")
+        axes.set_title(f"d = {d:,} parameters, float32", fontsize=10, loc="left")
+        axes.set_xticks(list(curves["eager"]), list(map(str, curves["eager"])))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.minorticks_off()
+        axes.grid(True)
+    panels[0].set_ylabel("Time of one projection (ms)")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    device, *_ = report.split(",")
+    note = (
+        f"{device}. Medians of 5 to 30 calls with empty caches. Memory floor: G and g "
+        "read twice, x written once, at the rate of a copy."
+    )
+    return noted(figure, note)
+
+
+def main(report: Path = RESULTS / "bench-gpu.md", out: Path = RESULTS / "bench-gpu.png") -> None:
+    """Write the figure."""
+    save(out, draw, report.read_text())
+
+
+if __name__ == "__main__":
+    typer.run(main)
