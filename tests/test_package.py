@@ -118,8 +118,8 @@ def test_backends_that_cannot_be_had(capsys, monkeypatch):
     monkeypatch.setattr("gemproj.backends.wanted", "wrong")
     with pytest.raises(SystemExit):
         command.main([])
-    assert "GEMPROJ_BACKEND must be portable or numba; found 'wrong'" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="portable or numba; found 'wrong'"):
+    assert "GEMPROJ_BACKEND must be portable, numba or triton; found 'wrong'" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="numba or triton; found 'wrong'"):
         gemproj.project(np.eye(2), np.ones(2))
     monkeypatch.setattr("gemproj.backends.wanted", "portable")
     assert command.main(["--compile"]) == 0
