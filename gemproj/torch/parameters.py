@@ -68,7 +68,7 @@ class ParameterVector:
         if not chosen:
             raise ValueError("parameters holds none that requires a gradient; nothing could be projected.")
         chosen.sort(key=_placement)  # stable: otherwise in their own order
-        self.parameters = chosen
+        self.parameters, self._plain = chosen, all(mesh_of(p) is None for p in chosen)
         shards = self.local()
         for p, shard in zip(chosen, shards, strict=True):
             computes = mesh_of(p).device_type if mesh_of(p) is not None else p.device.type
@@ -91,7 +91,7 @@ class ParameterVector:
         self.d = self._starts[-1]
         self.topology = self._topology(group)
         self._owned = [self._owns(p, group) for p in chosen]
-        self.owned = self.slices(owned=True)
+        self.columns, self.owned = self.slices(), self.slices(owned=True)
 
     def check(self) -> None:
         """Raise if a parameter was frozen, or has got another dtype or device."""
@@ -133,6 +133,8 @@ class ParameterVector:
 
     def local(self) -> list[Tensor]:
         """Return the local shard of each parameter, see `local`."""
+        if self._plain and not torch.is_grad_enabled():
+            return self.parameters
         return [local(p) for p in self.parameters]
 
     def assign(self, values: Sequence[Tensor]) -> None:
@@ -187,15 +189,18 @@ class ParameterVector:
     def read_gradient(self) -> Tensor:
         """Copy the ``.grad`` of all parameters to `scratch`, and return that; a missing one is zero."""
         to, given, out = [], [], self.scratch
-        for j, (p, part) in enumerate(zip(self.parameters, out.parts, strict=True)):
-            if p.grad is None:
+        gradients = [p.grad for p in self.parameters]
+        plain = not self.topology.collective and all(
+            g is None or g.layout == torch.strided for g in gradients
+        )
+        for j, (gradient, part) in enumerate(zip(gradients, out.parts, strict=True)):
+            if gradient is None:
                 part.zero_()
                 continue
-            placed = self.placed(j, p.grad)
-            if placed is not p.grad:
-                p.grad = placed
+            if not plain and (placed := self.placed(j, gradient)) is not gradient:
+                self.parameters[j].grad = gradient = placed
             to.append(part)
-            given.append(local(placed))
+            given.append(local(gradient))
         if to:
             torch._foreach_copy_(to, given)
         return out.whole
