@@ -13,8 +13,10 @@ from devices import DEVICE, make_device
 from problems import assert_close
 
 from asv_benchmarks.reports.families import FAMILIES
-from gemproj import Status, backends, combine, gram, project, solve_dual
+from gemproj import DualSolution, Exact, Status, backends, combine, gram, project, solve_dual, solve_gram
+from gemproj._problem import check_problem
 from gemproj.backends import triton
+from gemproj.backends.triton import backend
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="make bench-gpu is there for that")
 
@@ -34,12 +36,8 @@ class Int(metaclass=Whole):
 @contextmanager
 def kernels(used=True):
     """Have problems of torch take the kernels, or not."""
-    with make_device(), patch.object(backends, "available", lambda device: used):
-        backends._module.cache_clear()
-        try:
-            yield
-        finally:
-            backends._module.cache_clear()
+    with make_device(), patch.object(backends, "available", lambda a: used):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +53,25 @@ def both(call):
         return found, call()
 
 
+def assert_same(call, atol=1e-11):
+    """Assert that a call returns the same with the kernels and without: arrays, solutions, or lists of them."""
+    for a, b in zip(*map(listed, both(call)), strict=True):
+        assert_close(a, b, atol=atol)
+
+
+def listed(found):
+    if isinstance(found, DualSolution):
+        return [
+            found.multipliers,
+            found.status,
+            found.gram.K,
+            found.gram.b,
+            found.error_bound(),
+            found.kkt_residual(),
+        ]
+    return [part for one in found for part in listed(one)] if isinstance(found, (list, tuple)) else [found]
+
+
 def draw(*shape, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     G = torch.randn(*shape, generator=generator, dtype=torch.float64) + 0.1
@@ -63,12 +80,14 @@ def draw(*shape, dtype=torch.float64, seed=0):
 
 
 @pytest.mark.parametrize("t", [*range(1, 9), 11])
-def test_any_number_of_rows(t):
+def test_any_number_of_rows(t, monkeypatch):
     G, g = draw(t, 700)
     with kernels():
-        assert backends.select(solve_dual.__globals__["check_problem"](G, g)).name == "triton"
-    for found, expected in zip(*both(lambda: [*gram(G, g), project(G, g)]), strict=True):
-        assert_close(found, expected, atol=1e-11)
+        assert backends.select(check_problem(G, g)).name == "triton"
+        monkeypatch.setattr(backends, "wanted", "portable")
+        assert backends.select(check_problem(G, g)).name == "portable"
+    monkeypatch.setattr(backends, "wanted", "")
+    assert_same(lambda: [*gram(G, g), project(G, g), solve_dual(G, g)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -115,16 +134,119 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_calls(name):
-    found, expected = both(lambda: CALLS[name](*draw(4, 640)))
-    for a, b in zip(*(c if isinstance(c, list) else [c] for c in (found, expected)), strict=True):
-        assert_close(a, b, atol=1e-11)
+    assert_same(lambda: CALLS[name](*draw(4, 640)))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_sums_of_many_programs(monkeypatch):
+    monkeypatch.setattr(backend, "_processors", lambda device: 100)
+    assert_same(lambda: [*gram(*draw(2, 150_000))], atol=1e-8)
+
+
+@pytest.mark.parametrize(("over", "right"), [(2.0**-40, 1.0 + 2.0**-10), (-(2.0**-40), 1.0)])
+def test_float16_is_not_rounded_by_way_of_float32(over, right):
+    """Both numbers are halfway between two of float16 for float32."""
+    ones = torch.ones(1, 16, dtype=torch.float16)
+    with kernels():
+        assert set(combine(ones, ones[0], torch.tensor([2.0**-11 + over], dtype=torch.float64)).tolist()) == {
+            right
+        }
+
+
+def test_strides_of_the_small_problem():
+    """Views of larger arrays, as a user's method or `solve_gram` may pass them."""
+    G, g = draw(3, 4, 30)
+    G[1, 1] = 0.0
+    wide = torch.zeros(3, 7, 9, dtype=G.dtype)
+    wide[:, :4, 2:6], wide[:, 6, :4] = G @ G.mT, (G @ g[..., None])[..., 0]
+    lower = torch.zeros(4, 3, dtype=G.dtype)
+    lower[0, 0] = lower[2, 1] = lower[3, 2] = -torch.inf
+    K, b = wide[:, :4, 2:6], torch.stack([wide[:, 6, :4], wide[:, 6, :4]], dim=-1)[..., 0]
+    for call in (
+        lambda: Exact()(K, b),
+        lambda: Exact()(K.mT, b),
+        lambda: Exact().solve(K, b, lower.mT).multipliers,
+        lambda: Exact().solve(K[0], b, lower.mT).multipliers,
+        lambda: Exact().solve(K[0, :3, :3], b[0, :3], lower[:3, 1].float()).multipliers,
+        lambda: Exact()(K.float(), b),
+        lambda: solve_gram(K, b),
+    ):
+        assert_same(call, atol=1e-9)
+
+
+def test_scales_that_overflow_together():
+    tiny = torch.diag(torch.tensor([1e-155, 1e-155, 1.0], dtype=torch.float64))
+    assert_same(lambda: solve_dual(tiny, -torch.ones(3, dtype=torch.float64)).multipliers)
+
+
+class Spy:
+    """A kernel that is compiled for the dtypes and the alignment of its first arguments, and computes nothing."""
+
+    def __init__(self, kernel):
+        self.names, self.compiled = [kernel.fn.__name__, *kernel.arg_names], []
+
+    def __getitem__(self, grid):
+        return lambda *given, num_warps: self.compile(given)
+
+    def compile(self, given):
+        def again(*arguments):
+            assert kinds(arguments) == kinds(given)
+            return constants(arguments) == constants(given) or pytest.fail("compiled for other constants")
+
+        def kinds(arguments):
+            whole = dict(zip(self.names[1:], arguments, strict=True))
+            some = [a for a in arguments if isinstance(a, torch.Tensor)]
+            if whole.get("ALIGNED"):
+                assert not any(a.data_ptr() % 16 for name, a in whole.items() if name in "Ggwx")
+                assert not any(whole[name] % 16 for name in ("stride", "of_G", "of_g", "of_w"))
+            return [a.dtype for a in some]
+
+        def constants(arguments):
+            whole = dict(zip(self.names[1:], arguments, strict=True))
+            return {name: value for name, value in whole.items() if name.isupper() and name not in "GK"}
+
+        self.compiled.append(kinds(given))
+
+        class Compiled:
+            def __getitem__(self, grid):
+                return again
+
+        return Compiled()
+
+
+def test_a_compiled_kernel_is_used_for_what_it_was_compiled_for(monkeypatch):
+    spies = {
+        name: Spy(getattr(backend.kernels, name))
+        for name in ("products", "add_up", "finite", "search", "add_rows")
+    }
+    for name, spy in spies.items():
+        monkeypatch.setattr(backend.kernels, name, spy)
+    monkeypatch.setattr(backend, "_compiled", {})
+    whole = torch.zeros(9 * 3200 + 1)
+    with kernels():
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for start, t in ((0, 2), (1, 2), (0, 3)):
+                G, g = (
+                    whole[start:][: t * 3200].view(t, 3200).to(dtype),
+                    whole[start : start + 3200].to(dtype),
+                )
+                project(G, g)
+                project(G, g.double(), out=torch.zeros(3201, dtype=torch.float64)[start:][:3200])
+                project(G, g, metric=g)
+                project(G, g, metric=g.double())
+                project(whole[start:][: t * 3200].view(t, 3200), whole[:3200])
+                project(whole[: t * 3200].view(t, 3200), whole[start : start + 3200])
+        for K in (torch.eye(2, dtype=torch.float64), torch.eye(2)):
+            for lower in (None, torch.zeros(2), torch.zeros(2, dtype=torch.float64)):
+                Exact().solve(K, torch.ones(2, dtype=torch.float64), lower)
+    assert all(spy.compiled for spy in spies.values())
+
+
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow):RuntimeWarning")  # of NumPy, which interprets
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e200])
 def test_rows_that_are_not_finite_are_left_out(bad):
     G, g = draw(2, 4, 50)
     spoilt = G.clone()
-    spoilt[1, 2, 7] = bad
+    spoilt[1, 2, 7], g[1, 7] = bad, 0.0
     with kernels():
         x, sol = project(spoilt, g), solve_dual(spoilt, g)
         lam = project(spoilt, g, margin=0.2)
@@ -137,24 +259,73 @@ def test_rows_that_are_not_finite_are_left_out(bad):
     assert float(sol.kkt_residual().max()) < 1e-12
 
 
+def test_a_gradient_that_is_not_finite():
+    G, g = draw(2, 3, 20)
+    g[1, 4] = torch.nan
+    assert_same(lambda: [solve_dual(G, g).multipliers, solve_dual(G, g).status])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_hard_families(name):
     for G, g in FAMILIES[name].problems(1, 8):
-        with kernels():
-            sol = solve_dual(*map(torch.from_numpy, (G, g)))
-            status, residual = int(sol.status), float(sol.kkt_residual())
+        found, expected = both(lambda G=G, g=g: solve_dual(*map(torch.from_numpy, (G, g))))
+        status, residual = int(found.status), float(found.kkt_residual())
         assert residual < 1e-9 or status & Status.UNRESOLVED
+        if not status | int(expected.status):
+            assert_close(
+                found.multipliers,
+                expected.multipliers,
+                rtol=1e-6,
+                atol=1e-6 * float(expected.multipliers.max()),
+            )
+
+
+def test_degenerate_problems(rng):
+    """The same decisions: of equal solutions, and of rows that depend on others."""
+    for t, d in ((3, 2), (5, 3), (7, 4)):
+        G = torch.from_numpy(rng.integers(-1, 2, (40, t, d)).astype(float))
+        g = torch.from_numpy(rng.integers(-2, 3, (40, d)).astype(float))
+        assert_same(lambda G=G, g=g: [project(G, g), solve_dual(G, g).status])
 
 
 def test_problems_without_columns_or_members():
     for shape in ((3, 0), (0, 3, 5), (0, 5)):
-        found, expected = both(lambda shape=shape: project(*draw(*shape)))
-        assert_close(found, expected, atol=0)
+        assert_same(lambda shape=shape: project(*draw(*shape)), atol=0)
 
 
-def test_where_triton_does_not_work(monkeypatch):
-    with pytest.warns(RuntimeWarning, match="GEMPROJ_BACKEND=portable"):
-        assert not triton.available.__wrapped__(torch.device("cuda"))  # which this torch cannot use
+def test_tensors_that_kernels_cannot_read():
+    G, g = draw(2, 8)
+    assert_same(lambda: [project(G, torch._neg_view(g)), project(torch._neg_view(G), g)])
+    assert_same(lambda: project(G, g, out=torch._neg_view(torch.zeros_like(g))).resolve_neg())
+    many = torch.stack([g, -g])
+    assert_same(lambda: project(torch.cat([G, -G]), many))
+
+
+class Device(str):
+    type = "cuda"
+
+
+def test_where_there_are_no_kernels(monkeypatch):
+    class Meta(torch.Tensor):
+        device = Device("some")
+
+    monkeypatch.setattr(triton, "_found", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert "captured" in triton.missing("first")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    with patch.object(torch, "ones", side_effect=torch.OutOfMemoryError("full")):
+        assert "OutOfMemoryError: full." in triton.missing("first")
+    assert triton._found == {}  # it is asked again
+    with pytest.warns(RuntimeWarning, match="does not work on cuda: .*GEMPROJ_BACKEND=portable"):
+        assert triton.missing(torch.device("cuda"))  # which this torch cannot use
+    assert triton.missing(torch.device("cuda"))
+    triton._found.clear()
     monkeypatch.setattr(triton, "find_spec", lambda name: None)
-    assert not triton.available.__wrapped__(torch.device("cuda"))
-    assert not triton.available.__wrapped__(torch.device("cpu"))
+    assert "not installed" in triton.missing("cuda")
+    tensor = torch.ones(2)
+    assert not triton.available(tensor)
+    assert not triton.available(tensor.as_subclass(Meta))
+    monkeypatch.setattr(backends, "wanted", "triton")
+    assert_close(project(torch.eye(2), tensor), [1.0, 1.0], atol=0)  # on the CPU it asks for nothing
+    with pytest.raises(ImportError, match="cannot be had: triton is not installed"):
+        backends._on_device(tensor.as_subclass(Meta), "triton")

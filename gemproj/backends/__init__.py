@@ -21,10 +21,11 @@ from gemproj.backends import portable
 from gemproj.backends.numba import installed, missing
 from gemproj.backends.portable import Portable
 from gemproj.backends.triton import available
+from gemproj.backends.triton import missing as no_kernels
 
 __all__ = ["Backend", "Portable", "select", "stage_two"]
 
-_PORTABLE, _HOST = Portable(), "host"
+_PORTABLE = Portable()
 wanted = os.environ.get("GEMPROJ_BACKEND", "")
 
 
@@ -47,7 +48,7 @@ class Backend(Protocol):
 def select(problem: Problem) -> Backend:
     """Return the backend of a problem, and store it in the problem for later stages."""
     if problem.backend is None:
-        module = _module(_HOST if problem.host else problem.device if problem.is_torch else None, wanted)
+        module = _on_host(wanted) if problem.host else _on_device(problem.vector[0], wanted)
         found = None if module is None else module.bind(problem)
         problem.backend = _PORTABLE if found is None else found
     return problem.backend
@@ -58,8 +59,7 @@ def stage_two(b: Array) -> Any:
 
     It has a function `solve`, with the arguments of `portable.solve`, and for devices `drop_not_finite`.
     """
-    place = _HOST if isinstance(b, np.ndarray) else b.device if is_torch(b) else None
-    return _module(place, wanted) or portable
+    return (_on_host(wanted) if isinstance(b, np.ndarray) else _on_device(b, wanted)) or portable
 
 
 def check_name(name: str) -> None:
@@ -68,24 +68,28 @@ def check_name(name: str) -> None:
         raise ValueError(f"GEMPROJ_BACKEND must be portable, numba or triton; found {name!r}.")
 
 
-@lru_cache(maxsize=16)
-def _module(place: Any, name: str) -> Any:
-    """Return the module of a faster backend than the portable one, or None.
-
-    `place` is the host, a device of torch, or None for devices of other libraries.
-    """
+@lru_cache(maxsize=4)
+def _on_host(name: str) -> Any:
+    """Return the module of the numba backend, or None without numba or if switched off."""
     check_name(name)
-    if name == "portable":
+    if name == "numba" and not installed():
+        raise ImportError(f"GEMPROJ_BACKEND=numba cannot be had: {missing()}.")
+    if name != "portable" and installed():
+        from gemproj.backends.numba import backend
+
+        return backend
+    return None
+
+
+def _on_device(a: Array, name: str) -> Any:
+    """Return the module of the triton backend for arrays that its kernels can read, or None."""
+    check_name(name)
+    if name == "portable" or not is_torch(a):
         return None
-    if place == _HOST:
-        if name == "numba" and not installed():
-            raise ImportError(f"GEMPROJ_BACKEND=numba cannot be had: {missing()}.")
-        if installed():
-            from gemproj.backends.numba import backend as compiled
+    if available(a):
+        from gemproj.backends.triton import backend
 
-            return compiled
-    elif place is not None and available(place):
-        from gemproj.backends.triton import backend as kernels
-
-        return kernels
+        return backend
+    if name == "triton" and a.device.type == "cuda" and (reason := no_kernels(a.device)):
+        raise ImportError(f"GEMPROJ_BACKEND=triton cannot be had: {reason}")
     return None

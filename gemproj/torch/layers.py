@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Products are that precise, relative to the inputs, where TF32 is allowed.
-_TF32 = 2.0**-10
-
 
 class RowByRow(Exception):
     """Tells why rows cannot share a pass."""
@@ -45,9 +42,7 @@ class RowGradients:
         self._into, self._rows = into, len(next(iter(into.values())))
         self._layers: list[tuple[Any, Mapping[str, Tensor], Rule]] = []
         self.reached: set[int] = set()
-        self.rounding = max(torch.finfo(part.dtype).eps for part in into.values())
-        if torch.get_float32_matmul_precision() != "highest":
-            self.rounding = max(self.rounding, _TF32)
+        self.rounding = max(map(_rounding, into.values()))
         self._differentiated = False
         for layer in modules:
             if "_orig_mod" in layer._modules or layer._compiled_call_impl is not None:
@@ -89,7 +84,7 @@ class RowGradients:
         def add(x: Tensor, gradient: Tensor) -> None:
             if not self._differentiated:
                 raise RowByRow("the loss has a backward pass of its own")
-            self.rounding = max(self.rounding, torch.finfo(gradient.dtype).eps)
+            self.rounding = max(self.rounding, _rounding(gradient))
             x, gradient = x.unflatten(0, (self._rows, -1)), gradient.unflatten(0, (self._rows, -1))
             for name, p in own.items():
                 rule(layer, name, x, gradient, self._into[id(p)], id(p) not in self.reached)
@@ -191,6 +186,17 @@ def _embedding(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor,
     sums.index_put_((rows, x.flatten(1)), gradient.flatten(1, -2), accumulate=True)
     if sums is not into:
         _add(sums, into, fresh)
+
+
+def _rounding(gradient: Tensor) -> float:
+    """Return the relative rounding of the products that a gradient is made of."""
+    if (
+        gradient.is_cuda
+        and gradient.dtype == torch.float32
+        and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    ):
+        return 2.0**-10
+    return torch.finfo(gradient.dtype).eps
 
 
 def _add(values: Tensor, into: Tensor, fresh: bool) -> None:

@@ -2,37 +2,61 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from functools import lru_cache
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["available"]
+__all__ = ["available", "missing"]
+
+# By device, why there are no kernels; empty where there are.
+_found: dict[Any, str] = {}
 
 
-@lru_cache(maxsize=16)
-def available(device: Any) -> bool:
-    """Return whether the kernels run on a device of torch: on NVIDIA's, where Triton is installed and works.
+def available(a: Any) -> bool:
+    """Return whether kernels can read a tensor of torch: on an NVIDIA GPU where Triton works."""
+    torch = sys.modules["torch"]
+    if a.device.type != "cuda" or type(a) not in (torch.Tensor, torch.nn.Parameter):  # or it has no memory
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        return False  # operations are recorded, and launches would not be
+    return not missing(a.device)
 
-    The first question about a device compiles and launches a kernel. Where that fails, one warning says why.
+
+def missing(device: Any) -> str:
+    """Return why there are no kernels for a device of CUDA, or nothing.
+
+    The first time a kernel is compiled and launched. Where that fails, one warning says why.
     """
-    if device.type != "cuda" or find_spec("triton") is None:
-        return False
-    import torch
+    if device in _found:
+        return _found[device]
+    torch = sys.modules["torch"]
+    if torch.cuda.is_current_stream_capturing():
+        return "the first kernel cannot be loaded while a CUDA graph is captured"
+    reason = _try(torch, device)
+    if reason.startswith("OutOfMemoryError"):
+        return reason
+    _found[device] = reason
+    if reason and find_spec("triton") is not None:
+        warnings.warn(
+            f"Triton does not work on {device}: {reason} Projections there take array operations, which is "
+            "slower. GEMPROJ_BACKEND=portable silences this.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return reason
 
-    if torch.version.hip is not None:  # torch calls AMD's devices CUDA, too; they are untested
-        return False
+
+def _try(torch: Any, device: Any) -> str:
+    if torch.version.hip is not None:  # torch calls AMD's devices CUDA, too
+        return "only NVIDIA's GPUs are supported."
+    if find_spec("triton") is None:
+        return "triton is not installed."
     try:
         from gemproj.backends.triton.backend import drop_not_finite
 
         one = torch.ones(1, dtype=torch.float64, device=device)
         drop_not_finite(one[None], one)
     except Exception as error:  # Triton needs a C compiler for its launchers, for example
-        warnings.warn(
-            f"Triton does not work on {device} ({str(error).strip().splitlines()[-1:]}): projections there "
-            "take array operations, which is slower. GEMPROJ_BACKEND=portable silences this.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return False
-    return True
+        return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}."
+    return ""

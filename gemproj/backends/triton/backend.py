@@ -47,7 +47,7 @@ class Block(NamedTuple):
             G, g = G.view(many, t, -1), g.view(many, -1)
             w = None if w is None else w.view(many, -1)
         n, arrays, apart = g.shape[-1], (G, g, g if w is None else w), [0, 0, 0]
-        if any(a.stride(-1) != 1 for a in arrays):
+        if any(a.stride(-1) != 1 or a.is_neg() for a in arrays):
             return None
         if len(g) > 1 and g.ndim == 2:
             apart = [a.stride(0) for a in arrays]
@@ -108,7 +108,7 @@ class Triton:
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write x in a launch for each block."""
         t, many, out = problem.t, self._many, [a for a in x if a.numel()]
-        if not all(a.is_contiguous() for a in out):
+        if not all(a.is_contiguous() and not a.is_neg() for a in out):
             return _PORTABLE.combine(problem, lam, x)
         lam = lam.contiguous()
         for block, to in zip(self._blocks, out, strict=True):
@@ -125,7 +125,7 @@ class Triton:
 def drop_not_finite(K: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `portable.drop_not_finite` does, in one launch."""
     t = b.shape[-1]
-    if not _fits(b) or K.ndim <= b.ndim:
+    if not _fits(K, b) or K.ndim <= b.ndim:
         return portable.drop_not_finite(K, b)
     finite = torch.empty(K.shape, dtype=K.dtype, device=K.device), b.new_empty(b.shape)
     kept = torch.empty(b.shape, dtype=torch.bool, device=K.device)
@@ -139,10 +139,10 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     """Return the outcome of `Exact` for up to 8 rows without upper bounds in one launch, else portable."""
     K, b, lower, upper = dual
     t = b.shape[-1]
-    if type(method) is not Exact or upper is not None or not _fits(b):
+    if type(method) is not Exact or upper is not None or not _fits(K, b):
         return portable.solve(method, dual, start)
     lam = b.new_empty(b.shape)
-    bound = lam if lower is None else lower.expand(b.shape).contiguous()
+    bound = lam if lower is None else lower.to(b.dtype).expand(b.shape).contiguous()
     many, given, numbers = _flat(K, b)
     constants = (t, lower is not None)
     launch(kernels.search, (many, 1, 1), (*given, bound, lam, *numbers), constants, (), max(1, 2**t // 32))
@@ -190,8 +190,8 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
-def _fits(b: Tensor) -> bool:
-    return 0 < b.shape[-1] <= _FEW and b.numel() > 0 and b.dtype == torch.float64
+def _fits(K: Tensor, b: Tensor) -> bool:
+    return 0 < b.shape[-1] <= _FEW and b.numel() > 0 and K.dtype == b.dtype == torch.float64
 
 
 def _flat(K: Tensor, b: Tensor) -> tuple[int, tuple[Tensor, Tensor], tuple[int, int, int, int]]:

@@ -143,7 +143,8 @@ def search(
     factor, smallest = (), tl.full((2**T,), 1.0, dtype=tl.float64)
     for j in tl.static_range(T):
         for i in tl.static_range(j, T):
-            entry = tl.load(K + i * row + j) * (scale[i] * scale[j]) * (free[i] * free[j])
+            # One scale after the other: their product may overflow.
+            entry = tl.load(K + i * row + j) * scale[i] * scale[j] * (free[i] * free[j])
             if i == j:
                 entry = tl.where(entry > 0, entry, 1.0)
             for k in tl.static_range(j):
@@ -175,8 +176,8 @@ def search(
         if SIGNED:
             residual = tl.where(tl.load(lower + problem * T + i) < 0, s, residual)
         residual = tl.where(scale[i] > 0, tl.abs(residual), 0.0)
-        miss = tl.where(residual <= miss, miss, residual)  # which also takes over NaN
-    miss = tl.where((smallest > _DEPENDENT) & (miss < _INF), miss, _INF)
+        miss = tl.maximum(miss, tl.where(residual < _INF, residual, _INF))  # also for NaN
+    miss = tl.where(smallest > _DEPENDENT, miss, _INF)
     # Ties go to the first set: if no constraint is violated this is the empty set, and x is g.
     best = tl.min(tl.where(miss == tl.min(miss, axis=0), n, 2**T), axis=0)
     for i in tl.static_range(T):
