@@ -84,6 +84,7 @@ def test_any_number_of_rows(t, monkeypatch):
     G, g = draw(t, 700)
     with kernels():
         assert backends.select(check_problem(G, g)).name == "triton"
+        assert 1e-15 < float(solve_dual(G, g).error_bound()) < 1e-9
         monkeypatch.setattr(backends, "wanted", "portable")
         assert backends.select(check_problem(G, g)).name == "portable"
     monkeypatch.setattr(backends, "wanted", "")
@@ -128,6 +129,7 @@ CALLS = {
     "rows unseen": lambda G, g: combine(
         G * torch.tensor([[1.0], [torch.nan], [1], [1]]), g, torch.tensor([1.0, 0, 2, 0])
     ),
+    "multipliers with gaps": lambda G, g: combine(G, g, torch.arange(8.0)[::2]),
     "out with gaps": lambda G, g: project(G, g, out=torch.zeros(640, 2, dtype=g.dtype)[:, 0]),
 }
 
@@ -169,6 +171,7 @@ def test_strides_of_the_small_problem():
         lambda: Exact().solve(K[0, :3, :3], b[0, :3], lower[:3, 1].float()).multipliers,
         lambda: Exact()(K.float(), b),
         lambda: solve_gram(K, b),
+        lambda: list(backends.stage_two(b).drop_not_finite(K, b)),
     ):
         assert_same(call, atol=1e-9)
 

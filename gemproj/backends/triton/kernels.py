@@ -175,7 +175,7 @@ def search(
         residual = tl.minimum(x[T - 1 - i], s)
         if SIGNED:
             residual = tl.where(tl.load(lower + problem * T + i) < 0, s, residual)
-        residual = tl.where(scale[i] > 0, tl.abs(residual), 0.0)
+        residual = tl.abs(residual)  # of a row of norm zero it is zero
         miss = tl.maximum(miss, tl.where(residual < _INF, residual, _INF))  # also for NaN
     miss = tl.where(smallest > _DEPENDENT, miss, _INF)
     # Ties go to the first set: if no constraint is violated this is the empty set, and x is g.
