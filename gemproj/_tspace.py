@@ -133,6 +133,8 @@ def times_rows(weights: Array, rows: Array) -> Array:
     """
     xp = namespace(weights)
     used = xp.any(weights != 0, axis=-2)[..., None]
+    if isinstance(used, np.ndarray) and used.all():
+        return np.matmul(weights, rows)
     return xp.matmul(weights, xp.where(used, rows, xp.zeros_like(rows[..., :1, :1])))
 
 
