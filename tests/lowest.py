@@ -38,7 +38,7 @@ def lowest_versions(root=ROOT):
         for requirement in requirements:
             if extra in NOT_TESTED or requirement.startswith(f"{project['name']}["):
                 continue
-            name, _, version = requirement.partition(">=")
+            name, _, version = requirement.partition(";")[0].strip().partition(">=")
             if not version or found.setdefault(name, version) != version:
                 raise ValueError(
                     f"{requirement!r} in pyproject.toml must be name>=version, with one version everywhere."
