@@ -80,3 +80,4 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 if __name__ == "__main__":
     for name, version in lowest_versions().items():
         print(f"{name}=={version}")
+    print("pyarrow<22")  # which datasets asks for: later ones need NumPy 2, and do not say so to pip

@@ -39,7 +39,7 @@ class RowGradients:
     """
 
     def __init__(self, modules: Iterable[nn.Module], into: Mapping[int, Tensor]) -> None:
-        self._into, self._rows = into, len(next(iter(into.values())))
+        self._into = into
         self._layers: list[tuple[Any, Mapping[str, Tensor], Rule]] = []
         self.reached: set[int] = set()
         self.rounding = max(map(_rounding, into.values()))
@@ -85,7 +85,6 @@ class RowGradients:
             if not self._differentiated:
                 raise RowByRow("the loss has a backward pass of its own")
             self.rounding = max(self.rounding, _rounding(gradient))
-            x, gradient = x.unflatten(0, (self._rows, -1)), gradient.unflatten(0, (self._rows, -1))
             for name, p in own.items():
                 rule(layer, name, x, gradient, self._into[id(p)], id(p) not in self.reached)
                 self.reached.add(id(p))
@@ -122,7 +121,7 @@ class _Recorded(torch.autograd.Function):
 
 
 # (layer, name of a parameter, x, gradient of the output, part of G, whether that has no values yet), where
-# x and the gradient are (t, n, ...).
+# x and the gradient are (t * n, ...), with the examples of a row one after the other.
 Rule = Callable[[Any, str, Tensor, Tensor, Tensor, bool], None]
 
 
@@ -143,11 +142,11 @@ def _rule(layer: Any) -> Rule | None:
 
 
 def _linear(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
-    gradient = gradient.flatten(1, -2)
+    gradient = gradient.reshape(len(into), -1, gradient.shape[-1])
     if name == "bias":
         _add(gradient.sum(1), into, fresh)
         return
-    left, right = gradient.mT, x.flatten(1, -2).to(gradient.dtype)  # as autocast has it
+    left, right = gradient.mT, x.reshape(len(into), -1, x.shape[-1]).to(gradient.dtype)  # as autocast has it
     if into.dtype == left.dtype:
         into.baddbmm_(left, right, beta=0.0 if fresh else 1.0)
     else:
@@ -172,7 +171,7 @@ def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, f
             for value in (1.0, 0.0)
         )
         gradient = gradient * (type(layer).forward(one, x) - type(layer).forward(zero, x))
-    _add(gradient.sum(tuple(range(1, gradient.ndim - into.ndim + 1))), into, fresh)
+    _add(gradient.reshape(len(into), -1, *into.shape[1:]).sum(1), into, fresh)
 
 
 def _embedding(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
@@ -182,8 +181,9 @@ def _embedding(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor,
     sums = into if into.dtype == gradient.dtype else torch.zeros_like(into, dtype=gradient.dtype)
     if fresh and sums is into:
         into.zero_()
-    rows = torch.arange(len(x), device=x.device)[:, None]
-    sums.index_put_((rows, x.flatten(1)), gradient.flatten(1, -2), accumulate=True)
+    rows = torch.arange(len(into), device=x.device)[:, None]
+    values = gradient.reshape(len(into), -1, gradient.shape[-1])
+    sums.index_put_((rows, x.reshape(len(into), -1)), values, accumulate=True)
     if sums is not into:
         _add(sums, into, fresh)
 

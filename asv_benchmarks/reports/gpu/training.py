@@ -84,7 +84,7 @@ class Loop:
 
     def tabulate(self, precision: str, memory: EpisodicMemory) -> dict[str, dict[str, float]]:
         """Print a table of all ways, and return the medians of each."""
-        torch.set_float32_matmul_precision("high" if precision == "TF32" else "highest")
+        torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "TF32" else "ieee"
         # One function for all steps: whether rows can share a pass is found out once for each.
         self.loss = partial(loss, precision == "bfloat16")
         title = f"{precision}, {len(memory.tasks)} past tasks"
