@@ -28,23 +28,15 @@ def missing(device: Any) -> str:
 
     The first time a kernel is compiled and launched. Where that fails, one warning says why.
     """
-    if device in _found:
-        return _found[device]
     torch = sys.modules["torch"]
-    if torch.cuda.is_current_stream_capturing():
-        return "the first kernel cannot be loaded while a CUDA graph is captured"
-    reason = _try(torch, device)
-    if reason.startswith("OutOfMemoryError"):
-        return reason
-    _found[device] = reason
-    if reason and find_spec("triton") is not None:
-        warnings.warn(
-            f"Triton does not work on {device}: {reason} Projections there take array operations, which is "
-            "slower. GEMPROJ_BACKEND=portable silences this.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return reason
+    if device not in _found:
+        if torch.cuda.is_current_stream_capturing():
+            return "the first kernel cannot be loaded while a CUDA graph is captured."
+        try:
+            _found[device] = _try(torch, device)
+        except torch.OutOfMemoryError:  # there may be room the next time
+            return "the device is out of memory."
+    return _found[device]
 
 
 def _try(torch: Any, device: Any) -> str:
@@ -57,6 +49,15 @@ def _try(torch: Any, device: Any) -> str:
 
         one = torch.ones(1, dtype=torch.float64, device=device)
         drop_not_finite(one[None], one)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # Triton needs a C compiler for its launchers, for example
-        return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}."
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}."
+        warnings.warn(
+            f"Triton does not work on {device}: {reason} Projections there take array operations, which is "
+            "slower. GEMPROJ_BACKEND=portable silences this.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return reason
     return ""
