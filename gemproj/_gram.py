@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import suppress
 
 import numpy as np
 
@@ -173,10 +172,12 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
 
 def _is_positive_definite(K: np.ndarray) -> bool:
     """Return whether K is finite, symmetric and positive definite; of singular matrices it cannot tell."""
-    if (np.swapaxes(K, -1, -2) == K).all():
-        with suppress(np.linalg.LinAlgError):
-            return bool(np.isfinite(np.linalg.cholesky(K)).all())
-    return False
+    if not (K.swapaxes(-1, -2) == K).all():
+        return False
+    try:
+        return bool(np.isfinite(np.linalg.cholesky(K)).all())
+    except np.linalg.LinAlgError:
+        return False
 
 
 def _check_products(K: np.ndarray) -> None:
