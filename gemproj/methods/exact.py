@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -200,20 +199,11 @@ def _on_host(
     K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
 ) -> tuple[Array, Array]:
     """Return the same for arrays on a device, by the fastest backend of the host."""
-    from gemproj.backends import stage_two
-
-    xp, device, given = namespace(b), device_of(b), [K, b, lower, upper, start]
-    fetched: list[Any] = _fetch([a if a is None else xp.astype(a, b.dtype, copy=False) for a in given])
-    shape, dtype = tuple(b.shape), fetched[1].dtype
-    shapes = (*shape, shape[-1]), shape, shape, shape, shape
-    *dual, start = (
-        a if a is None else np.broadcast_to(a.astype(np.float64, copy=False), one)
-        for a, one in zip(fetched, shapes, strict=True)
-    )
-    lam, pivots, *_ = stage_two(dual[1]).solve(Exact(), Standard(*dual), start)
-    both = np.concatenate([lam, np.broadcast_to(pivots, lam.shape[:-1])[..., None]], axis=-1)
-    found = from_numpy(both.astype(dtype), xp, device)
-    return found[..., :-1], xp.astype(found[..., -1], xp.int64)
+    xp, given = namespace(b), (K, b, lower, upper, start)
+    found = Exact().solve(*_fetch([a if a is None else xp.astype(a, b.dtype, copy=False) for a in given]))
+    both = np.concatenate([found.multipliers, found.iterations[..., None]], axis=-1)
+    both = from_numpy(both.astype(found.multipliers.dtype), xp, device_of(b))
+    return both[..., :-1], xp.astype(both[..., -1], xp.int64)
 
 
 def _fetch(arrays: list[Array | None]) -> list[np.ndarray | None]:

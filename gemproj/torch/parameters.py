@@ -68,7 +68,7 @@ class ParameterVector:
         if not chosen:
             raise ValueError("parameters holds none that requires a gradient; nothing could be projected.")
         chosen.sort(key=_placement)  # stable: otherwise in their own order
-        self.parameters, self._plain = chosen, all(mesh_of(p) is None for p in chosen)
+        self.parameters, self._sharded = chosen, any(mesh_of(p) is not None for p in chosen)
         shards = self.local()
         for p, shard in zip(chosen, shards, strict=True):
             computes = mesh_of(p).device_type if mesh_of(p) is not None else p.device.type
@@ -133,7 +133,7 @@ class ParameterVector:
 
     def local(self) -> list[Tensor]:
         """Return the local shard of each parameter, see `local`."""
-        if self._plain and not torch.is_grad_enabled():
+        if not (self._sharded or torch.is_grad_enabled()):
             return self.parameters
         return [local(p) for p in self.parameters]
 
@@ -169,9 +169,13 @@ class ParameterVector:
 
     def dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         """Return the local entries of the gradients that there are, with the placements of the parameters."""
-        if not self.topology.collective and all(g is None or g.layout == torch.strided for g in gradients):
+        if self._are_plain(gradients):
             return [g for g in gradients if g is not None]
         return [local(self.placed(j, g)) for j, g in enumerate(gradients) if g is not None]
+
+    def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether `placed` would return all of these gradients as they are."""
+        return not self.topology.collective and all(g is None or g.layout == torch.strided for g in gradients)
 
     def placed(self, j: int, gradient: Tensor) -> Tensor:
         """Return a dense gradient of parameter j with the placements of the parameter."""
@@ -190,9 +194,7 @@ class ParameterVector:
         """Copy the ``.grad`` of all parameters to `scratch`, and return that; a missing one is zero."""
         to, given, out = [], [], self.scratch
         gradients = [p.grad for p in self.parameters]
-        plain = not self.topology.collective and all(
-            g is None or g.layout == torch.strided for g in gradients
-        )
+        plain = self._are_plain(gradients)
         for j, (gradient, part) in enumerate(zip(gradients, out.parts, strict=True)):
             if gradient is None:
                 part.zero_()
@@ -239,7 +241,7 @@ class ParameterVector:
         return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
     def _topology(self, group: Any) -> Local:
-        if any(mesh_of(p) is not None for p in self.parameters):
+        if self._sharded:
             return Sharded(self.device, group)
         return Local() if group is None else Replicated(self.device, group)
 

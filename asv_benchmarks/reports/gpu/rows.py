@@ -23,7 +23,6 @@ CASES = {"MLP": [(10, 2), (10, 10), (10, 20), (100, 10)]}
 CASES["GPT-2 of 2 layers of 128, LoRA"] = [(1, 48), (4, 10), (4, 20), (16, 10)]
 CASES["GPT-2 small, LoRA"] = [(1, 48), (4, 10), (4, 20), (16, 3), (16, 10)]
 PRECISIONS = {"float32": "ieee", "TF32": "tf32"}
-# With TF32 only the last one, whose products are large enough.
 # Relative to its norm, how much a row may differ between the ways.
 APART = {"float32": 1e-4, "TF32": 1e-2}
 HEAD = ["examples of a row", "rows", "a pass each", "shared", "ratio", "MB, a pass each", "MB, shared"]
@@ -86,6 +85,7 @@ def main(seconds: float) -> int:
     torch.manual_seed(20171208)
     for precision, setting in PRECISIONS.items():
         torch.backends.cuda.matmul.fp32_precision = setting
+        # With TF32 only the last model, whose products are large enough.
         for name, cases in list(CASES.items())[-1 if setting == "tf32" else 0 :]:
             table = Running(f"{name}, {precision}; milliseconds", HEAD)
             for n, t in cases:
