@@ -307,7 +307,7 @@ def _is_zero(rate: Any) -> bool:
 
 
 def _alike(numbers: list[Any], like: Tensor) -> list[Any]:
-    """Return numbers, or if some are tensors all as tensors on the same device."""
+    """Return the numbers; where some of them are tensors, all as tensors on that device."""
     if not any(isinstance(number, Tensor) for number in numbers):
         return numbers
     return [n if isinstance(n, Tensor) else torch.full((), n, device=like.device) for n in numbers]

@@ -31,7 +31,7 @@ _PORTABLE = portable.Portable()
 
 
 class Block(NamedTuple):
-    """Arrays of a block, with contiguous columns, and what kernels ask of them."""
+    """The arrays of a block, whose columns are contiguous, and what the kernels need to know of them."""
 
     arrays: tuple[Tensor, Tensor, Tensor]  # G (problems, t, n), g (problems, n), and the metric or g
     columns: int
