@@ -12,6 +12,7 @@ help:  ## Show the commands.
 
 # The environment is rebuilt when what it is made from changes.
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing 3 GB into $(VENV), which takes some minutes and prints nothing."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
