@@ -5,6 +5,7 @@ from dataclasses import fields
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils._pytree import tree_map
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
@@ -40,6 +41,28 @@ def logits(model, batch):
 def loss(model, batch):
     """Return the mean loss of a batch."""
     return cross_entropy(logits(model, batch), labels(batch))
+
+
+class Quantised(torch.Tensor):
+    """A tensor without storage, like the weights and optimizer states of torchao, which few operations take."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+
+    def __init__(self, held):
+        self.held = held
+
+    def dequantize(self):
+        return self.held.clone()
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), options=None):
+        if "foreach" in str(function):
+            raise NotImplementedError(f"{function} of {cls.__name__}")
+        args, options = tree_map(lambda a: a.held if isinstance(a, cls) else a, (args, options or {}))
+        found = function(*args, **options)
+        return cls(found) if function is torch.ops.aten.detach.default else found
 
 
 SMALL = 2.0**-22

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import EACH, SAID, adapted, begin, language_model, loss, take  # noqa: E402
+from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, take  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
@@ -124,6 +124,20 @@ def partly():
     return model
 
 
+def quantised():
+    """Return a network whose middle layer is frozen and has no storage."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)).double().requires_grad_(False)
+    model[1].weight = nn.Parameter(Quantised(model[1].weight), requires_grad=False)
+    model[0].requires_grad_()
+    return model
+
+
+def sparse():
+    """Return a network that multiplies by a sparse matrix, as those for graphs."""
+    graph = torch.randn(3, 3, dtype=torch.float64).to_sparse()
+    return Around(lambda model, x: (graph @ model.inner(x).T).T)
+
+
 def texts(lengths, collate):
     memory = EpisodicMemory(per_task=len(lengths[0]))
     for task, some in enumerate(lengths):
@@ -172,6 +186,8 @@ CASES = {
         lambda: vectors(4, 6), EACH, {},
     ),
     "tied": (lambda: Ours(tied=True), tokens, EACH, {}),
+    "frozen weights without storage": (quantised, lambda: vectors(6), EACH, {}),
+    "sparse": (sparse, lambda: vectors(6), EACH, {}),
     "twice": (lambda: Ours(twice=True), tokens, EACH, {}),
     "checkpointed": (lambda: Ours(checkpointed=True), tokens, EACH, {}),
     "parts are frozen, or not reached": (partly, tokens, EACH, {}),

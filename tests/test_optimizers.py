@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from models import begin, cosines, flat, gradient, loss, moved, perceptron, rival, rows, sgd, task  # noqa: E402
+from models import begin, cosines, flat, gradient, loss, moved, perceptron, rival, rows, sgd, take, task  # noqa: E402
 
 from gemproj.torch import GEM, EpisodicMemory, GradientProjector, detach  # noqa: E402
 
@@ -61,6 +61,17 @@ def test_what_is_attached_once_waits_for_the_first_one_to_go(kind):
     loss(model, rival(task(1))).backward()
     torch.testing.assert_close(moved(model, optimizer.step), 0.1 * gradient(model))
     attach(kind, optimizer, model)
+
+
+def test_an_optimizer_with_a_scale_is_no_gradient_scaler():
+    class Amos(torch.optim.SGD):
+        def get_scale(self, p):
+            return p.numel() ** -0.5
+
+    model, optimizer, gem = begin(make=lambda parameters: Amos(parameters, lr=0.1))
+    gem.end_task([task(0)])
+    take(model, optimizer, rival(task(0)))
+    assert gem.last.num_violated == 1
 
 
 @pytest.mark.parametrize("way", ["never", "removed", "gone", "copied"])

@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from models import (  # noqa: E402
     SMALL,
+    Quantised,
     cosines,
     flat,
     gradient,
@@ -350,6 +351,19 @@ def test_what_is_no_second_moment_of_each_entry_is_no_metric(keeps):
     projector.metric = "adam"
     with pytest.raises(ValueError, match=r"of each entry and a count of steps.*found Signs"):
         optimizer.step()
+
+
+def test_moments_in_few_bits_are_dequantised():
+    """Those of torchao's optimizers are tensors without storage."""
+    adam = {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-8}
+    steps = []
+    for kind in (torch.clone, Quantised):
+        keeps = lambda p, kind=kind: {"step": 1, "exp_avg_sq": kind(p.detach() ** 2)}  # noqa: E731
+        model, optimizer, projector = begin(partial(Signs, keeps=keeps, **adam), on="step", metric="adam")
+        oppose(model, projector)
+        steps.append(moved(model, optimizer.step))
+        assert projector.last.num_active > 0
+    assert torch.equal(*steps)
 
 
 @pytest.mark.parametrize(

@@ -243,7 +243,7 @@ class Step(Change):
             count = _number(steps)  # zero where an overflow had the first step skipped
             count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
             parts.append(part)
-            seconds.append(local(state.get("max_exp_avg_sq", state.get("exp_avg_sq"))))
+            seconds.append(_dequantised(local(state.get("max_exp_avg_sq", state.get("exp_avg_sq")))))
             corrections.append(1 - group["betas"][1] ** count)
             eps.append(group["eps"])
             rates.append(_number(group["lr"]))
@@ -304,6 +304,11 @@ class Step(Change):
 def _is_zero(rate: Any) -> bool:
     """Return whether a learning rate is zero; False where asking would wait for a device."""
     return (not isinstance(rate, Tensor) or rate.device.type == "cpu") and bool(rate == 0)
+
+
+def _dequantised(moments: Tensor) -> Tensor:
+    """Return moments as a plain tensor: optimizers of torchao keep them in 4 or 8 bits."""
+    return moments if type(moments) is Tensor else moments.dequantize()
 
 
 def _alike(numbers: list[Any], like: Tensor) -> list[Any]:

@@ -272,7 +272,7 @@ class Keeper:
         self.remove()
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
-        if scaler is not None and not (hasattr(scaler, "is_enabled") and hasattr(scaler, "get_scale")):
+        if scaler is not None and not _is_scaler(scaler):
             raise TypeError(
                 f"scaler must be the torch.amp.GradScaler of training; found {type(scaler).__name__}. Leave "
                 "it out where losses are not scaled."
@@ -327,7 +327,7 @@ class Keeper:
         if self._tasks is not None and (self._tasks, self._removals) != (self._past(), self.memory.removals):
             self._forget()  # row k was of another task, or of other examples
         self._stepped.clear()
-        scaler: Any = optimizer if hasattr(optimizer, "get_scale") else self._scaler
+        scaler: Any = optimizer if _is_scaler(optimizer) else self._scaler
         scaled = scaler is not None and scaler.is_enabled()
         scale = scaler.get_scale() / _HEADROOM if scaled else 1.0
         projector.metric = self.metric
@@ -547,6 +547,11 @@ def _one_promise(loss: Loss | Promise, **given: Any) -> Promise:
         if value != getattr(default, name):
             raise ValueError(f"{name} is given beside a Promise, which has its own; pass it there.")
     return loss
+
+
+def _is_scaler(thing: Any) -> bool:
+    """Return whether losses are scaled by a gradient scaler, or by an optimizer of DeepSpeed."""
+    return hasattr(thing, "is_enabled") and hasattr(thing, "get_scale")
 
 
 def _warn_of_statistics(model: torch.nn.Module) -> None:

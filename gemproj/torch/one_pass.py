@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
@@ -226,15 +226,18 @@ def _budget(device: torch.device) -> tuple[int, int]:
 @contextmanager
 def _counted_activations(model: torch.nn.Module) -> Iterator[list[int]]:
     """Count the bytes of what is kept for backward passes, other than parameters."""
-    seen = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found = [0]
+    seen, found = set[int](), [0]
 
     def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            found[0] += storage.nbytes()
+        with suppress(RuntimeError):  # sparse tensors and those of torchao have no storage
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in seen:
+                seen.add(storage.data_ptr())
+                found[0] += storage.nbytes()
         return tensor
 
+    for p in model.parameters():
+        keep(p)
+    found[0] = 0
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         yield found
