@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--compile", action="store_true", help="compile the loops ahead of time, and exit")
     one.add_argument(
-        "--check", action="store_true", help="solve problems with known answers; 1 if one is wrong"
+        "--check", action="store_true", help="solve problems with known answers; exit with 1 if one is wrong"
     )
     given = parser.parse_args(arguments)
     try:
@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compile_loops() -> bool:
     """Compile the loops for float32, float64 and bfloat16 by calling each once; numba caches them on disk.
 
-    Return whether they are kept, if there are any.
+    Return False if loops were compiled but could not be kept on disk.
     """
     if backends.wanted == "portable" or missing():
         print(f"There is nothing to compile: {missing() or 'GEMPROJ_BACKEND=portable is set'}.")
@@ -95,7 +95,7 @@ def compile_loops() -> bool:
 
 
 def report_versions() -> None:
-    """Print versions, extras and devices, and what decides the rounding on this machine."""
+    """Print versions, extras and devices, and the libraries and settings that decide the rounding."""
     print(f"gemproj {gemproj.__version__} on Python {platform.python_version()}, {platform.platform()}\n")
     built = np.show_config(mode="dicts")
     blas = built.get("Build Dependencies", {}).get("blas", {})
@@ -125,7 +125,7 @@ def report_methods() -> None:
     rng = np.random.default_rng(0)
     t, d = 6, 10_000
     G, g = rng.standard_normal((t, d)) + 0.3, rng.standard_normal(d) - 0.3
-    # With its memory strength, GEM2017 would solve another problem than the other methods.
+    # With its default memory strength, GEM2017 would solve a different problem from the other methods.
     methods = METHODS | {"gem2017": GEM2017(memory_strength=0.0)}
     print(f"One projection, t = {t} constraints, d = {d:,} parameters, NumPy float64")
     print(f"{'method':12s}{'time (us)':>10s}{'KKT residual':>15s}{'duality gap':>14s}{'error bound':>14s}")

@@ -61,7 +61,7 @@ def wide_dtype(xp: Any, device: Any) -> Any:
 
 
 def is_array(a: Any) -> bool:
-    """Return whether `a` is an array of a library that array-api-compat supports, and can be written."""
+    """Return whether `a` is a mutable array of a library that array-api-compat supports."""
     if type(a) is np.ndarray:
         return True
     immutable = array_api_compat.is_jax_array(a) or array_api_compat.is_ndonnx_array(a)
@@ -130,7 +130,7 @@ def empty_as(a: Array) -> Array:
 
 
 def note_written(arrays: Sequence[Array]) -> None:
-    """Increment the version counters of tensors written outside of autograd, so that it notices the write."""
+    """Increment the version counters of tensors written outside of autograd, so that autograd notices."""
     if is_torch(arrays[0]):
         note = sys.modules["torch"].autograd.graph.increment_version
         for a in arrays:
@@ -148,7 +148,7 @@ def to_numpy(a: Array) -> np.ndarray:
 
 
 def from_numpy(a: Any, xp: Any, device: Any) -> Array:
-    """Return a NumPy array as an array of the library `xp` on `device`, as a view where possible.
+    """Return a NumPy array as an array of the library `xp` on `device`, as a view if possible.
 
     Arrays of other libraries, numbers and None are returned unchanged.
     """

@@ -67,7 +67,7 @@ def check_options(
         refuse_masked(value, name)
     if not (is_array(equality) or isinstance(equality, (bool, list, tuple))):
         raise TypeError(
-            f"equality must be True, False or a boolean array of one per constraint; found {equality!r}."
+            f"equality must be True, False or an array of one boolean per constraint; found {equality!r}."
         )
     given = {
         "h": h is not None,
@@ -80,12 +80,12 @@ def check_options(
 
 
 def accepted(method: Any) -> Collection[str]:
-    """Return the options that a method takes; any callable takes those that change b only."""
+    """Return the options that a method takes; a callable takes those that change only b."""
     return method.accepts if isinstance(method, Method) else ("h", "margin")
 
 
 def check_accepted(method: Any, given: Iterable[tuple[str, str]]) -> None:
-    """Raise for given options that a method does not take; each comes with the name that its caller knows."""
+    """Raise for options that a method does not take; `given` has pairs (name in the message, option)."""
     for name, option in given:
         if option not in accepted(method):
             raise ValueError(f"{name} cannot be combined with method {method!r}, which does not take it.")
@@ -136,11 +136,11 @@ def standard_form(
 ) -> tuple[Standard, Array | None]:
     """Return the dual problem in standard form: h subtracted from b, finite lower bounds moved to zero.
 
-    It is the dual problem of the projection of ``g + G'base``.
+    This is the dual problem of the projection of ``g + G'base``.
 
-    Also return the mask (..., t) of cut rows, or None. A row is cut where ``b - h`` is replaced by a limit,
-    `reach` (a number or (..., 1)) times the size of the problem, because larger entries would dominate the
-    scaling of all rows. `overstepped` tests whether this changed the solution.
+    Also return the mask (..., t) of cut rows, or None. A row is cut if its ``b - h`` is replaced by a limit:
+    `reach` (a number or (..., 1)) times the size of the problem. Larger entries would dominate the scaling of
+    all rows. `overstepped` tests whether the cut changed the solution.
     """
     if bounds is PLAIN:
         return Standard(K, b, None, None), None
@@ -167,7 +167,7 @@ def overstepped(dual: Standard, cut: Array, lam: Array) -> Array:
     """Return the mask (...) of problems whose solution lam depends on the limit at which rows were cut.
 
     In all other problems lam also solves the problem before the cut: the multiplier of each cut row is zero
-    where ``b - h`` is positive, and at its upper bound where ``b - h`` is negative.
+    if ``b - h`` is positive, and at its upper bound if ``b - h`` is negative.
     """
     xp = namespace(lam)
     inside = lam != 0
@@ -184,8 +184,8 @@ def _subtract(
     Rows with a large positive ``b - h`` are cut, because x satisfies them by far. Rows with a penalty and a
     large negative ``b - h`` are cut, because x violates them despite the penalty. Equalities without a
     penalty are never cut. The size is the largest ``|b_i|`` or positive h_i (``|h_i|`` of an equality) over
-    the norm of the row. With a penalty this h_i counts at most as penalty times norm, the distance by which
-    the row can move x.
+    the norm of the row. With a penalty, h_i over the norm counts as at most penalty times norm, the distance
+    by which the row can move x.
     """
     xp, h, hard = namespace(b), bounds.h, bounds.unbounded
     norms, infinite = xp.sqrt(xp.linalg.diagonal(K)), xp.full_like(b, math.inf)
@@ -250,7 +250,7 @@ def _mask(equality: Any, like: Array) -> Array:
     mask = _shaped(equality, "equality", like)
     if not xp.isdtype(mask.dtype, "bool"):
         raise TypeError(
-            f"equality must be True, False or a boolean array of one per constraint; found {mask.dtype}."
+            f"equality must be True, False or an array of one boolean per constraint; found {mask.dtype}."
         )
     return mask
 

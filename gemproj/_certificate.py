@@ -56,7 +56,7 @@ def duality_gap(s: Array, size: Array, lam: Array, lower: Array, upper: Array) -
 
     ``sum (lam - lower) max(0, s) + (upper - lam) max(0, -s)``. A violated constraint without an upper bound
     adds the negative ``(lam - lower) s`` instead, because its violation is not part of the primal objective.
-    Where x is feasible, ``|x - x*|^2 <= gap size^2``.
+    If x is feasible, ``|x - x*|^2 <= gap size^2``.
     """
     xp = namespace(s)
     zero = xp.zeros_like(s)
@@ -67,7 +67,7 @@ def duality_gap(s: Array, size: Array, lam: Array, lower: Array, upper: Array) -
 
 
 def cosine(gram: Gram, lam: Array) -> Array:
-    """Return the cosine between g and x = g + G'lam, shape (...); 1 where g is zero, 0 where only x is."""
+    """Return the cosine between g and x = g + G'lam, shape (...); 1 if g is zero, 0 if only x is zero."""
     K, b, gg = gram
     xp = namespace(gg)
     inner = gg + xp.sum(b * lam, axis=-1)
@@ -97,7 +97,7 @@ def error_bound(
     and nearly active rows. So the second term is at most ``|e| / sigma``, where sigma is the smallest
     singular value of a basis chosen from these rows, active rows first. The rows outside of the basis are
     dependent to rounding. Perturbed rows that are exactly dependent are satisfied together with the basis,
-    unless their h contradicts it; then only weak duality gives a bound.
+    unless their h contradicts that of the basis; then only weak duality gives a bound.
 
     `resolves` is the smallest angle that the coordinates resolve. Coordinates from K cannot distinguish
     dependent rows from independent rows at smaller angles. Then weak duality bounds the error: by ``|x|`` for

@@ -29,7 +29,7 @@ def check_count(value: Any, name: str, smallest: int) -> None:
 
 
 def check_number(value: Any, name: str, low: float, *, strict: bool = False) -> None:
-    """Raise unless `value` is a finite real number of at least `low` (above it, if `strict`)."""
+    """Raise unless `value` is a finite real number of at least `low` (above `low` if `strict`)."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number; found {value!r}.")
     number = float(value)
@@ -49,7 +49,7 @@ def check_scalar(value: Any, name: str) -> None:
     if not is_number(value):
         if is_array(value) or isinstance(value, (list, tuple)):
             return
-        raise TypeError(f"{name} must be a number, or an array of one per constraint; found {value!r}.")
+        raise TypeError(f"{name} must be a number or an array of one number per constraint; found {value!r}.")
     if not value >= 0.0 or (value == math.inf and name == "margin"):
         finite = "finite and " if name == "margin" else ""
         raise ValueError(f"{name} must be {finite}at least 0; found {value}.")

@@ -61,13 +61,13 @@ def combine(
 def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     """Write the projected gradient of a solution to x, which may be g itself.
 
-    Where rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays,
+    If rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays,
     the correction of the solution removes this rounding from x, so that ``G_P x = h_P`` for the free rows P.
     """
     write_x(problem, sol.multipliers, x)
     if sol._correction is None or any(v.dtype != problem.wide for v in problem.vector):
         return
-    # The slacks of x are computed without the metric, and the step that corrects them with it.
+    # The slacks of x are computed without the metric, and the correcting step with the metric.
     moved, step, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
     for i in map(tuple, np.argwhere(sol._correction.any(axis=(-3, -2, -1)))):
         s = slack_of(replace(moved.at(i), weight=None), step[i], None if h is None else h[i])
@@ -77,9 +77,9 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
 
 
 def warn_if_missed(sol: DualSolution) -> None:
-    """Warn, on the CPU, if x violates the optimality conditions: callers of `project` see no status."""
+    """On the CPU, warn if x violates the optimality conditions, because `project` returns no status."""
     if isinstance(sol._status, int) or not (sol._exact and isinstance(sol.multipliers, np.ndarray)):
-        return  # one number for all problems of the exact method is OPTIMAL
+        return  # the exact method returns one number for all problems only for OPTIMAL
     status = sol.status
     if not np.count_nonzero(status):
         return
@@ -95,7 +95,7 @@ def warn_if_missed(sol: DualSolution) -> None:
         "`kkt_residual` of `solve_dual`, or give a penalty."
     )
     if sol.bounds.equality is not None and sol.bounds.upper is not None:
-        cause = "x may have lost digits to the large penalty of an equality. Lower it, or leave it out."
+        cause = "x may have lost digits to the large penalty of an equality. Lower or omit the penalty."
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
         frame, level = frame.f_back, level + 1
@@ -107,7 +107,7 @@ def warn_if_missed(sol: DualSolution) -> None:
 
 
 def _violation(sol: DualSolution) -> np.ndarray:
-    """Return the largest violation of a constraint without a penalty, (...), over row norm and size."""
+    """Return the largest violation of constraints without a penalty, (...), over row norm and size."""
     s = sol.slack()
     s = np.where(np.isinf(sol.lower), np.abs(s), -s) * inverse(np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1)))
     worst = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)

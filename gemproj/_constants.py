@@ -14,7 +14,7 @@ ROUNDING = 4e-15
 EXCHANGE = 1e-7
 # Limit of b - h, relative to the largest |b_i| or positive h_i over the norm of the row: a constraint with a
 # larger slack is never active. On the CPU the exact method starts with the limit REACH, and multiplies it by
-# WIDER where the solution depends on the limit.
+# WIDER if the solution depends on the limit.
 LOOSE, REACH, WIDER = 1e7, 8.0, 1e3
 # Largest natural residual of an optimal solution of the normalised problem, in units of rounding: 1e-9 in
 # float64.
@@ -26,9 +26,9 @@ NEAR_ZERO = 1e-9
 # below this: x is then off by 1e-16 / 1e-4 or more.
 RESOLVED = 1e-4
 # The same limit for small problems, where reading G again takes little time. And the limit for K from float32
-# sums, which is accurate to 1e-8; there the eigenvalue is that of all rows.
+# sums, which is accurate to 1e-8: this limit applies to the smallest eigenvalue for all rows.
 TRUST_SMALL, TRUST_NARROW = 1e-2, 1e-3
-# Most elements of G and g in a small problem.
+# Maximum number of elements of G and g in a small problem.
 SMALL = 1 << 17
 # Error of x over |g| above which the status is UNRESOLVED even for a solution from coordinates of the rows.
 HOPELESS = 1e-7
@@ -37,9 +37,9 @@ CLOSE = 0.05
 # Pivots per row after which the search uses the least-index rule, which cannot cycle. The search stops after
 # PATIENCE times as many pivots.
 BUDGET, PATIENCE = 6, 2
-# Most searches per problem, each from a fresh tableau, because tableau updates add rounding.
+# Maximum number of searches per problem, each from a fresh tableau, because tableau updates add rounding.
 SEARCHES = 3
-# Most active sets for enumeration: 2^8 for 8 rows; with upper bounds 3^5 for 5 rows.
+# Maximum number of active sets for enumeration: 2^8 for 8 rows; with upper bounds 3^5 for 5 rows.
 MOST_SETS = 256
 # Above this number of rows, FISTA supplies the first active set.
 MOST_ROWS = 168
@@ -48,12 +48,12 @@ MOST_ROWS = 168
 ROWS_RESOLVE, GRAM_RESOLVES = 3e-14, 1e-7
 # Singular values of unit columns count as zero below this, relative to the largest singular value.
 CUTOFF = 64.0 * EPS
-# Most entries of t x t matrices that are allocated at a time for a batch, to bound memory.
+# Maximum number of entries of t x t matrices that are allocated at a time for a batch, to bound memory.
 SLAB = 1 << 20
-# Columns whose products are summed in float32, twice as fast, before the sum is added to a float64 sum.
+# The products of this many columns are summed in float32, twice as fast; the sum is added to a float64 sum.
 CHUNK = 512
-# Fewest columns of a problem for which float32 sums are worthwhile. In compiled loops, float64 products of up
-# to FEW_ROWS rows take no longer than reading memory, so float32 sums are used for more rows only.
+# Minimum number of columns for float32 sums. In compiled loops, float64 products of up to FEW_ROWS rows take
+# no longer than reading memory, so float32 sums are used for more rows only.
 LARGE, FEW_ROWS = 1 << 17, 8
 # Relative rounding error of the entries of the Gram matrix. In float64 sums the worst case, identical
 # columns, gives 50 EPS. Float32 sums of a chunk are vectorised loops with at least 4 partial sums.
@@ -70,8 +70,8 @@ LARGE_PENALTY = 1e5
 # h counts as infeasible if every feasible x is longer than this factor times the size of the problem: no x of
 # useful length exists. The factor with coordinates from the rows, and the factor with K.
 FAR, FAR_BY_GRAM = 1e6, 1e3
-# Rows with h_i / |g_i| below minus this factor times the largest h_i / |g_i| are left out of this search. The
-# factors are tried in this order.
+# Rows with h_i / |g_i| below minus this factor times the largest h_i / |g_i| are left out of the search for
+# contradicting rows. The factors are tried in this order.
 LOOSE_ROWS = (10.0, 1e4, 1e8)
 # Ridge on the diagonal of the normalised K in the test of infeasibility on a device: for K from float64 sums,
 # and for K from float32 sums.

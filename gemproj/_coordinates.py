@@ -158,7 +158,7 @@ def settle(
 ) -> tuple[np.ndarray, float]:
     """Return ``x = a + A lam`` moved to ``A_P'x = h_P`` for the free rows P, and the distance of this move.
 
-    The distance is the rounding error of x, large where rows nearly cancel and multipliers are large. The
+    The distance is the rounding error of x, large if rows nearly cancel and multipliers are large. The
     result is the exact projection of a gradient with an error of this size, which a projection does not
     increase.
     """
@@ -173,7 +173,7 @@ def settle(
 def inverse_on(A: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return ``K_PP^+`` for the rows P of a mask (t,) as two factors (2, t, t), zero outside of P.
 
-    The second factor is applied first. Their product would lose digits where rows nearly cancel.
+    The second factor is applied first. Their product would lose digits if rows nearly cancel.
     """
     _, S, V = span(A[:, rows])
     found = np.zeros((2, len(rows), len(rows)))

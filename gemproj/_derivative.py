@@ -28,7 +28,7 @@ class Gradients(NamedTuple):
 def pull_back(
     problem: Problem, bounds: Bounds, lam: Array, inverse: Array, x: list[Array], upstream: list[Array]
 ) -> Gradients:
-    """Return the gradients of a scalar with respect to all arguments, from `upstream`, that for x.
+    """Return the gradients of a scalar with respect to all arguments, given `upstream`, its gradient for x.
 
     `lam` holds the multipliers and `inverse` is ``K_PP^-1`` as two factors (..., 2, t, t).
 
@@ -39,8 +39,8 @@ def pull_back(
         dg = p,    dG_i = lam_i W^-1 p - z_i x,    dW = -(x - g) W^-1 p,    dh = z,
 
     and the gradient with respect to a bound is ``G_i W^-1 p`` if multiplier i is at this bound. It is negated
-    for the penalty of an equality at its lower bound, which is minus the penalty. Where the active set
-    changes (a multiplier is at a bound and its slack is zero) this is one of several one-sided derivatives.
+    for the penalty of an equality at its lower bound, which is minus the penalty. If a multiplier is at a
+    bound and its slack is zero, the active set changes, and this is one of several one-sided derivatives.
     """
     xp, batch, t = problem.xp, problem.batch, problem.t
     lead = () if problem.shared else batch
@@ -72,7 +72,7 @@ def pull_back(
         ]
         return sum(products[1:], products[0])
 
-    for _ in range(2):  # the second pass removes the rounding of z, large where rows nearly cancel
+    for _ in range(2):  # the second pass removes the rounding of z, large if rows nearly cancel
         step = matvec(inverse[..., 0, :, :], matvec(inverse[..., 1, :, :], xp.where(free, along(p), zero)))
         z = z + step
         p = [v - xp.matmul(step[..., None, :], a)[..., 0, :] for a, v in zip(rows, p, strict=True)]

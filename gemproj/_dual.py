@@ -45,8 +45,8 @@ def solve_dual(
     Parameters
     ----------
     G : array, shape (..., t, d), or blocks
-        Constraint gradients as rows; leading dimensions are independent problems. Or a sequence or
-        mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, with `g` alike: one problem.
+        Constraint gradients as rows; leading dimensions are independent problems. Or one problem in
+        blocks: a sequence or mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, and `g` likewise.
     g : array, shape (..., d), or blocks
         The proposed gradient. Leading dimensions of G and g are broadcast; for many gradients (m, d) and
         one G (t, d), K is computed once.
@@ -78,8 +78,8 @@ def solve_dual(
     TypeError, ValueError
         For arguments that do not fit together, naming the argument and what was found. On the CPU also
         for rows that are not finite and, with method "exact", for an infeasible h, naming the rows. On a
-        device the status has a flag for each of these two cases. Where another method misses the constraints,
-        the status has ``Status.STALLED``.
+        device the status has a flag for each of these two cases. Other methods do not test h; for an
+        infeasible h their status is ``STALLED`` or ``APPROXIMATE``.
 
     Examples
     --------
@@ -140,8 +140,8 @@ def solve_gram(
     Returns
     -------
     DualSolution
-        Certificates allow for the rounding of the narrower dtype of K and b. What else has been lost when
-        these were computed, as in float32 sums, is not known here: `solve_dual` knows it.
+        Certificates include the rounding of the narrower dtype of K and b. They do not include a larger error
+        from the computation of K and b, such as that of float32 sums; those of `solve_dual` do.
 
     Examples
     --------
@@ -162,7 +162,7 @@ def solve_gram(
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
-    """Return the dual solution of a measured problem; on the CPU, read G again where K is ill-conditioned.
+    """Return the dual solution of a measured problem; on the CPU, read G again if K is ill-conditioned.
 
     On the CPU all arrays of the result are NumPy arrays, and rows that are not finite, or whose squares leave
     the range of float64, raise an error. On a device such rows are left out.
@@ -179,7 +179,7 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
         bounds = bounds._replace(h=namespace(kept).where(kept, bounds.h, 0.0))
     found = _run(gram, bounds, options.method, start, measured.to_caller)
     lam, status = found.multipliers, found.status
-    # Exact methods give zero to rows of norm zero, as those that were left out are.
+    # Rows that were left out have norm zero, and the exact method gives them the multiplier zero.
     if (kept is not None and not exact) or bounds is not PLAIN or lam.dtype is not gram.b.dtype:
         lam = _multipliers(gram, bounds, lam, kept)
     if not host:
@@ -233,12 +233,12 @@ def _multipliers(gram: Gram, bounds: Bounds, lam: Array, kept: Array | None) -> 
 
 
 def _status_on_device(found: Any, kept: Array, sol: DualSolution) -> Array:
-    """Return the status of each problem: that of the method, with flags for dropped rows and infeasible h."""
+    """Return the status of each problem, from the method, with flags for dropped rows and infeasible h."""
     xp, bounds = namespace(kept), sol.bounds
     status = _now(found)
     flags = {Status.ROW_DROPPED: ~xp.all(kept, axis=-1)}
     if sol._exact and (bounds.h is not None or (bounds.equality is not None and bounds.upper is not None)):
-        # The residual is that of the given problem, because the method has solved a problem with cut rows and
+        # This is the residual of the given problem, because the method has solved a problem with cut rows and
         # with lower bounds subtracted, which loses digits if an equality has a large penalty.
         flags[Status.STALLED] = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(sol.multipliers.dtype).eps
     if sol._exact and bounds.h is not None:
@@ -254,7 +254,7 @@ def _now(status: Any) -> Any:
 
 
 def _status_of_cut(found: Any, dual: Standard, cut: Array, lam: Array) -> Array:
-    """Return the status of each problem, with STALLED where the solution depends on the cut of its rows."""
+    """Return the status of each problem, with STALLED if the solution depends on the cut of its rows."""
     xp = namespace(lam)
     return _now(found) | xp.astype(overstepped(dual, cut, lam), xp.int64) * int(Status.STALLED)
 
@@ -264,7 +264,7 @@ def _solve_cut(
 ) -> Outcome:
     """Return the outcome of the exact method for a problem with cut rows, see `standard_form`.
 
-    Where the solution depends on the cut, the status is STALLED. On the CPU the problem is first solved again
+    If the solution depends on the cut, the status is STALLED. On the CPU the problem is first solved again
     with a higher limit.
     """
     if not isinstance(cut, np.ndarray):
@@ -288,10 +288,10 @@ def _solve_cut(
 def _solve_on_device(
     gram: Gram, bounds: Bounds, method: Exact, dual: Standard, start: Array | None
 ) -> Outcome:
-    """Return the outcome on a device, where no value may be read to decide on a second solve.
+    """Return the outcome on a device, without reading a value to decide on a second solve.
 
     Enumeration solves the problem with the limit LOOSE. The active-set search solves it with both limits,
-    LOOSE and REACH, in one copy to the CPU. The solution for REACH has more digits, and is used where it is
+    LOOSE and REACH, in one copy to the CPU. The solution for REACH has more digits, and is used if it is
     optimal and does not depend on the cut.
     """
     solve, xp = stage_two(dual.b).solve, namespace(dual.b)

@@ -22,12 +22,12 @@ from gemproj._solution import DualSolution
 from gemproj._tspace import Gram, identity_like, inverse, matvec, submatrix
 from gemproj.methods import Exact, Status
 
-# Most rows that a message names.
+# Maximum number of rows that a message names.
 _NAMED = 12
 
 
 def refuse_infeasible(sol: DualSolution, h: Array) -> None:
-    """Raise for an infeasible h, on the CPU; tested are stalled problems and zero rows with h > 0."""
+    """On the CPU, raise for an infeasible h; only stalled problems and zero rows with h > 0 are tested."""
     suspect = ((sol.status & int(Status.STALLED)) != 0) | np.any(_unsatisfiable(sol, h), axis=-1)
     for i in map(tuple, np.argwhere(suspect).tolist()):
         rows = _contradiction(sol, h, i)
@@ -44,7 +44,7 @@ def refuse_infeasible(sol: DualSolution, h: Array) -> None:
 
 
 def cancelled_by_penalty(sol: DualSolution) -> np.ndarray:
-    """Return the mask (...) of problems with cancellation, by a large penalty of an equality; on the CPU."""
+    """Return the mask (...) of problems that lost digits to a large penalty of an equality; on the CPU."""
     upper = sol.upper
     pull = np.where(np.isinf(upper), 0.0, upper) * np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1))
     if not (pull > LARGE_PENALTY * sol._size()[..., None]).any():  # most penalties are small
@@ -87,9 +87,9 @@ def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.n
 
 
 def _farkas(A: np.ndarray, h: np.ndarray, free: np.ndarray, cutoff: float) -> np.ndarray:
-    """Return the Farkas direction d: ``A d = 0``, d >= 0 outside of the mask `free`, largest ``h'd / |d|``.
+    """Return the Farkas direction d: ``A d = 0``, d >= 0 outside of the mask `free`, ``h'd / |d|`` maximal.
 
-    It is proportional to the residual of the least violation, ``min |max(0, h - A'x)|``. With an orthonormal
+    d is proportional to the residual of the least violation, ``min |max(0, h - A'x)|``. With an orthonormal
     basis N of the null space of A, ``d = N y``, where y is the projection of N'h onto the cone
     ``{y : N y >= 0}``, which always exists.
     """
@@ -98,7 +98,7 @@ def _farkas(A: np.ndarray, h: np.ndarray, free: np.ndarray, cutoff: float) -> np
     N[np.linalg.norm(N, axis=1) < 100 * cutoff] = 0.0  # rows that depend on no other rows, to rounding
     y = N.T @ h
     if y.size and not free.all():
-        # The right-hand side is slightly negative: opposite rows of N with rounding would leave only y = 0.
+        # The right-hand side is slightly negative, because rounded opposite rows of N would leave only y = 0.
         B, room = N[~free].T, np.full(np.count_nonzero(~free), -0.01 * cutoff)
         none, most = np.zeros(len(room)), np.full(len(room), np.inf)
         start = Exact().solve(B.T @ B, B.T @ y - room).multipliers

@@ -39,7 +39,7 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     Parameters
     ----------
     G, g, metric
-        As in `solve_dual`. The Gram matrix of blocks is the sum over them.
+        As in `solve_dual`. The Gram matrix of blocks is the sum over the blocks.
 
     Returns
     -------
@@ -99,7 +99,7 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
 
 
 def _check_finite(gram: Gram, G: str = "G", g: str = "g") -> None:
-    """Raise if G or g is not finite or its squares overflow; the message has their names and the rows."""
+    """Raise if G or g is not finite or its squares overflow; the message names them and the rows."""
     K, b, gg = gram
     if np.isfinite(K).all() and np.isfinite(b).all() and np.isfinite(gg).all():
         return
@@ -171,7 +171,7 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
 
 
 def _is_positive_definite(K: np.ndarray) -> bool:
-    """Return whether K is finite, symmetric and positive definite; of singular matrices it cannot tell."""
+    """Return whether K is finite, symmetric and positive definite; rounding decides for a singular K."""
     if not (K.swapaxes(-1, -2) == K).all():
         return False
     try:

@@ -33,7 +33,7 @@ _NO_FORWARD = "The projection has no forward-mode derivative. Use reverse mode: 
 
 
 class Form(NamedTuple):
-    """Number of tensors of each argument: the operator takes one flat list of tensors and these integers."""
+    """Number of tensors of each argument, and flags: passed to the operator with one flat list of tensors."""
 
     G: int  # number of blocks
     g: int
@@ -44,7 +44,7 @@ class Form(NamedTuple):
     equality: int
     warm_start: int
     alone: int  # 1 if G and g are arrays, 0 if they are blocks
-    refine: int  # of `Exact`
+    refine: int  # option of `Exact`
     recorded: int  # 1 if a backward pass may follow
 
     def arrays(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -53,7 +53,7 @@ class Form(NamedTuple):
         return [list(islice(left, n)) for n in self[:3]]
 
     def options(self, tensors: Sequence[Tensor]) -> dict[str, Tensor | None]:
-        """Return the options by name, as tensors, or None where an option is not given."""
+        """Return the options by name, as tensors, or None if an option is not given."""
         left = iter(tensors[sum(self[:3]) :])
         return {name: next(left) if getattr(self, name) else None for name in _OPTIONS}
 
@@ -75,13 +75,13 @@ def project_operator(
     """Return x for the arguments of `project`, computed by the torch operator."""
     transformed = False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        # Tracing cannot follow the checks of arrays; these run inside the operator.
+        # Tracing cannot follow the checks of arrays, so the operator makes these checks.
         for name, value in (("margin", margin), ("penalty", 0.0 if penalty is None else penalty)):
             if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
                 check_scalar(value, name)
         if not isinstance(equality, (bool, Tensor, np.ndarray, list, tuple)):
             raise TypeError(
-                "equality must be True, False or a boolean array of one per constraint; "
+                "equality must be True, False or an array of one boolean per constraint; "
                 f"found {type(equality).__name__}."
             )
     else:
@@ -134,7 +134,7 @@ def _tensor(value: Any, name: str, like: Tensor) -> Tensor:
         return value
     if not (is_number(value) or torch.compiler.is_compiling()):
         value = real_numbers(value, name)
-    # A list of flags keeps its dtype; numbers would be rounded to float32.
+    # Booleans keep their dtype; numbers get the wide dtype, because torch would round them to float32.
     dtype = None if name == "equality" else wide_dtype(torch, like.device)
     return torch.as_tensor(value, dtype=dtype, device=like.device)
 
@@ -255,7 +255,7 @@ def _(
 
 
 def _no_second(ctx: Any, *upstream: Any) -> Any:
-    raise NotImplementedError("The projection has one derivative, not a second one.")
+    raise NotImplementedError("The projection has no second derivative.")
 
 
 _project_backward.register_autograd(_no_second)

@@ -46,13 +46,13 @@ class Problem:
     t : int
         Number of constraints.
     rows : list of array
-        Blocks of G, shapes ``(*batch, t, *shape_k)``; without `batch` where `shared`.
+        Blocks of G, shapes ``(*batch, t, *shape_k)``; without `batch` if `shared`.
     vector : list of array
         Blocks of g, shapes ``(*batch, *shape_k)``.
     weight : list of array or None
-        Blocks of the metric, shaped like the blocks of g; without `batch` where `shared`.
+        Blocks of the metric, shaped like the blocks of g; without `batch` if `shared`.
     keys : None, type or list
-        None where g is one array, the type of a sequence, or the keys of a mapping.
+        None if g is one array, else the type of the sequence, or the keys of the mapping.
     shared : bool
         Whether all problems of the batch have the same G, which is stored once.
     backend : object
@@ -127,7 +127,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     rows, keys = as_blocks(G, "G")
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
-    if isinstance(keys, list) and (order := list(g)) != keys:  # x is a mapping like g
+    if isinstance(keys, list) and (order := list(g)) != keys:  # x has the order of the keys of g
         rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
         weight = None if metric is None else [metric[k] for k in order]
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
@@ -137,14 +137,14 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
             if device_of(a) != device:
                 raise ValueError(
                     f"{('G', 'g', 'metric')[k // n]} is on device {device_of(a)} but g is on {device}; "
-                    "use one for all arrays."
+                    "use one device for all arrays."
                 )
         if values:
             refuse_transformed(arrays)
         arrays = [detach(a) for a in arrays]
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and values and on_host(device):
-        for w in weight:  # by reductions, which allocate nothing; they hand on NaN
+        for w in weight:  # by reductions, which allocate nothing and propagate NaN
             if math.prod(w.shape) and not (float(xp.min(w)) > 0.0 and float(xp.max(w)) < math.inf):
                 raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
     if keys is None:
@@ -188,7 +188,7 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
 
 
 def _refuse_block(problem: Problem, k: int) -> None:
-    """Raise for block k, whose shapes do not fit."""
+    """Raise an error for block k, whose shapes do not fit together."""
     G, g, weight, keys = problem.rows[k], problem.vector[k], problem.weight, problem.keys
     where = f"[{k if keys in (list, tuple) else keys[k]!r}]"
     if G.ndim < 1 or G.shape[0] != problem.t:
@@ -217,7 +217,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
             f"found {type(blocks[0]).__name__}."
         )
     if len({id(o) for o in blocks}) < len(blocks):
-        raise ValueError("out has one array for several blocks; pass one for each.")
+        raise ValueError("out has one array for several blocks; pass one array per block.")
     for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
         where = "" if len(blocks) == 1 else f"[{k}]"
         if o.shape != g.shape or o.dtype != g.dtype:
@@ -226,7 +226,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
                 f"found {tuple(o.shape)} {o.dtype}."
             )
         if _overlaps(o):
-            raise ValueError(f"out{where} has entries that share memory; pass an array of its own.")
+            raise ValueError(f"out{where} has entries that share memory; pass an array without overlaps.")
         if isinstance(o, np.ndarray):
             if not o.flags.writeable:
                 raise ValueError(f"out{where} is read-only; pass an array that can be written.")
@@ -240,7 +240,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
 
 
 def _overlaps(a: Array) -> bool:
-    """Return whether an array has its entries within less memory than they take, as with a stride of zero."""
+    """Return whether entries of an array share memory: all of them span less memory than they need."""
     if isinstance(a, np.ndarray):
         whole, strides, one = a.flags.c_contiguous, a.strides, a.itemsize
     elif is_torch(a):
@@ -256,7 +256,7 @@ def _overlaps(a: Array) -> bool:
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
     """Return the checked blocks of an argument, and its keys.
 
-    `like` holds the keys and the number of blocks of G, with which the argument must agree.
+    `like` holds the keys and the number of blocks of G; the argument must have the same.
     """
     # The usual case first: one array skips the slower checks of sequences and mappings.
     plain = type(a) is np.ndarray or is_torch(a)

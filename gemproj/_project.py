@@ -30,7 +30,7 @@ def project(
     warm_start: Array | None = None,
     out: Blocks | None = None,
 ) -> Any:
-    """Return the projection of g onto ``{x : G @ x >= h}``; for h = 0, that of Gradient Episodic Memory.
+    """Return the projection of g onto ``{x : G @ x >= h}``; h = 0 is Gradient Episodic Memory.
 
     ``argmin_x 1/2 |x - g|^2 subject to G @ x >= h``, where row i of G is the gradient of the loss
     of an earlier task: to first order, a step along -x raises none of these losses.
@@ -38,22 +38,22 @@ def project(
     Parameters
     ----------
     G : array, shape (..., t, d), or blocks
-        Constraint gradients as rows; leading dimensions are independent problems. Or a sequence or
-        mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, with `g` alike: one problem.
+        Constraint gradients as rows; leading dimensions are independent problems. Or one problem in
+        blocks: a sequence or mapping of arrays ``G[k]`` of shape ``(t, *shape_k)``, and `g` likewise.
     g : array, shape (..., d), or blocks
         The proposed gradient. Leading dimensions of G and g are broadcast; for many gradients (m, d) and
         one G (t, d), K is computed once.
     method, h, margin, penalty, equality, metric, warm_start
         As in `solve_dual`.
     out : array or blocks, like `g`, optional
-        Where to write x; ``out=g`` projects in place and allocates nothing of size d. It must not share
+        Arrays for x; ``out=g`` projects in place and allocates nothing of size d. It must not share
         memory with G, and may share memory with g only if it is g.
 
     Returns
     -------
     array or blocks
         x, of the library, device, dtype and shape of `g`: `out`, or new arrays that share no memory with g.
-        Of blocks a list, tuple or dict, as `g` is.
+        For blocks, x is a list, tuple or dict, like g.
 
     Warns
     -----
@@ -63,7 +63,7 @@ def project(
 
     Notes
     -----
-    x is rounded to the dtype of g, in which it may overflow where h or a margin is large.
+    x is rounded to the dtype of g, in which x may overflow if h or a margin is large.
 
     For torch tensors and method "exact", the projection is one torch operator. Autograd and `torch.func`
     differentiate it once with respect to G, g, metric, h, margin and penalty, by implicit differentiation on
@@ -90,8 +90,8 @@ def project(
     if torch is not None:
         given = (method, h, margin, penalty, equality, metric, warm_start, out)
         compiling = torch.compiler.is_compiling()
-        # torch may run this function as it is, and yet compile what it calls; a function that is compiled by
-        # itself takes itself for a part of a graph.
+        # torch may run this function uncompiled and still compile each function that it calls, in which
+        # `is_compiling` would be true. So this call then switches compilation off.
         if not compiling and _are_calls_compiled():
             return _outside_of_graphs(G, g, given)
         if _are_tensors(torch, g) and (compiling or _needs_operator(torch, G, g, metric, h, margin, penalty)):
@@ -120,9 +120,9 @@ def _outside_of_graphs(G: Blocks, g: Blocks, given: tuple[Any, ...]) -> Any:
 
 
 def _are_calls_compiled() -> bool:
-    """Return whether `torch.compile` compiles functions that are called here, where nothing is compiled."""
+    """Return whether `torch.compile` compiles functions that this uncompiled code calls."""
     dynamo = sys.modules.get("torch._C._dynamo.eval_frame")
-    active = getattr(dynamo, "get_eval_frame_callback", None)  # there is no public name
+    active = getattr(dynamo, "get_eval_frame_callback", None)  # there is no public function
     return active is not None and active() not in (None, False)
 
 
@@ -133,8 +133,8 @@ def _are_tensors(torch: Any, g: Blocks) -> bool:
 
 def _needs_operator(torch: Any, *given: Any) -> bool:
     """Return whether autograd, tracing or a torch.func transform is active for these arguments."""
-    # Under torch.func, tensors have no memory of their own; under FakeTensorMode they have no values, and
-    # make_fx records what is done with them.
+    # Under torch.func, tensors have no memory of their own. Under FakeTensorMode tensors have no values, and
+    # make_fx records operations on them.
     modes = torch._C._TorchDispatchModeKey
     if (
         torch._C._functorch.peek_interpreter_stack() is not None

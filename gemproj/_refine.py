@@ -1,4 +1,4 @@
-"""Solving again from G, where K = G G', whose condition number is that of G squared, is ill-conditioned."""
+"""Solution from G for an ill-conditioned K = G G', whose condition number is the square of that of G."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
 
 
 def ill_conditioned(problem: Problem, sol: DualSolution, resolved: Any) -> np.ndarray | None:
-    """Return the mask (...) of problems whose K is too ill-conditioned for the multipliers; None for none.
+    """Return the mask (...) of problems whose K is too ill-conditioned for the multipliers; None if none is.
 
     `resolved` is `Outcome.resolution`.
     """
@@ -36,7 +36,7 @@ def ill_conditioned(problem: Problem, sol: DualSolution, resolved: Any) -> np.nd
 
 
 def uncertified(sol: DualSolution) -> np.ndarray | None:
-    """Return the mask (...) of problems whose K is too ill-conditioned for certificates; None for none.
+    """Return the mask (...) of problems whose K is too ill-conditioned for certificates; None if none is.
 
     `ill_conditioned` suffices unless rows that the method treated as inactive may be nearly active. That is
     possible if the method is approximate, or if ``b - h`` is small relative to g, because the exact method
@@ -44,7 +44,7 @@ def uncertified(sol: DualSolution) -> np.ndarray | None:
     """
     (K, b, gg), h = sol.gram, sol.bounds.h
     apart = b if h is None else b - h
-    if sol._exact and gg.ndim == 0:  # one problem, and usually the first row tells: Python floats are faster
+    if sol._exact and gg.ndim == 0:  # one problem: usually the first row decides; Python floats are faster
         large = 1e-4 * float(gg)
         if any(
             a * a > large * k > 1e-300 for a, k in zip(apart.tolist(), K.diagonal().tolist(), strict=True)
@@ -147,7 +147,7 @@ def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolu
 def inverse_of_free(sol: DualSolution) -> Array:
     """Return ``K_PP^-1`` of the free rows P as two factors (..., 2, t, t), zero outside of P.
 
-    If the free rows are numerically dependent, it gives one of the solutions of ``K_PP z = u``.
+    If the free rows are numerically dependent, the factors give one of the solutions of ``K_PP z = u``.
     """
     free, xp = sol.free, namespace(sol.multipliers)
     inverse = inverse_of(sol.gram.K, free)

@@ -1,8 +1,8 @@
 """``python -m gemproj --check``: problems with known answers, on this machine's NumPy, BLAS, numba and torch.
 
-The families are those of the tests, where the answer is drawn first and the problem around it. Problems with
-options are solved once more by enumeration of the active sets, with NumPy's pseudoinverse of rows of G: that
-shares no code with the library and forms no Gram matrix.
+The families are those of the tests: the answer is drawn first, and then a problem with this answer. For small
+problems, with or without options, the answer is computed by enumeration of the active sets with NumPy's
+pseudoinverse of rows of G. This shares no code with the library and forms no Gram matrix.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from gemproj.backends.numba import installed
 PROBLEMS = 200
 WITHIN = {"float64": 1e-9, "float32": 1e-6}  # of |x - x*| / |g|
 KINDS = ["generic", "parallel", "repeated", "opposite", "more rows than columns", "mixed norms", "zero row"]
-# In the other families rounding to float32 tilts dependent rows: another problem, with another answer.
+# In the other families, rounding to float32 tilts dependent rows, which changes the answer.
 FLOAT32_KINDS = ["generic", "parallel", "mixed norms"]
 
 
@@ -38,7 +38,7 @@ class Known(NamedTuple):
 
 
 def draw(rng: np.random.Generator, kind: str, t: int, d: int) -> Known:
-    """Draw x*, rows that are active (orthogonal to it) or not, and multipliers; then ``g = x* - G'lam*``."""
+    """Draw x*, rows that are active (orthogonal to x*) or not, and multipliers; then ``g = x* - G'lam*``."""
     if kind == "more rows than columns":
         d = max(2, t // 2)
     x = rng.standard_normal(d)
@@ -65,7 +65,7 @@ def draw(rng: np.random.Generator, kind: str, t: int, d: int) -> Known:
 
 
 def draw_options(rng: np.random.Generator, G: np.ndarray) -> dict[str, np.ndarray]:
-    """Draw some of all options: an h that some x satisfies, equalities, margins, penalties and a metric."""
+    """Draw a random choice of options: a feasible h, equalities, margins, penalties and a metric."""
     t, d = G.shape
     n = np.linalg.norm(G, axis=1)
     per_norm = 1.0 / np.where(n > 0, n, 1.0)
@@ -91,7 +91,7 @@ def enumerate_projection(
     penalty: Any = np.inf,
     metric: Any = 1.0,
 ) -> np.ndarray:
-    """Return the projection: of all active sets, the one that misses the optimality conditions least."""
+    """Return the projection, from the active set that violates the optimality conditions least."""
     root, t = np.sqrt(metric), len(G)
     A, a = G / root, g * root
     n = np.linalg.norm(A, axis=1)
@@ -118,7 +118,7 @@ def problems() -> Iterator[tuple[str, str, np.ndarray, np.ndarray, dict[str, Any
     for seed in range(PROBLEMS):
         rng, kind, form = np.random.default_rng(seed), KINDS[seed % len(KINDS)], seed // len(KINDS) % 4
         dtype, options = "float64", {}
-        if form == 3:  # large, in threads, and its products summed in float32
+        if form == 3:  # large, some in threads or with products summed in float32
             dtype, kind = "float32", FLOAT32_KINDS[seed % len(FLOAT32_KINDS)]
             G, g, x, *_ = draw(rng, kind, int(rng.integers(2, 10)), int(rng.integers(20_000, 150_000)))
         elif form == 2:
@@ -132,7 +132,7 @@ def problems() -> Iterator[tuple[str, str, np.ndarray, np.ndarray, dict[str, Any
 
 
 def ways() -> Iterator[tuple[str, str, str]]:
-    """Yield library, device and backend of all ways to solve a problem on this machine."""
+    """Yield each combination of library, device and backend on this machine."""
     found = [("numpy", "cpu")]
     if find_spec("torch") is not None:
         found += [("torch", "cpu"), ("torch", "cuda")]
@@ -144,7 +144,7 @@ def ways() -> Iterator[tuple[str, str, str]]:
 
 
 def check() -> bool:
-    """Solve all problems in all ways, print a table, and return whether all answers are right."""
+    """Solve all problems with all backends, print a table, and return whether all answers are right."""
     start, before, wrong = time.perf_counter(), backends.wanted, 0
     given = list(problems())
     print(f"{PROBLEMS} problems with known projections: largest error of x, over the norm of g")
@@ -154,12 +154,12 @@ def check() -> bool:
         for name, dtype, G, g, options, x in given:
             try:
                 found = _solve(library, device, dtype, G, g, options)
-            except Exception as refused:  # a wrong answer, too; the other problems are still of interest
+            except Exception as refused:  # counts as a wrong answer, and the check goes on
                 failures.append(f"  {name}: {type(refused).__name__}: {refused}")
                 continue
             error = float(np.linalg.norm(found - x) / np.linalg.norm(g))
             worst[dtype] = max(worst[dtype], error)
-            if not error <= WITHIN[dtype]:  # also where it is NaN
+            if not error <= WITHIN[dtype]:  # also if the error is NaN
                 failures.append(f"  {name}: off by {error:.1e}")
         errors = f"{worst['float64']:10.0e}{worst['float32']:10.0e}"
         print(f"{library:10s}{device:8s}{backends.wanted:10s}{errors}{len(failures):8d}")

@@ -35,17 +35,17 @@ class DualSolution:
 
     Notes
     -----
-    Certificates are relative to the size of the problem: the norm of g, or with a margin of
-    ``g + G.T @ margin``, and with h at least the largest ``h_i / |g_i|``. Their accuracy is limited by the
-    rounding of K: 3e-14, or 8e-6 where products of a large problem were summed in float32.
+    Certificates are relative to the size of the problem: the norm of g (with a margin, the norm of
+    ``g + G.T @ margin``), and with h at least the largest ``h_i / |g_i|``. Their accuracy is limited by the
+    rounding of K: 3e-14, or 8e-6 if products of a large problem were summed in float32.
     """
 
     multipliers: Array
     gram: Gram
     bounds: Bounds
     iterations: Any
-    # An array, a number for all problems, or on a device a function of the solution that computes it, because
-    # `project` never reads it.
+    # An array, a number for all problems, or on a device a function that computes the status from this
+    # solution, because `project` never reads the status.
     _status: Any
     _rounding: float = WIDE_ROUNDING
     # Whether the method is exact: then the free rows have zero slack, and x may be moved to satisfy this.
@@ -124,9 +124,9 @@ class DualSolution:
 
     @property
     def refined(self) -> Array:
-        """Boolean (...): True for problems for which G was read again, on the CPU, as K is ill-conditioned.
+        """Boolean (...): True for problems whose G was read again, on the CPU, because K is ill-conditioned.
 
-        It is independent of ``Exact(refine=...)``.
+        This is independent of ``Exact(refine=...)``.
         """
         xp, device = namespace(self.status), device_of(self.status)
         if self._coordinates is None:
@@ -140,7 +140,7 @@ class DualSolution:
     def kkt_residual(self) -> Array:
         """Return the largest violation of the optimality conditions, shape (...), scale-free.
 
-        Where the solution was computed from G, this is the residual of x as `project` returns it in float64.
+        If the solution was computed from G, this is the residual of x as `project` returns it in float64.
         It includes the distance of this x from ``g + G.T @ lam``, which is the rounding of large multipliers.
         """
         s, moved = self._slack()
@@ -150,7 +150,7 @@ class DualSolution:
         return self._or_infinity(xp.maximum(found, moved * inverse(size)))
 
     def duality_gap(self) -> Array:
-        """Return (primal - dual objective) / size^2, shape (...); can be negative where x is infeasible."""
+        """Return (primal - dual objective) / size^2, shape (...); can be negative if x is infeasible."""
         (s, moved), size = self._slack(), self._size()
         gap = _certificate.duality_gap(s, size, self.multipliers, self.lower, self.upper)
         return self._or_infinity(gap + (moved * inverse(size)) ** 2)
@@ -159,7 +159,7 @@ class DualSolution:
         """Return an upper bound of ``|x - x*| / |g|``, shape (...). Synchronises a device.
 
         x* is the exact projection for rows perturbed by rounding. The bound is for x as `combine` computes it
-        in float64, before it is rounded to the dtype of g. Where K does not determine the solution (nearly
+        in float64, before it is rounded to the dtype of g. If K does not determine the solution (nearly
         dependent rows, on a device), the bound is ``|x|``.
         """
         known = from_gram(Gram(*map(to_numpy, self.gram)))
@@ -182,7 +182,7 @@ class DualSolution:
         return self._or_infinity(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
-        """Return the cosine between g and x, shape (...); 1 where g is zero, 0 where x is, to rounding."""
+        """Return the cosine between g and x, shape (...); 1 if g is zero, 0 if x is zero to rounding."""
         cosine, zero = _certificate.cosine(self.gram, self.multipliers), self._vanishes()
         return namespace(zero).where(zero & (self.gram.gg > 0), cosine * 0.0, cosine)
 

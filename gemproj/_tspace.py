@@ -24,7 +24,7 @@ class Gram(NamedTuple):
     ----------
     K : array, shape (..., t, t)
         Gram matrix of the constraints, ``G @ G.T`` (``G @ diag(1/w) @ G.T`` with a metric w). Without
-        leading dimensions where all problems of a batch have the same G.
+        leading dimensions if all problems of a batch have the same G.
     b : array, shape (..., t)
         Linear term, ``G @ g``: negative where g violates a constraint.
     gg : array, shape (...)
@@ -48,7 +48,7 @@ class Measured(NamedTuple):
     to_caller : callable
         Converts an array of t-space to the library and device of the caller's arrays.
     rows : Problem or None
-        The problem with G and g, to read G again where K is ill-conditioned. None if only K is given, or if
+        The problem with G and g, to read G again if K is ill-conditioned. None if only K is given, or if
         this process has only a shard of G.
     """
 
@@ -181,7 +181,7 @@ def sweep(tableau: Array, k: int) -> Array:
     pivot = xp.where(pivot > dependent_below(tableau), pivot, xp.ones_like(pivot))[..., None]
     row = tableau[..., k, :] / pivot
     column = tableau[..., :, k] + 0.0
-    column[..., k : k + 1] = 0.0  # for a single entry torch would copy the zero from the host, and wait
+    column[..., k : k + 1] = 0.0  # torch would copy a zero for a single entry from the host, and synchronise
     swept = tableau - column[..., :, None] * row[..., None, :]
     swept[..., :, k] = -column / pivot
     swept[..., k, :] = row

@@ -20,10 +20,10 @@ def solve_active_set(
 ) -> tuple[np.ndarray, int, float]:
     """Return the multipliers, the number of pivots and the natural residual, for rows of norm one.
 
-    Solves ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper``. A lower bound is 0, or -inf for an equality;
-    None stands for zeros, and for infinite upper bounds. Updates add rounding, so a search that ends with a
-    violated constraint is restarted with a fresh factorisation. The multipliers are the best iterate. This is
-    the solution unless the budget of pivots ran out or no solution exists. The natural residual is
+    Solves ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper``. A lower bound is 0, or -inf for an equality.
+    ``lower=None`` stands for zeros, ``upper=None`` for infinity. Updates add rounding, so a search that ends
+    with a violated constraint is restarted with a fresh factorisation. The multipliers are the best iterate,
+    which is the solution unless the budget of pivots ran out or no solution exists. The natural residual is
     ``max |lam - clip(lam - s, lower, upper)|``.
     """
     t = len(faces.free)
@@ -64,7 +64,7 @@ class _Search:
         while True:
             if self.move_to_trial():
                 tabu[:] = False
-                # A row that leaves in the move after its entry leaves by rounding, and is blocked for now.
+                # A row that leaves right after its entry does so because of rounding, and is blocked for now.
                 tabu[entered] = entered >= 0 and not self.faces.free[entered]
             s = self.trial()
             entered = self.most_violated(s, tabu, first=self.pivots > budget)
@@ -94,7 +94,7 @@ class _Search:
         return self.faces.trial(np.where(self.faces.free, 0.0, self.lam))
 
     def move_to_trial(self) -> bool:
-        """Move to the minimum over the free multipliers; return whether any met a bound and left the set."""
+        """Move to the minimum over the free multipliers; return whether a row met a bound and left."""
         dropped = False
         while self.faces.free.any():  # each pass drops at least one row or ends the loop
             free = np.flatnonzero(self.faces.free)
@@ -117,7 +117,7 @@ class _Search:
     def exchange(self, j: int, sign: float) -> bool:
         """Add the dependent row j to the free rows, in exchange for the free row that first meets a bound.
 
-        Its multiplier is moved and the free multipliers follow, so that x does not change: a step of the dual
+        Multiplier j is moved and the free multipliers follow, so that x does not change: a step of the dual
         active-set method. Returns False if no multiplier meets a bound. Then the dual is unbounded, and no x
         satisfies all constraints.
         """
@@ -150,7 +150,7 @@ class _Search:
 
 
 def reach(here: np.ndarray, end: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return the step length to `end`, per row, at which a bound is met; infinity where none is met."""
+    """Return, per row, the step length to `end` at which a bound is met; infinity if none is met."""
     gap, target = end - here, np.where(end <= low, low, high)
     apart = np.where(np.isinf(target), 0.0, target) - here
     part = np.maximum(np.divide(apart, gap, out=np.zeros_like(gap), where=gap != 0), 0.0)

@@ -1,4 +1,4 @@
-"""Exact solution of small problems: solve on every active set, keep the one with the smallest residual."""
+"""Exact solution of small problems: solve on every active set, return the solution with least residual."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def factorise_active_sets(K: Array, b: Array, lower: Array | None, upper: None =
     """Return the solution of ``min 1/2 lam'K lam + b'lam, lower <= lam`` for torch tensors, rows of any norm.
 
     All 2^t submatrices of the normalised K are factorised in one batch by Cholesky, with the identity for the
-    rows outside of a set. The factors give the solution on every set. This takes few operations, because on a
-    device launching an operation takes longer than its arithmetic.
+    rows outside of a set. The factors give the solution on every set. This design launches few operations,
+    because on a device a launch takes longer than the arithmetic.
     """
     xp, t, device = namespace(b), b.shape[-1], b.device
     K = K.expand(*b.shape, t)

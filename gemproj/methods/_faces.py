@@ -1,8 +1,8 @@
 """Linear algebra of the active-set search on a face of the feasible box, where some multipliers are free.
 
 The other multipliers are held at a bound. Two classes compute the minimum over the free multipliers, and the
-slacks of the other rows there: `Tableau` from K, with one rank-one update per pivot, and `Factorisation` from
-a QR factorisation of the rows, which may be nearly dependent.
+slacks of the other rows at this minimum: `Tableau` from K, with one rank-one update per pivot, and
+`Factorisation` from a QR factorisation of the rows, which may be nearly dependent.
 """
 
 from __future__ import annotations
@@ -99,12 +99,12 @@ class Factorisation:
         self._factor(np.arange(0))
 
     def _factor(self, rows: np.ndarray) -> None:
-        """Factorise the free rows, given by their numbers; their slack is zero where ``Q'x = right``."""
+        """Factorise the free rows, given by their numbers; their slack is zero if ``Q'x = right``."""
         self.rows, self.free = rows, np.zeros(self.A.shape[1], dtype=bool)
         self.free[rows] = True
         self.Q, self.R = np.linalg.qr(self.A[:, rows])
         self.right = solve_triangle(self.R.T, self.h[rows])
-        self._taken = 0  # columns of Q that `distances` has taken out
+        self._taken = 0  # number of columns of Q that `distances` has projected out
 
     def set_free(self, free: np.ndarray, first: np.ndarray) -> None:
         self._factor(np.flatnonzero(free))
@@ -143,7 +143,7 @@ class Factorisation:
         self.free[j] = True
 
     def dependent(self, j: int) -> bool:
-        # Where free rows nearly cancel, the error of their span is rounding times the weights of row j.
+        # If free rows nearly cancel, the error of their span is rounding times the weights of row j.
         noise = dependent_below(self.A) * (1.0 + np.abs(self.weights(j)).sum())
         return bool(np.linalg.norm(self._outside(self.A[:, j])) <= noise)
 

@@ -43,8 +43,8 @@ class Outcome(NamedTuple):
 
     On a device the status may be a function without arguments that returns it, because `project` never reads
     the status. `resolution` is given by `Exact` on the CPU: the smallest eigenvalue of the normalised Gram
-    matrix of the active and nearly active rows, shape (...). A lower bound replaces it where it is not small;
-    None stands for large everywhere. On a device it is None.
+    matrix of the active and nearly active rows, shape (...). A lower bound replaces an eigenvalue that is not
+    small; None means that all are large. On a device `resolution` is None.
     """
 
     multipliers: Array
@@ -105,7 +105,7 @@ def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None)
 def call(
     method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
 ) -> Outcome:
-    """Return the outcome of a user function, called with copies of K and b, because it may work in place."""
+    """Return the outcome of a user function, called with copies of K and b, because it may change them."""
     xp = namespace(b)
     K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
     like = to_caller(b + 0.0)

@@ -17,8 +17,8 @@ class AGEM(Method):
     With the mean row r, ``x = g - min(0, g.r / r.r) r``: every row has the same multiplier
     ``max(0, -mean(b) / mean(K)) / t``. The method is exact for t = 1. For t > 1 constraints may stay
     violated, and the KKT residual measures by how much. In the paper r is the gradient on a random
-    batch from all memories; pass this gradient as the only row of G. Where the rows nearly cancel, r is
-    small and K has lost its digits; then, too, pass r as the only row.
+    batch from all memories; pass this gradient as the only row of G. If the rows nearly cancel, r is
+    small and K has lost its digits; in this case, too, pass r as the only row.
 
     Examples
     --------

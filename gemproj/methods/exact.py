@@ -18,7 +18,7 @@ from gemproj.methods._faces import Tableau
 from gemproj.methods._method import Method, Outcome, Status, exact_status
 from gemproj.methods.fista import FISTA
 
-# Most elements of the tableaux of all active sets, which enumeration holds at once.
+# Maximum number of elements of the tableaux of all active sets, which enumeration holds at once.
 _MOST_ELEMENTS = 1 << 22
 
 
@@ -27,17 +27,17 @@ class Exact(Method):
     """The exact solution of GEM's quadratic program, to rounding; the default method.
 
     Rows are normalised, so that rows of norm 1e-6 are treated like rows of norm one, and no ridge is
-    added. Up to 8 rows (5 with a penalty), all active sets are solved at once, without reading a value.
+    added. Up to 8 rows (5 with a penalty), all active sets are solved at once, without synchronisation.
     For more rows, Lawson and Hanson's active-set method runs on the CPU, problem by problem; from a
     device this takes one synchronising copy of t*t numbers. On the CPU with numba, the active-set method
     is compiled and used for every t. Linearly dependent rows (repeated tasks, opposite tasks, t > d)
-    need no special care. Where K is too inaccurate to decide whether rows are dependent, the status is
+    need no special care. If K is too inaccurate to decide whether rows are dependent, the status is
     UNRESOLVED; on the CPU, `solve_dual` and `project` first solve again from G.
 
     Parameters
     ----------
     refine : int, default 0
-        Number of refinement steps for numerically dependent rows on a device, where no value may be read.
+        Number of refinement steps for numerically dependent rows on a device, without synchronisation.
         Each step reads G once more, computes ``s = G x - h`` from it and corrects the multipliers.
 
     Examples
@@ -67,7 +67,7 @@ class Exact(Method):
         if on_host(device):  # arrays of t-space are NumPy arrays
             arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
         *dual, start = arrays
-        # Not self: a class that derives from this one, and calls this function, would be called again.
+        # Not self: a derived class whose `solve` calls this function would be called again.
         found = stage_two(dual[1]).solve(Exact(), Standard(*dual), start)
         if callable(found.status):
             found = found._replace(status=found.status())
@@ -82,8 +82,8 @@ def solve_portable(
 ) -> Outcome:
     """Return the outcome for arrays of any library: by enumeration for few rows, else problem by problem.
 
-    On a device the status is a function that returns it, because `project` never reads it and it takes more
-    operations than the solution. `resolution` is None there.
+    On a device the status is a function that returns it, because `project` never reads the status, and its
+    computation takes more operations than the solution. `resolution` is None on a device.
     """
     t = b.shape[-1]
     if t == 0:
@@ -104,7 +104,7 @@ def solve_portable(
 
 
 def status_later(dual: Standard, lam: Array) -> Callable[[], Array]:
-    """Return a function that computes the status of a solution on a device, when it is asked for."""
+    """Return a function that computes the status of a solution on a device."""
     return lambda: _judge(*normalise(*dual, lam)[:5])[0]
 
 
@@ -132,7 +132,7 @@ def nearly_active(lam: Array, s: Array, lower: Array | None) -> Array:
 def resolution(K: Array, rows: Array) -> Array:
     """Return the smallest eigenvalue of K (..., t, t) on the rows of a mask (..., t), for rows of norm one.
 
-    Where the eigenvalue is not small, a lower bound replaces it. On a device the smallest pivot, which is an
+    If the eigenvalue is not small, a lower bound replaces it. On a device the smallest pivot, which is an
     upper bound, replaces it.
     """
     xp, device = namespace(K), device_of(K)
@@ -198,7 +198,7 @@ def _one_by_one(
 def _on_host(
     K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
 ) -> tuple[Array, Array]:
-    """Return what `_one_by_one` does for arrays on a device, from the fastest backend of the CPU."""
+    """Return the result of `_one_by_one` for arrays on a device, from the fastest backend of the CPU."""
     xp, given = namespace(b), (K, b, lower, upper, start)
     found = Exact().solve(*_fetch([a if a is None else xp.astype(a, b.dtype, copy=False) for a in given]))
     both = np.concatenate([found.multipliers, found.iterations[..., None]], axis=-1)
