@@ -111,7 +111,7 @@ def test_a_damaged_or_unwritable_cache_is_done_without(monkeypatch, capsys, capl
     monkeypatch.setattr(jit.announcement, "waiting", True)
     loop = type("Dispatcher", (), {"py_func": jit._guard})
     jit.announcement.on_start(type("Event", (), {"data": {"dispatcher": loop}}))
-    assert "in every process: no folder can be written" in caplog.text
+    assert "in every process: no cache folder is writable" in caplog.text
 
 
 def test_backends_that_cannot_be_had(capsys, monkeypatch):

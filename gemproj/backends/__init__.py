@@ -1,7 +1,7 @@
 """Choice of the backend: by the arrays of the problem for stages 1 and 3, by the device for stage 2.
 
 ``portable`` supports every library and device. ``numba`` (extra `fast`) is the default on the CPU for
-NumPy and torch, and ``triton`` for torch on NVIDIA GPUs, where torch brings it along.
+NumPy and torch, and ``triton``, which is installed with torch, for torch on NVIDIA GPUs.
 ``GEMPROJ_BACKEND=portable`` switches both off. The variable is read when the package is imported, because
 reading it takes a twentieth of the time of a small projection.
 """
@@ -57,23 +57,23 @@ def select(problem: Problem) -> Backend:
 def stage_two(b: Array) -> Any:
     """Return the module that solves on the device of b.
 
-    It has a function `solve`, with the arguments of `portable.solve`, and for devices `drop_not_finite`.
+    Its function `solve` takes the arguments of `portable.solve`; for devices it also has `drop_not_finite`.
     """
     return (_on_host(wanted) if isinstance(b, np.ndarray) else _on_device(b, wanted)) or portable
 
 
 def check_name(name: str) -> None:
-    """Raise for a backend that there is not."""
+    """Raise for an unknown name of a backend."""
     if name not in ("", "portable", "numba", "triton"):
         raise ValueError(f"GEMPROJ_BACKEND must be portable, numba or triton; found {name!r}.")
 
 
 @lru_cache(maxsize=4)
 def _on_host(name: str) -> Any:
-    """Return the module of the numba backend, or None without numba or if switched off."""
+    """Return the module of the numba backend, or None if numba is missing or switched off."""
     check_name(name)
     if name == "numba" and not installed():
-        raise ImportError(f"GEMPROJ_BACKEND=numba cannot be had: {missing()}.")
+        raise ImportError(f"GEMPROJ_BACKEND=numba is not available: {missing()}.")
     if name != "portable" and installed():
         from gemproj.backends.numba import backend
 
@@ -91,5 +91,5 @@ def _on_device(a: Array, name: str) -> Any:
 
         return backend
     if name == "triton" and a.device.type == "cuda" and (reason := no_kernels(a.device)):
-        raise ImportError(f"GEMPROJ_BACKEND=triton cannot be had: {reason}")
+        raise ImportError(f"GEMPROJ_BACKEND=triton is not available: {reason}")
     return None

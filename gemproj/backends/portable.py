@@ -31,7 +31,7 @@ class Portable:
         narrow = _sum_products(problem, problem.xp.float32)
         fits = fits_float32(narrow)
         if not fits.all():
-            # Problem by problem, so that no problem of a batch changes the bits of another problem.
+            # Chosen per problem, so that no problem of a batch changes the bits of another problem.
             wide = _sum_products(problem, problem.wide)
             rows = np.all(fits) if problem.shared else fits[..., None, None]
             masks = rows, fits[..., None], fits
@@ -58,7 +58,7 @@ class Portable:
 
 
 def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
-    """Return the outcome of ``method.solve``; for `Exact`, always that of the portable backend."""
+    """Return the outcome of ``method.solve``; for `Exact`, the outcome of `solve_portable`."""
     run = solve_portable if type(method) is Exact else method.solve
     return run(*dual, start)
 
@@ -73,7 +73,7 @@ def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
     # Not `isfinite`, which is four operations in torch.
     kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
     rows = kept
-    if K.ndim <= b.ndim:  # one K for many b: where b_i alone is not finite, g is not
+    if K.ndim <= b.ndim:  # one K for many b: if only b_i is not finite, g is not finite
         rows = xp.abs(xp.linalg.diagonal(K)) < math.inf
         kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
     K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))

@@ -1,4 +1,4 @@
-"""Compiled loops for NumPy and torch on the CPU, where numba is installed (extra `fast`)."""
+"""Compiled loops for NumPy and torch on the CPU, if numba is installed (extra `fast`)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["installed", "missing"]
 
 @lru_cache(maxsize=1)
 def missing() -> str:
-    """Return why there are no compiled loops, and what to do; empty where there are."""
+    """Return why compiled loops are not available, and what to do; empty if they are available."""
     if find_spec("numba") is None:
         return "numba is not installed: pip install '.[fast]' in a checkout of gemproj"
     try:
         import numba
-    except Exception as error:  # of a NumPy that it does not support, for example
+    except Exception as error:  # for example, of a NumPy version that numba does not support
         reason = f"numba is installed but cannot be imported ({error}): install versions that fit together"
         warnings.warn(
             f"{reason}, or set GEMPROJ_BACKEND=portable. The portable backend is used, which is slower.",

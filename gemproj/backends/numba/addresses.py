@@ -120,7 +120,7 @@ def _is_plain_tensor(kind: type) -> bool:
 
 
 def _step(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> int | None:
-    """Return the stride between consecutive entries of the axes, or None if it is not the same everywhere."""
+    """Return the stride between consecutive entries of the axes, or None if this stride varies."""
     step, after = None, None
     for n, stride in zip(reversed(shape), reversed(strides), strict=True):
         if n == 1:

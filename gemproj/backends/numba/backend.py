@@ -27,22 +27,22 @@ from gemproj.backends.numba.threads import cores, share
 from gemproj.methods import Exact, Method, Outcome, Status
 from gemproj.methods.exact import nearly_active, resolution
 
-# Most and fewest columns of a piece, the unit of work of a thread. Between these limits a piece has a
-# sixteenth of all columns, so the bits of sums do not depend on the number of threads.
+# Maximum and minimum number of columns of a piece, the unit of work of a thread. Between these limits a piece
+# has a sixteenth of all columns, so the bits of sums do not depend on the number of threads.
 _PIECE, _LEAST = 1 << 17, 1 << 13
-# Most columns of a chunk in float64. The products of a chunk are summed before they are added to the total.
+# Maximum number of columns of a float64 chunk. Its products are summed before they are added to the total.
 _WIDE_CHUNK = 1024
 # Jobs per thread: handing over a job takes as long as reading 100 kB.
 _JOBS = 4
 # Elements of G and g below which a problem is one piece; and elements below which the work takes less time
 # than waking threads.
 _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
-# Most entries of the Gram matrices of one piece for a shared G: there is one matrix per gradient.
+# Maximum number of entries of the Gram matrices of one piece for a shared G, one matrix per gradient.
 _MOST_SHARED = 1 << 20
 # Time of the search for each entry of K, in units of the time to read a number.
 _READS = 128
-# Bytes of a tile: less than half of a first-level cache, because prefetched data passes through it, too. And
-# the least number of columns in a tile.
+# Bytes of a tile: less than half of a first-level cache, because prefetched data passes through the cache,
+# too. And the minimum number of columns in a tile.
 _TILE, _LEAST_TILE = 12 << 10, 256
 # Columns of x that stage 3 computes at a time.
 _PART = 1024
@@ -55,7 +55,7 @@ _LIKE = {dtype: np.empty(0, dtype) for dtype in (np.uint16, np.float32, np.float
 
 
 def bind(problem: Problem) -> Numba | None:
-    """Return the backend for a problem on the CPU; None where the loops cannot read its arrays."""
+    """Return the backend for a problem on the CPU; None if the loops cannot read its arrays."""
     if problem.shared and not 0 < math.prod(problem.batch) * (problem.t + 1) ** 2 <= _MOST_SHARED:
         return None
     found = locate(problem)
@@ -79,7 +79,7 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     if not any(in_question):
         return Outcome(lam, pivots, int(Status.OPTIMAL))
     if len(Ks) == 1 and count > 1:
-        # No principal submatrix has a smaller eigenvalue than the whole (Cauchy's interlacing).
+        # No principal submatrix has a smaller eigenvalue than the whole matrix (Cauchy's interlacing).
         whole = normalise(Ks[0], bs[0]).K
         resolved = np.maximum(resolved, np.linalg.eigvalsh(whole)[0])
     if len(close := np.flatnonzero(resolved < CLOSE)):
@@ -152,7 +152,7 @@ class Numba:
 def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
     """Return K, b and |g|^2, recomputed in `portable` for problems whose float32 sums left the range.
 
-    Problem by problem, so that the bits of all other problems do not change.
+    The bits of all other problems do not change. With a shared G, all problems are recomputed.
     """
     fits = portable.fits_float32(gram)
     if problem.shared and not fits.all():
@@ -219,7 +219,7 @@ _kept = _Kept()
 
 
 def _scratch(*wanted: Any) -> list[np.ndarray]:
-    """Return this thread's uninitialised arrays, each made by a function with its arguments.
+    """Return uninitialised arrays of this thread; `wanted` is the function that makes them and its arguments.
 
     Small arrays are kept for the next call, because allocating them takes as long as a small projection.
     """

@@ -26,7 +26,7 @@ from gemproj.backends.numba.lanes import (
     types_of,
 )
 
-# Columns that are transposed at a time.
+# Number of columns that are transposed at a time.
 TRANSPOSED = 16
 # Number of columns, and of their entries, whose products are summed in parallel.
 QUAD = 4

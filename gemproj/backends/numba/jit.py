@@ -46,11 +46,11 @@ def _inner(function: Any, **options: Any) -> Any:
 
 
 def _entry(function: Any, **options: Any) -> Any:
-    """Return a function compiled to be called by Python without the GIL, cached on disk where possible."""
+    """Return a function compiled to be called by Python without the GIL, cached on disk if possible."""
     options |= _OPTIONS | {"nogil": True}
     try:
         compiled = numba.njit(cache=_STAMP is not None, **options)(function)
-    except RuntimeError:  # numba finds no folder for the cache that can be written
+    except RuntimeError:  # numba finds no writable folder for the cache
         kept.clear()
         return numba.njit(**options)(function)
     # numba checks only the file of the function for changes; the stamp covers all functions that it calls.
@@ -62,7 +62,7 @@ def _entry(function: Any, **options: Any) -> Any:
 
 
 def _guard(cache: Any) -> None:
-    """Have a cache compile anew where its files are damaged, and go on where the disk is full."""
+    """Make a cache recompile if its files are damaged, and continue without the cache if the disk is full."""
     load, save = cache.load_overload, cache.save_overload
 
     def loading(*given: Any) -> Any:
@@ -87,9 +87,9 @@ def _guard(cache: Any) -> None:
 
 
 def _stamp() -> str | None:
-    """Return a hash of all source files of the compiled loops; None where there are none, as in an archive.
+    """Return a hash of all source files of the compiled loops; None without such files, as in an archive.
 
-    Modification times would not do: container images and archives cut them.
+    Modification times do not suffice, because container images and archives truncate them.
     """
     here = Path(__file__).parent
     files = [*sorted(here.glob("*.py")), here.parents[1] / "_constants.py"]
@@ -100,8 +100,8 @@ def _stamp() -> str | None:
 
 
 _STAMP = _stamp()
-kept: list[str] = []  # the folder where compiled loops are kept, if there is one
-NOT_KEPT = "in every process: no folder can be written to keep them. Set NUMBA_CACHE_DIR to one."
+kept: list[str] = []  # the folder of the cached loops; empty if they are not cached
+NOT_KEPT = "in every process: no cache folder is writable. Set NUMBA_CACHE_DIR to a writable folder."
 
 
 class _Announcement(event.Listener):

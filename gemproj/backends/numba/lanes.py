@@ -1,6 +1,6 @@
 """Functions that emit LLVM IR for vectors: load, convert, shuffle, multiply-add and store.
 
-Written in IR, because for plain loops compilers do not keep 25 sums in registers and do not shuffle lanes.
+They emit IR, because for plain loops compilers do not keep 16 sums in registers and do not shuffle lanes.
 LLVM lowers the IR for any processor.
 """
 
@@ -10,14 +10,14 @@ from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-# Those of the processor that numba compiles for, which NUMBA_CPU_NAME may name: machines with one cache must
-# agree in the layout of scratch arrays.
+# Features of the processor that numba compiles for, which NUMBA_CPU_NAME can set. Machines that share a cache
+# must agree on the layout of scratch arrays.
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 BYTES = 64 if "+avx512f" in _FEATURES else 32 if "+avx" in _FEATURES else 16
-# Rows of a block of products. HEIGHT^2 sums, HEIGHT rows and one more row stay in registers, of which there
-# are 32, or 16 on x86 before AVX-512.
+# Rows of a block of products. HEIGHT^2 sums, HEIGHT rows and one more row stay in registers. There are 32
+# registers, or 16 on x86 before AVX-512.
 HEIGHT = 3 if "sse2" in binding.get_host_cpu_features() and BYTES < 64 else 4
-# Float64 partial sums per product of two rows; and the factor to which the number of columns is padded.
+# Number of float64 partial sums per product of two rows. Columns are padded to a multiple of MULTIPLE.
 LANES, MULTIPLE = BYTES // 8, BYTES
 # Bytes by which a prefetch is ahead of the read.
 _AHEAD = 4096
@@ -152,7 +152,7 @@ def shuffle(builder, x, y, mask):
 
 
 def multiply_add(builder, x, y, total):
-    """Add ``x * y`` to the variable `total`, as a fused multiply-add where the processor has one."""
+    """Add ``x * y`` to the variable `total`, as a fused multiply-add if the processor has one."""
     product = builder.fmul(x, y, flags=("contract",))
     builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
 

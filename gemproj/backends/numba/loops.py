@@ -1,7 +1,7 @@
 """The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows).
 
 The arrays of a problem are given by their addresses, see `addresses`, because one call reads hundreds of
-them. The problem holds the arrays. Scratch arrays belong to the caller: loops allocate nothing.
+them. The problem keeps the arrays alive. Scratch arrays belong to the caller: loops allocate nothing.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gemproj.backends.numba.jit import fast, fast_entry
 from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
 from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, narrow, widen
 
-# Most groups of HEIGHT gradients that are multiplied while a tile of G stays in cache.
+# Maximum number of groups of HEIGHT gradients that are multiplied while a tile of G stays in cache.
 MOST_GROUPS = 16
-# Rows that stage 3 adds at a time.
+# Number of rows that stage 3 adds at a time.
 _TOGETHER = 10
 
 
@@ -190,8 +190,8 @@ def sum_shared_products(first, last, lines, blocks, t, piece_columns, like, colu
     """
     problems = totals.shape[0]
     n, row_groups, groups = tile.shape[1], (t + HEIGHT - 1) // HEIGHT, (problems + HEIGHT - 1) // HEIGHT
-    # Order of the blocks in `sums`: those of K, then per group of gradients its products with each group of
-    # rows of G, and its products with itself.
+    # Order of the blocks in `sums`: the blocks of K, then for each group of gradients its products with each
+    # group of rows of G, and its products with itself.
     size, vectors = row_groups * (row_groups + 1) // 2, row_groups * HEIGHT
     _clear(tile)
     while first < last:

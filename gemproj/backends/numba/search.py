@@ -1,4 +1,4 @@
-"""The compiled twin of `gemproj.methods._active_set`, for a batch of problems."""
+"""The compiled version of `gemproj.methods._active_set`, for a batch of problems."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _STALLED = int(Status.STALLED)
 def solve_active_set(
     first, last, Ks, bs, lowers, uppers, starts, lams, resolved, ended, T, K, vectors, flags
 ):
-    """Write the solutions of problems ``first .. last - 1``; return how many may need G again.
+    """Write the solutions of problems ``first .. last - 1``; return how many may have to be solved from G.
 
-    Their solution is not optimal, or their rows may be too close for K to resolve.
+    The solution of these is not optimal, or their rows may be too close for K to resolve.
 
     Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);
     `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `resolved`, the
@@ -83,7 +83,7 @@ def solve_active_set(
 
 @strict
 def run(T, lam, lower, upper, free, tabu, s):
-    """Pivot until no constraint is violated, past the budget by the least-index rule; return the pivots."""
+    """Pivot until no constraint is violated, after the budget by the least-index rule; count the pivots."""
     pivots, budget, entered = 0, BUDGET * lam.size, -1
     clear(tabu)
     while True:
@@ -91,7 +91,7 @@ def run(T, lam, lower, upper, free, tabu, s):
         pivots += dropped
         if dropped:
             clear(tabu)
-            # A row that leaves in the move after its entry leaves by rounding, and is blocked for now.
+            # A row that leaves right after its entry does so because of rounding, and is blocked for now.
             if entered >= 0 and not free[entered]:
                 tabu[entered] = True
         size = rounding(lam)

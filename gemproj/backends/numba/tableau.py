@@ -1,8 +1,8 @@
 """Compiled linear algebra of the active-set search, for one problem.
 
-`set_free`, `pivot` and `trial` are twins of `gemproj.methods._faces.Tableau`, the other functions twins of
-`gemproj._tspace` and `gemproj.methods.exact`. Scalar loops instead of array expressions, and small functions
-instead of large ones: most of the time of the first call goes into numba's type inference, which takes
+`set_free`, `pivot` and `trial` are versions of methods of `gemproj.methods._faces.Tableau`, the others of
+functions in `gemproj._tspace` and `gemproj.methods.exact`. Small functions with scalar loops replace array
+expressions, because most of the time of the first call goes into numba's type inference, which takes
 milliseconds for each operation.
 """
 
@@ -143,7 +143,7 @@ def optimality(K, b, lam, lower, upper, s):
 def resolution(K, lam, s, lower, near, L):
     """Return CLOSE if all eigenvalues of K on the active and nearly active rows are above CLOSE, else 0.
 
-    They are if ``K - CLOSE I`` has a Cholesky factor. `near` (t,) and L (t, t) are scratch arrays.
+    This holds if ``K - CLOSE I`` has a Cholesky factor. `near` (t,) and L (t, t) are scratch arrays.
     """
     size, a = NEAR_ZERO * rounding(lam), 0
     for i in range(lam.size):

@@ -79,7 +79,7 @@ class _Job:
 
     def help(self) -> None:
         """Make calls in a thread of the pool; record errors for the caller, and report the end to it."""
-        # Before `errors` is read in `drain`: the caller reads `helping` after it has recorded an error.
+        # Before `drain` reads `errors`, because the caller reads `helping` after it has recorded an error.
         self.helping.append(None)
         try:
             self.drain()

@@ -9,24 +9,24 @@ from typing import Any
 
 __all__ = ["available", "missing"]
 
-# By device, why there are no kernels; empty where there are.
+# For each device, why kernels are not available; empty if they are available.
 _found: dict[Any, str] = {}
 
 
 def available(a: Any) -> bool:
     """Return whether kernels can read a tensor of torch: on an NVIDIA GPU where Triton works."""
     torch = sys.modules["torch"]
-    if a.device.type != "cuda" or type(a) not in (torch.Tensor, torch.nn.Parameter):  # or it has no memory
-        return False
+    if a.device.type != "cuda" or type(a) not in (torch.Tensor, torch.nn.Parameter):
+        return False  # not on a GPU, or a subclass, which may have no memory
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        return False  # operations are recorded, and launches would not be
+        return False  # PROXY records operations, but no launches
     return not missing(a.device)
 
 
 def missing(device: Any) -> str:
-    """Return why there are no kernels for a device of CUDA, or nothing.
+    """Return why kernels are not available on a CUDA device; empty if they are available.
 
-    The first time a kernel is compiled and launched. Where that fails, one warning says why.
+    The first call compiles and launches a kernel. If that fails, one warning says why.
     """
     torch = sys.modules["torch"]
     if device not in _found:
@@ -34,7 +34,7 @@ def missing(device: Any) -> str:
             return "the first kernel cannot be loaded while a CUDA graph is captured."
         try:
             _found[device] = _try(torch, device)
-        except torch.OutOfMemoryError:  # there may be room the next time
+        except torch.OutOfMemoryError:  # the next call may succeed
             return "the device is out of memory."
     return _found[device]
 
@@ -54,8 +54,8 @@ def _try(torch: Any, device: Any) -> str:
     except Exception as error:  # Triton needs a C compiler for its launchers, for example
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}."
         warnings.warn(
-            f"Triton does not work on {device}: {reason} Projections there take array operations, which is "
-            "slower. GEMPROJ_BACKEND=portable silences this.",
+            f"Triton does not work on {device}: {reason} Projections on this device use slower "
+            "array operations. GEMPROJ_BACKEND=portable silences this.",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -1,4 +1,4 @@
-"""The triton backend: which problems the kernels take, and their launches."""
+"""The triton backend: choice of the problems that the kernels support, and launches of the kernels."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from gemproj.methods.exact import status_later
 
 __all__ = ["Triton", "bind", "drop_not_finite", "solve"]
 
-# Rows up to which entries of K are registers.
+# Maximum number of rows for which the entries of K are registers.
 _FEW = 8
-# Programs for each multiprocessor, of stage 1 and stage 3, and the fewest columns of one.
+# Programs per multiprocessor in stage 1 and stage 3, and minimum number of columns of a program of stage 1.
 _MEASURING, _COMBINING, _LEAST = 4, 16, 1024
-# Columns that a program of stage 3 takes at a time.
+# Number of columns that a program of stage 3 computes at a time.
 _COLUMNS = 512
 _PORTABLE = portable.Portable()
 
 
 class Block(NamedTuple):
-    """The arrays of a block, whose columns are contiguous, and what the kernels need to know of them."""
+    """The arrays of a block, whose columns are contiguous, and their properties that the kernels need."""
 
     arrays: tuple[Tensor, Tensor, Tensor]  # G (problems, t, n), g (problems, n), and the metric or g
     columns: int
-    strides: tuple[int, int, int, int]  # between rows; between problems, of G, g and the metric
-    constants: tuple[bool, bool]  # whether rows begin and end at multiples of 16 entries; is there a metric
+    strides: tuple[int, int, int, int]  # between rows; between problems of G, of g and of the metric
+    constants: tuple[bool, bool]  # rows begin and end at multiples of 16 entries; there is a metric
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
     def of(cls, G: Tensor, g: Tensor, w: Tensor | None, batch: tuple[int, ...], t: int) -> Block | None:
-        """Return the block of these arrays; None where columns are not contiguous."""
+        """Return the block of these arrays; None if columns are not contiguous."""
         if batch or g.ndim != 1:
             many = math.prod(batch)
             G, g = G.view(many, t, -1), g.view(many, -1)
@@ -57,7 +57,7 @@ class Block(NamedTuple):
 
 
 def bind(problem: Problem) -> Triton | None:
-    """Return the backend for a problem; None where the kernels cannot read its arrays as they are."""
+    """Return the backend for a problem; None if the kernels cannot read its arrays without a copy."""
     t, batch = problem.t, problem.batch
     if t == 0 or problem.shared or 0 in batch:
         return None
@@ -65,13 +65,13 @@ def bind(problem: Problem) -> Triton | None:
     arrays = zip(problem.rows, problem.vector, weights, strict=True)
     try:
         blocks = [Block.of(G, g, w, batch, t) for G, g, w in arrays if g.numel()]
-    except RuntimeError:  # a view would have to be a copy
+    except RuntimeError:  # the arrays cannot be reshaped without a copy
         return None
     return Triton(blocks, problem) if blocks and None not in blocks else None
 
 
 class Triton:
-    """Stages 1 and 3 in a launch for each block; see `gemproj.backends.Backend`."""
+    """Stages 1 and 3 with one launch per block; see `gemproj.backends.Backend`."""
 
     name = "triton"
 
@@ -106,7 +106,7 @@ class Triton:
         return Gram(total[..., :t, :t], total[..., t, :t], total[..., t, t]), WIDE_ROUNDING
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
-        """Write x in a launch for each block."""
+        """Write x with one launch per block."""
         t, many, out = problem.t, self._many, [a for a in x if a.numel()]
         if not all(a.is_contiguous() and not a.is_neg() for a in out):
             return _PORTABLE.combine(problem, lam, x)
@@ -123,7 +123,7 @@ class Triton:
 
 
 def drop_not_finite(K: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `portable.drop_not_finite` does, in one launch."""
+    """Return the result of `portable.drop_not_finite`, from one launch."""
     t = b.shape[-1]
     if not _fits(K, b) or K.ndim <= b.ndim:
         return portable.drop_not_finite(K, b)
@@ -136,7 +136,7 @@ def drop_not_finite(K: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
-    """Return the outcome of `Exact` for up to 8 rows without upper bounds in one launch, else portable."""
+    """Return the outcome: in one launch for `Exact`, up to 8 rows and no upper bounds; else as `portable`."""
     K, b, lower, upper = dual
     t = b.shape[-1]
     if type(method) is not Exact or upper is not None or not _fits(K, b):
@@ -159,15 +159,15 @@ def launch(
 ) -> None:
     """Launch a kernel on the device of its first argument.
 
-    Triton takes 10 to 20 microseconds to find out which compiled kernel goes with its arguments. That depends
-    on the key here, and neither on the values of numbers nor on the alignment of tensors.
+    Triton takes 10 to 20 microseconds to find the compiled kernel for its arguments. Here a dict finds the
+    kernel by a key. The kernel depends neither on the values of numbers nor on the alignment of tensors.
 
     Parameters
     ----------
     arguments, constants : tuple
         Tensors and numbers, and then the compile-time constants.
     dtypes : tuple
-        Of the tensors whose dtypes are not always the same.
+        Dtypes of the tensors whose dtypes vary.
     """
     device = arguments[0].device
     key = (id(kernel), device, warps, constants, dtypes)
@@ -184,7 +184,7 @@ _HERE = nullcontext()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Make a device the current one, where Triton launches."""
+    """Return a context that makes a device the current device, on which Triton launches."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
@@ -195,7 +195,7 @@ def _fits(K: Tensor, b: Tensor) -> bool:
 
 
 def _flat(K: Tensor, b: Tensor) -> tuple[int, tuple[Tensor, Tensor], tuple[int, int, int, int]]:
-    """Return the number of problems, K and b with one dimension for them, and of_K, row, of_b and step."""
+    """Return the number of problems, K and b with one batch axis, and strides of_K, row, of_b and step."""
     t, many = b.shape[-1], 1
     if b.ndim > 1:
         K, b = K.expand(*b.shape, t).reshape(-1, t, t), b.reshape(-1, t)
@@ -207,7 +207,7 @@ def _flat(K: Tensor, b: Tensor) -> tuple[int, tuple[Tensor, Tensor], tuple[int, 
 
 
 def _cut(columns: int, unit: int, most: int, least: int) -> tuple[int, int]:
-    """Return the columns of a program, a multiple of `unit` and at least `least`, and how many programs."""
+    """Return the columns per program, a multiple of `unit` (at least `least`), and the number of programs."""
     share = -(-max(least, -(-columns // most)) // unit) * unit
     return share, -(-columns // share)
 

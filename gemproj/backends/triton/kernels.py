@@ -13,10 +13,10 @@ from gemproj._constants import DEPENDENT, EPS
 
 _DEPENDENT: tl.constexpr = tl.constexpr(DEPENDENT * EPS)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
-# Partial sums that are added at a time.
+# Number of partial sums that are added at a time.
 _SUMS: tl.constexpr = tl.constexpr(128)
-# Triton would compile a kernel again where a number is 1 or a multiple of 16, and where an address is one of
-# 16 bytes. Here it does not; ALIGNED says whether all strides and addresses are such multiples.
+# By default Triton compiles a kernel again if a number is 1, or a number or address is a multiple of 16. Here
+# this is switched off; ALIGNED says whether all strides and addresses are such multiples.
 _NUMBERS = "columns share first parts rows stride of_G of_g of_w of_x row of_K of_b step"
 _TENSORS = "G g w x partial total K b K_out b_out kept lower lam"
 kernel = triton.jit(do_not_specialize=_NUMBERS.split(), do_not_specialize_on_alignment=_TENSORS.split())
@@ -24,7 +24,7 @@ kernel = triton.jit(do_not_specialize=_NUMBERS.split(), do_not_specialize_on_ali
 
 @triton.jit
 def _aligned(number, ALIGNED: tl.constexpr):
-    """Return a number that the compiler knows to be a multiple of 16, if it is one."""
+    """Return a number; if ALIGNED, the compiler knows that it is a multiple of 16."""
     return number // 16 * 16 if ALIGNED else number
 
 
@@ -106,7 +106,7 @@ def finite(
     K, b, K_out, b_out, kept, of_K: tl.int64, row: tl.int64, of_b: tl.int64, step: tl.int64,
     T: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Write K and b with zeros for the rows that are not finite, and which rows are finite."""
+    """Write K and b with zeros for the rows that are not finite, and the mask of the finite rows."""
     problem, i = tl.program_id(0).to(tl.int64), tl.arange(0, N)
     inside = i < T
     K += problem * of_K
@@ -161,7 +161,7 @@ def search(
         for k in tl.static_range(i):
             value -= factor[k * T - k * (k + 1) // 2 + i] * half[k]
         half = half + (value * factor[i * T - i * (i + 1) // 2 + i],)
-    x = ()  # of the last row first
+    x = ()  # from the last row to the first
     for i in tl.static_range(T - 1, -1, -1):
         value = -half[i]
         for k in tl.static_range(i + 1, T):
@@ -175,7 +175,7 @@ def search(
         residual = tl.minimum(x[T - 1 - i], s)
         if SIGNED:
             residual = tl.where(tl.load(lower + problem * T + i) < 0, s, residual)
-        residual = tl.abs(residual)  # of a row of norm zero it is zero
+        residual = tl.abs(residual)  # zero for a row of norm zero
         miss = tl.maximum(miss, tl.where(residual < _INF, residual, _INF))  # also for NaN
     miss = tl.where(smallest > _DEPENDENT, miss, _INF)
     # Ties go to the first set: if no constraint is violated this is the empty set, and x is g.
@@ -192,8 +192,8 @@ def search(
 def _round(value, to):
     """Round float64 once to the dtype of a pointer.
 
-    The hardware rounds to 16 bits by way of float32. Rounding to float32 towards odd makes the second
-    rounding the only one.
+    The hardware rounds to 16 bits by way of float32. With rounding to odd in float32, the result is the
+    same as that of a single rounding.
     """
     if to.dtype.element_ty.primitive_bitwidth == 16:
         near = value.to(tl.float32)
@@ -209,7 +209,7 @@ def add_rows(
     of_G: tl.int64, of_g: tl.int64, of_w: tl.int64, of_x: tl.int64,
     COLUMNS: tl.constexpr, ALIGNED: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Write a share of the columns of x = g + G'lam / w, without a look at rows whose multiplier is zero."""
+    """Write a share of the columns of x = g + G'lam / w, without reading rows whose multiplier is zero."""
     problem, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     G = _at(G, problem * of_G, ALIGNED)
     g = _at(g, problem * of_g, ALIGNED)
