@@ -35,12 +35,12 @@ def combine(
     G, g, metric, out
         As in `project`.
     multipliers : array, shape (..., t)
-        Finite; checked on the CPU.
+        Finite numbers; checked on the CPU.
 
     Returns
     -------
     array or blocks
-        x, like `g`: `out`, or new arrays.
+        x, in the form of `g`: `out`, or new arrays.
 
     Examples
     --------

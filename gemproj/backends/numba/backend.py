@@ -169,7 +169,7 @@ def _share(
 ) -> list[Any]:
     """Return the results of ``loop(first, last, *arrays, *_scratch(*scratch))``, for parts of `count` pieces.
 
-    There is one part, or with enough `work` (in numbers to read) there are several, in threads. The threads
+    With enough `work` (in numbers to read) there are several parts, in threads; else one part. The threads
     hold a reference to the problem and x, because the loops have only addresses of the arrays.
     """
     if work < _WORTH_THREADS or count < 2:

@@ -30,7 +30,7 @@ def solve_active_set(
 ):
     """Write the solutions of problems ``first .. last - 1``; return how many may have to be solved from G.
 
-    The solution of these is not optimal, or their rows may be too close for K to resolve.
+    These are problems whose solution is not optimal, or whose rows may be too close for K to resolve.
 
     Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);
     `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `resolved`, the
@@ -83,7 +83,7 @@ def solve_active_set(
 
 @strict
 def run(T, lam, lower, upper, free, tabu, s):
-    """Pivot until no constraint is violated, after the budget by the least-index rule; count the pivots."""
+    """Pivot until no constraint is violated, by the least-index rule after the budget; count the pivots."""
     pivots, budget, entered = 0, BUDGET * lam.size, -1
     clear(tabu)
     while True:

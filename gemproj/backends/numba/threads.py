@@ -1,9 +1,9 @@
 """A thread pool for compiled loops, which release the GIL.
 
-Its threads sleep between calls. It works after a fork of the process and can be used from several threads at
-once; the thread pools of compiled libraries do not all promise this. Work is handed over without Python's
-locks, because a signal handler may interrupt a thread anywhere and call `share` itself, and because its
-exception may end any wait.
+Its threads sleep between calls. The pool works after a fork of the process and can be used from several
+threads at once, unlike the thread pools of some compiled libraries. Work is handed over without Python's
+locks, because a signal handler may interrupt a thread anywhere and call `share`, and its exception may end
+any wait.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def cores() -> int:
 
 
 def share(work: Callable[[int], None], count: int, threads: int | None = None, held: Any = None) -> None:
-    """Call ``work(0) .. work(count - 1)``, each once, in `threads` threads, one of which is the caller's.
+    """Call ``work(0) .. work(count - 1)``, each once, in `threads` threads, including the caller's.
 
     `threads` is `cores` by default, and at most `count`. If a call raises or the caller is interrupted, no
     further call begins. An interrupt, or else the first exception, is raised after all threads have stopped,

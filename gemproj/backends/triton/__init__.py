@@ -14,7 +14,7 @@ _found: dict[Any, str] = {}
 
 
 def available(a: Any) -> bool:
-    """Return whether kernels can read a tensor of torch: on an NVIDIA GPU where Triton works."""
+    """Return whether kernels can read a torch tensor: it must be on an NVIDIA GPU on which Triton works."""
     torch = sys.modules["torch"]
     if a.device.type != "cuda" or type(a) not in (torch.Tensor, torch.nn.Parameter):
         return False  # not on a GPU, or a subclass, which may have no memory

@@ -165,7 +165,7 @@ def launch(
     Parameters
     ----------
     arguments, constants : tuple
-        Tensors and numbers, and then the compile-time constants.
+        Tensors and numbers, followed by the compile-time constants.
     dtypes : tuple
         Dtypes of the tensors whose dtypes vary.
     """
@@ -214,5 +214,5 @@ def _cut(columns: int, unit: int, most: int, least: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)
 def _processors(device: torch.device) -> int:
-    """Return the number of multiprocessors; a few on the CPU, where Triton's interpreter runs kernels."""
+    """Return the number of multiprocessors; 3 on the CPU, where Triton's interpreter runs kernels."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
