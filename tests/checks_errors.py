@@ -181,7 +181,7 @@ def what_shards_need():
     group, device = dist.group.WORLD, torch.device("cpu")
     adapted = fsdp(net().requires_grad_(False))
     adapted.append(nn.Linear(3, 3).double())
-    own, text = list(adapted[-1].parameters()), "not sharded, such as adapters, on frozen ones that are"
+    own, text = list(adapted[-1].parameters()), "not sharded, such as adapters, and sharded frozen"
     with pytest.raises(ValueError, match=text):
         GEM(adapted, torch.optim.SGD(own, lr=0.1), loss, process_group=group)
     with pytest.raises(ValueError, match=text):

@@ -31,7 +31,7 @@ def test_a_state_without_rows_has_constraints_from_the_first_step_on():
     [
         (lambda: recalled(model=torch.nn.Linear(6, 3).double(), every=2)[2], "belongs to another model"),
         (lambda: recalled(per_task=5, every=2)[2], "state has per_task=5 but this memory has 100"),
-        (perceptron, "state has no 'memory': it is not of a GEM"),
+        (perceptron, "state has no 'memory': it is not a GEM state"),
     ],
 )
 def test_a_state_of_something_else_changes_nothing(theirs, text):

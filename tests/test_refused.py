@@ -146,7 +146,7 @@ CALLS = [
     (lambda: projector().constrain([torch.ones(3)]), ValueError, r"scalars.*loss 0 .* of shape \(3,\)"),
     (lambda: projector().constrain([1.0]), ValueError, "losses must be scalars.*loss 0 is float"),
     (lambda: projector(TABLE.parameters()).constrain([TABLE(LABELS).sum()]), TypeError, "must be dense"),
-    (lambda: projector().load_state_dict({}), ValueError, "no 'calls': it is not of a Gradient"),
+    (lambda: projector().load_state_dict({}), ValueError, "no 'calls': it is not a Gradient"),
     # --- their optimizers
     (lambda: attach(on="both", metric="adam"), ValueError, "metric='adam' needs.*second moments.*found SGD"),
     (lambda: attach(torch.optim.Adamax, on="step", metric="adam"), ValueError, "second moments.*found Adamax"),

@@ -1,4 +1,4 @@
-"""What a projection changes: the gradient before an optimizer's step, or the step that was taken."""
+"""The vectors that a projection changes: the gradient before an optimizer's step, or the step taken."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from gemproj.torch.parameters import Buffer, ParameterVector, local
 On = Literal["gradient", "step", "both"]
 Metric = Literal["euclidean", "adam"]
 
-# Their state was computed from weights that a projection would replace.
+# Optimizers whose state is computed from weights that a projection would replace.
 _UNFIT = {
-    "LBFGS": "it takes differences of gradients between the weights that it has set itself",
-    "ASGD": "it keeps an average of the weights that it has set itself",
+    "LBFGS": "it uses differences of gradients between weights that it has set itself",
+    "ASGD": "it averages weights that it has set itself",
 }
 
 
 class Change:
-    """A vector on the parameters that a projection replaces.
+    """A vector of entries of the parameters, which a projection replaces.
 
     Attributes
     ----------
     name : str
-        "gradient" or "step"; each has a warm start of its own.
+        "gradient" or "step"; each has its own warm start.
     """
 
     name: str
@@ -38,27 +38,27 @@ class Change:
         return None
 
     def unit(self) -> float:
-        """Return what turns numbers in units of gradients into those of this vector."""
+        """Return the factor that converts units of gradients to units of this vector."""
         return 1.0
 
     def scale(self) -> Any:
-        """Return the same for multipliers, a number or a tensor: of what was made of the gradient before."""
+        """Return the factor for multipliers, a number or a tensor, which includes clipping."""
         return self.unit()
 
     def rate(self) -> float:
-        """Return by how much a loss falls, to first order, per unit of the product with its gradient."""
+        """Return the first-order decrease of a loss per unit of the product of this vector with its row."""
         return 1.0
 
     def weights(self, largest: Callable[[Tensor], None]) -> Tensor | None:
-        """Return the weights of the distance to the projection, None for ones."""
+        """Return the weights of the metric; None for the Euclidean metric."""
         return None
 
     def read(self) -> Tensor:
-        """Return the vector, in a buffer that is kept."""
+        """Return the vector, in a buffer that every step reuses."""
         raise NotImplementedError
 
     def write(self, changed: bool, reached: Sequence[bool]) -> None:
-        """Take the vector in the buffer, if it has `changed`; G has entries of the parameters `reached`."""
+        """Apply the vector in the buffer if it `changed`; `reached` marks parameters with entries in G."""
         raise NotImplementedError
 
 
@@ -96,18 +96,18 @@ class Gradient(Change):
 class Step(Change):
     """One step of an optimizer on a parameter vector, theta before minus theta after.
 
-    The metric of the projection is by default Adam's where the optimizer keeps second moments.
+    The metric of the projection is by default Adam's if the optimizer keeps second moments.
 
     Attributes
     ----------
     clipped : float or Tensor
-        What clipping has multiplied the gradient with, from which the step is made.
+        The factor by which clipping multiplied the gradient of the step.
     """
 
     name = "step"
     clipped: Any = 1.0
 
-    kinds: ClassVar[list[Any]] = []  # of other libraries, which register theirs; see `of`
+    kinds: ClassVar[list[Any]] = []  # subclasses for other libraries; see `of`
 
     def __init__(self, vector: ParameterVector, optimizer: torch.optim.Optimizer) -> None:
         if type(optimizer).__module__.startswith("deepspeed."):
@@ -119,8 +119,8 @@ class Step(Change):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}.")
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
             raise TypeError(
-                f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass that one, or "
-                "for Accelerate use gemproj.integrations.accelerate.GEM."
+                f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass the inner "
+                "one, or for Accelerate use gemproj.integrations.accelerate.GEM."
             )
         self._vector, self.optimizer = vector, optimizer
         self.metric: Metric | None = None
@@ -133,12 +133,12 @@ class Step(Change):
 
     @classmethod
     def of(cls, vector: ParameterVector, optimizer: Any) -> Step:
-        """Return the step of an optimizer, of the kind that fits it."""
+        """Return the step of an optimizer, of the class that fits the optimizer."""
         kind = next((kind for kind in cls.kinds if kind.fits(optimizer)), cls)
         return kind(vector, optimizer)
 
     def check(self, on: On) -> None:
-        """Raise for optimizers that cannot be projected, as far as can be told before a step."""
+        """Raise if steps of the optimizer cannot be projected, as far as this is known before a step."""
         name, groups = type(self.optimizer).__name__, self.groups().values()
         if any(group.get("maximize") for group in groups):
             raise ValueError(
@@ -149,7 +149,7 @@ class Step(Change):
             return
         if name in _UNFIT:
             raise ValueError(f"The steps of {name} cannot be projected: {_UNFIT[name]}. Use on='gradient'.")
-        # Adamax has betas, but keeps largest gradients.
+        # Adamax has betas, but keeps the largest gradients instead of second moments.
         if self.metric == "adam" and (name == "Adamax" or not all("betas" in group for group in groups)):
             self._refuse_metric()
 
@@ -166,7 +166,7 @@ class Step(Change):
         torch._foreach_copy_(self._before.parts, self._vector.local())
 
     def note_moving(self) -> None:
-        """Note which parameters move: with a gradient, which may be dropped in the step, and a rate."""
+        """Record which parameters move, with a gradient and a rate, before the step may drop gradients."""
         groups = self.groups()
         self._moving = [
             id(p) in groups and p.grad is not None and not _is_zero(groups[id(p)].get("lr"))
@@ -185,12 +185,12 @@ class Step(Change):
         return step.whole
 
     def finish(self) -> Tensor:
-        """Return the step that was taken, where the stored parameters were: it can be undone no more."""
+        """Return the applied step, written over the stored parameters; it can no longer be undone."""
         torch._foreach_sub_(self._before.parts, self._vector.local())
         return self._before.whole
 
     def write(self, changed: bool, reached: Sequence[bool]) -> None:
-        """Apply another step to the stored parameters."""
+        """Apply the step in the scratch buffer to the stored parameters, if it has `changed`."""
         if changed:
             step = self._vector.scratch.parts
             torch._foreach_sub_(step, self._before.parts)
@@ -202,12 +202,12 @@ class Step(Change):
         self._vector.assign(self._before.parts)
 
     def unit(self) -> float:  # noqa: D102
-        # Adam's metric has the unit of a gradient over a step.
+        # Adam's metric has the unit of a gradient divided by a step.
         return 1.0 if self._has_moments() else self.learning_rate()
 
     def scale(self) -> Any:  # noqa: D102
         skipped = getattr(self.optimizer, "found_inf", None)
-        # A fused optimizer takes no step after an overflow, and a weight must not make one.
+        # After an overflow a fused optimizer does not move, and a weight must not move the parameters either.
         return self.clipped * self.unit() * (1.0 if skipped is None else skipped == 0)
 
     def learning_rate(self) -> float:
@@ -221,12 +221,12 @@ class Step(Change):
         return max(float(rate) for rate in rates)
 
     def weights(self, largest: Callable[[Tensor], None]) -> Tensor | None:
-        """Return Adam's own weights, ``(sqrt(v_hat) + eps) / lr``; None for an optimizer without moments.
+        """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``; None for the Euclidean metric.
 
-        Adam's step minimises a quadratic model with this metric. There v_hat is at least the square of the
-        `largest` value of the entry in the constraints. Where the new loss has had no gradient, v_hat alone
-        is zero, and a multiplier of 1 would move an entry by ``lr / eps`` times its gradient; so it moves it
-        by the learning rate at most, like Adam.
+        Adam's step minimises a quadratic model with this metric. Here v_hat is at least the square of the
+        `largest` value of the entry in the constraints. Without that, v_hat is zero for entries without a
+        gradient of the new loss, and a multiplier of 1 would move them by ``lr / eps`` times their gradient.
+        With it, a multiplier of 1 moves an entry by the learning rate at most, like Adam.
         """
         if not self._has_moments():
             return None
@@ -239,8 +239,8 @@ class Step(Change):
                 part.fill_(1.0)
                 continue
             group, state = groups[id(p)], states.get(p, {})
-            steps = state.get("step", group.get("step"))  # some optimizers count in the group
-            count = _number(steps)  # zero where an overflow had the first step skipped
+            steps = state.get("step", group.get("step"))  # some optimizers count steps in the group
+            count = _number(steps)  # zero if the first step was skipped after an overflow
             count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
             parts.append(part)
             seconds.append(_dequantised(local(state.get("max_exp_avg_sq", state.get("exp_avg_sq")))))
@@ -248,7 +248,7 @@ class Step(Change):
             eps.append(group["eps"])
             rates.append(_number(group["lr"]))
         if parts:
-            # For all at once: six operations for each parameter would take longer than an optimizer's step.
+            # All parameters at once: six operations for each would take longer than an optimizer's step.
             roots = torch._foreach_div(seconds, _alike(corrections, w))
             torch._foreach_sqrt_(roots)
             torch._foreach_maximum_(parts, [a if a.dtype == w.dtype else a.to(w.dtype) for a in roots])
@@ -257,16 +257,16 @@ class Step(Change):
         return w
 
     def _has_moments(self) -> bool:
-        """Return whether the distance is Adam's, for which all parameters that move need second moments."""
+        """Return whether the metric is Adam's, for which all parameters that move need second moments."""
         if self.metric == "euclidean":
             return False
         groups, states = self.groups(), self.optimizer.state
         every = zip(self._vector.parameters, self._vector.shapes, self._moving, strict=True)
-        # Each process has those of some parameters only, and they are old ones that were loaded.
+        # Each process updates moments of some parameters only; others may be old moments that were loaded.
         partial = type(self.optimizer).__name__ == "ZeroRedundancyOptimizer"
         found = not partial and all(
             "exp_avg_sq" in states.get(p, {})
-            and local(states[p]["exp_avg_sq"]).shape == shape  # GaLore's are of a projection
+            and local(states[p]["exp_avg_sq"]).shape == shape  # GaLore's are of projected gradients
             and groups[id(p)].keys() >= {"betas", "eps"}
             and ("step" in states[p] or "step" in groups[id(p)])
             for p, shape, moves in every
@@ -283,7 +283,7 @@ class Step(Change):
 
     @cached_property
     def _weights(self) -> Buffer:
-        """The weights of the distance."""
+        """The weights of the metric."""
         return self._vector.buffer()
 
     def _refuse_metric(self) -> NoReturn:
@@ -302,7 +302,7 @@ class Step(Change):
 
 
 def _is_zero(rate: Any) -> bool:
-    """Return whether a learning rate is zero; False where asking would wait for a device."""
+    """Return whether a learning rate is zero; False if reading it would synchronise a device."""
     return (not isinstance(rate, Tensor) or rate.device.type == "cpu") and bool(rate == 0)
 
 
@@ -312,14 +312,14 @@ def _dequantised(moments: Tensor) -> Tensor:
 
 
 def _alike(numbers: list[Any], like: Tensor) -> list[Any]:
-    """Return the numbers; where some of them are tensors, all as tensors on that device."""
+    """Return the numbers; if one of them is a tensor, return all as tensors, on the device of `like`."""
     if not any(isinstance(number, Tensor) for number in numbers):
         return numbers
     return [n if isinstance(n, Tensor) else torch.full((), n, device=like.device) for n in numbers]
 
 
 def _number(value: Any) -> Any:
-    """Return a count or a rate in full precision: a tensor only where reading it would wait for a device."""
+    """Return a count or a rate in full precision: a tensor only if reading it would synchronise a device."""
     if not isinstance(value, Tensor):
         return value
     return float(value) if value.device.type == "cpu" else value.to(wide_dtype(torch, value.device))

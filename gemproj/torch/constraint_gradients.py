@@ -25,18 +25,18 @@ from gemproj.torch.promise import Promise, call_loss, stored_losses
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
     """Return the module to compute gradients with, and the DistributedDataParallel around it, if any.
 
-    That one's own forward pass would expect a backward pass that reduces ``.grad``.
+    The forward pass of DistributedDataParallel would expect a backward pass that reduces ``.grad``.
     """
     inner = getattr(model, "_orig_mod", model)  # of torch.compile
     return (inner.module, inner) if isinstance(inner, DistributedDataParallel) else (model, None)
 
 
 def check_spread(modules: Sequence[torch.nn.Module]) -> None:
-    """Raise for the modules of a model that is spread over processes in a way that cannot be projected."""
+    """Raise if the modules of a model are spread over processes in a way that cannot be projected."""
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         raise ValueError(
-            "model has a part that is wrapped in DistributedDataParallel, by which its processes cannot be "
-            "found. Wrap the whole model, and pass what that returns."
+            "model has a part that is wrapped in DistributedDataParallel, which does not show the processes "
+            "of the whole model. Wrap the whole model, and pass the wrapped model."
         )
     if not (dist.is_available() and dist.is_initialized()):
         return
@@ -49,13 +49,13 @@ def check_spread(modules: Sequence[torch.nn.Module]) -> None:
     trained = {mesh_of(p) is not None for p in held if p.requires_grad}
     if trained == {False} and any(mesh_of(p) is not None for p in held):
         raise ValueError(
-            "model has trainable parameters that are not sharded, such as adapters, on frozen ones that are. "
-            "Add them before the model is sharded, so that they are, too."
+            "model has trainable parameters that are not sharded, such as adapters, and sharded frozen "
+            "parameters. Add adapters before sharding the model, so that they are sharded, too."
         )
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Give parameters back that FSDP has gathered, as an evaluation leaves them."""
+    """Reshard the parameters that FSDP has gathered; an evaluation leaves them gathered."""
     for module in model.modules():
         if callable(getattr(module, "reshard", None)):
             module.reshard()  # type: ignore[operator]
@@ -74,8 +74,8 @@ def from_batches(
 ) -> list[Promise]:
     """Fill G with the gradients of the mean losses on `batches`; see `GradientProjector.recall`.
 
-    An error on one process is an error on all of them, as are other `facts`, and leaves no rows. Return the
-    promise about each row: of batches of a memory that have one of their own, that one.
+    An error on one process, or `facts` that differ, is an error on all processes and leaves no rows. Return
+    the promise about each row: the promise that a memory gave to the batch, or else `promise`.
     """
     topology = G.vector.topology
     facts = {"number of rows": 0, "names of sets or labels": None, "promises": None, **facts}
@@ -92,7 +92,7 @@ def from_batches(
             row.promise = row.promise or (promise if isinstance(promise, Promise) else promise[k])
         facts["number of rows"] = len(rows)
         if topology.world > 1:
-            # Processes need not have the same examples of a set or label, nor as many.
+            # Processes may have different examples of a set or label, and different numbers of them.
             facts["names of sets or labels"] = list(dict.fromkeys(row.name[:2] for row in rows))
             facts["promises"] = [row.promise.numbers() for row in rows]
     totals, passes = topology.plan([row.size for row in rows])
@@ -127,11 +127,11 @@ def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[st
     G.clear()
     if topology.collective and not isinstance(losses, Sequence):
         raise TypeError(
-            "losses must be a list where parameters are sharded: processes that disagree on its length would "
+            "losses must be a list if parameters are sharded: processes that disagree on its length would "
             f"wait for each other; found {type(losses).__name__}. Or use recall."
         )
     with topology.agreement(facts):
-        if topology.collective:  # they agree before the first backward pass
+        if topology.collective:  # processes must agree before the first backward pass
             for k, loss in enumerate(losses):
                 check_loss(k, loss)
                 facts["number of losses"] = k + 1
@@ -144,7 +144,7 @@ def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[st
 
 @contextmanager
 def preserved_state(model: torch.nn.Module, device: torch.device, gradients: bool = False) -> Iterator[None]:
-    """Set evaluation mode; restore the modes, the random state and, where `gradients` are written, ``.grad``.
+    """Set evaluation mode; at the end restore modes, random state and, with `gradients`, ``.grad``.
 
     Layers of transformers that checkpoint in training do so in evaluation mode, too.
     """
@@ -154,7 +154,7 @@ def preserved_state(model: torch.nn.Module, device: torch.device, gradients: boo
     modes = [module for module in modules if module.training]
     changes = _evaluation(modes) + _without_cache(modules)
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
-    # Each CUDA or XPU device has a generator of its own; that of MPS cannot be restored.
+    # Each CUDA or XPU device has its own generator; the generator of MPS cannot be restored.
     own = device.type in ("cuda", "xpu")
     fork = torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
     with fork, torch.enable_grad():
@@ -172,15 +172,15 @@ def preserved_state(model: torch.nn.Module, device: torch.device, gradients: boo
 
 
 def _set(thing: Any, name: str, value: Any) -> None:
-    """Set an attribute; of a plain module without the search among parameters, which takes much longer."""
-    if name in vars(thing):  # of a scripted module it is not
+    """Set an attribute, in plain modules without the search among parameters, which takes much longer."""
+    if name in vars(thing):  # not in scripted modules
         vars(thing)[name] = value
     else:
         setattr(thing, name, value)
 
 
 def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
-    """Return which attributes to set, and to what, for evaluation mode with the checkpoints of training."""
+    """Return the attributes and values to set for evaluation mode with the checkpoints of training."""
     layers = [module for module in modules if _is_checkpointed(module)]
     changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in modules]
     changes += [(layer, "training", True) for layer in layers]
@@ -192,9 +192,9 @@ _CONFIGS = ("PretrainedConfig", "PreTrainedConfig")  # of transformers, before a
 
 
 def _without_cache(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
-    """Return how models of transformers leave out their cache: with one, packed texts attend to each other.
+    """Return the attributes and values to set for models of transformers to compute without a cache.
 
-    And the second forward pass of a checkpoint would find what the first one has left in it.
+    With a cache, packed texts attend to each other, and a checkpoint's second pass sees the first's cache.
     """
     configs = {id(one): one for module in modules if (one := module.__dict__.get("config")) is not None}
     known = [one for one in configs.values() if any(kind.__name__ in _CONFIGS for kind in type(one).__mro__)]
@@ -211,9 +211,9 @@ def _is_checkpointed(module: Any) -> bool:
 
 
 def _checkpoint(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    """Checkpoint a layer whose forward pass, now and in the backward pass, is in evaluation mode.
+    """Checkpoint a layer; its forward pass, now and in the backward pass, runs in evaluation mode.
 
-    Outside of it the layer is in training mode, or it would not ask for a checkpoint.
+    Otherwise the layer is in training mode, because only then it asks for a checkpoint.
     """
 
     def evaluated(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The constraint matrix: one gradient per past task, written straight into one buffer."""
+"""The constraint matrix: gradients of the losses of past tasks, written directly into one buffer."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from gemproj.torch.stream import Stream, measure_sum, tiles
 
 
 class ConstraintMatrix:
-    """G, shape (t, d), for a parameter vector, in one buffer that is kept from step to step.
+    """The constraint matrix G, shape (t, d), of a parameter vector, in one buffer that all steps share.
 
-    Rows are written by `add`, between `open` and `close`; before `close`, or after an error, there are none.
-    Their dtype is by default that of the vector. Projections are those for rows rounded to it.
+    `add` writes rows between `open` and `close`. Before `close`, or after an error, there are no rows. The
+    dtype of the rows is by default that of the vector; projections use the rows as rounded to that dtype.
 
     Attributes
     ----------
@@ -35,25 +35,25 @@ class ConstraintMatrix:
     reached : list of bool
         For each parameter, whether the loss of any row depends on it.
     losses : Tensor, shape (t,), float64
-        The loss of each row: `follow` keeps it up with steps, to first order.
+        The loss of each row; `follow` updates it after a step, to first order.
     stored : Tensor, shape (t,), float64
-        What the losses of the same examples were when they were stored, NaN where that is not known.
+        The losses of the same examples when they were stored; NaN if they are not known.
     names : list of tuple
-        What each row is about, starting with the name of its set; empty where that is not known.
+        What each row is about, starting with the name of its set; an empty tuple if that is not known.
     seconds : list of float
-        What each row took, as the host sees it.
+        The seconds that each row took, measured on the host.
     age : int
-        Steps that were followed since the rows were computed.
+        Number of steps since the rows were computed.
     written : set of int
-        The rows to which something was added since `open`.
+        The rows that were written since `open`.
     """
 
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
         self.vector = vector
         self._buffer = torch.empty((0, vector.d), dtype=dtype or vector.dtype, device=vector.device)
-        self._views: dict[tuple[int, int | None], dict[int, Tensor]] = {}  # what `parts` has returned
+        self._views: dict[tuple[int, int | None], dict[int, Tensor]] = {}  # the results of `parts`
         self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
-        self._sums = self._none.new_zeros(2, 0)  # of the losses of rows now, and when stored
+        self._sums = self._none.new_zeros(2, 0)  # current and stored losses of the rows
         self.clear()
 
     def __len__(self) -> int:
@@ -74,10 +74,10 @@ class ConstraintMatrix:
         self.seconds: list[float] = []
 
     def open(self, rows: int = 0, scale: float = 1.0) -> None:
-        """Drop all rows, and make room for so many; losses are multiplied by a scale, rows divided again."""
+        """Drop all rows and reserve `rows` new ones; losses are multiplied by `scale`, rows divided by it."""
         self.clear()
         self.vector.check()
-        if rows > len(self._buffer):  # before there is a larger one
+        if rows > len(self._buffer):  # freed before a larger buffer is allocated
             self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
         self._sums = self._none.new_zeros(2, rows)
         self._reserve(rows)
@@ -85,7 +85,7 @@ class ConstraintMatrix:
         self.written: set[int] = set()
 
     def add(self, k: int, loss: Tensor, weight: float = 1.0, stored: Tensor | None = None) -> None:
-        """Add the gradient of ``weight * loss`` to row k, and with the same weight its loss, and `stored`."""
+        """Add the gradient of ``weight * loss`` to row k; add `loss` and `stored` with the same weight."""
         check_loss(k, loss)
         self._reserve(k + 1)
         factor = weight * self.scale
@@ -104,9 +104,9 @@ class ConstraintMatrix:
         self._note(k, weight * loss.detach().reshape(1), stored if stored is None else weight * stored)
 
     def parts(self, k: int, rows: int | None = None) -> dict[int, Tensor]:
-        """Return row k of G, or `rows` rows from k on, as a view for each parameter, by its id, to write to.
+        """Return writable views of row k of G, or of `rows` rows from k on: one per parameter, by its id.
 
-        The shape of a view is that of the local shard, with the rows first where there may be several.
+        A view has the shape of the local shard; with `rows`, its first dimension counts the rows.
         """
         self._reserve(k + (rows or 1))
         if (k, rows) not in self._views:
@@ -119,7 +119,7 @@ class ConstraintMatrix:
     def note(
         self, k: int, parts: Mapping[int, Tensor], reached: Container[int], losses: Tensor, stored: Any
     ) -> None:
-        """Note that `parts` from row k on have the gradients of these losses, and which ids they reach."""
+        """Record rows from k on: `parts` has their gradients, `reached` the ids of their parameters."""
         self.written.update(range(k, k + len(losses)))
         for j, (p, part) in enumerate(parts.items()):
             if p in reached:
@@ -129,17 +129,17 @@ class ConstraintMatrix:
         self._note(k, losses.detach(), stored)
 
     def loss(self, k: int) -> Tensor:
-        """Return the loss of row k, as far as it has been added."""
+        """Return the sum of the losses that were added to row k."""
         return self._sums[0, k].clone()
 
     def drop(self, k: int) -> None:
-        """Forget row k, which is to be added again."""
+        """Forget row k before it is computed again."""
         self.written.discard(k)
         self._sums[:, k] = 0.0
 
     @contextmanager
     def timed(self, rows: Sequence[Any]) -> Iterator[None]:
-        """Note how long these rows took, as many seconds each."""
+        """Record the time of the block, an equal share for each of these rows."""
         start = time.perf_counter()
         yield
         each = (time.perf_counter() - start) / len(rows)
@@ -148,7 +148,7 @@ class ConstraintMatrix:
 
     @contextmanager
     def set_aside(self, k: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Have row k added again for a time; yield what it was and will be, and a view of what is added."""
+        """Temporarily recompute row k; yield its saved values and a view of the recomputed row."""
         row, sums, reached = self._buffer[k].clone(), self._sums.clone(), list(self.reached)
         self.drop(k)
         try:
@@ -163,7 +163,7 @@ class ConstraintMatrix:
         self._sums[:, k : k + len(now)].add_(torch.stack([now, then]))
 
     def close(self, rows: int) -> None:
-        """Sum rows over processes, and declare so many complete; this process may have no example of some."""
+        """Complete the first `rows` rows, summed over processes; rows without local examples are zero."""
         for k in set(range(rows)) - self.written:
             self._buffer[k].zero_()
         G, topology = self._buffer[:rows], self.vector.topology
@@ -183,12 +183,12 @@ class ConstraintMatrix:
         weight: Tensor | None = None,
         write: bool = True,
     ) -> tuple[DualSolution, bool]:
-        """Project v in place, on the columns of the moving parameters; return whether it changed.
+        """Project v in place, on columns of the moving parameters; return the solution and whether v changed.
 
-        Without `write`, v stays, and only its solution is computed, which is one in t-space.
+        If `write` is False, v stays, and only the solution in t-space is computed.
 
-        All local columns are updated; replicated ones enter the Gram matrix on one rank only. The right-hand
-        side h may be a function of the Gram matrix.
+        All local columns are updated; replicated columns enter the Gram matrix on one process only. The
+        right-hand side h may be a function of the Gram matrix.
         """
         vector, topology = self.vector, self.vector.topology
         columns, owned = vector.columns, vector.owned
@@ -209,7 +209,7 @@ class ConstraintMatrix:
         start = to_numpy(warm_start) if host and warm_start is not None else warm_start
         sol = solve(measured, options, start)
         warn_if_missed(sol)
-        # On a device looking at the multipliers would wait, so that x is always written.
+        # On a device, reading the multipliers would synchronise, so x is always written.
         changed = write and (vector.device.type != "cpu" or bool(sol.multipliers.any()))
         if changed:
             for problem in here:
@@ -218,7 +218,7 @@ class ConstraintMatrix:
 
     @property
     def streamed(self) -> bool:
-        """Whether rows have another dtype than what is projected."""
+        """Whether rows have another dtype than the projected vector."""
         return self._buffer.dtype != self.vector.dtype
 
     def largest(self, out: Tensor) -> None:
@@ -228,14 +228,14 @@ class ConstraintMatrix:
             torch.maximum(tile.amax(0), tile.amin(0).neg_(), out=out[at])
 
     def follow(self, step: Tensor) -> Tensor:
-        """Subtract the products of an applied step with the rows from the losses; return the cosines.
+        """Update the losses to first order after an applied step; return its cosines with the rows.
 
-        Cosines, float64, are zero where the step or a row is zero.
+        Cosines, float64, are zero for a step or a row of zeros.
         """
         topology, wide = self.vector.topology, self._none.dtype
-        # In float64 the norms of float32 would take longer than all else here.
+        # Norms of float32 numbers in float64 would take longer than the rest of this function.
         kind = torch.promote_types(step.dtype, torch.float32)
-        found: list[list[Tensor]] = []  # of each tile: |step|^2, and for each row its product and |g_k|^2
+        found: list[list[Tensor]] = []  # of each tile: |step|^2, products with the rows, |g_k|^2
         with torch.autocast(step.device.type, enabled=False):
             for at, rows in self._tiles(self.vector.owned):
                 part = step[at]
@@ -249,24 +249,24 @@ class ConstraintMatrix:
         square, product, *squares = sums
         if self._norms is None:
             self._norms = squares[0].sqrt()
-        self.losses = self.losses - product  # whoever has the losses of before keeps them
+        self.losses = self.losses - product  # a copy: a `Projection` holds the losses before the step
         self.age += 1
         sizes = self._norms * square.sqrt()
         return torch.where(sizes > 0, product / sizes, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the rows, of their losses now and when stored, and which parameters they reach."""
+        """Return copies of the rows, losses, stored losses and names, the reached parameters, and the age."""
         known = {"reached": list(self.reached), "values": torch.stack([self.losses, self.stored])}
         return {"rows": self.rows.clone(), **known, "age": self.age, "names": [list(n) for n in self.names]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned, onto the device of the parameters."""
+        """Load a state returned by `state_dict`, onto the device of the parameters."""
         rows, reached, here = state["rows"], state["reached"], self.vector
         if rows.ndim != 2 or rows.shape[1] != here.d or len(reached) != len(here.parameters):
             raise ValueError(
                 f"state holds constraints of shape {tuple(rows.shape)} on {len(reached)} parameters, but "
-                f"there are {len(here.parameters)} of {here.d} entries here: it belongs to another model, or "
-                "to another number of processes."
+                f"here are {len(here.parameters)} parameters of {here.d} entries: the state is of another "
+                "model, or of another number of processes."
             )
         self.open(len(rows))
         self._buffer[: len(rows)] = rows
@@ -295,7 +295,7 @@ class ConstraintMatrix:
         if more > 0:
             self._sums = torch.cat([self._sums, self._sums.new_zeros(2, more)], 1)
         if rows > kept:
-            rows = max(rows, 2 * kept)  # where their number is not known ahead, few copies are made
+            rows = max(rows, 2 * kept)  # few copies if the number of rows is not known in advance
             grown = self._buffer.new_empty((rows, self.vector.d))
             grown[:kept] = self._buffer
             self._buffer, self._views = grown, {}

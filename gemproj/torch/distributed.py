@@ -1,8 +1,8 @@
-"""Several processes: how a projector works on replicas and on shards.
+"""Projection on several processes, with replicas or shards.
 
-The Gram matrix is a sum over columns. So each process measures the columns that it owns, one all-reduce of
-t*t + t + 2 numbers adds them up, every process solves the same small problem from the same bits, and each
-combines its own columns.
+The Gram matrix is a sum over columns. Each process measures the columns that it owns, and one all-reduce
+sums the results, t*t + t + 2 numbers. Then every process solves the same small problem, from bitwise equal
+numbers, and combines its own columns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gemproj.methods import AnyMethod
 
 
 class Local:
-    """One process, which has nothing to exchange: the base of the topologies.
+    """A single process, which exchanges nothing; the base class of the topologies.
 
     Attributes
     ----------
@@ -46,15 +46,15 @@ class Local:
     collective = False
 
     def agreement(self, facts: Mapping[str, Any]) -> AbstractContextManager[None]:
-        """Raise on all processes if the block fails on one, or ends with other `facts` on one."""
+        """Raise on all processes if the block fails on one process, or if `facts` differ at its end."""
         return nullcontext()
 
     def passes(self) -> AbstractContextManager[None]:
-        """Do the same for forward and backward passes, where an error can be told to the others."""
+        """Do the same for forward and backward passes, if other processes can learn of an error in them."""
         return self.agreement({})
 
     def plan(self, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return for each task the examples of all processes, and how many the local passes must cover."""
+        """Return for each row its examples on all processes, and how many the local passes must cover."""
         everyone = self._gather(counts)
         columns = list(zip(*everyone, strict=True))
         totals = [sum(column) for column in columns]
@@ -71,19 +71,19 @@ class Local:
         return reached
 
     def measurement(self, t: int) -> AbstractContextManager[None]:
-        """After an error in the block, make others fail in `sum_gram`, of t rows, too."""
+        """If the block raises, make `sum_gram`, of t rows, raise on the other processes, too."""
         return nullcontext()
 
     def sum_gram(self, part: Measured) -> Measured:
-        """Return what was measured on the columns of all shards."""
+        """Return the sum over processes of the Gram matrices that they measured."""
         return part
 
     def sum_shards(self, values: Tensor) -> Tensor:
-        """Sum, in place, what processes have measured on the columns that they own."""
+        """Sum, in place, numbers that the processes measured on the columns that they own."""
         return values
 
     def sum_values(self, values: Tensor) -> Tensor:
-        """Sum, in place, numbers that have the `weight` of the examples of each process."""
+        """Sum, in place, numbers to which each process has applied the `weight` of its examples."""
         return values
 
     def _gather(self, counts: Sequence[int]) -> list[list[int]]:
@@ -91,7 +91,7 @@ class Local:
 
 
 class Replicated(Local):
-    """Data parallelism: parameters and rows are replicated, each process brings its own examples."""
+    """Data parallelism: parameters and rows are replicated, and each process has its own examples."""
 
     def __init__(self, device: Any, group: Any) -> None:
         self._device, self._group = device, group
@@ -125,7 +125,7 @@ class Replicated(Local):
         most = torch.tensor(mine, dtype=torch.int64, device=self._device)
         dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
         if failed:
-            return  # with an error of its own
+            return  # this process raises its own error
         *bounds, stop = most.tolist()
         if stop:
             raise RuntimeError("Another process failed; its own message says why.")
@@ -146,8 +146,8 @@ class Replicated(Local):
 class Sharded(Replicated):
     """FSDP2 and tensor parallelism: each process has its own columns of G.
 
-    Backward passes are collective and average over processes. So all processes make equally many of them,
-    and an error within one cannot be told to the others.
+    Backward passes are collective and average over processes. So all processes run the same number of passes,
+    and other processes cannot learn of an error within a pass.
     """
 
     collective = True
@@ -158,7 +158,7 @@ class Sharded(Replicated):
     def weight(self, n: int, total: int) -> float:  # noqa: D102
         return self.world * n / total
 
-    reduce = Local.reduce  # nothing to sum: each process has columns of its own
+    reduce = Local.reduce  # nothing to sum: each process has its own columns
     sum_shards = Replicated.sum_values
 
     @contextmanager
@@ -175,20 +175,20 @@ class Sharded(Replicated):
 
     def sum_gram(self, part: Measured) -> Measured:  # noqa: D102
         parts = [torch.as_tensor(a, device=self._device) for a in part.gram]
-        # Other processes may have summed in another way, and certificates must be the same everywhere.
+        # Processes may have summed in different precisions, but certificates must be the same everywhere.
         parts.append(torch.full_like(parts[-1], float(part.rounding >= NARROW_ROUNDING)))
         packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
         pieces = packed.split([a.numel() for a in parts])
         whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
         *gram, narrow = whole
-        if not on_host(self._device):  # there all sums are in float64
+        if not on_host(self._device):  # on a device all sums are in float64
             return Measured(Gram(*gram), part.rounding, part.to_caller)
         rounding = NARROW_ROUNDING if narrow else part.rounding
         return Measured(Gram(*(a.numpy() for a in gram)), rounding, part.to_caller)
 
 
 def check_group(group: Any, name: str = "process_group") -> None:
-    """Raise for what is no group of processes."""
+    """Raise unless `group` is a group of processes or None."""
     if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         raise TypeError(
             f"{name} must be a torch.distributed.ProcessGroup, such as dist.group.WORLD; found "
@@ -197,24 +197,24 @@ def check_group(group: Any, name: str = "process_group") -> None:
 
 
 def everyone() -> Any:
-    """Return the group of all processes, None where there is one."""
+    """Return the group of all processes; None if there is only one process."""
     several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return dist.group.WORLD if several else None
 
 
 def check_alone(topology: Local) -> None:
-    """Raise where several processes are initialised, and nothing says how they train a model together."""
+    """Raise if several processes are initialised, but nothing says how they train a model together."""
     if everyone() is not None and type(topology) is Local:
         raise ValueError(
-            f"{dist.get_world_size()} processes are initialised, and each would project for itself, so that "
-            "their parameters drift apart. Pass the model that DistributedDataParallel or fully_shard "
+            f"{dist.get_world_size()} processes are initialised, and each would project on its own, so that "
+            "their parameters would drift apart. Pass the model that DistributedDataParallel or fully_shard "
             "returned (FSDP1 cannot be projected), or process_group=dist.group.WORLD; if each process trains "
-            "a model of its own, process_group=dist.new_subgroups(1)[0]."
+            "its own model, process_group=dist.new_subgroups(1)[0]."
         )
 
 
 def _plain(value: Any) -> Any:
-    """Return what processes can compare: of an object only the type counts, whose repr may be an address."""
+    """Return a value that processes can compare: for an object its type, since its repr may be an address."""
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value if isinstance(value, str | int | float | None) else type(value).__name__
@@ -235,11 +235,11 @@ def project(
     out: Blocks | None = None,
     solution: bool = False,
 ) -> Any:
-    """Project a gradient whose entries are sharded over processes; each gets its own entries of x.
+    """Project a gradient whose entries are sharded over processes; each process gets its own entries of x.
 
-    All processes of the group must call it, with the same number t of constraints and different columns of
-    the same G; a process may have none. Replicated columns must be left out on all processes but one: for
-    models made of `DTensor`, `gemproj.torch.GradientProjector` does that.
+    All processes of the group must call this function, with the same number t of constraints and different
+    columns of the same G; a process may have no columns. Replicated columns must be left out on all processes
+    but one. For models made of `DTensor`, `gemproj.torch.GradientProjector` does that.
 
     Parameters
     ----------
@@ -250,7 +250,7 @@ def project(
     method, h, margin, penalty, equality, metric, warm_start, out
         As in `gemproj.project`; the options must be the same on all processes.
     solution : bool, default False
-        Whether to return the `gemproj.DualSolution` of the whole problem, too, the same everywhere.
+        Whether to return also the `gemproj.DualSolution` of the whole problem, equal on all processes.
 
     Returns
     -------
@@ -260,9 +260,9 @@ def project(
     Raises
     ------
     ValueError
-        On every process, where their numbers of constraints differ or a row is not finite anywhere.
+        On every process, if their numbers of constraints differ or if a row is not finite on one of them.
     RuntimeError
-        Where the arguments of another process are wrong, which raises what `gemproj.project` would.
+        If the arguments of another process are wrong. That process raises the error of `gemproj.project`.
     """
     check_group(group, "group")
     tensors = (leaf for leaf in tree_flatten(g)[0] if isinstance(leaf, Tensor))
@@ -276,7 +276,7 @@ def project(
         x = blocks_for_x(problem, out)
         start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
         measured = measure(problem)
-        make_bounds(options, measured.gram.b)  # where these are wrong, on one process perhaps, it raises
+        make_bounds(options, measured.gram.b)  # raises for wrong bounds, perhaps on one process
         facts["number of constraints"] = problem.t
     sol = solve(shards.sum_gram(measured), options, start)
     warn_if_missed(sol)

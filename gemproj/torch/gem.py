@@ -1,4 +1,4 @@
-"""Gradient Episodic Memory in one object: all that a plain training loop needs."""
+"""Gradient Episodic Memory in one object, for a plain training loop."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from gemproj.torch.remember import remember
 from gemproj.torch.report import History, Projection, Report, make_report
 from gemproj.torch.unprotected import Watch
 
-# The loss scale of training is near the largest that float16 bears; past tasks may have larger losses.
+# The loss scale of training is close to the overflow of float16; losses of past tasks may be larger.
 _HEADROOM = 1024.0
 
 
 class Keeper:
-    """Sets of examples with promises about them, kept in the trainings that it is attached to.
+    """Base class of `GEM` and of the objects for frameworks: stored sets, their promises, and a projector.
 
-    What `GEM` and the objects for frameworks have in common; `GEM` explains it.
+    The documentation of `GEM` explains the options.
     """
 
     @suggesting
@@ -77,12 +77,12 @@ class Keeper:
         self._optimizers: list[Any] = []
         self._scaler: Any = None
         self._handles: list[Any] = []
-        self._resumed: Mapping[str, Any] | None = None  # what was loaded before there was a projector
+        self._resumed: Mapping[str, Any] | None = None  # a state that was loaded before attaching
         self._watch: Watch | None = None
-        self._tasks: list[Hashable] | None = None  # of the rows; None for any
+        self._tasks: list[Hashable] | None = None  # of the rows; None accepts any tasks
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, too: it is attached to nothing, and has nothing of a training."""
+        """Return the state for copying and pickling: without projector, model and optimizers."""
         detached: dict[str, Any] = dict.fromkeys(
             ("projector", "_model", "_scaler", "_tasks", "_watch", "_group")  # a group cannot be copied
         )
@@ -93,7 +93,7 @@ class Keeper:
 
     @property
     def promises(self) -> dict[Hashable, Promise]:
-        """The promises about sets that have one of their own, by name."""
+        """The promises of the sets that have their own promise, by the name of the set."""
         return self.memory.promises
 
     @property
@@ -112,33 +112,32 @@ class Keeper:
     ) -> None:
         """Store examples, and keep a promise about them from the next step on.
 
-        What the promise needs of the model, its outputs or losses, is computed with it as it is now, for the
-        kept examples: also for those that an earlier call has stored under the same name. Otherwise the loss
-        is tried on two examples, or else on as many as a step passes. An error leaves the memory as it was.
-        The warm start is forgotten.
+        If the promise needs stored outputs or losses, the current model computes them for all kept examples
+        of the set, also those of earlier calls. Otherwise the loss is tested on two examples or, if that
+        fails, on as many as a step uses. An error leaves the memory unchanged. Constraints and warm start
+        are reset.
 
         Parameters
         ----------
         data : DataLoader, Dataset or iterable of batches
-            Read to its end. Of a loader with a ``collate_fn`` of its own the examples are stored, and that
-            function makes batches of them, also of those of different lengths; of other iterables batches of
-            tensors. One that has no length may have 100,000 batches at most.
+            Read to its end. From a loader with a custom ``collate_fn``, examples are stored, also of
+            different lengths, and that function makes their batches. From other iterables, batches of
+            tensors are stored. An iterable without a length may have 100,000 batches at most.
         promise : Promise or loss, optional
-            By default that of this object, which its keywords make.
+            By default the promise that an earlier call gave to this set, or else `promise` of this object.
         name : hashable, optional
-            Of this set of examples. By default the number of sets stored before, or the next integer that is
-            no name.
+            Name of this set. By default the number of stored sets, or the next integer that is not a name.
         collate : callable, optional
-            Makes a batch of a list of examples: then `data` holds examples. By default that of the loader. It
-            must not mask at random where outputs are stored, which are of one batch only.
+            Function that makes a batch of a list of examples; `data` then holds examples. By default the
+            loader's. If outputs or losses are stored, it must not mask at random: stored values fit one mask.
         model : torch.nn.Module, optional
-            Another model whose outputs and losses are stored.
+            Another model, which computes the stored outputs and losses.
 
         Raises
         ------
         ValueError, TypeError
-            For data that hold no example, or none that can be stored, for a loss that is wrong for them or
-            not finite, and for a promise that the method cannot keep.
+            If `data` has no example that can be stored, if the loss does not fit the examples or is not
+            finite, or if the method cannot keep the promise.
         """
         if promise is not None:
             promise = promise if isinstance(promise, Promise) else Promise(promise)
@@ -150,7 +149,7 @@ class Keeper:
         self._warn_if_unseen()
         known = self.memory.counts
         model = self._model if model is None else model
-        # What is made in inference mode could not be trained on.
+        # Training could not use tensors that are made in inference mode.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             name = remember(
                 self.memory, data, name, model, self._as_computed(chosen),
@@ -169,11 +168,11 @@ class Keeper:
     def end_task(
         self, batches: Iterable[Any], task: Hashable = None, *, model: torch.nn.Module | None = None
     ) -> None:
-        """Store examples of the task that has been learned: `keep`, under the promise of this object."""
+        """Store examples of the task that has been learned: the same as `keep` without a promise."""
         self.keep(batches, name=task, model=model)
 
     def report(self) -> Report:
-        """Return what became of each promise; it prints as a table, and its ``plot()`` draws the losses."""
+        """Return a report on each promise; it prints as a table, and its ``plot()`` draws the losses."""
         if self._watch is not None and self._watch.never_stepped:
             self._warn_if_unseen()
         counts, promises = self.memory.counts, self.memory.promises
@@ -181,14 +180,14 @@ class Keeper:
         return make_report(self.history, counts, together)
 
     def logs(self) -> dict[str, Tensor | float]:
-        """Return numbers to log, of the steps since the last call; see `History.means`."""
+        """Return numbers to log about the steps since the last call; see `History.means`."""
         return self.history.means()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradient in the next step, after its projection; return its norm as it is now.
+        """Clip the gradient in the next step, after its projection; return its current norm.
 
-        In place of `torch.nn.utils.clip_grad_norm_`, after which a weight is one beside the clipped
-        gradient. With several optimizers it is clipped at once.
+        Use this in place of `torch.nn.utils.clip_grad_norm_`, which clips before weighted rows are added to
+        the gradient. With several optimizers, the gradient is clipped immediately.
         """
         return clip_grad_norm_(self._optimizers, self._attached().parameters, max_norm, norm_type)
 
@@ -199,13 +198,13 @@ class Keeper:
         self._handles = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memory, `exclude`, the history, the warm start and, where reused, the constraints.
+        """Return the memory, `exclude`, the history, the warm start and, with ``every > 1``, the constraints.
 
-        Promises are not in it: make the same ones, with the same names, before it is loaded.
+        Promises are not included: make the same promises, with the same names, before the state is loaded.
         """
         own = {"memory": self.memory.state_dict(), "exclude": self.exclude}
         own["history"] = self.history.state_dict()
-        if self._resumed is not None:  # nothing has been trained since it was loaded
+        if self._resumed is not None:  # loaded, but not attached since
             return {**self._resumed, **own}
         if self.projector is None:
             return {"projector": None} | own
@@ -215,10 +214,10 @@ class Keeper:
         return known | {"tasks": self._tasks, "stepped": watched} | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned; before there is a projector, as far as it goes by then."""
+        """Load a state returned by `state_dict`; the projector's part is loaded once it is attached."""
         lacking = {"memory", "projector"} - (state.keys() if isinstance(state, Mapping) else set())
         if lacking:
-            raise ValueError(f"state has no {min(lacking)!r}: it is not of a {type(self).__name__}.")
+            raise ValueError(f"state has no {min(lacking)!r}: it is not a {type(self).__name__} state.")
         stored, stepped = self.memory.tasks, self._watch is not None and not self._watch.never_stepped
         if self._handles and state["projector"] is not None:
             self._load_projector(state)
@@ -229,10 +228,10 @@ class Keeper:
         if "history" in state:
             self.history.load_state_dict(state["history"])
         dropped = [name for name in stored if name not in self.memory.tasks]
-        if dropped and not stepped:  # else it goes back to an earlier state
+        if dropped and not stepped:  # after steps, loading returns to an earlier state
             warnings.warn(
-                f"The state has no examples of {', '.join(map(repr, dropped))}, which are dropped: nothing "
-                "is promised about them. Store them after the state is loaded.",
+                f"The state has no examples of {', '.join(map(repr, dropped))}, which are dropped: these "
+                "sets are no longer protected. Store them after the state is loaded.",
                 stacklevel=2,
             )
 
@@ -251,13 +250,13 @@ class Keeper:
         saved, here = state.get("processes", 1), projector.processes
         if saved not in (1, here):
             warnings.warn(
-                f"The state is that of one of {saved} processes, and here are {here}: examples that the "
-                "others have stored are not in it.",
+                f"The state was saved by one of {saved} processes, and {here} processes train now: it lacks "
+                "the examples that the other processes stored.",
                 stacklevel=3,
             )
         self._tasks, self._removals = state.get("tasks"), self.memory.removals
         self._watch = Watch(self.memory, projector.parameters)
-        self._watch.begin(state.get("stepped", True))  # older states do not tell
+        self._watch.begin(state.get("stepped", True))  # older states have no such entry
         self._stepped.clear()
 
     def _attach(
@@ -268,14 +267,14 @@ class Keeper:
         scaler: Any = None,
         process_group: Any = None,
     ) -> None:
-        """Project the steps of optimizers from now on, without constraints and warm start at first."""
+        """Attach to optimizers: project their steps, at first without constraints and warm start."""
         self.remove()
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
         if scaler is not None and not _is_scaler(scaler):
             raise TypeError(
                 f"scaler must be the torch.amp.GradScaler of training; found {type(scaler).__name__}. Leave "
-                "it out where losses are not scaled."
+                "it out if losses are not scaled."
             )
         reshard(model)
         whole, parallel = unwrapped(model)
@@ -288,11 +287,11 @@ class Keeper:
         projector.check_processes()
         self._model, self._scaler = model, scaler
         self._tasks = None
-        self._removals = 0  # of the memory, when they were computed
+        self._removals = 0  # of the memory, when the rows were computed
         self._computed: dict[int, tuple[Promise, Promise]] = {}  # with the loss as in training, by id
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._watch = Watch(self.memory, projector.parameters)
-        self._stepped: set[int] = set()  # the optimizers that have used the constraints at this point
+        self._stepped: set[int] = set()  # the optimizers that have used the current constraints
         _check_disjoint(optimizers)
         attached = []
         try:
@@ -308,8 +307,8 @@ class Keeper:
             self.remove()
             raise
         if len(optimizers) > 1:
-            stepped = self._stepped  # not self, which would live as long as the model
-            for p in projector.parameters:  # a backward pass brings gradients at another point
+            stepped = self._stepped  # not self, which the hooks would keep alive as long as the model
+            for p in projector.parameters:  # a backward pass computes gradients at new weights
                 self._handles.append(p.register_post_accumulate_grad_hook(lambda _: stepped.clear()))
         for one in attached:
             one.around(self._compute_constraints, self._note)
@@ -325,7 +324,7 @@ class Keeper:
             self._stepped.add(id(optimizer))
             return
         if self._tasks is not None and (self._tasks, self._removals) != (self._past(), self.memory.removals):
-            self._forget()  # row k was of another task, or of other examples
+            self._forget()  # row k belonged to another task, or to other examples
         self._stepped.clear()
         scaler: Any = optimizer if _is_scaler(optimizer) else self._scaler
         scaled = scaler is not None and scaler.is_enabled()
@@ -345,12 +344,12 @@ class Keeper:
         self._stepped.add(id(optimizer))
 
     def _note(self) -> None:
-        """Count a step that was taken."""
+        """Add the last step to the history."""
         if self.last is not None:
             self.history.add(self.last)
 
     def _sources(self) -> Iterator[Source]:
-        # Here an error is one of all processes.
+        # An error in this generator is raised on all processes.
         projector = self._attached()
         device = projector.device
         _check_nothing_else_held(self._held(), projector.parameters)
@@ -368,11 +367,11 @@ class Keeper:
         return promise if loss is promise.loss else replace(promise, loss=loss)
 
     def _wrapped(self, loss: Loss) -> Loss:
-        """Return a loss as the framework computes it, such as in the precision of training."""
+        """Return the loss as the framework computes it, for example in the precision of training."""
         return loss
 
     def _check(self, promise: Promise) -> None:
-        """Raise for a promise that cannot be kept here."""
+        """Raise for a promise that this object cannot keep."""
         self.memory.check_label(promise)
         check_choices(promise, **self._options)
         if promise.tolerance is not None and self.projector is not None and len(self._optimizers) > 1:
@@ -410,7 +409,7 @@ class Keeper:
             stacklevel=3,
         )
 
-    _remedy = "Pass it to the trainer of each task, callbacks=[...]."
+    _remedy = "Pass this object to the trainer of each task, callbacks=[...]."
 
 
 class GEM(Keeper):
@@ -426,7 +425,7 @@ class GEM(Keeper):
                 optimizer.step()
             gem.end_task(loader)
 
-    Or several promises of different kinds, about different data, while something else is learned::
+    Several promises of different kinds, about different data, while a new task is learned::
 
         gem = GEM(model, optimizer)
         gem.keep(general_texts, Promise(Distillation(top=32), tolerance=0.05), name="general")
@@ -437,7 +436,7 @@ class GEM(Keeper):
     Constraint gradients are computed at the beginning of ``optimizer.step()``: once per accumulation
     window, not for steps that a gradient scaler skips, and before a closure. ``.grad``, module modes and
     torch's random state are restored. The model may be wrapped in DistributedDataParallel or sharded by
-    ``fully_shard``; each process then has a memory of its own examples of the same tasks.
+    ``fully_shard``; each process then stores its own examples of the same tasks.
 
     Parameters
     ----------
@@ -445,43 +444,42 @@ class GEM(Keeper):
         After freezing parameters or adding adapters call `remove`, and make a new object with the same
         `memory`.
     optimizer : torch.optim.Optimizer or list of them
-        What moves the trainable parameters of the model, and no others. Of several, such as Muon and AdamW,
-        each projects its own part; constraints are computed once for all that step after the same backward
-        pass.
+        Updates the trainable parameters of the model, and no others. With several optimizers, such as Muon
+        and AdamW, the step of each is projected on its own. Constraints are computed once for all optimizers
+        that step after the same backward pass.
     loss : callable or Promise
-        What is promised about sets without a promise of their own: that this loss does not rise; or a whole
-        `Promise`.
+        The promise about sets without their own promise: a loss, which then must not rise, or a `Promise`.
     per_task : int, default 100
-        How many examples of a set are stored at most, a random choice; as in `EpisodicMemory`.
+        Largest number of stored examples per set, chosen at random; as in `EpisodicMemory`.
     per, examples, weight, tolerance
-        Of the promise, with a `loss`; see `Promise`.
+        Options of the promise if `loss` is a function; see `Promise`.
     memory : EpisodicMemory, optional
-        Instead of `per_task`: with labels, another policy, or the sets of an earlier training and the
-        promises about them.
+        A memory in place of `per_task`: with labels, with another policy, or with the sets and promises of
+        an earlier training.
     method, on, every, project, rows_dtype
         As in `GradientProjector`.
     microbatch
         As in `GradientProjector.recall`.
     scaler : torch.amp.GradScaler, optional
-        That of float16 training: constraint gradients are computed with its scale, too.
+        The scaler of float16 training; the losses of constraint gradients are scaled, too.
     process_group
-        As in `GradientProjector`; needed where several processes are initialised, and the model is neither
+        As in `GradientProjector`; needed if several processes are initialised and the model is neither
         wrapped nor sharded.
 
     Attributes
     ----------
     memory : EpisodicMemory
     promise : Promise
-        About sets without one of their own.
+        The promise about sets without their own promise.
     promises : dict
-        The other ones, by the names of the sets.
+        The promises of the other sets, by the names of the sets.
     projector : GradientProjector
     history : History
-        Numbers of all steps, from which `report` is made.
+        Numbers of all steps, which `report` summarises.
     metric : {"euclidean", "adam"} or None
         The distance between steps, as in `GradientProjector`; may be set before training.
     exclude : name or None
-        A set to leave out: set it if examples of the current task are stored while it is learned.
+        A set without constraints: the current task, if its examples are stored while it is learned.
 
     Examples
     --------
@@ -501,7 +499,7 @@ class GEM(Keeper):
     projector: GradientProjector
     _remedy = (
         "For a new optimizer call remove() and make a new GEM(model, optimizer, loss, memory=gem.memory). "
-        "Where one optimizer takes its steps in another, as SAM does in its base_optimizer, pass "
+        "If one optimizer steps through another one, as SAM does through its base_optimizer, pass "
         "the inner one."
     )
 
@@ -535,7 +533,7 @@ class GEM(Keeper):
         self._attach(model, optimizer, scaler=scaler)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, too, with its model: it is attached to nothing."""
+        """Return the state for copying and pickling, with the model; a copy is not attached."""
         return self.__dict__ | {"_watch": None, "_handles": [], "_group": None}
 
 
@@ -545,7 +543,7 @@ def _one_promise(loss: Loss | Promise, **given: Any) -> Promise:
     default = Promise(loss.loss)
     for name, value in given.items():
         if value != getattr(default, name):
-            raise ValueError(f"{name} is given beside a Promise, which has its own; pass it there.")
+            raise ValueError(f"{name} is given beside a Promise; set it in the Promise.")
     return loss
 
 
@@ -555,21 +553,21 @@ def _is_scaler(thing: Any) -> bool:
 
 
 def _warn_of_statistics(model: torch.nn.Module) -> None:
-    """Warn of layers whose running statistics move while the model learns."""
+    """Warn of layers whose running statistics change during training."""
     kinds = torch.nn.modules.batchnorm._NormBase
     named = ((name, one) for name, one in model.named_modules() if isinstance(one, kinds) and one.training)
     moving = [name for name, one in named if one.track_running_stats and one.momentum != 0]
     if moving:
         warnings.warn(
             f"{len(moving)} layers, such as {moving[0]!r}, move their running statistics with the new data, "
-            "which no projection sees: losses of kept examples may rise by that. Call eval() on these layers "
-            "after model.train(), or set their momentum to 0 where a trainer calls it.",
+            "which is not projected: losses of kept examples may rise. Call eval() on these layers after "
+            "model.train() or, if a trainer calls train(), set their momentum to 0.",
             stacklevel=2,
         )
 
 
 def _check_disjoint(optimizers: Sequence[Any]) -> None:
-    """Raise where several optimizers hold the same parameters."""
+    """Raise if several optimizers hold the same parameters."""
     groups = [group for one in optimizers for group in getattr(one, "param_groups", ())]
     ids = [id(p) for group in groups for p in group["params"]]
     if len(ids) > len(set(ids)):
@@ -584,19 +582,19 @@ def _check_all_held(held: Iterable[torch.Tensor], model: torch.nn.Module) -> Non
     if lacking:
         raise ValueError(
             f"optimizer lacks {len(lacking)} of the {len(trainable)} trainable parameters of the model, such "
-            f"as {lacking[0]!r}. Freeze those that stay, with requires_grad_(False); if other optimizers "
-            "move them, pass a list of all."
+            f"as {lacking[0]!r}. Freeze parameters that stay, with requires_grad_(False); if other "
+            "optimizers move them, pass a list of all optimizers."
         )
 
 
 def _check_nothing_else_held(held: Iterable[torch.Tensor], projected: Iterable[torch.Tensor]) -> None:
-    """Raise for parameters that optimizers move and nothing projects."""
+    """Raise if optimizers hold parameters that are not projected."""
     mine = set(map(id, projected))
     others = [tuple(p.shape) for p in held if id(p) not in mine]
     if others:
         raise ValueError(
             f"optimizer moves {len(others)} parameters that are not projected, the first one of shape "
-            f"{others[0]}, so that nothing would be promised. Pass a model that has all of its "
-            "parameters; after unfreezing or adding some, call remove() and make a new GEM with the same "
+            f"{others[0]}, so that no promise would be kept. Pass a model that has all parameters of the "
+            "optimizer; after unfreezing or adding some, call remove() and make a new GEM with the same "
             "memory."
         )

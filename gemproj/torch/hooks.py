@@ -1,6 +1,6 @@
 """The hooks of a projector in an optimizer's step, and clipping that comes after the projection.
 
-A step goes like this: store the parameters; project the gradient, then clip it; the optimizer's own step;
+The order in a step: store the parameters; project the gradient, then clip it; take the optimizer's own step;
 project that step.
 """
 
@@ -21,23 +21,23 @@ from torch.utils.weak import TensorWeakRef
 from gemproj.torch.changes import Step
 from gemproj.torch.parameters import mesh_of
 
-_STEP: Any = torch.optim.Optimizer.profile_hook_step(print)  # what calls the hooks around a step
+_STEP: Any = torch.optim.Optimizer.profile_hook_step(print)  # the wrapper of a step, which calls the hooks
 
 
 def attached(optimizer: Any) -> list[ProjectedOptimizer]:
-    """Return what projects the steps of an optimizer."""
+    """Return the `ProjectedOptimizer` objects that are attached to an optimizer."""
     hooks = getattr(optimizer, "_optimizer_step_pre_hooks", {}).values()
     owners: list[Any] = [getattr(hook, "__self__", None) for hook in hooks]
-    return [one for one in owners if type(one).__module__ == __name__]  # a notebook may load it twice
+    return [one for one in owners if type(one).__module__ == __name__]  # notebooks may load this module twice
 
 
 def detach(optimizer: Any) -> None:
-    """Detach every `GEM` and projector from an optimizer, also those that nothing refers to any more.
+    """Detach every `GEM` and projector from an optimizer, also if no variable refers to them any more.
 
-    An optimizer keeps what is attached to it: in a notebook, a cell that has been run before. It may be one
-    that Accelerate has prepared, or that of a DeepSpeed engine.
+    An optimizer keeps attached objects, for example those of an earlier run of a notebook cell. The
+    optimizer may be prepared by Accelerate, or belong to a DeepSpeed engine.
     """
-    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper, or DeepSpeed's, which has none
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper, or DeepSpeed's optimizer
         optimizer = getattr(optimizer, "_gemproj", optimizer.optimizer)
     for one in attached(optimizer):
         one.remove()
@@ -45,7 +45,7 @@ def detach(optimizer: Any) -> None:
 
 @torch.no_grad()
 def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of the gradients, which may be on several devices and meshes; nothing is written."""
+    """Return the norm of the gradients, which may be on several devices and meshes and do not change."""
     on_mesh: dict[Any, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
@@ -56,10 +56,10 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def clip(parameters: list[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip as torch does, and return the norm.
+    """Clip the norm of the gradients as torch does, and return the norm.
 
-    Of sharded gradients `torch.nn.utils.clip_grad_norm_` may add its 1e-6 to the norm of each shard, not to
-    that of all: then they are not clipped as on one process.
+    With sharded gradients, `torch.nn.utils.clip_grad_norm_` may add its 1e-6 to the norm of each shard
+    instead of the total norm. The clipped gradients then differ from those on one process.
     """
     norm = total_norm(parameters, norm_type)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -67,9 +67,9 @@ def clip(parameters: list[Tensor], max_norm: float, norm_type: float = 2.0) -> T
 
 
 class Clips:
-    """The clipping that waits for the gradient to be projected, in the next step of an optimizer.
+    """Clipping that is postponed until the gradient is projected, in the next step of an optimizer.
 
-    It is forgotten if by then the gradients that it was for are gone.
+    A request is dropped if all of its gradients have been replaced before that step.
     """
 
     def __init__(self) -> None:
@@ -78,20 +78,20 @@ class Clips:
     def add(
         self, clip: Callable[..., Tensor], parameters: list[Tensor], max_norm: float, kind: float
     ) -> None:
-        """Clip these parameters in the next step; what was to be done with them before is forgotten."""
+        """Clip these parameters in the next step; drop an earlier request for the same parameters."""
 
         def clipped() -> Tensor:
             norm: Any = clip(parameters, max_norm, kind)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            # As torch has it; after an overflow no step is taken, and a margin must stay a number.
+            # As in torch. After an overflow no step is taken, but a margin must not become NaN.
             return (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
 
-        # Weak references: gradients of a batch that is dropped are not kept in memory.
+        # Weak references do not keep the gradients of a dropped batch in memory.
         held = [(p, TensorWeakRef(p.grad)) for p in parameters if p.grad is not None]
         self._waiting[frozenset(map(id, parameters))] = held, clipped
 
     def run(self) -> Any:
-        """Clip now; return what the gradient was multiplied with."""
+        """Clip now; return the factor that the gradient was multiplied by."""
         factor: Any = 1.0
         while self._waiting:
             held, clipped = self._waiting.popitem()[1]
@@ -110,21 +110,21 @@ def clip_grad_norm_(
     later: Callable[..., Tensor] = clip,
     measure: Callable[..., Tensor] = total_norm,
 ) -> Tensor:
-    """Clip what the projection leaves of the gradients, in the next step; return their norm now.
+    """Clip the gradients in the next step, after their projection; return their current norm.
 
-    They are clipped at once where the last of the optimizers that hold all of them is not attached to, or
-    where each holds a part.
+    They are clipped immediately if no optimizer holds all of them, or if nothing is attached to the last
+    optimizer that does.
 
     Parameters
     ----------
     optimizers : sequence
-        Which may take the next step.
+        The optimizers that may take the next step.
     parameters, max_norm, norm_type
         As in `torch.nn.utils.clip_grad_norm_`.
     now, later : callable, optional
-        What clips at once, and in the step: by default that function, and `clip`.
+        Functions that clip immediately, and in the step; by default torch's, and `clip`.
     measure : callable, optional
-        What returns the norm before clipping in the step: by default `total_norm`.
+        Function that returns the norm before clipping in the step; by default `total_norm`.
     """
     given: Any = max_norm
     if not isinstance(given, Real | Tensor):
@@ -136,7 +136,7 @@ def clip_grad_norm_(
     one = next((one for one in last if mine <= one._step.groups().keys()), None)
     if one is None:
         return now(parameters, max_norm, norm_type)
-    # Nothing is written before the step. Clipping to infinity would: NaN where the norm overflows.
+    # Nothing is written before the step. Clipping to infinity would write NaN if the norm overflows.
     norm = measure(parameters, norm_type)
     if max_norm != math.inf:
         one.clips.add(later, parameters, max_norm, norm_type)
@@ -155,9 +155,9 @@ class ProjectedOptimizer:
                 continue
             raise ValueError(
                 f"{'This' if other._projector is projector else 'Another'} projector is attached to this "
-                "optimizer already, and both would act. Attach once, before the loop, or call remove() on "
-                "the other GEM, or on what its attach returned, or gemproj.torch.detach(optimizer) if it is "
-                "lost; two losses of a task go into one function."
+                "optimizer already, and both would project. Attach once, before the loop, or call remove() "
+                "on the other GEM or on the object that attach returned, or gemproj.torch.detach(optimizer) "
+                "if these are lost; combine two losses of a task in one function."
             )
         self.optimizer = step.optimizer
         self._before: Callable[[Any], Any] = lambda optimizer: None
@@ -169,11 +169,11 @@ class ProjectedOptimizer:
         ]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip what the projection leaves of the gradient, in the next step; see `GEM.clip_grad_norm_`."""
+        """Clip the gradient in the next step, after its projection; see `GEM.clip_grad_norm_`."""
         return clip_grad_norm_([self._step.optimizer], self._projector.parameters, max_norm, norm_type)
 
     def around(self, before: Callable[[Any], Any], after: Callable[[], Any]) -> None:
-        """Call ``before(optimizer)`` when a step begins, and ``after()`` when one was projected."""
+        """Call ``before(optimizer)`` when a step begins, and ``after()`` after a step with constraints."""
         self._before, self._after = before, after
 
     def remove(self) -> None:
@@ -191,13 +191,13 @@ class ProjectedOptimizer:
         start = time.perf_counter()
         if self._projector.scale_dependent and getattr(optimizer, "grad_scale", None) is not None:
             raise ValueError(
-                "A weight, a penalty, a tolerance and what GEM2017 adds are in units of gradients, and these "
-                "are still scaled: call scaler.unscale_(optimizer) before scaler.step(optimizer)."
+                "A weight, a penalty, a tolerance and the numbers of GEM2017 are in units of gradients, but "
+                "these are still scaled: call scaler.unscale_(optimizer) before scaler.step(optimizer)."
             )
         self._skipped = will_skip(optimizer)
         # `args` starts with the optimizer itself in some versions of torch.
         closure = next((a for a in [*args, *kwargs.values()] if callable(a)), None)
-        # A closure may bring the first constraints.
+        # A closure may compute the first constraints.
         self._watches = not self._skipped and (self._projector.count > 0 or closure is not None)
         if self._watches:
             self._step.metric = self._projector.metric
@@ -217,21 +217,21 @@ class ProjectedOptimizer:
 
     @torch.compiler.disable
     def _project_gradient(self) -> None:
-        # Else a step that broke off after this is taken again, perhaps with its clipping repeated.
+        # Otherwise a step that failed after its projection is repeated, perhaps with its clipping.
         if not self._projected or not self._unchanged():
             self._projector.before_step(None if self._skipped else self._step)
             self._step.clipped = 1.0
-        self._step.clipped *= self.clips.run()  # the gradient with its weights, as replay does
+        self._step.clipped *= self.clips.run()  # after weights are added, as in replay
         if self._projector.on != "gradient":
             self._step.note_moving()
         self._projected = self._versions()
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
-        """Return the gradients, and how often each was written."""
+        """Return the gradients, and the number of writes to each."""
         return [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._projector.parameters]
 
     def _unchanged(self) -> bool:
-        """Return whether the gradients are those that were projected, and were not written since."""
+        """Return whether the projected gradients were neither replaced nor written since."""
         pairs = zip(self._versions(), self._projected, strict=True)
         return all(now is then and m == n for (now, m), (then, n) in pairs)
 
@@ -247,10 +247,10 @@ class ProjectedOptimizer:
 
 
 def is_within(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks are called within another step of the same optimizer, the one to be projected.
+    """Return whether hooks are called in an inner step of the optimizer; the outer step is projected.
 
-    torch has the step of each class call them: where that of a subclass calls its parent's, both do. Those
-    that run are counted, as a step that broke off calls no hook at its end.
+    In torch the step of each class calls the hooks: twice if the step of a subclass calls its parent's. The
+    running steps are counted on the stack, because a step that failed calls no hook at its end.
     """
     frame, steps = sys._getframe(), 0
     while frame.f_back is not None and steps < 2:
@@ -260,6 +260,6 @@ def is_within(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def will_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a fused optimizer will find infinities and skip its step; False where asking waits."""
+    """Return whether a fused optimizer will skip its step for an overflow; False if reading synchronises."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and found.device.type == "cpu" and bool(found)

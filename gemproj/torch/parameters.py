@@ -24,31 +24,31 @@ class Buffer(NamedTuple):
 class ParameterVector:
     """The trainable parameters of a model as one vector of the entries that this process holds.
 
-    Of a `DTensor` (FSDP2, tensor parallelism) these are the entries of the local shard. Parameters with
-    equal placement are contiguous, so that the owned columns form few slices; their order is the same on
-    all processes.
+    For a `DTensor` (FSDP2, tensor parallelism), these are the entries of the local shard. Parameters with
+    equal placements are contiguous, so that the owned columns form few slices. All processes have the same
+    order of parameters.
 
     Attributes
     ----------
     parameters : list of Tensor
-        Those that require a gradient, each once.
+        The parameters that require a gradient, each once.
     d : int
         Number of local entries.
     sizes, shapes : list
-        Of the local shards.
+        Sizes and shapes of the local shards.
     topology : Local
         How the processes that train this model work together.
     owned : list of slice
         Columns that this process contributes to global sums: all, unless shards are replicated.
     """
 
-    kinds: ClassVar[list[Any]] = []  # of other libraries, which register theirs; see `of`
+    kinds: ClassVar[list[Any]] = []  # subclasses for other libraries; see `of`
 
     @classmethod
     def of(cls, parameters: Iterable[Any], group: Any = None) -> ParameterVector:
-        """Return the vector of parameters, of the kind that fits how they are spread over processes."""
+        """Return the vector of parameters, of the class that fits how they are spread over processes."""
         check_group(group)
-        if not isinstance(parameters, torch.nn.Module):  # which the constructor tells about
+        if not isinstance(parameters, torch.nn.Module):  # for which the constructor raises
             parameters = list(parameters)
             cls = next((kind for kind in cls.kinds if any(map(kind.fits, parameters))), cls)
             group = _group_of(parameters) if group is None else group
@@ -94,7 +94,7 @@ class ParameterVector:
         self.columns, self.owned = self.slices(), self.slices(owned=True)
 
     def check(self) -> None:
-        """Raise if a parameter was frozen, or has got another dtype or device."""
+        """Raise if a parameter was frozen, or has changed its dtype or device."""
         found = [(p.dtype, p.device, p.requires_grad) for p in self.parameters]
         if found == self._kinds:
             return
@@ -123,7 +123,7 @@ class ParameterVector:
 
     @cached_property
     def scratch(self) -> Buffer:
-        """A buffer to read gradients and steps to."""
+        """A buffer for gradients and steps."""
         return self.buffer()
 
     def split(self, vector: Tensor) -> list[Tensor]:
@@ -162,19 +162,19 @@ class ParameterVector:
                 p.grad = gradient
         if all(gradient is None for gradient in found):
             raise RuntimeError(
-                "The loss of a past task left no gradient on any parameter. If the model accumulates without "
-                "synchronising (set_requires_gradient_sync(False)), switch that on for the past tasks."
+                "The loss of a past task left no gradient on any parameter. If gradient synchronisation is "
+                "off (set_requires_gradient_sync(False)), switch it on for the past tasks."
             )
         return found
 
     def dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the local entries of the gradients that there are, with the placements of the parameters."""
+        """Return the local entries of all gradients but None, with the placements of the parameters."""
         if self._are_plain(gradients):
             return [g for g in gradients if g is not None]
         return [local(self.placed(j, g)) for j, g in enumerate(gradients) if g is not None]
 
     def _are_plain(self, gradients: Sequence[Tensor | None]) -> bool:
-        """Return whether `placed` would return all of these gradients as they are."""
+        """Return whether `placed` would return all of these gradients unchanged."""
         return not self.topology.collective and all(g is None or g.layout == torch.strided for g in gradients)
 
     def placed(self, j: int, gradient: Tensor) -> Tensor:
@@ -191,7 +191,7 @@ class ParameterVector:
         return gradient
 
     def read_gradient(self) -> Tensor:
-        """Copy the ``.grad`` of all parameters to `scratch`, and return that; a missing one is zero."""
+        """Copy the ``.grad`` of all parameters to `scratch` and return it; missing gradients are zero."""
         to, given, out = [], [], self.scratch
         gradients = [p.grad for p in self.parameters]
         plain = self._are_plain(gradients)
@@ -208,9 +208,9 @@ class ParameterVector:
         return out.whole
 
     def write_gradient(self, reached: Sequence[bool], changed: bool = True) -> None:
-        """Copy `scratch`, if it has `changed`, to each ``.grad``; create missing ones where `reached`.
+        """Copy `scratch`, if `changed`, to each ``.grad``; create missing gradients of `reached` parameters.
 
-        Also missing ones of zeros: a device would have to wait to know that nothing has changed.
+        Missing gradients are created even if they are zero: to detect that would synchronise the device.
         """
         to, given = [], []
         for p, part, wanted in zip(self.parameters, self.scratch.parts, reached, strict=True):
@@ -223,7 +223,7 @@ class ParameterVector:
             torch._foreach_copy_(to, given)
 
     def slices(self, chosen: Iterable[int] | None = None, *, owned: bool = False) -> list[slice]:
-        """Return the columns of the chosen parameters, in increasing order, or the owned ones of these."""
+        """Return the columns of the chosen parameters, in increasing order; with `owned`, the owned ones."""
         slices: list[slice] = []
         for j in range(len(self.sizes)) if chosen is None else chosen:
             start, stop = self._starts[j], self._starts[j + 1]
@@ -236,7 +236,7 @@ class ParameterVector:
         return slices or [slice(0, 0)]
 
     def signature(self) -> dict[str, Any]:
-        """Return facts in which all processes that train the same model agree."""
+        """Return facts on which all processes that train the same model must agree."""
         entries = sum(p.numel() for p in self.parameters)
         return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
@@ -248,9 +248,9 @@ class ParameterVector:
     def _owns(self, parameter: Tensor, group: Any) -> bool:
         """Return whether this rank contributes its local shard to global sums; replicas count once.
 
-        Of a replicated shard, the rank at coordinate zero contributes. A parameter on a mesh of some ranks
-        only is taken to be replicated on the others (in two-dimensional parallelism, what tensor parallelism
-        leaves alone); the mesh with the first rank contributes.
+        For a replicated shard, the rank at coordinate zero contributes. A parameter on a mesh of some ranks
+        is assumed to be replicated on the others, and the mesh with the first rank contributes. In
+        two-dimensional parallelism these are the parameters without tensor parallelism.
         """
         if not self.topology.collective:
             return True
@@ -268,13 +268,13 @@ class ParameterVector:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a tensor, detached where gradients are recorded."""
+    """Return the local shard of a tensor, detached if gradients are recorded."""
     held: Any = tensor.detach() if tensor.requires_grad and torch.is_grad_enabled() else tensor
     return held.to_local() if mesh_of(tensor) is not None else held
 
 
 def _group_of(parameters: list[Any]) -> Any:
-    """Return the processes that share the parameters, where these are not all of them; None for all."""
+    """Return the group of the processes that share the parameters; None if all processes do."""
     meshes = [mesh for mesh in map(mesh_of, parameters) if mesh is not None]
     ranks = {tuple(mesh.mesh.flatten().tolist()) for mesh in meshes}
     together = len(set().union(*ranks))
@@ -283,7 +283,7 @@ def _group_of(parameters: list[Any]) -> Any:
     if len(ranks) > 1 or meshes[0].ndim > 1:
         raise ValueError(
             f"parameters are sharded over {together} of {dist.get_world_size()} processes: pass "
-            "process_group=, the group of these."
+            "the group of these processes as process_group=."
         )
     return meshes[0].get_group()
 
@@ -294,7 +294,7 @@ def mesh_of(tensor: Tensor) -> Any:
 
 
 def _refuse_reentrant(loss: Tensor) -> None:
-    """Raise if a reentrant checkpoint, which only ``backward()`` looks into, may hide parameters."""
+    """Raise if the graph has a reentrant checkpoint: only ``backward()`` reaches the parameters in it."""
     seen, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()
@@ -322,7 +322,7 @@ def _gradient_like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def _placement(parameter: Tensor) -> tuple[int, ...]:
-    """Return a sort key of the placements, the most replicated ones first."""
+    """Return a sort key of a parameter's placements: more replicated placements come first."""
     mesh = mesh_of(parameter)
     if mesh is None:
         return ()

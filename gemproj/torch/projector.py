@@ -32,40 +32,40 @@ from gemproj.torch.unprotected import Unused
 class GradientProjector:
     """Projects gradients, or the steps that an optimizer applies, so that promises about losses are kept.
 
-    The constraint matrix is written into one buffer of t * d numbers that is kept from step to step. The
-    multipliers of a step are the warm start of the next one, until the number of constraints changes or
-    `reset` is called, as at a task boundary.
+    The constraint matrix is written into one buffer of t * d numbers, which all steps share. The multipliers
+    of a step are the warm start of the next step, until the number of constraints changes or `reset` is
+    called, as at a task boundary.
 
     Parameters
     ----------
     parameters : iterable of torch.nn.Parameter
-        On one device; those that do not require a gradient are left out, duplicates too. Shards
-        (`DTensor`, as FSDP2 makes them) are projected where they are.
+        All on one device. Duplicates and parameters that do not require a gradient are left out. Shards
+        (`DTensor`, as FSDP2 makes them) are projected without gathering them.
     promise : Promise, optional
-        About rows that are given no other; by default no loss may rise.
+        The promise about rows without another promise; by default no loss may rise.
     method : str, Method or callable, default "exact"
         As in `gemproj.solve_dual`.
     on : {"gradient", "step", "both"}, default "gradient"
-        What is projected: the gradient before the optimizer sees it, as GEM does, which promises nothing
-        for what momentum, Adam or weight decay make of it; the step that the optimizer applies; or the
-        gradient and then the step, where weights apply to the gradient only. Other than the gradient
-        needs `attach`.
+        "gradient" projects the gradient before the optimizer reads it, as GEM does; with momentum, Adam or
+        weight decay the step may still break promises. "step" projects the step that the optimizer applies.
+        "both" projects the gradient and then the step; weights apply to the gradient only. "step" and "both"
+        need `attach`.
     metric : {"euclidean", "adam"}, optional
-        The distance in which the projected step is closest to the optimizer's. By default Adam's own where
-        the optimizer keeps second moments: it weighs each entry by ``(sqrt(v_hat) + eps) / lr``, after the
-        step, where v_hat is at least the largest square of the entry in the constraints.
+        The distance between the optimizer's step and the projected step. By default Adam's metric if the
+        optimizer keeps second moments: an entry has the weight ``(sqrt(v_hat) + eps) / lr``, computed after
+        the step. Here v_hat is at least the largest square of the entry in the constraints.
     every : int, default 1
-        `recall` refreshes the constraints on every so-manieth call and reuses them in between. Every step is
+        `recall` computes the constraints at each `every`-th call and reuses them in between. Every step is
         projected.
     project : bool, default True
-        Whether to change anything. If not, `last` tells what a projection would have done.
+        Whether to change gradients and steps. If False, `last` reports what a projection would have done.
     rows_dtype : torch.dtype, optional
-        Of the rows, by default that of the parameters. ``torch.bfloat16`` takes half the memory of float32,
-        and promises what the rounded rows say: cosines are off by up to 0.002.
+        The dtype of the rows, by default that of the parameters. ``torch.bfloat16`` takes half the memory of
+        float32. Promises then hold for the rounded rows: cosines are off by up to 0.002.
     process_group : torch.distributed.ProcessGroup, optional
-        Processes to train with. For replicated parameters (DistributedDataParallel): rows are averaged
-        over them; `recall` finds the group of a wrapped model. If each process trains a model of its own,
-        ``dist.new_subgroups(1)[0]``. For shards: by default all processes.
+        The processes that train together. Rows of replicated parameters (DistributedDataParallel) are
+        averaged over them; `recall` finds the group of a wrapped model. If each process trains its own model,
+        pass ``dist.new_subgroups(1)[0]``. With shards, by default the processes that hold the shards.
 
     Attributes
     ----------
@@ -74,8 +74,8 @@ class GradientProjector:
 
     Notes
     -----
-    Weights and penalties of promises are in units of gradients; for steps they are multiplied by the learning
-    rate. A tolerance needs the learning rate of the step: that of an attached optimizer.
+    Weights and penalties are in units of gradients; for steps in the Euclidean metric they are multiplied by
+    the learning rate. A tolerance needs the learning rate: of an attached optimizer, or given to `project_`.
 
     Examples
     --------
@@ -126,7 +126,7 @@ class GradientProjector:
         self.reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: it is attached to nothing."""
+        """Return the state for copying and pickling; a copy is not attached to an optimizer."""
         return self.__dict__ | {"_handles": []}
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class GradientProjector:
 
     @property
     def sharded(self) -> bool:
-        """Whether this process has columns of its own."""
+        """Whether each process has its own columns of G."""
         return self._vector.topology.collective
 
     @property
@@ -178,7 +178,7 @@ class GradientProjector:
 
     @property
     def why_row_by_row(self) -> str | None:
-        """Why some of the last constraint gradients had a pass each; None if all shared passes that could."""
+        """Why some of the last rows had a pass each; None if nothing kept rows from sharing passes."""
         return self._passes.reason
 
     @property
@@ -188,23 +188,22 @@ class GradientProjector:
 
     @property
     def scale_dependent(self) -> bool:
-        """Whether the projection of a scaled gradient is not the scaled projection."""
+        """Whether the projection of a scaled gradient differs from the scaled projection."""
         return self._terms.held or self._terms.in_units or isinstance(as_method(self.method), GEM2017)
 
     def constrain(self, losses: Iterable[Tensor], promise: Promise | Sequence[Promise] | None = None) -> None:
         """Replace the constraints: one row of G per loss, the gradient of that loss.
 
-        ``.grad`` is not touched. If a loss cannot be computed there are no constraints, rather than some of
-        them.
+        ``.grad`` is not changed. If a loss cannot be computed, there are no constraints at all.
 
         Parameters
         ----------
         losses : iterable of scalar tensors
-            The loss of each past task on its memory, each from a forward pass of its own; a generator holds
-            one graph in memory at once. With a `process_group`, every process brings its own losses of the
-            same tasks, and rows are their averages. With shards it must be a list.
+            The loss of each past task on its memory, each from its own forward pass. A generator keeps one
+            graph in memory at a time. With a `process_group`, every process passes its own losses of the
+            same tasks, and rows are averages over processes. With shards, pass a list.
         promise : Promise or list of them, optional
-            About all losses, or about each; by default the projector's.
+            One promise about all losses, or one for each loss; by default the projector's promise.
         """
         start = time.perf_counter()
         self._unused.warn()
@@ -227,32 +226,31 @@ class GradientProjector:
     ) -> bool:
         """Replace the constraints by the gradients of the mean loss on each of `batches`.
 
-        The model computes in evaluation mode: dropout is off, and batch normalisation uses, and does not
-        touch, its running statistics. ``.grad``, the modes of the modules and torch's random state are
-        restored.
+        The model runs in evaluation mode: dropout is off, and batch normalisation uses its running statistics
+        without updating them. ``.grad``, the modes of the modules and torch's random state are restored.
 
         Parameters
         ----------
         model : torch.nn.Module
-            May be wrapped in DistributedDataParallel, or sharded by ``fully_shard``: each process
-            then brings its own examples of the same tasks, and rows are those of all together.
+            May be wrapped in DistributedDataParallel, or sharded by ``fully_shard``: each process then
+            passes its own examples of the same tasks, and rows are computed from the examples of all.
         batches : iterable
             One batch per row, such as ``memory.batches()``: any nesting of tensors.
         promise : callable, Promise or list of them, optional
-            A loss, ``loss(model, batch)``, of which the projector's promise is made; or a promise about all
-            batches, or about each. By default the projector's, with its loss. Pass the same function at
-            every step: whether rows can share a pass is found out once for each.
+            A loss, ``loss(model, batch)``, to use in the projector's promise; or one promise about all
+            batches, or one for each batch. By default the projector's promise. Pass the same function at
+            every step: whether rows can share a pass is determined once for each function.
         microbatch : int, optional
-            Most examples in one forward pass; the gradient is that of the mean over all of them. A loss that
-            is a mean over tokens, as that of models of transformers, is weighted by examples there, and over
-            processes; `gemproj.torch.losses.CrossEntropy` is a mean over examples.
+            Largest number of examples in a forward pass; rows are still gradients of the mean over all
+            examples. Means over tokens, as in models of transformers, are averaged over microbatches and
+            processes by numbers of examples. `gemproj.torch.losses.CrossEntropy` is a mean over examples.
         scale : float, default 1
-            Losses are multiplied by it and rows divided again, for backward passes in float16.
+            Losses are multiplied by `scale`, and rows divided by it, for backward passes in float16.
 
         Returns
         -------
         bool
-            Whether constraints were computed: at the first call after `reset` and every `every` calls.
+            Whether constraints were computed: at the first call after `reset`, and then at each `every`-th.
         """
         handles = filter(None, [one() for one in self._handles])
         if (
@@ -280,20 +278,20 @@ class GradientProjector:
             )
             self._agree(given)
             self._seconds += time.perf_counter() - start
-        self._calls += 1  # a call that has failed is still due
+        self._calls += 1  # a failed call does not count
         return due
 
     @torch.compiler.disable
     def project_(self, learning_rate: float | None = None) -> Projection:
         """Project the gradients of the parameters in place; does nothing without constraints.
 
-        A parameter without a gradient counts as zero, and gets one, of zeros if no constraint is active,
-        where a constraint depends on it: as with replay, it takes part in every step.
+        A missing gradient counts as zero. It is created if a constraint depends on the parameter, with zeros
+        if no constraint is active: as in replay, the parameter takes part in every step.
 
         Parameters
         ----------
         learning_rate : float, optional
-            Needed with a tolerance, which is about steps. An attached optimizer gives its own.
+            The learning rate of the step, needed with a tolerance. Attached optimizers use their own.
 
         Returns
         -------
@@ -306,16 +304,16 @@ class GradientProjector:
         return self._change_gradient(Gradient(self._vector, learning_rate=learning_rate))
 
     def attach(self, optimizer: torch.optim.Optimizer) -> ProjectedOptimizer:
-        """Project in every ``optimizer.step()`` from now on, and see what it applies.
+        """Project in every ``optimizer.step()`` from now on, and measure the applied step.
 
         The gradient is projected before the step (or after each evaluation of a closure), the step itself
-        right after it; `last` then has the cosine between each constraint and the applied step. Only what
-        the optimizer holds is projected: where several share the parameters, attach to each. A parameter
-        without gradient, or with a learning rate of zero, stays. The optimizer's state is not changed.
+        right after it. `last` then has the cosine between each constraint and the applied step. Only
+        parameters that the optimizer holds are projected: if several optimizers share the parameters, attach
+        to each. Parameters without a gradient, or with a learning rate of zero, do not move.
 
-        With a `torch.amp.GradScaler`, ``scaler.step`` unscales first; with ``fused=True`` and a weight, a
-        penalty or `GEM2017`, call ``scaler.unscale_(optimizer)`` yourself. A step that the scaler skips is
-        left alone.
+        The optimizer's state is not changed. A step that a `torch.amp.GradScaler` skips is not projected. The
+        scaler unscales before the projection, except with ``fused=True``: then call
+        ``scaler.unscale_(optimizer)`` for a weight, a penalty, a tolerance or `GEM2017`.
 
         Returns
         -------
@@ -327,14 +325,14 @@ class GradientProjector:
         return found
 
     def before_step(self, step: Step | None) -> None:
-        """Project the gradient of an optimizer's step, unless it is left alone; of a skipped one, None."""
+        """Project the gradient before a step, unless ``on="step"``; `step` is None if skipped."""
         if step is None or self.on == "step":
             self._record(None, time.perf_counter())
         else:
             self._change_gradient(Gradient(self._vector, step))
 
     def after_step(self, step: Step, seconds: float = 0.0) -> None:
-        """Project the step that an optimizer has taken, unless it is left alone, and measure what it does."""
+        """Project the step that an optimizer has taken, unless ``on="gradient"``; measure its cosines."""
         start, last = time.perf_counter(), self.last
         assert last is not None
         if self.on != "gradient":
@@ -346,7 +344,7 @@ class GradientProjector:
                     raise
                 name = type(step.optimizer).__name__
                 raise ValueError(
-                    f"A step of {name} could not be projected and was undone. There g is the step: {error}"
+                    f"A step of {name} could not be projected and was undone. Here g is the step: {error}"
                 ) from error
             last = replace(last, _step=sol, _solution=sol if self.on == "step" else last._solution)
         cosines = self._matrix.follow(step.finish())
@@ -354,23 +352,23 @@ class GradientProjector:
         self.last = replace(last, cosines=cosines, seconds=seconds)
 
     def check_processes(self) -> None:
-        """Raise where several processes are initialised and nothing says how they train together."""
+        """Raise if several processes are initialised, but nothing says how they train together."""
         check_alone(self._vector.topology)
 
     def reset(self) -> None:
         """Forget the constraints and the warm start, as at the boundary between two tasks."""
         self._matrix.clear()
-        self._passes = SharedPasses()  # compares anew: a new set may change the rows of all others
+        self._passes = SharedPasses()  # to compare again: a new set may change the rows of all others
         self._terms = Terms.of([self.promise], self.device)
-        self._about: list[Promise] = []  # the promises about the rows, of which the terms are made
-        self._warm: dict[str, Any] = {}  # multipliers, in t-space, by what was projected
+        self._about: list[Promise] = []  # the promises about the rows, the source of the terms
+        self._warm: dict[str, Any] = {}  # multipliers, in t-space, of "gradient" and "step"
         self._calls = 0
         self._unused.end(used=False)
         self._seconds = 0.0  # spent on constraints since the last step
         self.last = None
 
     def state_dict(self, *, constraints: bool = True) -> dict[str, Any]:
-        """Return the constraints (of shards, the local columns), the warm start and the count of calls.
+        """Return the constraints (with shards, the local columns), the warm start and the count of calls.
 
         Parameters
         ----------
@@ -384,14 +382,14 @@ class GradientProjector:
     def load_state_dict(
         self, state: Mapping[str, Any], promise: Promise | Sequence[Promise] | None = None
     ) -> None:
-        """Bring back what `state_dict` returned, onto the device of the parameters.
+        """Load a state returned by `state_dict`, onto the device of the parameters.
 
-        A ValueError tells of the state of something else, or of the projector of another model. The promises
-        about the rows are not in it: `promise` is as in `constrain`.
+        A state does not include the promises about the rows: pass `promise` as in `constrain`. Raises a
+        ValueError for a state of another object or of another model.
         """
         lacking = {"constraints", "warm", "calls"} - state.keys()
         if lacking:
-            raise ValueError(f"state has no {min(lacking)!r}: it is not of a GradientProjector.")
+            raise ValueError(f"state has no {min(lacking)!r}: it is not a GradientProjector state.")
         if state["constraints"] is None:
             self._matrix.clear()
         else:
@@ -400,7 +398,7 @@ class GradientProjector:
         self._terms = Terms.of([given] if isinstance(given, Promise) else given, self.device)
         self._about = []
         self._warm = {name: lam.to(self._vector.device, copy=True) for name, lam in state["warm"].items()}
-        # Without rows they are due at the next call, whatever `every` of the saved projector was.
+        # Without rows, the next call computes them, whatever `every` of the saved projector was.
         self._calls = 0 if state["constraints"] is None else state["calls"]
         self.last = None
 
@@ -411,10 +409,10 @@ class GradientProjector:
         return self._record(sol, start)
 
     def _project(self, change: Change) -> DualSolution | None:
-        """Replace a gradient or a step by its projection, unless only the solution is wanted.
+        """Replace a gradient or a step by its projection, unless `project` is False; return the solution.
 
-        None where nothing is to be changed and there is no solution, as for a gradient that is not finite:
-        training goes on as without a projector.
+        If `project` is False and there is no solution, as for a gradient that is not finite, return None:
+        training continues as without a projector.
         """
         G, v = self._matrix, change.read()
         weighted = change.name == "gradient" or self.on == "step"
@@ -435,15 +433,15 @@ class GradientProjector:
         return sol
 
     def _named_rows(self, message: str) -> str:
-        """Return which sets the rows are about, where that is known, for a message that has their numbers."""
+        """Return the sets of the rows, if they are known, as an addition to a message with row numbers."""
         sets = [f"{k} is of {shown(name[0])!r}" for k, name in enumerate(self._matrix.names[:20]) if name]
         if not sets or "row" not in message:
             return ""
-        h = " h is what their tolerances ask for." if self._terms.held else ""
+        h = " h comes from their tolerances." if self._terms.held else ""
         return f" Row {', row '.join(sets)}.{h}"
 
     def _agree(self, promises: Sequence[Promise]) -> None:
-        """Take the terms of the promises about the rows, and note that there are rows to be used."""
+        """Set the terms of the promises about the rows, and begin to watch whether the rows are used."""
         if len(promises) != len(self._matrix):
             self._matrix.clear()
             raise ValueError(f"promise must be one, or one for each loss; found {len(promises)}.")
@@ -455,12 +453,12 @@ class GradientProjector:
             self._unused.begin()
 
     def _facts(self) -> dict[str, Any]:
-        """Return what all processes that train the model must have in common, none for a single one."""
+        """Return the facts on which all processes that train the model must agree; empty for one process."""
         if self._vector.topology.world == 1:
             return {}
         given: dict[str, Any] = {"on": self.on, "metric": self.metric, "every": self.every}
         given |= {"project": self.project, "rows_dtype": self._matrix.rows.dtype}
-        # The repr of a function has an address.
+        # The repr of a function has an address, which differs between processes.
         given["method"] = getattr(self.method, "__name__", self.method)
         named = {f"option {name}": repr(value) for name, value in given.items()}
         return named | self._vector.signature()
@@ -479,7 +477,7 @@ class GradientProjector:
 def check_choices(
     promise: Any, method: AnyMethod, on: On, every: int, project: bool, rows_dtype: torch.dtype | None
 ) -> None:
-    """Raise for options of a projector that are wrong, or that do not go together."""
+    """Raise for options of a projector that are wrong or exclude each other."""
     if not isinstance(promise, Promise):
         raise TypeError(f"promise must be a gemproj.torch.Promise; found {type(promise).__name__}.")
     check_terms(promise, method, on)

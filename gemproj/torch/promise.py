@@ -1,4 +1,4 @@
-"""A promise: what a step must not do to a loss on stored examples; and how that loss is called."""
+"""Promises about losses on stored examples, and the calls of these losses."""
 
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ Per = Literal["task", "label", "example", "all"]
 
 @dataclass(frozen=True)
 class Promise:
-    """What each step keeps of a loss on stored examples; by default, that it does not rise.
+    """A condition on a loss of stored examples that every step keeps; by default, the loss does not rise.
 
     Parameters
     ----------
     loss : callable
-        ``loss(model, batch)`` returns the mean over the examples, or one number for each, shape (n,); by
-        default ``model(**batch).loss``. If it has a method ``outputs(model, batch)``, as
-        `gemproj.torch.losses.Distillation` does, what that returns is stored with the examples, and the loss
-        is called as ``loss(model, batch, outputs)``.
+        ``loss(model, batch)`` returns the mean over the examples, or one number per example, shape (n,); by
+        default ``model(**batch).loss``. If the loss has a method ``outputs(model, batch)``, as
+        `gemproj.torch.losses.Distillation` does, these outputs are stored with the examples, and the loss is
+        called as ``loss(model, batch, outputs)``.
     per : {"task", "label", "example", "all"}, default "task"
-        What has a row of G: each set of examples; each label of each set; each example (on several
-        processes, the mean of one of each); or all sets with an equal promise together (A-GEM).
+        What each row of G is about: a set of examples; a label of a set; an example (on several processes,
+        the mean of one example of each process); or all sets with equal promises together (A-GEM).
     examples : int, optional
-        So many fresh examples of each set (or label) at every step, without replacement until all were
-        drawn; with ``per="all"``, of all sets together. By default all of them.
+        Number of examples drawn from each set (or label) at every step, without replacement until all were
+        drawn. With ``per="all"``, the number drawn from all sets together. By default all examples.
     weight : float, default 0
-        Each row is added with this weight before the projection, as in replay: the lower bound of its
-        multiplier (GEM's memory strength). In units of gradients. It is the weight of each set's mean loss,
-        with ``per="example"`` that of each example's loss, and with ``per="all"`` of one mean over all sets.
+        Weight with which each row is added to the gradient before the projection, as in replay: the lower
+        bound of its multiplier (GEM's memory strength), in units of gradients. It weights each set's mean
+        loss; with ``per="example"`` each example's loss; with ``per="all"`` one mean over all sets.
     tolerance : float, optional
-        The loss may exceed its value when the examples were stored by this much, and may rise up to there.
-        By default no step raises it. Needs a loss with one number per example.
+        The loss may rise up to a bound: its value when the examples were stored, plus the tolerance. By
+        default no step raises the loss. Needs a loss with one number per example.
     repair : float, default 1
-        Share of the excess over the tolerance that one step takes back, above 0 and at most 1.
+        Share of the excess over the bound that one step removes, above 0 and at most 1.
     equal : bool, default False
         Whether the loss must not fall either: ``G x = 0`` instead of ``G x >= 0``.
     penalty : float, optional
-        The upper bound of the multiplier: a larger one is not paid for keeping the promise, which is then
-        broken. At least `weight`.
+        Upper bound of the multiplier, at least `weight`. The promise may be broken if keeping it needs a
+        larger multiplier.
 
     Examples
     --------
@@ -81,7 +81,7 @@ class Promise:
         if not isinstance(self.equal, bool):
             raise TypeError(f"equal must be True or False; found {self.equal!r}.")
         if self.equal and self.weight:
-            raise ValueError("weight and equal exclude each other: an equality cancels what is added.")
+            raise ValueError("weight and equal exclude each other: an equality cancels the added row.")
         if self.penalty is not None:
             check_number(self.penalty, "penalty", self.weight)
         if self.tolerance is None:
@@ -90,15 +90,15 @@ class Promise:
             return
         check_number(self.tolerance, "tolerance", 0.0)
         if self.equal:
-            raise ValueError("tolerance and equal exclude each other: an equality has no side to stay on.")
+            raise ValueError("tolerance and equal exclude each other: an equality forbids any change.")
 
     def numbers(self) -> tuple[Any, ...]:
-        """Return all but the loss, in which processes that train together must agree."""
+        """Return all options but the loss; processes that train together must agree on them."""
         return (self.per, self.examples, self.weight, self.tolerance, self.repair, self.equal, self.penalty)
 
 
 def check_function(loss: Any) -> None:
-    """Raise for what cannot be called as ``loss(model, batch)``."""
+    """Raise unless the loss can be called as ``loss(model, batch)``."""
     kind = type(loss) if isinstance(loss, torch.nn.Module) else loss
     if getattr(kind, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
         raise TypeError(
@@ -115,9 +115,9 @@ def check_function(loss: Any) -> None:
 def call_loss(
     loss: Loss, model: torch.nn.Module, examples: Batch | Remembered, n: int, name: tuple[Any, ...] = ()
 ) -> Tensor:
-    """Return the loss of n examples, one number or one for each; of stored outputs it is a function, too.
+    """Return the loss of n examples, one number or n; stored outputs are passed to the loss.
 
-    Where it is one number for one example, it is returned with shape (1,).
+    The loss of a single example has shape (1,).
     """
     if not isinstance(examples, Remembered):
         examples = Remembered(examples)
@@ -125,30 +125,30 @@ def call_loss(
     if not given and getattr(loss, "outputs", None) is not None:
         raise ValueError(
             f"Examples{'' if name[:1] in ((), (None,)) else f' of {name[0]!r}'} are stored without outputs, "
-            "with which this loss compares. Store them with keep or end_task, with add(..., outputs=), with "
+            "which this loss needs. Store them with keep or end_task, with add(..., outputs=), with "
             "record(task, outputs=), or remove(task)."
         )
     with explained(examples.batch):
         value = loss(model, examples.batch, *given)
         if not isinstance(value, Tensor):
             raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
-        if mesh_of(value) is not None:  # tensor parallelism leaves it so where outputs are no local tensors
+        if mesh_of(value) is not None:  # of tensor parallelism, if outputs are not local tensors
             value = value.full_tensor()  # type: ignore[attr-defined]
         if value.ndim == 1 and n == 1:  # a packed row has one number for each of its texts
             value = value.mean()
         if value.shape not in ((), (1,)) and value.shape != (n,):
             raise ValueError(
                 "loss(model, batch) must return the mean over the examples, or one number for each of these "
-                f"{n}, shape ({n},); found {tuple(value.shape)}. Of logits compute a loss; of losses of "
-                "tokens, (n, T) or (n * T,), the mean over the tokens of each example that have a label, as "
-                "CrossEntropy of gemproj.torch.losses does. Of packed rows of several texts, unpadded, "
-                "pass microbatch=1."
+                f"{n}, shape ({n},); found {tuple(value.shape)}. For logits, return their loss; for losses "
+                "of tokens, (n, T) or (n * T,), the mean over the labelled tokens of each example, as "
+                "CrossEntropy of gemproj.torch.losses does. For packed rows of several texts without "
+                "padding, pass microbatch=1."
             )
     return value.reshape(1) if n == 1 else value
 
 
 def stored_losses(batch: Batch, promise: Promise, name: Any) -> Tensor | None:
-    """Return the losses, shape (n,), that were stored with examples, which a tolerance needs."""
+    """Return the stored losses of examples, shape (n,), or None; raise if a tolerance needs them."""
     if isinstance(batch, Remembered) and "losses" in batch.fields:
         return batch.losses
     if promise.tolerance is not None:
@@ -162,18 +162,18 @@ def stored_losses(batch: Batch, promise: Promise, name: Any) -> Tensor | None:
 
 @contextmanager
 def explained(batch: Batch) -> Iterator[None]:
-    """Add to an error in a loss what it was called with."""
+    """Add the shapes of the examples to an error in a loss."""
     try:
         yield
     except Exception as error:
-        if hasattr(error, "add_note"):  # of Python 3.11
+        if hasattr(error, "add_note"):  # since Python 3.11
             shapes = map_nested(_shape_of, batch)
             error.add_note(f"The loss was called with stored examples, of shapes {shapes}.")
             tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
             if tensors and all(leaf.ndim == 1 for leaf in tensors):
                 error.add_note(
-                    "Their first dimension counts examples: if they are elements of a data set, pass the "
-                    "data set, or a DataLoader of it, which collates. Lists in them need collate=, or "
+                    "Their first dimension counts examples. If the batches are elements of a data set, pass "
+                    "the data set, or a DataLoader of it, which collates. Lists in them need collate=, or "
                     "data.with_format('torch')."
                 )
         raise

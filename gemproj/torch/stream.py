@@ -1,6 +1,6 @@
-"""Rows that are kept in another dtype than the gradient: read tile by tile.
+"""Rows in another dtype than the gradient, which are read tile by tile.
 
-Like the columns of shards, tiles are measured on their own, and their Gram matrices are added up.
+As with the columns of shards, each tile is measured separately, and the Gram matrices are summed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from gemproj._gram import measure
 from gemproj._problem import Problem, check_problem
 from gemproj._tspace import Gram, Measured
 
-# Entries of a tile. Smaller ones would stay in a CPU's cache, but calls of the loops cost more than that.
+# Entries of a tile. Smaller tiles would stay in a CPU's cache, but the additional calls would cost more time.
 _HOST_TILE, _DEVICE_TILE = 1 << 22, 1 << 26
 
 
 class Stream:
-    """The problems of projecting v on some columns, a tile of columns each; each time anew."""
+    """The problems of projecting v on some columns, one for each tile; every iteration reads them anew."""
 
     def __init__(self, rows: Tensor, v: Tensor, weight: Tensor | None, columns: Sequence[slice]) -> None:
         self._rows, self._v, self._weight, self._columns = rows, v, weight, columns
@@ -31,9 +31,9 @@ class Stream:
 
 
 def tiles(rows: Tensor, like: Tensor, columns: Iterable[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """Yield columns, and the rows there in the dtype of another tensor.
+    """Yield each tile of the columns: its slice, and the rows on it in the dtype of another tensor.
 
-    A tile is overwritten by the next one. Without columns there is one empty tile.
+    The next tile overwrites a tile. Without columns there is one empty tile.
     """
     t = len(rows)
     size = (_HOST_TILE if like.device.type == "cpu" else _DEVICE_TILE) // max(t, 1)
@@ -48,7 +48,7 @@ def tiles(rows: Tensor, like: Tensor, columns: Iterable[slice]) -> Iterator[tupl
 
 
 def measure_sum(problems: Iterable[Problem]) -> Measured:
-    """Return the Gram matrix of several problems on columns of the same rows: their sum."""
+    """Return the sum of the Gram matrices of problems on different columns of the same rows."""
     return reduce(_add, (measure(problem)._replace(rows=None) for problem in problems))
 
 

@@ -1,9 +1,9 @@
-"""What the promises about the rows of G ask of a projection: bounds of its multipliers, and h.
+"""The options of a projection that follow from the promises about the rows: bounds of multipliers, and h.
 
-For the step s of an optimizer, a promise with a tolerance asks for ``G s >= repair * (loss - bound)``, the
+For the step s of an optimizer, a promise with a tolerance requires ``G s >= repair * (loss - bound)``, the
 discrete form of a control barrier condition. To first order it gives
-``loss' - bound <= (1 - repair) (loss - bound)``: what is above its bound comes back geometrically, and what
-is below may rise towards it.
+``loss' - bound <= (1 - repair) (loss - bound)``: a loss above its bound returns to it geometrically, and a
+loss below may rise towards it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from gemproj.methods import GEM2017, AnyMethod, as_method
 from gemproj.torch.changes import Change, On
 from gemproj.torch.promise import Promise
 
-# A learning rate of zero, as in the first step of a warmup, asks for nothing that is not finite.
+# Keeps h finite for a learning rate of zero, as in the first step of a warmup.
 _SMALLEST_RATE = 1e-30
-# A gradient that is zero but for rounding is at most so many eps of another one.
+# A gradient that is zero up to rounding has at most this many eps times the norm of another gradient.
 _NOISE = 16.0
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The numbers of the promises about the rows: one for all rows, or a tensor (t,) where they differ.
+    """The numbers of the promises about the rows: one for all rows, or a tensor (t,) if rows differ.
 
     Attributes
     ----------
     weight, penalty, equal : float, float or None, bool; or Tensor
-        Of the promises. A penalty of infinity is none.
+        Numbers of the promises. An infinite penalty stands for no penalty.
     tolerance, repair : float or Tensor
-        Of the promises. A tolerance of NaN is none; all are NaN where `held` is False.
+        Numbers of the promises. A NaN stands for no tolerance; all tolerances are NaN if `held` is False.
     held : bool
         Whether any promise has a tolerance.
     compared : bool or Tensor
-        Whether the loss compares with stored outputs, so that it is zero when these are stored.
+        Whether the loss compares with stored outputs, and is zero when they are stored; False for `equal`.
     """
 
     weight: Any = 0.0
@@ -64,7 +64,7 @@ class Terms:
 
         if not promises:
             return cls()
-        none, infinite = float("nan"), float("inf")  # one object: NaN equals itself in lists only then
+        none, infinite = float("nan"), float("inf")  # one NaN object, which lists find equal to itself
         penalty = shared([infinite if p.penalty is None else p.penalty for p in promises])
         return cls(
             shared([p.weight for p in promises]),
@@ -96,7 +96,7 @@ class Terms:
         return found if h is None else Options(found.method, h, weight, penalty, self.equal)
 
     def excess(self, losses: Tensor, stored: Tensor) -> Tensor | None:
-        """Return how far losses are above their bounds, shape (t,), NaN without a bound; or None."""
+        """Return losses minus their bounds, shape (t,), NaN without a bound; None if no row has a bound."""
         return losses - stored - self.tolerance if self.held else None
 
     def _right_hand_side(self, change: Change, G: Any) -> Callable[[Gram], Any] | None:
@@ -108,7 +108,7 @@ class Terms:
         wanted = near = None
         excess = self.excess(losses, G.stored)
         if excess is not None:
-            excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # of rounding
+            excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # rounding only
             wanted = self.repair * excess / max(change.rate(), _SMALLEST_RATE)
             if isinstance(self.tolerance, Tensor):
                 wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
@@ -124,14 +124,14 @@ class Terms:
             norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
             h = xp.zeros_like(norms)
             if wanted is not None:
-                # More than |g_k| |s| would take a step longer than the one that is projected. Near a minimum
-                # of its loss, where the gradient of a row vanishes, it would be much longer.
+                # An h above |g_k| |s| would need a step longer than the one that is projected: much longer
+                # near a minimum of a loss, where the row vanishes.
                 most = xp.sqrt(xp.linalg.diagonal(gram.K) * gram.gg)
                 h = xp.minimum(to_numpy(wanted) if host else wanted, most)
             if near is None:
                 return h
-            # A divergence from outputs that were just stored is zero but for rounding, and so is its
-            # gradient: a row with such a loss that is shorter than the rounding of g asks for nothing.
+            # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient.
+            # If the row of such a loss is shorter than the rounding of g, it constrains nothing.
             small = (to_numpy(near) if host else near) & (unit * norms <= least * size)
             return xp.where(small, -norms * size, h)
 
@@ -139,7 +139,7 @@ class Terms:
 
 
 def check_terms(promise: Promise, method: AnyMethod, on: On) -> None:
-    """Raise where a method cannot solve for a promise, or cannot project what is to be projected."""
+    """Raise if a method does not take an option of a promise or cannot project steps, or if `on` is wrong."""
     if on not in get_args(On):
         raise ValueError(f"on must be one of {', '.join(map(repr, get_args(On)))}; found {on!r}.")
     found = as_method(method)
@@ -158,5 +158,5 @@ def check_terms(promise: Promise, method: AnyMethod, on: On) -> None:
 
 
 def rounding(losses: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return by how much losses that are computed in a dtype may differ from the same ones."""
+    """Return by how much two computations of the same losses in a dtype may differ."""
     return 4.0 * torch.finfo(dtype).eps * (1.0 + losses.abs())
