@@ -165,7 +165,7 @@ def two_models_each_on_half_of_the_processes():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))
     gem = compare(lambda model: (fully_shard(model, mesh=mesh["shard"]), everything), {})
     assert gem.projector.processes == 2
-    with pytest.warns(UserWarning, match="one of 4 processes, and here are 2"):
+    with pytest.warns(UserWarning, match="one of 4 processes, and 2 processes train now"):
         gem.load_state_dict(gem.state_dict() | {"processes": 4})
 
 

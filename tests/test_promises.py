@@ -260,7 +260,7 @@ def test_losses_that_cannot_all_come_back_are_an_error_that_names_them_unless_th
         optimizer.step()
         assert gem.last.num_active
         return
-    names = r"Row 0 is of 0, row 1 is of 1, row 2 is of 2\. h is what their tol"
+    names = r"Row 0 is of 0, row 1 is of 1, row 2 is of 2\. h comes from their tol"
     message = rf"h is infeasible: .* in rows 0, 2 at once.*penalty.* {names}"
     with pytest.raises(ValueError, match=message if on != "step" else f"was undone.*{message}"):
         optimizer.step()

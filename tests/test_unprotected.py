@@ -211,5 +211,5 @@ def test_an_optimizer_that_steps_in_another_one_is_told(inner):
         gem.end_task([task(1)])
     messages = [str(warning.message) for warning in caught if warning.category is UserWarning]
     assert len(messages) == (not inner)
-    assert all("as SAM does in its base_optimizer, pass the inner one" in message for message in messages)
+    assert all("as SAM does with its base_optimizer, pass the inner one" in message for message in messages)
     assert inner is (gem.last is not None and gem.last.worst_cosine > -1e-9)

@@ -198,7 +198,7 @@ class Step(Change):
             self._vector.assign(step)
 
     def undo(self) -> None:
-        """Restore the stored parameters."""
+        """Reset the parameters to the stored ones."""
         self._vector.assign(self._before.parts)
 
     def unit(self) -> float:  # noqa: D102

@@ -61,7 +61,7 @@ class ConstraintMatrix:
 
     @property
     def rows(self) -> Tensor:
-        """G, shape (t, d): a view."""
+        """A view of G, shape (t, d)."""
         return self._buffer[: self._count]
 
     def clear(self) -> None:
@@ -265,8 +265,8 @@ class ConstraintMatrix:
         if rows.ndim != 2 or rows.shape[1] != here.d or len(reached) != len(here.parameters):
             raise ValueError(
                 f"state holds constraints of shape {tuple(rows.shape)} on {len(reached)} parameters, but "
-                f"here are {len(here.parameters)} parameters of {here.d} entries: the state is of another "
-                "model, or of another number of processes."
+                f"here are {len(here.parameters)} parameters of {here.d} entries: the state "
+                "belongs to another model, or to another number of processes."
             )
         self.open(len(rows))
         self._buffer[: len(rows)] = rows

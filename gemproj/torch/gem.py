@@ -131,7 +131,7 @@ class Keeper:
             Function that makes a batch of a list of examples; `data` then holds examples. By default the
             loader's. If outputs or losses are stored, it must not mask at random: stored values fit one mask.
         model : torch.nn.Module, optional
-            Another model, which computes the stored outputs and losses.
+            The model that computes the stored outputs and losses; by default the attached model.
 
         Raises
         ------
@@ -499,7 +499,7 @@ class GEM(Keeper):
     projector: GradientProjector
     _remedy = (
         "For a new optimizer call remove() and make a new GEM(model, optimizer, loss, memory=gem.memory). "
-        "If one optimizer steps through another one, as SAM does through its base_optimizer, pass "
+        "If one optimizer calls the step of another one, as SAM does with its base_optimizer, pass "
         "the inner one."
     )
 
