@@ -31,7 +31,7 @@ def a_task_that_one_process_cannot_store_stops_every_process():
         for text, data in (
             ("data holds no example", [] if odd else [(x, y)]),
             ("leading dimension", [(x[odd:], y)]),
-            ("is nan, and nothing can be promised", [(x * float("inf") if odd else x, y)]),
+            ("is nan, so no promise about it is possible", [(x * float("inf") if odd else x, y)]),
         ):
             with expect(odd, ValueError, text):
                 gem.end_task(data, 0)

@@ -508,7 +508,7 @@ def test_divergences_are_those_of_each_example_alone(kit, collate, top):
     for other in (kit.right, kit.left, kit.flat):
         torch.testing.assert_close(loss(kit.now, other(kit.rows), stored.outputs), expected)
     if kit.logits is said:
-        with pytest.raises(ValueError, match=r"stored of \[3, 7, .* positions .*now \[2, 7, "):
+        with pytest.raises(ValueError, match=r"stored for \[3, 7, .* positions .*now \[2, 7, "):
             loss(kit.now, padded([*texts(lengths=[2]), *kit.rows[1:]]), stored.outputs)
 
 

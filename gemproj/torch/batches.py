@@ -1,4 +1,4 @@
-"""Batches, what is stored with their examples, and the sources that they are fetched from."""
+"""Batches, the outputs and losses stored with them, and the sources that batches are fetched from."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_wit
 Batch = Any  # a nesting of tensors (n, ...), or whatever a collate function makes
 Collate = Callable[[list[Any]], Batch]
 Field = Hashable | Callable[[Batch], torch.Tensor]  # a key of a batch, or a function of it
-# (model, batch), or (model, batch, outputs): returns the mean over the examples, or one number for each.
+# Called as (model, batch) or (model, batch, outputs); returns the mean over examples, or one number each.
 Loss = Callable[..., torch.Tensor]
 
-_LEAVES = (torch.Tensor, str, int, float)  # the most frequent ones, of which nothing else is asked
+_LEAVES = (torch.Tensor, str, int, float)  # frequent types of leaves, which need no further checks
 
 
 class PerExample(list[Any]):
-    """A list with one element for each example, which may differ in shape and structure.
+    """A list with one element per example; elements may differ in shape and structure.
 
-    A loss whose ``outputs(model, batch)`` differ in shape from example to example returns them in one, and
-    is given one again.
+    If the ``outputs(model, batch)`` of a loss differ in shape between examples, they are returned in a
+    `PerExample`, and passed to the loss in a `PerExample`.
     """
 
 
 class Remembered(NamedTuple):
-    """A batch, with what was stored about its examples; an empty tuple stands for nothing.
+    """A batch, with the outputs and losses stored with its examples; an empty tuple stands for none.
 
     Attributes
     ----------
     batch : nesting of dicts, lists and tuples of tensors, or what a collate function has made
     outputs : nesting of tensors (n, ...), or PerExample
-        What the model had put out.
+        Outputs of the model when they were stored.
     losses : Tensor, shape (n,)
         The loss of each example when it was stored.
     """
@@ -46,32 +46,31 @@ class Remembered(NamedTuple):
 
     @property
     def fields(self) -> list[str]:
-        """Names of what is there."""
+        """Names of the fields that are not empty."""
         pairs = zip(self._fields, self, strict=True)
         return [name for name, value in pairs if not (isinstance(value, tuple) and not value)]
 
 
 @dataclasses.dataclass
 class Source:
-    """The examples of one row of G, of which batches are made when they are needed.
+    """The examples of one row of G, from which batches are made when they are needed.
 
     Attributes
     ----------
     examples : sequence
-        What stands for each example.
+        One reference per example, such as a store and a slot.
     make : callable
-        ``make(some)`` returns a batch of some of them.
+        ``make(some)`` returns a batch of some of the `examples`.
     name : tuple
-        The name of the set, and the label or None; with one row for each example also its place in the
-        stream. Of several sets together the first is a tuple of their names, or None for all sets without a
-        promise of their own. Empty for a batch that comes from no memory.
-    promise : Promise, optional
+        The name of the set, and the label or None; with one row per example, also the position of the example
+        in the stream. If several sets share a row, their tuple of names comes first, or None for all sets
+        without their own promise. Empty for a batch that is not from a memory.
     kind : hashable, optional
-        Sources of equal kind can be `joined`; None can not.
+        Sources of equal kind can be `joined`, unless the kind is None.
     device : torch.device, optional
-        Where batches are moved to.
+        Device to which batches are moved.
     k, weight : int, float
-        The number of the row, and the weight of the mean loss of these examples in it.
+        Index of the row, and weight of the mean loss of these examples in the row.
     """
 
     examples: Sequence[Any]
@@ -98,7 +97,7 @@ class Source:
         return self.fetch(slice(None))
 
     def joined(self, others: Iterable[Source]) -> Source:
-        """Return one source of these examples and of those of `others`."""
+        """Return one source with the examples of this source and of `others`."""
         sources = (self, *others)
         return dataclasses.replace(self, examples=[one for source in sources for one in source.examples])
 
@@ -114,16 +113,16 @@ class Batches(Iterator[Batch]):
 
 
 def source_of(batch: Batch) -> Source:
-    """Return the source of a batch that is there already."""
+    """Return the source of an existing batch."""
     count = range(count_examples(batch))
     return Source(count, lambda some: batch if some == count else take(batch, slice(some.start, some.stop)))
 
 
 def parts(source: Source, size: int | None, most: int) -> Iterator[tuple[Batch, int, int]]:
-    """Yield the examples of a source, `size` at a time: a batch, its number of examples, and its weight.
+    """Yield the examples of a source, `size` at a time, as (batch, number of examples, weight).
 
-    The weight is that number, too, except for the processes that have fewer examples than the one with
-    `most`: all make as many passes, in which the others repeat their first examples with weight zero.
+    The weight is the number of examples. All processes make as many passes as the process with `most`
+    examples: those with fewer repeat their first examples with weight zero.
     """
     if size is None or most <= size:
         if source.size:
@@ -145,7 +144,7 @@ def map_nested(
     if is_leaf(value) or isinstance(value, _LEAVES):
         return function(value)
 
-    def again(part: Any) -> Any:  # a function that called itself would keep `function`, and so tensors, alive
+    def again(part: Any) -> Any:  # a self-calling closure is a reference cycle, which keeps tensors alive
         return map_nested(function, part, is_leaf)
 
     if isinstance(value, Mapping):
@@ -163,14 +162,14 @@ def map_nested(
 
 
 def leaves_of(value: Any) -> list[Any]:
-    """Return the leaves of such a nesting."""
+    """Return the leaves of a nesting; see `map_nested`."""
     found: list[Any] = []
     map_nested(found.append, value)
     return found
 
 
 def moved(batch: Batch, device: Any) -> Batch:
-    """Return a batch on a device: what has a method `to` is moved, and what has none stays as it is."""
+    """Return a batch on a device: objects with a method `to` are moved, others stay unchanged."""
 
     def movable(value: Any) -> bool:
         return callable(getattr(value, "to", None)) and not isinstance(value, type)
@@ -179,14 +178,14 @@ def moved(batch: Batch, device: Any) -> Batch:
 
 
 def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
-    """Return the tensors of a batch, and how they were nested; raise for what is not a batch."""
+    """Return the tensors of a batch and their nesting; raise if it is not a valid batch of tensors."""
     leaves, spec = tree_flatten(_ordered(batch))
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             where = place(batch, i)
             raise TypeError(
                 "A batch must hold tensors only, in dicts, lists and tuples; found "
-                f"{type(leaf).__name__} in {where}.{_remedy(where)} Leave out or convert what is no tensor."
+                f"{type(leaf).__name__} in {where}.{_remedy(where)} Leave out or convert other values."
             )
         if leaf.layout != torch.strided:
             raise TypeError(f"A batch must hold dense tensors; found {leaf.layout}: call to_dense() first.")
@@ -202,7 +201,7 @@ def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
 
 
 def place(batch: Batch, i: int) -> str:
-    """Return where leaf i of a batch is, such as ``batch['input_ids']``."""
+    """Return the path of leaf i of a batch, such as ``batch['input_ids']``."""
     path, _ = tree_flatten_with_path(_ordered(batch))[0][i]
     return "batch" + keystr(path)
 
@@ -219,19 +218,19 @@ def _remedy(found: str, element: bool = True) -> str:
 
 
 def _ordered(batch: Batch) -> Batch:
-    """Return mappings as dicts with sorted keys: also a tokenizer's BatchEncoding, in whatever order."""
+    """Return mappings, including a tokenizer's BatchEncoding, as dicts with sorted keys."""
     if isinstance(batch, Mapping):
         return {key: _ordered(batch[key]) for key in sorted(batch, key=str)}
     return type(batch)(map(_ordered, batch)) if type(batch) in (list, tuple) else batch
 
 
 def bare(batch: Batch | Remembered) -> Batch:
-    """Return a batch without what is stored about its examples."""
+    """Return a batch without the outputs and losses stored with it."""
     return batch.batch if isinstance(batch, Remembered) else batch
 
 
 def count_examples(batch: Batch | Remembered) -> int:
-    """Return the number of examples in a batch of tensors, in a list, or in what is remembered of them."""
+    """Return the number of examples in a batch of tensors, a `PerExample` or a `Remembered`."""
     if isinstance(batch, PerExample):
         return len(batch)
     if not isinstance(batch, Remembered):
@@ -246,7 +245,7 @@ def count_examples(batch: Batch | Remembered) -> int:
 
 
 def take(batch: Batch | Remembered, part: slice) -> Batch:
-    """Return some examples of a batch of tensors, of a list, or of what is remembered."""
+    """Return some examples of a batch of tensors, a `PerExample` or a `Remembered`."""
 
     def of(leaf: Any) -> Any:
         return PerExample(leaf[part]) if isinstance(leaf, PerExample) else leaf[part]
@@ -255,14 +254,14 @@ def take(batch: Batch | Remembered, part: slice) -> Batch:
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """Return batches of tensors, or lists, as one."""
+    """Concatenate batches of tensors, or lists of examples."""
     if isinstance(parts[0], PerExample):
         return PerExample(chain(*parts))
     return tree_map(lambda *leaves: torch.cat(leaves), *parts)
 
 
 def output_of(model: Any, batch: Batch, name: str) -> Any:
-    """Return an output of a model of transformers; an argument of that name can compute it instead."""
+    """Return the output `name` of a model of transformers; errors suggest passing `name` instead."""
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"Without {name}, batches must be mappings, for model(**batch).{name}; found "
@@ -278,14 +277,14 @@ def output_of(model: Any, batch: Batch, name: str) -> Any:
     if found is None:
         raise ValueError(
             f"model(**batch).{name} is None; found a batch with {', '.join(map(str, batch))}. Models of "
-            f"transformers compute a loss where the batch has labels; or pass {name}, a function of model "
+            f"transformers compute a loss if the batch has labels; or pass {name}, a function of model "
             "and batch."
         )
     return found
 
 
 def field_of(batch: Batch, field: Field, name: str) -> Any:
-    """Return a field of a batch; `name` is the argument that says where it is."""
+    """Return a field of a batch; `name` is the argument that errors mention."""
     if callable(field):
         return field(batch)
     try:

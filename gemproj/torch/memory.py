@@ -1,4 +1,4 @@
-"""Episodic memory: a few examples of every task, chosen as they stream by, and what a step draws of them."""
+"""Episodic memory: a few examples of every task, chosen from a stream, and draws from them."""
 
 from __future__ import annotations
 
@@ -33,47 +33,47 @@ _Chosen = list[tuple[Store, int]]  # stores and slots of examples
 
 
 class EpisodicMemory:
-    """Examples of each task, at most `per_task` of them, chosen as they stream by.
+    """A memory of at most `per_task` examples of each task, chosen from a stream of batches.
 
-    The first `per_task` examples of a task are kept. Which ones make room for later ones is the policy:
+    The first `per_task` examples of a task are stored. After that, the policy decides which are kept:
 
     ``"reservoir"``
-        Every example of the task has the same chance to be kept (Vitter, 1985), whatever its label is.
+        Every example of the task is kept with the same probability (Vitter, 1985), whatever its label.
     ``"balanced"``
-        The kept examples are spread evenly over the labels, however skewed the stream is, and within a
-        label every example has the same chance (class-balancing reservoir sampling, Chrysakis and
+        The kept examples are spread evenly over the labels, however skewed the stream is. Within a label,
+        every example is kept with the same probability (class-balancing reservoir sampling, Chrysakis and
         Moens, 2020).
     ``"ring"``
-        The last examples: the oldest one makes room, as in GEM (Lopez-Paz and Ranzato, 2017). With
-        `label` the last examples of each label, evenly many, as in the ring buffers of Chaudhry et al.
-        (2019), except that the number of labels need not be known in advance.
+        The last examples are kept: a new one replaces the oldest, as in GEM (Lopez-Paz and Ranzato, 2017).
+        With `label`, the last examples of each label are kept, spread evenly over the labels, as in the ring
+        buffers of Chaudhry et al. (2019), except that the number of labels need not be known in advance.
 
-    Evenly means: labels differ by one at most, unless the stream had too few examples of one. No choice
-    depends on how the stream is cut into batches.
+    Evenly means that the numbers of examples of two labels differ by one at most, unless the stream had too
+    few examples of a label. The choice does not depend on how the stream is cut into batches.
 
-    Examples are copied, and stay on the device they came from. Batches of tensors have one shape within a
-    task, whose memory takes its full size, `per_task` examples, with the first one. Examples of different
-    lengths are stored as they are, with the function that makes batches of them; see `add`.
+    Examples are copied. In a task that is stored in batches of tensors, the first batch fixes shape, dtype
+    and device, and memory for `per_task` examples is allocated. Examples of different lengths are stored
+    unchanged, together with the function that makes batches of them; see `add`.
 
     Parameters
     ----------
     per_task : int, default 100
         Capacity of each task, in examples.
     label : key or callable, optional
-        Where the labels of a batch are, one integer per example: ``batch[label]``, or ``label(batch)``.
+        The labels of a batch are ``batch[label]`` or ``label(batch)``, one integer per example.
     seed : int, default 0
         Seed of the memory's own random numbers; torch's global state is not used.
     policy : {"reservoir", "balanced", "ring"}, default "reservoir"
-        Which examples stay; "balanced" needs `label`. Balance costs accuracy where a task is judged on labels
-        as skewed as those it was learned from: 9 points for replay and 3 for GEM on AG News
+        Which examples are kept; "balanced" needs `label`. Balance costs accuracy if a task is tested on
+        labels as skewed as its training labels: 9 points for replay and 3 for GEM on AG News
         (docs/replay.md).
     collate : callable, optional
-        Makes batches of examples of tasks that have no such function of their own: those that were loaded.
+        Makes batches of examples for tasks without their own collate function: those loaded from a state.
 
     Attributes
     ----------
     promises : dict
-        The `Promise` about each task that has one of its own, by the name of the task; no part of the state.
+        The `Promise` of each task that has its own, by task name; not part of the state.
 
     Examples
     --------
@@ -104,7 +104,7 @@ class EpisodicMemory:
         if policy not in tuple(POLICIES):
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}; found {policy!r}.")
         if policy == "balanced" and label is None:
-            raise ValueError("policy='balanced' needs label: where the labels of a batch are.")
+            raise ValueError("policy='balanced' needs label: a key or function for the labels of a batch.")
         self.per_task = per_task
         self.label = label
         self.policy = policy
@@ -112,20 +112,20 @@ class EpisodicMemory:
         self.promises: dict[Hashable, Promise] = {}
         self._random = torch.Generator().manual_seed(seed)
         self._stores: dict[Hashable, Store] = {}
-        self.removals = 0  # how often examples were dropped that a policy would have kept
-        self._worker: int | None = None  # the seed of the loader's worker in which this copy lies
+        self.removals = 0  # number of times that examples were dropped other than by the policy
+        self._worker: int | None = None  # seed of the loader's worker that holds this copy
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, with which another training may go on."""
+        """Return the state for copying and pickling; another training may continue with the copy."""
         keep(self)
-        # Spawned workers of a loader get neither a generator nor a tensor that is gone before they run.
+        # Spawned loader workers can receive neither a generator nor a tensor that is freed before they run.
         return self.__dict__ | {"_random": self._random.get_state().numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over what a copy has."""
+        """Restore the state of a copy."""
         self.__dict__.update(state)
         kept = state["_random"]
-        if not isinstance(kept, torch.Generator):  # as older ones have it
+        if not isinstance(kept, torch.Generator):  # older copies hold a generator
             self._random = torch.Generator()
             self._random.set_state(torch.from_numpy(kept))
 
@@ -151,9 +151,9 @@ class EpisodicMemory:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the examples take, in batches of tensors for `per_task` of them, in use or not.
+        """Bytes of the stored examples, outputs and losses.
 
-        What is stored about them counts, too; values that are no tensor or array as `sys.getsizeof` says.
+        Batches of tensors count for `per_task` examples, used or not; numbers and strings by `sys.getsizeof`.
         """
         return sum(store.nbytes for store in self._stores.values())
 
@@ -171,25 +171,25 @@ class EpisodicMemory:
         Parameters
         ----------
         batch : nesting of dicts, lists and tuples of tensors; or list of examples
-            Tensors (n, ...), one row per example. With `collate`, a list of n examples, which are stored as
-            they are: nestings of dicts, lists, tuples and dataclasses of tensors, NumPy arrays, numbers,
-            strings and None. Other mappings become dicts.
+            Tensors (n, ...), with the examples along the first dimension. With `collate`, a list of n
+            examples, stored unchanged: nestings of dicts, lists, tuples and dataclasses of tensors, NumPy
+            arrays, numbers, strings and None. Other mappings are stored as dicts.
         task : str, int or other hashable, not None
             The name of the task.
         outputs : nesting of tensors (n, ...), or PerExample, optional
-            What the model puts out for these examples, in the dtype to be stored, for losses that
-            compare with it, such as `gemproj.torch.losses.Distillation`.
+            Outputs of the model for these examples, in the dtype to be stored, for losses that compare with
+            them, such as `gemproj.torch.losses.Distillation`.
         losses : Tensor, shape (n,), optional
-            The loss of each example, from which its bound is made, see `gemproj.torch.GEM`.
+            The loss of each example. Its bound is this loss plus the tolerance; see `gemproj.torch.Promise`.
         collate : callable, optional
-            ``collate(examples)`` makes a batch of a list of examples whenever they are drawn; the last one
-            given is that of all examples of the task. One that draws at random, as for masked language
-            modelling, makes another batch each time: pass batches to keep what it has drawn.
+            ``collate(examples)`` makes a batch of a list of examples each time they are drawn. The last
+            function given applies to all examples of the task. A random function, as for masked language
+            modelling, makes a different batch each time: to keep one random choice, pass batches.
         """
         if task is None:
-            raise ValueError("task must not be None: exclude=None leaves nothing out.")
+            raise ValueError("task must not be None, because exclude=None excludes no task.")
         if isinstance(task, torch.Tensor):
-            raise TypeError("task is a tensor, which equals no other as a name; use task.item().")
+            raise TypeError("task is a tensor, which cannot serve as a name; use task.item().")
         _check_collate(collate)
         if collate is not None:
             batch = PerExample(batch)
@@ -212,40 +212,40 @@ class EpisodicMemory:
         self._stores[task] = store
 
     def record(self, task: Hashable, *, outputs: Any = None, losses: torch.Tensor | None = None) -> None:
-        """Store outputs and losses, as in `add`, with all examples of a task, in the order of `batch`.
+        """Store outputs and losses, as in `add`, of all examples of a task, in the order of `batch`.
 
-        This evaluates the kept examples only, where `add` needs them of the whole stream. Older ones are
-        dropped, and later examples of the task need both, too.
+        `record` needs them for the stored examples only, `add` for the whole stream. Earlier outputs and
+        losses are dropped. Later calls of `add` for this task need the same arguments.
         """
         self._store(task).record(*_about(outputs, losses))
 
     def remove(self, task: Hashable) -> None:
-        """Drop all examples of a task and its promise: a `gemproj.torch.GEM` keeps it no more."""
+        """Drop all examples of a task, and its promise: `gemproj.torch.GEM` no longer protects the task."""
         self._store(task)
         del self._stores[task]
         self.promises.pop(task, None)
         self.removals += 1
 
     def batch(self, task: Hashable) -> Batch | Remembered:
-        """Return a copy of all examples of a task as one batch; a `Remembered` where more is stored."""
+        """Return a copy of all examples of a task as one batch; with outputs or losses, a `Remembered`."""
         return self.source(task).all()
 
     def batches(self, exclude: Hashable = None, *, n: int | None = None, per: Per = "task") -> Batches:
-        """Return an iterator over batches like `batch`, task after task in the order of their first examples.
+        """Return an iterator over batches as returned by `batch`, task by task in the order of `tasks`.
 
-        Examples are copied when it comes to their batch: `GradientProjector.recall` holds one batch of this
-        iterator at a time, or one part of it with `microbatch`.
+        The examples of a batch are copied when the batch is fetched: `GradientProjector.recall` holds one
+        batch of this iterator at a time, or with `microbatch` one part of a batch.
 
         Parameters
         ----------
         exclude : task, optional
-            A task to leave out: the current one, when its examples are stored while it is learned.
+            A task to leave out: the current task, if its examples are stored during its training.
         n : int, optional
-            Number of examples in each batch, drawn without replacement: none is drawn again before all
-            of them were. By default all.
+            Number of examples in each batch, drawn without replacement: no example is drawn again before all
+            have been drawn. By default all examples.
         per : {"task", "label", "example", "all"}, default "task"
-            One batch for each task; for each label of each task, in increasing order; for each of the
-            n examples of each task; or for all tasks together, a `sample` of n examples.
+            One batch per task; one per label of each task, in increasing order; one per example, for n
+            examples of each task; or one batch for all tasks together, a `sample` of n examples.
         """
         if n is not None:
             check_count(n, "n", 1)
@@ -254,11 +254,11 @@ class EpisodicMemory:
         return Batches(self._drawn(dict.fromkeys(self._others(exclude), alike), told=False))
 
     def promised(self, default: Promise, exclude: Hashable = None) -> Batches:
-        """Return an iterator over the batches of one step, one for each row of G, with their `sources`.
+        """Return an iterator over the batches of one step, one per row of G, with their `sources`.
 
-        Each task but `exclude` is drawn from as its promise says, the one in `promises` or the default, as by
-        `batches`. Tasks with equal promises that are ``per="all"`` have one row together, in the place of the
-        first.
+        Examples of each task except `exclude` are drawn as by `batches`, with the options of its promise: the
+        one in `promises`, or the default. Tasks with equal promises that are ``per="all"`` share one row, at
+        the place of the first of them.
         """
         plan = {task: self.promises.get(task, default) for task in self._others(exclude)}
         for promise in plan.values():
@@ -266,9 +266,9 @@ class EpisodicMemory:
         return Batches(self._drawn(plan))
 
     def sample(self, n: int, exclude: Hashable = None) -> Batch:
-        """Draw a batch of `n` examples without replacement from all tasks but `exclude` together.
+        """Draw a batch of `n` examples without replacement from all tasks except `exclude` together.
 
-        It has all examples if there are fewer. Tasks that are stored in batches must not differ in structure.
+        The batch has all examples if there are fewer. Tasks stored in batches must not differ in structure.
         """
         check_count(n, "n", 1)
         source = next(self.batches(exclude, n=n, per="all").sources, None)
@@ -283,9 +283,9 @@ class EpisodicMemory:
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the stored examples, of the state of the policy, and of the random state.
 
-        ``torch.load(..., weights_only=True)`` reads it from a file if batches and examples are dicts, lists
-        and tuples, and names of tasks are numbers or strings. It has neither promises nor the functions that
-        make batches of examples.
+        ``torch.load(..., weights_only=True)`` can read the state from a file if batches and examples are
+        dicts, lists and tuples, and names of tasks are numbers or strings. The state has no promises and no
+        collate functions.
         """
         keep(self)
         tasks = [
@@ -295,10 +295,10 @@ class EpisodicMemory:
         return {**self._settings(), "random": self._random.get_state(), "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned, or raise and change nothing; what is stored now is dropped.
+        """Load a state returned by `state_dict` in place of the stored examples; an error changes nothing.
 
-        Adding goes on as it would have, choices included. Tasks keep their promises, and the functions that
-        make batches of their examples, of this memory: store them as before the state was saved, then load.
+        Later calls of `add` choose the same examples as in the saved memory. Promises and collate functions
+        of tasks are those of this memory: store the tasks as before the state was saved, then load.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be what state_dict returned; found {type(state).__name__}.")
@@ -320,13 +320,13 @@ class EpisodicMemory:
             random = torch.Generator()
             random.set_state(state["random"].cpu())
         except KeyError as error:
-            raise ValueError(f"state has no {error}: it is not of an EpisodicMemory.") from None
+            raise ValueError(f"state has no {error}: it is not the state of an EpisodicMemory.") from None
         self._stores, self._random = stores, random
         self.removals += 1
 
     def draft(self, task: Hashable = None) -> EpisodicMemory:
-        """Return a memory to store examples of a task in, or to load, which `adopt` takes over at the end."""
-        draft = object.__new__(type(self))  # no copy that somebody keeps
+        """Return a copy to store examples of a task in, or to load a state into; `adopt` takes it over."""
+        draft = object.__new__(type(self))  # copy.copy would note the memory as saved
         draft.__dict__.update(self.__dict__)
         draft._stores = {k: copy.deepcopy(v) if k == task else v for k, v in self._stores.items()}
         draft._random = torch.Generator()
@@ -338,11 +338,9 @@ class EpisodicMemory:
         self._stores, self._random, self.removals = draft._stores, draft._random, draft.removals
 
     def check_label(self, promise: Promise) -> None:
-        """Raise for a promise about labels that this memory does not know."""
+        """Raise if a promise is ``per="label"`` and this memory has no `label`."""
         if promise.per == "label" and self.label is None:
-            raise ValueError(
-                "per='label' needs labels: memory=EpisodicMemory(label=...), where a batch has them."
-            )
+            raise ValueError("per='label' needs labels: pass memory=EpisodicMemory(label=...).")
 
     def source(self, task: Hashable) -> Source:
         """Return the source of all examples of a task, in the order of `batch`."""
@@ -350,7 +348,7 @@ class EpisodicMemory:
         return self._source([(store, slot) for slot in range(len(store))], (task, None))
 
     def _drawn(self, plan: Mapping[Hashable, Promise], told: bool = True) -> Iterator[Source]:
-        """Yield the sources of each row, for the promises about these tasks, which are `told` to them."""
+        """Yield the source of each row, for promises by task; if `told`, a source has its promise."""
         random, together = self._own_random(), []
         for task, promise in plan.items():
             store, per, n = self._stores[task], promise.per, promise.examples
@@ -374,7 +372,7 @@ class EpisodicMemory:
                     yield self._source([one], (task, None, place), given)
 
     def _sampled(self, stores: list[Store], n: int) -> _Chosen:
-        """Draw n examples of these stores together, without replacement; return them store by store."""
+        """Draw n examples from all these stores together, without replacement; return them store by store."""
         starts = [0, *accumulate(map(len, stores))]
         drawn = torch.randperm(starts[-1], generator=self._own_random(), device="cpu")[:n].tolist()
         placed = sorted(((bisect_right(starts, i) - 1, i) for i in drawn), key=itemgetter(0))
@@ -385,7 +383,7 @@ class EpisodicMemory:
         return Source(chosen, self._fetch, name, promise, (id(store.collate), store.form))
 
     def _fetch(self, chosen: _Chosen) -> Batch:
-        """Return a batch of copies of these examples; the last one's `collate` makes it of a list."""
+        """Return a batch of copies of these examples; a list of examples is collated."""
         groups = [(store, [slot for _, slot in some]) for store, some in groupby(chosen, itemgetter(0))]
         found = gather(groups)
         if isinstance(found.batch, PerExample):
@@ -393,7 +391,7 @@ class EpisodicMemory:
         return found.batch if found.fields == ["batch"] else found
 
     def _collate_of(self, store: Store, *others: Store) -> Collate:
-        """Return what makes batches of the examples of stores; raise where they have different functions."""
+        """Return the collate function of several stores; raise if they have different ones."""
         collate = self.collate if store.collate is None else store.collate
         if collate is None:
             task = next((task for task, one in self._stores.items() if one is store), None)
@@ -404,13 +402,13 @@ class EpisodicMemory:
             )
         if not all(_alike(collate, self._collate_of(other)) for other in others):
             raise ValueError(
-                "One batch is drawn of sets whose collate functions differ, as per='all' and sample do. "
-                "Store them with one collate function, or give them promises of their own."
+                "per='all' and sample draw one batch from sets whose collate functions differ. "
+                "Store them with one collate function, or give each set its own promise."
             )
         return collate
 
     def _own_random(self) -> torch.Generator:
-        """Return the random numbers of draws: each worker of a loader has a copy, and draws on its own."""
+        """Return the generator for draws; each worker of a loader has its own."""
         worker = get_worker_info()
         if worker is not None and worker.seed != self._worker:
             self._worker = worker.seed
@@ -429,7 +427,7 @@ class EpisodicMemory:
         return {task: store for task, store in self._stores.items() if exclude is None or task != exclude}
 
     def _settings(self) -> dict[str, Any]:
-        """Return what a state must agree in."""
+        """Return the settings in which a state and this memory must agree."""
         return {"per_task": self.per_task, "policy": self.policy, "labelled": self.label is not None}
 
 
@@ -439,15 +437,15 @@ def _check_collate(collate: Any) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether collate functions make the same batches, as far as can be told."""
+    """Return whether collate functions make the same batches, judged by their code or type."""
     code = getattr(one, "__code__", None)
-    if code is not None:  # functions that a loop has made, or methods of several data sets
+    if code is not None:  # functions made in a loop, or methods of several data sets
         return code is getattr(other, "__code__", None)
     return one == other or (type(one) is type(other) and "__eq__" not in vars(type(one)))
 
 
 def _about(outputs: Any, losses: Any) -> tuple[Any, Any]:
-    """Return what is to be stored about examples, where an empty tuple stands for nothing."""
+    """Return the outputs and losses to store; an empty tuple stands for none."""
     if losses is not None and (not isinstance(losses, torch.Tensor) or losses.ndim != 1):
         found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ValueError(f"losses must be a tensor of shape (n,), one loss per example; found {found}.")

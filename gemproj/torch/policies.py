@@ -1,4 +1,4 @@
-"""Which examples of a task stay when its memory is full: policies, as functions of its labels and counts."""
+"""Policies: which examples of a task are kept when its memory is full, from their labels and counts."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class Slots:
     Attributes
     ----------
     labels, arrivals : ndarray, shape (capacity,), int64
-        Label of the example in each slot (0 without labels), and its place in the stream of the task.
+        Label of the example in each slot (0 without labels), and its position in the stream of the task.
     counts, seen : Counter
-        How many examples of each label are stored, and were offered, the present one included.
+        Number of stored, and of offered, examples of each label; `seen` includes the current example.
     used : int
-        How many slots are in use: the first ones.
+        Number of slots in use; these are the first slots.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -43,7 +43,7 @@ class Slots:
         return np.flatnonzero(np.isin(self.labels, [y for y, n in self.counts.items() if n == most]))
 
     def place(self, label: int, policy: Policy, random: torch.Generator) -> int | None:
-        """Find a slot for the next example of the stream and take it; None if the example is not kept."""
+        """Return the slot for the next example of the stream and occupy it; None if it is not kept."""
         self.seen[label] += 1
         slot: int | None = self.used
         if slot == len(self.labels):
@@ -58,13 +58,13 @@ class Slots:
         return slot
 
     def state_dict(self) -> dict[str, Any]:
-        """Return labels, arrivals and counts as tensors and dicts."""
+        """Return labels and arrivals as tensors, and the numbers of offered examples as a dict."""
         pairs = {"labels": self.labels, "arrivals": self.arrivals}
         used = {name: torch.tensor(of[: self.used], device="cpu") for name, of in pairs.items()}
         return {**used, "seen": dict(self.seen)}
 
     def load_state_dict(self, state: Mapping[str, Any], n: int) -> None:
-        """Bring back what `state_dict` returned, for n stored examples."""
+        """Load a state returned by `state_dict`, for n stored examples."""
         labels, arrivals = (state[name].cpu().numpy() for name in ("labels", "arrivals"))
         if not n == len(labels) == len(arrivals) <= len(self.labels):
             raise ValueError(
@@ -75,22 +75,22 @@ class Slots:
         self.counts, self.seen, self.used = Counter(labels.tolist()), Counter(state["seen"]), n
 
 
-Policy = Callable[[Slots, int, torch.Generator], "int | None"]  # asked only when all slots are in use
+Policy = Callable[[Slots, int, torch.Generator], "int | None"]  # called only when all slots are in use
 
 
 def reservoir(slots: Slots, label: int, random: torch.Generator) -> int | None:
-    """Keep every example of the stream with the same chance (Vitter, 1985), whatever its label is."""
+    """Keep every example of the stream with the same probability (Vitter, 1985), whatever its label."""
     if draw(slots.seen.total(), random) >= slots.used:
         return None
-    return draw(slots.used, random)  # a second draw: with one label `balanced` makes the same choices
+    return draw(slots.used, random)  # a second draw, so that `balanced` with one label makes the same choices
 
 
 def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:
     """Class-balancing reservoir sampling (Chrysakis and Moens, 2020).
 
-    A label is full once it was among the most frequent ones or has lost an example. Until then its examples
-    replace random ones of the most frequent labels; then they are kept with probability m / n, of n offered
-    and m stored ones of the label, and replace a random one of it.
+    A label is full once it was among the most frequent labels or has lost an example. Until then its examples
+    replace random examples of the most frequent labels. If m of the label's n offered examples are stored,
+    later ones are kept with probability m / n, and replace a random one of the label.
     """
     own, before = slots.counts[label], slots.seen[label] - 1
     if own == before and own < slots.most:
@@ -103,7 +103,7 @@ def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:
 
 
 def ring(slots: Slots, label: int, random: torch.Generator) -> int | None:
-    """Keep the last examples (Lopez-Paz and Ranzato, 2017), as many of each label (Chaudhry et al., 2019)."""
+    """Keep the last examples (Lopez-Paz and Ranzato, 2017), evenly many per label (Chaudhry et al., 2019)."""
     rivals = slots.rivals(label)
     return int(rivals[slots.arrivals[rivals].argmin()])
 

@@ -1,4 +1,4 @@
-"""What may be passed as data: loaders, data sets, iterables of batches or of examples."""
+"""Reading of data: loaders, data sets, and iterables of batches or of examples."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from gemproj.torch.batches import Collate, flatten
 
-# Most batches that are read where there is no length: a stream may have no end.
+# Maximum number of batches read from data without a length: a stream may have no end.
 _MOST_BATCHES = 100_000
-# Examples that are offered at a time.
+# Number of examples offered at a time.
 _SOME = 64
-# Data sets of Hugging Face, which are not torch's.
+# Hugging Face data sets, which are not subclasses of torch's.
 _SETS = {"datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"}
 _DICTS = {"datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"}
-# Loaders that make batches of examples as torch's own does.
+# Loaders that make batches of examples in the same way as torch's.
 _ITERATED = ("DataLoader.__iter__", "DataLoaderShard.__iter__")
 
 
 def read(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
-    """Return an iterator over batches of tensors and None, or over lists of examples and what collates them.
+    """Return an iterator over batches of tensors and None, or over lists of examples and a collate function.
 
-    The data, and `collate` where they are examples, are as in `gemproj.torch.GEM.keep`.
+    `data` and `collate` are those of `gemproj.torch.GEM.keep`.
     """
     _check(data, collate)
     if isinstance(data, DataLoader):
@@ -40,7 +40,7 @@ def read(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | N
 
 
 def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
-    """Read examples of a loader whose collate function is not torch's own, and otherwise its batches."""
+    """Read the examples of a loader if it has, or is given, its own collate function; else its batches."""
     if getattr(loader, "persistent_workers", False):
         loader = _apart(loader)
     given, own = collate is not None, loader.collate_fn
@@ -57,7 +57,7 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
     how += ["num_workers", "worker_init_fn", "multiprocessing_context", "timeout", "generator"]
     options: dict[str, Any] = {name: getattr(loader, name) for name in how}
     kinds = getattr(loader, "rng_types", None)
-    if kinds is not None:  # a loader of Accelerate, whose processes draw one order and take parts of it
+    if kinds is not None:  # an Accelerate loader: its processes draw one order, and each takes a part
         from accelerate.utils import synchronize_rng_states
 
         synchronize_rng_states(kinds, loader.synchronized_generator)  # type: ignore[attr-defined]
@@ -65,8 +65,8 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
 
 
 def _apart(loader: Any) -> Any:
-    """Return a loader that is in no epoch: with persistent workers, one that runs would end."""
-    other = object.__new__(type(loader))  # loaders of Accelerate are copied to torch's
+    """Return a copy of a loader: with persistent workers, iterating over the loader ends a running epoch."""
+    other = object.__new__(type(loader))  # copying an Accelerate loader gives torch's
     other.__dict__.update(loader.__dict__, _iterator=None)
     if hasattr(loader, "base_dataloader"):
         other.__dict__["base_dataloader"] = _apart(loader.base_dataloader)
@@ -74,7 +74,7 @@ def _apart(loader: Any) -> Any:
 
 
 def _hands_on(collate: Collate) -> bool:
-    """Return whether elements of the data set are batches, of which the first one is taken."""
+    """Return whether a collate function returns its first element, so that elements are batches."""
     probe = object()
     try:
         return collate([probe]) is probe
@@ -83,7 +83,7 @@ def _hands_on(collate: Collate) -> bool:
 
 
 def _from_set(data: Any) -> tuple[Iterator[Any], Collate | None]:
-    """Collate examples of a data set as torch does by itself: to tensors, or else when they are drawn."""
+    """Collate examples of a data set by torch's default: now if tensors result, otherwise when drawn."""
     lists = _lists(data)
     first = next(lists, [])
     if not first:
@@ -108,18 +108,18 @@ def _collated(examples: list[Any]) -> Any:
 
 
 def _ending(chunks: Iterator[Any], data: Any) -> Iterator[Any]:
-    """Yield what is read; raise where it has no length, and no end in sight."""
+    """Yield chunks; raise if data without a length exceed the maximum number of batches."""
     for count, chunk in enumerate(chunks):
         if count == _MOST_BATCHES and not _has_length(data):
             raise ValueError(
-                f"data has no length, and no end after {_MOST_BATCHES:,} batches. Pass as many as are "
-                "wanted: itertools.islice(batches, n)."
+                f"data has no length, and no end after {_MOST_BATCHES:,} batches. Pass a limited "
+                "number: itertools.islice(batches, n)."
             )
         yield chunk
 
 
 def _lists(data: Any) -> Iterator[list[Any]]:
-    """Return an iterator over lists of some elements of a data set or of an iterable."""
+    """Return an iterator over lists of at most `_SOME` elements of a data set or of an iterable."""
     elements = (data[i] for i in range(len(data))) if _is_indexed(data) else iter(data)
     return iter(lambda: list(itertools.islice(elements, _SOME)), [])
 
@@ -127,12 +127,12 @@ def _lists(data: Any) -> Iterator[list[Any]]:
 def _has_length(data: Any) -> bool:
     try:
         return len(data) >= 0
-    except TypeError:  # also of a loader, whose data set has none
+    except TypeError:  # also for a loader whose data set has none
         return False
 
 
 def _is_indexed(data: Any) -> bool:
-    """Return whether data are a data set of torch whose elements have numbers; of others they are batches."""
+    """Return whether data are a data set of torch with indexed elements, which are examples."""
     return isinstance(data, Dataset) and not isinstance(data, IterableDataset)
 
 
@@ -141,11 +141,11 @@ def _is_kind(data: Any, names: set[str]) -> bool:
 
 
 def _check(data: Any, collate: Collate | None) -> None:
-    """Raise for what is often passed instead of data."""
+    """Raise for objects that are often passed instead of data."""
     name = type(data).__name__
     wanted = "data must be a loader, a data set or an iterable of batches"
     tensors = isinstance(data, tuple | list) and all(isinstance(part, Tensor) for part in data)
-    # Batches that are tensors are alike; so tensors that are not are the parts of one batch.
+    # Batches that are tensors have equal shape and dtype; other tensors are the parts of one batch.
     kinds = {(part.shape[1:], part.dtype) for part in data} if tensors else ()
     one = tensors and collate is None and (len(kinds) > 1 or (isinstance(data, tuple) and len(data) > 1))
     if _is_kind(data, _DICTS):

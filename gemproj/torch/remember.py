@@ -1,4 +1,4 @@
-"""Storing a set of examples, with what a promise about them needs to know of the model as it is now."""
+"""Storing a set of examples, with the outputs and losses of the current model that a promise needs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from gemproj.torch.parameters import ParameterVector
 from gemproj.torch.promise import Promise, call_loss, explained
 from gemproj.torch.reading import read
 
-# The loss is tried on so many examples: of one, some losses squeeze the dimension of the examples away.
+# Number of examples that the loss is tried on: with one example, some losses drop the first dimension.
 _TRIED = 2
-# Examples that are checked at a time.
+# Number of examples checked at a time.
 _FETCHED = 64
 
 
@@ -52,11 +52,11 @@ def remember(
     microbatch: int | None = None,
     process_group: Any = None,
 ) -> Hashable:
-    """Store a set of examples, and of those kept what the promise needs: all of it, or nothing.
+    """Store a set of examples with what its promise needs, and return its name; an error stores nothing.
 
-    These are the outputs that its loss wants and, with a tolerance, the losses. Otherwise the loss is tried,
-    on a few examples, and if these are too few on as many as a step passes. The model may be None where
-    nothing of it is stored; all else is as in `gemproj.torch.GEM.keep`. Return the name of the set.
+    Outputs are stored if the loss compares with them, losses if there is a tolerance. If neither is stored,
+    the model may be None; with a model, the loss is tried on a few examples, and if that fails, on as many as
+    a step uses. The other parameters are those of `gemproj.torch.GEM.keep`.
     """
     if name is None:
         name = next(k for k in itertools.count(len(memory)) if k not in memory.tasks)
@@ -65,10 +65,10 @@ def remember(
     evaluated = bounded or outputs is not None
     draft = memory.draft(name)
     if name in draft.tasks:
-        draft.record(name)  # drops what is computed anew for all of its examples, or needed no more
+        draft.record(name)  # drops outputs and losses: recomputed for all examples, or not needed
     if model is None:
         if evaluated:
-            raise ValueError("model is needed: outputs or losses of the examples are to be stored.")
+            raise ValueError("model is needed, because outputs or losses of the examples are stored.")
         _add_all(draft, data, name, collate)
         memory.adopt(draft)
         return name
@@ -76,7 +76,7 @@ def remember(
     reshard(model)
     floating: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
     trainable = [p for p in floating if p.requires_grad]
-    # Of a frozen model one parameter stands for all of them.
+    # For a frozen model, one parameter represents all of them.
     held = trainable or [p.detach().requires_grad_() for p in floating[:1]]
     vector = ParameterVector.of(held, process_group)
     if parallel is not None and vector.topology.world == 1:
@@ -85,15 +85,15 @@ def remember(
     with topology.agreement({"option tolerance": bounded, "option microbatch": microbatch}):
         _add_all(draft, data, name, collate)
         source = draft.source(name)
-        with torch.random.fork_rng(devices=[]):  # in which a collate function may draw
+        with torch.random.fork_rng(devices=[]):  # a collate function may draw random numbers
             _check_examples(source, name, loss, evaluated)
     _, (most,) = topology.plan([source.size])
-    model = model if evaluated else getattr(model, "_orig_mod", model)  # a trial is no reason to compile
+    model = model if evaluated else getattr(model, "_orig_mod", model)  # a trial should not compile
 
-    # Shards cannot tell each other of an error, and try again.
+    # Sharded processes cannot share an error and try again.
     tried = not (evaluated or topology.collective)
 
-    # Whether later batches are of other examples together.
+    # Whether steps draw batches in which the examples are combined differently.
     drawn = (promise.examples is not None or promise.per != "task") and not topology.collective
 
     def evaluate(size: int) -> None:
@@ -105,7 +105,7 @@ def remember(
                 home, part = (devices or [torch.device("cpu")])[0], moved(given, vector.device)
                 with explained(part):
                     stored = () if outputs is None else outputs(model, part)
-                    if n == 1 and isinstance(stored, PerExample):  # a packed row, of several texts
+                    if n == 1 and isinstance(stored, PerExample):  # a packed row of several texts
                         stored = PerExample([tree_map(lambda *leaves: torch.cat(leaves), *stored)])
                 found.append(moved(take(stored, slice(weight)), home))
                 if bounded or len(found) == 1:
@@ -116,7 +116,7 @@ def remember(
                         few = slice(_TRIED)
                         again = Remembered(moved(some.fetch(few), vector.device), take(stored, few))
                         _warn_of_others(call_loss(loss, model, again, _TRIED), value[few], name)
-        # After all passes, so that shards, too, can tell each other of an error.
+        # After all passes, so that sharded processes can share an error, too.
         with topology.agreement({}), torch.no_grad():
             for value, *_ in values:
                 _check(value, name, trained=tried and bool(trainable))
@@ -128,7 +128,7 @@ def remember(
     size = max(source.size, most) if evaluated or promise.examples is None else promise.examples
     try:
         evaluate(_TRIED if tried else size)
-    except Exception:  # also of another process
+    except Exception:  # also an error of another process
         if not tried:
             raise
         evaluate(size)
@@ -139,9 +139,9 @@ def remember(
 
 
 def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate | None) -> None:
-    """Offer all examples to the memory; raise where a new set has none."""
-    # A loader draws the order of the next epoch from torch's random state, or from that of a generator, with
-    # which training goes on.
+    """Offer all examples to the memory; raise if a new set has none."""
+    # A loader draws the order of an epoch from torch's random state or from a generator. Both are restored,
+    # because training continues with them.
     loads = isinstance(data, DataLoader)
     batches = getattr(data, "batch_sampler", None)
     holding = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
@@ -160,37 +160,37 @@ def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate
 
 
 def _check_examples(source: Source, name: Hashable, loss: Loss, stored: bool) -> None:
-    """Raise for examples without a label, and where outputs or losses are `stored` of what is drawn anew."""
+    """Raise if no example has a label, or if outputs or losses are `stored` and collating is random."""
     size, labelled = source.size, getattr(loss, "labelled", None)
     if labelled is not None and not any(labelled(_batch(source, k)) for k in range(0, size, _FETCHED)):
         raise ValueError(
-            f"No example of {name!r} has a label: all labels are -100, which is ignored. Look at what the "
-            "collate function, or the chat template, leaves of them."
+            f"No example of {name!r} has a label: all labels are -100, which is ignored. Check what the "
+            "collate function or the chat template does to the labels."
         )
     if stored:
         first, again = ([a for a in leaves_of(_batch(source)) if isinstance(a, Tensor)] for _ in range(2))
         if not all(map(_equal, first, again)):
             raise ValueError(
-                f"The collate function makes another batch of the same examples of {name!r} each time, as "
-                "masking at random does, so that outputs and losses would be stored of other inputs. Pass "
-                "batches, or a collate function that draws nothing."
+                f"The collate function makes a different batch of the same examples of {name!r} each time, "
+                "as masking at random does, so outputs and losses would be stored for other inputs than "
+                "those of later steps. Pass batches, or a collate function without random numbers."
             )
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether tensors are equal, NaN to NaN; also for kinds that cannot be compared."""
+    """Return whether tensors are equal, with NaN equal to NaN; True if they cannot be compared."""
     with suppress(RuntimeError):
         return torch.equal(a.nan_to_num(), b.nan_to_num())
     return True
 
 
 def _batch(source: Source, first: int = 0) -> Batch:
-    """Return some examples as a batch, without what is stored about them."""
+    """Return some examples as a batch, without stored outputs and losses."""
     return bare(source.fetch(slice(first, first + _FETCHED)))
 
 
 def _check(losses: Tensor, name: Hashable, trained: bool) -> None:
-    """Raise for losses that are not finite, or that have no gradient in a trial of what is `trained`."""
+    """Raise for losses that are not finite, or that have no gradient although parameters are `trained`."""
     if trained and not losses.requires_grad:
         raise ValueError(
             "loss(model, batch) has no gradient: it does not depend on trainable parameters of the model, or "
@@ -199,20 +199,20 @@ def _check(losses: Tensor, name: Hashable, trained: bool) -> None:
     if not losses.isfinite().all():
         wrong = float(losses[~losses.isfinite()][0])
         raise ValueError(
-            f"The loss of examples of {name!r} is {wrong}, and nothing can be promised about it. Leave out "
+            f"The loss of examples of {name!r} is {wrong}, so no promise about it is possible. Leave out "
             "examples without a label, and check the weights of the model."
         )
 
 
 def _warn_of_others(losses: Tensor, among_more: Tensor, name: Hashable) -> None:
-    """Warn if the losses of examples are others where there are more examples in the batch."""
+    """Warn if the losses of examples change with the other examples of their batch."""
     apart = (losses - among_more).abs().max()
     if apart > 0.03 * (1 + among_more.abs().max()):  # more than the rounding of bfloat16
         warnings.warn(
             f"Losses of examples of {name!r} depend on the other examples of their batch, by {apart:.1g}: "
-            "what is stored of them is not what later batches compare with. Causes are negatives from the "
-            "same batch, and padding on the left without position ids. Pass microbatch=1, or keep all of "
-            "them in one batch: examples=None and per='task'.",
+            "the stored outputs or losses do not match those in later batches. Causes are negatives from the "
+            "same batch, and padding on the left without position ids. Pass microbatch=1, or keep all "
+            "examples in one batch: examples=None and per='task'.",
             stacklevel=4,
         )
 

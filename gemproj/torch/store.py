@@ -1,6 +1,6 @@
-"""The examples of one task: how they are held, the policy's bookkeeping, and draws without replacement.
+"""Storage of the examples of one task, the policy's bookkeeping, and draws without replacement.
 
-Batches of tensors are held in the rows of preallocated ones, other examples as they are, in a list.
+Batches of tensors are stored in preallocated tensors, other examples unchanged in a list.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from gemproj.torch.batches import (
 )
 from gemproj.torch.policies import Policy, Slots
 
-_PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # cannot change
-_NUMPY = "__numpy__"  # the key of the bytes of an array, which is a dict in a state
+_PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # immutable
+_NUMPY = "__numpy__"  # key of the bytes of an array: in a state, an array is a dict
 
 
 class Store:
-    """At most `capacity` examples of one task, of which the first ``len(store)`` slots are in use.
+    """Storage of at most `capacity` examples of one task, in slots; the first ``len(store)`` are in use.
 
-    It is made from examples of the kind to be stored, and stores the first n of them.
+    The structure is that of the given examples, and the first n of them are written to the first slots.
 
     Attributes
     ----------
     collate : callable or None
-        Makes a batch of a list of examples; None for examples that are held in batches of tensors, and after
-        loading.
+        Makes a batch of a list of examples; None for examples stored in batches of tensors, and for loaded
+        examples whose function is unknown.
     held : dict
-        What holds the examples, their outputs and losses in these slots, by name.
+        The storage of the examples, of their outputs and of their losses, by name.
     form : tuple
-        Structure, shapes and dtypes of these: examples of equal form can be mixed in one batch.
+        Structure, shapes and dtypes in `held`: examples of equal form can be mixed in one batch.
     queues : dict
-        The slots that are left to draw, by label; of None for all examples.
+        The slots not drawn yet, by label; the key None stands for all examples.
     """
 
     def __init__(
@@ -62,21 +62,21 @@ class Store:
         return self.slots.used
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        other = copy.copy(self)  # the function that collates is the same
+        other = copy.copy(self)  # with the same collate function
         other.slots, other.queues, other.held = copy.deepcopy((self.slots, self.queues, self.held), memo)
         return other
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is held."""
+        """Bytes of all stored examples, outputs and losses."""
         return sum(held.nbytes for held in self.held.values())
 
     def _hold(self, held: dict[str, Dense | Listed]) -> None:
         self.held, self.form = held, tuple((name, one.kind) for name, one in held.items())
 
     def add(self, examples: Remembered, labels: list[int], policy: Policy, random: torch.Generator) -> None:
-        """Offer examples, which have been checked, to the policy."""
-        source: dict[int, int] = {}  # slot -> row of the batch
+        """Offer checked examples to the policy, and store those that it keeps."""
+        source: dict[int, int] = {}  # slot -> index in the batch
         for row, label in enumerate(labels):
             slot = self.slots.place(label, policy, random)
             if slot is not None:
@@ -88,16 +88,16 @@ class Store:
     def record(self, outputs: Any, losses: Any) -> None:
         """Replace the outputs and losses of all examples; empty tuples stand for none."""
         stored = Remembered(PerExample(range(len(self))), outputs, losses)
-        n = count_examples(stored)  # raises unless there is one of each for each example
+        n = count_examples(stored)  # raises unless all have equal lengths
         found = {name: hold(getattr(stored, name), len(self.slots.labels), n) for name in stored.fields}
         self._hold(found | {"batch": self.held["batch"]})
 
     def draw(
         self, by_label: bool, n: int | None, random: torch.Generator
     ) -> list[tuple[Hashable, list[int]]]:
-        """Return n slots of each label, in the order of the labels, or of all with None as their label.
+        """Return (label, n slots) for each label in increasing order, or for all slots with label None.
 
-        None is drawn again before all of them were. Without n these are all slots.
+        No slot is drawn again before all of its label have been drawn. Without n, return all slots.
         """
         slots: dict[Hashable, Any] = {None: range(len(self))}
         if by_label:
@@ -120,11 +120,11 @@ class Store:
         return drawn
 
     def check(self, examples: Remembered) -> None:
-        """Raise for examples that are not like those stored."""
+        """Raise if examples differ from the stored ones in fields, form (batch or list) or structure."""
         if examples.fields != list(self.held):
             raise ValueError(
                 f"The examples of this task are stored with {' and '.join(self.held)}; found "
-                f"{' and '.join(examples.fields)}. All examples of a task need the same."
+                f"{' and '.join(examples.fields)}. All examples of a task need the same fields."
             )
         for name, held in self.held.items():
             found, listed = getattr(examples, name), isinstance(held, Listed)
@@ -150,7 +150,7 @@ class Store:
     def from_state_dict(
         cls, state: Mapping[str, Any], capacity: int, collate: Collate | None = None
     ) -> Store:
-        """Make a store of what `state_dict` returned."""
+        """Return a store with a state returned by `state_dict`."""
         listed = state["listed"]
         examples = Remembered(
             *(unpacked(state[name]) if name in listed else state[name] for name in Remembered._fields)
@@ -164,17 +164,17 @@ class Store:
 
 
 def gather(chosen: list[tuple[Store, list[int]]]) -> Remembered:
-    """Return copies of the examples in some slots of several stores as those of one."""
+    """Return copies of the examples in some slots of several stores, joined in one `Remembered`."""
     first, form = chosen[0][0].held, chosen[0][0].form
     for store, _ in chosen:
         if store.held.keys() != first.keys():
             raise ValueError(
-                "Outputs or losses are stored with some tasks only, so that they cannot be mixed."
+                "Outputs or losses are stored with some tasks only; such tasks cannot be mixed in one batch."
             )
         if store.form != form:
             raise ValueError(
-                "Examples that differ in structure, shape or dtype, or that are stored in batches here and "
-                "in a list there, cannot be mixed in one batch. Draw from each task by itself, as "
+                "Examples that differ in structure, shape or dtype, or that are stored partly in batches "
+                "and partly in a list, cannot be mixed in one batch. Draw from each task by itself, as "
                 "per='task' does."
             )
     columns: Any = {name: [(store.held[name], slots) for store, slots in chosen] for name in first}
@@ -182,11 +182,11 @@ def gather(chosen: list[tuple[Store, list[int]]]) -> Remembered:
 
 
 class Dense:
-    """Examples of one shape, in preallocated tensors with one row for each slot."""
+    """Storage of examples of equal shape: preallocated tensors whose first dimension is the slot."""
 
     def __init__(self, like: Batch, capacity: int) -> None:
         leaves, self._spec = flatten(like)
-        # What inference mode allocates could not be written to outside of it.
+        # Tensors allocated in inference mode cannot be written to outside of it.
         with torch.inference_mode(False):
             self._leaves = [leaf.new_empty((capacity, *leaf.shape[1:])) for leaf in leaves]
         self.kind = str(self._spec), *((leaf.shape[1:], leaf.dtype) for leaf in leaves)
@@ -202,16 +202,16 @@ class Dense:
         return sum(leaf.nbytes for leaf in self._leaves)
 
     def write(self, slots: list[int], examples: Batch, rows: list[int]) -> None:
-        """Copy rows of a batch into slots."""
+        """Copy the examples of a batch with indices `rows` into slots."""
         to, of = (torch.tensor(places, dtype=torch.int64, device="cpu") for places in (slots, rows))
         for kept, leaf in zip(self._leaves, flatten(examples)[0], strict=True):
             kept[to.to(kept.device)] = leaf.detach()[of.to(leaf.device)].to(kept.device)
 
     @staticmethod
     def gather(chosen: list[tuple[Dense, list[int]]]) -> Batch:
-        """Return copies of the examples in some slots, as one batch on the devices of the first ones.
+        """Return copies of the examples in some slots, as one batch on the devices of the first examples.
 
-        Those that were loaded may lie on other devices than those that were stored since.
+        Loaded examples may be on other devices than examples stored later.
         """
         sizes, joined = [len(slots) for _, slots in chosen], []
         places = np.array([slot for _, slots in chosen for slot in slots], dtype=np.int64)
@@ -229,11 +229,11 @@ class Dense:
         return tree_unflatten(joined, chosen[0][0]._spec)
 
     def check(self, examples: Batch, field: str) -> None:
-        """Raise for examples that are not like those stored."""
+        """Raise if examples differ from the stored ones in structure, shape or dtype."""
         leaves, spec = flatten(examples)
         if spec != self._spec:
             raise ValueError(
-                f"The batch is nested differently from what is stored: {spec}, not {self._spec}."
+                f"The batch is nested differently from the stored examples: {spec}, not {self._spec}."
             )
         for i, (leaf, like) in enumerate(zip(leaves, self._leaves, strict=True)):
             if (leaf.shape[1:], leaf.dtype) != (like.shape[1:], like.dtype):
@@ -242,12 +242,12 @@ class Dense:
                     f"Stored examples have shape {tuple(like.shape[1:])} and {like.dtype} in {where}; found "
                     f"{tuple(leaf.shape[1:])} and {leaf.dtype}. For examples that differ in length pass the "
                     "loader itself, whose collate_fn pads them, or a data set or list of examples with "
-                    "collate=: they are then stored as they are."
+                    "collate=: they are then stored unchanged."
                 )
 
 
 class Listed:
-    """Examples as they are, in a list with one element for each slot in use."""
+    """Storage of unchanged examples, in a list with one element for each slot in use."""
 
     kind = ()
 
@@ -261,30 +261,30 @@ class Listed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors and arrays, and of other values what `sys.getsizeof` says of each."""
+        """Bytes of all tensors and arrays, plus `sys.getsizeof` of every other value."""
         return sum(getattr(leaf, "nbytes", sys.getsizeof(leaf)) for leaf in leaves_of(self._kept))
 
     def write(self, slots: list[int], examples: PerExample, rows: list[int]) -> None:
-        """Put examples, which are copies, into slots, of which new ones follow those in use."""
+        """Put copied examples into slots; new slots follow those in use."""
         self._kept += [None] * (max(slots, default=-1) + 1 - len(self._kept))
         for slot, row in zip(slots, rows, strict=True):
             self._kept[slot] = examples[row]
 
     @staticmethod
     def gather(chosen: list[tuple[Listed, list[int]]]) -> PerExample:
-        """Return copies of the examples in some slots: there are collate functions that change them."""
+        """Return copies of the examples in some slots, because some collate functions change their input."""
         return owned(PerExample(held._kept[slot] for held, slots in chosen for slot in slots))
 
 
 def hold(examples: Any, capacity: int, n: int = 0) -> Dense | Listed:
-    """Return what holds examples of this kind, with the first n of these in the first slots."""
+    """Return storage for examples of this kind, with the first n of them in the first slots."""
     held: Any = Listed() if isinstance(examples, PerExample) else Dense(examples, capacity)
     held.write(list(range(n)), examples, list(range(n)))
     return held
 
 
 def packed(examples: Any) -> Any:
-    """Return a list of examples as ``torch.load(..., weights_only=True)`` can read it; a batch as it is."""
+    """Return a list of examples for ``torch.load(..., weights_only=True)``; a batch unchanged."""
 
     def of(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray | np.generic):
@@ -312,15 +312,15 @@ def unpacked(state: list[Any]) -> PerExample:
 
 
 def owned(examples: Any) -> Any:
-    """Return copies of the examples of a list, or raise for what cannot be stored; a batch as it is."""
+    """Return copies of a list of examples, or raise for types that cannot be stored; a batch unchanged."""
     if not isinstance(examples, PerExample):
         return examples
-    with torch.inference_mode(False):  # tensors of inference mode could not be trained on
+    with torch.inference_mode(False):  # inference tensors could not be trained on
         return PerExample(map_nested(_copied, one, _is_plain_list) for one in examples)
 
 
 def _is_plain_list(value: Any) -> bool:
-    """Return whether a value is a list of numbers or strings, such as tokens, which is copied at once."""
+    """Return whether a value is a list of numbers or strings, such as tokens, which is copied as a whole."""
     return type(value) is list and _PLAIN.issuperset(map(type, value))
 
 
