@@ -54,7 +54,7 @@ def test_a_training_before_the_first_end_task_is_told_at_the_end(words, told):
     (message,) = told(lambda: script(words))
     assert "Nothing was protected: all 3 steps" in message
     assert "Call keep or end_task" in message
-    assert "from a state that was saved" in message
+    assert "from a saved state" in message
 
 
 @pytest.mark.parametrize(

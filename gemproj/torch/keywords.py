@@ -1,4 +1,4 @@
-"""Keywords that there are not: an error that names the one that may be meant."""
+"""Errors for unknown keywords, with a suggestion."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, ParamSpec
 
 P = ParamSpec("P")
 
-# What it is called in GEM's code and paper, in Avalanche and in `gemproj.project`.
+# Names in GEM's code and paper, in Avalanche and in `gemproj.project`, and what to pass instead.
 _ELSEWHERE = {
     "margin": "weight",
     "memory_strength": "weight",
@@ -23,7 +23,7 @@ _ELSEWHERE = {
 
 
 def suggesting(init: Callable[P, None]) -> Callable[P, None]:
-    """Have a constructor tell which keyword may be meant; its signature stays."""
+    """Make a constructor suggest the closest keyword; its signature is unchanged."""
     known = list(inspect.signature(init).parameters)
 
     @wraps(init)

@@ -1,4 +1,4 @@
-"""Losses to promise, one number for each example: of the labels, and of what the model said before."""
+"""Losses for promises, one number per example: cross-entropy, and divergence from earlier outputs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gemproj._checks import check_count, check_number
 from gemproj.torch.batches import Batch, Field, PerExample, field_of, output_of
 
-# Labels that torch and transformers leave out.
+# Label that torch and transformers ignore.
 _IGNORED = -100
 _MASK = "attention_mask"
 
@@ -29,17 +29,17 @@ def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
 
 
 class CrossEntropy:
-    """Cross-entropy of each example: for tokens, the mean over those of the example that have a label.
+    """Cross-entropy of each example; for tokens, the mean over the labelled tokens of the example.
 
-    Models of transformers return the mean over all tokens of a batch, from which no bound of an example can
-    be told. Of a padding-free batch, or of packed rows, ``batch["position_ids"]`` tells examples apart.
+    Models of transformers return the mean over all tokens of a batch, which gives no bound for an example. In
+    padding-free batches and packed rows, ``batch["position_ids"]`` separates the examples.
 
     Parameters
     ----------
     logits : callable, default `model_logits`
-        ``logits(model, batch)`` of shape (n, ..., classes).
+        ``logits(model, batch)`` returns logits of shape (n, ..., classes).
     labels : key or callable, default "labels"
-        Where the labels (n, ...) are, integers; those of -100 do not count.
+        Integer labels (n, ...) are ``batch[labels]`` or ``labels(batch)``; labels of -100 do not count.
     shift : bool, default False
         Whether position i predicts label i + 1, as in causal language models of transformers.
 
@@ -71,7 +71,7 @@ class CrossEntropy:
         return bool((field_of(batch, self._labels, "labels") != _IGNORED).any())
 
     def of(self, logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
-        """Return the losses for logits that have been computed, by this model of transformers if by any."""
+        """Return the losses for given logits; `model` is the transformers model they come from, if any."""
         _check_logits(logits)
         if not self._shift and _predicts_next(model):
             raise ValueError(
@@ -83,8 +83,8 @@ class CrossEntropy:
         if labels.shape != logits.shape[:-1]:
             raise ValueError(
                 f"labels must be integers of shape {tuple(logits.shape[:-1])}, to go with logits (n, ..., "
-                f"classes) of shape {tuple(logits.shape)}; found {tuple(labels.shape)}. Where classes are "
-                "elsewhere, or do not exclude each other, pass logits= or a loss of your own."
+                f"classes) of shape {tuple(logits.shape)}; found {tuple(labels.shape)}. If classes are in "
+                "another dimension, or do not exclude each other, pass logits= or your own loss."
             )
         examples = _examples_of(batch, labels.shape)
         if self._shift and labels.ndim < 2:
@@ -96,40 +96,39 @@ class CrossEntropy:
         logits = _widened(logits).flatten(0, -2)
         values = cross_entropy(logits, labels.flatten().long(), ignore_index=_IGNORED, reduction="none")
         values, counts = values.view(labels.shape), labels != _IGNORED
-        if examples is not None and self._shift:  # no position of another example predicts a first label
+        if examples is not None and self._shift:  # a first label is not predicted from another example
             counts = counts & (examples[:, 1:] == examples[:, :-1])
         return _means(values, counts, examples)
 
 
 class Distillation:
-    """Kullback-Leibler divergence of each example from what the model put out when it was stored.
+    """Kullback-Leibler divergence between the stored and the current outputs of each example.
 
-    ``T^2 sum_c p_c (log p_c - log q_c)`` with ``p`` the stored and ``q`` the present probabilities at
-    temperature T, for tokens the mean over the example as in `CrossEntropy` (Hinton et al., 2015); plus, with
-    `labels`, a weight times the cross-entropy, as in DER++ (Buzzega et al., 2020). It needs no labels, and
-    holds the model to what it said about every class.
+    The loss is ``T^2 sum_c p_c (log p_c - log q_c)``, where ``p`` are the stored and ``q`` the current
+    probabilities at temperature T (Hinton et al., 2015). For tokens it is the mean over the example, as in
+    `CrossEntropy`. With `labels`, the cross-entropy is added, times `weight`, as in DER++ (Buzzega et al.,
+    2020). The divergence needs no labels, and constrains the probabilities of all classes.
 
-    `gemproj.torch.GEM` stores the outputs of a task when it ends. By hand:
+    `gemproj.torch.GEM` stores the outputs at the end of a task. To store them by hand:
     ``memory.add(batch, task, outputs=loss.outputs(model, batch))``.
 
     Parameters
     ----------
     logits : callable, default `model_logits`
-        ``logits(model, batch)`` of shape (n, ..., classes).
+        ``logits(model, batch)`` returns logits of shape (n, ..., classes).
     temperature : float, default 1
     top : int, optional
-        Store the most probable classes only, and one number for the others together: a lower bound of
-        the divergence, in ``top * (bytes of dtype + 4)`` bytes a position instead of one number for
-        each class.
+        Store the most probable classes only; the others count as one class, which gives a lower bound of the
+        divergence. A position takes ``top * (bytes of dtype + 4)`` bytes instead of one number per class.
     dtype : torch.dtype, optional
-        Of the stored log-probabilities, such as ``torch.float16``; by default that of the logits.
+        Dtype of the stored log-probabilities, such as ``torch.float16``; by default that of the logits.
     mask : key or callable, default "attention_mask"
-        Positions (n, ...) that count, those not zero; without the default one all do. Outputs are stored of
-        these only, so that the same examples may come back padded in another way, or padding-free.
+        Nonzero (n, ...) at positions that count; all count if a batch lacks the default mask. Only their
+        outputs are stored, so the same examples may later be padded differently, or be padding-free.
     labels : CrossEntropy, optional
-        Adds its losses, from the same logits.
+        A cross-entropy to add, computed from the same logits.
     weight : float, default 1
-        Of these losses.
+        Weight of this cross-entropy.
 
     Examples
     --------
@@ -166,10 +165,10 @@ class Distillation:
 
     @torch.no_grad()
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Any:
-        """Return what to store: log-probabilities (n, ..., classes); with `top`, those and their classes.
+        """Return the outputs to store: log-probabilities (n, ..., classes); with `top`, a pair with classes.
 
-        Where a mask, or a padding-free batch, tells which positions are an example's own, a list with one
-        tensor (positions, classes) or pair of them for each example.
+        With a mask, or for a padding-free batch, return a `PerExample` with one tensor (positions, classes),
+        or one pair of tensors, per example.
         """
         logits = self._computed(model, batch)
         mask, examples = self._own(batch, logits)
@@ -202,15 +201,15 @@ class Distillation:
         if self._top is None:
             if outputs.shape[-1] != now.shape[-1]:
                 _refuse_classes(str(outputs.shape[-1]), now)
-            before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one whatever was rounded
+            before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one despite rounding
         else:
             values, classes = outputs
-            # Elsewhere reading a number would wait for the device.
+            # On a device, reading a number would synchronise.
             if classes.device.type == "cpu" and bool((classes >= now.shape[-1]).any()):
                 _refuse_classes(f"at least {int(classes.max()) + 1}", now)
             before = _with_rest(values.to(now.dtype))
             now = _with_rest(now.gather(-1, classes.long()))
-        # What had probability zero adds nothing, although its logarithm is infinite.
+        # A class of probability zero adds nothing, although its logarithm is infinite.
         terms = torch.where(before.isneginf(), 0.0, before.exp() * (before - now))
         divergence = terms.sum(-1) * self._temperature**2
         if mask is None:
@@ -224,7 +223,7 @@ class Distillation:
         return losses + self._weight * self._labels.of(logits, batch, known)
 
     def _computed(self, model: Any, batch: Batch) -> Tensor:
-        """Return the logits of a batch; raise where they, or the mask, are about something else."""
+        """Return the logits of a batch; raise if the mask or the classes do not fit the logits."""
         logits = self._logits(model, batch)
         _check_logits(logits)
         config = getattr(model, "config", None)
@@ -238,16 +237,16 @@ class Distillation:
             raise ValueError(
                 f"logits must be of classes that exclude each other, in the last dimension; found "
                 f"{tuple(logits.shape)} of {type(model).__name__}. Pass logits=, a function of model and "
-                "batch: of images model(**batch).logits.movedim(1, -1), of labels that do not exclude each "
-                "other torch.stack([0 * z, z], -1) for their logits z."
+                "batch: for images model(**batch).logits.movedim(1, -1), for labels that do not exclude each "
+                "other torch.stack([0 * z, z], -1) with their logits z."
             )
         return logits
 
     def _own(self, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return the positions that count, or None for all, and `_examples_of` them."""
+        """Return the mask of positions that count, or None for all, and the result of `_examples_of`."""
         shape = logits.shape[:-1]
         examples = _examples_of(batch, shape)
-        # Of a classifier of sequences, the mask is about tokens and the logits are not.
+        # For a sequence classifier, the mask is about tokens, but the logits are not.
         if self._mask != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
             mask = field_of(batch, self._mask, "mask")
             if mask.shape != shape:
@@ -269,26 +268,26 @@ def _predicts_next(model: Any) -> bool:
 
 
 def _check_logits(logits: Tensor) -> None:
-    """Raise for logits of one class, whose probability is one whatever they are."""
+    """Raise for logits of a single class, whose probability is always one."""
     if logits.ndim < 2 or logits.shape[-1] < 2:
         raise ValueError(
             "logits must have shape (n, ..., classes), of two classes at least; found "
-            f"{tuple(logits.shape)}. Of one logit z for two classes return torch.stack([0 * z, z], -1); for "
-            "scores promise a loss of your own, such as a squared difference."
+            f"{tuple(logits.shape)}. For two classes with one logit z return torch.stack([0 * z, z], -1); "
+            "for scores pass your own loss, such as a squared difference."
         )
 
 
 def _refuse_classes(stored: str, now: Tensor) -> NoReturn:
-    """Raise for outputs of other classes than those of the model."""
+    """Raise because stored outputs have other classes than the model."""
     raise ValueError(
-        f"Outputs were stored of {stored} classes, and the model has {now.shape[-1]}. Where it was given "
-        "more, pass logits=, a function that returns those of the old ones; a teacher must have "
+        f"Outputs were stored for {stored} classes, and the model has {now.shape[-1]}. If classes were "
+        "added, pass logits=, a function that returns the logits of the old classes; a teacher must have "
         "the same classes."
     )
 
 
 def _widened(logits: Tensor) -> Tensor:
-    """Return logits in float32 at least: sums in half precision lose the digits of a bound."""
+    """Return logits in at least float32: sums in half precision are too inaccurate for a bound."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
@@ -300,13 +299,13 @@ def _with_rest(top: Tensor) -> Tensor:
 
 
 def _means(values: Tensor, counts: Tensor, examples: Tensor | None = None) -> Tensor:
-    """Return the mean of (n, ...) over each example, where `counts`; 0 where nothing does."""
+    """Return the mean of (n, ...) over the positions of each example that count; 0 if none counts."""
     totals = _sums(torch.where(counts, values, 0.0), examples)
     return totals / _sums(counts.long(), examples).clamp(min=1)
 
 
 def _sums(values: Tensor, examples: Tensor | None) -> Tensor:
-    """Return the sum over each example: a row, or positions with its number; values may lack the first."""
+    """Sum values over each row, or over the positions of each example; they may lack first positions."""
     if examples is None:
         return values.reshape(len(values), -1).sum(1)
     sums, of = values.new_zeros(int(examples[-1, -1]) + 1), examples[:, examples.shape[1] - values.shape[1] :]
@@ -314,10 +313,10 @@ def _sums(values: Tensor, examples: Tensor | None) -> Tensor:
 
 
 def _examples_of(batch: Batch, shape: torch.Size) -> Tensor | None:
-    """Return the number of the example that each position belongs to; None where each row is an example.
+    """Return the number of the example at each position; None if each row of the batch is one example.
 
-    Rows may hold several examples if there is no attention mask: one begins wherever positions do not go on,
-    as models of transformers see it.
+    Without an attention mask, a row may hold several examples. As in models of transformers, a new one begins
+    wherever the position ids do not continue.
     """
     if not isinstance(batch, Mapping) or _MASK in batch or "position_ids" not in batch:
         return None
@@ -330,14 +329,14 @@ def _examples_of(batch: Batch, shape: torch.Size) -> Tensor | None:
 
 
 def _at_positions(outputs: Any, mask: Tensor, examples: Tensor | None) -> Any:
-    """Return the stored outputs of all positions that count, one after the other."""
+    """Return the stored outputs of all positions that count, concatenated."""
     if not isinstance(outputs, PerExample):
         return tree_map(lambda leaf: leaf[mask], outputs)
     stored = [len(tree_leaves(one)[0]) for one in outputs]
     found = _sums(mask.long(), examples).tolist()
     if sum(stored) != sum(found) or (len(stored) > 1 and stored != found):
         raise ValueError(
-            f"Outputs were stored of {stored} positions of the examples, and now {found} count: the mask, or "
-            "what the collate function cuts off, must be the same whenever an example is drawn."
+            f"Outputs were stored for {stored} positions of the examples, and now {found} count: the mask, "
+            "and the truncation in the collate function, must be the same whenever an example is drawn."
         )
     return tree_map(lambda *leaves: torch.cat(leaves), *outputs)

@@ -1,4 +1,4 @@
-"""What projected steps did: one step, and all of them for each promise and on average."""
+"""Statistics of projected steps: of one step, and over all steps for each promise and on average."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from gemproj._tspace import Gram
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Projection:
-    """Statistics of one step of a `GradientProjector`. On a device, reading a number waits for it.
+    """Statistics of one step of a `GradientProjector`. On a device, reading a number synchronises.
 
     Attributes
     ----------
     constraints : int
-        Number of constraints; 0 where nothing is promised, as before the first task is stored.
+        Number of constraints; 0 if nothing is promised, as before the first task is stored.
     cosines : Tensor or None
         Cosine between the applied step and each constraint gradient, shape (t,), float64, measured on the
-        parameters: negative where the step raises a past task's loss, to first order. None before the
-        optimizer has stepped, and without `attach`.
+        parameters. A negative cosine means that the step raises the loss of this constraint, to first order.
+        None before the optimizer has stepped, and without `attach`.
     excess : Tensor or None
-        How far each loss was above its bound when the step began, shape (t,), float64, NaN for a promise
-        without a tolerance; None where no promise has one.
+        Excess of each loss over its bound at the beginning of the step, shape (t,), float64; NaN for a
+        promise without a tolerance. None if no promise has a tolerance.
     age : int
-        Steps since the constraint gradients were computed. Losses are followed to first order meanwhile.
+        Steps since the constraint gradients were computed. In between, losses are updated to first order.
     seconds : float
-        Time spent in the projector for this step, constraint gradients included, as the host sees it.
+        Host time spent in the projector for this step, including constraint gradients.
     names : list of tuple
-        What each constraint is about, starting with the name of its set; empty where that is not known.
+        The name of each constraint, which starts with the name of its set; empty if unknown.
     losses, stored : Tensor, shape (t,), float64, or None
-        The loss of each constraint when the step began, and when its examples were stored, NaN where that is
-        not known.
+        The loss of each constraint at the beginning of the step, and when its examples were stored; NaN if
+        unknown.
     costs : list of float
-        Seconds that each constraint gradient took, as the host sees it.
+        Host time for each constraint gradient, in seconds.
     """
 
     constraints: int
@@ -72,13 +72,13 @@ class Projection:
     def solution(self) -> DualSolution | None:
         """Multipliers and certificates of the projection of the gradient (with ``on="step"``, of the step).
 
-        None where nothing was projected.
+        None if nothing was projected.
         """
         return None if self._solution is None else self._solution.to(_as_tensor)
 
     @cached_property
     def step(self) -> DualSolution | None:
-        """Those of the projection of the step, with ``on="step"`` and ``on="both"``."""
+        """Multipliers and certificates of the projected step, with ``on="step"`` and ``on="both"``."""
         if self._step is self._solution:
             return self.solution
         return None if self._step is None else self._step.to(_as_tensor)
@@ -102,7 +102,7 @@ class Projection:
 
     @property
     def cosine(self) -> float | None:
-        """Cosine between the gradient before and after; 1 when nothing changed, None without constraints."""
+        """Cosine between the gradient before and after; 1 without a projection, None without constraints."""
         if not self.constraints:
             return None
         return 1.0 if self._solution is None else float(self._solution.cosine())
@@ -113,20 +113,20 @@ class Projection:
         return None if self.cosines is None or not len(self.cosines) else float(self.cosines.min())
 
 
-# Points of a history; where it is full every second one is dropped, and every second step is left out.
+# Maximum number of points of a history: a full one drops every second point, and then records half as often.
 _MOST_POINTS = 1000
-# Steps that are counted at once, which saves the time of many small operations, and the entries of their Gram
-# matrices.
+# Maximum number of steps that are counted together, which saves many small operations, and of entries of
+# their Gram matrices.
 _MOST_PENDING, _MOST_ENTRIES = 50, 1 << 17
 
-_as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # on a device they are tensors
+_as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # device results are tensors
 
 
 class History:
-    """What the steps under promises did, set by set and on average, in memory that does not grow with them.
+    """Statistics of the steps under promises, for each set and on average, in bounded memory.
 
-    Nothing is read from a device before somebody reads this. What is promised of several sets together has a
-    tuple of their names, or the name None for all sets without a promise of their own.
+    A device is synchronised only when statistics are read. A promise about several sets together is named by
+    a tuple of their names, or by None for all sets without their own promise.
     """
 
     def __init__(self) -> None:
@@ -134,11 +134,11 @@ class History:
         self._totals = torch.zeros(9, 0, dtype=torch.float64)
         self._points: list[tuple[int, Tensor]] = []  # steps, and (2, sets): losses and bounds
         self._pending: list[Projection] = []  # steps that have not been counted yet
-        self._kind: Any = None  # what these have in common: which sets their rows are about, and options
+        self._kind: Any = None  # common to these: the sets of their rows, and their options
         self._forget_means()
 
     def add(self, step: Projection) -> None:
-        """Note a step."""
+        """Add the statistics of a step."""
         sol = step._solution
         if sol is None or step.cosines is None or not step.names:
             return
@@ -150,7 +150,7 @@ class History:
         self._pending.append(step)
 
     def means(self) -> dict[str, Tensor | float]:
-        """Return numbers to log, of the steps since the last call: means, and the smallest worst cosine.
+        """Return numbers to log for the steps since the last call: means, and the smallest worst cosine.
 
         Returns
         -------
@@ -175,7 +175,7 @@ class History:
         return numbers
 
     def close(self, name: Any) -> None:
-        """Keep the numbers of a set under another name: its name is of other examples, or promises, now."""
+        """Rename the statistics of a set, whose name now stands for other examples or another promise."""
         self._count()
         if name in self._names:
             old = f"{name} (earlier)"
@@ -184,7 +184,7 @@ class History:
             self._names[self._names.index(name)] = old
 
     def points(self) -> dict[Any, list[tuple[int, float, float]]]:
-        """Return for each set the losses over the steps: (step, loss, bound), NaN where there is no bound."""
+        """Return (step, loss, bound) for each set, over the steps; the bound is NaN without a tolerance."""
         self._count()
         found: dict[Any, list[tuple[int, float, float]]] = {name: [] for name in self._names}
         for step, values in self._points:
@@ -194,22 +194,22 @@ class History:
         return found
 
     def totals(self) -> dict[Any, list[float]]:
-        """Return for each set its first, last and worst loss and last bound, steps, and sums over them.
+        """Return nine numbers for each set: first, last and worst loss, last bound, steps, and four sums.
 
-        These are of steps that violated, that broke the promise, of multipliers and of seconds.
+        The sums count steps that violated or broke the promise, and add up multipliers and seconds.
         """
         self._count()
         return dict(zip(self._names, self._totals.T.tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all of it, as numbers, names and tensors."""
+        """Return the history as numbers, names and tensors."""
         self._count()
         points = [[step, values.cpu()] for step, values in self._points]
         known = {"names": list(self._names), "every": self._every, "totals": self._totals.cpu()}
         return {"steps": self._steps, "points": points} | known
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Bring back what `state_dict` returned."""
+        """Load a state returned by `state_dict`."""
         self._steps, self._names, self._every = state["steps"], list(state["names"]), state["every"]
         self._totals, self._pending, self._kind = state["totals"], [], None
         self._points = [(step, values) for step, values in state["points"]]
@@ -220,7 +220,7 @@ class History:
         self._excess: Tensor | None = None
 
     def _count(self) -> None:
-        """Count the pending steps, whose rows are about the same sets."""
+        """Count the pending steps, whose rows belong to the same sets."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -242,7 +242,7 @@ class History:
         self._count_sets(torch.stack([one.to(losses) for one in values], 1))
 
     def _count_sets(self, numbers: Tensor) -> None:
-        """Count steps, given by seven numbers (steps, 7, rows) for each row, for each set."""
+        """Count steps for each set; `numbers`, shape (steps, 7, rows), holds seven numbers per row."""
         sets = self._kind[0]
         self._names += [name for name in dict.fromkeys(sets) if name not in self._names]
         steps, n = len(numbers), len(self._names)
@@ -279,12 +279,12 @@ class History:
         self._steps += steps
 
 
-# Of a step, numbers of rows.
+# Fields of a `Projection` with one number per row.
 _OF_ROWS = ("losses", "stored", "cosines")
 
 
 def _batch(solutions: Sequence[DualSolution]) -> DualSolution:
-    """Return solutions of equal form as those of a batch."""
+    """Return solutions of equal form as one batch of solutions."""
     xp, first = namespace(solutions[0].multipliers), solutions[0]
 
     def stacked(parts: Iterable[Any]) -> Any:
@@ -301,31 +301,31 @@ def _batch(solutions: Sequence[DualSolution]) -> DualSolution:
 
 @dataclass(frozen=True)
 class Line:
-    """What became of one promise; losses are means over its rows.
+    """The outcome of one promise; losses are means over its rows.
 
     Attributes
     ----------
     name : object
-        Of the set; of sets that have one row together a tuple of names, or "all sets" for all that have no
-        promise of their own.
+        Name of the set. For sets that share one row, a tuple of names, or "all sets" for all sets without
+        their own promise.
     examples : int
-        Stored examples.
+        Number of stored examples.
     stored : float
-        The loss when the examples of the last step were stored; where a promise does not need that, the loss
-        at the first step.
+        Loss of the last step's examples when they were stored. If the promise does not need this, the loss at
+        the first step.
     now, worst : float
-        The loss at the last step under the promise, and at the worst.
+        Loss at the last step under the promise, and the largest loss of all steps.
     bound : float
-        What the loss may be at most; NaN for a promise without a tolerance.
+        Largest loss that the promise allows; NaN for a promise without a tolerance.
     steps : int
-        Steps under the promise.
+        Number of steps under the promise.
     would_break, broke : float
-        Share of the steps that without a projection would have broken the promise, and that did: to first
-        order, or, with a tolerance, with a loss above its bound when the step began.
+        Share of the steps that would have broken the promise without a projection, and that broke it. A step
+        breaks it to first order; with a tolerance, if its loss is above the bound at its beginning.
     multiplier : float
         Mean multiplier, in units of gradients (of steps with ``on="step"``).
     seconds : float
-        Spent on its constraint gradients, as the host sees it.
+        Host time spent on the constraint gradients of the promise.
     """
 
     name: Any
@@ -342,7 +342,7 @@ class Line:
 
 
 class Report(Sequence[Line]):
-    """What became of each promise: a sequence of `Line`, which prints as a table and can be drawn."""
+    """The outcome of each promise: a sequence of `Line`, which prints as a table and can be plotted."""
 
     def __init__(
         self, lines: Sequence[Line], points: Mapping[Any, Sequence[tuple[int, float, float]]]
@@ -353,7 +353,7 @@ class Report(Sequence[Line]):
         return len(self._lines)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a line by its place, or by the name of its set."""
+        """Return a line by its index, or by the name of its set."""
         if isinstance(key, int | slice) and not any(line.name == key for line in self._lines):
             return self._lines[key]
         found = [line for line in self._lines if line.name == key]
@@ -379,12 +379,12 @@ class Report(Sequence[Line]):
         )
 
     def plot(self, ax: Any = None) -> Any:
-        """Draw losses, and dashed their bounds, over the steps under promises; needs matplotlib.
+        """Plot losses, and their bounds as dashed lines, over the steps under promises; needs matplotlib.
 
         Parameters
         ----------
         ax : matplotlib.axes.Axes, optional
-            By default of a new figure.
+            By default the axes of a new figure.
 
         Returns
         -------
@@ -407,16 +407,16 @@ class Report(Sequence[Line]):
         return ax
 
 
-# Cosines and relative excesses below it are rounding.
+# Cosines and relative excesses below this value are rounding.
 _ROUNDING = 1e-6
 
 
 def make_report(history: History, examples: Mapping[Any, int], together: Iterable[Any] = ()) -> Report:
-    """Return the report on sets of so many `examples`, by name, and on those that have one row `together`."""
+    """Return the report; `examples` are counts by set, `together` are the sets that None stands for."""
     known, lines = history.totals(), []
     rows = {name: _sets(name, examples, together) for name in known}
     joint = {one for name, sets in rows.items() if name not in examples for one in sets}
-    # Sets that were only ever in a row together are in the line of that row.
+    # Sets that only ever shared a row are in the line of that row.
     alone = [name for name in examples if name in known or name not in joint]
     for name in [*alone, *(name for name in known if name not in examples)]:
         nan = math.nan
@@ -424,21 +424,21 @@ def make_report(history: History, examples: Mapping[Any, int], together: Iterabl
             name, (nan,) * 4 + (0.0,) * 5
         )
         share = max(steps, 1.0)
-        count = sum(examples.get(one, 0) for one in rows.get(name, [name]))  # 0 if it was removed
+        count = sum(examples.get(one, 0) for one in rows.get(name, [name]))  # 0 if the set was removed
         shares = would / share, broke / share, multiplier / share
         lines.append(Line(shown(name), count, first, now, worst, bound, int(steps), *shares, cost))
     return Report(lines, {shown(name): points for name, points in history.points().items()})
 
 
 def _sets(name: Any, examples: Mapping[Any, int], together: Iterable[Any]) -> Iterable[Any]:
-    """Return the sets that the rows of a name are about."""
+    """Return the sets whose examples are in the rows of a name."""
     if name is None:
         return together
     return (name,) if name in examples or type(name) is not tuple else name
 
 
 def shown(name: Any) -> Any:
-    """Return the name of a set as messages and reports say it; None stands for all sets together."""
+    """Return the name of a set for messages and reports; None stands for all sets together."""
     return "all sets" if name is None else name
 
 

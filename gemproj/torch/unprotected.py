@@ -1,4 +1,4 @@
-"""What is said aloud where nothing was protected, though something was meant to be."""
+"""Warnings for trainings in which no task was protected."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from gemproj.torch.parameters import local
 
 @dataclass
 class Use:
-    """What a memory was good for: steps that were taken with it, and whether one had a constraint.
+    """Counts the steps taken with a memory, and notes whether any step had a constraint.
 
-    Whether a first task without constraints is the first of a stream or all there is shows at the end only:
-    where the memory is dropped, or Python ends.
+    A first task has no constraints. Only at the end, when the memory is deleted or Python exits, is it known
+    whether other tasks followed.
     """
 
     steps: int = 0
     protected: bool = False
-    kept: bool = False  # saved or copied, so that another training may go on with it
+    kept: bool = False  # saved or copied, so another training may continue with it
     watch: Any = None  # a weak reference to the last `Watch`
 
     def report(self) -> None:
-        """Warn if steps were taken and nothing was protected by them, or if weights changed without steps."""
+        """Warn if steps were taken and none was protected, or if weights changed without steps."""
         if self.protected or self.kept or _broken_off():
             return
         watch = None if self.watch is None else self.watch()
         if self.steps:
             logging.getLogger("gemproj").warning(
-                "Nothing was protected: all %d steps were taken before a task was stored, so that they are "
-                "those of a training without GEM. Call keep or end_task with examples of what must be kept "
-                "before the training that must not forget it. Nothing is lost if a first task is learned on "
-                "from a state that was saved.",
+                "Nothing was protected: all %d steps were taken before a task was stored, as in a training "
+                "without GEM. Call keep or end_task with examples of earlier tasks before the training that "
+                "must not forget them. Ignore this message if the training of a first task was resumed from "
+                "a saved state.",
                 self.steps,
             )
         elif watch is not None and watch.unseen():
@@ -53,7 +53,7 @@ _uses: weakref.WeakKeyDictionary[Any, Use] = weakref.WeakKeyDictionary()
 
 
 def use_of(memory: Any) -> Use:
-    """Return the use of a memory, which is reported at its end."""
+    """Return the `Use` of a memory, which reports when the memory is deleted."""
     if memory not in _uses:
         _uses[memory] = Use()
         weakref.finalize(memory, _uses[memory].report)
@@ -66,29 +66,29 @@ def keep(memory: Any) -> None:
 
 
 def _broken_off() -> bool:
-    """Return whether Python ends with an error, which tells enough."""
+    """Return whether Python exits with an error, so that no other message is needed."""
     return hasattr(sys, "last_value") and not hasattr(sys, "ps1")
 
 
 def weights(parameters: Iterable[Tensor], norms: bool = True) -> list[float]:
-    """Return how often each parameter was written, and its norm, for which a device is waited for.
+    """Return the version counter of each parameter and, with `norms`, its norm, which synchronises a device.
 
-    Fused optimizers do not count what they write.
+    Fused optimizers do not increment the version counter.
     """
 
     def norm(p: Tensor) -> Tensor:
         return torch.linalg.vector_norm(local(p), dtype=torch.promote_types(p.dtype, torch.float32))
 
     held = list(parameters)
-    found = [norm(p) for p in held] if norms else []  # all of them, before the first is waited for
+    found = [norm(p) for p in held] if norms else []  # all norms, before the first one synchronises
     return [*(p._version for p in held), *map(float, found)]
 
 
 class Unused:
-    """Constraints of a projector that nothing has used yet, and the weights when they were computed.
+    """Constraints of a projector that are not used yet, and the weights when they were computed.
 
-    It is told when weights have changed by the time that others are computed; of the last constraints, if
-    none was ever used, where the projector is dropped, or Python ends.
+    Warns if the weights have changed before new constraints are computed. If no constraints were ever used,
+    it also warns about the last ones, when the projector is deleted or Python exits.
     """
 
     def __init__(self, projector: Any) -> None:
@@ -100,11 +100,11 @@ class Unused:
         self._before = self._now()
 
     def end(self, used: bool = True) -> None:
-        """Note that they were used, or that there are none."""
+        """Note that the constraints were used, or that there are none."""
         self._before, self._used = [], self._used or used
 
     def warn(self) -> None:
-        """Warn if weights have changed since; once told, it is not told at the end."""
+        """Warn if weights have changed since `begin`; after this warning, there is none at the end."""
         if self._lost():
             self.end()
             warnings.warn(_UNUSED, stacklevel=3)
@@ -113,7 +113,7 @@ class Unused:
         return bool(self._before) and self._before != self._now()
 
     def _now(self) -> list[float]:
-        # Nothing is waited for once constraints are in use.
+        # No norms, which would synchronise a device, once constraints are in use.
         return weights(self._parameters, norms=not self._used)
 
     def _report(self) -> None:
@@ -122,14 +122,14 @@ class Unused:
 
 
 _UNUSED = (
-    "The weights have changed, and no gradient was projected since constraints were computed last: they "
+    "The weights have changed, and no gradient was projected since constraints were last computed: these "
     "protected nothing. Call project_() before each optimizer.step(), or attach(optimizer) once, before the "
     "loop, to the optimizer that takes the steps."
 )
 
 
 class Watch:
-    """Whether steps are seen, and whether weights change without one."""
+    """Notes whether steps are seen, and whether weights change without a step."""
 
     def __init__(self, memory: Any, parameters: Iterable[Tensor]) -> None:
         self._use, self._parameters = use_of(memory), [p for p in parameters if p.requires_grad]
@@ -137,11 +137,11 @@ class Watch:
         self.begin()
 
     def begin(self, stepped: bool = False) -> None:
-        """Begin a task, or go on with one that has `stepped`, with the weights as they are."""
+        """Begin a task, or continue one that has `stepped`, with the current weights."""
         self.stepped, self._norms = stepped, self._now()
 
     def step(self, constraints: int) -> None:
-        """Count a step under so many constraints."""
+        """Count a step with this number of constraints."""
         self.stepped, self._use.steps = True, self._use.steps + 1
         self._use.protected = self._use.protected or constraints > 0
 
@@ -155,5 +155,5 @@ class Watch:
         return self._stored and not self.stepped and self._norms != self._now()
 
     def _now(self) -> list[float]:
-        # Not how often they were written: a search for a learning rate puts them back.
+        # No version counters: a search for a learning rate restores the weights.
         return weights(self._parameters)[len(self._parameters) :]
