@@ -47,7 +47,7 @@ def processes_bring_and_keep_examples_of_their_own():
     if rank == 0:
         Path(folders[0], "gem_rank2.pt").touch()
     accelerator.wait_for_everyone()
-    with pytest.raises(ValueError, match=r"made by 3 processes, .* here are 2"):
+    with pytest.raises(ValueError, match=r"made by 3 processes, .* this run has 2"):
         accelerator.load_state(folders[0])
     AcceleratorState._reset_state(reset_partial_state=True)
 

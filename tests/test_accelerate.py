@@ -81,7 +81,7 @@ def test_what_is_removed_is_in_no_checkpoint_and_projects_no_more(tmp_path):
     assert not list(tmp_path.glob("gem*"))
     driver.train(batches(1))
     assert driver.object.last is None
-    with pytest.raises(FileNotFoundError, match=r"has no gem\.pt; of such files it has none"):
+    with pytest.raises(FileNotFoundError, match=r"has no gem\.pt; it has none"):
         Accelerate(tmp_path).accelerator.load_state(tmp_path)
 
 

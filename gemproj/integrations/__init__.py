@@ -1,1 +1,1 @@
-"""gemproj inside the training loops of other libraries; each module needs its library and nothing else."""
+"""gemproj in the training loops of other libraries; each module needs only its own library."""

@@ -1,4 +1,4 @@
-"""Gradient projection for what Accelerate has prepared: in a loop of one's own, or in a Trainer."""
+"""Gradient projection for models and optimizers prepared by Accelerate, in your own loop or a Trainer."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _clip_at_once = Accelerator.clip_grad_norm_
 @wraps(_clip_at_once)
 def _clip(self: Accelerator, parameters: Iterable[Any], max_norm: float, norm_type: float = 2) -> Any:
     now = partial(_clip_at_once, self)
-    if self.distributed_type == DistributedType.DEEPSPEED:  # which clips in its own step
+    if self.distributed_type == DistributedType.DEEPSPEED:  # DeepSpeed clips in its own step
         return now(parameters, max_norm, norm_type)
 
     def measure(parameters: Iterable[Any], norm_type: float) -> Any:
-        self.unscale_gradients()  # which may be done once, and `now` does
+        self.unscale_gradients()  # allowed only once; `now` does it itself
         return total_norm(parameters, norm_type)
 
     later = getattr(self, "_clip_grad_norm_dtensor_aware", torch.nn.utils.clip_grad_norm_)
@@ -51,33 +51,33 @@ def _clip(self: Accelerator, parameters: Iterable[Any], max_norm: float, norm_ty
     return clip_grad_norm_(optimizers, parameters, max_norm, norm_type, now=now, later=later, measure=measure)
 
 
-# The method of the class, since the Trainer does not show its accelerator to callbacks. Where no projector
-# is attached, it does what it did.
+# The method of the class is replaced, because the Trainer does not pass its accelerator to callbacks. Without
+# an attached projector, the method behaves as before.
 Accelerator.clip_grad_norm_ = _clip
 
 
 class AcceleratedKeeper(Keeper):
-    """A `Keeper` for prepared models and optimizers, with a file of its own in checkpoints."""
+    """A `Keeper` for prepared models and optimizers, with its own file in checkpoints."""
 
-    _number = 0  # of several in one checkpoint
+    _number = 0  # distinguishes several objects in one checkpoint
 
     def _attach_prepared(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """Attach; the forward pass of a prepared model runs in the precision of training."""
+        """Attach to optimizers; the forward pass of a prepared model has the precision of training."""
         refuse_engine(AcceleratorState())
-        # A compiled model would be changed by what extracts the one within it.
+        # `extract_model_from_parallel` would change a compiled model.
         model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         scaler = getattr(optimizers[0], "scaler", None)
         self._attach(model, [bare(one) for one in optimizers], scaler=scaler, process_group=everyone())
 
     def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
-        """Write the part of this process to a file in the checkpoint."""
+        """Write the state of this process to a file in the checkpoint."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         torch.save(self.state_dict() | more, file_in(folder, self._number))
 
 
 class GEM(AcceleratedKeeper):
-    """`gemproj.torch.GEM` for a model and an optimizer that ``accelerator.prepare`` has returned.
+    """`gemproj.torch.GEM` for a model and an optimizer returned by ``accelerator.prepare``.
 
     ::
 
@@ -93,26 +93,26 @@ class GEM(AcceleratedKeeper):
             accelerator.log(gem.logs())
         gem.end_task(loader)
 
-    Losses on the memory run through the forward pass of the prepared model, in its precision and, with
-    float16, its scale; an ``accelerator.autocast()`` around the loss belongs into `loss`. Memory and
-    projector are part of ``accelerator.save_state`` and ``load_state``: a file ``gem.pt`` in the folder, or
-    one per process, and ``gem_1.pt`` of a second object.
+    Losses on the memory use the forward pass of the prepared model, with its precision and, in float16, its
+    loss scale. If the loss needs ``accelerator.autocast()``, use it inside `loss`. Memory and projector are
+    part of ``accelerator.save_state`` and ``load_state``: a file ``gem.pt`` in the folder, or one file per
+    process. A second object has ``gem_1.pt``.
 
     Parameters
     ----------
     accelerator : accelerate.Accelerator
     model, optimizer
-        As ``accelerator.prepare`` returned them; of several optimizers a list.
+        As returned by ``accelerator.prepare``; several optimizers as a list.
     loss, per_task, per, examples, weight, tolerance, memory, method, on, every, project
-        As in `gemproj.torch.GEM`, as are `microbatch`, `rows_dtype` and the attributes.
+        As in `gemproj.torch.GEM`; so are `microbatch`, `rows_dtype` and the attributes.
     process_group
         By default all processes.
 
     Raises
     ------
     ValueError
-        For Megatron-LM and FSDP1, which hide steps or parameters; FSDP2 works. With DeepSpeed (ZeRO 1, 2
-        and 3) for another `on` than "step".
+        For Megatron-LM and FSDP1, which hide steps or parameters; FSDP2 works. With DeepSpeed (ZeRO 1, 2 and
+        3), for any `on` except "step".
     """
 
     @suggesting
@@ -162,7 +162,7 @@ class GEM(AcceleratedKeeper):
     def remove(self) -> None:
         """Detach from the optimizer and from the accelerator's checkpoints."""
         super().remove()
-        if not hasattr(self, "_hooks"):  # as it is attached
+        if not hasattr(self, "_hooks"):  # during the first attachment
             return
         self._numbers.discard(self._number)
         for hook in self._hooks:
@@ -170,14 +170,14 @@ class GEM(AcceleratedKeeper):
 
 
 def bare(optimizer: Any) -> Any:
-    """Return the optimizer that Accelerate has wrapped."""
+    """Return the optimizer inside Accelerate's wrappers."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def file_in(folder: str | os.PathLike[str], number: int = 0) -> Path:
-    """Return the file of this process in a checkpoint: each has its own examples and shards."""
+    """Return the file of this process in a checkpoint; each process has its own examples and shards."""
     state = AcceleratorState()
     rank = f"_rank{state.process_index}" if state.num_processes > 1 else ""
     return Path(folder) / f"{_name(number)}{rank}.pt"
@@ -188,19 +188,19 @@ def _name(number: int) -> str:
 
 
 def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
-    """Return the part of this process in a checkpoint, made by as many processes with GEM."""
+    """Return the state of this process from a checkpoint, made with GEM and equally many processes."""
     file = file_in(folder, number)
     if not file.is_file():
         found = sorted(other.name for other in Path(folder).glob("gem*.pt")) or "none"
         raise FileNotFoundError(
-            f"Checkpoint {folder} has no {file.name}; of such files it has {found}. It must come from a run "
+            f"Checkpoint {folder} has no {file.name}; it has {found}. It must come from a run "
             "with GEM and with the same number of processes."
         )
     parts, count = len(list(file.parent.glob(f"{_name(number)}_rank*.pt"))), AcceleratorState().num_processes
     if parts > count:
         raise ValueError(
-            f"Checkpoint {folder} was made by {parts} processes, each with examples of its own, and here are "
-            f"{count}. Resume with {parts}, or store the examples anew."
+            f"Checkpoint {folder} was made by {parts} processes, each with its own examples, but "
+            f"this run has {count}. Resume with {parts}, or store the examples anew."
         )
     return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -216,6 +216,6 @@ def refuse_engine(state: AcceleratorState) -> None:
     plugin = getattr(state, "fsdp_plugin", None)
     if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1:
         raise ValueError(
-            "FSDP1 hides parameters in flat ones, of which a projector sees neither gradients nor steps. Use "
-            "FSDP2: fsdp_version=2."
+            "FSDP1 hides parameters in flat ones, and a projector sees neither their gradients nor their "
+            "steps. Use FSDP2: fsdp_version=2."
         )

@@ -27,7 +27,7 @@ from gemproj.torch.losses import model_loss
 
 
 class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]
-    """What GEM and A-GEM share: a memory that is filled after each experience."""
+    """Base of GEM and A-GEM: a memory that is filled after each experience."""
 
     def __init__(self, patterns_per_experience: int, seed: int, **options: Any) -> None:
         check_count(patterns_per_experience, "patterns_per_experience", 1)
@@ -36,7 +36,7 @@ class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ign
         self._random = torch.Generator().manual_seed(seed)
 
     def before_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Attach: by now the model and its optimizer are adapted to the experience."""
+        """Attach, after the model and its optimizer have been adapted to the experience."""
 
         def loss(model: Any, batch: Any) -> Tensor:
             x, y, *_, task = batch
@@ -46,7 +46,7 @@ class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ign
         self._attach(strategy.model, strategy.optimizer, process_group=everyone())
 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Remember some patterns of the experience."""
+        """Store some patterns of the experience."""
         self.remove()
         patterns = strategy.experience.dataset
         drawn = torch.randperm(len(patterns), generator=self._random)[: self.memory.per_task]
@@ -54,33 +54,33 @@ class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ign
         self.memory.add(list(batch), strategy.clock.train_exp_counter)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, too: the loss is that of the strategy, made anew for each experience."""
+        """Return the state for copying and pickling, without the loss, which each experience makes anew."""
         return super().__getstate__() | {"promise": replace(self.promise, loss=model_loss)}
 
 
 class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
-    """GEM: one constraint for each experience before, and the exact projection.
+    """GEM: one constraint for each earlier experience, and the exact projection.
 
-    Takes the place of Avalanche's plugin of this name. `memory_strength` is the margin, in force at every
-    step, and there is no ridge; ``method=GEM2017(memory_strength)`` gives the numbers of Avalanche's plugin,
-    to rounding: a ridge of 1e-3, and a strength that is in force only where a constraint is violated.
-    Further differences:
+    Replaces Avalanche's plugin of this name. `memory_strength` is the margin, which applies at every step,
+    and there is no ridge. ``method=GEM2017(memory_strength)`` gives the numbers of Avalanche's plugin, to
+    rounding: a ridge of 1e-3, and a strength that applies only if a constraint is violated. Further
+    differences:
 
-    - An experience's patterns are drawn by a random state of the plugin's own.
-    - Constraints are about the model in eval mode.
-    - Parameters that only the past reaches, such as the heads of past tasks, move with the projection too.
-    - It takes place in ``optimizer.step()``, after what other plugins do to the gradient.
+    - Patterns are drawn with the plugin's own random state.
+    - Constraint gradients are computed in evaluation mode.
+    - The projection also moves parameters that only the past uses, such as the heads of past tasks.
+    - The projection takes place in ``optimizer.step()``, after other plugins have changed the gradient.
 
     Parameters
     ----------
     patterns_per_experience : int
-        How many patterns of each experience are remembered, as lists ``[x, y, ..., task labels]``.
+        Number of stored patterns of each experience, as lists ``[x, y, ..., task labels]``.
     memory_strength : float, default 0
         Lower bound of the multipliers, the margin of `gemproj.solve_dual`.
     seed : int, default 0
-        Of the choice of patterns.
+        Seed of the choice of patterns.
     examples, method, on, every, project, microbatch
-        As in `gemproj.torch.GEM`, as are the attributes: ``plugin.promise = Promise(penalty=1.0)`` sets a
+        As in `gemproj.torch.GEM`; so are the attributes: ``plugin.promise = Promise(penalty=1.0)`` sets a
         penalty.
     """
 
@@ -108,13 +108,13 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
 class AGEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
     """A-GEM: one constraint, on a random sample from the memories of all experiences.
 
-    Takes the place of Avalanche's plugin of this name. The sample is drawn without replacement from the
-    patterns of all experiences together, as published; otherwise it differs as `GEMPlugin` does.
+    Replaces Avalanche's plugin of this name. The sample is drawn without replacement from the patterns of all
+    experiences together, as published. The other differences are those of `GEMPlugin`.
 
     Parameters
     ----------
     sample_size : int
-        How many patterns, of all experiences together, make a constraint.
+        Number of patterns, from all experiences together, that make the constraint.
     patterns_per_experience, seed, on, every, project, microbatch
         As in `GEMPlugin`.
     """

@@ -1,8 +1,8 @@
-"""DeepSpeed ZeRO: float32 shards of the parameters, and the step that its optimizer takes on them.
+"""Projection of the steps of DeepSpeed ZeRO, on float32 shards of the parameters.
 
-DeepSpeed reduces, unscales and clips gradients within its step. So only the step can be projected: the
-shards are stored before it, and what it made of them is replaced after it. Import this module before a
-projector or GEM is made; the ones for Accelerate and transformers do. Nothing of DeepSpeed is imported.
+DeepSpeed reduces, unscales and clips gradients within its step. So only the step can be projected: the shards
+are stored before the step, and the projected ones are written after it. Import this module before a projector
+or GEM is made; the modules for Accelerate and transformers import it. DeepSpeed itself is not imported.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gemproj.torch.parameters import ParameterVector
 
 
 class ZeroVector(ParameterVector):
-    """A `ParameterVector` of what this process holds of the float32 parameters, for ZeRO 1, 2 and 3.
+    """A `ParameterVector` of the float32 shards that this process holds, for ZeRO 1, 2 and 3.
 
-    Of each parameter these are contiguous entries, without those that pad the shards of stage 3: they may
-    be anything.
+    The shard of a parameter is a contiguous range of its entries. The padding of stage 3 is left out, because
+    its values are arbitrary.
     """
 
     @staticmethod
@@ -46,14 +46,14 @@ class ZeroVector(ParameterVector):
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:  # noqa: D102
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        # `placed` is a collective operation, which none may leave out.
+        # `placed` is a collective operation, which no process may leave out.
         return [
             torch.zeros(_shape(p), device=loss.device) if g is None else g
             for p, g in zip(self.parameters, gradients, strict=True)
         ]
 
     def placed(self, j: int, gradient: Tensor) -> Tensor:
-        """Return the local entries of the sum over processes of a gradient."""
+        """Sum a gradient over processes, and return the local entries of the sum."""
         p = self.parameters[j]
         part, start = self._fragment(p)
         whole = gradient.detach().to(torch.float32, copy=True).reshape(-1)
@@ -65,11 +65,11 @@ class ZeroVector(ParameterVector):
         return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
     def _fragment(self, p: Any) -> tuple[Tensor, int]:
-        """Return the local entries of a parameter, and which one of its entries the first one is."""
+        """Return the local entries of a parameter, and the index of the first one in the parameter."""
         if _stage3(p):
             return _unpadded(p)
         mapping = p._hp_mapping
-        if mapping is None:  # all of it is with other processes
+        if mapping is None:  # other processes hold all of it
             return torch.empty(0, device=p.device), 0
         return mapping.hp_fragment.detach(), mapping.lp_fragment_address.start
 
@@ -89,7 +89,7 @@ class ZeroVector(ParameterVector):
 
 
 class ZeroOptimizer:
-    """What a projector needs of a ZeRO optimizer: hooks around its step, groups and states by parameter."""
+    """The part of a ZeRO optimizer that a projector needs: step hooks, groups, and states by parameter."""
 
     def __init__(self, zero: Any) -> None:
         if getattr(zero, "swap_optimizer", False):
@@ -98,8 +98,8 @@ class ZeroOptimizer:
             )
         if getattr(zero, "round_robin_gradients", False):  # DeepSpeed's own maps of the shards are wrong then
             raise ValueError(
-                'optimizer has "round_robin_gradients", with which DeepSpeed does not tell where parameters '
-                'are in its shards. Set it to false in "zero_optimization".'
+                'optimizer has "round_robin_gradients", with which DeepSpeed does not report where '
+                'parameters are in its shards. Set it to false in "zero_optimization".'
             )
         self.zero = zero
         self._optimizer_step_pre_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
@@ -115,7 +115,7 @@ class ZeroOptimizer:
         return float(self.zero.loss_scale) != 1.0
 
     def get_scale(self) -> float:
-        """Return what losses are multiplied with in training."""
+        """Return the loss scale of training."""
         return float(self.zero.loss_scale)
 
     @property
@@ -128,12 +128,12 @@ class ZeroOptimizer:
 
     @property
     def state(self) -> dict[Any, dict[str, Any]]:
-        """For each parameter the local entries of its second moments, and the number of steps."""
+        """The local entries of the second moments, and the number of steps, of each parameter."""
         groups, flat = self.zero.optimizer.param_groups, self._flat()
         return {p: self._state(p, groups[i], whole) for p, (i, whole) in flat.items()}
 
     def publish(self) -> None:
-        """Bring changed float32 shards to the parameters of all processes."""
+        """Copy changed float32 shards to the parameters of all processes."""
         zero = self.zero
         if not hasattr(zero, "fp32_partitioned_groups_flat"):
             zero.update_lp_params()
@@ -146,7 +146,7 @@ class ZeroOptimizer:
         zero.invalidate_secondary_tensor()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step between the hooks; those after it are not called where an overflow has skipped it."""
+        """Take a step, with hooks before it and, unless an overflow has skipped the step, after it."""
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, args, kwargs)
         result = self._plain(*args, **kwargs)
@@ -156,7 +156,7 @@ class ZeroOptimizer:
         return result
 
     def _flat(self) -> dict[Any, tuple[int, Tensor]]:
-        """Return for each parameter the number of its group, and the flat tensor that holds its shard."""
+        """Return for each parameter the index of its group, and the flat tensor that holds its shard."""
         zero = self.zero
         if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
             numbers = [zero.sub_group_to_group_id[k] for k in range(len(zero.fp16_groups))]
@@ -176,7 +176,7 @@ class ZeroOptimizer:
         else:
             at = p._hp_mapping.get_hp_fragment_address()
             found = {key: held[key].narrow(0, at.start, at.numel) for key in moments}
-        return found | {"step": held.get("step", group.get("step"))}  # FusedAdam counts in the group
+        return found | {"step": held.get("step", group.get("step"))}  # FusedAdam counts steps in the group
 
 
 class ZeroStep(Step):
@@ -235,7 +235,7 @@ def _stage3(p: Any) -> bool:
 
 
 def _unpadded(p: Any, key: str | None = None) -> tuple[Tensor, int]:
-    """Return the local entries of a parameter in stage 3, or of a state of it, and the first one's number."""
+    """Return the local entries of a parameter in stage 3, or of its state `key`, and the first index."""
     padded = p._z3_optimizer.get_local_fp32_param(p, key)
     start = padded.numel() * dist.get_rank(p.ds_process_group)
     return padded[: max(p.ds_numel - start, 0)], start

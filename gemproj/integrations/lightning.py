@@ -1,4 +1,4 @@
-"""GEM in PyTorch Lightning: a callback, the same one for every task."""
+"""GEM as a callback of PyTorch Lightning; one callback serves every task."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from gemproj.torch.gem import Keeper
 from gemproj.torch.hooks import clip_grad_norm_
 
 _REFUSED = {
-    DeepSpeedStrategy: "DeepSpeed keeps gradients in flat buffers of its own, where no callback sees them",
+    DeepSpeedStrategy: "DeepSpeed keeps gradients in its own flat buffers, which no callback sees",
     FSDPStrategy: "FSDP1 keeps parameters in flat shards; ModelParallelStrategy (FSDP2) works",
 }
 
 
-# In these a module or a data module may change batches.
+# Hooks in which a module or a data module may change batches.
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def _changing(*given: Any) -> list[str]:
-    """Return the hooks of modules and data modules that change batches; None has none."""
+    """Return the hooks by which modules and data modules change batches; None has no hooks."""
     return [name for one in given if one is not None for name in _HOOKS if is_overridden(name, one)]
 
 
 def _transferred(module: Any, batch: Any, device: torch.device) -> Any:
-    """Return a batch as training has it, after the hooks of a module, or of its trainer's data module."""
-    # Hooks may write to what they are given.
+    """Return a batch as in training: after the hooks of a module, or of its trainer's data module."""
+    # Hooks may change their input in place.
     batch = map_nested(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
     try:
         return module._apply_batch_transfer_handler(module._on_before_batch_transfer(batch, 0), device, 0)
@@ -52,39 +52,39 @@ def _transferred(module: Any, batch: Any, device: torch.device) -> Any:
 
 
 def _clip(self: Precision, optimizer: Any, clip_val: float) -> None:
-    if isinstance(optimizer, LightningOptimizer):  # others with one in them may be attached to
+    if isinstance(optimizer, LightningOptimizer):  # other wrappers may have a projector themselves
         optimizer = optimizer.optimizer
     clip_grad_norm_([optimizer], self.main_params(optimizer), clip_val)
 
 
-# Callbacks come before it or not at all. Where no projector is attached, it does what it did.
+# No callback comes after clipping. Without an attached projector, the method behaves as before.
 Precision.clip_grad_by_norm = _clip
 
 
 class GEMCallback(Keeper, Callback):
-    """Keeps a `Trainer` from raising the losses on a memory of earlier tasks while it fits the next one.
+    """A callback that keeps a `Trainer` from raising the losses of earlier tasks while it fits the next task.
 
-    One call of ``Trainer.fit`` is one task: it projects the parameters that are trainable then. Pass the same
-    callback to the Trainer of each task, and call `end_task` after it. Works with automatic and manual
-    optimization, accumulated gradients, mixed precision and DistributedDataParallel, for modules with one
-    optimizer.
+    One call of ``Trainer.fit`` is one task; the parameters that are trainable when it begins are projected.
+    Pass the same callback to the Trainer of each task, and call `end_task` after each fit. The callback works
+    with automatic and manual optimization, accumulated gradients, mixed precision and
+    DistributedDataParallel, for modules with one optimizer.
 
-    The gradient is projected, then clipped as ``gradient_clip_val`` says: a margin is the weight of replay.
-    With a logger, steps under constraints log the numbers of `logs`, ``gem/violations`` and so on; no device
-    is waited for.
+    The gradient is projected, then clipped to ``gradient_clip_val``, so a margin is the weight of replay.
+    With a logger, steps with constraints log the numbers of `logs`, such as ``gem/violations``, without
+    synchronising a device.
 
-    Checkpoints hold the memory, the warm start and, where they are reused, the constraints, so that
-    ``fit(..., ckpt_path=...)`` goes on as if it had not been interrupted. Lightning saves those of process
-    0: after a restart with several processes all of them have its memory.
+    Checkpoints hold the memory, the warm start and, if reused, the constraints, so
+    ``fit(..., ckpt_path=...)`` continues as if it had not been interrupted. Lightning saves the state of
+    process 0: after a restart with several processes, all have the memory of process 0.
 
     Parameters
     ----------
     loss : callable or Promise
-        As in `gemproj.torch.GEM`, of a module and a batch as the dataloader yields it, which is converted and
-        moved to the device as in training. A method of the module will do, ``MyModule.loss``; not
+        As in `gemproj.torch.GEM`: a function of a module and a batch from the dataloader, which is converted
+        and moved to the device as in training. A method of the module is possible, ``MyModule.loss``, but not
         ``training_step``, which logs.
     per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch, rows_dtype
-        As in `gemproj.torch.GEM`, as are the attributes. The scaler is that of the trainer.
+        As in `gemproj.torch.GEM`; so are the attributes. The scaler is that of the trainer.
     process_group
         By default all processes.
 
@@ -102,10 +102,10 @@ class GEMCallback(Keeper, Callback):
     _stage = "fit"
     _trainer: Trainer | None = None
     _early = False  # whether something was kept before there was a trainer
-    _bare = False  # and with a model that has no hooks of a module
+    _bare = False  # whether a loss was computed with a model that is no LightningModule
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note what begins: a checkpoint that is only evaluated has no say in what is remembered."""
+        """Note the stage: a checkpoint loaded for evaluation only does not change the memory."""
         self._stage = stage
         if not isinstance(trainer, Trainer):
             raise TypeError(
@@ -114,16 +114,16 @@ class GEMCallback(Keeper, Callback):
             )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note that it has ended."""
+        """Note that the stage has ended."""
         self._stage = "fit"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Bring back what a checkpoint holds, to go on with its training."""
+        """Load the state from a checkpoint, if its training is to continue."""
         if self._stage == "fit":
             super().load_state_dict(state_dict)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin a task, or go on with the one of a checkpoint."""
+        """Begin a task, or continue the task of a checkpoint."""
         for strategy, reason in _REFUSED.items():
             if isinstance(trainer.strategy, strategy):
                 raise ValueError(f"GEMCallback cannot work with {strategy.__name__}: {reason}.")
@@ -147,15 +147,15 @@ class GEMCallback(Keeper, Callback):
         self._attach(pl_module, trainer.optimizers[0], scaler=scaler, process_group=everyone())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Log what the step did, if there was one."""
+        """Log the numbers of the step, if it had constraints."""
         if numbers := self.logs():
             values = {name: torch.as_tensor(n, dtype=torch.float32) for name, n in numbers.items()}
             pl_module.log_dict(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memory and the state of the projector; of shards without the rows.
+        """Return the memory and the state of the projector; with shards, without the rows.
 
-        Lightning saves what process 0 returns and gives it to all of them, and each has other columns.
+        Lightning saves the state of process 0 and loads it on all processes, but each has its own columns.
         """
         state = super().state_dict()
         if self.projector is not None and self.projector.sharded:
@@ -163,13 +163,13 @@ class GEMCallback(Keeper, Callback):
         return state
 
     def on_train_end(self, *args: Any) -> None:
-        """Leave the optimizer alone from now on."""
+        """Detach from the optimizer."""
         self.remove()
 
     on_exception = on_train_end
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has, too: it is attached to nothing."""
+        """Return the state for copying and pickling; a copy is not attached to a trainer."""
         return super().__getstate__() | {"_trainer": None}
 
     def _wrapped(self, loss: Loss) -> Loss:

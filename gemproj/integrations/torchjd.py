@@ -20,8 +20,8 @@ from torch import Tensor
 
 from gemproj._dual import solve_gram
 
-# Steps of the proximal point method, used where K may be indefinite by rounding. After one step the ridge
-# would still change the answer.
+# Steps of the proximal point method, used if rounding may make K indefinite. After one step the ridge would
+# still change the answer.
 _STEPS = 2
 
 
@@ -40,18 +40,18 @@ class ConeProjector(DualConeProjector):
     Multi-Objective Optimization", Proposition 1). With ``v = u + lam`` this is the dual problem of
     `gemproj.solve_gram` with ``K = G`` and ``b = G u``. All vectors are solved in one call on one G.
 
-    It replaces `torchjd.linalg.QuadprogProjector`, without its ridge relative to the largest rows and without
+    It replaces `torchjd.linalg.QuadprogProjector`, but has neither its ridge relative to the largest rows nor
     its smallest norm of a gradient. Rows may have any norms and be dependent, and no QP solver has to be
     installed. The problem is solved on the CPU in float64; as with TorchJD's own projector, the weights have
     no derivative.
 
     Notes
     -----
-    TorchJD computes G in the dtype of the model, whose rounding can make it indefinite if rows are dependent.
-    There the projector takes two steps of the proximal point method (Rockafellar, 1976),
+    TorchJD computes G in the dtype of the model, whose rounding can make G indefinite if rows are dependent.
+    In this case the projector takes two steps of the proximal point method (Rockafellar, 1976),
     ``lam <- argmin 1/2 lam'G lam + (G u)'lam + 1/2 (lam - previous)'D (lam - previous)``, where D is the
     diagonal of G times the rounding. In float32 the violations that remain are about 1e-6 of ``|J'u|``, and
-    up to 1e-3 where weights are large, as with more rows than parameters. In float16 squares of row norms of
+    up to 1e-3 if weights are large, as with more rows than parameters. In float16 squares of row norms of
     about 1e-3 and less underflow: use bfloat16 or float32, or scale the losses.
 
     Examples
@@ -86,8 +86,8 @@ class ConeProjector(DualConeProjector):
             )
         if G.dtype == torch.float16 and (G.diagonal() < torch.finfo(G.dtype).tiny).any():
             warnings.warn(
-                "G has squares of row norms that float16 cannot hold, and nothing is promised about them. "
-                "Use bfloat16 or float32, or scale the losses.",
+                "G has squares of row norms that underflow in float16, so the constraints of these rows may "
+                "be violated. Use bfloat16 or float32, or scale the losses.",
                 stacklevel=2,
             )
         with np.errstate(over="ignore", invalid="ignore"):  # `solve_gram` raises for these
@@ -108,7 +108,7 @@ def _rounding(m: int, dtype: torch.dtype) -> float:
 
 
 def _solve(K: np.ndarray, b: np.ndarray, rounding: float) -> np.ndarray:
-    """Return the multipliers, by the proximal point method where K is not clearly positive definite."""
+    """Return the multipliers, by the proximal point method if K is not clearly positive definite."""
     squares = K.diagonal()
     norms = np.sqrt(np.where(squares > 0, squares, 1.0))
     unit = K / norms / norms[:, None]

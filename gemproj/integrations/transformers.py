@@ -1,4 +1,4 @@
-"""Gradient projection under the Trainer of transformers."""
+"""Gradient projection in the Trainer of transformers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gemproj.integrations.accelerate import AcceleratedKeeper, file_in, read
 
 
 class GEMCallback(AcceleratedKeeper, TrainerCallback):
-    """Keeps a `transformers.Trainer` from raising the losses of earlier tasks.
+    """A callback that keeps a `transformers.Trainer` from raising the losses of earlier tasks.
 
     ::
 
@@ -29,26 +29,26 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
             trainer.train()
             gem.end_task(trainer.get_train_dataloader())
 
-    What the projection leaves is clipped to ``args.max_grad_norm``, so that a margin is the weight of replay;
-    ``grad_norm`` in the logs is that of the gradient before. Constraint gradients have the precision of
-    training. Only trainable parameters take part, so with peft it costs what the adapters cost. Every call of
-    ``train()`` starts without constraints and warm start, unless it resumes. Examples are stored as they are,
-    and the trainer's collator makes batches of them.
+    The projected gradient is clipped to ``args.max_grad_norm``, so a margin is the weight of replay;
+    ``grad_norm`` in the logs is the norm before the projection. Constraint gradients have the precision of
+    training. Only trainable parameters are projected, so with peft the cost is that of the adapters. Every
+    call of ``train()`` starts without constraints and warm start, unless it resumes. Examples are stored
+    unchanged, and the trainer's collator makes batches of them.
 
-    Logs of training get the numbers of `logs` as ``gem/violations`` and so on, of the steps since the last
-    log. They are in ``trainer.state.log_history``; callbacks that report elsewhere (`report_to`) come before
-    one that is passed to the trainer, and see them if it joins by `attach` instead.
+    Logs of training include the numbers of `logs`, such as ``gem/violations``, for the steps since the last
+    log; ``trainer.state.log_history`` has them, too. Callbacks that report elsewhere (`report_to`) run before
+    a callback that is passed to the trainer. They see the numbers if this callback joins by `attach` instead.
 
-    Checkpoints get a file ``gem.pt``, or one per process, with the memory and the projector's state. It is
-    found again if training resumes from a folder in ``args.output_dir``, or from
+    Checkpoints include a file ``gem.pt``, or one per process, with the memory and the projector's state. The
+    file is found if training resumes from a folder in ``args.output_dir``, or from
     ``args.resume_from_checkpoint``; otherwise call `load`.
 
     Parameters
     ----------
     loss : callable or Promise
-        As in `gemproj.torch.GEM`. If the trainer computes another loss than the model's, pass the same here.
+        As in `gemproj.torch.GEM`. If the trainer computes another loss than the model's, pass that loss here.
     per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch, rows_dtype
-        As in `gemproj.torch.GEM`, as are the attributes. The scaler is that of the trainer.
+        As in `gemproj.torch.GEM`; so are the attributes. The scaler is that of the trainer.
     process_group
         By default all processes.
 
@@ -56,13 +56,13 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     ------
     ValueError
         When training begins with Megatron-LM or FSDP1, which hide steps or parameters from a projector, or
-        with DeepSpeed and another `on` than "step", or resumes from a checkpoint without ``gem.pt``.
+        with DeepSpeed and any `on` except "step"; or when it resumes from a checkpoint without ``gem.pt``.
     """
 
     _named: dict[str, Any] | None = None  # the checkpoint that `load` has read
 
     def attach(self, trainer: Any) -> None:
-        """Join a trainer as the first of its callbacks, so that those which report see the numbers, too."""
+        """Join a trainer as its first callback, so that callbacks that report see the numbers, too."""
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
             callbacks.remove(self)
@@ -71,9 +71,9 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read the state of GEM from a checkpoint, for the training that begins next.
 
-        Only needed to resume from a checkpoint outside of ``args.output_dir``, whose place callbacks are
-        not told. Call it when there is a trainer. The checkpoint must have been made with GEM, and by as many
-        processes.
+        This is needed only to resume from a checkpoint outside of ``args.output_dir``, because callbacks do
+        not receive its path. Call `load` after the trainer is made. The checkpoint must have been made with
+        GEM, and by the same number of processes.
         """
         self._named = read(folder)
 
@@ -82,11 +82,11 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Attach to the optimizer."""
         self._attach_prepared(model, optimizer)
-        if self.memory.collate is None:  # as after a checkpoint, which has no functions
+        if self.memory.collate is None:  # as after loading a checkpoint, which has no functions
             self.memory.collate = getattr(kwargs.get("train_dataloader"), "collate_fn", None)
         self._noted: Any = None
         self._noted_at = -1  # a step; a callback that was added twice is called twice
-        self.logs()  # of another training
+        self.logs()  # drops the numbers of an earlier training
         if state.global_step:
             self.load_state_dict(self._find(args, state.global_step))
         self._named = None
@@ -94,7 +94,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Take note of what the step did; nothing is read from a device before it is logged."""
+        """Raise if the step was not taken by ``optimizer.step()``; a device is not synchronised."""
         if self.last is not None and self.last is not self._noted:
             self._noted, self._noted_at = self.last, state.global_step
         elif self._noted_at != state.global_step and not getattr(optimizer, "step_was_skipped", False):
@@ -104,7 +104,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
             )
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Add what happened since the last log."""
+        """Add the numbers of the steps since the last log."""
         if not ({"loss", "train_loss"} & set(logs or ())):
             return  # an evaluation
         numbers = {name: float(value) for name, value in self.logs().items()}
@@ -113,7 +113,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Add a file to the checkpoint."""
-        # Where a search for hyperparameters has its checkpoints is not told.
+        # In a search for hyperparameters, the folder of the checkpoints is unknown.
         if not (args.save_only_model or state.is_hyper_param_search):
             self._save(_checkpoint(args, state.global_step), step=state.global_step)
 
