@@ -12,16 +12,16 @@ from torch import Tensor, nn
 
 
 class RowByRow(Exception):
-    """Tells why rows cannot share a pass."""
+    """Raised if rows cannot share a pass; the message is the reason."""
 
 
 class RowGradients:
     """Computes the gradient of each row while the sum of all losses is differentiated once.
 
-    In the forward pass of its own layer a parameter is a constant. The output of the layer then goes through
-    an identity, whose backward pass has the input x of the layer and the gradient e of its output. The
-    gradient of a row follows from x and e of its examples: for the weight of a linear layer it is ``e' x``. A
-    parameter that is used outside of its layer still requires a gradient there, which `differentiate` finds.
+    In the forward pass of its own layer a parameter is a constant. The output of the layer passes through an
+    identity function, whose backward pass receives the input x of the layer and the gradient e of the output.
+    The gradient of a row follows from x and e of its examples: for the weight of a linear layer it is
+    ``e' x``. A parameter that is used outside of its layer gets a gradient, which `differentiate` detects.
 
     Parameters
     ----------
@@ -62,7 +62,7 @@ class RowGradients:
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         with ExitStack() as restored:
             for layer, own, rule in self._layers:
-                # In the dict of the layer, because `Module.__setattr__` takes much longer.
+                # Written to the dict of the layer, because `Module.__setattr__` takes much longer.
                 layer.__dict__["forward"] = self._recording(layer, own, rule, examples)
                 restored.callback(layer.__dict__.pop, "forward")
             yield
@@ -78,7 +78,7 @@ class RowGradients:
         self, layer: Any, own: Mapping[str, Tensor], rule: Rule, examples: int
     ) -> Callable[..., Tensor]:
         forward, thread = layer.forward, get_ident()
-        # The layer keeps its parameters: other threads may compute with it.
+        # The layer itself is not changed, because other threads may compute with it.
         constant = _with(layer, {name: p.detach() for name, p in own.items()})
 
         def add(x: Tensor, gradient: Tensor) -> None:
@@ -90,14 +90,14 @@ class RowGradients:
                 self.reached.add(id(p))
 
         def recording(*args: Any, **kwargs: Any) -> Tensor:
-            # A checkpoint computes again in a thread of autograd.
+            # Other threads compute as usual, except threads of autograd, which recompute checkpoints.
             if get_ident() != thread and torch._C._current_graph_task_id() < 0:
                 return forward(*args, **kwargs)
             x = args[0] if args else None
-            if rule is _embedding and isinstance(x, Tensor) and len(x) == 1:  # positions, of all examples
+            if rule is _embedding and isinstance(x, Tensor) and len(x) == 1:  # position ids of all examples
                 x = x.expand(examples, *x.shape[1:])
             if not isinstance(x, Tensor) or x.ndim < 1 or len(x) != examples:
-                raise RowByRow(f"the inputs of a {type(layer).__name__} do not count examples")
+                raise RowByRow(f"the inputs of a {type(layer).__name__} do not count examples in dimension 0")
             out = type(layer).forward(constant, x, *args[1:], **kwargs)
             return _Recorded.apply(out, self._anchor, x.detach(), add)  # type: ignore[no-untyped-call]
 
@@ -105,13 +105,13 @@ class RowGradients:
 
 
 class _Recorded(torch.autograd.Function):
-    """The identity, with a backward pass that is given the input of the layer before it."""
+    """The identity; its backward pass also receives the input of the layer before it."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, anchor: Tensor, x: Tensor, add: Callable[..., None]) -> Tensor:
         ctx.save_for_backward(x)
         ctx.add = add
-        ctx.mark_dirty(out)  # it is returned itself, and no view: the next layer may work in place
+        ctx.mark_dirty(out)  # returns `out` itself instead of a view: the next layer may work in place
         return out
 
     @staticmethod
@@ -120,15 +120,15 @@ class _Recorded(torch.autograd.Function):
         return gradient, None, None, None
 
 
-# (layer, name of a parameter, x, gradient of the output, part of G, whether that has no values yet), where
-# x and the gradient are (t * n, ...), with the examples of a row one after the other.
+# Arguments: layer, name of a parameter, x, gradient of the output, part of G, and whether that part has no
+# values yet. x and the gradient are (t * n, ...), with the n examples of each row next to each other.
 Rule = Callable[[Any, str, Tensor, Tensor, Tensor, bool], None]
 
 
 def _rule(layer: Any) -> Rule | None:
-    """Return the function that adds the gradients of a kind of layer; None for an unknown kind.
+    """Return the function that adds the gradients of a type of layer; None for an unknown type.
 
-    Subclasses are unknown kinds: they may compute something else.
+    Subclasses are unknown types, because they may compute something else.
     """
     kind = type(layer)
     if kind is nn.Embedding:
@@ -146,7 +146,7 @@ def _linear(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fr
     if name == "bias":
         _add(gradient.sum(1), into, fresh)
         return
-    left, right = gradient.mT, x.reshape(len(into), -1, x.shape[-1]).to(gradient.dtype)  # as autocast has it
+    left, right = gradient.mT, x.reshape(len(into), -1, x.shape[-1]).to(gradient.dtype)  # of autocast
     if into.dtype == left.dtype:
         into.baddbmm_(left, right, beta=0.0 if fresh else 1.0)
     else:
@@ -161,11 +161,11 @@ def _transposed(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor
 def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
     """Add the gradients of a layer that normalises, and multiplies by a weight w.
 
-    Its output is linear in w. So the derivative is the output for w = 1 minus the output for w = 0, also
-    where a layer multiplies by 1 + w.
+    The output is linear in w. So its derivative is the output for w = 1 minus the output for w = 0, also for
+    layers that multiply by 1 + w.
     """
     if name == "weight":
-        x = x.to(layer.weight.dtype)  # backward passes run outside of autocast
+        x = x.to(layer.weight.dtype)  # the backward pass runs outside of autocast
         one, zero = (
             _with(layer, dict.fromkeys(layer._parameters) | {"weight": torch.full_like(layer.weight, value)})
             for value in (1.0, 0.0)
@@ -177,7 +177,7 @@ def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, f
 def _embedding(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
     if layer.padding_idx is not None:
         gradient = gradient.masked_fill((x == layer.padding_idx)[..., None], 0.0)
-    # Sums of many tokens have the precision of the gradient, whatever the rows are stored in.
+    # Sums over many tokens need the precision of the gradient, also if rows are stored with less.
     sums = into if into.dtype == gradient.dtype else torch.zeros_like(into, dtype=gradient.dtype)
     if fresh and sums is into:
         into.zero_()
@@ -189,7 +189,7 @@ def _embedding(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor,
 
 
 def _rounding(gradient: Tensor) -> float:
-    """Return the relative rounding of the products that a gradient is made of."""
+    """Return the relative rounding error of the products from which a gradient is computed."""
     if (
         gradient.is_cuda
         and gradient.dtype == torch.float32
@@ -204,7 +204,7 @@ def _add(values: Tensor, into: Tensor, fresh: bool) -> None:
 
 
 def _with(layer: nn.Module, values: Mapping[str, Tensor | None]) -> Any:
-    """Return a layer with other values of its parameters, which otherwise is this one."""
+    """Return a shallow copy of a layer with other values of its parameters."""
     other = object.__new__(type(layer))
     other.__dict__.update(layer.__dict__, _parameters={**layer._parameters, **values})
     return other

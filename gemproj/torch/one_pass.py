@@ -1,4 +1,4 @@
-"""Which rows of G share a forward and backward pass, and that pass."""
+"""Several rows of G from one forward and backward pass."""
 
 from __future__ import annotations
 
@@ -20,44 +20,44 @@ from gemproj.torch.layers import RowByRow, RowGradients
 from gemproj.torch.promise import call_loss, stored_losses
 from gemproj.torch.terms import rounding
 
-# Bytes of activations for each thread, of a pass and of the largest row in it. Several rows in a pass save
-# calls of small operations; a row that fills the caches of a core is faster alone (docs/cost.md).
+# Maximum bytes of activations per thread, of a pass and of one row. A shared pass saves calls of small
+# operations; a row that fills the caches of a core is faster in its own pass (docs/cost.md).
 _CPU_PASS, _CPU_ROW = 2**25, 2**22
 
 Alone = Callable[[Source], Tensor]
 
-# Kinds of rows whose limits are kept.
+# Maximum number of kinds of rows whose limits are kept.
 _MOST_KINDS = 64
-# Relative to its norm, how much a row may differ in half precision.
+# Maximum difference of a row in half precision, relative to its norm.
 _MOST_APART = 0.03
 _A_MEAN = "the loss is a mean over examples; if it returned one number for each, rows could share a pass"
 
 
 @dataclass
 class Limit:
-    """How many rows of a kind share a pass, with how many entries in its batch; for one row, the reason."""
+    """How many rows of a kind share a pass, and the entries of its batch; for one row, the reason."""
 
-    loss: Any  # kept, so that no other one has its id
+    loss: Any  # kept alive, so that no other loss gets its id
     rows: int = 1
     entries: float = 0.0
     reason: str | None = None
-    passes: int = 0  # with several rows
-    # By set and label: whether a row has been compared with that of a pass of its own.
+    passes: int = 0  # number of shared passes
+    # By set and label: whether a comparison of a row with its own pass was conclusive.
     compared: dict[Hashable, bool] = field(default_factory=dict)
 
 
 class SharedPasses:
-    """Computes several rows of G in one pass, where that is possible and saves time.
+    """Computes several rows of G in one pass, if that is possible and saves time.
 
-    It is possible if the loss has one number for each example, in which no other example has a part, and if
-    the gradients of all layers with trainable parameters are known. The activations of a row in a pass of its
-    own tell how many rows a pass may have. The first row of each set and label is compared with that of a
-    pass of its own, and so is one row of the second pass, of the fourth, of the eighth and so on.
+    It is possible if the loss returns one number per example that does not depend on the other examples, and
+    if `RowGradients` knows all layers with trainable parameters. The memory of the activations of one row
+    limits the number of rows in a pass. The first row of each set and label is also computed in its own pass
+    and compared, and so is one row of the shared passes number 2, 4, 8 and so on.
 
     Attributes
     ----------
     reason : str or None
-        Why some of the last rows had a pass each.
+        Why some of the last rows were computed in their own passes.
     """
 
     def __init__(self) -> None:
@@ -65,29 +65,29 @@ class SharedPasses:
         self._limits: dict[Hashable, Limit] = {}  # by kind
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy has: it finds out anew."""
+        """Return the state for copying and pickling; a copy determines the limits anew."""
         return {"reason": None, "_limits": {}}
 
     def fill(
         self, G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], alone: Alone, most: int
     ) -> None:
-        """Compute rows of G, in passes of `most` examples or fewer.
+        """Compute rows of G, in passes of at most `most` examples.
 
-        ``alone(row)`` computes one in a pass of its own, and returns its losses.
+        ``alone(row)`` computes a row in its own pass, and returns its losses.
         """
         self.reason = None
         for kind, same in groupby(rows, lambda row: (id(row.promise.loss), row.kind, row.size)):
             some = list(same)
             if len(some) > 1:
                 if kind not in self._limits:
-                    if len(self._limits) >= _MOST_KINDS:  # a loop makes a new function at each step
+                    if len(self._limits) >= _MOST_KINDS:  # as if a loop makes a new loss at each step
                         self._limits.clear()
                     self._limits[kind] = _find_limit(G, model, some[-1], alone, most)
                 limit = self._limits[kind]
                 try:
                     for start in range(0, len(some), limit.rows) if limit.rows > 1 else ():
                         _share(G, model, some[start : start + limit.rows], limit, alone)
-                except Exception as error:  # if it is the loss that fails, it also does alone
+                except Exception as error:  # an error of the loss itself is raised again below
                     limit.rows, limit.reason = 1, str(error).partition("\n")[0]
                     for row in some:
                         G.drop(row.k)
@@ -99,7 +99,7 @@ class SharedPasses:
 
 
 def _find_limit(G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Alone, most: int) -> Limit:
-    """Find out with one row how many rows can share a pass."""
+    """Compute one row, and return how many rows can share a pass."""
     loss = row.promise.loss
     try:
         rows = _room(G, model, row, alone, most)
@@ -110,11 +110,11 @@ def _find_limit(G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone:
 
 
 def _room(G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Alone, most: int) -> int:
-    """Compute a row alone, and return how many can share a pass; raise where only one can."""
+    """Compute a row in its own pass, and return how many rows can share one; raise `RowByRow` if none can."""
     if G.vector.topology.collective:
         raise RowByRow("parameters are sharded")
     if row.kind is None or row.size == 0:
-        raise RowByRow("batches were given, and not what they are made of")
+        raise RowByRow("batches were passed, not the examples of a memory")
     if most < 2 * row.size:
         raise RowByRow("a microbatch has no room for two rows")
     with _counted_activations(model) as count, G.timed([row]):
@@ -131,11 +131,11 @@ def _room(G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Alone
 def _share(
     G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], limit: Limit, alone: Alone
 ) -> None:
-    """Compute rows of G in one pass, if there are several; raise where that is not possible, or wrong."""
+    """Compute several rows of G in one pass; raise if that is not possible or gives a wrong row."""
     if len(rows) < 2:
         return
     batch = rows[0].joined(rows[1:]).all()
-    if _entries(batch) > 1.5 * limit.entries:  # examples are longer than at first
+    if _entries(batch) > 1.5 * limit.entries:  # examples are longer than when the limit was found
         _share(G, model, rows[: len(rows) // 2], limit, alone)
         _share(G, model, rows[len(rows) // 2 :], limit, alone)
         return
@@ -148,10 +148,10 @@ def _share(
 
 
 def _compute(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], batch: Batch) -> RowGradients:
-    """Compute rows of G in one pass; raise where that is not possible."""
+    """Compute rows of G in one pass; raise `RowByRow` if that is not possible."""
     first, t, n = rows[0], len(rows), rows[0].size
     if any(leaf.shape[:1] != (t * n,) for leaf in _tensors(bare(batch))):
-        raise RowByRow("the rows of a batch are no examples, as in packed texts")
+        raise RowByRow("the first dimension of a batch does not count examples, as in packed texts")
     if any(p._backward_hooks for p in G.vector.parameters):
         raise RowByRow("parameters have hooks, which change each gradient")
     parts = G.parts(first.k, t)
@@ -162,7 +162,7 @@ def _compute(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], ba
             raise RowByRow(_A_MEAN)
         weights: Any = [row.weight for row in rows]
         alike, wide = len(set(weights)) == 1, wide_dtype(torch, values.device)
-        # Where they are alike, a device need not wait for them.
+        # Equal weights need no copy to a device, which would synchronise.
         weights = weights[0] if alike else torch.tensor(weights, dtype=wide, device=values.device)
         losses = values.view(t, n).mean(1) * weights
         gradients.differentiate(losses.sum() * G.scale, G.vector.parameters)
@@ -173,7 +173,7 @@ def _compute(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], ba
 
 
 def _doubtful(rows: list[Source], limit: Limit) -> list[Source]:
-    """Return the rows of a pass that are to be compared."""
+    """Return the rows of a pass that are to be compared with their own passes."""
     again = limit.passes & (limit.passes - 1) == 0
     first = {row.name[:2]: row for row in reversed(rows)}
     told = limit.compared
@@ -182,7 +182,7 @@ def _doubtful(rows: list[Source], limit: Limit) -> list[Source]:
 
 
 def _agrees(G: ConstraintMatrix, row: Source, alone: Alone, gradients: RowGradients) -> bool:
-    """Compute a row again in a pass of its own, and raise if it differs; return whether that could tell."""
+    """Compute a row again in its own pass; raise if it differs, and return whether this was conclusive."""
     loss = G.loss(row.k)
     with G.set_aside(row.k) as (found, own):
         alone(row)
@@ -191,15 +191,15 @@ def _agrees(G: ConstraintMatrix, row: Source, alone: Alone, gradients: RowGradie
         size, other, apart = (
             float(torch.linalg.vector_norm(a, dtype=wide)) for a in (own, found, own - found)
         )
-    # Of a distillation that begins, losses are zero and gradients rounding.
+    # At the beginning of a distillation, losses are zero and gradients are rounding errors.
     told = max(loss.abs(), own_loss.abs()) > rounding(own_loss, G.vector.dtype)
     if not (told and math.isfinite(size)):
         return False
     if not apart <= min(4 * gradients.rounding**0.5, _MOST_APART) * max(size, other):
         reason = f"in a pass with others a row differs by {apart / max(size, other):.1g} of its norm"
         warnings.warn(
-            f"Each constraint gradient takes a pass: {reason}. Does the loss of an example depend on the "
-            "other examples of its batch, or draw random numbers?",
+            f"Constraint gradients are computed one by one: {reason}. Does the loss of an example depend on "
+            "the other examples of its batch, or draw random numbers?",
             stacklevel=2,
         )
         raise RowByRow(reason)
@@ -215,8 +215,8 @@ def _entries(batch: Batch) -> int:
 
 
 def _budget(device: torch.device) -> tuple[int, int]:
-    """Return how many bytes the activations of a pass, and those of a row in it, may take."""
-    if device.type == "cuda":  # a quarter of what is free: a larger pass took less time there (docs/gpu.md)
+    """Return the maximum bytes of the activations of a pass, and of one row in it."""
+    if device.type == "cuda":  # a quarter of the free memory: larger passes are faster there (docs/gpu.md)
         free = torch.cuda.mem_get_info(device)[0] // 4
         return free, free // 2
     threads = torch.get_num_threads()
@@ -225,11 +225,11 @@ def _budget(device: torch.device) -> tuple[int, int]:
 
 @contextmanager
 def _counted_activations(model: torch.nn.Module) -> Iterator[list[int]]:
-    """Count the bytes of what is kept for backward passes, other than parameters."""
+    """Count the bytes of the tensors that are saved for backward passes, without parameters."""
     seen, found = set[int](), [0]
 
     def keep(tensor: Tensor) -> Tensor:
-        with suppress(RuntimeError):  # sparse tensors and those of torchao have no storage
+        with suppress(RuntimeError):  # sparse and quantised tensors may have no storage
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
