@@ -65,8 +65,10 @@ def cells() -> dict[str, Cell]:
     found = {f"numpy-{v}": Cell(v) for v in ("3.10", "3.11", "3.12", "3.13", "3.14")}
     alone = (*pinned, "pytest")
     found |= {f"extra-{extra}": Cell("3.11", extra, alone, smoke=(extra,)) for extra in EXTRAS}
-    # torchvision chooses its torch, and the package brings a package `tests`, which hides ours.
-    avalanche = Cell("3.11", "avalanche", tests, ("avalanche",), ("tests/test_avalanche.py",))
+    # torchvision chooses its torch, and the package brings a package `tests`, which hides ours. Its own GEM, with
+    # which the tests compare, needs a solver.
+    packages = (*tests, "quadprog")
+    avalanche = Cell("3.11", "avalanche", packages, ("avalanche",), ("tests/test_avalanche.py",))
     found["extra-avalanche"] = avalanche
     for version in ("3.12", "3.13", "3.14"):
         smoke, numerical = ("torch", "fast"), tuple(NUMERICAL)

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import warnings
+from dataclasses import replace
 
 import pytest
 
@@ -268,3 +269,13 @@ def test_what_only_watches_gives_no_parameter_a_gradient(on):
     assert gem.last.num_violated == 1
     assert model[0].weight.grad is None
     assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize(("cosine", "broke"), [(-5e-6, 0.0), (-2e-5, 0.5)])
+def test_rounding_of_weights_breaks_no_promise(cosine, broke):
+    model, optimizer, gem = begin()
+    gem.end_task([task(0)])
+    take(model, optimizer, task(0))
+    gem.history.add(replace(gem.last, cosines=torch.tensor([cosine], dtype=torch.float64)))
+    (line,) = gem.report()
+    assert (line.steps, line.broke) == (2, broke)

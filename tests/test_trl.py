@@ -1,4 +1,4 @@
-"""The supervised fine-tuning of TRL's documentation, with a promise in three added lines."""
+"""TRL: the supervised fine-tuning of its documentation in three added lines, and preferences and rewards."""
 
 import pytest
 
@@ -8,6 +8,7 @@ pytest.importorskip("trl")
 from datasets import Dataset  # noqa: E402
 from frameworks import QUIET  # noqa: E402
 from models import flat, language_model, tokenizer  # noqa: E402
+from transformers import AutoModelForCausalLM, DataCollatorForSeq2Seq  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
 from gemproj.integrations.transformers import GEMCallback  # noqa: E402
@@ -81,3 +82,51 @@ def test_a_script_of_the_documentation_keeps_a_promise(options, promise, tmp_pat
     assert line.would_break > 0
     assert not torch.equal(flat(model), start)
     assert loss_on(model, first) < loss_on(forgetful, first) - 0.01
+
+
+def words(start, n):
+    return " ".join(WORDS[(3 * start + k) % len(WORDS)] for k in range(n))
+
+
+PROMPTS = {"prompt": [words(k, 3) for k in range(24)]}
+GOOD, BAD = ([" " + words(k + shift, 3) for k in range(24)] for shift in (1, 5))
+SAMPLING = {"num_generations": 2, "max_completion_length": 4}
+PREFERENCES = {
+    "DPO": ({"chosen": GOOD, "rejected": BAD}, {"max_length": 12}),
+    "KTO": ({"completion": GOOD, "label": [k % 2 == 0 for k in range(24)]}, {"max_length": 12}),
+    "GRPO": ({}, SAMPLING),
+    "RLOO": ({}, SAMPLING),
+}
+
+
+def lengths(completions, **others):
+    """Reward long completions."""
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL, about features that are new there
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_a_promise_about_general_texts_holds_while_preferences_are_learned(name, tmp_path):
+    trl = pytest.importorskip("trl")
+    data, config = PREFERENCES[name]
+    general = [dict.fromkeys(("input_ids", "labels"), TOKENIZER(words(k, 5)).input_ids) for k in range(16)]
+    language_model().save_pretrained(tmp_path)  # a reference model is loaded from there
+    config |= QUIET | {"per_device_train_batch_size": 4, "max_steps": 10, "learning_rate": 2e-2}
+    losses = []
+    for project in (False, True):
+        model, gem = AutoModelForCausalLM.from_pretrained(tmp_path), GEMCallback(on="both", project=project)
+        promise, collate = Promise(Distillation(), tolerance=0.01), DataCollatorForSeq2Seq(TOKENIZER)
+        gem.keep(general, promise, name="general", collate=collate, model=model)
+        arguments = getattr(trl, f"{name}Config")(
+            str(tmp_path / "out"), bf16=False, gradient_checkpointing=False, **config
+        )
+        rewards = {"reward_funcs": lengths} if config.keys() >= SAMPLING.keys() else {}
+        getattr(trl, f"{name}Trainer")(
+            model, args=arguments, train_dataset=Dataset.from_dict(PROMPTS | data),
+            processing_class=TOKENIZER, callbacks=[gem], **rewards,
+        ).train()  # fmt: skip
+        (line,) = gem.report()
+        assert line.steps == 10
+        losses.append(line.now)
+    without, kept = losses
+    assert kept < 0.015 < without

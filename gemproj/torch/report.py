@@ -251,7 +251,7 @@ class History:
         sums = numbers.new_zeros(steps, 5, n).index_add_(2, at, numbers[:, :5])
         stored, loss, excess, _, multiplier = (sums / torch.where(count > 0, count, math.nan)).unbind(1)
         losses, above, violated, cosines = numbers[:, [1, 2, 5, 6]].unbind(1)
-        broken = torch.where(above.isnan(), cosines < -_ROUNDING, above > _ROUNDING * (1.0 + losses.abs()))
+        broken = torch.where(above.isnan(), cosines < -_ANGLE, above > _ROUNDING * (1.0 + losses.abs()))
         flags = torch.stack([violated, broken.to(violated)], 1)
         happened = numbers.new_zeros(steps, 2, n).scatter_reduce_(2, at.expand(steps, 2, -1), flags, "amax")
         bound, nothing = loss - excess, numbers.new_zeros(9, n)
@@ -407,8 +407,9 @@ class Report(Sequence[Line]):
         return ax
 
 
-# Cosines and relative excesses below this value are rounding.
-_ROUNDING = 1e-6
+# Rounding of float32 weights lowers cosines of a projected step to about -_ANGLE. Relative excesses of losses
+# below _ROUNDING are rounding, too.
+_ANGLE, _ROUNDING = 1e-5, 1e-6
 
 
 def make_report(history: History, examples: Mapping[Any, int], together: Iterable[Any] = ()) -> Report:
