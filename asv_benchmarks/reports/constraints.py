@@ -15,17 +15,16 @@ from typing import Any
 import torch
 import typer
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 from asv_benchmarks.benchmarks.peaks import status
 from asv_benchmarks.benchmarks.timing import Call, in_turn
+from asv_benchmarks.reports.gpu.rows import HEAD, LABELS, WAYS, WORDS, Case, draw, loss, perceptron
 from asv_benchmarks.reports.machine import describe
 from asv_benchmarks.reports.tables import Table, digits, markdown
 from gemproj.torch import EpisodicMemory, GradientProjector, Promise
 from gemproj.torch.losses import CrossEntropy
 
-WAYS = ("a pass each", "shared")
-TEXT, PIXELS, LABELS = 48, 784, 4
+TEXT = 48  # tokens
 # By model: examples of a row, and rows, one of each task or one of each example.
 CASES = {
     "MLP 784-100-100-10": [(10, 2), (10, 10), (10, 20), (100, 10)],
@@ -38,8 +37,7 @@ CASES = {
 def make(name: str) -> nn.Module:
     """Return a model of this name."""
     if name.startswith("MLP"):
-        layers = [nn.Linear(PIXELS, 100), nn.ReLU(), nn.Linear(100, 100), nn.ReLU(), nn.Linear(100, 10)]
-        return nn.Sequential(*layers)
+        return perceptron()
     n, width = (6, 384) if "384" in name else (2, 128)
     return gpt2("ForSequenceClassification", n, width, n if "LoRA" in name else None)
 
@@ -50,7 +48,7 @@ def gpt2(head: str, layers: int, width: int, adapted: int | None) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     sizes = {"n_layer": layers, "n_embd": width, "n_head": width // 32, "n_positions": TEXT}
-    tokens = {"vocab_size": 5000, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
+    tokens = {"vocab_size": WORDS, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0}
     config = transformers.GPT2Config(**sizes, **tokens, num_labels=LABELS, use_cache=False)
     model = getattr(transformers, f"GPT2{head}")(config)
     if adapted is None:
@@ -65,38 +63,18 @@ def gpt2(head: str, layers: int, width: int, adapted: int | None) -> nn.Module:
     return get_peft_model(model, lora)
 
 
-def draw(name: str, n: int) -> dict[str, torch.Tensor]:
-    """Return a batch of random examples."""
-    x = torch.randn(n, PIXELS) if name.startswith("MLP") else torch.randint(1, 5000, (n, TEXT))
-    return {"x": x, "y": torch.randint(LABELS, (n,))}
-
-
-def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Return the loss of each example."""
-    out = model(batch["x"])
-    return cross_entropy(getattr(out, "logits", out), batch["y"], reduction="none")
-
-
 def measure(name: str, n: int, t: int, seconds: float) -> tuple[list[float], list[float]]:
     """Return the least seconds of each way, and what memory had grown by."""
     torch.manual_seed(0)
-    model, memory = make(name), EpisodicMemory(per_task=n)
-    for task in range(t):
-        memory.add(draw(name, n), task)
-    projectors = {way: GradientProjector(model.parameters(), Promise(loss)) for way in WAYS}
-
-    def run(way: str) -> None:
-        batches = memory.batches()
-        projectors[way].recall(model, batches if way == "shared" else list(batches))
-
-    torch.autograd.grad(loss(model, memory.batch(0)).sum(), projectors["shared"].parameters)
+    case = Case(make(name), partial(draw, name.startswith("MLP"), TEXT), n, t)
+    torch.autograd.grad(loss(case.model, case.memory.batch(0)).sum(), case.projectors[True].parameters)
     before, grown = status("VmHWM"), []
-    for way in WAYS:  # the one that takes more is the last
-        run(way)
-        run(way)
+    for shared in (False, True):  # the one that takes more is the last
+        case.run(shared)
+        case.run(shared)
         grown.append(status("VmHWM") - before)
-    taken = in_turn({way: Call(partial(run, way)) for way in WAYS}, seconds)
-    return [min(taken[way]) for way in WAYS], grown
+    taken = in_turn({shared: Call(partial(case.run, shared)) for shared in (False, True)}, seconds)
+    return [min(times) for times in taken.values()], grown
 
 
 def hidden_states(layers: int, width: int, trained: int, n: int, t: int, seconds: float) -> list[str]:
@@ -114,7 +92,7 @@ def hidden_states(layers: int, width: int, trained: int, n: int, t: int, seconds
 
     tokens, hidden = EpisodicMemory(per_task=n), EpisodicMemory(per_task=n)
     for task in range(t):
-        ids = torch.randint(1, 5000, (n, TEXT))
+        ids = torch.randint(1, WORDS, (n, TEXT))
         with torch.no_grad():
             states = model(input_ids=ids, output_hidden_states=True).hidden_states[first]
         tokens.add({"input_ids": ids, "labels": ids}, task)
@@ -142,9 +120,8 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
     spawned = multiprocessing.get_context("spawn")
     text, short = [describe(), ""], Table("", ["", *WAYS, "ratio"])
     for threads in sorted({1, torch.get_num_threads()}):
-        head = ["examples of a row", "rows", *WAYS, "ratio", *(f"MB, {way}" for way in WAYS)]
         for name, cases in CASES.items():
-            table = Table(f"{name}; {threads} thread(s); milliseconds", head)
+            table = Table(f"{name}; {threads} thread(s); milliseconds", HEAD)
             for n, t in cases:
                 # In a process of its own, whose memory is nobody else's.
                 with ProcessPoolExecutor(1, spawned, torch.set_num_threads, (threads,)) as pool:

@@ -17,8 +17,12 @@ MARKS: dict[str, Any] = {"markersize": 7, "markeredgecolor": "white", "markeredg
 def draw(over_t: Curves, over_d: Curves, d: int, t: int) -> Figure:
     """Draw both panels."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 5.2))
-    _panel(left, over_t, f"d = {d:,} parameters", "Constraints t")
-    _panel(right, over_d, f"t = {t} constraints", "Parameters d")
+    for axes, curves, title, label in (
+        (left, over_t, f"d = {d:,} parameters", "Constraints t"),
+        (right, over_d, f"t = {t} constraints", "Parameters d"),
+    ):
+        logarithmic(axes, title, label)
+        _fill(axes, curves)
     left.set_ylabel("Time of one projection (ms)")
     counts = sorted(over_t[FLOOR])
     left.set_xticks(counts, list(map(str, counts)))
@@ -30,12 +34,16 @@ def draw(over_t: Curves, over_d: Curves, d: int, t: int) -> Figure:
     return noted(figure, note)
 
 
-def _panel(axes: Axes, curves: Curves, title: str, label: str) -> None:
+def logarithmic(axes: Axes, title: str, label: str) -> None:
+    """Prepare a panel of times on logarithmic scales, with plain numbers at the ticks."""
     axes.set_title(title, fontsize=10, loc="left")
-    axes.set_xlabel(label)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    axes.set(xscale="log", yscale="log", xlabel=label)
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.minorticks_off()
     axes.grid(True)
+
+
+def _fill(axes: Axes, curves: Curves) -> None:
     shown = list[float]()
     for name, look in LOOKS.items():
         x, rounds = zip(*sorted(curves[name].items()), strict=True)
@@ -48,5 +56,3 @@ def _panel(axes: Axes, curves: Curves, title: str, label: str) -> None:
             axes.fill_between(x, least, middle, color=look["color"], alpha=0.2, linewidth=0)
         shown += least + middle
     axes.set_ylim(min(shown) / 2, max(shown) * 2)
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.minorticks_off()

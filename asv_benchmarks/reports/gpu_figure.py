@@ -10,6 +10,7 @@ from typing import Any
 import typer
 from matplotlib.figure import Figure
 
+from asv_benchmarks.reports.figure import logarithmic
 from examples.common.drawing import noted, plt, save
 
 RESULTS = Path("docs", "results")
@@ -49,15 +50,11 @@ def draw(report: str) -> Figure:
     figure, panels = plt.subplots(1, 2, figsize=(10, 5.2))
     for axes, d in zip(panels, COLUMNS, strict=True):
         curves = read(report, d)
+        logarithmic(axes, f"d = {d:,} parameters, float32", "Constraints t")
         for name, look in LOOKS.items():
             line = {"markersize": 7, "markeredgecolor": "white", "linewidth": 1.4} | look
             axes.plot(*zip(*curves[name].items(), strict=True), **line, label=NAMES[name])
-        axes.set(xscale="log", yscale="log", xlabel="Constraints t")
-        axes.set_title(f"d = {d:,} parameters, float32", fontsize=10, loc="left")
         axes.set_xticks(list(curves["eager"]), list(map(str, curves["eager"])))
-        axes.yaxis.set_major_formatter("{x:,g}")
-        axes.minorticks_off()
-        axes.grid(True)
     panels[0].set_ylabel("Time of one projection (ms)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     device, *_ = report.split(",")

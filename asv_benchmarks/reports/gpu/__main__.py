@@ -22,8 +22,9 @@ PACKAGES = ["torch", "numpy", "cupy-cuda13x"]
 
 
 def command(part: str, seconds: float) -> list[str]:
-    """Return how to run a part."""
-    return [sys.executable, "-u", "-m", f"{__package__}.{part}", f"{seconds:.0f}"]
+    """Return the command that runs a part in a process of its own."""
+    code = f"import sys; from {__package__} import {part}; sys.exit({part}.main({seconds:.0f}))"
+    return [sys.executable, "-u", "-c", code]
 
 
 def main(arguments: list[str] | None = None) -> int:

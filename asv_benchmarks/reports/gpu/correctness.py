@@ -1,6 +1,5 @@
 """Part 1: whether the device finds what the CPU finds."""
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -135,7 +134,3 @@ def main(seconds: float) -> int:
     checks.add(f"d = {HUGE:,}, one array against two blocks", many_columns)
     check_time(checks)
     return int(bool(wrong + checks.wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1])))

@@ -23,6 +23,17 @@ class Running:
         say(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
 
 
+class Targets(Running):
+    """A table of numbers and of the most that each should be."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(title, ["", "target", "found", "met"])
+
+    def add(self, name: str, found: float, most: float, write: Callable[[float], str]) -> None:
+        """Print whether a number is met; `write` formats both."""
+        self.row(name, write(most), write(found), "yes" if found <= most else "no")
+
+
 class Found(NamedTuple):
     """How many problems a check has looked at, the worst error, and the largest that is right."""
 

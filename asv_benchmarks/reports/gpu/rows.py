@@ -1,14 +1,15 @@
 """Part 4: constraint gradients of small models, with a pass each and in shared passes."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from asv_benchmarks.benchmarks.peaks import peak_on_device
 from asv_benchmarks.reports.gpu.device import DEVICE, Clock
 from asv_benchmarks.reports.gpu.model import Classifier, Shape
 from asv_benchmarks.reports.gpu.printing import Running
@@ -17,60 +18,60 @@ from gemproj.torch import EpisodicMemory, GradientProjector
 
 SMALL = Shape(layers=12, width=768, heads=12)
 TINY = Shape(layers=2, width=128, heads=4, words=5000, positions=64)
-TOKENS, PIXELS = 64, 784
+TOKENS, PIXELS, WORDS, LABELS = 64, 784, 5000, 4
 # By model: examples of a row, and rows.
 CASES = {"MLP": [(10, 2), (10, 10), (10, 20), (100, 10)]}
 CASES["GPT-2 of 2 layers of 128, LoRA"] = [(1, 48), (4, 10), (4, 20), (16, 10)]
 CASES["GPT-2 small, LoRA"] = [(1, 48), (4, 10), (4, 20), (16, 3), (16, 10)]
 PRECISIONS = {"float32": "ieee", "TF32": "tf32"}
-# Relative to its norm, how much a row may differ between the ways.
+# The largest difference of a row between the two ways that is right, relative to the norm of the row.
 APART = {"float32": 1e-4, "TF32": 1e-2}
-HEAD = ["examples of a row", "rows", "a pass each", "shared", "ratio", "MB, a pass each", "MB, shared"]
+WAYS = ("a pass each", "shared")
+HEAD = ["examples of a row", "rows", *WAYS, "ratio", *(f"MB, {way}" for way in WAYS)]
+
+
+def perceptron() -> nn.Sequential:
+    """Return an MLP 784-100-100-10."""
+    sizes = [(PIXELS, 100), (100, 100), (100, 10)]
+    layers = [layer for size in sizes for layer in (nn.Linear(*size), nn.ReLU())]
+    return nn.Sequential(*layers[:-1])
 
 
 def make(name: str) -> nn.Module:
-    """Return a model of this name, on the device."""
+    """Return the model of this name, on the device."""
     with DEVICE:
-        if name != "MLP":
-            return Classifier(SMALL if "small" in name else TINY)
-        sizes = [(PIXELS, 100), (100, 100), (100, 10)]
-        layers = [layer for size in sizes for layer in (nn.Linear(*size), nn.ReLU())]
-        return nn.Sequential(*layers[:-1])
+        return perceptron() if name == "MLP" else Classifier(SMALL if "small" in name else TINY)
 
 
-def draw(name: str, n: int) -> dict[str, torch.Tensor]:
-    """Draw random examples."""
-    x = torch.randn(n, PIXELS) if name == "MLP" else torch.randint(5000, (n, TOKENS))
-    return {"x": x.to(DEVICE), "y": torch.randint(4, (n,), device=DEVICE)}
+def draw(pixels: bool, tokens: int, n: int) -> dict[str, Tensor]:
+    """Draw random examples: pixels, or tokens other than 0, which is padding."""
+    x = torch.randn(n, PIXELS) if pixels else torch.randint(1, WORDS, (n, tokens))
+    return {"x": x, "y": torch.randint(LABELS, (n,))}
 
 
-def loss(model: nn.Module, batch: Any) -> torch.Tensor:
+def loss(model: nn.Module, batch: Any) -> Tensor:
     """Return the loss of each example."""
-    return cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+    out = model(batch["x"])
+    return cross_entropy(getattr(out, "logits", out), batch["y"], reduction="none")
 
 
 class Case:
-    """Rows of G of one model, computed in both ways."""
+    """The rows of G of a model for t tasks of n examples, computed in both ways.
 
-    def __init__(self, name: str, n: int, t: int) -> None:
-        self.model, self.memory = make(name), EpisodicMemory(per_task=n)
+    Both ways are the same call on batches of the same memory: a list of batches has a pass for each.
+    """
+
+    def __init__(self, model: nn.Module, draw: Callable[[int], dict[str, Tensor]], n: int, t: int) -> None:
+        self.model, self.memory = model, EpisodicMemory(per_task=n)
+        trained = [p for p in model.parameters() if p.requires_grad]
         for task in range(t):
-            self.memory.add(draw(name, n), task)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.projectors = [GradientProjector(trained) for _ in range(2)]
+            self.memory.add({name: part.to(trained[0].device) for name, part in draw(n).items()}, task)
+        self.projectors = [GradientProjector(trained) for _ in WAYS]
 
     def run(self, shared: bool) -> None:
         """Compute all rows."""
-        batches: Iterable[Any] = self.memory.batches()
+        batches: Any = self.memory.batches()
         self.projectors[shared].recall(self.model, batches if shared else list(batches), loss)
-
-    def peak(self, shared: bool) -> float:
-        """Return by how many megabytes the memory of the device grows meanwhile."""
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        self.run(shared)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
 
     def apart(self) -> float:
         """Return the largest difference of a row, over its norm."""
@@ -89,18 +90,14 @@ def main(seconds: float) -> int:
         for name, cases in list(CASES.items())[-1 if setting == "tf32" else 0 :]:
             table = Running(f"{name}, {precision}; milliseconds", HEAD)
             for n, t in cases:
-                case = Case(name, n, t)
+                case = Case(make(name), partial(draw, name == "MLP", TOKENS), n, t)
                 for shared in (False, True, True, True):  # rows are compared in the first passes
                     case.run(shared)
                 wrong += not case.apart() <= APART[precision]
-                peaks = [case.peak(shared) for shared in (False, True)]
+                peaks = [peak_on_device(partial(case.run, way), torch) / 1e6 for way in (False, True)]
                 slow, fast = (clock.cold(partial(case.run, way), each) / 1e3 for way in (False, True))
                 cells = [digits(slow), digits(fast), digits(slow / fast), *map(digits, peaks)]
                 table.row(str(n), str(t), *cells)
                 if reason := case.projectors[True].why_row_by_row:
                     print(f"{name}, {n} examples, {t} rows: {reason}", file=sys.stderr)
     return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1])))

@@ -1,6 +1,5 @@
 """Part 2: how long projections take, beside A-GEM, I-GEM, the recipe of GEM, and what memory allows."""
 
-import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ import gemproj
 from asv_benchmarks.benchmarks.common import LORA
 from asv_benchmarks.benchmarks.peers import agem_published, gem_published, igem_published
 from asv_benchmarks.reports.gpu.device import DEVICE, Call, Clock, as_graph, backend, host_time
-from asv_benchmarks.reports.gpu.printing import Running, say
+from asv_benchmarks.reports.gpu.printing import Running, Targets, say
 from asv_benchmarks.reports.gpu.problems import draw
 from asv_benchmarks.reports.tables import digits, power
 
@@ -135,11 +134,10 @@ class Speed:
 
     def verdicts(self) -> None:
         """Print which targets are met."""
-        table = Running(f"Targets, d = {COLUMNS[0]:,}, float32", ["", "target", "found", "met"])
+        table = Targets(f"Targets, d = {COLUMNS[0]:,}, float32")
         for name, most in MOST.items():
             if not isnan(found := self.aimed.get(name, nan)):
-                verdict = "yes" if found <= most else "no"
-                table.row(f"t = 2, {name}, microseconds", digits(most), digits(found), verdict)
+                table.add(f"t = 2, {name}, microseconds", found, most, digits)
 
 
 def agem(g: Tensor, reference: Tensor, out: Tensor) -> Tensor:
@@ -161,7 +159,3 @@ def main(seconds: float) -> int:
             say("", f"**Failed: {type(error).__name__}**")
             speed.wrong += 1
     return int(bool(speed.wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1])))

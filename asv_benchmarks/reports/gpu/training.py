@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 
 from asv_benchmarks.reports.gpu.device import DEVICE
 from asv_benchmarks.reports.gpu.model import Classifier, Shape
-from asv_benchmarks.reports.gpu.printing import Running, say
+from asv_benchmarks.reports.gpu.printing import Running, Targets, say
 from gemproj.torch import EpisodicMemory, GradientProjector
 
 SHAPE = Shape()
@@ -129,18 +129,10 @@ def main(seconds: float) -> int:
             judged[precision] = found
         if 2.5 * (time.monotonic() - start) > end - time.monotonic():
             break  # the next table would take about so long
-    table = Running(f"Targets: {TASKS[0]} past tasks, {JUDGED}", ["", "target", "found", "met"])
+    table = Targets(f"Targets: {TASKS[0]} past tasks, {JUDGED}")
     for precision, found in judged.items():
         step = found[JUDGED]
         part, steps = step[STAGES[2]] / step[STAGES[4]], step[STAGES[4]] / found["plain"][STAGES[4]]
-        for name, value, most, form in (
-            ("projection, of the step", part, MOST_PROJECTION, ".1%"),
-            ("plain steps", steps, MOST_STEPS, ".2f"),
-        ):
-            met = "yes" if value <= most else "no"
-            table.row(f"{precision}, {name}", format(most, form), format(value, form), met)
+        table.add(f"{precision}, projection, of the step", part, MOST_PROJECTION, "{:.1%}".format)
+        table.add(f"{precision}, plain steps", steps, MOST_STEPS, "{:.2f}".format)
     return int(bool(loop.wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main(float(sys.argv[1])))
