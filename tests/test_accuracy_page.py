@@ -40,9 +40,11 @@ def test_judge_refuses_a_wrong_answer(lam, monkeypatch):
         judge.project_precisely(np.eye(2), np.array([1.0, -1.0]))
 
 
-def test_script_writes_its_tables(tmp_path):
+def test_script_writes_its_tables(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    accuracy.main(tmp_path, families="tiny", solvers="exact,NNLS,agem", repeats=1, largest=3)
+    monkeypatch.setattr(accuracy, "REPEATS", 1)
+    monkeypatch.setattr(accuracy, "LARGEST", 3)
+    accuracy.main(tmp_path, families="tiny", solvers="exact,NNLS,agem")
     assert "held for 40 of its 40 answers" in (tmp_path / "accuracy.md").read_text()
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 

@@ -26,7 +26,7 @@ from examples.common.drawing import plt
 TOLERANCE = 1e-6
 # Of x itself, which no bound on multipliers sees.
 ROUNDING = 1e-15
-REPEATS, LARGEST = 6, 120
+REPEATS, LARGEST = 6, 120  # problems of each size, fewer of the large ones; the most constraints
 PACKAGES = [
     "gemproj", "numpy", "scipy", "quadprog", "osqp", "qpsolvers", "daqp", "proxsuite", "piqp", "clarabel",
     "torchjd", "torch", "mpmath",
@@ -210,18 +210,14 @@ def main(
     ] = None,
     families: Words = None,
     solvers: Words = None,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Problems of each size, fewer of the large ones.")
-    ] = REPEATS,
-    largest: Annotated[int, typer.Option(min=1, help="Largest number of constraints.")] = LARGEST,
 ) -> None:
     """Find out who fails where."""
-    if out is None and (families, solvers, repeats, largest) != (None, None, REPEATS, LARGEST):
+    if out is None and (families, solvers) != (None, None):
         raise typer.BadParameter("a part of the tables does not replace docs/results; name a folder: --out")
     out = Path("docs/results") if out is None else out
     asked = pick(SOLVERS, solvers)
     used = [solver for solver in asked if not SOLVERS[solver].missing]
-    drawn = {name: list(FAMILIES[name].problems(repeats, largest)) for name in pick(FAMILIES, families)}
+    drawn = {name: list(FAMILIES[name].problems(REPEATS, LARGEST)) for name in pick(FAMILIES, families)}
     results = measure(used, judged(drawn))
 
     count = sum(map(len, drawn.values()))

@@ -14,21 +14,14 @@ from asv_benchmarks.reports.figure import logarithmic
 from examples.common.drawing import noted, plt, save
 
 RESULTS = Path("docs", "results")
-LOOKS: dict[str, dict[str, Any]] = {
-    "portable, eager": {"color": "#999999", "marker": "s", "linestyle": ":"},
-    "eager": {"color": "#0072b2", "marker": "o", "linestyle": "--"},
-    "captured": {"color": "#0072b2", "marker": "o", "linewidth": 2.4},
-    "I-GEM": {"color": "#d55e00", "marker": "D"},
-    "A-GEM, mean": {"color": "#009e73", "marker": "^"},
-    "floor": {"color": "#333333", "marker": None, "linestyle": ":"},
-}
-NAMES = {
-    "portable, eager": "gemproj, array operations",
-    "eager": "gemproj, called from Python",
-    "captured": "gemproj, in a CUDA graph",
-    "I-GEM": "I-GEM as published",
-    "A-GEM, mean": "A-GEM on the mean of the rows, in a CUDA graph",
-    "floor": "memory floor",
+# By column of the report: the label and the look of its line.
+LINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "portable, eager": ("gemproj, array operations", {"color": "#999999", "marker": "s", "linestyle": ":"}),
+    "eager": ("gemproj, called from Python", {"color": "#0072b2", "marker": "o", "linestyle": "--"}),
+    "captured": ("gemproj, in a CUDA graph", {"color": "#0072b2", "marker": "o", "linewidth": 2.4}),
+    "I-GEM": ("I-GEM as published", {"color": "#d55e00", "marker": "D"}),
+    "A-GEM, mean": ("A-GEM on the mean of the rows, in a CUDA graph", {"color": "#009e73", "marker": "^"}),
+    "floor": ("memory floor", {"color": "#333333", "marker": None, "linestyle": ":"}),
 }
 COLUMNS = (2_166_784, 33_554_432)
 
@@ -51,9 +44,9 @@ def draw(report: str) -> Figure:
     for axes, d in zip(panels, COLUMNS, strict=True):
         curves = read(report, d)
         logarithmic(axes, f"d = {d:,} parameters, float32", "Constraints t")
-        for name, look in LOOKS.items():
+        for name, (label, look) in LINES.items():
             line = {"markersize": 7, "markeredgecolor": "white", "linewidth": 1.4} | look
-            axes.plot(*zip(*curves[name].items(), strict=True), **line, label=NAMES[name])
+            axes.plot(*zip(*curves[name].items(), strict=True), **line, label=label)
         axes.set_xticks(list(curves["eager"]), list(map(str, curves["eager"])))
     panels[0].set_ylabel("Time of one projection (ms)")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)

@@ -85,14 +85,14 @@ def sweep(d: int, seconds: float) -> Curves:
     return curves
 
 
-def sizes(seconds: float, largest: int = SIZES[-1], t: int = 9) -> Table:
+def sizes(seconds: float, largest: int) -> Table:
     """Return a table of ratios for problems from a core's cache to main memory."""
     table = Table(
-        f"Sizes: t = {t}, float32, `out=`; ratios of least times, that of exact in microseconds",
+        f"Sizes: t = {SWEPT_T}, float32, `out=`; ratios of least times, that of exact in microseconds",
         ["d", "MB of G", "exact", f"exact / {FLOOR}", "exact / A-GEM mean", "by columns / by rows"],
     )
     for d in (size for size in SIZES if size < 1.1 * largest):
-        G, g, _ = problem("torch", "float32", t, d)
+        G, g, _ = problem("torch", "float32", SWEPT_T, d)
         out = torch.empty_like(g)
         runs: list[Any] = [partial(project, rows, g, out=out) for rows in (G, by_columns(G))]
         runs += [partial(floor, G, g, out), lambda G=G, g=g: agem_published(G.mean(0), g)]

@@ -103,22 +103,23 @@ def times(aggregator: str, family: str, counts: list[int], seconds: float) -> Ta
     return table
 
 
-def failures(m: int = OBJECTIVES) -> Table:
+def failures() -> Table:
     """Return the table of worst residuals and of failures by family."""
     head = ["", *(f"{name} {what}" for name in PROJECTORS for what in ("residual", "failures"))]
-    table = Table(f"UPGrad of {m} objectives, {DRAWS} Jacobians each: worst residual and failures", head)
+    title = f"UPGrad of {OBJECTIVES} objectives, {DRAWS} Jacobians each: worst residual and failures"
+    table = Table(title, head)
     for family in FAMILIES:
         cells = []
         for projector in PROJECTORS.values():
-            found = [_attempt(projector, family, m, seed) for seed in range(DRAWS)]
+            found = [_attempt(projector, family, seed) for seed in range(DRAWS)]
             given = [r for r in found if np.isfinite(r)]
             cells += [power(max(given, default=np.nan)), str(sum(not r <= TOLERANCE for r in found))]
         table.rows.append([family, *cells])
     return table
 
 
-def _attempt(projector: Any, family: str, m: int, seed: int) -> float:
-    J, U = draw(family, m, seed), torch.eye(m) / m
+def _attempt(projector: Any, family: str, seed: int) -> float:
+    J, U = draw(family, OBJECTIVES, seed), torch.eye(OBJECTIVES) / OBJECTIVES
     try:
         return residual(J, U, projector(U, J @ J.T))
     except Exception:  # whatever it is, there is no answer
