@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Tensor]  # tensors (n, ...), among them integers "labels" of shape (n,)
 
 
 def rows(batch: Batch, which: slice | Tensor) -> Batch:

@@ -46,7 +46,6 @@ class Recorder:
         self.step, self.boundaries = 0, list(accumulate(steps))
         few = config.eval_rows  # of the curves
         self.test = [(rows(task, slice(few)), rows(task, slice(few, None))) for task in test]
-        self.known: tuple[int, list[int]] = -1, []  # a step, and how many of the few rows are right after it
         self.device = torch.device(config.device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.checker = GradientProjector(self.parameters)
@@ -166,22 +165,14 @@ class Recorder:
 
     def _add_point(self) -> None:
         if self._due(self.config.eval_interval):
-            shares = zip(self._right_of_few(), self.test, strict=True)
-            accuracy = [right / len(few["labels"]) for right, (few, _) in shares]
+            accuracy = [self._right(few) / len(few["labels"]) for few, _ in self.test]
             self.curve.append({"step": self.step, "accuracy": accuracy})
 
     def _accuracies(self) -> list[float]:
-        counts = zip(self._right_of_few(), self.test, strict=True)
         return [
-            (right + self._right(rest)) / (len(few["labels"]) + len(rest["labels"]))
-            for right, (few, rest) in counts
+            (self._right(few) + self._right(rest)) / (len(few["labels"]) + len(rest["labels"]))
+            for few, rest in self.test
         ]
-
-    def _right_of_few(self) -> list[int]:
-        """Return how many of the few rows of each task are right; a point of the curve may have told."""
-        if self.known[0] != self.step:
-            self.known = self.step, [self._right(few) for few, _ in self.test]
-        return self.known[1]
 
     @torch.inference_mode()
     def _right(self, examples: Batch) -> int:

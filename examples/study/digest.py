@@ -13,21 +13,22 @@ DIGITS = 12
 
 def of_arrays(*arrays: np.ndarray) -> str:
     """Return a hash of dtypes, shapes and values."""
-    found = hashlib.sha256()
-    for array in arrays:
-        found.update(f"{array.dtype} {array.shape}".encode())
-        found.update(np.ascontiguousarray(array).tobytes())
-    return found.hexdigest()[:DIGITS]
+    heads = (f"{array.dtype} {array.shape}".encode() for array in arrays)
+    return _of(part for pair in zip(heads, map(np.ascontiguousarray, arrays), strict=True) for part in pair)
 
 
 def of_values(values: Any) -> str:
     """Return a hash of strings and numbers, in sequences and mappings."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=list).encode()).hexdigest()[:DIGITS]
+    return _of([json.dumps(values, sort_keys=True, default=list).encode()])
 
 
 def of_files(paths: Iterable[Path]) -> str:
     """Return a hash of the contents of files."""
+    return _of(np.memmap(path, mode="r") for path in paths)  # files of weights are large
+
+
+def _of(parts: Iterable[Any]) -> str:
     found = hashlib.sha256()
-    for path in paths:
-        found.update(np.memmap(path, mode="r"))  # files of weights are large
+    for part in parts:
+        found.update(part)
     return found.hexdigest()[:DIGITS]

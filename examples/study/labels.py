@@ -36,13 +36,7 @@ def label_points(axes: Axes, points: Mapping[str, Point], steps: Sequence[Point]
     circle = np.linspace(0, 2 * np.pi, 24, endpoint=False)
     turns = np.tile(np.stack([np.cos(circle), np.sin(circle)], 1), (5, 1))
     distance = np.repeat([6, 14, 24, 36, 50], len(circle))
-    line: dict[str, Any] = {
-        "arrowstyle": "-",
-        "color": "#999999",
-        "linewidth": 0.6,
-        "shrinkA": 0,
-        "shrinkB": 4,
-    }
+    line = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.6, "shrinkA": 0, "shrinkB": 4}
     look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "color": INK, "arrowprops": line}
     labels = {
         name: axes.annotate(name, (x, y.mean), (0, 0), textcoords="offset points", **look)

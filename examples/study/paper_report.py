@@ -8,7 +8,6 @@ from ..lora_agnews.methods import METHODS
 from ..lora_agnews.report import Summary
 
 Results = dict[str, Any]  # what the experiment writes as results.json
-SMALL = "small"
 # What the paper states, and the two tables of its results.
 BACKBONE = "GPT-2 medium (355M), NVIDIA H100"
 SEEDS = (0, 2, 5, 7, 11)
@@ -78,7 +77,7 @@ def difference_rows(results: Results) -> list[list[str]]:
     small = f"GPT-2 with {config['small_layers']} layers of width {config['small_width']}, {learned}"
     device = f"{machine.get('gpu') or config['device'].upper()}, torch {machine['torch']}"
     return [
-        ["Backbone", "GPT-2 medium, 355M", small if config["backbone"] == SMALL else config["backbone"]],
+        ["Backbone", "GPT-2 medium, 355M", small if config["backbone"] == "small" else config["backbone"]],
         ["Trained parameters d", "not given; 2,166,784 follow", f"{results['parameters']:,}"],
         ["Length (tokens)", "512", str(config["max_length"])],
         ["Articles", "AG News", results["data"]],

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from examples.common.command import SetupError
+from examples.common.metrics import Record
 from examples.common.workers import VERSIONS
 
 from . import digest
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)

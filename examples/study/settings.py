@@ -8,18 +8,8 @@ from typing import Any
 from gemproj import PGD
 
 from ..common import colours
-from .learners import (
-    Balanced,
-    DistilledReplay,
-    Learner,
-    Mixture,
-    OneTask,
-    Projected,
-    Replay,
-    Setup,
-    Subspaces,
-    TwoMoments,
-)  # fmt: skip
+from . import learners
+from .learners import Learner, Setup
 from .mega import mega1, mega2
 from .penalties import EWC, SI
 
@@ -74,7 +64,7 @@ WEIGHTS = (0.1, 0.5, 2.0)  # of the past, in the loss or in the promise
 
 def gem(**options: Any) -> Callable[[Setup], Learner]:
     """Return a maker of GEM with options of `Projected`."""
-    return partial(Projected, **options)
+    return partial(learners.Projected, **options)
 
 
 def weighted(title: str, learner: Callable[[Setup], Learner]) -> Method:
@@ -85,15 +75,19 @@ def weighted(title: str, learner: Callable[[Setup], Learner]) -> Method:
 METHODS = {
     "plain": Method("Fine-tuning", "reference", colours.FINE_TUNING, Learner),
     "joint": Method("Joint", "reference", colours.JOINT, Learner, joint=True),
-    "replay": Method("Replay", "replay", colours.REPLAY, Replay, "weight", WEIGHTS),
-    "der": Method("Replay + KL", "replay", colours.REPLAY_OF_OUTPUTS, DistilledReplay, "weight", WEIGHTS),
+    "replay": Method("Replay", "replay", colours.REPLAY, learners.Replay, "weight", WEIGHTS),
+    "der": Method(
+        "Replay + KL", "replay", colours.REPLAY_OF_OUTPUTS, learners.DistilledReplay, "weight", WEIGHTS
+    ),
     "ewc": Method("EWC", "no examples", colours.NO_EXAMPLES, EWC, "strength", (1.0, 10.0, 100.0)),
     "si": Method("SI", "no examples", colours.NO_EXAMPLES, SI, "strength", (0.1, 1.0, 10.0)),
-    "gpm": Method("GPM", "no examples", colours.NO_EXAMPLES, Subspaces, "threshold", (0.8, 0.9, 0.95)),
+    "gpm": Method(
+        "GPM", "no examples", colours.NO_EXAMPLES, learners.Subspaces, "threshold", (0.8, 0.9, 0.95)
+    ),
     "agem": Method("A-GEM", "one constraint", colours.AGEM, gem(per="all", method="agem")),
-    "sgem": Method("S-GEM", "one constraint", colours.AGEM, OneTask),
-    "mega1": Method("MEGA-I", "one constraint", colours.AGEM, partial(Balanced, weights=mega1)),
-    "mega2": Method("MEGA-II", "one constraint", colours.AGEM, partial(Balanced, weights=mega2)),
+    "sgem": Method("S-GEM", "one constraint", colours.AGEM, learners.OneTask),
+    "mega1": Method("MEGA-I", "one constraint", colours.AGEM, partial(learners.Balanced, weights=mega1)),
+    "mega2": Method("MEGA-II", "one constraint", colours.AGEM, partial(learners.Balanced, weights=mega2)),
     "gem": Method("GEM", "GEM", colours.GEM, gem()),
     "gem-all": Method("GEM, all examples", "GEM", colours.GEM, gem(), like="gem", changes={"examples": ALL}),
     "igem1": Method("I-GEM, 1 step", "GEM", colours.IGEM, gem(method=PGD(1)), like="gem"),
@@ -150,8 +144,8 @@ MEMORIES = {
     if (policy, size) != ("reservoir", 100)  # as it is
 }
 # Labels with a weight, and outputs at a tolerance: the accuracy of the one and the small dips of the other?
-MIXED = {"gem-mixture": weighted("GEM, labels and outputs", Mixture)}
-MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", TwoMoments)}
+MIXED = {"gem-mixture": weighted("GEM, labels and outputs", learners.Mixture)}
+MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", learners.TwoMoments)}
 # Where tuning has chosen different rates for both, what of their difference is due to that.
 SAME = {"replay-same": replace(METHODS["replay"], title="Replay, settings of GEM", like="gem-weight")}
 METHODS |= CHEAPER | MEMORIES | MOMENTS | SAME | MIXED

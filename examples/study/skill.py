@@ -26,7 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from examples import keep_a_skill
 from examples.common import colours, command
 from examples.common.drawing import save
-from examples.common.metrics import mean_std
+from examples.common.metrics import Record, grouped, mean_std
 from examples.common.tables import markdown_table, plus_minus
 from examples.common.workers import work
 from examples.keep_a_skill import KL, LENGTH, TEXT, WIDTH, WORDS, learn, losses, texts_of
@@ -34,7 +34,6 @@ from examples.lora_agnews.backbone import LORA
 
 from . import compare, digest, figures, plan
 from .__main__ import parser
-from .compare import Record
 from .plan import Point
 from .results import AnyRun, Results, origin, results_of, rounded
 from .settings import SEEDS
@@ -234,9 +233,11 @@ def reported(setting: str, results: Results) -> list[Record]:
 
 def table(setting: str, records: Sequence[Record], results: Results) -> str:
     """Return the losses of each method at each knob, and by how much X + Y is above that of replay of KL."""
-    groups: dict[tuple[str, float | None], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record["method"], record["knob"]), []).append(record)
+    groups = {
+        (name, knob): runs
+        for name, found in grouped("method", records).items()
+        for knob, runs in grouped("knob", found).items()
+    }
     point = chosen(setting, "kl", results)
     base = groups["kl", point[1] if point else None]
     rows = []

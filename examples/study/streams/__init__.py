@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...common.batch import Batch
 from ...common.command import SetupError, check_known
 
 KINDS = dict.fromkeys(("permuted", "rotated", "split", "mnist1d"), "images")  # the module of each
 KINDS |= {"agnews": "text", "files": "files"}
-
-Batch = dict[str, Tensor]  # tensors (n, ...), among them integers "labels" of shape (n,)
 
 
 @dataclass(frozen=True)

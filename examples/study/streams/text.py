@@ -15,15 +15,8 @@ from ...lora_agnews.stream import Experience
 from .. import digest
 from . import Stream, Task
 
-MODEL = (
-    "backbone",
-    "max_length",
-    "dropout",
-    "small_layers",
-    "small_width",
-    "small_vocabulary",
-    "small_steps",
-)
+SMALL = ("small_layers", "small_width", "small_vocabulary", "small_steps")
+MODEL = ("backbone", "max_length", "dropout", *SMALL)
 
 _load = lru_cache(maxsize=1)(data.load)  # a worker has many runs in one environment, each with its own stream
 
