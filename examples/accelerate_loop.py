@@ -1,7 +1,7 @@
-"""A loop of Accelerate learns three tasks, one after the other, with and without GEM.
+"""An Accelerate loop that learns three tasks, one after the other, with and without GEM.
 
-Every task has two classes of its own, clouds of points; the model is asked about all six. Gradients are
-accumulated over two batches and clipped; ``accelerate launch`` runs the same file in several processes.
+Each task has two classes, each a cloud of points; the model chooses among all six. Gradients are accumulated
+over two batches and clipped. ``accelerate launch`` runs the same file in several processes.
 
     python examples/accelerate_loop.py
 """
@@ -30,7 +30,7 @@ def draw(task: int, count: int, seed: int) -> TensorDataset:
 
 
 def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Return the loss on a batch, of now or from the memory."""
+    """Return the loss on a batch of the current task or of the memory."""
     points, labels = batch
     return torch.nn.functional.cross_entropy(model(points), labels)
 
@@ -64,7 +64,7 @@ def learn(on: Any, epochs: int) -> list[float]:
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, task: int) -> float:
-    """Return how many points that were not learned from are told right, among all six classes."""
+    """Return the accuracy on unseen points of a task, among all six classes."""
     points, labels = draw(task, 500, seed=1).tensors
     return float((model(points).argmax(1) == labels).float().mean())
 

@@ -21,7 +21,7 @@ Batch = dict[str, Tensor]
 
 
 def draw(task: int, n: int, seed: int) -> Batch:
-    """Draw sequences from the task's own part of the vocabulary; each token votes for a class."""
+    """Draw sequences from a task's part of the vocabulary; each token votes for a class."""
     part = TOKENS // TASKS
     votes = torch.randn(part, CLASSES, generator=torch.Generator().manual_seed(task))
     generator = torch.Generator().manual_seed(TASKS * seed + task)
@@ -68,7 +68,7 @@ def train(project: bool, steps: int) -> list[float]:
     for block in model.blocks.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # After fully_shard, which makes other parameters of them; as for the optimizer.
+    # The optimizer and GEM come after fully_shard, which replaces the parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     gem = GEM(model, optimizer, loss, 64, on="both") if project else None
     for task in range(TASKS):
@@ -76,13 +76,13 @@ def train(project: bool, steps: int) -> list[float]:
             optimizer.zero_grad()
             loss(model, draw(task, 16, seed=1 + rank + world * step)).backward()
             optimizer.step()  # projected
-        if gem:  # each process remembers examples of its own
+        if gem:  # each process stores its own examples
             gem.end_task([draw(task, 64, seed=-1 - rank)])
     return accuracies(model)
 
 
 def main(steps: int) -> None:
-    """Train without and with projection; the first process prints what each has kept."""
+    """Train without and with projection; the first process prints the accuracies."""
     dist.init_process_group("gloo")
     table = Table("", *(f"task {task}" for task in range(TASKS)), title="Accuracy after the last task (%)")
     for name, project in (("without projection", False), ("with projection", True)):

@@ -1,11 +1,11 @@
 """Fine-tune a language model for Y and keep X: ``python examples/keep_a_skill.py``.
 
-X and Y are languages of the same 32 words: which words may follow depends on the two words before, and half
-of these rules are the same in both. A small transformer is pretrained on X. Then all its weights are
-fine-tuned on Y, with 48 sequences of X, the reference, at hand. A loss cannot be below 1.208 nats, the
-entropy of both languages. Compared are plain fine-tuning; replay of the reference, of its text or of what the
-model said about it (Kullback-Leibler divergence, KL), as a term of the loss with some weight; GEM on the
-text; and GEM with a tolerance of the KL, whose report says what became of it.
+X and Y are languages of the same 32 words. The two previous words determine the words that may follow; half
+of these rules are the same in both languages. A small transformer is pretrained on X. Then all its weights
+are fine-tuned on Y; 48 stored sequences of X are the reference. No loss can be below 1.208 nats, the entropy
+of both languages. The script compares plain fine-tuning; replay of the reference's text, or of the model's
+stored outputs (Kullback-Leibler divergence, KL), with a weight; GEM on the text; and GEM with a tolerance on
+the KL, together with its report.
 
 ``--seeds 5 --figure FILE --out FILE`` made the table and the figure of docs/keep_a_skill.md. One seed takes
 less than a minute on two CPU cores and needs no data.
@@ -31,20 +31,20 @@ from gemproj.torch.losses import CrossEntropy, Distillation
 from gemproj.torch.report import Report
 
 WORDS, GROUPS, LENGTH, WIDTH = 32, 4, 24, 64
-CHANCES = torch.tensor([0.5, 0.25, 0.15, 0.1])  # of the words that may follow
-ENTROPY = float(-(CHANCES * CHANCES.log()).sum())  # no loss can be below, 1.208 nats
+CHANCES = torch.tensor([0.5, 0.25, 0.15, 0.1])  # of the four words that may follow
+ENTROPY = float(-(CHANCES * CHANCES.log()).sum())  # 1.208 nats: no loss can be lower
 REFERENCE, BATCH = 48, 16
 
 
 def rules(seed: int) -> list[Tensor]:
-    """Return for X and for Y which words may follow, by the group of the word before last and the last."""
+    """Return the words that may follow in X and in Y, by the group of the word before last and the last."""
     generator = torch.Generator().manual_seed(seed)
     x, y = torch.rand(2, GROUPS, WORDS, WORDS, generator=generator).argsort(-1)[..., : len(CHANCES)]
     return [x, torch.where(torch.rand(GROUPS, WORDS, 1, generator=generator) < 0.5, x, y)]
 
 
 def write(rule: Tensor, language: int, n: int, seed: int) -> Tensor:
-    """Write sequences: a token that tells the language, two words of any kind, and what follows them."""
+    """Write sequences: a token for the language, two random words, and words that follow by the rules."""
     generator = torch.Generator().manual_seed(seed)
     text = [torch.full((n,), WORDS + language), *torch.randint(WORDS, (2, n), generator=generator)]
     for draws in torch.multinomial(CHANCES, n * (LENGTH - 3), True, generator=generator).view(-1, n):
@@ -63,7 +63,7 @@ class GPT(nn.Module):
         self.head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the logits of the word after each."""
+        """Return the logits of each next word."""
         mask = nn.Transformer.generate_square_subsequent_mask(text.shape[1])
         x = self.embed(text) + self.place[: text.shape[1]]
         return self.head(self.block(x, src_mask=mask, is_causal=True))
@@ -80,7 +80,7 @@ KL = Distillation(logits)
 
 @dataclass(frozen=True)
 class Method:
-    """What is done for X: nothing; replay of a loss, with a weight; or GEM, maybe with a tolerance."""
+    """How X is kept: not at all; by replay of a loss, with a weight; or by GEM, possibly with a tolerance."""
 
     kind: str
     rate: float
@@ -92,7 +92,7 @@ class Method:
         return f"{self.kind}, {self.option} {self.value:g}" if self.option else self.kind
 
 
-PLAIN = Method("plain", 3e-2)  # for pretraining, too
+PLAIN = Method("plain", 3e-2)  # also used for pretraining
 METHODS = [
     PLAIN,
     *(Method("replay of text", 1e-2, TEXT, "weight", weight) for weight in (0.1, 0.3, 1.0)),
@@ -100,7 +100,7 @@ METHODS = [
     Method("GEM on text", 3e-3, TEXT),
     *(Method("KL held", 6e-2, KL, "tolerance", e) for e in (0.0, 0.03, 0.1)),
 ]
-# Colours as in all figures (examples/common/colours.py), markers, and where labels go.
+# Colours as in all figures (examples/common/colours.py), markers, and the side of the labels.
 LOOKS = {
     "plain": ("#999999", "X", 1),
     "replay of text": ("#009E73", "s", 1),
@@ -115,7 +115,7 @@ COLUMNS = {"x": "X", "y": "Y", "reference": "reference", "kl": "KL of reference"
 def learn(
     model: nn.Module, text: Tensor, steps: int, seed: int, method: Method = PLAIN, reference: Any = None
 ) -> Report | None:
-    """Train a model on a text, and do for the reference what the method says; return the report of GEM."""
+    """Train a model on a text, and keep the reference by the method; return the report of GEM."""
     optimizer = torch.optim.AdamW(
         [p for p in model.parameters() if p.requires_grad], lr=method.rate, fused=True
     )
@@ -142,7 +142,7 @@ def learn(
 
 
 def texts_of(seed: int, reference: int = REFERENCE) -> dict[str, Tensor]:
-    """Write what to pretrain on, so many references, what to fine-tune on, and test texts of X and Y."""
+    """Write texts for pretraining and fine-tuning, `reference` stored ones, and test texts of X and Y."""
     x, y = rules(seed)
     sizes = {"pretrain": (x, 0, 8192), "reference": (x, 0, reference), "x": (x, 0, 512)}
     sizes |= {"tune": (y, 1, 4096), "y": (y, 1, 512)}
@@ -151,13 +151,13 @@ def texts_of(seed: int, reference: int = REFERENCE) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def losses(model: nn.Module, texts: Mapping[str, Tensor], said: Tensor) -> dict[str, float]:
-    """Return the losses on X, on Y and on the reference, and the KL of that from what was said about it."""
+    """Return the losses on X, on Y and on the reference, and the KL from the stored outputs of the latter."""
     found = {name: float(TEXT(model, texts[name]).mean()) for name in ("x", "y", "reference")}
     return found | {"kl": max(0.0, float(KL(model, texts["reference"], said).mean()))}
 
 
 def compare(seed: int, steps: int) -> list[dict[str, Any]]:
-    """Pretrain one model, fine-tune it in each way, and return what each has lost and learned."""
+    """Pretrain one model, fine-tune it by each method, and return the losses of each."""
     texts = texts_of(seed)
     torch.manual_seed(seed)
     print(f"seed {seed}: pretraining, {4 * steps} steps ...", flush=True)
@@ -178,7 +178,7 @@ def compare(seed: int, steps: int) -> list[dict[str, Any]]:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, tuple[float, float]]]:
-    """Return by method and by column the mean over the seeds, and the standard deviation."""
+    """Return mean and standard deviation over the seeds, by method and column."""
     found: dict[str, dict[str, tuple[float, float]]] = {}
     for method in dict.fromkeys(row["method"] for row in rows):
         columns = {name: [row[name] for row in rows if row["method"] == method] for name in COLUMNS}
@@ -206,8 +206,8 @@ def front(curves: Mapping[str, Curve], before: float, note: str) -> Any:
     Parameters
     ----------
     curves : mapping
-        By label: colour, marker and the side of the texts (1 or -1); and of each point the loss on Y and that
-        on X, both with the length of the error bar, and a text.
+        By label: colour, marker and side of the texts (1 or -1); then of each point the losses on Y and on X,
+        each with the length of its error bar, and a text.
     before : float
         Loss on X before fine-tuning.
     note : str
@@ -241,7 +241,7 @@ def front(curves: Mapping[str, Curve], before: float, note: str) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare the methods; print a table, and write the figure and the numbers where asked to."""
+    """Compare the methods; print a table, and write the figure and the numbers that the options name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0")
     parser.add_argument("--steps", type=int, default=150, help="of fine-tuning, after four times as many")

@@ -1,7 +1,7 @@
 """Five tasks one after the other with PyTorch Lightning, with and without GEM.
 
-``python examples/lightning_fit.py`` takes a few seconds on a CPU and needs no data: each task has clusters of
-points of its own, to be told apart by one network with one head. ``--quick`` is smaller still.
+``python examples/lightning_fit.py`` takes a few seconds on a CPU and needs no data. Each task has its own
+clusters of points, which one network with one head classifies. ``--quick`` is smaller still.
 """
 
 import argparse
@@ -20,7 +20,7 @@ FEATURES, CLASSES = 16, 4
 
 
 class Classifier(pl.LightningModule):
-    """A small network. `loss` does not log, so that the memory can be put through it, too."""
+    """A small network. `loss` does not log, because GEM also calls it on stored examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ class Classifier(pl.LightningModule):
         return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
 
     def training_step(self, batch, batch_idx):
-        """Return the loss to learn from."""
+        """Return the loss of a training step."""
         return self.loss(batch)
 
     def configure_optimizers(self):
-        """Return the optimizer; whichever it is, ``on="both"`` keeps its steps from raising past losses."""
+        """Return the optimizer; ``on="both"`` projects its steps, whichever it is."""
         return torch.optim.Adam(self.parameters(), lr=5e-3)
 
     @torch.no_grad()
@@ -46,7 +46,7 @@ class Classifier(pl.LightningModule):
 
 
 def make_task(seed: int, examples: int) -> tuple[TensorDataset, TensorDataset]:
-    """Return the examples of a task, to learn from and to be tested on."""
+    """Return the training examples and the test examples of a task."""
     random = torch.Generator().manual_seed(seed)
     centres = torch.randn(CLASSES, FEATURES, generator=random)
     y = torch.randint(CLASSES, (2 * examples,), generator=random)
@@ -57,7 +57,7 @@ def make_task(seed: int, examples: int) -> tuple[TensorDataset, TensorDataset]:
 def learn(
     tasks: list[tuple[TensorDataset, TensorDataset]], epochs: int, gem: GEMCallback | None
 ) -> list[float]:
-    """Learn the tasks in turn; return the accuracy on each of them after the last."""
+    """Learn the tasks in turn; return the accuracy on each of them at the end."""
     torch.manual_seed(0)
     model = Classifier()
     for train, _ in tasks:

@@ -14,7 +14,7 @@ Batch = dict[str, Tensor]
 
 
 def draw(task: int, n: int, seed: int) -> Batch:
-    """Draw examples of a task: the same questions in another part of the input, with answers of its own."""
+    """Draw examples of a task, which has its own part of the input space and its own labels."""
     rule = torch.Generator().manual_seed(task)
     centre = torch.randn(FEATURES, generator=rule)
     weight = torch.randn(FEATURES, CLASSES, generator=rule)
@@ -53,7 +53,7 @@ def train(project: bool, steps: int) -> list[float]:
 
 
 def main(steps: int) -> None:
-    """Train without and with projection, and print what each has kept."""
+    """Train without and with projection, and print the accuracies."""
     table = Table("", *(f"task {task}" for task in range(TASKS)), title="Accuracy after the last task (%)")
     for name, project in (("without projection", False), ("with projection", True)):
         print(f"{name}: {TASKS} tasks of {steps} steps ...", flush=True)

@@ -1,7 +1,7 @@
-"""A Trainer with LoRA adapters learns three tasks, one after the other, with and without GEM.
+"""A Trainer with LoRA adapters that learns three tasks, one after the other, with and without GEM.
 
-Every task has two classes of its own, told apart by their words; the model is asked about all six. It is a
-tiny GPT-2 that is made from a configuration, so nothing is downloaded.
+Each task has two classes, which differ in their words; the model chooses among all six. The model is a tiny
+GPT-2, made from a configuration: nothing is downloaded.
 
     python examples/trainer_peft.py
 """
@@ -23,7 +23,7 @@ VOCABULARY = 1 + CLASSES * WORDS  # 0 is padding
 
 
 def write(task: int, count: int, seed: int) -> list[dict[str, Any]]:
-    """Write texts of a task's two classes: one word in two is of the class, the others are anybody's."""
+    """Write texts of a task's two classes: half of the words are of the class, the others of any class."""
     generator = torch.Generator().manual_seed(100 * task + seed)
     texts = []
     for label in torch.randint(2 * task, 2 * task + 2, (count,), generator=generator).tolist():
@@ -35,7 +35,7 @@ def write(task: int, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def build() -> torch.nn.Module:
-    """Make a tiny GPT-2 with adapters, a head and embeddings that learn, the same every time."""
+    """Return a tiny GPT-2 with adapters, the same one in every call; its head and embeddings are trained."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -60,7 +60,7 @@ def build() -> torch.nn.Module:
 
 @torch.no_grad()
 def accuracy(model: torch.nn.Module, task: int) -> float:
-    """Return how many texts that were not learned from are told right, among all six classes."""
+    """Return the accuracy on unseen texts of a task, among all six classes."""
     texts = write(task, 200, seed=1)
     model.eval()
     told = model(input_ids=torch.stack([text["input_ids"] for text in texts])).logits.argmax(1)

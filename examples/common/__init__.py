@@ -1,1 +1,1 @@
-"""What the demo and the study share: command lines, worker processes, batches, metrics, tables, figures."""
+"""Shared by the demo and the study: command lines, worker processes, batches, metrics, tables, figures."""

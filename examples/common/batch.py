@@ -1,4 +1,4 @@
-"""Batches of encoded examples: rows, parts, shuffled ones."""
+"""Batches of encoded examples: select rows, split, shuffle."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ def rows(batch: Batch, which: slice | Tensor) -> Batch:
 
 
 def parts(batch: Batch, size: int) -> Iterator[Batch]:
-    """Yield a batch in parts of so many rows; of texts, sorted by length for less padding in each."""
+    """Yield parts of a batch, at most `size` rows each; texts are sorted by length to save padding."""
     if len(batch["labels"]) > size and "attention_mask" in batch:
         batch = rows(batch, batch["attention_mask"].sum(dim=1).argsort(stable=True))
     for start in range(0, len(batch["labels"]), size):

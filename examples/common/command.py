@@ -1,4 +1,4 @@
-"""What the command lines of the experiments share."""
+"""Shared by the command lines of the experiments."""
 
 import os
 from argparse import ArgumentTypeError
@@ -11,29 +11,29 @@ from rich.markup import escape
 
 
 class SetupError(ValueError):
-    """The experiment cannot start as it was asked for; the message says what to change."""
+    """The experiment cannot start with these settings; the message says what to change."""
 
 
 def check_known(kind: str, asked: Iterable[str], known: Collection[str]) -> None:
-    """Raise for names that there are not."""
+    """Raise `SetupError` for unknown names."""
     if unknown := sorted(set(asked) - set(known)):
         raise SetupError(f"unknown {kind} {unknown}; choose from {', '.join(known)}")
 
 
 def count(text: str) -> int:
-    """Return an argument that is a number from 1 on."""
+    """Parse an argument as an integer of at least 1."""
     if int(text) < 1:
         raise ArgumentTypeError(f"must be at least 1, got {text}")
     return int(text)
 
 
 def cache_folder() -> Path:
-    """Return the folder for what is made once and kept, in the user's cache."""
+    """Return gemproj's folder in the user's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "gemproj")
 
 
 def finishing(main: Callable[[Sequence[str] | None, Console], None]) -> Callable[..., int]:
-    """Let a command return its exit status: 0, 2 if it could not start, or 130 if it was stopped."""
+    """Make a command return its exit status: 0, 2 for a `SetupError`, or 130 after Ctrl-C."""
 
     @wraps(main)
     def finished(arguments: Sequence[str] | None = None) -> int:
@@ -52,5 +52,5 @@ def finishing(main: Callable[[Sequence[str] | None, Console], None]) -> Callable
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""How figures look and are written."""
+"""The style of figures, and parts of them."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,7 +29,7 @@ STYLE = {
 
 
 def save(path: Path, drawing: Callable[..., Figure], *arguments: Any) -> Path:
-    """Draw a figure in the style of all figures, write it as a file, and return the path."""
+    """Draw a figure in the common style, write it to a file, and return the path."""
     with plt.rc_context(STYLE):
         figure = drawing(*arguments)
         figure.savefig(path)
@@ -52,6 +52,6 @@ def ticks(axes: Axes, names: Sequence[str]) -> None:
 
 
 def noted(figure: Figure, text: str) -> Figure:
-    """Write below a figure, small, what its error bars are; return the figure."""
+    """Write a note below a figure, in small type; return the figure."""
     figure.supxlabel(text, fontsize=10, color="#666666")
     return figure

@@ -1,7 +1,7 @@
-"""The paper's metrics, from the matrix of accuracies; other codes define some of them differently.
+"""The paper's metrics of the matrix of accuracies; other libraries define some of them differently.
 
-``R`` has shape (T + 1, T): ``R[j, i]`` is the accuracy on task i + 1 after learning j tasks, so that its
-first row is the accuracy before any training.
+``R`` has shape (T + 1, T): ``R[j, i]`` is the accuracy on task i + 1 after learning j tasks. The first row
+holds the accuracies before training.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ VIOLATED = -1e-3  # a cosine below this is a violated constraint; above it, roun
 
 Record = dict[str, Any]  # one run
 Runs = dict[str, list[Record]]  # by method, one for each seed
-Measure = Callable[[Record], "float | None"]  # None where a run has no such number
+Measure = Callable[[Record], "float | None"]  # None if a run has no such number
 
 
 def average_accuracy(R: ArrayLike) -> float:
@@ -31,7 +31,7 @@ def backward_transfer(R: ArrayLike) -> float:
 
 
 def forward_transfer(R: ArrayLike) -> float:
-    """Return the mean of ``R[i - 1, i] - R[0, i]`` over all tasks but the first: what is known in advance."""
+    """Return the mean of ``R[i - 1, i] - R[0, i]`` over all tasks but the first: gains from earlier tasks."""
     R = _matrix(R)
     return float(np.mean(np.diagonal(R)[1:] - R[0, 1:]))
 
@@ -46,7 +46,7 @@ METRICS = {f.__name__: f for f in (average_accuracy, backward_transfer, forward_
 
 
 def guarantee(cosines: Sequence[float]) -> dict[str, float] | None:
-    """Return the share of steps that violate a constraint, and the worst cosine; one cosine for each step."""
+    """Return the share of violations and the worst cosine; `cosines` has one for each measured step."""
     if not cosines:
         return None
     values = np.asarray(cosines, dtype=float)
@@ -54,7 +54,7 @@ def guarantee(cosines: Sequence[float]) -> dict[str, float] | None:
 
 
 def mean_std(values: Iterable[float]) -> dict[str, float | None]:
-    """Return mean and sample standard deviation (n - 1 in the denominator), None where there is none."""
+    """Return mean and sample standard deviation (n - 1 in the denominator); None if it is undefined."""
     array = np.fromiter(values, dtype=float)
     return {
         "mean": float(array.mean()) if len(array) else None,
@@ -77,7 +77,7 @@ class Interval:
 
 
 def interval(values: Iterable[float]) -> Interval:
-    """Return mean and interval of a sample of at least one."""
+    """Return mean and interval of a sample that is not empty."""
     sample = list(values)
     found = mean_std(sample)
     if found["mean"] is None:
@@ -88,12 +88,12 @@ def interval(values: Iterable[float]) -> Interval:
 
 
 def metric(name: str) -> Callable[[Record], float]:
-    """Return the measure of one of the `METRICS`."""
+    """Return the measure that reads one of the `METRICS`."""
     return lambda record: record["metrics"][name]
 
 
 def grouped(key: str, records: Iterable[Record], order: Iterable[Any] = ()) -> dict[Any, list[Record]]:
-    """Group records by what they have under a key, in the order given or else that of the records."""
+    """Group records by the value of a key, in the given order or else in that of the records."""
     groups: dict[Any, list[Record]] = {}
     for record in records:
         groups.setdefault(record[key], []).append(record)
@@ -101,7 +101,7 @@ def grouped(key: str, records: Iterable[Record], order: Iterable[Any] = ()) -> d
 
 
 def paired(runs: Iterable[Record], baseline: Iterable[Record], measure: Measure) -> Interval | None:
-    """Return by how much runs exceed those of a baseline with the same seeds; None if no seed is common."""
+    """Return the paired difference of runs to a baseline over their common seeds; None without any."""
     there = {record["seed"]: measure(record) for record in baseline}
     both = [(measure(record), there[record["seed"]]) for record in runs if record["seed"] in there]
     differences = [a - b for a, b in both if a is not None and b is not None]

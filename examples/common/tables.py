@@ -12,12 +12,12 @@ def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a positive number with so many significant digits, and never in scientific notation."""
+    """Write a positive number with `digits` significant digits, never in scientific notation."""
     return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def plus_minus(value: Mapping[str, float | None], scale: float, decimals: int | None = None) -> str:
-    """Return mean ± deviation, with fixed decimals or else significant digits."""
+    """Write mean ± deviation, with fixed decimals or else significant digits."""
     if value["mean"] is None:
         return "-"
     mean = scale * value["mean"]
@@ -29,9 +29,9 @@ def plus_minus(value: Mapping[str, float | None], scale: float, decimals: int | 
 
 
 def difference(found: Interval | None, brief: bool = False) -> str:
-    """Return a difference in percentage points with its interval, bold where that excludes zero.
+    """Write a difference in percentage points with its interval, in bold if the interval excludes zero.
 
-    The interval is given by its ends, or with `brief` by half of its length.
+    The interval is written as its two ends, or with `brief` as half of its length.
     """
     if found is None:
         return "-"

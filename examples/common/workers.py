@@ -13,21 +13,21 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-# Asked without an import, which takes seconds that not all workers need.
+# Read without importing the packages: an import takes seconds, and not all workers need one.
 VERSIONS = {name: importlib.metadata.version(name) for name in ("gemproj", "torch", "transformers", "peft")}
 
 
 def work(
     runs: Sequence[Any], keep: Callable[[Any, dict[str, Any]], None], jobs: int, console: Console
 ) -> None:
-    """Do runs in worker processes, and hand the result of each to `keep`, in this process, as it finishes.
+    """Execute runs in worker processes; this process calls `keep` with each result as it arrives.
 
-    Ctrl-C and a failed run end the others at once.
+    Ctrl-C and a failed run end the other runs at once.
     """
     others = set(multiprocessing.active_children())
     how = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
     context = multiprocessing.get_context(how)
-    if how == "forkserver":  # the server imports the module once: torch, transformers and peft take seconds
+    if how == "forkserver":  # the server imports the module once, which takes seconds
         context.set_forkserver_preload([type(runs[0]).__module__])
     pool = ProcessPoolExecutor(min(jobs, len(runs)), context, _begin, (dict(os.environ),))
     futures = {pool.submit(_timed, run): run for run in runs}
@@ -52,8 +52,8 @@ def _timed(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _begin(environment: Mapping[str, str]) -> None:
-    """Prepare a worker: it leaves Ctrl-C, which reaches every process, to its parent, and ends with it."""
-    os.environ.update(environment)  # the server may have started in another one
+    """Prepare a worker: it ignores Ctrl-C, which reaches every process, and ends with its parent."""
+    os.environ.update(environment)  # the server may have started in another environment
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

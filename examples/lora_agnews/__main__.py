@@ -1,8 +1,8 @@
 """Learn AG News as a stream of tasks with GPT-2 and LoRA, and compare continual-learning methods.
 
-Each experience is dominated by another class. After the last one every method is judged on all of them: how
-much it still knows, what the projection cost, and whether the steps it took kept GEM's promise.
-Finished runs are kept: the same command after an interruption goes on where it stopped.
+Another class dominates each experience. After the last one, each method is compared on all experiences: its
+accuracy, the cost of its projection, and whether its steps kept GEM's promise. Finished runs are kept: after
+an interruption the same command continues where it stopped.
 """
 
 import sys
@@ -21,7 +21,7 @@ from .config import PRESETS, Config
 
 
 def parser() -> ArgumentParser:
-    """Return the parser: an option for every described setting of `Config`, and where things are."""
+    """Return the parser, with an option for each described setting of `Config`, and for folders."""
     found = ArgumentParser("python -m examples.lora_agnews", "%(prog)s [options]", __doc__)
     found.add_argument(
         "--preset",
@@ -50,7 +50,7 @@ def parser() -> ArgumentParser:
 
 
 def _reader(default: Any) -> Any:
-    """Return what turns an argument into a value like the default."""
+    """Return the function that parses an argument into a value of the default's type."""
     if not isinstance(default, tuple):
         return type(default)
 

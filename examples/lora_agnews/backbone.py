@@ -1,4 +1,4 @@
-"""The model: a frozen GPT-2, low-rank adapters, and a linear head on the last token; and its batches."""
+"""The model: a frozen GPT-2 with low-rank adapters and a linear head on the last token; its batches."""
 
 import warnings
 from functools import lru_cache
@@ -26,7 +26,7 @@ LORA = {
 
 
 def locate(name: str) -> Path:
-    """Return the folder of a backbone, a local one or a snapshot of a model on the hub."""
+    """Return the folder of a backbone: a local folder, or a snapshot of a model on the hub."""
     folder = Path(name)
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -46,7 +46,7 @@ def locate(name: str) -> Path:
 
 
 def check(folder: Path, max_length: int) -> None:
-    """Raise for a backbone whose tokenizer or size does not fit."""
+    """Raise `SetupError` if the tokenizer or the size of a backbone does not fit."""
     quiet()
     reason = "it makes no tokens of a text"
     try:
@@ -72,9 +72,9 @@ def check(folder: Path, max_length: int) -> None:
 
 
 def load(folder: Path, seed: int, dropout: bool = True, classes: int = len(CLASSES)) -> PeftModel:
-    """Load a backbone and give it adapters and a head for that many classes; only those require gradients.
+    """Load a backbone and add adapters and a head for `classes` classes; only these require gradients.
 
-    The seed is torch's from now on: of the head and the adapters, and of every dropout mask of the run.
+    This seeds torch's generator, which draws the head, the adapters, and all dropout masks of the run.
     """
     quiet()
     torch.manual_seed(seed)
@@ -90,7 +90,7 @@ def load(folder: Path, seed: int, dropout: bool = True, classes: int = len(CLASS
 
 
 def trained(folder: Path) -> int:
-    """Return the number d of parameters that require gradients, without loading any weights."""
+    """Return the number d of parameters that require gradients, without loading weights."""
     quiet()
     with torch.device("meta"):
         model = _adapted(GPT2ForSequenceClassification(_shape(folder, len(CLASSES))))
@@ -99,7 +99,7 @@ def trained(folder: Path) -> int:
 
 @lru_cache(maxsize=64)  # a worker has many runs of the same tasks
 def encode(split: Split, folder: Path, config: Config) -> dict[str, Tensor]:
-    """Return a split as one batch of tensors, padded to one length everywhere: memories can mix."""
+    """Return a split as one batch of tensors, all padded to one length, so that memories can mix them."""
     tokens = _tokenizer(folder)(
         list(split.texts),
         truncation=True,
@@ -124,7 +124,7 @@ def logits(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def quiet() -> None:
-    """Silence reports that are no news: the head is new on purpose, and loading takes no time."""
+    """Silence expected warnings about the new head, and progress bars of loading."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|peft")
@@ -141,7 +141,7 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def _shape(folder: Path, classes: int) -> GPT2Config:
     shape = GPT2Config.from_pretrained(folder, num_labels=classes)
     if shape.activation_function == "gelu_new":
-        # The same function in one operation, which takes less time and memory than a dozen.
+        # The same function as one operation, which takes less time and memory than a dozen.
         shape.activation_function = "gelu_pytorch_tanh"
     return shape
 
@@ -151,6 +151,6 @@ def _adapted(model: GPT2ForSequenceClassification) -> PeftModel:
 
 
 def _trim(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Drop the columns in which every row is padding."""
+    """Drop the columns that are padding in every row."""
     width = int(batch["attention_mask"].sum(dim=1).max())
     return {name: values if name == "labels" else values[:, :width] for name, values in batch.items()}

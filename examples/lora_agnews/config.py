@@ -1,4 +1,4 @@
-"""What an experiment is: every number that shapes it, and the presets that fill them in."""
+"""The settings of an experiment, and its presets."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -11,13 +11,13 @@ CLASSES = ("World", "Sports", "Business", "Sci/Tech")
 
 
 def setting(default: Any, text: str) -> Any:
-    """Return a field that is an option of the command line, too."""
+    """Return a field that is also an option of the command line."""
     return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
 class Config:
-    """All settings. The defaults are the paper's, which gives neither the rows nor the dominant share."""
+    """All settings. The defaults are the paper's; it does not state `rows` and `dominant_share`."""
 
     preset: str = "paper"
     methods: tuple[str, ...] = setting(

@@ -1,8 +1,8 @@
-"""Where the articles come from: a folder with the original CSV, the hub, or a corpus generated here.
+"""The sources of the articles: a folder with the original CSV, the hub, or a corpus generated here.
 
-The corpus is written from templates, so that the experiment runs without any download. Each of its articles
-has a main topic, but its words come from that topic only part of the time; the rest come from words that two
-topics share, or from any topic at all. A classifier has to weigh evidence; none is perfect.
+The corpus is written from templates, so that the experiment runs without a download. Each of its articles has
+a main topic. Only some of its words come from that topic; the others come from words that two topics share,
+or from any topic. A classifier has to weigh evidence; none is perfect.
 """
 
 import csv
@@ -23,14 +23,14 @@ from .config import CLASSES
 
 HUB_NAME = "fancyzhx/ag_news"
 CORPUS_SEED = 2004
-OWN = 0.4  # probability that a sentence part of the corpus speaks of the article's own topic
-SHARED = 0.42  # ... in words that a second topic uses as well; otherwise any topic may speak
+OWN = 0.4  # probability that a part of a sentence takes its words from the article's topic
+SHARED = 0.42  # ... from words that a second topic also uses; otherwise from any topic
 WORDS: dict[str, Any] = json.loads(Path(__file__).with_name("vocabulary.json").read_text(encoding="utf-8"))
 
 
 @dataclass(frozen=True)
 class Articles:
-    """Texts (title and description in one line) and their classes; which source it was, and why that one."""
+    """Texts (title and description in one line) and their classes; their source, and why it was chosen."""
 
     texts: tuple[str, ...]
     labels: tuple[int, ...]
@@ -39,10 +39,10 @@ class Articles:
 
 
 def load(folder: Path | None, option: str, rows_per_class: Sequence[int] | None = None) -> Articles:
-    """Return the articles of the first source that has them; if a folder is named, no other is tried.
+    """Return the articles of the first available source; if a folder is named, only that folder is tried.
 
-    The folder is named by an option, or else by ``$AGNEWS_DIR``. Of a generated corpus, `rows_per_class`
-    tells how much to write; without it, none is generated.
+    The folder is named by an option, or else by ``$AGNEWS_DIR``. The last source is a generated corpus of
+    `rows_per_class` articles; without `rows_per_class` there is none.
     """
     origin = option
     if folder is None and (named := os.environ.get("AGNEWS_DIR")):
@@ -99,7 +99,7 @@ def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Read the train split of AG News from the hub, or from the local cache of an earlier download."""
     reason = unreachable_hub()
     try:
-        import datasets  # not before it is known whether the hub answers, which it reads once
+        import datasets  # only now: at its import it reads whether the hub can be used
 
         datasets.disable_progress_bars()
         rows = datasets.load_dataset(HUB_NAME, split="train")
@@ -112,25 +112,25 @@ def read_hub() -> tuple[tuple[str, ...], tuple[int, ...]]:
 def unreachable_hub() -> str:
     """Return why the Hugging Face hub cannot be used, or an empty string if it answers.
 
-    After a negative answer, libraries do not ask again: their retries take minutes.
+    After a failure, libraries are told not to ask again: their retries take minutes.
     """
     if os.environ.get("HF_HUB_OFFLINE", "").upper() in {"1", "ON", "YES", "TRUE"}:
         return "HF_HUB_OFFLINE is set"
     try:
         urllib.request.urlopen(os.environ.get("HF_ENDPOINT", "https://huggingface.co"), timeout=5).close()
-    except urllib.error.HTTPError:  # it is there
+    except urllib.error.HTTPError:  # the hub answers
         return ""
     except OSError as error:
         os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later
         from huggingface_hub import constants
 
-        constants.HF_HUB_OFFLINE = True  # it may have been imported before
+        constants.HF_HUB_OFFLINE = True  # if the library has already been imported
         return f"the hub cannot be reached ({getattr(error, 'reason', error)})"
     return ""
 
 
 def tidy(text: str) -> str:
-    r"""Undo the scars that AG News text carries from its web pages.
+    r"""Remove the remains of HTML from a text of AG News.
 
     Examples
     --------
@@ -145,7 +145,7 @@ def tidy(text: str) -> str:
 
 
 def generate(rows_per_class: Sequence[int]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Write that many articles of each class, no two of them alike; return shuffled texts and labels."""
+    """Write articles, all different, in the given number for each class; return shuffled texts and labels."""
     random = Random(CORPUS_SEED)
     articles: dict[str, int] = {}
     for label, wanted in enumerate(rows_per_class):
@@ -167,7 +167,7 @@ def _fill(template: str, topic: str, random: Random) -> str:
 
 
 def _draw(topic: str, random: Random) -> dict[str, list[str]]:
-    """Draw the word lists that one sentence part is taken from."""
+    """Draw the word lists for a part of a sentence."""
     draw = random.random()
     if draw < OWN:
         return WORDS["topics"][topic]

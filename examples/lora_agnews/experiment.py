@@ -24,9 +24,9 @@ from .data import Articles
 def run(
     config: Config, articles: Articles, cache: Path, out: Path, jobs: int | None, console: Console
 ) -> None:
-    """Run an experiment and leave tables, figures and ``results.json`` in `out`.
+    """Run an experiment and write tables, figures and ``results.json`` into `out`.
 
-    The small backbone is kept in `cache`. Without `jobs`, all cores work, or one process on a GPU.
+    The small backbone is kept in `cache`. `jobs` is by default the number of cores, or 1 on a GPU.
     """
     config = replace(config, device=usable(config.device))
     for option, place in {"--out": out, "--cache": cache}.items():
@@ -41,7 +41,7 @@ def run(
         console.print(f"          experience {k + 1}: {sizes}, {config.dominant_share:.0%} {experience.name}")
 
     folder = small.backbone_folder(config, experiences, cache, console)
-    project(torch.ones(2, 1000), -torch.ones(1000))  # if loops have to be compiled: once, and not in each run
+    project(torch.ones(2, 1000), -torch.ones(1000))  # compile loops once, and not in each run
     given = folder.iterdir() if folder == Path(config.backbone) else ()
     files = sorted((one.name, one.stat().st_size, one.stat().st_mtime_ns) for one in given)
     stage = experiences, folder, files
@@ -73,7 +73,7 @@ def run(
 
 
 def usable(name: str) -> str:
-    """Return a device that can be used; for "auto" a GPU, if there is one."""
+    """Return the name of an available device; "auto" means a GPU if there is one."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,4 +1,4 @@
-"""The paper's four figures: of an experiment, or of its published numbers and an experiment, side by side."""
+"""The paper's four figures, of an experiment alone or beside the published numbers."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,13 +14,13 @@ from ..common.tables import significant
 from .methods import METHODS
 from .report import Summary
 
-Panels = Mapping[str, Summary]  # by title, from left to right; the last one is of the runs that are drawn
+Panels = Mapping[str, Summary]  # by title, from left to right; the last one summarizes the records
 METRICS = {"Backward transfer": "higher", "Forward transfer": "higher", "Forgetting": "lower"}
 HATCHED = {"facecolor": "white", "hatch": "////"}
 
 
 def draw(records: Sequence[Record], panels: Panels, out: Path) -> list[Path]:
-    """Write the figures as PNG files, that of projections if there are any; return their paths."""
+    """Write the figures as PNG files, the last one only if a method projects; return their paths."""
     *_, summary = panels.values()
     drawings = [final_accuracy, accuracy_over_steps, transfer]
     if any(numbers["seconds_per_projection"]["mean"] for numbers in summary.values()):
@@ -29,7 +29,7 @@ def draw(records: Sequence[Record], panels: Panels, out: Path) -> list[Path]:
 
 
 def final_accuracy(records: Sequence[Record], panels: Panels) -> Figure:
-    """Bars of the final average accuracy, a dot for each seed."""
+    """Draw bars of the final average accuracy, with a dot for each seed."""
     figure, drawn = _side_by_side(panels)
     for axes, numbers in drawn:
         for x, name in enumerate(numbers):
@@ -44,7 +44,7 @@ def final_accuracy(records: Sequence[Record], panels: Panels) -> Figure:
 
 
 def accuracy_over_steps(records: Sequence[Record], panels: Panels) -> Figure:
-    """One panel for each task, in the order of learning: mean over the seeds, and their spread."""
+    """Draw a panel for each task, in the order of learning: mean over the seeds, and their spread."""
     *_, title = panels
     edges = [0, *records[0]["boundaries"]]
     tasks = len(edges) - 1
@@ -58,13 +58,13 @@ def accuracy_over_steps(records: Sequence[Record], panels: Panels) -> Figure:
             steps = [point["step"] for point in curves[0]]
             values = 100 * np.array([[point["accuracy"][i] for point in curve] for curve in curves])
             mean, method = values.mean(axis=0), METHODS[name]
-            # I-GEM is told from GEM where one covers the other.
+            # Dashes, so that I-GEM and GEM can be distinguished if their lines coincide.
             dashes: Any = {"linestyle": (0, (4, 2)), "zorder": 3} if name == "igem" else {}
             axes.plot(steps, mean, color=method.colour, label=method.title, linewidth=1.6, **dashes)
             if len(values) > 1:
                 std = values.std(axis=0, ddof=1)
                 low, high = np.clip((mean - std, mean + std), 0, 100)
-                own = [not k or step >= edges[1] for step in steps]  # in the first task all are alike
+                own = [not k or step >= edges[1] for step in steps]  # in the first task all methods are alike
                 axes.fill_between(steps, low, high, own, color=method.colour, alpha=0.13, linewidth=0)
         axes.axvspan(edges[i], edges[i + 1], color="#f3f3f3", zorder=0)
         for edge in edges[1:-1]:
@@ -82,7 +82,7 @@ def accuracy_over_steps(records: Sequence[Record], panels: Panels) -> Figure:
 
 
 def transfer(records: Sequence[Record], panels: Panels) -> Figure:
-    """Backward transfer, forward transfer and forgetting."""
+    """Draw backward transfer, forward transfer and forgetting."""
     figure, drawn = _side_by_side(panels, 3.6, 0.4)
     for axes, numbers in drawn:
         width = 0.8 / len(numbers)
@@ -100,7 +100,7 @@ def transfer(records: Sequence[Record], panels: Panels) -> Figure:
 
 
 def projection_time(records: Sequence[Record], panels: Panels) -> Figure:
-    """Time of a projection, and beside it, where it is known, that of the gradients it needs."""
+    """Draw the time of a projection, and if known that of its constraint gradients."""
     panels = {
         title: {name: of for name, of in numbers.items() if of["seconds_per_projection"]["mean"]}
         for title, numbers in panels.items()
@@ -134,14 +134,14 @@ def projection_time(records: Sequence[Record], panels: Panels) -> Figure:
 
 
 def spread(records: Sequence[Record]) -> str:
-    """Return what error bars are."""
+    """Return a description of the error bars."""
     return f"standard deviation across {len({record['seed'] for record in records})} seeds"
 
 
 def _side_by_side(
     panels: Panels, base: float = 1.4, each: float = 0.95
 ) -> tuple[Figure, list[tuple[Axes, Summary]]]:
-    """Return a figure, and axes of one scale for each panel, whose width grows with its methods."""
+    """Return a figure, and its panels with a common scale, each as wide as its methods need."""
     widths = [base + each * max(len(numbers), 2) for numbers in panels.values()]
     size = sum(widths), 3.4 + 0.4 * (len(panels) > 1)
     figure, [row] = plt.subplots(

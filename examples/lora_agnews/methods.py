@@ -1,4 +1,4 @@
-"""The methods: what each replays, and how its GEM projects."""
+"""The methods: what each of them replays, and how its GEM projects."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from .config import Config
 
 @dataclass(frozen=True)
 class Method:
-    """A continual-learning method; colours are Okabe and Ito's."""
+    """A continual-learning method."""
 
     title: str
     colour: str
-    options: Callable[[Config], dict[str, Any]] | None = None  # of its GEM; None: nothing is projected
-    replayed: Callable[[EpisodicMemory, Config], Iterable[Any]] = lambda memory, c: ()  # learned along
+    options: Callable[[Config], dict[str, Any]] | None = None  # of its GEM; None: no projection
+    replayed: Callable[[EpisodicMemory, Config], Iterable[Any]] = lambda memory, c: ()  # batches
     weight: Callable[[Config], float] = lambda c: 1.0  # of each replayed batch
     policy: str = "balanced"  # which examples are stored; the paper balances labels
 

@@ -1,4 +1,4 @@
-"""What is measured beside the learning: accuracy, time, and whether steps violate constraints."""
+"""Measurements during training: accuracy, time, and whether steps violate constraints."""
 
 import time
 from collections import defaultdict
@@ -20,16 +20,14 @@ PHASES = ("batch", "constraints", "projection", "optimizer")
 
 
 class Recorder:
-    """Watches one run, as its settings say: a `Config` here, and a `Setting` in the study.
+    """Measures one run; the settings are a `Config` here, and a `Setting` in the study.
 
     With an `eval_interval` of 0 accuracies are measured at the end only; with a `probe_interval` of 0 no
-    step is probed.
+    step is probed. A step v is theta before minus theta after. To first order it raises the loss of task k if
+    its cosine with the gradient of that task is negative. The cosine of the gradient itself is measured, too,
+    because the step of an adaptive optimizer has another direction.
 
-    A step v is theta before minus theta after. To first order it raises the loss of task k where its cosine
-    with that task's gradient is negative. The same is asked of the gradient that the optimizer was given,
-    since an adaptive optimizer does not apply what it is given.
-
-    After `watch` and `watch_gem`, hooks of the optimizer measure every step, and the loop has nothing of it.
+    After `watch` and `watch_gem`, hooks of the optimizer measure every step; the loop needs no further call.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class Recorder:
         self.device = torch.device(config.device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.checker = GradientProjector(self.parameters)
-        self.phase: str | None = None  # which part of a step is timed, from when, and what the parts took
+        self.phase: str | None = None  # the timed part of a step, its start, and the seconds of all parts
         self.since, self.spent = 0.0, defaultdict[str, float](float)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.probes: list[dict[str, float]] = []
@@ -59,19 +57,19 @@ class Recorder:
         self.curve: list[dict[str, Any]] = []
         self._add_point()
         ones = torch.ones(2, sum(p.numel() for p in self.parameters), device=self.device)
-        project(ones, -ones[0])  # compiling and loading is not timed
+        project(ones, -ones[0])  # compile and load now, so that no time includes it
 
     def watch(self, optimizer: torch.optim.Optimizer, memory: EpisodicMemory) -> None:
-        """Measure the steps of an optimizer, which has no GEM yet: hooks are called in their order."""
+        """Measure the steps of an optimizer; call it before GEM is attached, because hooks run in order."""
 
         def before(*_: Any) -> None:
-            """Count the step; if it is probed, note parameters and the gradients on all stored examples."""
+            """Count the step; if it is probed, save parameters and the gradients on all stored examples."""
             self.turn(None)
             self._note_stored_losses()
             self.step += 1
             self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
             if self.probed:
-                microbatch = getattr(self.config, "microbatch", None)  # the study takes all rows at once
+                microbatch = getattr(self.config, "microbatch", None)  # the study has none
                 self.checker.recall(self.model, self.memory.batches(), self.loss, microbatch=microbatch)
                 self.before = _flat(self.parameters)
             self._turn_to_gem()
@@ -81,10 +79,10 @@ class Recorder:
         optimizer.register_step_post_hook(lambda *_: self._turn_to_gem())
 
     def watch_gem(self, optimizer: torch.optim.Optimizer, gem: GEM | None) -> None:
-        """Measure what a GEM does, which is attached now; or begin without one."""
+        """Measure a GEM, which has just been attached; or begin without one."""
 
         def after(*_: Any) -> None:
-            """Write down what the step has done."""
+            """Record the times of the step, its cosines and accuracies."""
             self.turn(None)
             for phase, seconds in self.spent.items():
                 self.seconds[phase].append(seconds)
@@ -116,7 +114,7 @@ class Recorder:
         self.turn("batch")
 
     def turn(self, phase: str | None) -> None:
-        """Time another part of the step from now on, with the device synchronised; None: no part of it."""
+        """Synchronise the device and begin to time another part of the step; None stops the clock."""
         if self.device.type != "cpu":
             getattr(torch, self.device.type).synchronize()
         now = time.perf_counter()
@@ -125,7 +123,7 @@ class Recorder:
         self.phase, self.since = phase, now
 
     def _turn_to_gem(self) -> None:
-        """Time what a GEM does from now on; where it has nothing to do, that is the optimizer's."""
+        """Begin to time GEM, or the optimizer if GEM has nothing to project."""
         self.turn("optimizer" if self.gem is None or not len(self.memory) else "projection")
 
     def end_task(self) -> None:
@@ -134,7 +132,7 @@ class Recorder:
         self.R.append(self._accuracies() if measured else [nan] * len(self.test))
         self._note_stored_losses()
         if len(self.R) == 2:
-            self.seconds.clear()  # until here every method is plain fine-tuning
+            self.seconds.clear()  # during the first task every method is plain fine-tuning
 
     def result(self) -> dict[str, Any]:
         """Return the accuracies R, metrics, curve, guarantee, drift and seconds as plain numbers.
@@ -198,7 +196,7 @@ class Recorder:
 
 
 def worst_cosine(G: Tensor, v: Tensor) -> float:
-    """Return the smallest cosine between a vector and the rows of a matrix; 0 where one of them is zero."""
+    """Return the smallest cosine between a vector and the rows of a matrix; 0 for zero vectors."""
     return float((G @ v / (G.norm(dim=1) * v.norm()).clamp_min(1e-300)).min())
 
 

@@ -1,4 +1,4 @@
-"""What remains of an experiment: a summary of its runs, and tables of it."""
+"""The summary of an experiment, and its tables."""
 
 from collections.abc import Sequence
 from typing import Any

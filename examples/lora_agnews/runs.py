@@ -1,4 +1,4 @@
-"""All runs of an experiment, side by side in worker processes; finished ones are kept and not run again."""
+"""The runs of an experiment, in worker processes; finished runs are kept and not repeated."""
 
 import hashlib
 import json
@@ -20,14 +20,14 @@ from .record import Recorder
 
 @dataclass(frozen=True)
 class Run:
-    """One method under one seed, with the stream and the backbone's folder."""
+    """One method with one seed, with the stream and the backbone's folder."""
 
     config: Config
     method: str
     seed: int
     experiences: Sequence[stream.Experience]
     folder: Path
-    files: Sequence[Any] = ()  # of a folder in which there may be another backbone
+    files: Sequence[Any] = ()  # names, sizes and dates in a local folder, whose backbone may change
 
     @property
     def title(self) -> str:
@@ -36,7 +36,7 @@ class Run:
 
     @property
     def file(self) -> str:
-        """Name of the file for the result: method, seed, and a hash of all that decides it."""
+        """Name of the file for the result: method, seed, and a hash of all settings that affect it."""
         others = {"preset": "", "seeds": (), "methods": ()}
         shaping = [asdict(self.config) | others, self.experiences, str(self.folder), VERSIONS, *self.files]
         digest = hashlib.sha256(repr(shaping).encode()).hexdigest()
@@ -44,11 +44,11 @@ class Run:
 
     @staticmethod
     def brief(result: dict[str, Any]) -> str:
-        """Say in a few words what was found."""
+        """Summarize a result in a few words."""
         return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
 
     def __call__(self) -> dict[str, Any]:
-        """Learn the stream in an order of the seed's, and return what was measured."""
+        """Learn the stream in the order of the seed, and return the measurements."""
         config = self.config
         if config.device == "cpu":
             torch.set_num_threads(1)
@@ -63,12 +63,12 @@ class Run:
 
 
 def complete(runs: Sequence[Run], folder: Path, jobs: int, console: Console) -> list[dict[str, Any]]:
-    """Do all runs that have no file in the folder yet, and return the results of all."""
+    """Execute the runs that have no file in the folder, and return the results of all runs."""
     folder.mkdir(parents=True, exist_ok=True)
     waiting = []
     for run in runs:
         if (folder / run.file).is_file():
-            _read(folder / run.file)  # before anything is run in vain
+            _read(folder / run.file)  # raises before any run starts
             console.print(f"[dim]kept      {run.title} (finished earlier with the same settings)")
         else:
             waiting.append(run)

@@ -1,8 +1,8 @@
 """The ``small`` backbone: a GPT-2 of a few layers, pretrained on the stream's training text and then cached.
 
-Adapters of rank 8 cannot make up for features that a network of random weights does not have. So the small
-model gets in a minute what larger ones have: a tokenizer, word vectors that know which words occur together,
-and language modelling. It sees the training text only.
+Adapters of rank 8 cannot replace the features that a network of random weights lacks. So the small model gets
+the basics of larger models in a minute: a tokenizer, word vectors from the co-occurrence of words, and
+language modelling. It sees the training text only.
 """
 
 import hashlib
@@ -34,11 +34,11 @@ from .stream import Experience
 END, PAD = "<|endoftext|>", "<|pad|>"
 BATCH, LR, SEED = 32, 2e-3, 0
 EMBEDDING_SCALE = 0.1  # root mean square of the word vectors before language modelling
-THREADS = 2  # fixed: sums in another order make another model
+THREADS = 2  # fixed: another number changes the order of sums, and so the model
 LIBRARIES = ("torch", "transformers", "tokenizers", "scikit-learn", "numpy")
-AVX512 = ("F", "CD", "_SKX", "_CLX", "_CNL", "_ICL", "_SPR")  # what NumPy has code for, by version
-# Libraries choose their code by the processor, and each code rounds in its own way. With these variables all
-# x86 processors with AVX2 make the same model, bit for bit; other settings of MKL hold on Intel's only.
+AVX512 = ("F", "CD", "_SKX", "_CLX", "_CNL", "_ICL", "_SPR")  # feature names in various versions of NumPy
+# Libraries choose their kernels by the processor, and kernels round differently. With these variables all x86
+# processors with AVX2 make the same model, bit for bit; other settings of MKL do so on Intel's only.
 SAME_EVERYWHERE = {
     "MKL_CBWR": "COMPATIBLE",
     "ATEN_CPU_CAPABILITY": "avx2",
@@ -50,7 +50,7 @@ SAME_EVERYWHERE = {
 
 
 def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Path, console: Console) -> Path:
-    """Return the folder of the backbone; the small one is made if it is not in the cache yet."""
+    """Return the folder of the backbone; the small one is pretrained unless it is in the cache."""
     if config.backbone != "small":
         folder = locate(config.backbone)
         check(folder, config.max_length)
@@ -74,7 +74,7 @@ def backbone_folder(config: Config, experiences: Sequence[Experience], cache: Pa
 
 
 def cached(config: Config, texts: Sequence[str], cache: Path) -> Path:
-    """Return the folder of this model, there already or not; its name is a hash of all that shapes it."""
+    """Return the folder of this model, which may not exist; its name is a hash of all that decides it."""
     shape = [config.small_layers, config.small_width, config.small_vocabulary, config.small_steps]
     majors = [version(name).split(".")[0] for name in LIBRARIES]
     training = [BATCH, LR, SEED, EMBEDDING_SCALE, THREADS]
@@ -87,7 +87,7 @@ def cached(config: Config, texts: Sequence[str], cache: Path) -> Path:
 def prepare(config: Config, texts: Sequence[str], folder: Path, silent: bool) -> None:
     """Write the pretrained model and its tokenizer into a folder, which appears complete or not at all.
 
-    A new process does it: libraries read the variables above when they are loaded.
+    This takes a new process, because libraries read the variables above when they are loaded.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="draft-", dir=folder.parent) as parent:
@@ -95,21 +95,21 @@ def prepare(config: Config, texts: Sequence[str], folder: Path, silent: bool) ->
         given.write_bytes(pickle.dumps((config, texts, silent)))
         command = [sys.executable, "-m", __name__, str(given), str(draft)]
         environment = os.environ | SAME_EVERYWHERE | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        # Libraries print, too; progress and errors are on the other stream.
+        # Libraries print to stdout; progress and errors are on stderr.
         status = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL).returncode
         if status:
             raise RuntimeError(f"pretraining ended with exit status {status}; its error stands above")
         try:
             draft.rename(folder)
         except OSError:
-            if not folder.is_dir():  # else another process has made the same model meanwhile
+            if not folder.is_dir():  # otherwise another process has made the same model meanwhile
                 raise
 
 
 def pretrain(given: Path, folder: Path) -> None:
-    """Read settings and texts, show how far it is, and write a model and its tokenizer.
+    """Read settings and texts, pretrain with a progress bar, and write the model and its tokenizer.
 
-    For a process of its own: it sets the threads and the seed of torch.
+    Call it in a new process: it sets the threads and the seed of torch.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; the parent ends this one
     quiet()
@@ -137,9 +137,9 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int) -> PreTrainedTokenize
 def train_model(
     config: Config, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], console: Console
 ) -> GPT2LMHeadModel:
-    """Model the language of the texts for a fixed number of steps, one article a row; show progress.
+    """Train a language model on the texts for a fixed number of steps, one article a row; show progress.
 
-    It runs where the experiment does. On a device the model is another one, and not the same to the bit.
+    It runs on the device of the experiment. Only CPUs give the same model to the bit.
     """
     rows = tokenizer(
         list(texts), truncation=True, max_length=config.max_length, padding=True, return_tensors="pt"
@@ -148,7 +148,7 @@ def train_model(
     torch.manual_seed(SEED)
     rows = {name: rows[name].to(config.device) for name in ("input_ids", "attention_mask")}
     model = initial_model(config, tokenizer, texts).train().to(config.device)
-    # Not fused, it would take torch.sqrt, whose last bit depends on the processor.
+    # Fused, because the other one calls torch.sqrt, whose last bit depends on the processor.
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, config.small_steps, pct_start=0.1)
     for _ in track(range(config.small_steps), "pretraining", console=console):
@@ -168,8 +168,8 @@ def initial_model(
 ) -> GPT2LMHeadModel:
     """Return a model whose first layer already averages meaningful word vectors.
 
-    A minute of training would not teach it that. So the value and output maps of the first attention start
-    near the identity, and attention itself starts out uniform.
+    A minute of training would not be enough for that. So the value and output maps of the first attention
+    start near the identity, and its attention weights start uniform.
     """
     width = config.small_width
     shape = GPT2Config(
@@ -179,7 +179,7 @@ def initial_model(
         n_layer=config.small_layers,
         n_head=max(1, width // 32),
         activation_function="gelu_pytorch_tanh",  # GPT-2's own, in one operation
-        resid_pdrop=0.0,  # dropout took half of a training step here, and the adapters have their own
+        resid_pdrop=0.0,  # dropout took half of the time of a step, and the adapters have their own
         embd_pdrop=0.0,
         attn_pdrop=0.0,
         bos_token_id=tokenizer.eos_token_id,
@@ -202,7 +202,7 @@ def word_vectors(width: int, tokenizer: PreTrainedTokenizerFast, texts: Sequence
     )
     vectors = TruncatedSVD(width, random_state=SEED).fit(tfidf.fit_transform(texts)).components_.T
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    # A token that is hardly seen stays short.
+    # Vectors of rare tokens stay short.
     directions = vectors / np.maximum(lengths, 1e-3 * lengths.max())
     return torch.from_numpy(directions * EMBEDDING_SCALE * width**0.5).float()
 

@@ -1,4 +1,4 @@
-"""The stream: experiences with disjoint rows, whose class priors differ."""
+"""The stream: experiences with disjoint rows and different class priors."""
 
 import random
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..common.command import SetupError
 from .config import CLASSES, Config
 
-SPLIT_SEED = 0  # rows and split are the same for every run seed; only the order of the experiences is not
+SPLIT_SEED = 0  # rows and split are the same for every seed of a run; only the order of experiences differs
 TRAIN_SHARE = 0.8
 
 
@@ -21,7 +21,7 @@ class Split:
 
 @dataclass(frozen=True)
 class Experience:
-    """One stretch of the stream, by the name of its dominant class; train and test have the same priors."""
+    """A part of the stream, named by its dominant class; train and test have the same priors."""
 
     name: str
     train: Split
@@ -29,9 +29,9 @@ class Experience:
 
 
 def rows_needed(config: Config) -> list[list[int]]:
-    """Return how many rows of each class (columns) each experience (rows) takes.
+    """Return the number of rows of each class (columns) in each experience (rows).
 
-    Experience k is dominated by class k modulo 4; the other classes share what is left equally, and the first
+    Class k modulo 4 dominates experience k. The other classes share the remaining rows equally, and the first
     of them take the remainder.
     """
     dominant, count = round(config.dominant_share * config.rows), len(CLASSES)
@@ -41,7 +41,7 @@ def rows_needed(config: Config) -> list[list[int]]:
 
 
 def build(texts: Sequence[str], labels: Sequence[int], config: Config) -> tuple[Experience, ...]:
-    """Deal articles out to experiences; one that occurs twice is used once, so that test rows are unseen."""
+    """Distribute articles to experiences; duplicates are used once, so that test rows are unseen."""
     shuffled = list(dict(zip(texts, labels, strict=True)).items())
     random.Random(SPLIT_SEED).shuffle(shuffled)
     pools = [[row for row in shuffled if row[1] == label] for label in range(len(CLASSES))]
@@ -67,12 +67,12 @@ def build(texts: Sequence[str], labels: Sequence[int], config: Config) -> tuple[
 
 
 def order(experiences: int, seed: int) -> list[int]:
-    """Return the order in which the run with this seed meets the experiences."""
+    """Return the order of the experiences in the run with this seed."""
     positions = list(range(experiences))
     random.Random(seed).shuffle(positions)
     return positions
 
 
 def split(rows: Sequence[tuple[str, int]]) -> Split:
-    """Return rows of a text and a label as a split."""
+    """Return pairs of a text and a label as a split."""
     return Split(tuple(text for text, _ in rows), tuple(label for _, label in rows))

@@ -1,4 +1,4 @@
-"""The loop: one method learns the stream."""
+"""The training loop: one method learns the stream."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from .record import Recorder
 def learn(
     config: Config, method: Method, seed: int, model: nn.Module, tasks: Sequence[Batch], record: Recorder
 ) -> None:
-    """Learn one task after the other: the loop to copy, without `record`, which watches the optimizer."""
+    """Learn one task after the other. To copy the loop, leave out `record`, which watches the optimizer."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=config.lr)
     memory = EpisodicMemory(config.per_task, "labels", seed, policy=method.policy)
     shuffler = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ def learn(
 
 
 def backward(model: nn.Module, batch: Batch, microbatch: int, weight: float = 1.0) -> None:
-    """Add the gradient of the mean loss times a weight to ``.grad``, with the graph of one part at a time."""
+    """Add the gradient of `weight` times the mean loss to ``.grad``, with the graph of one part at a time."""
     for part in parts(batch, microbatch):
         share = len(part["labels"]) / len(batch["labels"])
         (weight * (batch_loss(model, part) * share)).backward()

@@ -1,7 +1,7 @@
-"""The study: which method keeps what a model knows, and at what price.
+"""The study: which methods keep what a model knows, and at what price.
 
-Finished runs are kept, one line each: the same command goes on where it was stopped. Learning rates and main
-settings are chosen on tuning seeds, and reported on others.
+Finished runs are kept, one line each: the same command continues where it was stopped. Learning rates and
+main settings are chosen on tuning seeds; results are reported on other seeds.
 """
 
 import sys
@@ -15,23 +15,23 @@ from examples.common import command
 
 
 def parser(program: str, description: str | None) -> ArgumentParser:
-    """Return the parser of what all parts of the study are asked."""
+    """Return the parser with the options that all parts of the study have."""
     found = ArgumentParser(program, "%(prog)s [options] [name ...]", description)
-    found.add_argument("names", nargs="*", help="what of the settings is to be run, by default all")
+    found.add_argument("names", nargs="*", help="streams or settings, by default all")
     found.add_argument("--out", type=Path, default=Path("docs/results/study"), help="folder for results")
     found.add_argument(
         "--jobs", type=command.count, default=command.cores(), help="runs at once, by default one a core"
     )
-    found.add_argument("--report", action="store_true", help="run nothing, draw what is there")
+    found.add_argument("--report", action="store_true", help="run nothing, only write tables and figures")
     return found
 
 
 @command.finishing
 def main(arguments: Sequence[str] | None, console: Console) -> None:
-    """Do what is missing, then write tables and figures."""
+    """Execute the missing runs, then write tables and figures."""
     asking = parser("python -m examples.study", __doc__)
-    asking.add_argument("--methods", default="", help="with commas between, by default all of the stream")
-    asking.add_argument("--time", action="store_true", help="time steps, too, one run at a time")
+    asking.add_argument("--methods", default="", help="separated by commas, by default all of the stream")
+    asking.add_argument("--time", action="store_true", help="also time steps, one run at a time")
     given = asking.parse_args(arguments)
 
     # Torch takes seconds to import; --help should not wait.

@@ -1,4 +1,4 @@
-"""What is read off the runs: one number of each, means with intervals, and differences paired over seeds."""
+"""Numbers of single runs, means with intervals, and differences paired over seeds."""
 
 import functools
 import operator
@@ -10,9 +10,9 @@ from ..common.metrics import Interval, Measure, Record, Runs, grouped, metric, p
 
 
 def in_order(values: Iterable[float]) -> float:
-    """Return the sum as it is rounded term by term, which `sum` does not do any more from Python 3.12 on.
+    """Return the sum with rounding after each term; `sum` has compensated for rounding since Python 3.12.
 
-    Accuracies are multiples of 0.05 %, so that the last bit decides which of two digits a table shows.
+    Accuracies are multiples of 0.05 %, so the last bit decides which of two digits a table shows.
     """
     return functools.reduce(operator.add, values, 0.0)
 
@@ -23,10 +23,10 @@ average_accuracy = metric("average_accuracy")
 def lowest_past_accuracy(record: Record) -> float:
     """Return the lowest accuracy of a task at any time after it was learned, mean over all but the last.
 
-    It shows what a task loses in between and regains: the stability gap. It is the min-ACC of De Lange et al.
-    (2023, arXiv 2205.13452).
+    It shows what a task loses and regains in between, the stability gap. De Lange et al. (2023,
+    arXiv 2205.13452) call it min-ACC.
     """
-    lowest = [  # a run that has diverged has no curve any more, but accuracies at the end
+    lowest = [  # the curve of a diverged run ends early, but it has accuracies at the end
         min(
             [point["accuracy"][task] for point in record["curve"] if point["step"] > learned]
             or [record["accuracies"][-1][task]]
@@ -37,19 +37,19 @@ def lowest_past_accuracy(record: Record) -> float:
 
 
 def after(task: int) -> Measure:
-    """Return the measure of the mean accuracy over the tasks learned so far, after so many of them."""
+    """Return the measure of the mean accuracy on the first `task` tasks, after learning them."""
     return lambda record: in_order(record["accuracies"][task][:task]) / task
 
 
 def seconds_per_step(record: Record) -> float:
-    """Return the time of a whole step, all its parts together."""
+    """Return the time of a whole step, the sum of its parts."""
     return in_order(record["seconds"]["per_step"].values())
 
 
 def one_setting(runs: Sequence[Record]) -> list[Record]:
-    """Return runs in the order of their seeds.
+    """Return runs in the order of their seeds; raise if they repeat a seed or mix settings.
 
-    A seed that stands there twice, or two settings, are an error: a mean over them would be of nothing.
+    A mean over such runs would describe no setting.
     """
     twice = sorted(seed for seed, n in Counter(run["seed"] for run in runs).items() if n > 1)
     settings = {(run["lr"], run["knob"]) for run in runs}
@@ -62,46 +62,45 @@ def one_setting(runs: Sequence[Record]) -> list[Record]:
 
 @dataclass(frozen=True)
 class Found:
-    """The reported runs of a stream, and of the same methods those that tell how long steps take."""
+    """The reported runs of a stream, and the runs that give the step times of the same methods."""
 
     runs: Runs
     times: Runs
 
     def only(self, names: Iterable[str]) -> "Found":
-        """Return what was found of these methods, in their order."""
+        """Return the runs of these methods, in their order."""
         names = [name for name in names if name in self.runs]
         return Found(*({name: runs[name] for name in names} for runs in (self.runs, self.times)))
 
     def minus(self, name: str, other: str, measure: Measure = average_accuracy) -> Interval | None:
-        """Return by how much a method exceeds another one, see `paired`."""
+        """Return the paired difference of a method to another one; see `paired`."""
         return paired(self.runs.get(name, []), self.runs.get(other, []), measure)
 
     def step(self, name: str) -> float:
-        """Return the time of a whole step, mean over the runs."""
+        """Return the mean time of a whole step over the runs."""
         return in_order(map(seconds_per_step, self.times[name])) / len(self.times[name])
 
     def cheapest_within_noise(self, names: Iterable[str], reference: str) -> str | None:
-        """Return the cheapest of some methods that is not less accurate than a reference by more than noise.
+        """Return the cheapest of some methods that is not worse than a reference by more than noise, or None.
 
-        That is the one with the lowest step time among those whose paired difference to the reference has an
-        interval that includes zero or lies above; None if there is none. Few seeds make wide intervals: the
-        lower end says how much may be lost, so it belongs beside the name. Methods with a single seed do not
-        qualify.
+        These methods have a paired difference to the reference whose interval includes zero or lies above it;
+        the one with the lowest step time is returned. Few seeds make wide intervals, so report the lower end
+        beside the name: so much may be lost. Methods with a single seed do not qualify.
         """
         pairs = ((name, self.minus(name, reference)) for name in names)
         found = [name for name, one in pairs if one and one.n > 1 and one.mean + one.half >= 0]
         return min(found, key=self.step, default=None)
 
     def longest_within(self, names: Iterable[str], seconds: float) -> str | None:
-        """Return the method whose steps take the longest, but not longer than so many seconds, or None."""
+        """Return the method with the longest steps of at most `seconds` seconds, or None."""
         steps = {name: self.step(name) for name in names if name in self.times}
         return max((name for name in steps if steps[name] <= seconds), key=steps.__getitem__, default=None)
 
 
 def found_in(records: Iterable[Record], methods: Collection[str]) -> Found:
-    """Return what these records say about the methods that have some, in the order of methods and seeds.
+    """Return the runs of all methods that have records, in the order of methods and seeds.
 
-    Runs that had the machine to themselves tell the times; the bytes are those of the reported ones.
+    Times are taken from runs that had the machine to themselves, if there are any; bytes from reported runs.
     """
     phases = grouped("phase", records)
     runs, alone = (

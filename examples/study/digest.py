@@ -1,4 +1,4 @@
-"""Short hashes of what a result depends on."""
+"""Short hashes of the data that a result depends on."""
 
 import hashlib
 import json

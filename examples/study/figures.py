@@ -22,9 +22,9 @@ DASHES: list[Any] = ["-", (0, (5, 2)), (0, (1.5, 1.5))]
 
 
 def accuracy_and_cost(found: Found) -> Figure:
-    """Accuracy against the time of a step; the line is the best accuracy at that cost or below.
+    """Draw accuracy against the time of a step; the line is the best accuracy at that cost or below.
 
-    The line leaves out joint training, where no task comes after another.
+    The line leaves out joint training, which learns all tasks at once.
     """
     figure, axes = plt.subplots(figsize=(8, 5.4))
     points = _accuracy_against_cost(axes, found, found.runs)
@@ -49,7 +49,7 @@ def accuracy_and_cost(found: Found) -> Figure:
 
 
 def ladders(found: Found, names: Sequence[Sequence[str]]) -> Figure:
-    """Accuracy against the time of a step, of methods with more and fewer rows."""
+    """Draw accuracy against the time of a step, for methods with more and fewer examples."""
     figure, axes = plt.subplots(figsize=(7.2, 4.6))
     points = _accuracy_against_cost(axes, found, [name for ladder in names for name in ladder])
     for ladder, marker in zip(names, cycle(MARKERS), strict=False):
@@ -65,7 +65,7 @@ def ladders(found: Found, names: Sequence[Sequence[str]]) -> Figure:
 
 
 def accuracy_over_stream(found: Found, selection: Sequence[str]) -> Figure:
-    """Accuracy after each task, mean over the tasks learned so far; at most nine methods are told apart."""
+    """Draw the mean accuracy on the tasks learned so far, after each task; for at most nine methods."""
     figure, axes = plt.subplots(figsize=(7.6, 4.4))
     lines = {}
     for name in (name for name in selection if name in found.runs):
@@ -85,7 +85,7 @@ def accuracy_over_stream(found: Found, selection: Sequence[str]) -> Figure:
 
 
 def after_each_task(found: Found, reference: str, others: Sequence[str]) -> Figure:
-    """Accuracy of a method minus that of others after each task, mean over the tasks learned so far."""
+    """Draw the mean accuracy on the tasks learned so far minus that of other methods, after each task."""
     figure, axes = plt.subplots(figsize=(6.8, 4))
     axes.axhline(0, color=INK, linewidth=0.8)
     names = [name for name in others if name in found.runs]
@@ -102,8 +102,8 @@ def after_each_task(found: Found, reference: str, others: Sequence[str]) -> Figu
 
 
 def paired_differences(found: Found, baseline: str = "replay") -> Figure:
-    """Accuracy of each method minus that of a baseline, paired over the seeds, by family."""
-    rows: list[tuple[str, str, Interval | None]] = []  # text, colour, difference; none for a family
+    """Draw the accuracy of each method minus that of a baseline, paired over the seeds, by family."""
+    rows: list[tuple[str, str, Interval | None]] = []  # text, colour, difference; None: a family
     others = [name for name in found.runs if name != baseline and not METHODS[name].joint]
     for family in dict.fromkeys(METHODS[name].family for name in others):
         rows.append((family, INK, None))
@@ -130,9 +130,9 @@ def paired_differences(found: Found, baseline: str = "replay") -> Figure:
 
 
 def losses(records: Iterable[Record], methods: Mapping[str, Any], before: float) -> Figure:
-    """Loss on what is kept (X) over the loss on what is learned (Y), a curve through each method's knobs.
+    """Draw the loss on the old skill (X) over that on the new one (Y), a curve through each method's knobs.
 
-    Records have ``"loss": {"x": ..., "y": ...}``; `before` is that of `keep_a_skill.front`.
+    Records have ``"loss": {"x": ..., "y": ...}``; `before` is the parameter of `keep_a_skill.front`.
     """
     curves, shown = {}, []
     groups = grouped("method", records, methods)
@@ -150,10 +150,7 @@ def losses(records: Iterable[Record], methods: Mapping[str, Any], before: float)
 
 
 def memory(records: Sequence[Record]) -> Figure:
-    """Accuracy over the examples kept of a task, a line for each method and policy of the memory.
-
-    Records have ``"per_task"`` and ``"policy"``.
-    """
+    """Draw accuracy over ``record["per_task"]``, a line for each method and each policy of the memory."""
     figure, axes = plt.subplots(figsize=(7.2, 4.2))
     policies = list(grouped("policy", records))
     sizes = sorted(grouped("per_task", records))
@@ -182,7 +179,7 @@ def memory(records: Sequence[Record]) -> Figure:
 
 
 def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
-    """Return which points (cost, gain) have no other that costs no more and gains no less, by cost."""
+    """Return the Pareto front of points (cost, gain), sorted by cost: low costs and high gains."""
     best: list[str] = []
     for name in sorted(points, key=lambda name: (points[name][0], -points[name][1])):
         if not best or points[name][1] > points[best[-1]][1]:
@@ -191,7 +188,7 @@ def pareto(points: Mapping[str, tuple[float, float]]) -> list[str]:
 
 
 def side_by_side(lines: int) -> np.ndarray:
-    """Return how far each line of several is moved aside, from -1 to 1; a single one is not."""
+    """Return the horizontal shifts of several lines, from -1 to 1; 0 for a single line."""
     return np.linspace(-1, 1, lines) if lines > 1 else np.zeros(lines)
 
 
@@ -202,7 +199,7 @@ def _accuracy(runs: Sequence[Record]) -> Interval:
 def _accuracy_against_cost(
     axes: Axes, found: Found, names: Iterable[str]
 ) -> dict[str, tuple[float, Interval]]:
-    """Label the axes of a figure of accuracy against the time of a step; return both, by method."""
+    """Label the axes of a figure of accuracy against step time; return (time, accuracy) by method."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -213,7 +210,7 @@ def _accuracy_against_cost(
 
 
 def _over_tasks(axes: Any, label: str) -> None:
-    """Label the axes of a figure of what happens after each task."""
+    """Label the axes and add the legend of a figure with the number of learned tasks as abscissa."""
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("Tasks learned")
     axes.set_ylabel(label)
@@ -227,12 +224,12 @@ def _intervals(axes: Axes, x: Any, found: Iterable[Interval], scale: float = 1, 
 
 
 def _bar(found: Interval) -> float:
-    """Return the length of an error bar, none where one seed allows none."""
+    """Return the length of an error bar; 0 for one seed, whose interval is infinite."""
     return found.half if np.isfinite(found.half) else 0.0
 
 
 def _note(shown: Iterable[Interval], what: str = "Error bars") -> str:
-    """Return what the error bars are, and over how many seeds."""
+    """Return the note on the error bars, with the number of seeds."""
     counts = [found.n for found in shown]
     low, high = min(counts, default=0), max(counts, default=0)
     return f"{what}: 95 % intervals of Student's t over {low if low == high else f'{low} to {high}'} seeds."

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_ROWS = 1 << 13  # inputs that are converted to float64 at a time
+_ROWS = 1 << 13  # number of inputs converted to float64 at once
 
 
 class SubspaceProjector:
     """Projects gradients of linear layers onto the complement of their past inputs (GPM).
 
-    Saha, Garg and Roy (ICLR 2021). A weight W keeps what it does to an input x if ``dW x = 0``. So each has
-    an orthonormal basis M of the directions with most of the energy of its past inputs, and
-    ``dW <- dW - dW M M'``. Other parameters are left alone; the paper's networks have no biases. There are
-    no constraint gradients and no dual problem, so it is not a method of gemproj.
+    Saha, Garg and Roy (ICLR 2021). A change dW of a weight keeps its output for an input x if ``dW x = 0``.
+    So each weight has an orthonormal basis M of the directions with most of the energy of its past inputs,
+    and ``dW <- dW - dW M M'``. Other parameters are not changed; the paper's networks have no biases. There
+    are no constraint gradients and no dual problem, so GPM is not a method of gemproj.
 
     Parameters
     ----------
@@ -47,8 +47,8 @@ class SubspaceProjector:
     def remember(self, batches: Iterable[Any], forward: Callable[[Any], Any]) -> None:
         """Add the subspace of the inputs of each layer on these batches, at the end of a task.
 
-        The paper's rule: the fewest singular vectors of what the basis does not cover, so that it then holds
-        a share `threshold` of the energy.
+        The paper's rule adds the fewest singular vectors of the part outside the basis, so that the basis
+        then holds a share `threshold` of the energy.
         """
         moments: dict[str, Tensor] = {}
 
@@ -67,7 +67,7 @@ class SubspaceProjector:
 
     @torch.no_grad()
     def project_(self) -> None:
-        """Remove from the ``.grad`` of every weight, in place, what acts on its past inputs."""
+        """Remove the component that acts on past inputs from the ``.grad`` of every weight, in place."""
         for name, module in self.layers.items():
             M, dW = self.bases[name], module.weight.grad
             if dW is not None and M.shape[1]:
@@ -80,10 +80,10 @@ def grow(M: Tensor, C: Tensor, threshold: float) -> Tensor:
     outside = C - wide @ (wide.mT @ C)
     outside = outside - (outside @ wide) @ wide.mT
     values, vectors = torch.linalg.eigh((outside + outside.mT) / 2.0)
-    # Smallest first, so cumulative sums are the energy that is left out; below the cutoff it is rounding.
+    # Smallest first, so cumulative sums are the energy that is left out; below the cutoff all is rounding.
     values = torch.where(values > n * torch.finfo(C.dtype).eps * energy, values, torch.zeros_like(values))
     left_out = int((values.cumsum(0) <= (1.0 - threshold) * energy).sum())
-    added = vectors[:, max(left_out, M.shape[1]) :].flip(1)  # there are no more than n directions
+    added = vectors[:, max(left_out, M.shape[1]) :].flip(1)  # at most n directions in all
     for _ in range(2):  # eigenvectors of small values lean towards the basis by rounding
         added = torch.linalg.qr(added - wide @ (wide.mT @ added))[0]
     return torch.cat([M, added.to(M.dtype)], dim=1)

@@ -15,10 +15,10 @@ Point = tuple[float, Interval]
 
 
 def label_points(axes: Axes, points: Mapping[str, Point], steps: Sequence[Point] = ()) -> None:
-    """Write each name near its point, a thin line between them.
+    """Write each name near its point, with a thin line between them.
 
-    It should cover no point, no error bar, no other name, and not the line of steps through some points. Call
-    it last: from then on the layout of the figure stays as it is.
+    Names avoid points, error bars, other names, and the line of steps through `steps`. Call it last: it
+    freezes the layout of the figure.
     """
     figure: Any = axes.figure
     figure.draw_without_rendering()
@@ -43,7 +43,7 @@ def label_points(axes: Axes, points: Mapping[str, Point], steps: Sequence[Point]
         for name, (x, y) in points.items()
     }
     placed: dict[str, Any] = {}  # boxes of a name and of its line
-    for name in 2 * list(points):  # the second time, all others are known
+    for name in 2 * list(points):  # in the second pass all other names have a place
         x, y = points[name]
         half = np.array(Text.get_window_extent(labels[name]).size) / 2 + unit
         shift = np.clip(1.5 * turns, -1, 1) * half + turns * unit * distance[:, None]
@@ -62,7 +62,7 @@ def label_points(axes: Axes, points: Mapping[str, Point], steps: Sequence[Point]
 
 
 def overlaps(a: Any, b: Any) -> Any:
-    """Return the areas that boxes a (m, 4) and b (n, 4) have in common, shape (m, n)."""
+    """Return the areas of intersection of boxes a (m, 4) and b (n, 4), shape (m, n)."""
     a, b = np.asarray(a)[:, None], np.asarray(b)[None]
     shared = np.minimum(a[..., 2:], b[..., 2:]) - np.maximum(a[..., :2], b[..., :2])
     return np.clip(shared, 0, None).prod(-1)

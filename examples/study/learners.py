@@ -1,4 +1,4 @@
-"""What the methods add to plain fine-tuning: a term of the loss, or constraints on the step."""
+"""The methods: terms of the loss, or constraints on the step, in addition to plain fine-tuning."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,13 +17,13 @@ from . import mega
 from .gpm import SubspaceProjector
 from .streams import Batch, Stream
 
-if TYPE_CHECKING:  # which has the learners
+if TYPE_CHECKING:  # settings imports this module
     from .settings import Setting
 
 
 @dataclass
 class Setup:
-    """What a learner has at hand; `knob` is the method's main setting."""
+    """The arguments of a learner; `knob` is the main setting of its method."""
 
     stream: Stream
     optimizer: torch.optim.Optimizer
@@ -33,49 +33,49 @@ class Setup:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that are learned."""
+        """The trained parameters."""
         return [p for p in self.stream.model.parameters() if p.requires_grad]
 
     def memory(self, extra: int = 0) -> EpisodicMemory:
-        """Return an empty memory, with fewer examples if each needs `extra` bytes beside itself."""
+        """Return an empty memory, for fewer examples if each needs `extra` bytes in addition."""
         example = self.bytes_of_example()
         size = max(1, self.setting.per_task * example // (example + extra))
         return EpisodicMemory(size, "labels", self.seed, policy=self.setting.policy)
 
     def bytes_of_example(self) -> int:
-        """Return what one example takes."""
+        """Return the size of one example."""
         return sum(values[:1].nbytes for values in self.stream.tasks[0].train.values())
 
     def bytes_of_outputs(self) -> int:
-        """Return what the outputs for one example take."""
+        """Return the size of the model's outputs for one example."""
         with torch.no_grad():
             return self.stream.logits(self.stream.model, rows(self.stream.tasks[0].train, slice(1))).nbytes
 
 
 class Learner:
-    """Plain fine-tuning; methods replace what they do otherwise."""
+    """Plain fine-tuning, and the base class of the methods."""
 
     def __init__(self, setup: Setup) -> None:
         self.setup, self.model, self.memory = setup, setup.stream.model, setup.memory()
         self.cross_entropy = CrossEntropy(setup.stream.logits)
-        self.kept: list[Tensor] = []  # of past tasks, beside the memory
+        self.kept: list[Tensor] = []  # tensors about past tasks, in addition to the memory
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss that the step descends."""
+        """Return the loss of a step on a batch."""
         return self.cross_entropy(self.model, batch).mean()
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
-        """Change the gradient, or say how the step is to be changed."""
+        """Change the gradient between the backward pass and the step."""
 
     def end_step(self) -> None:
-        """Look at the step that was made."""
+        """Called after each step."""
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Keep what will be needed of a task, of which these examples may be stored."""
+        """Called after each task, with the examples of it that may be stored."""
 
     @property
     def nbytes(self) -> int:
-        """What is kept of past tasks, in bytes."""
+        """The bytes that are kept about past tasks."""
         return self.memory.nbytes + sum(tensor.nbytes for tensor in self.kept)
 
 
@@ -83,7 +83,7 @@ class Replay(Learner):
     """Adds ``weight`` times the mean loss of each past task on a few of its stored examples."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of the batch plus that of the past, from one forward pass."""
+        """Return the loss of the batch plus that of past tasks, from one forward pass."""
         stored: list[Any] = list(self.memory.batches(n=self.setup.setting.examples))
         if not stored:
             return super().loss(batch)
@@ -98,7 +98,7 @@ class Replay(Learner):
 
 
 class DistilledReplay(Replay):
-    """DER++ (Buzzega et al., 2020), with the divergence from stored outputs in place of squared logits."""
+    """DER++ (Buzzega et al., 2020), with the divergence from stored outputs instead of squared logits."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
@@ -106,7 +106,7 @@ class DistilledReplay(Replay):
         self.memory = setup.memory(setup.bytes_of_outputs())
 
     def loss(self, batch: Batch) -> Tensor:
-        """Return the loss of the batch plus that of the past."""
+        """Return the loss of the batch plus that of past tasks."""
         loss = self.cross_entropy(self.model, batch).mean()
         stored: list[Any] = list(self.memory.batches(n=self.setup.setting.examples))
         if stored:
@@ -116,7 +116,7 @@ class DistilledReplay(Replay):
         return loss
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Store examples, and what the model says about them."""
+        """Store examples, and the outputs of the model for them."""
         self.memory.add(batch, task)
         self.model.eval()
         self.memory.record(task, outputs=self.past.outputs(self.model, self.memory.batch(task)))
@@ -124,10 +124,10 @@ class DistilledReplay(Replay):
 
 
 class Projected(Learner):
-    """GEM and its kin: a promise about the stored examples of each task; `options` are those of `GEM`.
+    """GEM and its variants: a promise about the stored examples of each task; `options` are those of `GEM`.
 
-    It is about the loss or, if it is `distilled`, the divergence from stored outputs; `knob` is its field
-    that is tuned. With each example, `extra` bytes are stored that are not for this promise.
+    The promise is about the loss or, if `distilled`, about the divergence from stored outputs; `knob` is its
+    tuned field. Each example takes `extra` bytes that are stored for another promise.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Projected(Learner):
         self.labels = 1
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Store examples; a step passes as many of each task, however many labels or tasks share a row."""
+        """Store examples; a step passes equally many of each task, whatever a row of G is about."""
         self.gem.end_task([batch], task)
         self.labels = max(self.labels, len(batch["labels"].unique()))
         n = self.setup.setting.examples
@@ -158,9 +158,9 @@ class Projected(Learner):
 
 
 class Mixture(Projected):
-    """Two promises about each task: labels are replayed with a weight, and stored outputs may not drift.
+    """Two promises about each task: one on the labels, with a weight; one that stored outputs do not drift.
 
-    Each is about examples of its own, half of those that other methods pass in a step, in as many bytes.
+    Each promise has its own examples, half as many in a step as other methods. Both take as many bytes.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -170,27 +170,27 @@ class Mixture(Projected):
         self.said = Promise(Distillation(setup.stream.logits), examples=half, tolerance=0.0)
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Store examples for both."""
+        """Store examples for both promises."""
         self.gem.end_task([batch], task)
         self.gem.keep([batch], self.said, name=f"outputs of {task}")
 
 
 class TwoMoments(Projected):
-    """GEM whose projected gradient enters Adam's first moment, and the gradient itself the second."""
+    """GEM with the projected gradient in Adam's first moment, and the original gradient in the second."""
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        setup.optimizer.register_step_pre_hook(self.correct)  # after those of GEM
+        setup.optimizer.register_step_pre_hook(self.correct)  # runs after the hooks of GEM
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Copy the gradient."""
         self.raw = [None if p.grad is None else p.grad.clone() for p in self.setup.parameters]
 
     def correct(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Let the second moments see the gradient from before the projection.
+        """Correct the second moments to be those of the gradient g before the projection to x.
 
-        The optimizer computes ``v <- beta v + (1 - beta) x^2``; adding ``(1 - beta) / beta (g^2 - x^2)`` to v
-        before makes that g^2.
+        The optimizer computes ``v <- beta v + (1 - beta) x^2``. Adding ``(1 - beta) / beta (g^2 - x^2)`` to v
+        first replaces x^2 by g^2.
         """
         beta = optimizer.param_groups[0]["betas"][1]
         for p, g in zip(self.setup.parameters, self.raw, strict=True):
@@ -200,17 +200,17 @@ class TwoMoments(Projected):
 
 
 class Reference(Learner):
-    """Changes the gradient by that of one batch of stored examples, which a projector recalls."""
+    """Changes the gradient by the gradient on one batch of stored examples."""
 
     projector: Any
-    change: Callable[[Tensor], Any]  # the gradient, at this loss
+    change: Callable[[Tensor], Any]  # changes the gradient, given the loss
 
     def draw(self) -> Any:
-        """Draw the batch."""
+        """Draw the batch of stored examples."""
         return self.memory.sample(self.setup.setting.examples * len(self.memory))
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
-        """Compute the gradient of the batch, and use it."""
+        """Compute the gradient on the stored batch, and change the gradient."""
         if len(self.memory):
             record.turn("constraints")
             self.projector.recall(self.model, [self.draw()], self.cross_entropy)
@@ -232,7 +232,7 @@ class OneTask(Reference):
         self.random = torch.Generator().manual_seed(0)
 
     def draw(self) -> Any:
-        """Draw the task, and as many examples as others take of all tasks together."""
+        """Draw a task, and as many of its examples as other methods take of all tasks together."""
         tasks = self.memory.tasks
         one: Any = self.memory.batch(tasks[int(torch.randint(len(tasks), (), generator=self.random))])
         order = torch.randperm(len(one["labels"]), generator=self.random)
@@ -240,7 +240,7 @@ class OneTask(Reference):
 
 
 class Balanced(Reference):
-    """MEGA: the gradient of the batch weighed against that of the memory."""
+    """MEGA: a weighted sum of the gradients on the batch and on the memory."""
 
     def __init__(self, setup: Setup, weights: mega.Weights) -> None:
         super().__init__(setup)
@@ -261,11 +261,11 @@ class Subspaces(Learner):
         self.subspaces.project_()
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Add the inputs of this task, on as many examples as others store."""
+        """Add the inputs of this task, on as many examples as other methods store."""
         self.subspaces.remember([batch], lambda one: self.setup.stream.logits(self.model, one))
         self.kept = list(self.subspaces.bases.values())
 
 
 def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Return one batch with the examples of all."""
+    """Return one batch with the examples of all batches."""
     return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

@@ -1,4 +1,4 @@
-"""MEGA-I and MEGA-II (Guo et al., NeurIPS 2020), made of `gram` and `combine`."""
+"""MEGA-I and MEGA-II (Guo et al., NeurIPS 2020), by `gram` and `combine`."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -15,15 +15,15 @@ Weights = Callable[[float, float, float, float, float], tuple[float, float]]
 class MEGA:
     """Weigh the gradient g of a batch against the gradient r on the memory by their losses.
 
-    A balance rather than a projection. It takes the place of a `GradientProjector`. With the weights
-    ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)`` it is x = u g + v r.
+    This is no projection, but the class replaces a `GradientProjector`. With the weights
+    ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)`` the result is x = u g + v r.
     """
 
     def __init__(self, parameters: Sequence[Tensor], weights: Weights) -> None:
         self.parameters, self.weights = parameters, weights
 
     def recall(self, model: nn.Module, batches: Iterable[Any], loss: Callable[..., Tensor]) -> None:
-        """Take the gradient on the one batch, without dropout."""
+        """Compute the gradient on the only batch, without dropout."""
         [batch] = batches
         model.eval()
         reference = loss(model, batch).mean()
@@ -42,12 +42,12 @@ class MEGA:
 
 
 def mega1(rr: float, rg: float, gg: float, loss: float, reference: float) -> tuple[float, float]:
-    """Add r, weighed by the ratio of the losses; r alone once the batch is learned."""
+    """Add r times the ratio of the losses to g; return r alone once the batch is learned."""
     return (1.0, reference / loss) if loss > 1e-3 else (0.0, 1.0)
 
 
 def mega2(rr: float, rg: float, gg: float, loss: float, reference: float) -> tuple[float, float]:
-    """Rotate g towards r, as far as the losses say, and by a right angle at most."""
+    """Rotate g towards r, by an angle that depends on the losses, at most a right angle."""
     cosine = rg / math.sqrt(rr * gg) if rr * gg > 0 else 1.0
     angle = math.acos(max(-1.0, min(cosine, 1.0)))
     if math.sin(angle) < 1e-7:  # no plane to rotate in

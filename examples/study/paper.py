@@ -1,8 +1,8 @@
-"""The experiment of the I-GEM paper, and its two tables and four figures beside the published ones.
+"""The experiment of the I-GEM paper: its two tables and four figures beside the published ones.
 
-Where GPT-2 medium is at hand this is the paper's protocol as its appendix has it. Elsewhere it is the same
-protocol on the small backbone, which is pretrained here. All options that are not listed go to
-examples.lora_agnews. Finished runs are kept.
+If GPT-2 medium is available, this is the protocol of the paper's appendix. Otherwise it is the same protocol
+on the small backbone, which is pretrained here. Options that are not listed go to examples.lora_agnews.
+Finished runs are kept.
 """
 
 import json
@@ -27,7 +27,7 @@ RUNS, OUT = Path("runs/study-paper"), Path("docs/results/study/paper")
 
 @command.finishing
 def main(arguments: Sequence[str] | None, console: Console) -> None:
-    """Run what is missing, then write tables and figures."""
+    """Execute the missing runs, then write tables and figures."""
     parser = ArgumentParser(
         "python -m examples.study.paper", description=__doc__, formatter_class=RawDescriptionHelpFormatter
     )
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
     parser.add_argument("--preset", help="another protocol, as for examples.lora_agnews")
     parser.add_argument("--runs", type=Path, default=RUNS, help=f"folder for the runs, by default {RUNS}")
     parser.add_argument("--out", type=Path, default=OUT, help=f"for tables and figures, by default {OUT}")
-    parser.add_argument("--draw", action="store_true", help="run nothing: draw what OUT/results.json says")
+    parser.add_argument("--draw", action="store_true", help="run nothing: draw OUT/results.json")
     given, others = parser.parse_known_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.draw:
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None, console: Console) -> None:
 
 
 def protocol(wanted: str | None) -> list[str]:
-    """Return the options of the paper's protocol; on the small backbone if GPT-2 medium is out of reach."""
+    """Return the options of the paper's protocol, on the small backbone if GPT-2 medium is not available."""
     named = wanted or os.environ.get(VARIABLE)
     try:
         backbone.locate(named or MEDIUM)
@@ -56,13 +56,13 @@ def protocol(wanted: str | None) -> list[str]:
             raise
         print(f"The same protocol on the small backbone: {error}")
         seeds, methods = ",".join(map(str, paper_report.SEEDS)), ",".join(config.PAPER.methods)
-        longer = ["--rows", "1600", "--max-length", "48"]  # than the quick preset has them
+        longer = ["--rows", "1600", "--max-length", "48"]  # than in the quick preset
         return ["--preset", "quick", "--seeds", seeds, "--methods", methods, *longer]
     return ["--preset", "paper", "--backbone", named or MEDIUM]
 
 
 def lean(results: dict[str, Any]) -> str:
-    """Return the results as JSON, one run a line, without what no table or figure needs."""
+    """Return the results as JSON, one run a line, without numbers that no table or figure needs."""
     results["config"]["backbone"] = Path(results["config"]["backbone"]).name
     for run in results["runs"]:
         del run["guarantee"]["probes"]

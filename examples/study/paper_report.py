@@ -1,4 +1,4 @@
-"""The I-GEM paper's two tables beside those of an experiment, what differs, and the paper's claims."""
+"""The I-GEM paper's two tables beside those of an experiment, its claims, and the differences."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from ..common.tables import markdown_table, plus_minus, significant
 from ..lora_agnews.methods import METHODS
 from ..lora_agnews.report import Summary
 
-Results = dict[str, Any]  # what the experiment writes as results.json
-# What the paper states, and the two tables of its results.
+Results = dict[str, Any]  # the content of the experiment's results.json
+# Statements of the paper, and its two tables of results.
 BACKBONE = "GPT-2 medium (355M), NVIDIA H100"
 SEEDS = (0, 2, 5, 7, 11)
 NUMBERS = (*METRICS, "seconds_per_projection")
-RESULTS = {  # of each number mean and standard deviation over the seeds
+RESULTS = {  # mean and standard deviation of each number over the seeds
     "agem": ((0.7601, 0.0179), (-0.103, 0.037), (0.281, 0.027), (0.103, 0.037), (2.16e-4, 9.93e-6)),
     "gem": ((0.7745, 0.0326), (-0.104, 0.037), (0.279, 0.027), (0.104, 0.037), (1.959, 0.452)),
     "igem": ((0.7741, 0.0325), (-0.110, 0.018), (0.280, 0.033), (0.111, 0.019), (2.16e-3, 1.11e-3)),
 }
-PUBLISHED: Summary = {  # as `summarize` returns it, as far as it is published
+PUBLISHED: Summary = {  # the published part of what `summarize` returns
     method: {name: {"mean": mean, "std": std} for name, (mean, std) in zip(NUMBERS, found, strict=True)}
     for method, found in RESULTS.items()
 }
@@ -48,7 +48,7 @@ def markdown(results: Results, summary: Summary) -> str:
 
 
 def claim_rows(results: Results, summary: Summary) -> list[list[str]]:
-    """Return the paper's conclusions in numbers, and differences that it has not measured."""
+    """Return the paper's conclusions in numbers, and differences that it does not report."""
     runs = grouped("method", results["runs"], summary)
     pairs = [("igem", "gem"), ("igem", "agem"), ("gem", "agem"), ("gem-step", "gem"), ("replay", "gem")]
     found = []
@@ -70,7 +70,7 @@ def claim_rows(results: Results, summary: Summary) -> list[list[str]]:
 
 
 def difference_rows(results: Results) -> list[list[str]]:
-    """Return settings that differ from the paper's or that it does not give: what, there, and here."""
+    """Return settings that differ from the paper's or that it does not state: name, paper, here."""
     config, machine = results["config"], results["environment"]
     train = round(0.8 * config["rows"])
     learned = "pretrained on the training articles of the stream"
@@ -102,7 +102,7 @@ def difference_rows(results: Results) -> list[list[str]]:
 
 
 def _rows(summary: Summary, *columns: tuple[str, float, int | None]) -> list[list[str]]:
-    """Return numbers of each method, in a unit and with so many decimals, as published and as found here."""
+    """Return rows of numbers by method, published and here; columns are (name, scale, decimals)."""
     return [
         [
             METHODS[name].title,

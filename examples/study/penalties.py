@@ -1,4 +1,4 @@
-"""Methods that keep no examples: they hold weights that mattered near their old values."""
+"""Methods that store no examples: penalties that hold important weights near their old values."""
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ class Penalty(Learner):
 
     @torch.no_grad()
     def end_task(self, task: int, batch: Batch) -> None:
-        """Hold the weights where they are now."""
+        """Anchor the penalty at the current weights."""
         for p, a in zip(self.parameters, self.anchor, strict=True):
             a.copy_(p)
 
@@ -35,8 +35,8 @@ class Penalty(Learner):
 class EWC(Penalty):
     """Elastic weight consolidation (Kirkpatrick et al., 2017), with one penalty for all past tasks.
 
-    Importances are the diagonal of the empirical Fisher matrix on as many examples as others store, summed
-    over the tasks (the online form, Schwarz et al., 2018, without decay).
+    Importances are the diagonal of the empirical Fisher matrix on as many examples as other methods store,
+    summed over the tasks (the online form, Schwarz et al., 2018, without decay).
     """
 
     def end_task(self, task: int, batch: Batch) -> None:
@@ -52,7 +52,7 @@ class EWC(Penalty):
 
 
 class SI(Penalty):
-    """Synaptic intelligence (Zenke et al., 2017): importance is the part in the fall of the loss."""
+    """Synaptic intelligence (Zenke et al., 2017): importance is a weight's contribution to lower losses."""
 
     damping = 0.1
 
@@ -64,7 +64,7 @@ class SI(Penalty):
 
     @torch.no_grad()
     def end_step(self) -> None:
-        """Add up gradient times step, for the gradient without the penalty's."""
+        """Add gradient times step to the path, with the gradient of the loss without the penalty."""
         lists = self.parameters, self.path, self.before, self.importance, self.anchor
         for p, path, before, w, a in zip(*lists, strict=True):
             if p.grad is not None:
@@ -74,7 +74,7 @@ class SI(Penalty):
 
     @torch.no_grad()
     def end_task(self, task: int, batch: Batch) -> None:
-        """Turn the parts in the fall into importances."""
+        """Convert the contributions to lower losses into importances."""
         for w, path, p, a in zip(self.importance, self.path, self.parameters, self.anchor, strict=True):
             w.add_(2 * path.clamp(min=0.0) / ((p - a).square() + self.damping))
             path.zero_()

@@ -1,4 +1,4 @@
-"""What is to be run, and runs it: settings are tuned on some seeds, and reported on others."""
+"""Plans and executes the runs: settings are tuned on some seeds, and reported on others."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,16 +21,16 @@ Point = tuple[float, float]  # learning rate and knob
 def complete(
     names: Sequence[str], methods: Sequence[str], folder: Path, jobs: int, timing: bool, console: Console
 ) -> None:
-    """Do all runs of the streams that have no record in the folder yet, side by side in worker processes.
+    """Execute the runs of the streams that have no record in the folder, in worker processes.
 
-    With `timing`, steps are timed, too, one run at a time, after all others.
+    With `timing`, steps are also timed, one run at a time, after all other runs.
     """
     for name in names or STREAMS:
-        # A stream that is loaded once has in the cache what each worker would make of its own.
+        # Loading a stream once fills the cache, so that workers do not all pretrain a backbone.
         hashes = streams.load(STREAMS[name].kind, 0, **STREAMS[name].options).hashes
         results = results_of(name, folder)
         while waiting := todo(name, results, methods):
-            results.check(hashes)  # before anything is run in vain
+            results.check(hashes)  # raises before any run starts
             console.print(f"[bold]{name}[/]  {len(waiting)} runs, {jobs} at a time")
             work(waiting, results.keep, jobs, console)
         if timing and (waiting := to_time(name, results, methods)):
@@ -40,7 +40,7 @@ def complete(
 
 
 def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run]:
-    """Return the runs that can be done now and are not: more follow from what they find."""
+    """Return the missing runs that are known already; others depend on the results of these."""
     runs: list[Run] = []
     for name in methods or STREAMS[stream].methods:
         tuned = METHODS[name].like or name
@@ -51,23 +51,23 @@ def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run
 
 
 def to_time(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run]:
-    """Return the runs that are left to be timed, one at a time and with nothing measured but times.
+    """Return the runs that are left to be timed, one at a time, without other measurements.
 
-    Neither what is stored nor a weight changes what a step costs.
+    Methods that only vary the stored examples or a weight are not timed: their steps cost the same.
     """
     names = (name for name in methods or STREAMS[stream].methods if name not in {*MEMORIES, *SAME})
     return missing([one for name in names for one in wanted(stream, name, "time", results)], results)
 
 
 def published(stream: str, results: Results) -> Found:
-    """Return what was found in the present settings: there may be records of earlier ones."""
+    """Return the runs with the present settings; the records may include earlier settings."""
     names, phases = STREAMS[stream].methods, ("report", "time")
     keys = [one.key for name in names for phase in phases for one in wanted(stream, name, phase, results)]
     return found_in((results.records[key] for key in keys if key in results), METHODS)
 
 
 def wanted(stream: str, name: str, phase: str, results: Results) -> list[Run]:
-    """Return the runs of a method in the chosen setting; none as long as it is not chosen."""
+    """Return the runs of a method with the chosen setting; none until it is chosen."""
     point, seeds = chosen(stream, name, results), STREAMS[stream].seeds
     if point is None:
         return []
@@ -75,21 +75,21 @@ def wanted(stream: str, name: str, phase: str, results: Results) -> list[Run]:
 
 
 def missing(runs: Sequence[Any], results: Results) -> list[Any]:
-    """Return the runs that have no record, each once."""
+    """Return the runs without a record, without duplicates."""
     return [one for key, one in {one.key: one for one in runs}.items() if key not in results]
 
 
 def chosen(stream: str, name: str, results: Results) -> Point | None:
-    """Return the setting with which a method is reported, its own or that of the method it is like."""
+    """Return the setting with which a method is reported, its own or that of the method in `like`."""
     name = METHODS[name].like or name
     return STREAMS[stream].fixed.get(name) or tune(Run, stream, name, results)[1]
 
 
 def tune(kind: Any, where: str, name: str, results: Results) -> tuple[list[Any], Point | None]:
-    """Return the runs of a kind to tune a method with, as far as they are known, and the best setting.
+    """Return the tuning runs of a method that are known already, and the best setting.
 
-    First all rates at the grid's middle value, then its other values at the best rate. That is the one with
-    the highest mean score over the tuning seeds; None until all have results.
+    First all rates at the grid's middle value, then its other values at the best rate. The best setting has
+    the highest mean score over the tuning seeds; it is None until all runs have results.
     """
     rates, grid = kind.space(where, name)
 

@@ -1,4 +1,4 @@
-"""Tables and figures of a stream, from the runs that are there."""
+"""Tables and figures of a stream, from the finished runs."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ EXACT, SHORTCUTS = "gem", ("agem", "igem1", "igem3", "igem10")  # does exactness
 
 
 def publish(stream: str, results: Results, folder: Path) -> list[Path]:
-    """Write them into a folder, and return their paths; none if nothing has been reported."""
+    """Write tables and figures into a folder, and return their paths; none without reported runs."""
     found = plan.published(stream, results)
     if not found.runs:
         return []
@@ -24,7 +24,7 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
     main = found.only(named(stream))
     with_same = found.only(name for name in found.runs if name in main.runs or name in SAME)
     ladders = [[name for name in ladder if name in found.runs] for ladder in LADDERS]
-    # All policies and sizes of the memory, with the methods that they vary.
+    # All policies and sizes of the memory, under the names of the methods that they vary.
     sizes = dict.fromkeys(name for one in MEMORIES for name in (METHODS[one].like, one))
     stored = [
         run | {"method": METHODS[name].like or name} for name in sizes for run in found.runs.get(name, [])
@@ -43,7 +43,7 @@ def publish(stream: str, results: Results, folder: Path) -> list[Path]:
 
 
 def page(stream: str, found: Found) -> str:
-    """Return all tables of a stream, each below its caption: of the methods, and of what varies them."""
+    """Return all tables of a stream, each below its caption: of the methods and of their variants."""
     names = named(stream)
     main = found.only(names)
     parts = [report.accuracy(main), report.cost(main), report.promises(main)] if main.runs else []
@@ -64,12 +64,12 @@ def page(stream: str, found: Found) -> str:
 
 
 def named(stream: str) -> list[str]:
-    """Return the methods of a stream that do not merely vary others in settings, examples, age or memory."""
+    """Return the methods of a stream that are no variants in settings, examples, age of rows or memory."""
     return [name for name in STREAMS[stream].methods if name not in {*SAME, *CHEAPER, *MEMORIES}]
 
 
 def overview(folder: Path) -> dict[str, str]:
-    """Return the tables over all streams, from the runs in a folder, by the name of their file."""
+    """Return the tables over all streams, from the runs in a folder, by file name."""
     streams = {one.title: plan.published(name, results_of(name, folder)) for name, one in STREAMS.items()}
     exact = {METHODS[name].title: (EXACT, name) for name in SHORTCUTS}
     others = {METHODS[name].title: (name, "replay") for name in BASIC if name not in ("replay", "joint")}

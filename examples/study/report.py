@@ -1,4 +1,4 @@
-"""The study's tables, as text in Markdown: of one stream, and over all of them."""
+"""The study's tables in Markdown: of one stream, and over all streams."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ OVER_STREAMS = (
 
 @dataclass(frozen=True)
 class Column:
-    """A column of numbers: its head, what it shows of a run, in which unit, with how many decimals.
+    """A column of numbers: its head, the measure of a run, its scale, and the number of decimals.
 
-    `ordered` says that it is about tasks that come one after the other: joint training has no such number.
+    An `ordered` measure needs tasks that come one after the other; joint training has no such number.
     """
 
     head: str
@@ -32,7 +32,7 @@ class Column:
     ordered: bool = True
 
     def cell(self, runs: Sequence[Record], joint: bool = False) -> str:
-        """Return mean ± standard deviation, and from how many runs if some have no such number."""
+        """Write mean ± standard deviation, with the number of seeds if some have no such number."""
         if joint and self.ordered:
             return "-"
         found = (self.measure(run) for run in runs)
@@ -42,12 +42,12 @@ class Column:
 
 
 def _spent(part: str) -> Measure:
-    """Return the measure of the time of a part of a step; None where a method has no such part."""
+    """Return the measure of the time of a part of a step; None if a method has no such part."""
     return lambda run: run["seconds"]["per_step"][part] or None
 
 
 def _checked(what: str, number: str) -> Measure:
-    """Return the measure of a number of the guarantee; None where nothing was probed."""
+    """Return the measure of a number of the guarantee; None if no step was probed."""
     return lambda run: (run["guarantee"][what] or {}).get(number)
 
 
@@ -56,7 +56,7 @@ ACCURACY = [
     Column("BWT", compare.metric("backward_transfer"), 1, 3),
     Column("FWT", compare.metric("forward_transfer"), 1, 3),
     Column("Forgetting", compare.metric("forgetting"), 1, 3),
-    # What remembering costs in learning.
+    # The cost of remembering: less is learned.
     Column("Last task (%)", lambda run: run["accuracies"][-1][-1], 100, 1, ordered=False),
     Column("Lowest of past tasks (%)", compare.lowest_past_accuracy, 100, 1),
 ]
@@ -74,12 +74,12 @@ PROMISES = [
     Column("Worst cosine of a step", _checked("update", "worst_cosine"), 1, 3),
     Column("Drift (nats)", lambda run: None if run.get("diverged") else run["drift"], 1, 3),
 ]
-# All are better the higher they are.
+# Higher is better in all of them.
 DIFFERENCES = {one.head.removesuffix(" (%)"): one.measure for one in (*ACCURACY[:2], *ACCURACY[4:])}
 
 
 def accuracy(found: Found) -> str:
-    """Return the table of what is known after the stream, and on the way."""
+    """Return the table of accuracies after the stream and during it."""
     caption = (
         "Accuracy. Setting: learning rate and main knob, chosen on other seeds. Lowest of past tasks: the "
         "lowest accuracy of a task at any measured time after it was learned, mean over all but the last."
@@ -89,7 +89,7 @@ def accuracy(found: Found) -> str:
 
 
 def cost(found: Found) -> str:
-    """Return the table of what a step and the memory cost."""
+    """Return the table of the costs of a step and of the memory."""
     caption = (
         "Cost: milliseconds per step by part, means over all steps after the first task. Batch includes the "
         "replayed examples."
@@ -102,7 +102,7 @@ def cost(found: Found) -> str:
 
 
 def promises(found: Found) -> str:
-    """Return the table of whether steps raise the loss of past tasks."""
+    """Return the table of violated constraints and of the drift of past losses."""
     caption = (
         "Promises: share of measured steps with cos(g_k, v) < -0.001 for some stored task k, where v is the "
         "gradient handed to the optimizer, or the step that the optimizer makes of it; the worst cosine of a "
@@ -113,7 +113,7 @@ def promises(found: Found) -> str:
 
 
 def differences(found: Found, baseline: str) -> str:
-    """Return the table of differences to a baseline, paired over the seeds that both have."""
+    """Return the table of differences to a baseline, paired over their common seeds."""
     caption = (
         f"Method minus {METHODS[baseline].title}, in percentage points, paired over the seeds of both: "
         "mean and 95 % interval of Student's t, bold where it excludes zero, as one interval in twenty does "
@@ -127,7 +127,7 @@ def differences(found: Found, baseline: str) -> str:
 
 
 def after_each_task(found: Found, reference: str, others: Iterable[str]) -> str:
-    """Return the table of the differences to other methods after each task: from how many on they matter."""
+    """Return the table of the differences to other methods after each task."""
     caption = (
         f"{METHODS[reference].title} minus others after each task from the second on: mean accuracy over the "
         "tasks learned so far, in percentage points, paired over the seeds, with 95 % interval, bold where "
@@ -142,7 +142,7 @@ def after_each_task(found: Found, reference: str, others: Iterable[str]) -> str:
 
 
 def variants(found: Found, names: Iterable[str], timed: bool = False) -> str:
-    """Return the table of methods that vary others, each compared with the one that it varies."""
+    """Return the table of variants, each compared with the method that it varies."""
     caption = (
         "Variants, with the learning rate and the knob of the method that they vary, the line above each "
         "group. Minus it: differences in percentage points, paired over the seeds, with 95 % interval, bold "
@@ -168,10 +168,10 @@ def variants(found: Found, names: Iterable[str], timed: bool = False) -> str:
 
 
 def equal_time(found: Found) -> str:
-    """Return the table of what methods reach with the same time per step.
+    """Return the table of accuracies with the same time per step.
 
-    Each ladder holds a method with more and fewer examples; of each the step that takes the longest within
-    the budget is taken, whatever it reaches.
+    Each ladder holds a method with more and fewer examples. For each budget the longest step within it is
+    taken, whatever its accuracy.
     """
     heads = [METHODS[ladder[0]].title for ladder in LADDERS]
     caption = (
@@ -192,7 +192,7 @@ def equal_time(found: Found) -> str:
 
 
 def cheapest(found: Found, names: Sequence[str], reference: str) -> str:
-    """Return a sentence on the cheapest of some methods that is within noise of a reference."""
+    """Return a sentence on the cheapest method that is within noise of a reference."""
     full = METHODS[reference].title
     name = found.cheapest_within_noise(names, reference)
     if name is None:
@@ -212,10 +212,10 @@ def over_streams(
     measure: Measure = compare.average_accuracy,
     turned: bool = True,
 ) -> str:
-    """Return the table of methods minus others, as far as there are runs of both.
+    """Return the table of differences between methods, for the streams that have runs of both.
 
-    `pairs` has the keys of a method and of the one to subtract, by what their line is called. Where the table
-    is `turned`, a stream has a column and a pair a row.
+    `pairs` maps the name of a line to a method and the one to subtract. In a `turned` table a stream has a
+    column and a pair a row.
     """
     known = [found.runs.keys() for found in streams.values()]
     shown = {head: pair for head, pair in pairs.items() if any(set(pair) <= names for names in known)}
@@ -228,7 +228,7 @@ def over_streams(
 
 
 def at_equal_settings(streams: Mapping[str, Found]) -> str:
-    """Return the table of GEM with a weight minus the replay that has its learning rate and weight."""
+    """Return the table of GEM with a weight minus replay with the same learning rate and weight."""
     caption = "GEM with a weight minus replay at the same learning rate and weight."
     heads = ["AvgAcc", "Last task", "Lowest of past tasks"]
     lines = [["Stream", "Rate", "Weight", "Seeds", *heads]]
@@ -243,7 +243,7 @@ def at_equal_settings(streams: Mapping[str, Found]) -> str:
 
 
 def relative_times(streams: Mapping[str, Found], names: Sequence[str]) -> str:
-    """Return the table of how long steps take, in plain steps, on the streams where they were timed alone."""
+    """Return the table of step times, in plain steps, for the streams whose runs were timed alone."""
     caption = "Time of a step in plain steps: means over two seeds and all steps after the first task."
     lines = [["Method", *(METHODS[name].title for name in names)]]
     for title, found in streams.items():
@@ -255,7 +255,7 @@ def relative_times(streams: Mapping[str, Found], names: Sequence[str]) -> str:
 
 
 def _cells(row: Sequence[Interval | None]) -> list[str]:
-    """Return the number of seeds of differences, from the least to the largest, and the differences."""
+    """Return the range of the numbers of seeds, and the differences."""
     counts = sorted({one.n for one in row if one})
     seeds = " to ".join(map(str, counts[:: max(1, len(counts) - 1)]))
     return [seeds, *(difference(one, brief=True) for one in row)]
@@ -267,7 +267,7 @@ def _lines(caption: str, lines: list[list[str]], turned: bool = False) -> str:
 
 
 def _table(caption: str, runs: Runs, columns: Sequence[Column], **text: Sequence[str]) -> str:
-    """Return a table of columns for all methods, with columns of text before the numbers."""
+    """Return a table with a row for each method; columns of text come before the numbers."""
     rows = [
         [METHODS[name].title, str(len(found)), *(column[k] for column in text.values())]
         + [column.cell(found, METHODS[name].joint) for column in columns]

@@ -1,4 +1,4 @@
-"""Runs, and what is kept of finished ones: one line of JSON for each, in a file that only grows."""
+"""Runs, and the records of finished runs: one line of JSON for each, in a file that only grows."""
 
 import json
 import os
@@ -18,11 +18,10 @@ from . import digest
 
 @dataclass(frozen=True)
 class AnyRun:
-    """One method, with a learning rate and a knob, on one stream or in one setting, under one seed.
+    """One method with a learning rate and a knob, on one stream or in one setting, with one seed.
 
-    `phase` is "tune", of which only the score is kept; "report"; or "time", of which only the times are. Each
-    kind of run says what its `key` is, which settings are in its `space`, and how high the `score` of a
-    record is.
+    `phase` is "tune", whose records only have the score; "report"; or "time", whose records only have times.
+    Each kind of run defines its `key`, the `space` of its settings, and the `score` of a record.
     """
 
     where: str
@@ -31,7 +30,7 @@ class AnyRun:
     knob: float
     seed: int
     phase: str
-    kind: ClassVar[str]  # what `where` is the name of, in the records
+    kind: ClassVar[str]  # the name of `where` in the records
     methods: ClassVar[Mapping[str, Any]]
 
     @property
@@ -41,24 +40,24 @@ class AnyRun:
         return f"{self.where}, {method.title}, {setting_of(method, self.rate, self.knob)}, seed {self.seed}"
 
     def name(self, shaping: Any) -> str:
-        """Return what tells it from other runs in the same place, with a hash of what shapes it."""
+        """Return a unique name among the runs in the same place, with a hash of `shaping`."""
         numbers = f"lr{self.rate:g}-knob{self.knob:g}-seed{self.seed}"
         return f"{self.method}-{self.phase}-{numbers}-{digest.of_values(shaping)}"
 
     def named(self, key: str, **more: Any) -> Record:
-        """Return the beginning of its record."""
+        """Return the first entries of the record."""
         knob = self.knob if self.methods[self.method].knob else None
         record = {"key": key, self.kind: self.where, "method": self.method, "phase": self.phase}
         return record | more | {"lr": self.rate, "knob": knob, "seed": self.seed}
 
 
 class Results:
-    """The runs of a stream that are finished.
+    """The finished runs of a stream.
 
-    A line is either a record, with its key, or what the records after it have in common: versions, machine,
-    hashes of data and backbone. A line that was cut off, because the process was killed or the disk was
-    full, has no end: it is removed, and its run is done again. Any other damage is an error that names the
-    file and the line. The file is made with the first record.
+    A line is either a record with a key, or the common facts of the records after it: versions, machine, and
+    hashes of data and backbone. A last line without an end was cut off, because the process was killed or the
+    disk was full. It is removed, and its run is repeated. Any other damage is an error that names the file
+    and the line. The first record creates the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -87,7 +86,7 @@ class Results:
         return key in self.records
 
     def check(self, hashes: Mapping[str, str]) -> None:
-        """Raise where the records depend on other data or another backbone than these."""
+        """Raise if the records depend on other data or another backbone."""
         if self._about and hashes != self._about["hashes"]:
             raise SetupError(
                 f"{self.path} has results of other data or another backbone, {self._about['hashes']}; found "
@@ -95,7 +94,7 @@ class Results:
             )
 
     def add(self, record: Record, about: Mapping[str, Any]) -> None:
-        """Append a record, which has a key, and what is to be known about it."""
+        """Append a record, and the facts about it if they have changed."""
         about = json.loads(json.dumps(about))
         self.check(about["hashes"])
         lines = [json.dumps(record) + "\n"]
@@ -121,18 +120,18 @@ def results_of(stream: str, folder: Path) -> Results:
 
 
 def setting_of(method: Any, rate: float, knob: float | None) -> str:
-    """Return a learning rate and, where a method has one, its knob."""
+    """Write the learning rate and, if the method has one, the knob."""
     return f"lr {rate:g}" + (f", {method.knob} {knob:g}" if method.knob and knob is not None else "")
 
 
 def origin(hashes: Mapping[str, str]) -> dict[str, Any]:
-    """Return what results depend on besides their settings."""
+    """Return the versions, hashes and machine that results depend on besides their settings."""
     machine = {"machine": platform.processor() or platform.machine(), "system": platform.system()}
     return {"versions": VERSIONS, "hashes": dict(hashes)} | machine
 
 
 def rounded(value: Any) -> Any:
-    """Return plain values with five digits, as more is noise; None for what JSON has no number for."""
+    """Return plain values with five digits, as more is noise; None for numbers that JSON lacks."""
     if isinstance(value, float):
         return float(f"{value:.5g}") if isfinite(value) else None
     if isinstance(value, Mapping):

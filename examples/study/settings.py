@@ -1,4 +1,4 @@
-"""The committed settings: streams, methods, what is tuned on which seeds, and what is reported."""
+"""The committed settings: streams, methods, and seeds for tuning and for the report."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,13 +14,13 @@ from .mega import mega1, mega2
 from .penalties import EWC, SI
 
 TUNING_SEEDS = (100, 101, 102, 103, 104)
-SEEDS = tuple(range(10))  # nothing is chosen on them
-TIMED = 2  # seeds, the first ones, on which steps are timed
+SEEDS = tuple(range(10))  # for the report; not used for tuning
+TIMED = 2  # steps are timed with so many of them, the first ones
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method, and what is tuned."""
+    """A method, and its tuned setting."""
 
     title: str
     family: str  # methods of one family are drawn alike
@@ -29,13 +29,13 @@ class Method:
     knob: str = ""  # name of the main setting; empty if there is none
     grid: tuple[float, ...] = ()  # its three values, from small to large
     like: str = ""  # the method whose learning rate and knob it takes, instead of tuning its own
-    changes: Mapping[str, Any] = field(default_factory=dict)  # settings of the stream that it replaces
+    changes: Mapping[str, Any] = field(default_factory=dict)  # replaced settings of the stream
     joint: bool = False  # whether all tasks are learned at once
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A stream, and how it is learned."""
+    """A stream, and the settings of training on it."""
 
     title: str
     kind: str  # as in `streams.load`, and so are its options
@@ -63,12 +63,12 @@ WEIGHTS = (0.1, 0.5, 2.0)  # of the past, in the loss or in the promise
 
 
 def gem(**options: Any) -> Callable[[Setup], Learner]:
-    """Return a maker of GEM with options of `Projected`."""
+    """Return the constructor of `Projected` with these options."""
     return partial(learners.Projected, **options)
 
 
 def weighted(title: str, learner: Callable[[Setup], Learner]) -> Method:
-    """Return a kind of GEM that adds the past with a weight."""
+    """Return a variant of GEM with a weight for past tasks."""
     return Method(title, "GEM + weight", colours.GEM_WEIGHTED, learner, "weight", WEIGHTS)
 
 
@@ -108,13 +108,13 @@ BASIC = tuple(METHODS)
 def variant(
     name: str, title: str, learner: Callable[[Setup], Learner] | None = None, **changes: Any
 ) -> Method:
-    """Return a method that differs from another in something that is not tuned."""
+    """Return a method that differs from another one in settings that are not tuned."""
     method = METHODS[name]
     return replace(method, title=title, learner=learner or method.learner, like=name, changes=changes)
 
 
 EVERY_2ND = gem(knob="weight", every=2)
-# How many examples, how old rows may be, and which moment of Adam sees what.
+# Variants in the number of examples and in the age of rows.
 CHEAPER = {
     "replay-1": variant("replay", "Replay, 1 example", examples=1),
     "replay-4": variant("replay", "Replay, 4 examples", examples=4),
@@ -127,13 +127,13 @@ CHEAPER = {
     "gem-weight-4th": variant("gem-weight", "GEM, weight, every 4th", gem(knob="weight", every=4)),
     "gem-weight-4-2nd": variant("gem-weight", "GEM, weight, 4 examples, every 2nd", EVERY_2ND, examples=4),
 }
-# A method, and the same with more or fewer examples, or rows that are kept for some steps: what time buys.
+# A method, and its variants with more or fewer examples, or with rows that are kept for some steps.
 LADDERS = (
     ("replay", "replay-4", "replay-all"),
     ("gem-weight", *(f"gem-weight-{less}" for less in ("4", "8-2nd", "4-2nd", "3rd", "2nd"))),
 )
 BUDGETS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)  # of time per step, in plain steps
-# Which examples are stored, and how many.
+# Policies of the memory, and examples of each task.
 KEPT = [(policy, size) for policy in ("reservoir", "balanced") for size in (20, 100, 400)] + [("ring", 100)]
 MEMORIES = {
     f"{name}-{policy}-{size}": variant(
@@ -141,15 +141,15 @@ MEMORIES = {
     )
     for name in ("replay", "gem")
     for policy, size in KEPT
-    if (policy, size) != ("reservoir", 100)  # as it is
+    if (policy, size) != ("reservoir", 100)  # the default
 }
-# Labels with a weight, and outputs at a tolerance: the accuracy of the one and the small dips of the other?
+# Labels with a weight, outputs at a tolerance: the accuracy of the first, the small dips of the second?
 MIXED = {"gem-mixture": weighted("GEM, labels and outputs", learners.Mixture)}
 MOMENTS = {"gem-moments": variant("gem", "GEM, two moments", learners.TwoMoments)}
-# Where tuning has chosen different rates for both, what of their difference is due to that.
+# Shows the part of a difference that is due to different rates, if tuning has chosen those.
 SAME = {"replay-same": replace(METHODS["replay"], title="Replay, settings of GEM", like="gem-weight")}
 METHODS |= CHEAPER | MEMORIES | MOMENTS | SAME | MIXED
-# Steps of SGD are gradients already; with ten labels a row for each is a hundred constraints.
+# No gem-step: steps of SGD are gradients. No gem-label: ten tasks of ten labels have a hundred constraints.
 ON_DIGITS = (*(name for name in BASIC if name not in ("gem-step", "gem-label")), *SAME)
 DIGITS: dict[str, Any] = {
     "methods": ON_DIGITS,
@@ -169,19 +169,19 @@ NEWS: dict[str, Any] = {
     "eval_interval": 20,
     "probe_interval": 16,
 }
-# What is asked of longer streams of articles: what a step costs, and whether exactness matters. A run with
-# twenty tasks takes minutes: there it is the cost alone, with what ten tasks chose.
+# Longer streams of articles show the cost of a step, and whether exactness matters. A run with twenty tasks
+# takes minutes: it shows the cost alone, with the settings of ten tasks.
 LONGEST = ("plain", "replay", "replay-4", "gem-weight", "gem-weight-4", "gem-weight-4-2nd")
 LONGER = (*LONGEST[:3], "agem", "gem", "igem1", "igem3", *LONGEST[3:])
 OF_TEN_TASKS = {"plain": (1e-4, 0.0), "replay": (1e-3, 0.5), "gem-weight": (1e-3, 0.5)}
 
-# With three tasks tuning chose the larger of two rates, alike for GEM. How old rows may be depends on it.
+# With three tasks tuning chose the larger of two rates, also for GEM. It decides how old rows may be.
 AT_LOWER_RATE = ("plain", "replay", "gem-weight", *(name for name in CHEAPER if name != "replay-1"))
 LOWER_RATE = {"plain": (3e-4, 0.0), "replay": (1e-3, 2.0), "gem-weight": (1e-3, 2.0)}
 
 
 def news(tasks: int, methods: tuple[str, ...], title: str = "", **changes: Any) -> Setting:
-    """Return the setting of a stream of so many tasks of articles, short enough for a thousand runs."""
+    """Return the setting of a stream of articles, short enough for a thousand runs."""
     options = {"tasks": tasks, "rows": 1_000, "max_length": 24, "dropout": False}
     title = title or f"AG News, {tasks} tasks"
     return Setting(title, "agnews", methods=methods, options=options, **NEWS, **changes)

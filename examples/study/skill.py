@@ -1,9 +1,9 @@
 """A language model that keeps a skill: ``python -m examples.study.skill``.
 
-As in ``examples/keep_a_skill.py`` a model is pretrained on the language X and fine-tuned on Y, with a few
-sequences of X, the reference, at hand. Here the model is a GPT-2 of one layer. All its weights are fine-tuned
-or LoRA adapters, with 48 references or 12, for 150 steps or 600. Rates are chosen on the tuning seeds at
-each method's middle knob, by the sum of the losses on X and on Y, and so are knobs then.
+As in ``examples/keep_a_skill.py``, a model is pretrained on the language X and fine-tuned on Y; a few stored
+sequences of X are the reference. Here the model is a GPT-2 of one layer. Fine-tuning takes 150 steps or 600,
+on all weights or on LoRA adapters, with 48 references or 12. Rates are chosen on the tuning seeds at each
+method's middle knob, by the sum of the losses on X and on Y, and then knobs at the best rate.
 """
 
 import copy
@@ -53,7 +53,7 @@ RATES = (3e-3, 1e-2, 3e-2, 1e-1)
 
 @dataclass(frozen=True)
 class Method:
-    """What is done for X: a kind and a loss of `keep_a_skill.Method`, with three values of its option."""
+    """How X is kept: a kind and a loss of `keep_a_skill.Method`, with three values of its option."""
 
     title: str
     colour: str
@@ -65,9 +65,9 @@ class Method:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is fine-tuned, with how many references, for how many steps.
+    """The fine-tuned weights, the number of references, and the number of steps.
 
-    `tuned` names the setting of which learning rates and knobs are taken; its own if it is empty.
+    `tuned` names the setting whose learning rates and knobs are taken; if empty, the setting has its own.
     """
 
     title: str
@@ -108,24 +108,24 @@ class Run(AnyRun):
 
     @property
     def key(self) -> str:
-        """What tells it from other runs."""
+        """A unique name of the run."""
         setting = SETTINGS[self.where]
         shaping = [setting.adapters, setting.reference, setting.steps, METHODS[self.method].kind]
         return f"{self.where}-{self.name(shaping)}"
 
     @staticmethod
     def space(setting: str, name: str) -> tuple[Sequence[float], Sequence[float]]:
-        """Return learning rates and knobs."""
+        """Return the learning rates and the knobs to try."""
         return RATES, METHODS[name].grid
 
     @staticmethod
     def score(record: Record) -> float:
-        """Return what is to be high."""
+        """Return the score: higher is better."""
         return -COLUMNS["X + Y"](record)
 
     @staticmethod
     def brief(result: Mapping[str, Any]) -> str:
-        """Say in a few words what was found."""
+        """Summarize a result in a few words."""
         return f"loss on X {result['loss']['x']:.3f}, on Y {result['loss']['y']:.3f}"
 
     def __call__(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Run(AnyRun):
         return {"loss": {"before": before} | losses(model, texts, said), "seconds": seconds, "about": about}
 
     def record(self, result: Mapping[str, Any]) -> Record:
-        """Return what is kept of a result."""
+        """Return the record of a result."""
         return self.named(self.key) | rounded({name: result[name] for name in ("loss", "seconds")})
 
 
@@ -164,13 +164,13 @@ class GPT(nn.Module):
         self.gpt: nn.Module = GPT2LMHeadModel(GPT2Config(**shape))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Return the logits of the word after each."""
+        """Return the logits of each next word."""
         return self.gpt(input_ids=text).logits[..., :WORDS]
 
 
 @cache
 def pretrained(seed: int) -> GPT:
-    """Return a model that has learned X."""
+    """Return a model that is pretrained on X."""
     torch.manual_seed(seed)
     model = GPT()
     learn(model, texts_of(seed)["pretrain"], PRETRAINING, seed)
@@ -178,12 +178,12 @@ def pretrained(seed: int) -> GPT:
 
 
 def chosen(setting: str, name: str, results: Results) -> Point | None:
-    """Return the learning rate and the knob with which a method is reported, or None until it is known."""
+    """Return the learning rate and knob with which a method is reported; None until they are chosen."""
     return plan.tune(Run, SETTINGS[setting].tuned or setting, name, results)[1]
 
 
 def wanted(setting: str, name: str, results: Results) -> list[Run]:
-    """Return the runs to be reported: at every knob where rates are tuned, else at the chosen one."""
+    """Return the runs to report: at every knob if the setting is tuned, otherwise at the chosen knob."""
     point = chosen(setting, name, results)
     if point is None:
         return []
@@ -192,7 +192,7 @@ def wanted(setting: str, name: str, results: Results) -> list[Run]:
 
 
 def todo(results: Results, settings: Sequence[str] = ()) -> list[Run]:
-    """Return the runs that can be done now and are not, in the order of seeds: each pretrains one model."""
+    """Return the missing runs that are known already, by seed, because each seed pretrains one model."""
     runs: list[Run] = []
     for setting, name in product(settings or SETTINGS, METHODS):
         if not SETTINGS[setting].tuned:
@@ -202,7 +202,7 @@ def todo(results: Results, settings: Sequence[str] = ()) -> list[Run]:
 
 
 def publish(results: Results, folder: Path) -> list[Path]:
-    """Write tables and figures of what is there, and return their paths."""
+    """Write tables and figures of the finished settings, and return their paths."""
     if not (text := page(results)):
         return []
     written = [folder / "skill.md"]
@@ -217,14 +217,14 @@ def publish(results: Results, folder: Path) -> list[Path]:
 
 
 def page(results: Results) -> str:
-    """Return a table for each setting that is complete; empty if none is."""
+    """Return a table for each complete setting; an empty text if there is none."""
     found = {setting: reported(setting, results) for setting in SETTINGS}
     parts = [table(setting, records, results) for setting, records in found.items() if records]
     return "\n\n".join([CAPTION, *parts]) + "\n" if parts else ""
 
 
 def reported(setting: str, results: Results) -> list[Record]:
-    """Return the reported runs of a setting; none unless all are there."""
+    """Return the reported runs of a setting; none unless all are finished."""
     runs = [wanted(setting, name, results) for name in METHODS]
     keys = [run.key for found in runs for run in found]
     complete = all(runs) and all(key in results for key in keys)
@@ -232,7 +232,7 @@ def reported(setting: str, results: Results) -> list[Record]:
 
 
 def table(setting: str, records: Sequence[Record], results: Results) -> str:
-    """Return the losses of each method at each knob, and by how much X + Y is above that of replay of KL."""
+    """Return the table of losses by method and knob, with X + Y minus that of replay of KL."""
     groups = {
         (name, knob): runs
         for name, found in grouped("method", records).items()
@@ -257,7 +257,7 @@ def table(setting: str, records: Sequence[Record], results: Results) -> str:
 
 @command.finishing
 def main(arguments: Sequence[str] | None, console: Console) -> None:
-    """Do what is missing, then write tables and figures."""
+    """Execute the missing runs, then write tables and figures."""
     given = parser("python -m examples.study.skill", __doc__).parse_args(arguments)
     command.check_known("setting", given.names, SETTINGS)
     results = results_of("skill", given.out)

@@ -1,4 +1,4 @@
-"""One run: one method learns one stream under one seed."""
+"""One run: one method learns one stream with one seed."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +29,7 @@ class Run(AnyRun):
 
     @property
     def key(self) -> str:
-        """What tells it from other runs on the stream."""
+        """A unique name among the runs on the stream."""
         free = ("title", "methods", "fixed", "seeds")
         setting = {name: value for name, value in vars(STREAMS[self.where]).items() if name not in free}
         method = METHODS[self.method]
@@ -38,28 +38,28 @@ class Run(AnyRun):
 
     @staticmethod
     def space(stream: str, name: str) -> tuple[Sequence[float], Sequence[float]]:
-        """Return learning rates and knobs, such that for every method five settings are tried."""
+        """Return the learning rates and knobs to try: five settings for every method."""
         rates, grid = STREAMS[stream].rates, METHODS[name].grid
         return (rates[1:4], grid) if grid else (rates, (0.0,))
 
     @staticmethod
     def score(record: Record) -> float:
-        """Return what is to be high."""
+        """Return the score: higher is better."""
         return record["metrics"]["average_accuracy"]
 
     @staticmethod
     def brief(result: Mapping[str, Any]) -> str:
-        """Say in a few words what was found."""
+        """Summarize a result in a few words."""
         return f"average accuracy {result['metrics']['average_accuracy']:.1%}"
 
     def __call__(self) -> dict[str, Any]:
-        """Learn."""
+        """Learn the stream, and return the measurements."""
         torch.set_num_threads(1)
         setting = STREAMS[self.where]
         return learn(self, streams.load(setting.kind, self.seed, **setting.options))
 
     def record(self, result: Mapping[str, Any]) -> Record:
-        """Return what is kept of a result, rounded to what can be told from noise."""
+        """Return the record of a result, without digits that are noise."""
         setting = replace(STREAMS[self.where], **METHODS[self.method].changes)
         memory = {"per_task": setting.per_task, "policy": setting.policy} if self.phase == "report" else {}
         kept = {"tune": ["metrics", "diverged"], "time": ["seconds"]}.get(self.phase, set(result) - {"about"})
@@ -68,7 +68,7 @@ class Run(AnyRun):
 
 
 def learn(run: Run, stream: Stream) -> dict[str, Any]:
-    """Learn a stream, and return what was measured; `about` says what it depends on."""
+    """Learn a stream, and return the measurements; `about` has the versions and hashes behind them."""
     method, model = METHODS[run.method], stream.model
     setting = replace(STREAMS[run.where], **method.changes)
     tasks = mixed(stream.tasks, run.seed) if method.joint else stream.tasks
@@ -76,7 +76,7 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
     learned = [p for p in model.parameters() if p.requires_grad]
     optimizer = OPTIMIZERS[setting.optimizer](learned, lr=run.rate)
     setup = Setup(stream, optimizer, run.knob, setting, run.seed)
-    # Where nothing is reported, only the end counts.
+    # Unless the run is reported, accuracies are only measured at the end.
     measured = setting if run.phase == "report" else replace(setting, eval_interval=0, probe_interval=0)
     record = Recorder(
         measured,
@@ -86,12 +86,12 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
         lambda model, batch: cross_entropy(model, batch).mean(),
         stream.logits,
     )
-    stored = setup.memory()  # the same for all methods
+    stored = setup.memory()  # the same examples for all methods
     record.watch(optimizer, stored)
     learner = method.learner(setup)
     record.watch_gem(optimizer, getattr(learner, "gem", None))
     shuffler = torch.Generator().manual_seed(run.seed)
-    torch.manual_seed(run.seed)  # of dropout
+    torch.manual_seed(run.seed)  # for dropout
     model.train()
     diverged = False
     for k, task in enumerate(tasks):
@@ -100,7 +100,7 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
         record.turn(None)
         stored.add(task.train, k)
         if diverged:
-            record.end_task()  # of which no step has told
+            record.end_task()  # which otherwise a step calls
         else:
             kept: Any = stored.batch(k)
             diverged = not survived(partial(learner.end_task, k, kept))
@@ -123,7 +123,7 @@ def step(learner: Learner, record: Recorder, batch: Batch) -> None:
 
 
 def survived(act: Callable[[], None]) -> bool:
-    """Return False where an act finds that a loss or gradients are not finite any more."""
+    """Call `act`; return False if it raises because a loss or a gradient is not finite."""
     try:
         act()
     except ValueError as error:
@@ -134,7 +134,7 @@ def survived(act: Callable[[], None]) -> bool:
 
 
 def mixed(tasks: Sequence[Task], seed: int) -> list[Task]:
-    """Return as many tasks of the same sizes, each with training examples of all: joint training."""
+    """Return tasks of the same sizes with training examples of all tasks, for joint training."""
     union = concatenate([task.train for task in tasks])
     order = torch.randperm(len(union["labels"]), generator=torch.Generator().manual_seed(seed))
     parts = order.split([len(task.train["labels"]) for task in tasks])
@@ -142,7 +142,7 @@ def mixed(tasks: Sequence[Task], seed: int) -> list[Task]:
 
 
 def describe(learner: Any) -> str:
-    """Return the maker of a learner as text that is the same in every process."""
+    """Return a text for the constructor of a learner, the same in every process."""
     if not isinstance(learner, partial):
         return str(learner.__name__)
     named = {name: getattr(value, "__name__", repr(value)) for name, value in learner.keywords.items()}

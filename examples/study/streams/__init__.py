@@ -1,4 +1,4 @@
-"""The streams of the study by name; only what a stream needs is imported."""
+"""The streams of the study by name; only the module of the requested stream is imported."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,19 +27,19 @@ class Task:
 
 @dataclass(frozen=True)
 class Stream:
-    """Tasks in the order in which a seed meets them, with a model that the seed has initialised."""
+    """Tasks in the order of a seed, with a model that the seed has initialised."""
 
-    tasks: Sequence[Task]  # whose examples have the same shapes: memories mix them
+    tasks: Sequence[Task]  # examples of all tasks have the same shapes: memories mix them
     model: nn.Module  # only parameters that require a gradient are learned
     logits: Callable[[nn.Module, Batch], Tensor]  # of shape (n, classes)
-    hashes: Mapping[str, str]  # of what results depend on: the data, and the backbone if there is one
+    hashes: Mapping[str, str]  # of the data, and of the backbone if there is one
 
 
 def load(name: str, seed: int, **options: Any) -> Stream:
-    """Return the stream of this kind as the seed meets it.
+    """Return the stream of this kind for a seed.
 
-    The model is initialised with torch's generator, which afterwards is what it was before: whoever trains
-    with dropout seeds it.
+    The model is initialised with torch's generator, whose state is then restored. Seed the generator before
+    training with dropout.
 
     Examples
     --------

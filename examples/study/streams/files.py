@@ -1,4 +1,4 @@
-"""A stream from files of your own: one CSV or JSONL file of labelled texts for each task."""
+"""A stream from your own files: one CSV or JSONL file of labelled texts for each task."""
 
 import json
 import random
@@ -22,12 +22,12 @@ def files(
     cache: str | None = None,
     **settings: Any,
 ) -> Stream:
-    """Learn one file after the other, in the order in which they are named.
+    """Learn one file after the other, in the given order.
 
-    Files are CSV with the columns ``text`` and ``label`` (others are ignored), or JSONL with these keys.
-    Labels are strings or integers. All labels of all files are the classes of one head. There may be a test
-    file for each path. Without them, a fifth of each file is kept for testing, the same rows for every seed.
-    A text that is tested is not trained on in the same task. The model is that of `agnews`.
+    Files are CSV with the columns ``text`` and ``label`` (other columns are ignored), or JSONL with these
+    keys. Labels are strings or integers. One head has the labels of all files as its classes. `tests` may
+    name a test file for each path. Otherwise a fifth of each file is kept for testing, the same for every
+    seed. Test texts of a task are left out of its training texts. The model is that of `agnews`.
     """
     if len(paths) < 2:
         raise SetupError(f"paths must name at least 2 files, one for each task; got {len(paths)}")
@@ -48,7 +48,7 @@ def files(
 
 
 def _deal(path: Path, test_path: Path | None) -> tuple[list[Row], list[Row]]:
-    """Return the training rows and the test rows of a task; a text that occurs twice is used once."""
+    """Return the training rows and the test rows of a task, without duplicates."""
     rows = list(dict(_read(path)).items())
     if test_path:
         test = dict(_read(test_path))
@@ -99,7 +99,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, Any, Any]]:
                 continue
             try:
                 row = json.loads(content)
-            except ValueError as error:  # also of characters that are not UTF-8
+            except ValueError as error:  # including characters that are not UTF-8
                 raise SetupError(f"{path}, line {line}: no JSON: {error}") from None
             if not isinstance(row, dict) or not {"text", "label"} <= set(row):
                 found = ", ".join(row) if isinstance(row, dict) else type(row).__name__

@@ -1,8 +1,7 @@
-"""Streams of small pictures and signals, with the network and by the recipes of the GEM paper.
+"""Streams of small pictures and signals, with the network and the recipes of the GEM paper.
 
-The digits are scikit-learn's, 1,797 pictures of 8 x 8 pixels: permuted, rotated, and split by class. Which
-of them are test rows is the same for every seed. MNIST-1D has generated signals of 40 numbers, as many as
-wanted.
+The digits are scikit-learn's, 1,797 pictures of 8 x 8 pixels: permuted, rotated, and split by class. The test
+rows are the same for every seed. MNIST-1D generates any number of signals of 40 numbers.
 """
 
 import random
@@ -25,14 +24,14 @@ CLASSES = 10
 SPLIT_SEED, TEST_SHARE = 0, 0.2  # of the digits
 MEAN, STD = 4.9, 6.0  # of all pixels, which lie in 0..16
 DATA_SEED, TEST_ROWS, LENGTH = 42, 1_000, 40  # of the signals
-TRANSLATION = 4  # of 72 places; the package's 48 need more passes than one
+TRANSLATION = 4  # of 72 places; with the package's default of 48, one pass is not enough
 
 Halves = Sequence[np.ndarray]  # one array of the training rows, one of the test rows
 Change = Callable[[int, np.ndarray], np.ndarray]  # of the rows in the k-th task
 
 
 def permuted(seed: int, tasks: int = 10, rows: int = 1_000, hidden: int = 100) -> Stream:
-    """Permute the pixels, in another order for each task, which has training rows of its own."""
+    """Permute the pixels, in another order for each task; each task draws its own training rows."""
     draw = np.random.default_rng(seed)
     orders = [draw.permutation(64) for _ in range(tasks)]
 
@@ -43,10 +42,10 @@ def permuted(seed: int, tasks: int = 10, rows: int = 1_000, hidden: int = 100) -
 
 
 def rotated(seed: int, tasks: int = 10, rows: int = 1_000, hidden: int = 100) -> Stream:
-    """Rotate the pictures, by a larger angle for each task, which has training rows of its own.
+    """Rotate the pictures, by a larger angle for each task; each task draws its own training rows.
 
     As in the GEM paper's code, each task draws its angle from its own part of [0, 180) degrees. Rotation is
-    SciPy's, bilinear: it takes all pictures in one call, and what turns in from outside is background.
+    SciPy's, bilinear, of all pictures in one call; corners from outside the picture are background.
     """
     draw = np.random.default_rng(seed)
     angles = 180.0 / tasks * (np.arange(tasks) + draw.random(tasks))
@@ -58,7 +57,7 @@ def rotated(seed: int, tasks: int = 10, rows: int = 1_000, hidden: int = 100) ->
 
 
 def split(seed: int, tasks: int = 5, rows: int = 1_000, hidden: int = 100) -> Stream:
-    """Deal the ten classes out to the tasks, in equal numbers; one head learns all of them."""
+    """Distribute the ten classes to the tasks, in equal numbers; one head learns all of them."""
     if CLASSES % tasks:
         raise SetupError(f"tasks must divide the {CLASSES} classes, got {tasks}; choose 2, 5 or 10")
     draw = np.random.default_rng(seed)
@@ -73,7 +72,7 @@ def split(seed: int, tasks: int = 5, rows: int = 1_000, hidden: int = 100) -> St
 
 
 def mnist1d(seed: int, tasks: int = 10, rows: int = 4_000, hidden: int = 100) -> Stream:
-    """Permute the 40 places of the signals, in another way for each task: the same signals for all."""
+    """Permute the 40 positions of the signals, in another order for each task; the signals are the same."""
     draw = np.random.default_rng(seed)
     orders = [draw.permutation(LENGTH) for _ in range(tasks)]
     x, labels = _signals(rows + TEST_ROWS)
@@ -101,7 +100,7 @@ def _domains(
 
 
 def _stream(tasks: Sequence[Task], hidden: int, source: Sequence[np.ndarray]) -> Stream:
-    """Return the stream of these tasks; the network has two hidden layers with ReLU, as the GEM paper's."""
+    """Return the stream of these tasks; the network has two hidden layers with ReLU, as in the GEM paper."""
     inputs = tasks[0].train["x"].shape[1]
     layers = nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU()
     model = nn.Sequential(*layers, nn.Linear(hidden, CLASSES))

@@ -1,4 +1,4 @@
-"""AG News as a stream, and what all streams of texts share: the model of the demo, and its tasks."""
+"""AG News as a stream, and shared by all streams of texts: the model of the demo, and its tasks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +18,7 @@ from . import Stream, Task
 SMALL = ("small_layers", "small_width", "small_vocabulary", "small_steps")
 MODEL = ("backbone", "max_length", "dropout", *SMALL)
 
-_load = lru_cache(maxsize=1)(data.load)  # a worker has many runs in one environment, each with its own stream
+_load = lru_cache(maxsize=1)(data.load)  # a worker has many runs, each with its own stream
 
 
 def agnews(
@@ -29,11 +29,11 @@ def agnews(
     cache: str | None = None,
     **settings: Any,
 ) -> Stream:
-    """Deal AG News out to the tasks, each with more of one class; the seed shuffles their order.
+    """Distribute AG News to the tasks, each dominated by one class; the seed shuffles their order.
 
-    The articles are in a folder, by default ``$AGNEWS_DIR``, else the Hugging Face hub is asked. The model is
-    that of a preset of the AG News experiment, of which settings can be changed; the small one is kept in a
-    cache, by default the user's.
+    The articles come from a folder, by default ``$AGNEWS_DIR``, or else from the Hugging Face hub. The model
+    is that of a preset of the AG News experiment with changed `settings`; the small one is kept in a cache,
+    by default the user's.
     """
     config = configure(preset, settings, ("rows", "dominant_share", *MODEL), experiences=tasks)
     articles = _load(Path(data_folder) if data_folder else None, "data_folder")
@@ -42,7 +42,7 @@ def agnews(
 
 
 def configure(preset: str, given: Mapping[str, Any], allowed: Sequence[str] = MODEL, **fixed: Any) -> Config:
-    """Return a preset of the AG News experiment with the given settings, of which some are allowed."""
+    """Return a preset of the AG News experiment with the given settings, which must be among `allowed`."""
     check_known("preset", [preset], PRESETS)
     check_known("options", given, allowed)
     return replace(PRESETS[preset], device="cpu", **given, **fixed)
@@ -56,7 +56,7 @@ def build(
     classes: int,
     cache: str | None,
 ) -> Stream:
-    """Return the experiences in this order, with the backbone, which is made unless it is in the cache."""
+    """Return the stream of the experiences in this order; a small backbone not in the cache is pretrained."""
     where = Path(cache) if cache else cache_folder()
     folder = small.backbone_folder(config, experiences, where, Console(quiet=True))
     model = backbone.load(folder, seed, config.dropout, classes)
