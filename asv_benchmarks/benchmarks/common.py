@@ -1,4 +1,4 @@
-"""What benchmarks and reports share: libraries and devices, and problems."""
+"""Shared by benchmarks and reports: libraries, devices, and problems."""
 
 import importlib
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import numpy as np
 
 from gemproj import GEM2017, project
 
-# Benchmarks run in forks of a process that has imported this, so that what takes long to load is loaded once.
-# Nothing may ask for a device before `setup`, since CUDA does not survive a fork.
+# Benchmarks run in forks of a process that has imported this module, so that large libraries are loaded once.
+# Nothing may use a device before `setup`, because CUDA does not survive a fork.
 for name in ("array_api_compat.numpy", "torch", "array_api_compat.torch", "quadprog", "osqp"):
     with suppress(ImportError):
         importlib.import_module(name)
@@ -25,14 +25,14 @@ CONSTRAINTS = [1, 2, 9, 19, 49]
 COLUMNS = [1_000, 100_000, 2_166_784]
 LORA = COLUMNS[-1]
 
-# G and g, and a function that waits until their device has finished.
+# G and g, and a function that synchronises their device.
 Problem = tuple[Any, Any, Callable[[], None]]
 
 
 class Benchmark:
-    """Sampling that asv reads: calls are timed one by one, so slow and fast problems take alike long."""
+    """The sampling settings of asv: single calls are timed, so slow and fast problems take equally long."""
 
-    # To be raised when older numbers stop being comparable; asv would do so with every edit of a benchmark.
+    # Raise it when older numbers are no longer comparable; asv would raise it with every edit of a benchmark.
     version = "2"
     number = 1
     repeat = (5, 50, 0.5)
@@ -42,7 +42,7 @@ class Benchmark:
 
 
 def labelled(pretty_name: str, unit: str = "unit") -> Callable[[Any], Any]:
-    """Give a benchmark the name, and values that are tracked the unit, of the published pages."""
+    """Set the name of a benchmark on the published pages, and the unit of tracked values."""
 
     def decorate(function: Any) -> Any:
         function.pretty_name, function.unit = pretty_name, unit
@@ -52,14 +52,14 @@ def labelled(pretty_name: str, unit: str = "unit") -> Callable[[Any], Any]:
 
 
 def find(method: str) -> Any:
-    """Return a method without options of its own; skip it where its solver is not installed."""
+    """Return a method with default options; skip the benchmark if its solver is not installed."""
     if method in ("quadprog", "osqp"):
         load(method)
     return GEM2017(memory_strength=0.0) if method == "gem2017" else method
 
 
 def load(backend: str) -> ModuleType:
-    """Import the library of a backend or solver; skip it where it or its device is absent."""
+    """Import the library of a backend or solver; skip the benchmark if it or its device is missing."""
     name = backend.partition("-")[0]
     try:
         xp = importlib.import_module(name)
@@ -71,7 +71,7 @@ def load(backend: str) -> ModuleType:
 
 
 def array(backend: str, dtype: str, values: np.ndarray) -> Any:
-    """Copy NumPy values into an array; skip dtypes that the library does not have."""
+    """Copy NumPy values into an array; skip the benchmark if the library lacks the dtype."""
     xp = load(backend)
     if not hasattr(xp, dtype):
         raise NotImplementedError(f"{backend} has no {dtype}")
@@ -83,11 +83,11 @@ def array(backend: str, dtype: str, values: np.ndarray) -> Any:
 
 @lru_cache(maxsize=1)
 def problem(backend: str, dtype: str, t: int, d: int, layout: str = "rows") -> Problem:
-    """Return t constraints of related tasks and a gradient that violates them all: no method is spared work.
+    """Return t constraints of related tasks and a gradient that violates all of them: no method saves work.
 
-    Rows share a direction and are otherwise rotations of one noise vector, which makes them as nearly
-    orthogonal as noise of their own would, in a fraction of the time. Kept for the next call. The layout
-    "columns" stores a column of G in one piece, strides (1, t), as GEM's own code, Avalanche and Mammoth do.
+    Rows share a direction; the rest are rotations of one noise vector. These are as nearly orthogonal as
+    independent noise, in a fraction of the time. The result is cached for the next call. The layout "columns"
+    stores G by columns, strides (1, t), as the code of GEM, Avalanche and Mammoth does.
     """
     rng = np.random.default_rng(t)
     shared, noise, vector = rng.standard_normal((3, d), dtype=np.float32)
@@ -108,7 +108,7 @@ def batch(backend: str, dtype: str, n: int, t: int, d: int) -> Problem:
 
 
 def warm(backend: str, G: Any, g: Any) -> Problem:
-    """Project a part of a problem: what libraries load and start once is neither timed nor counted later."""
+    """Project a part of a problem, so that what libraries load and start once is not measured later."""
     project(G[..., :2, :1000], g[..., :1000])
     xp = load(backend)
     waits = {"torch-cuda": lambda: xp.cuda.synchronize(), "cupy": lambda: xp.cuda.Device().synchronize()}

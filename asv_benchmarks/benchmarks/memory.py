@@ -8,7 +8,7 @@ from .timing import Call
 
 
 class Memory(Benchmark):
-    """What a call needs beside G and g, in a process that has projected before."""
+    """The memory of a call in addition to G and g, in a process that has projected before."""
 
     params = (BACKENDS, DTYPES, [2, 19])
     param_names = ("backend", "dtype", "constraints t")
@@ -26,7 +26,7 @@ class Memory(Benchmark):
 
 
 def extra(call, backend):
-    """Return by how many bytes memory in use rises during a call; skip where nothing counts it."""
+    """Return the rise of the used bytes during a call; skip the benchmark if nothing counts it."""
     on_device = backend in ("torch-cuda", "cupy")
     found = peak_on_device(call, load(backend)) if on_device else peak_memory(Call(call))
     if found is None:

@@ -1,4 +1,4 @@
-"""How much memory a call needs at its peak."""
+"""The peak memory of a call."""
 
 import ctypes
 import gc
@@ -14,14 +14,14 @@ PROC = Path("/proc/self")
 
 
 def peak_memory(call: Call, repeats: int = 3) -> float | None:
-    """Return the most memory that a call holds beyond what was there before, its result included, in bytes.
+    """Return the peak memory of a call, its result included, minus the memory in use before, in bytes.
 
     It is the kernel's count of resident pages, which sees the allocations of every library (tracemalloc
-    does not see torch's): writing 5 to ``/proc/self/clear_refs`` sets the peak, VmHWM, back to the
-    present, VmRSS. Before that, free pages go back to the kernel, or the call would fill them unseen. A
-    first call is not counted, because libraries make buffers then that they keep. The kernel counts
-    pages of each core in lots, so the number is good to about a megabyte; of `repeats` runs the median is
-    taken. None where the kernel offers no such count.
+    does not see torch's). Writing 5 to ``/proc/self/clear_refs`` resets the peak, VmHWM, to the present
+    value, VmRSS. Before that, free pages are returned to the kernel, or the call would fill them unseen. The
+    first call is not counted, because libraries then allocate buffers that they keep. The kernel counts pages
+    of each core in batches, so the number is good to about a megabyte. Returns the median of `repeats` runs;
+    None if the kernel has no such count.
     """
     call.prepare()
     call.run()
@@ -41,7 +41,7 @@ def peak_memory(call: Call, repeats: int = 3) -> float | None:
 
 
 def peak_on_device(run: Callable[[], object], xp: ModuleType) -> int:
-    """Return by how many bytes allocated CUDA memory rises during a call of torch or CuPy."""
+    """Return the rise in bytes of allocated CUDA memory during a call of torch or CuPy."""
     if xp.__name__ == "torch":
         xp.cuda.synchronize()
         xp.cuda.reset_peak_memory_stats()
@@ -57,15 +57,15 @@ def peak_on_device(run: Callable[[], object], xp: ModuleType) -> int:
 
 
 def rest() -> None:
-    """Give free memory back and, on Linux, make the peak of this process what it holds now."""
+    """Return free memory to the kernel and, on Linux, reset the peak of this process."""
     gc.collect()
-    with suppress(AttributeError, OSError):  # not the C library of GNU
+    with suppress(AttributeError, OSError):  # another C library than GNU's
         ctypes.CDLL(None).malloc_trim(0)
     with suppress(OSError):
         (PROC / "clear_refs").write_text("5")  # proc_pid_clear_refs(5): the peak resident set size
 
 
 def status(name: str) -> float:
-    """Return an entry of /proc/self/status in bytes, such as VmRSS or, at its peak, VmHWM."""
+    """Return an entry of /proc/self/status in bytes, such as VmRSS or its peak, VmHWM."""
     lines = dict(line.split(":", 1) for line in (PROC / "status").read_text().splitlines())
     return 1024.0 * int(lines[name].split()[0])

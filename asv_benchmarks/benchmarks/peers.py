@@ -1,4 +1,4 @@
-"""What people use today, as published, and the least that memory allows."""
+"""The published recipes in use today, and the memory floor."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def floor(G: Any, g: Any, out: Any) -> Any:
-    """Read G and g twice and write x once, without doing anything with them: no method needs less."""
+    """Read G and g twice and write x once, without any use of them: no method needs less."""
     for _ in range(2):
         G.sum()
         g.sum()
@@ -36,7 +36,7 @@ def gem_published(G: Any, g: Any, margin: float = 0.0, eps: float = 1e-3) -> Any
 
 
 def igem_published(G: Any, g: Any, steps: int = 3, c: float = 0.9) -> Any:
-    """I-GEM on torch: normalised rows, power iteration, then every step passes over G twice."""
+    """I-GEM on torch: normalised rows, power iteration, then steps that read G twice each."""
     import torch
 
     rows = G / G.norm(dim=1, keepdim=True)

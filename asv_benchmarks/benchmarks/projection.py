@@ -21,7 +21,7 @@ class Methods(Benchmark):
 
 
 class Backends(Benchmark):
-    """The exact method, on every library, device and dtype, on G stored by rows or by columns."""
+    """The exact method, for each library, device and dtype, with G stored by rows or by columns."""
 
     params = (["rows", "columns"], BACKENDS, DTYPES, [2, 9], COLUMNS)
     param_names = ("layout", "backend", "dtype", "constraints t", "columns d")

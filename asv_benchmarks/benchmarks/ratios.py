@@ -1,4 +1,4 @@
-"""Time beside the least possible and beside A-GEM, taken in turn in one process: numbers that travel."""
+"""Times over the memory floor and over A-GEM, taken in turn in one process: valid on other machines."""
 
 from gemproj import project
 
@@ -8,7 +8,7 @@ from .timing import Call, in_turn
 
 
 class Ratios(Benchmark):
-    """Best of several runs of a method over best of several runs of what it is compared with; float32."""
+    """The shortest run of a method over the shortest run of what it is compared with; float32."""
 
     params = (["exact", "pgd", "fista", "agem"], [1, 2, 9, 49], [COLUMNS[0], LORA])
     param_names = ("method", "constraints t", "columns d")
@@ -20,7 +20,7 @@ class Ratios(Benchmark):
     def ratio(self, method, other):
         this = Call(lambda: project(self.G, self.g, method=method, out=self.out))
         times = in_turn({"this": this, "other": Call(other)}, 0.1)
-        return float(f"{min(times['this']) / min(times['other']):.3g}")  # digits that are worth reading
+        return float(f"{min(times['this']) / min(times['other']):.3g}")  # further digits are noise
 
     @labelled("project / memory floor (torch)", "times as long as the memory floor")
     def track_to_memory_floor(self, method, t, d):

@@ -1,4 +1,4 @@
-"""The three stages of a projection, each on its own."""
+"""Times of the three stages of a projection."""
 
 from gemproj import Exact, combine, gram
 
@@ -6,13 +6,13 @@ from .common import BACKENDS, COLUMNS, CONSTRAINTS, LORA, Benchmark, labelled, p
 
 
 class Stages(Benchmark):
-    """The exact method in float32; multipliers and what combines them are made in setup."""
+    """The exact method in float32; setup computes the input of each stage."""
 
     params = (BACKENDS, CONSTRAINTS, [COLUMNS[0], LORA])
     param_names = ("backend", "constraints t", "columns d")
 
     def setup(self, backend, t, d):
-        # Runs before every call.
+        # asv calls this before every call.
         if not hasattr(self, "G"):
             self.G, self.g, self.wait = problem(backend, "float32", t, d)
             self.K, self.b, _ = gram(self.G, self.g)

@@ -1,4 +1,4 @@
-"""Times of calls that take turns, each on a machine that has come to rest."""
+"""Times of calls that take turns, each after the threads of the call before have gone to sleep."""
 
 import time
 from collections.abc import Callable, Hashable, Mapping
@@ -6,17 +6,17 @@ from typing import NamedTuple, TypeVar
 
 Key = TypeVar("Key", bound=Hashable)
 
-# Rounds of a call: the more, the shorter it is.
+# Rounds of a call: shorter calls have more.
 FEWEST, MOST = 5, 15
-# No further rounds of a call that has taken so many seconds.
+# A call that has taken so many seconds gets no further round.
 LONGEST = 5.0
-# A short call is repeated for so many seconds: the first ones after a pause run on caches and cores that
-# have cooled down, and a training step's do not.
+# A short call is repeated for so many seconds: after a pause the first calls run with cold caches and slow
+# cores, unlike those of a training step.
 BURST = 2e-2
 
 
 class Call(NamedTuple):
-    """What is timed, what has to be done again before, and what the machine does just before; in seconds."""
+    """A timed call, its preparation before each run, and the work of the machine just before it."""
 
     run: Callable[[], object]
     prepare: Callable[[], object] = lambda: None
@@ -24,13 +24,13 @@ class Call(NamedTuple):
 
 
 def in_turn(calls: Mapping[Key, Call], seconds: float) -> dict[Key, list[float]]:
-    """Return the times of each call, taken in turn so that all see the same machine.
+    """Return the times of each call in seconds, taken in turn so that all see the same machine.
 
-    Every call gets 5 rounds, and up to 15 of them as long as it has not taken `seconds` in all. One that has
-    taken more than 5 seconds gets no further round.
+    Every call gets 5 rounds, and up to 15 rounds until it has taken `seconds` in all. A call that has taken
+    more than 5 seconds gets no further round.
     """
     times: dict[Key, list[float]] = {key: [] for key in calls}
-    for call in calls.values():  # once for nothing: libraries load, make their threads and touch their memory
+    for call in calls.values():  # not timed: libraries load, start threads and touch their memory
         call.prepare()
         call.run()
     for turn in range(MOST):
@@ -42,7 +42,7 @@ def in_turn(calls: Mapping[Key, Call], seconds: float) -> dict[Key, list[float]]
 
 
 def burst(call: Call, seconds: float = BURST) -> list[float]:
-    """Return the times of one call after the other, for `seconds` with all that is not timed."""
+    """Return the times of repeated calls, for `seconds` including preparations."""
     times: list[float] = []
     end = time.perf_counter() + seconds
     while not times or time.perf_counter() < end:
@@ -57,10 +57,10 @@ def burst(call: Call, seconds: float = BURST) -> list[float]:
 def settle(step: float = 0.01, limit: float = 0.5) -> None:
     """Wait until the threads of the call before have gone to sleep.
 
-    After a call, threads of a library spin in case there is another one: OpenMP's, which torch uses,
-    for some milliseconds, OpenBLAS's, which NumPy uses, for a tenth of a second. Two libraries would
-    fight for the cores, and the first one would be measured by the second one's times. They sleep when
-    the CPU time of this process stands still; a `step` is longer than the kernel takes to count it.
+    After a call, the threads of a library spin in case another call follows: OpenMP's, which torch uses, for
+    some milliseconds, OpenBLAS's, which NumPy uses, for a tenth of a second. Two libraries would compete for
+    the cores, and the first would slow down the second. Threads sleep when the CPU time of this process stops
+    rising; a `step` is longer than the interval at which the kernel counts it.
     """
     end = time.perf_counter() + limit
     while time.perf_counter() < end:

@@ -1,4 +1,4 @@
-"""``make accuracy``: hard families of projections, every solver, and a judge with a hundred digits.
+"""``make accuracy``: every solver on hard families of projections, judged with a hundred digits.
 
 Writes the tables and the figure of docs/accuracy.md.
 """
@@ -22,9 +22,9 @@ from asv_benchmarks.reports.solvers import SOLVERS
 from asv_benchmarks.reports.tables import markdown, power, publish
 from examples.common.drawing import plt
 
-# An answer that is further than this from the projection, in units of |g|, is a failure.
+# An answer with a larger distance to the projection, in units of |g|, is a failure.
 TOLERANCE = 1e-6
-# Of x itself, which no bound on multipliers sees.
+# Rounding of x itself, which no bound on multipliers includes.
 ROUNDING = 1e-15
 REPEATS, LARGEST = 6, 120  # problems of each size, fewer of the large ones; the most constraints
 PACKAGES = [
@@ -37,7 +37,7 @@ Case = tuple[np.ndarray, np.ndarray, np.ndarray]  # G, g and the projection of g
 
 
 class Score(NamedTuple):
-    """How one answer does; NaN where there is nothing to measure."""
+    """The measures of one answer; NaN for a missing answer."""
 
     t: int
     ms: float
@@ -54,7 +54,7 @@ class Score(NamedTuple):
 
 
 class Cell:
-    """All answers of one solver in one family; one that is approximate by design has no failures."""
+    """The scores of one solver in one family; a solver that is approximate by design has no failures."""
 
     def __init__(self, scores: list[Score], aim: str) -> None:
         self.scores, self.aim = scores, aim
@@ -62,7 +62,7 @@ class Cell:
         self.silent = sum(not score.warned for score in self.failed)
 
     def worst(self, measure: str) -> float:
-        """Return the largest value of a measure, NaN if it was never taken."""
+        """Return the largest value of a measure; NaN if there is none."""
         values = [getattr(score, measure) for score in self.scores]
         return max((v for v in values if np.isfinite(v)), default=np.nan)
 
@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def entry(self) -> str:
-        """What stands in the matrix: the worst error, or how many answers failed."""
+        """The entry in the matrix: the worst error, or the share of failures."""
         return f"**FAIL {self.percent} %**" if self.failed else power(self.worst("error"))
 
     @property
@@ -92,7 +92,7 @@ Results = dict[str, dict[str, Cell]]  # by family and solver
 
 
 def score(case: Case, answer: Answer) -> Score:
-    """Measure an answer, in numbers that no scaling of g or of a row changes."""
+    """Measure an answer, in numbers that do not depend on the scale of g or of a row."""
     (G, g, right), (ms, x, (lam, warned, bound)) = case, answer
     if x is None or not np.all(np.isfinite(x)):
         return Score(len(G), ms, warned=x is None)
@@ -104,19 +104,19 @@ def score(case: Case, answer: Answer) -> Score:
 
 
 def judge(problem: Problem) -> Case:
-    """Project a problem precisely."""
+    """Project a problem with a hundred digits."""
     return *problem, project_precisely(*problem)
 
 
 def judged(families: dict[str, list[Problem]]) -> dict[str, list[Case]]:
-    """Project every problem precisely, on all cores."""
+    """Project every problem with a hundred digits, on all cores."""
     with ProcessPoolExecutor(mp_context=PROCESSES) as pool:
         found = {family: pool.map(judge, problems) for family, problems in families.items()}
         return {family: list(cases) for family, cases in track(found.items(), "judging", transient=True)}
 
 
 def measure(solvers: list[str], cases: dict[str, list[Case]]) -> Results:
-    """Run every solver on every case, one after the other."""
+    """Call every solver on every case, one after the other."""
     results: Results = {family: {} for family in cases}
     for solver in track(solvers, "solving", transient=True):
         with closing(Isolated(solver)) as run:
@@ -134,7 +134,7 @@ def matrix(results: Results, solvers: list[str], aim: str) -> list[str]:
 
 
 def details(results: Results) -> list[str]:
-    """Return a table per family, folded."""
+    """Return a folded table for each family."""
     head = ["solver", "r_p", "r_c", "error", "bound", "failures", "silent", "at t =", "ms"]
     lines = []
     for family, cells in results.items():
@@ -145,7 +145,7 @@ def details(results: Results) -> list[str]:
 
 
 def trust(results: Results) -> str:
-    """Say whether the error bounds of this library's answers hold, and whether they find the bad ones."""
+    """Write how often gemproj's error bounds held, and how many bad answers they reported."""
     scores = [s for cells in results.values() for cell in cells.values() for s in cell.scores]
     bounded = [s for s in scores if not np.isnan(s.bound)]
     held = sum(s.error <= s.bound + ROUNDING for s in bounded)
@@ -159,10 +159,10 @@ def trust(results: Results) -> str:
 
 
 def picture(results: Results, solvers: list[str], path: Path) -> None:
-    """Draw the matrix: powers of ten, the paler the better, and crosses with percentages of failures.
+    """Draw the matrix: powers of ten, paler is better, and crosses with percentages of failures.
 
-    Colours differ in brightness too, for readers who see no hues; what is NaN stays white. Texts have 9
-    pixels or more where the figure is as wide as a page of the documentation.
+    Colours also differ in brightness, for readers who see no hues; NaN is white. Texts have 9 pixels or more
+    in a figure as wide as a page of the documentation.
     """
     rows = [list(cells.values()) for cells in results.values()]
     errors = np.array([[cell.worst("error") for cell in row] for row in rows])
@@ -206,12 +206,12 @@ Words = Annotated[str | None, typer.Option(help="Only those whose names contain 
 
 def main(
     out: Annotated[
-        Path | None, typer.Option(help="Folder for tables and figure, of all by default docs/results.")
+        Path | None, typer.Option(help="Folder for tables and figure, by default docs/results.")
     ] = None,
     families: Words = None,
     solvers: Words = None,
 ) -> None:
-    """Find out who fails where."""
+    """Measure the errors of all solvers in all families, and write tables and figure."""
     if out is None and (families, solvers) != (None, None):
         raise typer.BadParameter("a part of the tables does not replace docs/results; name a folder: --out")
     out = Path("docs/results") if out is None else out

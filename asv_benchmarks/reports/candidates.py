@@ -1,4 +1,4 @@
-"""What is timed: the published recipes, every method of this library, and the least that memory allows."""
+"""The timed candidates: the published recipes, every method of gemproj, and the memory floor."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from gemproj.methods import METHODS
 
 FLOOR, GIVEN, MEAN = "memory floor", "A-GEM, reference given", "A-GEM, mean of the rows"
 READ = "one read of G and g"
-# The lines of the figure: Okabe and Ito's colours, which differ for all kinds of eyes, and a marker for each.
+# The lines of the figure: Okabe and Ito's colours, which colour-blind readers can distinguish, and markers.
 LOOKS: dict[str, dict[str, Any]] = {
     GIVEN: {"color": "#E69F00", "marker": "s"},
     MEAN: {"color": "#D55E00", "marker": "D"},
@@ -26,14 +26,14 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def by_columns(G: torch.Tensor) -> torch.Tensor:
-    """Return the same matrix, stored as GEM's own code, Avalanche and Mammoth keep it: strides (1, t)."""
+    """Return G stored as the code of GEM, Avalanche and Mammoth stores it: strides (1, t)."""
     return G.T.contiguous().T
 
 
 def candidates(G: torch.Tensor, g: torch.Tensor) -> dict[str, Call]:
     """Return the calls of all candidates for float32 tensors on the CPU; NumPy works on the same memory."""
     rows, vector = G.numpy(), g.numpy()
-    # Three steps, as in I-GEM; no memory strength, which asks for another point than the projection.
+    # Three steps, as in I-GEM; no memory strength, because it defines another point than the projection.
     methods = {**METHODS, "pgd": PGD(steps=3), "gem2017": GEM2017(memory_strength=0.0)}
     ours = {f"gemproj {name}": Call(partial(project, G, g, method=m)) for name, m in methods.items()}
     out, x, y = torch.empty_like(g), torch.empty_like(g), np.empty_like(vector)
@@ -45,7 +45,7 @@ def candidates(G: torch.Tensor, g: torch.Tensor) -> dict[str, Call]:
         "GEM, reference recipe": Call(partial(gem_published, G, g)),
         "I-GEM, published": Call(partial(igem_published, G, g)),
         **ours,
-        # NumPy copies, on one thread: torch's would be awake for the call that is timed.
+        # NumPy copies on one thread; after a copy by torch, its threads would be awake for the timed call.
         "gemproj exact, in place": Call(partial(project, G, x, out=x), lambda: np.copyto(x.numpy(), vector)),
         "gemproj exact, G by columns": Call(partial(project, by_columns(G), g)),
         "gemproj exact, NumPy": Call(partial(project, rows, vector)),

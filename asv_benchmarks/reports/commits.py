@@ -1,6 +1,6 @@
-"""``make bench-asv``: record the benchmarks of commits, each as they are now on the library as it was.
+"""``make bench-asv``: run the present benchmarks on the library of each commit, and record the results.
 
-What is recorded names the machine and the interpreter as given here: neither a host nor a folder.
+The records name the machine and the interpreter as given here, but neither a host nor a folder.
 """
 
 import json
@@ -28,13 +28,13 @@ PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 def main(
     commits: Annotated[list[str] | None, typer.Argument(help="By default the last one.")] = None,
     machine: Annotated[
-        str, typer.Option(help="A name; results of others than epyc are not committed.")
+        str, typer.Option(help="A name; git ignores the results of all machines but epyc.")
     ] = "local",
     bench: Annotated[str, typer.Option(help="Only what matches this regular expression.")] = ".",
     quick: Annotated[bool, typer.Option(help="Call every benchmark once.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Record nothing.")] = False,
 ) -> None:
-    """Record times and memory of commits, and make pages of all recorded ones in asv_benchmarks/html."""
+    """Record times and memory of commits, and write pages of all records into asv_benchmarks/html."""
     about = ["--os", platform.system(), "--cpu", f"{processor()}, {cores()} cores"]
     subprocess.run([*ASV, "machine", "--machine", machine, *about, "--yes"], check=True)
     options = ["--bench", bench, *["--quick"] * quick, *["--dry-run"] * dry_run]
@@ -51,12 +51,12 @@ def main(
 
 
 def rename(folder: Path) -> None:
-    """Call the environment by its version of Python, where asv has put the interpreter's path."""
+    """Replace the interpreter's path, with which asv names the environment, by the version of Python."""
     for path in folder.glob("*-existing-*.json"):
         new = json.loads(path.read_text())
         new |= {"env_name": PYTHON, "python": PYTHON, "params": {**new["params"], "python": PYTHON}}
         to = path.with_name(f"{new['commit_hash'][:8]}-{PYTHON}.json")
-        if to.exists():  # what was not measured again stays
+        if to.exists():  # keep the results that were not measured again
             new["results"] = json.loads(to.read_text())["results"] | new["results"]
         to.write_text(json.dumps(new) + "\n")
         path.unlink()

@@ -2,8 +2,7 @@
 
     python -m asv_benchmarks.reports.constraints [--out FOLDER]
 
-Both are the same call on batches of the same memory: a list of batches has a pass for each. They take turns,
-and the least time of each counts. Memory is by how much the peak of the process grows.
+Both ways take turns, and the least time of each counts. Memory is the growth of the peak of the process.
 """
 
 import multiprocessing
@@ -25,7 +24,7 @@ from gemproj.torch import EpisodicMemory, GradientProjector, Promise
 from gemproj.torch.losses import CrossEntropy
 
 TEXT = 48  # tokens
-# By model: examples of a row, and rows, one of each task or one of each example.
+# By model: examples of a row, and the number of rows.
 CASES = {
     "MLP 784-100-100-10": [(10, 2), (10, 10), (10, 20), (100, 10)],
     "GPT-2 of 2 layers of 128, LoRA": [(1, 48), (1, 160), (2, 10), (4, 10), (4, 20), (8, 10), (16, 10)],
@@ -43,7 +42,7 @@ def make(name: str) -> nn.Module:
 
 
 def gpt2(head: str, layers: int, width: int, adapted: int | None) -> nn.Module:
-    """Return a GPT-2 of random weights, all of them trained, or adapters of some last layers."""
+    """Return a GPT-2 with random weights; all of them are trained, or adapters of the last layers."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
@@ -64,12 +63,12 @@ def gpt2(head: str, layers: int, width: int, adapted: int | None) -> nn.Module:
 
 
 def measure(name: str, n: int, t: int, seconds: float) -> tuple[list[float], list[float]]:
-    """Return the least seconds of each way, and what memory had grown by."""
+    """Return the least seconds of each way, and the growth of memory in bytes."""
     torch.manual_seed(0)
     case = Case(make(name), partial(draw, name.startswith("MLP"), TEXT), n, t)
     torch.autograd.grad(loss(case.model, case.memory.batch(0)).sum(), case.projectors[True].parameters)
     before, grown = status("VmHWM"), []
-    for shared in (False, True):  # the one that takes more is the last
+    for shared in (False, True):  # the way that takes more memory is the last
         case.run(shared)
         case.run(shared)
         grown.append(status("VmHWM") - before)
@@ -78,7 +77,7 @@ def measure(name: str, n: int, t: int, seconds: float) -> tuple[list[float], lis
 
 
 def hidden_states(layers: int, width: int, trained: int, n: int, t: int, seconds: float) -> list[str]:
-    """Return a row of a table: from stored tokens, and from stored hidden states (docs/cached_trunk.md)."""
+    """Return a row of the table of stored tokens and stored hidden states (docs/cached_trunk.md)."""
     first, model = layers - trained, gpt2("LMHeadModel", layers, width, trained).eval()
     inner: Any = model.base_model
     whole = inner.model
@@ -123,7 +122,7 @@ def main(out: Path | None = None, seconds: float = 2.0) -> None:
         for name, cases in CASES.items():
             table = Table(f"{name}; {threads} thread(s); milliseconds", HEAD)
             for n, t in cases:
-                # In a process of its own, whose memory is nobody else's.
+                # In a new process, whose memory holds nothing else.
                 with ProcessPoolExecutor(1, spawned, torch.set_num_threads, (threads,)) as pool:
                     (apart, shared), peaks = pool.submit(measure, name, n, t, seconds).result()
                 cells = [digits(1e3 * apart), digits(1e3 * shared), digits(apart / shared)]

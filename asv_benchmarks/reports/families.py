@@ -12,7 +12,7 @@ Draw = Callable[[np.random.Generator, int], Problem]
 
 @dataclass(frozen=True)
 class Family:
-    """What draws G (t, d) and g (d,), for which numbers t of constraints, and how often."""
+    """A function that draws G (t, d) and g (d,), the numbers t of constraints, and the number of draws."""
 
     draw: Draw
     sizes: tuple[int, ...] = (2, 5, 10, 30, 60, 120)
@@ -31,7 +31,7 @@ def normal(rng: np.random.Generator, t: int, scale: float = 1.0) -> Problem:
 
 
 def with_rows(change: Callable[[np.ndarray, np.random.Generator], np.ndarray]) -> Family:
-    """Return the family of problems whose rows are normal ones, changed."""
+    """Return the family of problems whose rows are normal, and then changed."""
 
     def draw(rng: np.random.Generator, t: int) -> Problem:
         G, g = normal(rng, t)
@@ -64,7 +64,7 @@ def nearly_parallel(rng: np.random.Generator, t: int) -> Problem:
 
 
 def opposite(rng: np.random.Generator, t: int, tilt: float = 0.0) -> Problem:
-    """Pairs u and -u + tilt v. Without the tilt x is orthogonal to u; with it only where v.g < 0."""
+    """Pairs u and -u + tilt v. Without the tilt x is orthogonal to u; with the tilt only if v.g < 0."""
     G, g = (unit(a) for a in normal(rng, t))
     half = t // 2
     G[half : 2 * half] = -G[:half] + tilt * unit(rng.standard_normal((half, len(g))))
@@ -72,7 +72,7 @@ def opposite(rng: np.random.Generator, t: int, tilt: float = 0.0) -> Problem:
 
 
 def more_rows_than_columns(rng: np.random.Generator, t: int) -> Problem:
-    """Twice as many rows as columns, around a common direction so that zero is not the only answer."""
+    """Twice as many rows as columns, around a common direction, so that zero is not the only feasible x."""
     d = max(1, t // 2)
     G, direction = rng.standard_normal((t, d)), rng.standard_normal(d)
     G *= np.where(G @ direction < 0, -1.0, 1.0)[:, None]
@@ -80,7 +80,7 @@ def more_rows_than_columns(rng: np.random.Generator, t: int) -> Problem:
 
 
 def hilbert(rng: np.random.Generator, t: int) -> Problem:
-    """Rows of the Hilbert matrix, about half of them turned around: at t = 30 beyond any float64 method."""
+    """Rows of the Hilbert matrix, about half of them negated: at t = 30 beyond any float64 method."""
     columns = np.arange(2 * t + 3)
     G = 1.0 / (1.0 + np.arange(t)[:, None] + columns)
     return G * rng.choice([-1.0, 1.0], (t, 1)), rng.standard_normal(len(columns))
@@ -100,7 +100,7 @@ def unit(a: np.ndarray) -> np.ndarray:
 
 FAMILIES: dict[str, Family] = {
     "random": Family(normal),
-    # Rows whose sum nearly vanishes: no step helps one without hurting another.
+    # The sum of the rows nearly vanishes: every step that helps one row hurts another.
     "conflicting": with_rows(lambda G, rng: G - 0.99 * G.mean(axis=0)),
     "nearly parallel, cosine .999": Family(nearly_parallel),
     "row norms 1e-6 to 1e6": with_rows(lambda G, rng: G * 10.0 ** rng.uniform(-6, 6, (len(G), 1))),

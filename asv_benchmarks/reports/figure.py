@@ -1,4 +1,4 @@
-"""Times over the number of constraints and over the number of parameters, as a picture."""
+"""The figure of times over the number of constraints and over the number of parameters."""
 
 from statistics import median
 from typing import Any

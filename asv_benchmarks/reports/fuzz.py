@@ -1,9 +1,9 @@
 """``make fuzz``: a million tiny degenerate integer problems of each kind against exact rational arithmetic.
 
-Small integers make repeated, opposite, dependent and zero rows, ties and multipliers that are zero
-together with their constraint: all that active-set methods cycle or stop early on. Right-hand sides and
-equalities are drawn, too: an error has to say that no x meets them exactly if none does. Then all options at
-once (h, equality, penalty, margin, metric, batches with one G or several), on both backends, against an
+Small integers make repeated, opposite, dependent and zero rows, ties, and multipliers that are zero together
+with their constraint; on these, active-set methods cycle or stop early. Right-hand sides and equalities are
+also drawn: an error has to be raised exactly if no x satisfies them. A third family has all options at once
+(h, equality, penalty, margin, metric, batches with one G or several). It is compared on both backends with an
 enumeration of all active sets of the dual problem in rational arithmetic.
 """
 
@@ -39,7 +39,7 @@ UNMET = 1e-6  # of the optimality conditions, with a right-hand side
 
 
 def integers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draw up to six rows with up to four columns; g is not zero."""
+    """Draw up to six rows with up to four columns, and g other than zero."""
     t, d = rng.integers(1, 7), rng.integers(1, 5)
     while True:
         G, g = rng.integers(-2, 3, (t, d)).astype(float), rng.integers(-3, 4, d).astype(float)
@@ -48,7 +48,7 @@ def integers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_options(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Draw G, g and some of all options; a batch, with one G or several, in two of three problems."""
+    """Draw G, g and some of the options; two of three problems are batches, with one G or several."""
     t, d, m = int(rng.integers(1, 5)), int(rng.integers(1, 4)), int(rng.choice([1, 2, 4]))
     lead = () if m == 1 else (m,)
     G = rng.integers(-2, 3, (*lead * int(rng.integers(2)), t, d)).astype(float)
@@ -75,8 +75,8 @@ def enumerate_exactly(
 ) -> np.ndarray | None:
     """Return the projection of one problem, None if h is infeasible: all active sets, in rational arithmetic.
 
-    A multiplier is at a bound or free; an equality without a penalty has no bound, and may be zero where its
-    row depends on free rows. Floats are rationals, so nothing is rounded before the end.
+    A multiplier is at a bound or free. That of an equality without a penalty has no bound, and may be zero if
+    its row depends on free rows. Floats are rationals, so only the result is rounded.
     """
     t = len(G)
     h, equality, upper, margin = (np.broadcast_to(a, t) for a in (h, equality, penalty, margin))
@@ -107,12 +107,12 @@ def enumerate_exactly(
 def _likeliest_first(
     states: list[tuple[Any, ...]], K: np.ndarray, s0: np.ndarray, lower: np.ndarray, upper: np.ndarray
 ) -> list[tuple[Any, ...]]:
-    """Return the active sets in the order of how far their multipliers are from optimal in float64."""
+    """Return the active sets, sorted by the error of their multipliers in float64."""
     K, s0 = K.astype(float), s0.astype(float)
     free = np.array([[value is None for value in state] for state in states])
     lam = np.array([[value or 0 for value in state] for state in states], dtype=float)
     A = np.where(free[:, :, None] & free[:, None, :], K, 0.0)
-    A += np.eye(len(K)) * np.where(free, 1e-9, 1.0)[:, :, None]  # a ridge, for rows that are dependent
+    A += np.eye(len(K)) * np.where(free, 1e-9, 1.0)[:, :, None]  # a ridge for dependent rows
     lam = np.linalg.solve(A, np.where(free, -(s0 + lam @ K), lam)[..., None])[..., 0]
     off = np.abs(lam - np.clip(lam - s0 - lam @ K, lower, upper)).max(1)
     return [states[i] for i in np.argsort(off, kind="stable")]
@@ -121,13 +121,13 @@ def _likeliest_first(
 def options_error(
     G: np.ndarray, g: np.ndarray, options: dict[str, Any], expected: list[np.ndarray | None], backend: str
 ) -> float:
-    """Return the largest error of x over the size of the problem, infinity if feasibility is told wrong."""
+    """Return the largest error of x over the size of the problem; infinity for wrong feasibility."""
     infeasible = any(e is None for e in expected)
     try:
         with patch.object(backends, "wanted", backend), warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             x = project(G, g, **options).reshape(-1, g.shape[-1])
-    except RuntimeWarning:  # no problem here is so hard that a warning is right
+    except RuntimeWarning:  # none of these problems justifies a warning
         return np.inf
     except ValueError as error:
         if "infeasible" not in str(error):
@@ -140,7 +140,7 @@ def options_error(
 
 
 def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Project as users do, and by each form of the method for large t on its own."""
+    """Project by the public functions, and by each form of the active-set method alone."""
     yield "project", project(G, g)
     K, b, _ = gram(G, g)
     yield "Exact on K and b", combine(G, g, Exact()(K, b))
@@ -157,7 +157,7 @@ def answers(G: np.ndarray, g: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 class Verdict(NamedTuple):
-    """How far off a way to answer is, on how many problems, and which they are if that is wrong."""
+    """The error of one way to answer, the number of problems, and the problems if the error is too large."""
 
     way: str
     error: float
@@ -166,7 +166,7 @@ class Verdict(NamedTuple):
 
 
 def judge(way: str, error: float, most: float, problems: int = 1, **given: np.ndarray) -> Verdict:
-    """Judge the largest error of some problems, which is less than `most` where the answers are right."""
+    """Judge the largest error of some problems, which must be less than `most`."""
     failure = ""
     if not error < most:
         failure = f"{way}: { {name: array.tolist() for name, array in given.items()} }, off by {error:.1e}"
@@ -174,7 +174,7 @@ def judge(way: str, error: float, most: float, problems: int = 1, **given: np.nd
 
 
 def cones(rng: np.random.Generator) -> Iterator[Verdict]:
-    """Judge each way to project onto a cone: x, relative to the norm of g."""
+    """Judge each way to project onto a cone by the error of x, relative to the norm of g."""
     G, g = integers(rng)
     expected = enumerate_exactly(G, g)
     for way, x in answers(G, g):
@@ -182,7 +182,7 @@ def cones(rng: np.random.Generator) -> Iterator[Verdict]:
 
 
 def right_hand_sides(rng: np.random.Generator) -> Iterator[Verdict]:
-    """Judge whether h is told to be infeasible where it is, and the optimality conditions where not."""
+    """Judge whether an infeasible h raises an error, and otherwise the optimality conditions."""
     G, g, h, equality = small_integers(rng)
     try:
         found, answered = float(solve_dual(G, g, h=h, equality=equality).kkt_residual()), True
@@ -193,11 +193,11 @@ def right_hand_sides(rng: np.random.Generator) -> Iterator[Verdict]:
 
 
 def all_options(rng: np.random.Generator) -> Iterator[Verdict]:
-    """Judge x with any of the options on each backend, relative to the size of the problem."""
+    """Judge x with some of the options on each backend, relative to the size of the problem."""
     G, g, options = draw_options(rng)
     given = {"G": G, "g": g, **options}
     count = g.size // g.shape[-1]
-    # Problem by problem: what a batch shares is repeated.
+    # Split into problems: arrays that a batch shares are repeated.
     each = {
         name: np.broadcast_to(a, (count, *a.shape[-2 if name == "G" else -1 :])) for name, a in given.items()
     }
@@ -217,8 +217,8 @@ def run(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Verdict]:
 
 
 def main(
-    problems: Annotated[int, typer.Option(min=1, help="How often each family is drawn from.")] = 1_000_000,
-    families: Annotated[str, typer.Option(help="Which, with commas.")] = ",".join(FAMILIES),
+    problems: Annotated[int, typer.Option(min=1, help="Number of draws from each family.")] = 1_000_000,
+    families: Annotated[str, typer.Option(help="Families, separated by commas.")] = ",".join(FAMILIES),
     workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = os.cpu_count() or 1,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
 ) -> None:

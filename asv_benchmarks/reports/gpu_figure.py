@@ -1,4 +1,4 @@
-"""The times of ``make bench-gpu`` over the number of constraints, as a picture.
+"""The figure of the times of ``make bench-gpu`` over the number of constraints.
 
 python -m asv_benchmarks.reports.gpu_figure [--report FILE] [--out FILE]
 """
@@ -27,7 +27,7 @@ COLUMNS = (2_166_784, 33_554_432)
 
 
 def read(report: str, d: int) -> dict[str, dict[int, float]]:
-    """Return the milliseconds of each column of a table of float32, by t."""
+    """Return the milliseconds in each column of a float32 table of the report, by t."""
     table = report.split(f"**d = {d:,}, torch.float32**")[1].split("**")[0]
     head, _, *rows = ([c.strip() for c in line.split("|")[1:-1]] for line in table.split("\n") if "|" in line)
     found: dict[str, dict[int, float]] = {name: {} for name in head}
@@ -39,7 +39,7 @@ def read(report: str, d: int) -> dict[str, dict[int, float]]:
 
 
 def draw(report: str) -> Figure:
-    """Draw a panel for each number of columns."""
+    """Draw a panel for each number of parameters."""
     figure, panels = plt.subplots(1, 2, figsize=(10, 5.2))
     for axes, d in zip(panels, COLUMNS, strict=True):
         curves = read(report, d)

@@ -1,4 +1,4 @@
-"""Calls to solvers in a process of their own, because some never return and some take Python with them."""
+"""Calls to solvers in separate processes, because some solvers never return and some crash Python."""
 
 import multiprocessing
 import time
@@ -10,17 +10,17 @@ import numpy as np
 
 from asv_benchmarks.reports.solvers import SOLVERS, Findings, Solver
 
-# Not forked: libraries that hold threads do not survive that.
+# Not forked, because libraries with threads do not survive a fork.
 PROCESSES = multiprocessing.get_context("spawn")
 
 
-# Milliseconds, x, and what a solver tells besides. There is no x where it found nothing, raised, crashed or
-# ran out of time.
+# Milliseconds, x, and the other findings of a solver. x is None if the solver found nothing, raised, crashed
+# or ran out of time.
 Answer = tuple[float, np.ndarray | None, Findings]
 
 
 class Isolated:
-    """A solver in a process of its own, which is replaced when a call takes more than `limit` seconds."""
+    """A solver in its own process, which is replaced when a call takes more than `limit` seconds."""
 
     def __init__(self, name: str, limit: float = 3.0) -> None:
         self._name, self._limit = name, limit
@@ -29,10 +29,10 @@ class Isolated:
     def __call__(self, G: np.ndarray, g: np.ndarray) -> Answer:
         """Project g once."""
         start = time.perf_counter()
-        with suppress(EOFError, OSError):  # it died
+        with suppress(EOFError, OSError):  # the process died
             self._pipe.send((G, g))
             if self._pipe.poll(self._limit):
-                return *self._pipe.recv(), self._pipe.recv()  # findings take the time they take
+                return *self._pipe.recv(), self._pipe.recv()  # findings have no limit
         ms = 1e3 * (time.perf_counter() - start)
         self.close()
         self._start()
@@ -49,7 +49,7 @@ class Isolated:
         self._process = PROCESSES.Process(target=_serve, args=(self._name, far_end), daemon=True)
         self._process.start()
         far_end.close()
-        self._pipe.recv()  # a first answer: starting does not count
+        self._pipe.recv()  # wait for a first answer, so that no call includes the start
 
 
 def _serve(name: str, pipe: Any) -> None:
@@ -68,6 +68,6 @@ def _answer(solver: Solver, G: np.ndarray, g: np.ndarray) -> tuple[float, np.nda
     start = time.perf_counter()
     try:
         x = solver.project(G, g)
-    except Exception:  # whatever it is, there is no answer
+    except Exception:  # any error means that there is no answer
         x = None
     return 1e3 * (time.perf_counter() - start), x

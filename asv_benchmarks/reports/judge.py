@@ -1,4 +1,4 @@
-"""The projection to a hundred digits, from no solver's answer, to judge all solvers by."""
+"""The projection to a hundred digits, independent of all solvers, which are judged by it."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ import numpy as np
 from scipy.optimize import nnls
 
 DIGITS = 100
-# Below this a number of size one is the rounding of a zero: what floats leave is far larger.
+# A number of size one below this is a rounded zero: differences between floats are far larger.
 _ZERO = mpmath.mpf(10) ** -50
 
 
 def project_precisely(G: np.ndarray, g: np.ndarray) -> np.ndarray:
     """Return the projection of g onto ``{x : G @ x >= 0}``, rounded once, to the dtype of g.
 
-    Floats are rationals, so K and b are computed exactly, as integers. Then an active-set method
-    pivots in arithmetic of 100 digits until the optimality conditions hold. It starts from
-    non-negative least squares in float64, which saves pivots and decides nothing. If the conditions, computed
-    anew from the multipliers, do not hold to 50 digits, it is an error.
+    Floats are rationals, so K and b are computed exactly, as integers. Then an active-set method pivots in
+    arithmetic of 100 digits until the optimality conditions hold. It starts from non-negative least squares
+    in float64, which saves pivots but does not change the result. Finally the conditions are recomputed from
+    the multipliers; if they do not hold to 50 digits, an error is raised.
     """
     G = G[np.any(G != 0, axis=1)]
     if not np.any(g) or not len(G):
@@ -39,7 +39,7 @@ def project_precisely(G: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 
 def _integers(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Write v as integers times a power of two, one for each vector along the last axis; return both."""
+    """Return v as integers and the exponents of a power of two, one for each vector along the last axis."""
     mantissa, exponent = np.frexp(v.astype(np.float64))
     lowest = np.where(v != 0, exponent, exponent.max()).min(axis=-1, keepdims=True)
     digits = np.ldexp(mantissa, 53).astype(np.int64).astype(object)
@@ -48,17 +48,17 @@ def _integers(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _suggest(G: np.ndarray, g: np.ndarray) -> np.ndarray:
-    """Return multipliers in float64, good or bad."""
+    """Return multipliers in float64, of any quality."""
     try:
         return nnls(G.T, -g)[0]
-    except RuntimeError:  # its limit of iterations
+    except RuntimeError:  # nnls reached its limit of iterations
         return np.zeros(len(G))
 
 
 def _active_set(K: np.ndarray, b: np.ndarray, start: np.ndarray) -> np.ndarray:
     """Minimise ``1/2 lam'K lam + b'lam`` over lam >= 0: Lawson and Hanson's method on a swept tableau.
 
-    Swept on a set of rows, the tableau [K | b] holds in its last column -lam there and s elsewhere.
+    After sweeps on some rows, the last column of the tableau [K | b] holds -lam there and s elsewhere.
     """
     tableau = np.concatenate([K, b[:, None]], axis=1)
     active = np.zeros(len(b), dtype=bool)

@@ -1,4 +1,4 @@
-"""What the numbers depend on besides the code."""
+"""The machine and the versions that the numbers depend on."""
 
 import os
 import platform
@@ -12,7 +12,7 @@ PACKAGES = ["gemproj", "numpy", "torch", "quadprog", "osqp", "array-api-compat",
 
 def describe() -> str:
     """Return a sentence about the processor, one about threads and one about versions."""
-    import threadpoolctl  # not at the top: machines with a GPU need the rest of this file, and have none
+    import threadpoolctl  # not at the top: GPU machines use this file without threadpoolctl
     import torch
 
     from examples.common.command import cores
@@ -36,7 +36,7 @@ def processor() -> str:
 
 
 def cache() -> str:
-    """Return the size of the last cache, which decides what of G is read from memory."""
+    """Return the size of the last cache, which decides how much of G is read from memory."""
     with suppress(OSError, ValueError):
         size = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
         return f", {int(size.removesuffix('K')) // 1024} MB of L3 cache"
@@ -44,14 +44,14 @@ def cache() -> str:
 
 
 def load() -> str:
-    """Return how busy the machine was before: with one core taken, threads that wait for all are no use."""
+    """Return the load of the machine: if one core is busy, threads that wait for all cores are useless."""
     with suppress(OSError, AttributeError):
         return f", load {os.getloadavg()[0]:.1f} before"
     return ""
 
 
 def versions(packages: Iterable[str]) -> str:
-    """Return packages with their versions, or that they are missing."""
+    """Write packages with their versions; "no" marks missing packages."""
     found = {package: f"no {package}" for package in packages}
     for package in found:
         with suppress(PackageNotFoundError):

@@ -1,6 +1,6 @@
 """``make bench``: one projection of GPT-2 medium's LoRA gradient, every method and every published recipe.
 
-What carries over to another machine are the ratios, not the times.
+Ratios carry over to other machines; times do not.
 """
 
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from gemproj import project
 
 BACKENDS = {"numpy": "NumPy", "torch": "torch"}
 SIZES = (10_000, 30_000, 100_000, 300_000, 1_000_000, 2_200_000)
-# Constraints of the problems in the figure's second panel.
+# Constraints of the problems of different sizes: the figure's second panel, and the table of sizes.
 SWEPT_T = 9
 HEAD = [
     "", "ms", "ms after torch", "/ A-GEM given", "/ A-GEM mean", "/ floor", "violation", "error",
@@ -86,7 +86,7 @@ def sweep(d: int, seconds: float) -> Curves:
 
 
 def sizes(seconds: float, largest: int) -> Table:
-    """Return a table of ratios for problems from a core's cache to main memory."""
+    """Return a table of ratios, for problems that fit a core's cache up to those in main memory."""
     table = Table(
         f"Sizes: t = {SWEPT_T}, float32, `out=`; ratios of least times, that of exact in microseconds",
         ["d", "MB of G", "exact", f"exact / {FLOOR}", "exact / A-GEM mean", "by columns / by rows"],
@@ -104,7 +104,7 @@ def sizes(seconds: float, largest: int) -> Table:
 
 
 def small(seconds: float) -> Iterator[Table]:
-    """Yield tables of what small problems take: one, and batches of about 2^17 numbers."""
+    """Yield tables for small problems: a single one, and batches of about 2^17 numbers."""
     alone = Table(
         "One tiny projection: t = 2, d = 1,000, float32; median, microseconds", ["", *BACKENDS.values()]
     )
@@ -133,7 +133,7 @@ def main(
     t: Annotated[str, typer.Option(help="Numbers of constraints, separated by commas.")] = "1,2,9,19,49",
     d: Annotated[int, typer.Option(help="Number of parameters.")] = LORA,
     seconds: Annotated[
-        float, typer.Option(help=f"A call is repeated for so long: {FEWEST} to {MOST} rounds.")
+        float, typer.Option(help=f"Time for the repetitions of a call, {FEWEST} to {MOST} rounds.")
     ] = 0.5,
     out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Also draw times over t and d into this PNG.")] = None,

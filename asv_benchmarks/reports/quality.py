@@ -1,4 +1,4 @@
-"""How good answers are: from x alone, in float64, the same for whoever made it."""
+"""The quality of answers, from x alone, in float64."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ import torch
 def grade(G: torch.Tensor, g: torch.Tensor, answers: list[torch.Tensor]) -> np.ndarray:
     """Return two numbers for each answer to one problem whose rows are far from dependent.
 
-    The largest violation of a constraint over ``|g_i| |g|``, and the distance ``|x - x*| / |g|``. x* comes
-    from SciPy's non-negative least squares on the Cholesky factor of the Gram matrix.
+    These are the largest violation of a constraint over ``|g_i| |g|``, and the distance ``|x - x*| / |g|``.
+    x* comes from SciPy's non-negative least squares on the Cholesky factor of the Gram matrix.
     """
     t, vectors = len(G), torch.stack([g, *answers])
     total = sum(rows @ np.vstack([rows, others]).T for rows, others in _tiles(G, vectors))
@@ -29,6 +29,6 @@ def grade(G: torch.Tensor, g: torch.Tensor, answers: list[torch.Tensor]) -> np.n
 
 
 def _tiles(G: torch.Tensor, vectors: torch.Tensor) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield both in float64, some columns at a time."""
+    """Yield tiles of columns of both in float64."""
     for rows, others in zip(G.split(1 << 15, dim=1), vectors.split(1 << 15, dim=1), strict=True):
         yield rows.double().numpy(), others.double().numpy()

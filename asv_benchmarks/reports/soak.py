@@ -1,7 +1,7 @@
-"""``python -m asv_benchmarks.reports.soak``: ten thousand training steps, and whether memory stays flat.
+"""``make soak``: ten thousand training steps, in which memory must not grow.
 
 A small network keeps two kinds of promises about three sets, with gradient and step projected. Every thousand
-steps a checkpoint is taken and loaded, the report is read, and one set is dropped and stored again.
+steps a checkpoint is saved and loaded, the report is read, and one set is removed and stored again.
 """
 
 import gc
@@ -20,14 +20,14 @@ from gemproj.torch import GEM, Promise
 from gemproj.torch.losses import Distillation
 
 EACH = 1000
-WARM = 2  # rows of the table before which caches and the history still fill
-ROOM = 2.0  # MB that the allocator may take after that
+WARM = 2  # the first rows of the table, in which caches and the history fill
+ROOM = 2.0  # MB by which memory may grow after them
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def batches(task: int, count: int) -> list[Batch]:
-    """Draw batches of a task whose labels contradict those of the others."""
+    """Draw batches of a task whose labels contradict those of other tasks."""
     random = torch.Generator().manual_seed(task)
     drawn = [torch.randn(16, 20, generator=random) for _ in range(count)]
     return [(x, (x[:, :6].argmax(1) + task) % 6) for x in drawn]
@@ -42,7 +42,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Training steps.")] = 10_000,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
 ) -> None:
-    """Train, print resident memory and the number of objects, and exit with 1 where memory grows."""
+    """Train, print resident memory and the number of objects, and exit with 1 if memory grows."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.Tanh(), torch.nn.Linear(64, 6))
@@ -65,7 +65,7 @@ def main(
                 kept.load_state_dict(torch.load(file, weights_only=True))
             gem.memory.remove(2)
             gem.keep(batches(2, 4), said, name=2)
-            assert sum(line.examples > 0 for line in gem.report()) == 3  # and what set 2 was before
+            assert sum(line.examples > 0 for line in gem.report()) == 3  # and the removed set
             del file
             gc.collect()
             tensors = sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())

@@ -15,7 +15,7 @@ Vector = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 class Findings(NamedTuple):
-    """What a solver tells besides x: NaN where it tells nothing."""
+    """The results of a solver in addition to x; NaN if it has none."""
 
     multipliers: Any = np.nan
     warned: bool = False
@@ -24,13 +24,12 @@ class Findings(NamedTuple):
 
 @dataclass(frozen=True)
 class Solver:
-    """A solver, and what it needs and tells."""
+    """A solver, its requirements, and its additional results."""
 
     project: Vector
-    # What is behind the same x: multipliers, whether a status says not to trust them, and an upper bound of
-    # the error.
+    # For the same problem: multipliers, whether a status warns, and an upper bound of the error.
     inspect: Callable[[np.ndarray, np.ndarray], Findings] = lambda G, g: Findings()
-    aim: str = "exact"  # one that is "approximate" by design has no failures, only errors
+    aim: str = "exact"  # "approximate" by design: errors, but no failures
     needs: tuple[str, ...] = ()  # packages
 
     @property
@@ -40,7 +39,7 @@ class Solver:
 
 
 def ours(method: gemproj.Method | str, aim: str = "exact", needs: tuple[str, ...] = ()) -> Solver:
-    """Return one of this library's methods."""
+    """Return a method of gemproj as a solver."""
 
     def inspect(G: np.ndarray, g: np.ndarray) -> Findings:
         sol = gemproj.solve_dual(G, g, method=method)
@@ -50,7 +49,7 @@ def ours(method: gemproj.Method | str, aim: str = "exact", needs: tuple[str, ...
 
 
 def from_dual(dual: Vector, *needs: str) -> Solver:
-    """Return a solver for multipliers, followed by ``x = g + G'lam``."""
+    """Return a solver that computes multipliers, and then ``x = g + G'lam``."""
     return Solver(lambda G, g: g + dual(G, g) @ G, lambda G, g: Findings(dual(G, g)), needs=needs)
 
 
@@ -60,7 +59,7 @@ def via_qpsolvers(solver: str, package: str) -> Solver:
     def dual(G: np.ndarray, g: np.ndarray) -> np.ndarray:
         from qpsolvers import solve_qp
 
-        return solve_qp(G @ G.T, G @ g, lb=np.zeros(len(G)), solver=solver)  # None if it has found nothing
+        return solve_qp(G @ G.T, G @ g, lb=np.zeros(len(G)), solver=solver)  # None without a solution
 
     return from_dual(dual, "qpsolvers", package)
 

@@ -16,32 +16,32 @@ class Table:
     rows: list[list[str]] = field(default_factory=list)
 
     def __str__(self) -> str:
-        # Hyphens at which no browser breaks a number.
+        # Non-breaking hyphens, so that no browser breaks a number.
         rows = [[row[0], *(cell.replace("-", "\u2011") for cell in row[1:])] for row in self.rows]
         return "\n".join([f"**{self.title}**", "", *markdown(self.head, rows)])
 
 
 def digits(value: float, count: int = 3) -> str:
-    """Write a positive number with so many significant digits, without an exponent; NaN is empty."""
+    """Write a positive number with `count` significant digits, without an exponent; NaN is empty."""
     if math.isnan(value):
         return ""
     return f"{value:,.{max(0, count - 1 - math.floor(math.log10(value)))}f}" if value > 0 else "0"
 
 
 def power(value: float) -> str:
-    """Write an error with one digit; zero is short, and what was not measured empty."""
+    """Write an error with one digit; zero is "0", and NaN is empty."""
     return "" if math.isnan(value) else "0" if value == 0 else f"{value:.0e}"
 
 
 def markdown(head: list[str], rows: list[list[str]]) -> list[str]:
-    """Return the lines of a Markdown table with numbers to the right."""
+    """Return the lines of a Markdown table, all columns but the first aligned to the right."""
     lines = [head, [":--", *["--:"] * (len(head) - 1)], *rows]
     return [f"| {' | '.join(line)} |" for line in lines] + [""]
 
 
 def publish(parts: Iterable[object], out: Path | None) -> None:
-    """Show parts of a page, each as soon as it is known; then write all to a file, if one is given."""
-    # Not at the top: machines with a GPU have no rich, and need the rest of this file.
+    """Print the parts of a page as soon as they are known; then write all to a file, if one is given."""
+    # Not at the top: GPU machines use this file without rich.
     from rich.console import Console
     from rich.markdown import Markdown
 

@@ -1,7 +1,7 @@
 """``python -m asv_benchmarks.reports.torchjd``: TorchJD's aggregators with its own projector and with ours.
 
-UPGrad projects every row of the Jacobian, DualProj their mean. What carries over to another machine are the
-ratios, not the times.
+UPGrad projects every row of the Jacobian, DualProj their mean. Ratios carry over to other machines; times do
+not.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ from asv_benchmarks.reports.tables import Table, digits, power, publish
 from gemproj.integrations.torchjd import ConeProjector
 
 PROJECTORS = {"gemproj": ConeProjector(), "TorchJD": QuadprogProjector()}
-# By aggregator: how it weighs rows, and the weights that it projects.
+# By aggregator: its class of weightings, and the vectors that it projects.
 AGGREGATORS: dict[str, tuple[Any, Callable[[int], torch.Tensor]]] = {
     "UPGrad": (UPGradWeighting, lambda m: torch.eye(m) / m),
     "DualProj": (DualProjWeighting, lambda m: torch.full((m,), 1.0 / m)),
 }
-# An answer is a failure that violates a condition by more than this, in units of |J'u|.
+# An answer that violates a condition by more than this, in units of |J'u|, is a failure.
 TOLERANCE = 1e-2
 PARAMETERS, DRAWS, OBJECTIVES = 1000, 20, 16
 NOTE = (
@@ -69,7 +69,7 @@ FAMILIES: dict[str, Draw] = {
 
 
 def draw(family: str, m: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return a Jacobian of a family, (m, parameters); rounding spoils relations between rows a little."""
+    """Return a Jacobian of a family, (m, parameters); rounding to `dtype` perturbs relations between rows."""
     return torch.tensor(FAMILIES[family](np.random.default_rng(seed), m), dtype=dtype)
 
 
@@ -77,7 +77,7 @@ def residual(J: torch.Tensor, U: torch.Tensor, W: torch.Tensor) -> float:
     """Return the largest violation of the optimality conditions of ``x = J'w``, free of scale.
 
     With ``s = J x`` and ``lam = w - u``, both scaled to rows of norm one and ``|J'u| = 1``, it is the largest
-    ``|min(s, lam)|``; NaN where w is.
+    ``|min(s, lam)|``; NaN if w is.
     """
     rows, u, w = (np.asarray(a.double()) for a in (J, U, W))
     norms, size = np.linalg.norm(rows, axis=1), np.linalg.norm(u @ rows, axis=-1, keepdims=True)
@@ -88,7 +88,7 @@ def residual(J: torch.Tensor, U: torch.Tensor, W: torch.Tensor) -> float:
 
 
 def times(aggregator: str, family: str, counts: list[int], seconds: float) -> Table:
-    """Return the table of one aggregator on one family: times, their ratio and residuals by objectives."""
+    """Return the times, their ratio and the residuals of an aggregator, by number of objectives."""
     ms, residuals = ([f"{name} {what}" for name in PROJECTORS] for what in ("ms", "residual"))
     table = Table(f"{aggregator}, {family}", ["objectives", "vectors", *ms, "TorchJD / gemproj", *residuals])
     weighting, vectors = AGGREGATORS[aggregator]
@@ -122,13 +122,13 @@ def _attempt(projector: Any, family: str, seed: int) -> float:
     J, U = draw(family, OBJECTIVES, seed), torch.eye(OBJECTIVES) / OBJECTIVES
     try:
         return residual(J, U, projector(U, J @ J.T))
-    except Exception:  # whatever it is, there is no answer
+    except Exception:  # any error means that there is no answer
         return np.inf
 
 
 def main(
     m: Annotated[str, typer.Option(help="Numbers of objectives, separated by commas.")] = "4,16,64,256",
-    seconds: Annotated[float, typer.Option(help="A call is repeated for so long.")] = 0.5,
+    seconds: Annotated[float, typer.Option(help="Time for the repetitions of a call.")] = 0.5,
     out: Annotated[Path | None, typer.Option(help="Also write the tables to this Markdown file.")] = None,
 ) -> None:
     """Time and judge both projectors."""

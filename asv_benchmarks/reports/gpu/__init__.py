@@ -1,5 +1,5 @@
-"""``make bench-gpu``: projections on an NVIDIA GPU, in parts that know nothing of each other.
+"""``make bench-gpu``: projections on an NVIDIA GPU, in independent parts.
 
-Each part is a module that prints Markdown and ends with the exit code 1 if a number was wrong. They need
-torch, pytest and hypothesis, and use CuPy and quadprog where these are there.
+Each part is a module whose `main` prints Markdown and returns 1 if a number was wrong. The parts need torch,
+pytest and hypothesis, and use CuPy and quadprog if they are installed.
 """

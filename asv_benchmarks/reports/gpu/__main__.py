@@ -1,6 +1,6 @@
-"""Run the parts, one process each, and write what they print to the terminal and to a file.
+"""Run the parts in separate processes, and write their output to the terminal and to a file.
 
-A part that fails, hangs or ends too late takes nothing from the others.
+A part that fails, hangs or ends too late does not affect the other parts.
 """
 
 import argparse
@@ -14,9 +14,9 @@ import torch
 from asv_benchmarks.reports.gpu.processes import follow
 from asv_benchmarks.reports.machine import versions
 
-# Seconds of each part, measured on an H200. What one leaves over is for those that follow.
+# Seconds of each part, measured on an H200. Later parts share the time that a part leaves over.
 PARTS = {"correctness": 75.0, "speed": 60.0, "training": 100.0, "rows": 45.0}
-# A late part gets so many nevertheless.
+# The least time of a late part.
 LEAST = 10.0
 PACKAGES = ["torch", "numpy", "cupy-cuda13x"]
 
@@ -28,7 +28,7 @@ def command(part: str, seconds: float) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts that are asked for; return the exit code."""
+    """Run the requested parts; return the exit code."""
     parser = argparse.ArgumentParser(prog="asv_benchmarks.reports.gpu", description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS), help="separated by commas (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=480.0, help="for all parts (default: %(default)s)")
@@ -54,8 +54,8 @@ def main(arguments: list[str] | None = None) -> int:
             start = time.monotonic()
             seconds = max(LEAST, (end - start) * PARTS[part] / sum(PARTS[later] for later in parts[k:]))
             tell(f"\n## {part.capitalize()}")
-            # Compiling loops for the CPU takes longer than what most parts need them for. Times above 8 rows
-            # are those of compiled loops.
+            # Most parts use loops on the CPU for less time than their compilation takes. But the part on
+            # speed times compiled loops, which solve above 8 rows.
             code = follow(command(part, seconds), seconds, tell, NUMBA_DISABLE_JIT=str(int(part != "speed")))
             endings = {0: "right", 1: "something is wrong", None: "killed"}
             ending = endings.get(code, f"ended with code {code}")

@@ -1,4 +1,4 @@
-"""Part 1: whether the device finds what the CPU finds."""
+"""Part 1: results of the device against results of the CPU."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -19,15 +19,15 @@ from gemproj import FISTA, PGD, Status
 
 SIZES = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 100, 168, 256)
 SOME = (2, 8, 12)
-# Above 8 rows the search of active sets runs on the CPU: it waits, and no graph can capture it.
+# Above 8 rows the search of active sets runs on the CPU: it synchronises, and no graph can capture it.
 ORDERED = (2, 8)
 BATCHES = [(2, 64, (1000,)), (9, 40, (7, 1)), (33, 70, (100,)), (8, 4000, (20,)), (3, 5, (2, 3, 4))]
-# Columns of usual problems, of larger and of large ones, and so many that 32 bits do not count three rows'.
+# Columns of usual, larger and large problems, and so many that three rows overflow 32-bit offsets.
 D, LARGER, LARGE, HUGE = 5003, 100_060, 2_166_784, (1 << 30) + 5
-# The most rows of hard problems; how many problems of integers, of which sizes.
+# The most rows of hard problems; the number of integer problems of each size.
 LARGEST = 120
 FUZZ = [(4167, t, d) for t in range(1, 7) for d in range(1, 5)] + [(500, t, 4) for t in range(9, 13)]
-# Families of which a Gram matrix in float64 says too little. Where the status tells, x is not judged.
+# Families beyond a Gram matrix in float64. If the status says so, x is not judged.
 BEYOND = ("opposite, tilt 1e-5", "opposite, tilt 1e-7", "condition", "Hilbert")
 
 
@@ -35,7 +35,7 @@ Case = tuple[Any, Any, dict[str, Any]]  # G, g and options, on the device
 
 
 def cases() -> Iterator[tuple[str, torch.dtype, list[Case]]]:
-    """Yield kinds of problems, with a name and the dtype of x."""
+    """Yield kinds of problems: a name, the dtype of x, and the problems."""
     f32, f64 = torch.float32, torch.float64
     for dtype, most in ((f32, 256), (f64, 100), (torch.float16, 33), (torch.bfloat16, 33)):
         sizes = [t for t in SIZES if t <= most]
@@ -64,13 +64,13 @@ def _in_blocks(t: int) -> Case:
 
 
 def against_the_cpu(problems: list[Case], dtype: torch.dtype) -> Found:
-    """Compare projections with what the CPU answers."""
+    """Compare projections with those of the CPU."""
     errors = [error(gemproj.project(G, g, **options), G, g, **options) for G, g, options in problems]
     return Found(len(problems), float(np.max(errors)), bound(dtype))
 
 
 def off(x: Any, right: np.ndarray, g: np.ndarray) -> float:
-    """Return the error of a projection, or the largest of a batch, over the norm of g."""
+    """Return the error of a projection over the norm of g, or the largest of a batch."""
     return float((np.linalg.norm(flat(x) - right, axis=-1) / np.linalg.norm(g, axis=-1)).max())
 
 
@@ -86,20 +86,20 @@ def families() -> Found:
 
 
 def fuzz() -> Found:
-    """Project small integers, which repeat, cancel and depend on each other, a batch of each size."""
+    """Project a batch of each size of small integers, whose rows repeat, cancel and depend on each other."""
     errors = []
     for n, t, d in FUZZ:
         rng = np.random.default_rng([t, d])
         G, g = rng.integers(-2, 3, (n, t, d)).astype(float), rng.integers(-3, 4, (n, d)).astype(float)
         g[~g.any(axis=1), 0] = 1.0
-        # Integers make K exact: a return to the rows would add nothing.
+        # K is exact for integers, so that a return to the rows would add nothing.
         right = gemproj.combine(G, g, gemproj.solve_gram(*gemproj.gram(G, g)).multipliers)
         errors.append(off(gemproj.project(*(torch.from_numpy(a).to(DEVICE) for a in (G, g))), right, g))
     return Found(sum(size[0] for size in FUZZ), float(np.max(errors)), 1e-9)
 
 
 def many_columns() -> Found:
-    """Compare one array with two blocks of it where offsets need more than 32 bits."""
+    """Compare one array whose offsets need more than 32 bits with two blocks of it."""
     G, g = draw(3, HUGE, torch.bfloat16)
     x, half = gemproj.project(G, g), HUGE // 2
     parts = gemproj.project([G[:, :half], G[:, half:]], [g[:half], g[half:]])
@@ -108,7 +108,7 @@ def many_columns() -> Found:
 
 
 def check_time(checks: Checks) -> None:
-    """Check what must not depend on when the device gets to it."""
+    """Check hard problems, and results that must not depend on the timing of the device."""
     checks.add("hard families", families)
     checks.add("degenerate integers", fuzz)
     checks.add("waits for the device", partial(order.waits, ORDERED, D))
@@ -125,7 +125,7 @@ def check_time(checks: Checks) -> None:
 
 
 def main(seconds: float) -> int:
-    """Check everything within so many seconds; return the exit code."""
+    """Check everything within `seconds`; return the exit code."""
     torch.manual_seed(20171208)
     wrong = run_suites(0.65 * seconds)
     checks = Checks("Against the CPU; errors are relative to the largest entry, or to the norm of g")

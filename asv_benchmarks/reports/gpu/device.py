@@ -1,4 +1,4 @@
-"""The device, and calls on it: captured, timed. Without a GPU it is the CPU, for the tests of the parts."""
+"""The device, and captured and timed calls on it. Without a GPU it is the CPU, to test the parts."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -10,16 +10,16 @@ from unittest.mock import patch
 import torch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Numbers in a buffer that no L2 cache holds.
+# Numbers in a buffer that exceeds every L2 cache.
 FLUSH = 1 << 25
-# Runs of a cold call; calls in a row that are timed together, on the device and on the host.
+# Runs of a cold call; consecutive calls that are timed together, on the device and on the host.
 FEWEST, MOST, WARM_CALLS, HOST_CALLS = 5, 30, 20, 100
 
 Call = Callable[[], Any]
 
 
 def backend(name: str) -> AbstractContextManager[Any]:
-    """Choose the backend of the public functions for a while."""
+    """Temporarily choose the backend of the public functions."""
     return patch("gemproj.backends.wanted", name)
 
 
@@ -40,19 +40,19 @@ class Clock:
         self._written, self._read = torch.zeros(2, FLUSH, device=DEVICE)
 
     def cold(self, call: Call, seconds: float = 0.1) -> float:
-        """Return the median time of single calls that find nothing in the caches."""
+        """Return the median time of single calls with cold caches."""
         call()
         rounds = int(1e6 * seconds / self._single(call))
         return median(self._single(call) for _ in range(max(FEWEST, min(MOST, rounds))))
 
     def warm(self, call: Call) -> float:
-        """Return the mean time of calls one after the other."""
+        """Return the mean time of consecutive calls."""
         call()
         return self._between(lambda: [call() for _ in range(WARM_CALLS)]) / WARM_CALLS
 
     def _single(self, call: Call) -> float:
         self._written.zero_()
-        # Read after that: lines that had to be written back first would count against the call.
+        # Then read: writing back dirty lines would count as time of the call.
         self._read.sum()
         return self._between(call)
 
@@ -66,7 +66,7 @@ class Clock:
 
 
 def host_time(call: Call) -> float:
-    """Return the microseconds until a call returns, whenever the device is done."""
+    """Return the microseconds until a call returns, without waiting for the device."""
     call()
     torch.cuda.synchronize()
     seconds = timeit(call, number=HOST_CALLS)

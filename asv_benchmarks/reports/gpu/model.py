@@ -1,4 +1,4 @@
-"""The shape of GPT-2 medium with LoRA, in torch alone and with random weights: as fast as the real one."""
+"""A GPT-2 with LoRA in torch alone, with random weights: as fast as GPT-2 medium of the same shape."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class Shape:
 
 
 class LoRA(nn.Linear):
-    """A frozen linear map and one of low rank, which is trained."""
+    """A frozen linear map plus a trained one of low rank."""
 
     def __init__(self, inputs: int, outputs: int, rank: int) -> None:
         super().__init__(inputs, outputs)
@@ -32,7 +32,7 @@ class LoRA(nn.Linear):
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron, with LoRA where PEFT can have it for GPT-2."""
+    """Causal attention and a perceptron, with LoRA in the layers to which PEFT adds it in GPT-2."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

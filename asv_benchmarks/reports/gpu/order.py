@@ -1,4 +1,4 @@
-"""What must not depend on when the device gets to it: waits, replays, streams."""
+"""Checks that results do not depend on the timing of the device: waits, replays, streams."""
 
 import math
 import sys
@@ -18,7 +18,7 @@ _ADDITIONS, _BUSY = 200, 1 << 24 if DEVICE.type == "cuda" else 1
 
 
 def waits(sizes: tuple[int, ...], d: int) -> Found:
-    """Count the numbers of rows with which the host waits for the device."""
+    """Count the numbers of rows for which the host waits for the device."""
     waited = 0
     for t in sizes:
         G, g = draw(t, d)
@@ -40,7 +40,7 @@ def waits(sizes: tuple[int, ...], d: int) -> Found:
 
 
 def replays(t: int, d: int, split: bool) -> Found:
-    """Replay a captured projection on changed data, then many times on the same."""
+    """Replay a captured projection on changed data, then many times on the same data."""
     G, g = draw(t, d)
     x, sizes = torch.empty_like(g), [d // 3, d - d // 3] if split else [d]
     rows, vectors, found = ([*a.split(sizes, dim=-1)] for a in (G, g, x))
@@ -60,7 +60,7 @@ def replays(t: int, d: int, split: bool) -> Found:
 
 
 def two_streams(t: int, d: int) -> Found:
-    """Project in two streams at once: count the answers that are not, to the last bit, those of one."""
+    """Project in two streams at once; count the results that differ in a bit from those of one stream."""
     problems = [draw(t, d) for _ in range(2)]
     alone = [gemproj.project(*problem) for problem in problems]
     streams = [torch.cuda.Stream() for _ in problems]
@@ -74,14 +74,14 @@ def two_streams(t: int, d: int) -> Found:
 
 
 def in_cupy_stream(own: bool, t: int, d: int) -> Found:
-    """Project in a stream of CuPy what it has yet to write, and read x in it: nobody may run ahead."""
+    """Project data that a stream of CuPy has yet to write, and read x in it: the order must be kept."""
     import cupy
 
     problem = draw(t, d, torch.float64)
     late = [cupy.asarray(a.cpu().numpy()) for a in problem]
     with cupy.cuda.Stream(non_blocking=True) if own else cupy.cuda.Stream.null:
         busy = cupy.zeros(_BUSY, dtype="float32")
-        for _ in range(2):  # compiling takes longer than what is to be waited for: the second time counts
+        for _ in range(2):  # compiling takes longer than the additions: the second run counts
             G, g = (cupy.zeros_like(a) for a in late)
             cupy.cuda.Device().synchronize()
             for _ in range(_ADDITIONS):

@@ -1,4 +1,4 @@
-"""What a part prints: tables in Markdown, each row as soon as it is known."""
+"""The output of a part: tables in Markdown, each row as soon as it is known."""
 
 import traceback
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from asv_benchmarks.reports.tables import markdown, power
 
 
 def say(*lines: str) -> None:
-    """Print lines at once: whoever reads along may stop this process at any time."""
+    """Print lines and flush, because the reading process may kill this one at any time."""
     print(*lines, sep="\n", flush=True)
 
 
@@ -24,18 +24,18 @@ class Running:
 
 
 class Targets(Running):
-    """A table of numbers and of the most that each should be."""
+    """A table of numbers and their targets, which are upper limits."""
 
     def __init__(self, title: str) -> None:
         super().__init__(title, ["", "target", "found", "met"])
 
     def add(self, name: str, found: float, most: float, write: Callable[[float], str]) -> None:
-        """Print whether a number is met; `write` formats both."""
+        """Print a number, its target `most`, and whether it is met; `write` formats both."""
         self.row(name, write(most), write(found), "yes" if found <= most else "no")
 
 
 class Found(NamedTuple):
-    """How many problems a check has looked at, the worst error, and the largest that is right."""
+    """The result of a check: number of problems, worst error, and the largest error that is right."""
 
     number: int
     worst: float
@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
 
 class Checks(Running):
-    """A table of checks, of which `wrong` were not right. What raises is wrong, and the next one goes on."""
+    """A table of checks; `wrong` counts failures. If a check raises, it failed, and the next one runs."""
 
     def __init__(self, title: str) -> None:
         super().__init__(title, ["check", "count", "worst error", "bound", "verdict"])

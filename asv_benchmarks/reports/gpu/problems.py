@@ -1,4 +1,4 @@
-"""Problems on the device, and what the CPU answers in float64."""
+"""Problems on the device, and their errors against the CPU in float64."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ROUNDED = 0.51
 def draw(
     t: int, d: int, dtype: torch.dtype = torch.float32, batch: tuple[int, ...] = ()
 ) -> tuple[Tensor, Tensor]:
-    """Draw rows that agree a little, and a gradient against them: the more columns, the more it violates."""
+    """Draw rows that agree a little, and a gradient against them; violations grow with the columns."""
     G = torch.randn(*batch, t, d, device=DEVICE, dtype=dtype).add_(0.2)
     return G, torch.randn(*batch, d, device=DEVICE, dtype=dtype).sub_(0.2)
 
@@ -25,7 +25,7 @@ def draw(
 def error(x: Any, G: Any, g: Any, **options: Any) -> float:
     """Return the largest error of an entry of x, over the largest entry of x or g of its problem.
 
-    Right is what the CPU answers for the same numbers in float64.
+    The error is taken against the answer of the CPU for the same numbers in float64.
     """
     G, g, options = tree_map(_to_numpy, (G, g, options))
     right = flat(gemproj.project(G, g, **options))
@@ -34,7 +34,7 @@ def error(x: Any, G: Any, g: Any, **options: Any) -> float:
 
 
 def bound(dtype: torch.dtype) -> float:
-    """Return the error that x may have: its rounding, and that of the multipliers."""
+    """Return the largest right error of x: its rounding, and that of the multipliers."""
     return ROUNDED * torch.finfo(dtype).eps + 1e-11
 
 

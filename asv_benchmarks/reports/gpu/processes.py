@@ -1,4 +1,4 @@
-"""Commands that must not take more time than they have."""
+"""Commands with a time limit."""
 
 import os
 import signal
@@ -9,9 +9,9 @@ from contextlib import suppress
 
 
 def follow(call: list[str], seconds: float, tell: Callable[[str], None], **environment: str) -> int | None:
-    """Run a command and tell each line that it prints; return its exit code.
+    """Run a command, pass each printed line to `tell`, and return the exit code.
 
-    None if it had to be killed, with all processes that it has started.
+    Return None if the command was killed after `seconds`, with all processes that it had started.
     """
     process = subprocess.Popen(
         call, env=os.environ | environment, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -27,12 +27,12 @@ def follow(call: list[str], seconds: float, tell: Callable[[str], None], **envir
     reader.start()
     try:
         reader.join(seconds)
-    finally:  # also of an interrupt from the keyboard, which a session of its own does not see
+    finally:  # also after Ctrl-C, which a process in its own session does not receive
         late = reader.is_alive()
         if late:
-            # Not waited for for ever: what hangs in the driver does not die, and keeps its pipe.
+            # With a limit: a process that hangs in the driver does not die, and keeps its pipe open.
             with suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait(5.0)
-                reader.join(5.0)  # the line that it was about to write says where it was
+                reader.join(5.0)  # its last line says where it was
     return None if late else process.wait()

@@ -24,7 +24,7 @@ CASES = {"MLP": [(10, 2), (10, 10), (10, 20), (100, 10)]}
 CASES["GPT-2 of 2 layers of 128, LoRA"] = [(1, 48), (4, 10), (4, 20), (16, 10)]
 CASES["GPT-2 small, LoRA"] = [(1, 48), (4, 10), (4, 20), (16, 3), (16, 10)]
 PRECISIONS = {"float32": "ieee", "TF32": "tf32"}
-# The largest difference of a row between the two ways that is right, relative to the norm of the row.
+# The largest right difference of a row between the two ways, relative to its norm.
 APART = {"float32": 1e-4, "TF32": 1e-2}
 WAYS = ("a pass each", "shared")
 HEAD = ["examples of a row", "rows", *WAYS, "ratio", *(f"MB, {way}" for way in WAYS)]

@@ -1,4 +1,4 @@
-"""Part 2: how long projections take, beside A-GEM, I-GEM, the recipe of GEM, and what memory allows."""
+"""Part 2: times of projections, beside A-GEM, I-GEM, the recipe of GEM, and the memory floor."""
 
 import traceback
 from collections.abc import Callable
@@ -21,9 +21,9 @@ COLUMNS = (LORA, 1 << 25)
 DTYPES = (torch.float32, torch.bfloat16)
 # Problems of a batch by backend, their rows and columns.
 BATCHES, BATCH_SIZES, BATCH_D = {"triton": 1_000_000, "portable": 20_000}, (2, 8), 64
-# Rows up to which nothing waits for the device.
+# The most rows for which no call waits for the device.
 MOST_CAPTURED = 8
-# Numbers that are copied to learn the bandwidth.
+# Numbers that are copied to measure the bandwidth.
 COPIED = 1 << 28
 HEAD = ["t", "floor", "gram", "combine", "captured", "warm", "eager", "portable, captured", "portable, eager"]
 HEAD += ["A-GEM, mean", "A-GEM, given", "I-GEM", "KKT residual"]
@@ -34,16 +34,16 @@ Microseconds, cold but for "warm": before each call one buffer is written, which
 another is read. Floor: the time in which a copy moves G and g twice and x once. All but "eager", I-GEM and
 GEM are replays of CUDA graphs; above 8 rows the CPU solves, and there is none. Gram and combine are the first
 and the last stage. Portable: array operations, without Triton's kernels."""
-# What a projection takes on an H100 according to the paper on I-GEM, d = 2,166,784.
+# Time of a projection on an H100 according to the I-GEM paper, d = 2,166,784.
 PAPER = {"GEM": 1_960_000.0, "I-GEM": 2160.0, "A-GEM": 216.0}
-# d = 2,166,784, float32, t = 2: microseconds, eager no more than the paper's A-GEM.
+# Targets for d = 2,166,784, float32, t = 2 in microseconds; "eager" is the time of the paper's A-GEM.
 MOST = {"eager": 216.0, "captured": 60.0}
 
 Times = dict[str, float]
 
 
 class Speed:
-    """All tables, of which `wrong` failed; or answers, that are not optimal."""
+    """All tables; `wrong` counts failed tables and answers that are not optimal."""
 
     def __init__(self) -> None:
         self.clock, self.wrong = Clock(), 0
@@ -85,7 +85,7 @@ class Speed:
         return times
 
     def _replayed(self, call: Call, time: Callable[[Call], float] | None = None) -> float:
-        """Return the time of a replay; where that is not possible NaN, and the reason in the log."""
+        """Return the time of a replay; NaN if capture fails, with the reason in the log."""
         try:
             return (time or self.clock.cold)(as_graph(call))
         except RuntimeError:
@@ -93,7 +93,7 @@ class Speed:
             return nan
 
     def published(self) -> None:
-        """Print the figures of the paper beside the same recipes here."""
+        """Print the times of the paper beside those of the same recipes here."""
         G, g = draw(2, COLUMNS[0])
         here: dict[str, Call] = {
             "GEM": lambda: gem_published(G.cpu(), g.cpu()).to(DEVICE),
@@ -110,7 +110,7 @@ class Speed:
             table.row(name, digits(PAPER.get(name, nan)), found)
 
     def host(self) -> None:
-        """Print when calls return, with so few columns that the device is never waited for."""
+        """Print the times until calls return, with so few columns that no call waits for the device."""
         head = ["t", "eager", "portable", "replay"]
         table = Running(f"Microseconds until a call returns, d = {BATCH_D}", head)
         for t in SIZES:
@@ -122,7 +122,7 @@ class Speed:
             table.row(str(t), digits(host_time(call)), digits(portable), replay)
 
     def batches(self) -> None:
-        """Print how many small problems are solved in a second."""
+        """Print the number of small problems that are solved in a second."""
         head = ["t", "backend", "problems", "microseconds", "problems/s"]
         table = Running(f"Batches, d = {BATCH_D}, float32, warm", head)
         for t in BATCH_SIZES:
@@ -133,7 +133,7 @@ class Speed:
                 table.row(str(t), name, f"{count:,}", digits(whole), f"{1e6 * count / whole:.1e}")
 
     def verdicts(self) -> None:
-        """Print which targets are met."""
+        """Print the targets, and whether they are met."""
         table = Targets(f"Targets, d = {COLUMNS[0]:,}, float32")
         for name, most in MOST.items():
             if not isnan(found := self.aimed.get(name, nan)):
@@ -141,7 +141,7 @@ class Speed:
 
 
 def agem(g: Tensor, reference: Tensor, out: Tensor) -> Tensor:
-    """Project on one reference gradient by torch's operations, without a wait for the device."""
+    """Project on one reference gradient by operations of torch, without waiting for the device."""
     weight = torch.dot(g, reference).clamp(max=0.0) / torch.dot(reference, reference)
     return torch.sub(g, weight * reference, out=out)
 

@@ -1,4 +1,4 @@
-"""The project's own tests on the device, a process for each file: most of their time is Python."""
+"""The project's tests on the device, a process for each file, because most of their time is Python."""
 
 import re
 import sys
@@ -9,7 +9,7 @@ from functools import partial
 from asv_benchmarks.reports.gpu.printing import Checks, Found, say
 from asv_benchmarks.reports.gpu.processes import follow
 
-# By title: files of tests, and which of their tests; both with Triton's kernels and without.
+# By title: files of tests, and the selected tests; with and without Triton's kernels.
 SUITES = {
     "what waits": (["device"], ""),
     "the public functions": (
@@ -18,13 +18,13 @@ SUITES = {
     ),
 }
 BACKENDS = ("triton", "portable")
-# Warnings of other libraries are no errors here: a machine with a GPU has versions of its own.
+# Warnings of other libraries are no errors here, because GPU machines have other versions.
 OPTIONS = ["-q", "-rfE", "-p", "no:cacheprovider", "-W", "default", "--maxfail", "10", "--tb", "line"]
 _MOST_NAMED = 20
 
 
 def run_suites(seconds: float) -> int:
-    """Run all suites at once, print a table, and return how many were wrong."""
+    """Run all suites at once, print a table, and return the number of wrong suites."""
     title = "Tests of the project on the device; errors are tests that failed, or 1 if none ran"
     checks, failures = Checks(title), []
     with ThreadPoolExecutor(len(BACKENDS) * sum(len(files) for files, _ in SUITES.values())) as pool:
@@ -45,7 +45,7 @@ def run_suites(seconds: float) -> int:
 
 
 def _tested(backend: str, chosen: str, seconds: float, file: str) -> tuple[Counter[str], list[str]]:
-    """Return how many tests of a file passed, failed or were skipped, and which failed and why."""
+    """Return the counts of passed, failed and skipped tests of a file, and its failures with reasons."""
     lines: list[str] = []
     command = [sys.executable, "-um", "pytest", *OPTIONS, "-k", chosen, f"tests/test_{file}.py"]
     code = follow(command, seconds, lines.append, GEMPROJ_BACKEND=backend, OMP_NUM_THREADS="1", COLUMNS="160")

@@ -1,4 +1,4 @@
-"""Part 3: a training step of GPT-2 medium with LoRA, and what it costs to keep past tasks."""
+"""Part 3: a training step of GPT-2 medium with LoRA, and the cost of keeping past tasks."""
 
 import sys
 import time
@@ -19,12 +19,12 @@ from gemproj.torch import EpisodicMemory, GradientProjector
 SHAPE = Shape()
 TEXTS, TOKENS, TASKS, STORED = 32, 128, (3, 10, 20), 100
 ROUNDS = 5
-PRECISIONS = ("bfloat16", "TF32", "float32")  # by autocast; of matrix products; without either
+PRECISIONS = ("bfloat16", "TF32", "float32")  # by autocast; of matrix products; neither
 STAGES = ["batch", "constraint gradients", "projection", "optimizer", "in all"]
 HEAD = ["", *STAGES, "plain steps"]
 # Of the optimality conditions, free of scale.
 BOUND = 1e-6
-# With 16 texts of each of 3 tasks, rows in one pass where that is possible: parts of a step, and plain steps.
+# Targets with 16 texts of each of 3 tasks and shared passes: share of a step, and time in plain steps.
 MOST_PROJECTION, MOST_STEPS, JUDGED = 0.01, 1.6, "GEM, 16 texts a task"
 
 Batch = dict[str, torch.Tensor]
@@ -56,7 +56,7 @@ def loss(half: bool, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
 
 
 class Loop:
-    """A model, an optimizer and a projector. Of the projections, `wrong` were not optimal."""
+    """A model, an optimizer and a projector; `wrong` counts projections that were not optimal."""
 
     def __init__(self) -> None:
         with DEVICE:
@@ -85,7 +85,7 @@ class Loop:
     def tabulate(self, precision: str, memory: EpisodicMemory) -> dict[str, dict[str, float]]:
         """Print a table of all ways, and return the medians of each."""
         torch.backends.cuda.matmul.fp32_precision = "tf32" if precision == "TF32" else "ieee"
-        # One function for all steps: whether rows can share a pass is found out once for each.
+        # One function for all steps, because each new function is checked for whether rows can share a pass.
         self.loss = partial(loss, precision == "bfloat16")
         title = f"{precision}, {len(memory.tasks)} past tasks"
         table, found = Running(f"{title}; milliseconds, medians of {ROUNDS} steps", HEAD), {}
@@ -128,7 +128,7 @@ def main(seconds: float) -> int:
         if tasks == TASKS[0] and JUDGED in found:
             judged[precision] = found
         if 2.5 * (time.monotonic() - start) > end - time.monotonic():
-            break  # the next table would take about so long
+            break  # the next table may take 2.5 times as long
     table = Targets(f"Targets: {TASKS[0]} past tasks, {JUDGED}")
     for precision, found in judged.items():
         step = found[JUDGED]
