@@ -6,7 +6,6 @@ over two batches and clipped. ``accelerate launch`` runs the same file in severa
     python examples/accelerate_loop.py
 """
 
-import argparse
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def accuracy(model: torch.nn.Module, task: int) -> float:
     return float((model(points).argmax(1) == labels).float().mean())
 
 
-def main(epochs: int) -> Table:
+def main(epochs: int = 4) -> Table:
     """Compare three ways to learn the tasks."""
     table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
     for on in (None, "gradient", "both"):
@@ -85,6 +84,4 @@ def main(epochs: int) -> Table:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=4, help="for each task")
-    main(**vars(parser.parse_args()))
+    main()

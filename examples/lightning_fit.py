@@ -1,10 +1,9 @@
 """Five tasks one after the other with PyTorch Lightning, with and without GEM.
 
 ``python examples/lightning_fit.py`` takes a few seconds on a CPU and needs no data. Each task has its own
-clusters of points, which one network with one head classifies. ``--quick`` is smaller still.
+clusters of points, which one network with one head classifies.
 """
 
-import argparse
 import logging
 import warnings
 
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from gemproj.integrations.lightning import GEMCallback
 
-FEATURES, CLASSES = 16, 4
+FEATURES, CLASSES, EPOCHS = 16, 4, 4
 
 
 class Classifier(pl.LightningModule):
@@ -54,16 +53,14 @@ def make_task(seed: int, examples: int) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x[:examples], y[:examples]), TensorDataset(x[examples:], y[examples:])
 
 
-def learn(
-    tasks: list[tuple[TensorDataset, TensorDataset]], epochs: int, gem: GEMCallback | None
-) -> list[float]:
+def learn(tasks: list[tuple[TensorDataset, TensorDataset]], gem: GEMCallback | None) -> list[float]:
     """Learn the tasks in turn; return the accuracy on each of them at the end."""
     torch.manual_seed(0)
     model = Classifier()
     for train, _ in tasks:
         loader = DataLoader(train, batch_size=32, shuffle=True)
         trainer = pl.Trainer(
-            max_epochs=epochs,
+            max_epochs=EPOCHS,
             callbacks=[gem] if gem else [],
             accelerator="cpu",
             logger=False,
@@ -77,19 +74,16 @@ def learn(
     return [model.accuracy(test) for _, test in tasks]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(count: int = 5, examples: int = 1024) -> None:
     """Print the accuracy on each task at the end, without and with GEM."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer tasks and examples")
-    quick = parser.parse_args(arguments).quick
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # such as its advice on worker processes
-    tasks = [make_task(seed, 256 if quick else 1024) for seed in range(3 if quick else 5)]
+    tasks = [make_task(seed, examples) for seed in range(count)]
     gem = GEMCallback(Classifier.loss, per_task=40, on="both")
     table = Table("Method", *(f"Task {k + 1}" for k in range(len(tasks))), "Average", title="Accuracy (%)")
     for name, callback in (("Fine-tuning", None), ("GEM", gem)):
-        print(f"{name}: {len(tasks)} tasks of 4 epochs ...", flush=True)
-        found = learn(tasks, epochs=4, gem=callback)
+        print(f"{name}: {len(tasks)} tasks of {EPOCHS} epochs ...", flush=True)
+        found = learn(tasks, callback)
         table.add_row(name, *(f"{100 * one:.0f}" for one in (*found, sum(found) / len(found))))
     Console().print(table)
 

@@ -1,7 +1,5 @@
 """A plain torch loop on generated tasks, without and with projection: ``python examples/plain_torch.py``."""
 
-import argparse
-
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -52,7 +50,7 @@ def train(project: bool, steps: int) -> list[float]:
     return accuracies(model)
 
 
-def main(steps: int) -> None:
+def main(steps: int = 300) -> None:
     """Train without and with projection, and print the accuracies."""
     table = Table("", *(f"task {task}" for task in range(TASKS)), title="Accuracy after the last task (%)")
     for name, project in (("without projection", False), ("with projection", True)):
@@ -63,6 +61,4 @@ def main(steps: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("steps", nargs="?", type=int, default=300, help="for each task")
-    main(**vars(parser.parse_args()))
+    main()

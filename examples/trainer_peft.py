@@ -6,7 +6,6 @@ GPT-2, made from a configuration: nothing is downloaded.
     python examples/trainer_peft.py
 """
 
-import argparse
 import tempfile
 from typing import Any
 
@@ -94,7 +93,7 @@ def learn(gem: GEMCallback | None, steps: int, folder: str) -> list[float]:
     return [accuracy(model, task) for task in range(TASKS)]
 
 
-def main(steps: int) -> Table:
+def main(steps: int = 100) -> Table:
     """Compare three ways to learn the tasks."""
     table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
     with tempfile.TemporaryDirectory() as folder:
@@ -109,6 +108,4 @@ def main(steps: int) -> Table:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100, help="for each task")
-    main(**vars(parser.parse_args()))
+    main()

@@ -1,7 +1,7 @@
 """The examples of one file run as they are, and projection keeps what they lose without it."""
 
+import importlib
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -18,25 +18,25 @@ NAMES = "without projection", "with projection"
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of Lightning, about workers and loggers
 @pytest.mark.parametrize(
-    ("needed", "command", "names", "gain"),
+    ("needed", "name", "options", "names", "gain"),
     [
-        ("torch", ["examples/plain_torch.py", "100"], NAMES, 20),
-        ("torch.distributed.fsdp", [*TWO_PROCESSES, "examples/fsdp2.py", "15"], NAMES, 10),
-        ("lightning", ["examples/lightning_fit.py", "--quick"], ("Fine-tuning", "GEM"), 0),
+        ("torch", "plain_torch", [100], NAMES, 20),
+        ("torch.distributed.fsdp", "fsdp2", [15], NAMES, 10),
+        ("lightning", "lightning_fit", [3, 256], ("Fine-tuning", "GEM"), 0),
     ],
 )
-def test_projection_keeps_past_tasks(needed, command, names, gain, monkeypatch, capfd, one_thread):
+def test_projection_keeps_past_tasks(needed, name, options, names, gain, monkeypatch, capfd, one_thread):
     if needed.endswith("fsdp") and not hasattr(pytest.importorskip(needed), "fully_shard"):
         pytest.skip("torch without fully_shard")
     pytest.importorskip(needed)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("COLUMNS", "120")
-    if command[0] == "-m":
+    if name == "fsdp2":
+        command = [*TWO_PROCESSES, "examples/fsdp2.py", *map(str, options)]
         subprocess.run([sys.executable, *command], cwd=ROOT, check=True, timeout=300)
     else:  # in this process, which has imported all that
-        monkeypatch.setattr(sys, "argv", command)
-        runpy.run_path(str(ROOT / command[0]), run_name="__main__")
+        importlib.import_module(f"examples.{name}").main(*options)
     printed = capfd.readouterr().out
     cells = (re.findall(rf"^\W*{name}( .*\d.*)$", printed, re.M) for name in names)
     without, projected = ([int(number) for number in re.findall(r"\d+", row)] for [row] in cells)
