@@ -15,7 +15,7 @@ import torch
 from examples.common.command import SetupError
 from examples.lora_agnews import data, small, stream
 from examples.lora_agnews.config import MINI
-from examples.study.streams import KINDS, load
+from examples.study.streams import KINDS, load, text
 
 SMALL = {"tasks": 3, "rows": 60, "hidden": 8}
 
@@ -32,14 +32,17 @@ def options(tmp_path_factory):
     own = cache / "first.csv", cache / "second.jsonl"
     own[0].write_text("label,number,text\n" + "".join(lines), encoding="utf-8-sig")  # as spreadsheets do
     own[1].write_text("".join(json.dumps(row) + "\n" for row in rows[40:100]), encoding="utf-8")
-    kept, paths = {"cache": str(cache)}, [str(path) for path in own]
-    return {
-        **dict.fromkeys(("permuted", "rotated"), SMALL),
-        "split": SMALL | {"tasks": 5},
-        "mnist1d": SMALL,
-        "agnews": {"tasks": 3, "preset": "mini", "data_folder": str(cache)} | kept,
-        "files": {"paths": paths, "preset": "mini"} | kept,
-    }
+    paths = [str(path) for path in own]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(text, "QUICK", MINI)
+        yield {
+            **dict.fromkeys(("permuted", "rotated"), SMALL),
+            "split": SMALL | {"tasks": 5},
+            "mnist1d": SMALL,
+            "agnews": {"tasks": 3, "data_folder": str(cache)},
+            "files": {"paths": paths},
+        }
 
 
 def at_once(command, **_):

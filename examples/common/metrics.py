@@ -71,6 +71,11 @@ class Interval:
     n: int
 
     @property
+    def bar(self) -> float:
+        """Length of an error bar; 0 for one seed."""
+        return self.half if np.isfinite(self.half) else 0.0
+
+    @property
     def excludes_zero(self) -> bool:
         """Whether zero lies outside."""
         return abs(self.mean) > self.half

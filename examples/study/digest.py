@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-DIGITS = 12
-
 
 def of_arrays(*arrays: np.ndarray) -> str:
     """Return a hash of dtypes, shapes and values."""
@@ -31,4 +29,4 @@ def _of(parts: Iterable[Any]) -> str:
     found = hashlib.sha256()
     for part in parts:
         found.update(part)
-    return found.hexdigest()[:DIGITS]
+    return found.hexdigest()[:12]

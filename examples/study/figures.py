@@ -34,16 +34,15 @@ def accuracy_and_cost(found: Found) -> Figure:
         for name in (name for name in points if METHODS[name].family == family):
             look = {"color": METHODS[name].colour, "marker": marker, "markeredgecolor": "white"}
             cost, accuracy = points[name]
-            axes.errorbar(cost, accuracy.mean, _bar(accuracy), markersize=7.5, elinewidth=1.2, **look)
+            axes.errorbar(cost, accuracy.mean, accuracy.bar, markersize=7.5, elinewidth=1.2, **look)
     in_turn = {name: (cost, y.mean) for name, (cost, y) in points.items() if not METHODS[name].joint}
     best = [points[name] for name in pareto(in_turn)]
     steps = {"drawstyle": "steps-post", "color": INK, "linewidth": 0.8, "zorder": 1}
     axes.plot([cost for cost, _ in best], [accuracy.mean for _, accuracy in best], **steps)
     figure.legend(loc="outside upper center", ncols=4, handletextpad=0.2)
-    line = " Line: the best accuracy at that cost or less" + (
-        "." if len(in_turn) == len(points) else ", Joint aside."
-    )
-    noted(figure, _note(accuracy for _, accuracy in points.values()) + line)
+    aside = "" if len(in_turn) == len(points) else ", Joint aside"
+    note = _note(accuracy for _, accuracy in points.values())
+    noted(figure, f"{note} Line: the best accuracy at that cost or less{aside}.")
     label_points(axes, {METHODS[name].title: point for name, point in points.items()}, best)
     return figure
 
@@ -118,7 +117,7 @@ def paired_differences(found: Found, baseline: str = "replay") -> Figure:
         if one:
             face = colour if one.excludes_zero else "white"
             look = {"color": colour, "markerfacecolor": face, "markersize": 6, "capsize": 2}
-            axes.errorbar(100 * one.mean, y, xerr=100 * _bar(one), fmt="o", **look)
+            axes.errorbar(100 * one.mean, y, xerr=100 * one.bar, fmt="o", **look)
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.tick_params(axis="y", length=0)
     axes.grid(visible=True, axis="x")
@@ -144,7 +143,7 @@ def losses(records: Iterable[Record], methods: Mapping[str, Any], before: float)
             y, x = (interval(run["loss"][language] for run in found) for language in "yx")
             shown.append(x)
             text = f"{knob:g}" if knob is not None and knob in ends else ""
-            points.append(((y.mean, _bar(y)), (x.mean, _bar(x)), text))
+            points.append(((y.mean, y.bar), (x.mean, x.bar), text))
         curves[methods[name].title] = (methods[name].colour, marker, side), points
     return front(curves, before, f"Beside the ends of each line: its knobs. {_note(shown)}")
 
@@ -152,16 +151,15 @@ def losses(records: Iterable[Record], methods: Mapping[str, Any], before: float)
 def memory(records: Sequence[Record]) -> Figure:
     """Draw accuracy over ``record["per_task"]``, a line for each method and each policy of the memory."""
     figure, axes = plt.subplots(figsize=(7.2, 4.2))
-    policies = list(grouped("policy", records))
     sizes = sorted(grouped("per_task", records))
-    looks = {policy: (MARKERS[k], DASHES[k % len(DASHES)]) for k, policy in enumerate(policies)}
+    looks = dict(zip(grouped("policy", records), zip(MARKERS, cycle(DASHES), strict=False), strict=False))
     lines = {
         (name, policy): {
             size: _accuracy(compare.one_setting(runs))
             for size, runs in grouped("per_task", found, sizes).items()
         }
         for name, group in grouped("method", records, METHODS).items()
-        for policy, found in grouped("policy", group, policies).items()
+        for policy, found in grouped("policy", group, looks).items()
     }
     for ((name, policy), line), aside in zip(lines.items(), side_by_side(len(lines)), strict=True):
         marker, dashes = looks[policy]
@@ -219,13 +217,8 @@ def _over_tasks(axes: Any, label: str) -> None:
 
 def _intervals(axes: Axes, x: Any, found: Iterable[Interval], scale: float = 1, **look: Any) -> None:
     """Draw means with their intervals."""
-    means, bars = zip(*((scale * one.mean, scale * _bar(one)) for one in found), strict=True)
+    means, bars = zip(*((scale * one.mean, scale * one.bar) for one in found), strict=True)
     axes.errorbar(x, means, bars, **look)
-
-
-def _bar(found: Interval) -> float:
-    """Return the length of an error bar; 0 for one seed, whose interval is infinite."""
-    return found.half if np.isfinite(found.half) else 0.0
 
 
 def _note(shown: Iterable[Interval], what: str = "Error bars") -> str:

@@ -26,8 +26,7 @@ def label_points(axes: Axes, points: Mapping[str, Point], steps: Sequence[Point]
     unit, to_pixels = figure.dpi / 72, axes.transData.transform
     fixed = []  # boxes: left, bottom, right, top
     for x, y in points.values():
-        half = y.half if np.isfinite(y.half) else 0.0
-        at, low, high = to_pixels([(x, y.mean), (x, y.mean - half), (x, y.mean + half)])
+        at, low, high = to_pixels([(x, y.mean), (x, y.mean - y.bar), (x, y.mean + y.bar)])
         fixed += [[*(at - 5 * unit), *(at + 5 * unit)], [*(low - unit), *(high + unit)]]
     for (x, y), (x_next, y_next) in pairwise(steps):
         start, corner, end = to_pixels([(x, y.mean), (x_next, y.mean), (x_next, y_next.mean)])

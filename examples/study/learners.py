@@ -68,10 +68,10 @@ class Learner:
         """Change the gradient between the backward pass and the step."""
 
     def end_step(self) -> None:
-        """Called after each step."""
+        """Observe the step that was taken."""
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Called after each task, with the examples of it that may be stored."""
+        """Finish a task; its examples in `batch` may be stored."""
 
     @property
     def nbytes(self) -> int:

@@ -103,14 +103,12 @@ def difference_rows(results: Results) -> list[list[str]]:
 
 def _rows(summary: Summary, *columns: tuple[str, float, int | None]) -> list[list[str]]:
     """Return rows of numbers by method, published and here; columns are (name, scale, decimals)."""
-    return [
-        [
-            METHODS[name].title,
-            *(
-                plus_minus(found[name][number], scale, decimals) if name in found else "-"
-                for number, scale, decimals in columns
-                for found in (PUBLISHED, summary)
-            ),
-        ]
-        for name in summary
-    ]
+    rows = []
+    for name in summary:
+        cells = (
+            plus_minus(found[name][number], scale, decimals) if name in found else "-"
+            for number, scale, decimals in columns
+            for found in (PUBLISHED, summary)
+        )
+        rows.append([METHODS[name].title, *cells])
+    return rows

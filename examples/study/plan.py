@@ -29,14 +29,11 @@ def complete(
         # Loading a stream once fills the cache, so that workers do not all pretrain a backbone.
         hashes = streams.load(STREAMS[name].kind, 0, **STREAMS[name].options).hashes
         results = results_of(name, folder)
-        while waiting := todo(name, results, methods):
-            results.check(hashes)  # raises before any run starts
-            console.print(f"[bold]{name}[/]  {len(waiting)} runs, {jobs} at a time")
-            work(waiting, results.keep, jobs, console)
-        if timing and (waiting := to_time(name, results, methods)):
-            results.check(hashes)
-            console.print(f"[bold]{name}[/]  {len(waiting)} runs to be timed")
-            work(waiting, results.keep, 1, console)
+        for due, at_once in ((todo, jobs), (to_time, 1))[: 1 + timing]:
+            while waiting := due(name, results, methods):
+                results.check(hashes)  # raises before any run starts
+                console.print(f"[bold]{name}[/]  {len(waiting)} runs, {at_once} at a time")
+                work(waiting, results.keep, at_once, console)
 
 
 def todo(stream: str, results: Results, methods: Sequence[str] = ()) -> list[Run]:

@@ -158,12 +158,7 @@ def variants(found: Found, names: Iterable[str], timed: bool = False) -> str:
             cells = [column.cell(source[name]) for column, source in columns]
             counted = [METHODS[name].title, str(len(found.runs[name]))]
             rows.append([*counted, *cells, *(["", ""] if name == base else minus)])
-    head = [
-        "Method",
-        "Seeds",
-        *(column.head for column, _ in columns),
-        *(f"{head} minus it" for head in heads),
-    ]
+    head = ["Method", "Seeds", *(column.head for column, _ in columns), *(f"{one} minus it" for one in heads)]
     return f"{caption} {SPREAD}\n\n{markdown_table(head, rows)}"
 
 

@@ -14,14 +14,7 @@ from . import Stream, text
 Row = tuple[str, str]  # text and label
 
 
-def files(
-    seed: int,
-    paths: Sequence[str],
-    tests: Sequence[str] | None = None,
-    preset: str = "quick",
-    cache: str | None = None,
-    **settings: Any,
-) -> Stream:
+def files(seed: int, paths: Sequence[str], tests: Sequence[str] | None = None, **settings: Any) -> Stream:
     """Learn one file after the other, in the given order.
 
     Files are CSV with the columns ``text`` and ``label`` (other columns are ignored), or JSONL with these
@@ -33,7 +26,7 @@ def files(
         raise SetupError(f"paths must name at least 2 files, one for each task; got {len(paths)}")
     if tests is not None and len(tests) != len(paths):
         raise SetupError(f"tests must name a file for each of the {len(paths)} paths, got {len(tests)}")
-    config = text.configure(preset, settings)
+    config = text.configure(settings)
     read = [_deal(Path(path), Path(tests[k]) if tests else None) for k, path in enumerate(paths)]
     classes = sorted({label for parts in read for part in parts for _, label in part})
     if len(classes) < 2:
@@ -44,7 +37,7 @@ def files(
     for path, parts in zip(paths, read, strict=True):
         numbered = ([(words, classes.index(label)) for words, label in part] for part in parts)
         experiences.append(Experience(Path(path).stem, *map(split, numbered)))
-    return text.build(config, experiences, range(len(paths)), seed, len(classes), cache)
+    return text.build(config, experiences, range(len(paths)), seed, len(classes))
 
 
 def _deal(path: Path, test_path: Path | None) -> tuple[list[Row], list[Row]]:
