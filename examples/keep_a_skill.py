@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Compare the methods; print a table, and write the figure and the numbers that the options name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds, from 0")
-    parser.add_argument("--steps", type=int, default=150, help="of fine-tuning, after four times as many")
+    parser.add_argument("--steps", type=int, default=150, help="fine-tuning steps (pretraining: 4 x as many)")
     parser.add_argument("--figure", type=Path, help="PNG to draw")
     parser.add_argument("--out", type=Path, help="JSON file for the numbers of each seed")
     options = parser.parse_args(arguments)

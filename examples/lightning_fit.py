@@ -35,7 +35,7 @@ class Classifier(pl.LightningModule):
         return self.loss(batch)
 
     def configure_optimizers(self):
-        """Return the optimizer; ``on="both"`` projects its steps, whichever it is."""
+        """Return the optimizer; ``on="both"`` projects the steps of any optimizer."""
         return torch.optim.Adam(self.parameters(), lr=5e-3)
 
     @torch.no_grad()

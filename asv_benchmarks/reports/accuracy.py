@@ -37,7 +37,7 @@ Case = tuple[np.ndarray, np.ndarray, np.ndarray]  # G, g and the projection of g
 
 
 class Score(NamedTuple):
-    """The measures of one answer; NaN for a missing answer."""
+    """The measures of one answer; NaN for those that are missing."""
 
     t: int
     ms: float

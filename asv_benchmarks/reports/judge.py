@@ -39,7 +39,7 @@ def project_precisely(G: np.ndarray, g: np.ndarray) -> np.ndarray:
 
 
 def _integers(v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return v as integers and the exponents of a power of two, one for each vector along the last axis."""
+    """Return v as integers and exponents of two, one exponent for each vector along the last axis."""
     mantissa, exponent = np.frexp(v.astype(np.float64))
     lowest = np.where(v != 0, exponent, exponent.max()).min(axis=-1, keepdims=True)
     digits = np.ldexp(mantissa, 53).astype(np.int64).astype(object)

@@ -34,14 +34,14 @@ def parser() -> ArgumentParser:
         "--data",
         type=Path,
         help="folder with AG News as train.csv (rows of label, title, description), by default $AGNEWS_DIR; "
-        "without it the Hugging Face hub is asked, and if it is out of reach, a corpus is generated",
+        "otherwise the articles come from the Hugging Face hub, or else from a generated corpus",
     )
     found.add_argument("--cache", type=Path, help="folder for the small GPT-2, by default the user's cache")
     found.add_argument("--out", type=Path, help="folder for results, by default runs/agnews-PRESET")
     found.add_argument(
         "--jobs", type=command.count, help="runs at once, by default one for each core, or one on a GPU"
     )
-    settings = found.add_argument_group("settings", "Left out, the preset decides.")
+    settings = found.add_argument_group("settings", "By default those of the preset.")
     for one in fields(Config):
         if one.metadata:
             how = {"action": BooleanOptionalAction} if one.default is True else {"type": _reader(one.default)}

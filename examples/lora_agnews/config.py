@@ -21,35 +21,35 @@ class Config:
 
     preset: str = "paper"
     methods: tuple[str, ...] = setting(
-        ("plain", "agem", "gem", "igem", "gem-step", "replay"), f"with commas between: {', '.join(METHODS)}"
+        ("plain", "agem", "gem", "igem", "gem-step", "replay"), f"separated by commas: {', '.join(METHODS)}"
     )
     seeds: tuple[int, ...] = setting(
-        (0, 2, 5, 7, 11), "of the order of experiences and batches, the adapters, the head and the memory"
+        (0, 2, 5, 7, 11), "seeds of the order of experiences and batches, adapters, head and memory"
     )
     epochs: int = setting(1, "passes over each experience")
     lr: float = setting(1e-3, "learning rate of AdamW")
     batch_size: int = setting(32, "rows in a training batch")
     eval_batch_size: int = setting(50, "rows in an evaluation batch")
-    microbatch: int = setting(32, "most rows in one forward pass of learning; more are taken in parts")
+    microbatch: int = setting(32, "most rows in one forward pass of training; larger batches are split")
     margin: float = setting(0.3, "memory strength of GEM and I-GEM")
     pgd_steps: int = setting(3, "iterations of I-GEM")
-    dropout: bool = setting(True, "whether the model drops out while it learns")
+    dropout: bool = setting(True, "whether the model has dropout during training")
     per_task: int = setting(100, "rows kept of each finished experience")
     sample_size: int = setting(150, "rows drawn from all memories for A-GEM and replay")
     few: int = setting(16, "rows of each experience that gem-few and replay-few take at a step")
-    weight: float = setting(2.0, "of each past experience for gem-few (its margin) and replay-few")
+    weight: float = setting(2.0, "weight of each past experience for gem-few (margin) and replay-few")
     experiences: int = setting(3, "number of experiences")
     rows: int = setting(6_000, "rows of an experience, four fifths of them for training")
     dominant_share: float = setting(0.9, "share of the class that dominates an experience")
     backbone: str = setting("gpt2-medium", "small (pretrained here), a GPT-2 on the hub, or a local folder")
     max_length: int = setting(512, "tokens of an article that the model sees")
     small_layers: int = setting(2, "layers of the small GPT-2")
-    small_width: int = setting(128, "its width, a multiple of 32 if it is larger")
+    small_width: int = setting(128, "width of the small GPT-2, a multiple of 32 if above 32")
     small_vocabulary: int = 4_000
     small_steps: int = setting(300, "pretraining steps of the small GPT-2")
     device: str = setting("auto", "cpu, cuda, cuda:1, mps or auto")
     eval_interval: int = setting(25, "steps between two points of the accuracy curves")
-    eval_rows: int = setting(400, "test rows of a task behind such a point")
+    eval_rows: int = setting(400, "test rows of a task for each point of the curves")
     probe_interval: int = setting(10, "steps between two measurements of violated constraints")
 
     def __post_init__(self) -> None:

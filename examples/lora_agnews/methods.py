@@ -18,7 +18,7 @@ class Method:
     title: str
     colour: str
     options: Callable[[Config], dict[str, Any]] | None = None  # of its GEM; None: no projection
-    replayed: Callable[[EpisodicMemory, Config], Iterable[Any]] = lambda memory, c: ()  # batches
+    replayed: Callable[[EpisodicMemory, Config], Iterable[Any]] = lambda memory, c: ()  # also learned
     weight: Callable[[Config], float] = lambda c: 1.0  # of each replayed batch
     policy: str = "balanced"  # which examples are stored; the paper balances labels
 

@@ -160,7 +160,7 @@ class Projected(Learner):
 class Mixture(Projected):
     """Two promises about each task: one on the labels, with a weight; one that stored outputs do not drift.
 
-    Each promise has its own examples, half as many in a step as other methods. Both take as many bytes.
+    Each has its own examples, half as many in a step as other methods. The sum of bytes is the same.
     """
 
     def __init__(self, setup: Setup) -> None:

@@ -100,7 +100,7 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
         record.turn(None)
         stored.add(task.train, k)
         if diverged:
-            record.end_task()  # which otherwise a step calls
+            record.end_task()  # otherwise the last step calls it
         else:
             kept: Any = stored.batch(k)
             diverged = not survived(partial(learner.end_task, k, kept))
