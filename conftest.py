@@ -13,6 +13,8 @@ if not find_spec("torch"):
     collect_ignore_glob += ["tests/frameworks.py", "tests/models.py"]
 if not find_spec("numba"):
     collect_ignore_glob.append("gemproj/backends/numba/*")
+if not (find_spec("torch") and find_spec("triton")):
+    collect_ignore_glob.append("gemproj/backends/triton/*")
 if not find_spec("lightning"):
     collect_ignore_glob += ["gemproj/integrations/lightning.py", "examples/lightning_fit.py"]
 # Slow to import, and not importable wherever it is installed; its tests look.

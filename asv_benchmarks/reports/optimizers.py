@@ -1,0 +1,105 @@
+"""Steps of many optimizers: ``python -m asv_benchmarks.reports.optimizers --out docs/results/optimizers.md``.
+
+First install the libraries: ``pip install pytorch_optimizer torchao bitsandbytes``. Each optimizer trains
+the same small network without gemproj, with ``project=False`` and with ``on="both"``. In the table,
+"unchanged" says whether the first two give the same weights to the bit; a violation is minus the smallest
+cosine of a step with the constraint; "rounding" is the rounding of the weights over the length of the
+shortest step. Optimizers that need other arguments than parameters and a learning rate are left out.
+"""
+
+import copy
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.tables import markdown, power, publish
+from gemproj.torch import GEM
+
+STEPS, RATE = 25, 1e-3
+Batch = tuple[Tensor, Tensor]
+
+
+def known() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield the optimizers of the installed libraries, and their names."""
+    for module in ("torch.optim", "torchao.optim", "bitsandbytes.optim", "pytorch_optimizer"):
+        with suppress(ImportError):
+            for name, kind in vars(import_module(module)).items():
+                if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name[0].isupper():
+                    yield f"{module.removesuffix('.optim')} {name}", kind
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean loss of a batch."""
+    return cross_entropy(model(batch[0]), batch[1])
+
+
+def train(
+    start: nn.Module, make: Callable[..., Any], stream: list[Batch], kept: Batch, **options: Any
+) -> tuple[Tensor, float, float]:
+    """Train; return the weights, the largest violation of a step, and the rounding of the shortest step."""
+    torch.manual_seed(0)
+    model = copy.deepcopy(start)
+    optimizer = make(list(model.parameters()), lr=RATE)
+    gem = GEM(model, optimizer, loss, **options) if options else None
+    if gem is not None:
+        gem.keep([kept])
+    violation, rounding = 0.0, 0.0
+    after = nn.utils.parameters_to_vector(model.parameters()).detach()
+    for batch in stream:
+        optimizer.zero_grad()
+        loss(model, batch).backward()
+        optimizer.step()
+        before, after = after, nn.utils.parameters_to_vector(model.parameters()).detach()
+        if gem is not None and gem.last is not None and (length := float((after - before).norm())):
+            violation = max(violation, -(gem.last.worst_cosine or 0.0))
+            rounding = max(rounding, torch.finfo(after.dtype).eps * float(after.norm()) / length)
+    return after, violation, rounding
+
+
+def main(
+    out: Annotated[Path | None, typer.Option(help="Also write the table to this Markdown file.")] = None,
+) -> None:
+    """Train with every optimizer, and print a table."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    x = torch.randn(STEPS + 8, 32, 16)
+    batches = [(one, one[:, :4].argmax(1)) for one in x[:8]]
+    kept = torch.cat([a for a, _ in batches]), torch.cat([b for _, b in batches])
+    stream = [(one + 1.0, one[:, 4:8].argmax(1)) for one in x[8:]]
+    start = nn.Sequential(nn.Linear(16, 96), nn.ReLU(), nn.Linear(96, 64), nn.ReLU(), nn.Linear(64, 4))
+    first = torch.optim.AdamW(start.parameters(), lr=1e-2)
+    for batch in 20 * batches:
+        first.zero_grad()
+        loss(start, batch).backward()
+        first.step()
+    rows = []
+    for name, make in known():
+        try:
+            alone, *_ = train(start, make, stream, kept)
+        except Exception:
+            continue
+        try:
+            watched, violation, _ = train(start, make, stream, kept, on="both", project=False)
+            _, projected, rounding = train(start, make, stream, kept, on="both")
+        except Exception as error:
+            rows.append([name, f"{type(error).__name__}: {error}".partition(". ")[0], "", "", ""])
+            continue
+        same = "yes" if torch.equal(alone, watched) else "no"
+        rows.append([name, same, *map(power, (violation, projected, rounding))])
+    head = ["optimizer", "unchanged", "violation without projection", "with projection", "rounding"]
+    publish([f"{len(rows)} optimizers. {describe()}", "", "\n".join(markdown(head, rows))], out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
