@@ -361,7 +361,7 @@ def test_one_batch_has_one_collate_function(alike):
     with pytest.raises(ValueError, match="collate functions differ"):
         memory.sample(36)
     fresh.load_state_dict(memory.state_dict())
-    with pytest.raises(ValueError, match="loaded without the function that makes batches"):
+    with pytest.raises(ValueError, match="loaded without their collate function"):
         fresh.sample(36)
 
 

@@ -142,7 +142,7 @@ class Model(SimpleNamespace):
         return self
 
 
-FEW, ONE_CLASS = Distillation(given, top=3), r"logits must have shape .* two classes at least; found"
+FEW, ONE_CLASS = Distillation(given, top=3), r"logits must have shape .* at least two classes; found"
 CAUSAL = Model(config=SimpleNamespace(), can_generate=lambda: True, logits=BEFORE)
 SEVERAL = Model(config=SimpleNamespace(problem_type="multi_label_classification"), logits=BEFORE[:, 0])
 BOTH_WAYS = Model(config=SimpleNamespace(is_encoder_decoder=True), logits=BEFORE)

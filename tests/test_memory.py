@@ -320,7 +320,7 @@ def test_outputs_and_losses_stay_with_their_examples():
         with pytest.raises(ValueError, match=text):
             memory.add({"x": torch.arange(2)}, task, **more)
     memory.add({"x": torch.arange(2)}, 1)
-    with pytest.raises(ValueError, match="with some tasks only"):
+    with pytest.raises(ValueError, match="Only some tasks have stored"):
         memory.sample(8)
 
 

@@ -43,7 +43,7 @@ def _clip(self: Accelerator, parameters: Iterable[Any], max_norm: float, norm_ty
         return now(parameters, max_norm, norm_type)
 
     def measure(parameters: Iterable[Any], norm_type: float) -> Any:
-        self.unscale_gradients()  # allowed only once; `now` does it itself
+        self.unscale_gradients()  # allowed only once per step; `now` also does it
         return total_norm(parameters, norm_type)
 
     later = getattr(self, "_clip_grad_norm_dtensor_aware", torch.nn.utils.clip_grad_norm_)
@@ -62,7 +62,7 @@ class AcceleratedKeeper(Keeper):
     _number = 0  # distinguishes several objects in one checkpoint
 
     def _attach_prepared(self, model: torch.nn.Module, optimizer: Any) -> None:
-        """Attach to optimizers; the forward pass of a prepared model has the precision of training."""
+        """Attach to optimizers; a prepared model runs its forward pass in the precision of training."""
         refuse_engine(AcceleratorState())
         # `extract_model_from_parallel` would change a compiled model.
         model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
@@ -94,25 +94,25 @@ class GEM(AcceleratedKeeper):
         gem.end_task(loader)
 
     Losses on the memory use the forward pass of the prepared model, with its precision and, in float16, its
-    loss scale. If the loss needs ``accelerator.autocast()``, use it inside `loss`. Memory and projector are
-    part of ``accelerator.save_state`` and ``load_state``: a file ``gem.pt`` in the folder, or one file per
-    process. A second object has ``gem_1.pt``.
+    loss scale. If the loss needs ``accelerator.autocast()``, use it inside `loss`. ``accelerator.save_state``
+    and ``load_state`` include memory and projector, in a file ``gem.pt`` or one file per process. A second
+    object uses ``gem_1.pt``.
 
     Parameters
     ----------
     accelerator : accelerate.Accelerator
     model, optimizer
-        As returned by ``accelerator.prepare``; several optimizers as a list.
+        Results of ``accelerator.prepare``; pass several optimizers as a list.
     loss, per_task, per, examples, weight, tolerance, memory, method, on, every, project
-        As in `gemproj.torch.GEM`; so are `microbatch`, `rows_dtype` and the attributes.
+        See `gemproj.torch.GEM`, also for `microbatch`, `rows_dtype` and the attributes.
     process_group
-        By default all processes.
+        The process group; by default all processes.
 
     Raises
     ------
     ValueError
-        For Megatron-LM and FSDP1, which hide steps or parameters; FSDP2 works. With DeepSpeed (ZeRO 1, 2 and
-        3), for any `on` except "step".
+        With Megatron-LM or FSDP1, which hide steps or parameters (FSDP2 works), or with DeepSpeed ZeRO 1, 2
+        or 3 and any `on` except "step".
     """
 
     @suggesting
@@ -153,7 +153,7 @@ class GEM(AcceleratedKeeper):
         def load(models: Any, folder: str) -> None:
             self.load_state_dict(read(folder, self._number))
 
-        # Not register_for_checkpointing: that keeps the state of the first process only.
+        # register_for_checkpointing would save only the state of the first process.
         self._hooks = [
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save(folder)),
             accelerator.register_load_state_pre_hook(load),
@@ -188,7 +188,7 @@ def _name(number: int) -> str:
 
 
 def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
-    """Return the state of this process from a checkpoint, made with GEM and equally many processes."""
+    """Read the state of this process from a checkpoint made with GEM by the same number of processes."""
     file = file_in(folder, number)
     if not file.is_file():
         found = sorted(other.name for other in Path(folder).glob("gem*.pt")) or "none"
@@ -210,12 +210,12 @@ def refuse_engine(state: AcceleratorState) -> None:
     kind = state.distributed_type
     if kind == DistributedType.MEGATRON_LM:
         raise ValueError(
-            f"{kind.value} takes its steps itself, out of reach of the hooks that project them. Use "
+            f"{kind.value} takes its steps itself, so hooks cannot project them. Use "
             "DistributedDataParallel, FSDP2 (fsdp_version=2) or DeepSpeed ZeRO."
         )
     plugin = getattr(state, "fsdp_plugin", None)
     if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1:
         raise ValueError(
-            "FSDP1 hides parameters in flat ones, and a projector sees neither their gradients nor their "
-            "steps. Use FSDP2: fsdp_version=2."
+            "FSDP1 hides parameters in flat parameters, so a projector sees neither their gradients nor "
+            "their steps. Use FSDP2: fsdp_version=2."
         )

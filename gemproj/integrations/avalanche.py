@@ -36,7 +36,7 @@ class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ign
         self._random = torch.Generator().manual_seed(seed)
 
     def before_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Attach, after the model and its optimizer have been adapted to the experience."""
+        """Attach to the model and its optimizer, which the strategy has adapted to the experience."""
 
         def loss(model: Any, batch: Any) -> Tensor:
             x, y, *_, task = batch
@@ -54,33 +54,33 @@ class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ign
         self.memory.add(list(batch), strategy.clock.train_exp_counter)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying and pickling, without the loss, which each experience makes anew."""
+        """Return the state for copying and pickling, without the loss; each experience makes its own loss."""
         return super().__getstate__() | {"promise": replace(self.promise, loss=model_loss)}
 
 
 class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
     """GEM: one constraint for each earlier experience, and the exact projection.
 
-    Replaces Avalanche's plugin of this name. `memory_strength` is the margin, which applies at every step,
-    and there is no ridge. ``method=GEM2017(memory_strength)`` gives the numbers of Avalanche's plugin, to
-    rounding: a ridge of 1e-3, and a strength that applies only if a constraint is violated. Further
+    Replaces Avalanche's plugin of the same name. `memory_strength` is a margin that applies at every step,
+    and there is no ridge. ``method=GEM2017(memory_strength)`` gives the numbers of Avalanche's plugin, up to
+    rounding: it has a ridge of 1e-3, and the strength applies only if a constraint is violated. Further
     differences:
 
-    - Patterns are drawn with the plugin's own random state.
+    - Patterns are drawn with the plugin's own random generator.
     - Constraint gradients are computed in evaluation mode.
-    - The projection also moves parameters that only the past uses, such as the heads of past tasks.
+    - The projection also moves parameters that only past tasks use, such as their heads.
     - The projection takes place in ``optimizer.step()``, after other plugins have changed the gradient.
 
     Parameters
     ----------
     patterns_per_experience : int
-        Number of stored patterns of each experience, as lists ``[x, y, ..., task labels]``.
+        Number of patterns to store per experience; batches are lists ``[x, y, ..., task labels]``.
     memory_strength : float, default 0
         Lower bound of the multipliers, the margin of `gemproj.solve_dual`.
     seed : int, default 0
-        Seed of the choice of patterns.
+        Seed for the choice of patterns.
     examples, method, on, every, project, microbatch
-        As in `gemproj.torch.GEM`; so are the attributes: ``plugin.promise = Promise(penalty=1.0)`` sets a
+        See `gemproj.torch.GEM`, also for the attributes; ``plugin.promise = Promise(penalty=1.0)`` sets a
         penalty.
     """
 
@@ -108,15 +108,15 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
 class AGEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
     """A-GEM: one constraint, on a random sample from the memories of all experiences.
 
-    Replaces Avalanche's plugin of this name. The sample is drawn without replacement from the patterns of all
-    experiences together, as published. The other differences are those of `GEMPlugin`.
+    Replaces Avalanche's plugin of the same name. The sample is drawn without replacement from the union of
+    all experiences' patterns, as published. The other differences are those of `GEMPlugin`.
 
     Parameters
     ----------
     sample_size : int
-        Number of patterns, from all experiences together, that make the constraint.
+        Number of patterns in the sample, from all experiences together.
     patterns_per_experience, seed, on, every, project, microbatch
-        As in `GEMPlugin`.
+        See `GEMPlugin`.
     """
 
     @suggesting

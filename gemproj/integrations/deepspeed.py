@@ -1,8 +1,8 @@
 """Projection of the steps of DeepSpeed ZeRO, on float32 shards of the parameters.
 
-DeepSpeed reduces, unscales and clips gradients within its step. So only the step can be projected: the shards
-are stored before the step, and the projected ones are written after it. Import this module before a projector
-or GEM is made; the modules for Accelerate and transformers import it. DeepSpeed itself is not imported.
+DeepSpeed reduces, unscales and clips gradients within its step, so only the step can be projected. The shards
+are stored before the step, and projected shards are written after the step. Import this module before making
+a projector or GEM; the modules for Accelerate and transformers import it. DeepSpeed itself is not imported.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ZeroVector(ParameterVector):
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:  # noqa: D102
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
-        # `placed` is a collective operation, which no process may leave out.
+        # `placed` is a collective operation, so every process must call it for every parameter.
         return [
             torch.zeros(_shape(p), device=loss.device) if g is None else g
             for p, g in zip(self.parameters, gradients, strict=True)
@@ -65,11 +65,11 @@ class ZeroVector(ParameterVector):
         return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
     def _fragment(self, p: Any) -> tuple[Tensor, int]:
-        """Return the local entries of a parameter, and the index of the first one in the parameter."""
+        """Return the local entries of a parameter, and the index of the first local entry."""
         if _stage3(p):
             return _unpadded(p)
         mapping = p._hp_mapping
-        if mapping is None:  # other processes hold all of it
+        if mapping is None:  # other processes hold the whole parameter
             return torch.empty(0, device=p.device), 0
         return mapping.hp_fragment.detach(), mapping.lp_fragment_address.start
 
@@ -78,7 +78,7 @@ class ZeroVector(ParameterVector):
         for p in self.parameters:
             if dist.get_world_size(p.ds_process_group if _stage3(p) else p._dp_group) != world:
                 raise ValueError(
-                    "parameters are partitioned by DeepSpeed over some of the processes only (as by MiCS, "
+                    "parameters are partitioned by DeepSpeed over only some processes (as by MiCS, "
                     "experts or tensor parallelism). Partition them over all processes, or use FSDP2."
                 )
         self._group = group
@@ -89,14 +89,14 @@ class ZeroVector(ParameterVector):
 
 
 class ZeroOptimizer:
-    """The part of a ZeRO optimizer that a projector needs: step hooks, groups, and states by parameter."""
+    """An adapter of a ZeRO optimizer for projectors: step hooks, groups, and states by parameter."""
 
     def __init__(self, zero: Any) -> None:
         if getattr(zero, "swap_optimizer", False):
             raise ValueError(
-                "optimizer keeps its state on NVMe, out of reach of a projection. Keep it on the device."
+                "optimizer keeps its state on NVMe, where a projector cannot read it. Keep it on the device."
             )
-        if getattr(zero, "round_robin_gradients", False):  # DeepSpeed's own maps of the shards are wrong then
+        if getattr(zero, "round_robin_gradients", False):  # makes DeepSpeed's maps of its shards wrong
             raise ValueError(
                 'optimizer has "round_robin_gradients", with which DeepSpeed does not report where '
                 'parameters are in its shards. Set it to false in "zero_optimization".'
@@ -128,7 +128,7 @@ class ZeroOptimizer:
 
     @property
     def state(self) -> dict[Any, dict[str, Any]]:
-        """The local entries of the second moments, and the number of steps, of each parameter."""
+        """The local second moments and the number of steps of each parameter."""
         groups, flat = self.zero.optimizer.param_groups, self._flat()
         return {p: self._state(p, groups[i], whole) for p, (i, whole) in flat.items()}
 
@@ -146,7 +146,7 @@ class ZeroOptimizer:
         zero.invalidate_secondary_tensor()
 
     def _step(self, *args: Any, **kwargs: Any) -> Any:
-        """Take a step, with hooks before it and, unless an overflow has skipped the step, after it."""
+        """Call pre-hooks, take a step, and call post-hooks unless an overflow has skipped the step."""
         for hook in list(self._optimizer_step_pre_hooks.values()):
             hook(self, args, kwargs)
         result = self._plain(*args, **kwargs)
@@ -156,7 +156,7 @@ class ZeroOptimizer:
         return result
 
     def _flat(self) -> dict[Any, tuple[int, Tensor]]:
-        """Return for each parameter the index of its group, and the flat tensor that holds its shard."""
+        """Map each parameter to the index of its group and the flat tensor that holds its shard."""
         zero = self.zero
         if hasattr(zero, "fp32_partitioned_groups_flat"):  # stage 3
             numbers = [zero.sub_group_to_group_id[k] for k in range(len(zero.fp16_groups))]
@@ -180,15 +180,15 @@ class ZeroOptimizer:
 
 
 class ZeroStep(Step):
-    """The step of a ZeRO optimizer, which moves all parameters whose rate is not zero."""
+    """The step of a ZeRO optimizer, which moves all parameters whose learning rate is not zero."""
 
     optimizer: Any
 
     def __init__(self, vector: ParameterVector, optimizer: Any) -> None:
         if not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "fp32_partitioned_groups_flat")):
             raise ValueError(
-                f"optimizer is DeepSpeed's {type(optimizer).__name__}; a projector works with those of ZeRO "
-                '1, 2 and 3. Set "zero_optimization": {"stage": 1} or more; in bfloat16 stage 2 or more, or '
+                f"optimizer is DeepSpeed's {type(optimizer).__name__}; a projector needs one of ZeRO 1, 2 "
+                'or 3. Set "zero_optimization": {"stage": 1} or more; in bfloat16 stage 2 or more, or '
                 '"grad_accum_dtype": "bf16".'
             )
         if not hasattr(optimizer, "_gemproj"):
@@ -197,7 +197,7 @@ class ZeroStep(Step):
 
     @staticmethod
     def fits(optimizer: Any) -> bool:
-        """Return whether an optimizer is one of DeepSpeed."""
+        """Return whether an optimizer belongs to DeepSpeed."""
         return type(optimizer).__module__.startswith("deepspeed.runtime.") and hasattr(optimizer, "optimizer")
 
     def check(self, on: On) -> None:  # noqa: D102
@@ -235,7 +235,7 @@ def _stage3(p: Any) -> bool:
 
 
 def _unpadded(p: Any, key: str | None = None) -> tuple[Tensor, int]:
-    """Return the local entries of a parameter in stage 3, or of its state `key`, and the first index."""
+    """Return the local entries of a stage-3 parameter or of its state `key`, and the index of the first."""
     padded = p._z3_optimizer.get_local_fp32_param(p, key)
     start = padded.numel() * dist.get_rank(p.ds_process_group)
     return padded[: max(p.ds_numel - start, 0)], start

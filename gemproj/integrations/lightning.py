@@ -29,17 +29,17 @@ _REFUSED = {
 }
 
 
-# Hooks in which a module or a data module may change batches.
+# Hooks with which a module or a data module may change batches.
 _HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 def _changing(*given: Any) -> list[str]:
-    """Return the hooks by which modules and data modules change batches; None has no hooks."""
+    """Return the hooks that modules and data modules override to change batches; skip None."""
     return [name for one in given if one is not None for name in _HOOKS if is_overridden(name, one)]
 
 
 def _transferred(module: Any, batch: Any, device: torch.device) -> Any:
-    """Return a batch as in training: after the hooks of a module, or of its trainer's data module."""
+    """Apply the batch hooks of a module, or of its trainer's data module, as in training."""
     # Hooks may change their input in place.
     batch = map_nested(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
     try:
@@ -52,19 +52,19 @@ def _transferred(module: Any, batch: Any, device: torch.device) -> Any:
 
 
 def _clip(self: Precision, optimizer: Any, clip_val: float) -> None:
-    if isinstance(optimizer, LightningOptimizer):  # other wrappers may have a projector themselves
+    if isinstance(optimizer, LightningOptimizer):  # other wrappers may have their own projector
         optimizer = optimizer.optimizer
     clip_grad_norm_([optimizer], self.main_params(optimizer), clip_val)
 
 
-# No callback comes after clipping. Without an attached projector, the method behaves as before.
+# No callback runs after clipping. Without an attached projector, the method behaves as before.
 Precision.clip_grad_by_norm = _clip
 
 
 class GEMCallback(Keeper, Callback):
     """A callback that keeps a `Trainer` from raising the losses of earlier tasks while it fits the next task.
 
-    One call of ``Trainer.fit`` is one task; the parameters that are trainable when it begins are projected.
+    One call of ``Trainer.fit`` is one task. Parameters that are trainable when the fit begins are projected.
     Pass the same callback to the Trainer of each task, and call `end_task` after each fit. The callback works
     with automatic and manual optimization, accumulated gradients, mixed precision and
     DistributedDataParallel, for modules with one optimizer.
@@ -73,20 +73,20 @@ class GEMCallback(Keeper, Callback):
     With a logger, steps with constraints log the numbers of `logs`, such as ``gem/violations``, without
     synchronising a device.
 
-    Checkpoints hold the memory, the warm start and, if reused, the constraints, so
-    ``fit(..., ckpt_path=...)`` continues as if it had not been interrupted. Lightning saves the state of
-    process 0: after a restart with several processes, all have the memory of process 0.
+    Checkpoints hold the memory, the warm start and, if they are reused, the constraints, so
+    ``fit(..., ckpt_path=...)`` continues as if it had not been interrupted. Lightning saves only the state of
+    process 0, so after a restart all processes have the memory of process 0.
 
     Parameters
     ----------
     loss : callable or Promise
-        As in `gemproj.torch.GEM`: a function of a module and a batch from the dataloader, which is converted
-        and moved to the device as in training. A method of the module is possible, ``MyModule.loss``, but not
-        ``training_step``, which logs.
+        A function of a module and a batch from the dataloader, as in `gemproj.torch.GEM`. The batch is
+        converted and moved to the device as in training. A method of the module, such as ``MyModule.loss``,
+        is possible; ``training_step`` is not, because it logs.
     per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch, rows_dtype
-        As in `gemproj.torch.GEM`; so are the attributes. The scaler is that of the trainer.
+        See `gemproj.torch.GEM`, also for the attributes. The scaler is the trainer's scaler.
     process_group
-        By default all processes.
+        The process group; by default all processes.
 
     Examples
     --------
@@ -101,11 +101,11 @@ class GEMCallback(Keeper, Callback):
 
     _stage = "fit"
     _trainer: Trainer | None = None
-    _early = False  # whether something was kept before there was a trainer
-    _bare = False  # whether a loss was computed with a model that is no LightningModule
+    _early = False  # whether examples were stored before there was a trainer
+    _bare = False  # whether a loss was computed with a model that is not a LightningModule
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note the stage: a checkpoint loaded for evaluation only does not change the memory."""
+        """Note the stage, because a checkpoint loaded for evaluation must not change the memory."""
         self._stage = stage
         if not isinstance(trainer, Trainer):
             raise TypeError(
@@ -118,7 +118,7 @@ class GEMCallback(Keeper, Callback):
         self._stage = "fit"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state from a checkpoint, if its training is to continue."""
+        """Load the state from a checkpoint if training will continue from it."""
         if self._stage == "fit":
             super().load_state_dict(state_dict)
 
@@ -153,9 +153,9 @@ class GEMCallback(Keeper, Callback):
             pl_module.log_dict(values)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the memory and the state of the projector; with shards, without the rows.
+        """Return the memory and the state of the projector; omit the rows if parameters are sharded.
 
-        Lightning saves the state of process 0 and loads it on all processes, but each has its own columns.
+        Lightning loads the state of process 0 on all processes, but each process has its own columns.
         """
         state = super().state_dict()
         if self.projector is not None and self.projector.sharded:
@@ -181,7 +181,7 @@ class GEMCallback(Keeper, Callback):
                 learner, precision = (getattr(module, "_orig_mod", module), Precision())
                 if trainer is not None:
                     learner, precision = trainer.lightning_module, trainer.precision_plugin
-                device = next(module.parameters()).device  # after `fit` Lightning moves it to the CPU
+                device = next(module.parameters()).device  # after `fit`, Lightning moves modules to the CPU
                 with precision.forward_context():
                     batch = precision.convert_input(batch)
                     if isinstance(learner, LightningModule):

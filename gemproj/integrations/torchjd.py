@@ -20,8 +20,8 @@ from torch import Tensor
 
 from gemproj._dual import solve_gram
 
-# Steps of the proximal point method, used if rounding may make K indefinite. After one step the ridge would
-# still change the answer.
+# Number of steps of the proximal point method, used if rounding may make K indefinite. After one step, the
+# ridge would still change the result.
 _STEPS = 2
 
 
@@ -35,14 +35,14 @@ class ConeProjector(DualConeProjector):
 
         jac_to_grad(model.parameters(), UPGrad(projector=ConeProjector()))
 
-    For each vector u it returns the weights ``w = argmin v'G v subject to v >= u``, with ``G = J J'``: then
+    For each vector u, it returns the weights ``w = argmin v'G v subject to v >= u``, with ``G = J J'``: then
     ``J'w`` is the projection of ``J'u`` onto ``{x : J x >= 0}`` (Quinton and Rey, "Jacobian Descent for
-    Multi-Objective Optimization", Proposition 1). With ``v = u + lam`` this is the dual problem of
-    `gemproj.solve_gram` with ``K = G`` and ``b = G u``. All vectors are solved in one call on one G.
+    Multi-Objective Optimization", Proposition 1). With ``v = u + lam``, this is the dual problem of
+    `gemproj.solve_gram` with ``K = G`` and ``b = G u``. One call solves for all vectors with one G.
 
-    It replaces `torchjd.linalg.QuadprogProjector`, but has neither its ridge relative to the largest rows nor
-    its smallest norm of a gradient. Rows may have any norms and be dependent, and no QP solver has to be
-    installed. The problem is solved on the CPU in float64; as with TorchJD's own projector, the weights have
+    `ConeProjector` replaces `torchjd.linalg.QuadprogProjector`. It has no ridge relative to the largest rows
+    and no minimum norm of a gradient. Rows may have any norm and may be dependent. No QP solver has to be
+    installed. The problem is solved on the CPU in float64. As with TorchJD's own projector, the weights have
     no derivative.
 
     Notes
@@ -50,9 +50,9 @@ class ConeProjector(DualConeProjector):
     TorchJD computes G in the dtype of the model, whose rounding can make G indefinite if rows are dependent.
     In this case the projector takes two steps of the proximal point method (Rockafellar, 1976),
     ``lam <- argmin 1/2 lam'G lam + (G u)'lam + 1/2 (lam - previous)'D (lam - previous)``, where D is the
-    diagonal of G times the rounding. In float32 the violations that remain are about 1e-6 of ``|J'u|``, and
-    up to 1e-3 if weights are large, as with more rows than parameters. In float16 squares of row norms of
-    about 1e-3 and less underflow: use bfloat16 or float32, or scale the losses.
+    diagonal of G times a bound of the rounding. In float32, the remaining violations are about 1e-6 of
+    ``|J'u|``, and up to 1e-3 if weights are large, as with more rows than parameters. In float16, squares of
+    row norms underflow if the norms are about 1e-3 or less: use bfloat16 or float32, or scale the losses.
 
     Examples
     --------
@@ -71,7 +71,7 @@ class ConeProjector(DualConeProjector):
     """
 
     def __call__(self, U: Tensor, G: Tensor) -> Tensor:
-        """Return the weights (..., m) of the projections of ``J'u``, each at least its entry of U.
+        """Return weights W (..., m) with ``W >= U``, such that each ``J'w`` is the projection of ``J'u``.
 
         Parameters
         ----------
@@ -90,7 +90,7 @@ class ConeProjector(DualConeProjector):
                 "be violated. Use bfloat16 or float32, or scale the losses.",
                 stacklevel=2,
             )
-        with np.errstate(over="ignore", invalid="ignore"):  # `solve_gram` raises for these
+        with np.errstate(over="ignore", invalid="ignore"):  # `solve_gram` raises for infinities and NaN
             K, V = (a.detach().to("cpu", torch.float64).numpy() for a in (G, U))
             K = 0.5 * (K + K.T)  # products on a device need not be symmetric to the last bit
             lam = _solve(K, V @ K, _rounding(len(K), G.dtype))
@@ -98,7 +98,7 @@ class ConeProjector(DualConeProjector):
 
 
 def _rounding(m: int, dtype: torch.dtype) -> float:
-    """Return a bound of the error of the eigenvalues of a Gram matrix with unit diagonal.
+    """Return a bound of the eigenvalue errors of a Gram matrix with unit diagonal.
 
     The bound is about sqrt(m) times the error of an entry. An entry in float16 or bfloat16 is rounded once,
     because its products are summed in float32.
@@ -108,11 +108,11 @@ def _rounding(m: int, dtype: torch.dtype) -> float:
 
 
 def _solve(K: np.ndarray, b: np.ndarray, rounding: float) -> np.ndarray:
-    """Return the multipliers, by the proximal point method if K is not clearly positive definite."""
+    """Return the multipliers; use the proximal point method unless K is clearly positive definite."""
     squares = K.diagonal()
     norms = np.sqrt(np.where(squares > 0, squares, 1.0))
     unit = K / norms / norms[:, None]
-    np.fill_diagonal(unit, 1.0 - rounding)  # zero rows become independent
+    np.fill_diagonal(unit, 1.0 - rounding)  # makes zero rows independent
     try:
         np.linalg.cholesky(unit)
     except np.linalg.LinAlgError:

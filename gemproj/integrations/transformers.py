@@ -31,13 +31,13 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
 
     The projected gradient is clipped to ``args.max_grad_norm``, so a margin is the weight of replay;
     ``grad_norm`` in the logs is the norm before the projection. Constraint gradients have the precision of
-    training. Only trainable parameters are projected, so with peft the cost is that of the adapters. Every
+    training. Only trainable parameters are projected, so with peft only the adapters add to the cost. Every
     call of ``train()`` starts without constraints and warm start, unless it resumes. Examples are stored
     unchanged, and the trainer's collator makes batches of them.
 
-    Logs of training include the numbers of `logs`, such as ``gem/violations``, for the steps since the last
-    log; ``trainer.state.log_history`` has them, too. Callbacks that report elsewhere (`report_to`) run before
-    a callback that is passed to the trainer. They see the numbers if this callback joins by `attach` instead.
+    Training logs and ``trainer.state.log_history`` include the numbers of `logs`, such as ``gem/violations``,
+    for the steps since the last log. Callbacks that report elsewhere (`report_to`) run before a callback that
+    is passed to the trainer. Use `attach` instead if they are to report the numbers.
 
     Checkpoints include a file ``gem.pt``, or one per process, with the memory and the projector's state. The
     file is found if training resumes from a folder in ``args.output_dir``, or from
@@ -46,11 +46,11 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     Parameters
     ----------
     loss : callable or Promise
-        As in `gemproj.torch.GEM`. If the trainer computes another loss than the model's, pass that loss here.
+        See `gemproj.torch.GEM`. If the trainer does not use the loss of the model, pass the trainer's loss.
     per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch, rows_dtype
-        As in `gemproj.torch.GEM`; so are the attributes. The scaler is that of the trainer.
+        See `gemproj.torch.GEM`, also for the attributes. The scaler is the trainer's scaler.
     process_group
-        By default all processes.
+        The process group; by default all processes.
 
     Raises
     ------
@@ -62,7 +62,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     _named: dict[str, Any] | None = None  # the checkpoint that `load` has read
 
     def attach(self, trainer: Any) -> None:
-        """Join a trainer as its first callback, so that callbacks that report see the numbers, too."""
+        """Join a trainer as its first callback, so that reporting callbacks see the numbers of GEM."""
         callbacks = trainer.callback_handler.callbacks
         if self in callbacks:
             callbacks.remove(self)
@@ -71,9 +71,9 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read the state of GEM from a checkpoint, for the training that begins next.
 
-        This is needed only to resume from a checkpoint outside of ``args.output_dir``, because callbacks do
-        not receive its path. Call `load` after the trainer is made. The checkpoint must have been made with
-        GEM, and by the same number of processes.
+        `load` is needed only to resume from a checkpoint outside of ``args.output_dir``, because callbacks do
+        not receive its path. Call `load` after making the trainer. The checkpoint must have been made with
+        GEM and by the same number of processes.
         """
         self._named = read(folder)
 
@@ -82,7 +82,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     ) -> None:
         """Attach to the optimizer."""
         self._attach_prepared(model, optimizer)
-        if self.memory.collate is None:  # as after loading a checkpoint, which has no functions
+        if self.memory.collate is None:  # for example after loading a checkpoint, which has no functions
             self.memory.collate = getattr(kwargs.get("train_dataloader"), "collate_fn", None)
         self._noted: Any = None
         self._noted_at = -1  # a step; a callback that was added twice is called twice
@@ -94,7 +94,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Raise if the step was not taken by ``optimizer.step()``; a device is not synchronised."""
+        """Raise if ``optimizer.step()`` did not take the step; the check does not synchronise a device."""
         if self.last is not None and self.last is not self._noted:
             self._noted, self._noted_at = self.last, state.global_step
         elif self._noted_at != state.global_step and not getattr(optimizer, "step_was_skipped", False):
@@ -109,11 +109,11 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
             return  # an evaluation
         numbers = {name: float(value) for name, value in self.logs().items()}
         logs.update(numbers)
-        state.log_history[-1].update(numbers)  # a copy of logs, made before callbacks are called
+        state.log_history[-1].update(numbers)  # a copy of logs from before the callbacks
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Add a file to the checkpoint."""
-        # In a search for hyperparameters, the folder of the checkpoints is unknown.
+        """Write the state of GEM to the checkpoint."""
+        # In a hyperparameter search, the folder of the checkpoints is unknown.
         if not (args.save_only_model or state.is_hyper_param_search):
             self._save(_checkpoint(args, state.global_step), step=state.global_step)
 

@@ -1,4 +1,4 @@
-"""Batches, the outputs and losses stored with them, and the sources that batches are fetched from."""
+"""Batches, their stored outputs and losses, and the sources from which batches are fetched."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_map
 
-Batch = Any  # a nesting of tensors (n, ...), or whatever a collate function makes
+Batch = Any  # a nesting of tensors (n, ...), or the result of a collate function
 Collate = Callable[[list[Any]], Batch]
 Field = Hashable | Callable[[Batch], torch.Tensor]  # a key of a batch, or a function of it
-# Called as (model, batch) or (model, batch, outputs); returns the mean over examples, or one number each.
+# Called as (model, batch) or (model, batch, outputs); returns the mean loss, or one loss per example.
 Loss = Callable[..., torch.Tensor]
 
 _LEAVES = (torch.Tensor, str, int, float)  # frequent types of leaves, which need no further checks
@@ -23,21 +23,21 @@ _LEAVES = (torch.Tensor, str, int, float)  # frequent types of leaves, which nee
 class PerExample(list[Any]):
     """A list with one element per example; elements may differ in shape and structure.
 
-    If the ``outputs(model, batch)`` of a loss differ in shape between examples, they are returned in a
-    `PerExample`, and passed to the loss in a `PerExample`.
+    If the outputs that a loss stores differ in shape between examples, ``loss.outputs(model, batch)`` returns
+    a `PerExample`, and the loss receives a `PerExample`.
     """
 
 
 class Remembered(NamedTuple):
-    """A batch, with the outputs and losses stored with its examples; an empty tuple stands for none.
+    """A batch, with the stored outputs and losses of its examples; an empty tuple if nothing is stored.
 
     Attributes
     ----------
-    batch : nesting of dicts, lists and tuples of tensors, or what a collate function has made
+    batch : nesting of dicts, lists and tuples of tensors, or result of a collate function
     outputs : nesting of tensors (n, ...), or PerExample
-        Outputs of the model when they were stored.
+        Outputs of the model at the time of storage.
     losses : Tensor, shape (n,)
-        The loss of each example when it was stored.
+        The loss of each example at the time of storage.
     """
 
     batch: Batch
@@ -53,7 +53,7 @@ class Remembered(NamedTuple):
 
 @dataclasses.dataclass
 class Source:
-    """The examples of one row of G, from which batches are made when they are needed.
+    """The examples of one row of G; batches of them are made when they are needed.
 
     Attributes
     ----------
@@ -63,8 +63,8 @@ class Source:
         ``make(some)`` returns a batch of some of the `examples`.
     name : tuple
         The name of the set, and the label or None; with one row per example, also the position of the example
-        in the stream. If several sets share a row, their tuple of names comes first, or None for all sets
-        without their own promise. Empty for a batch that is not from a memory.
+        in the stream. If several sets share a row, the first entry is the tuple of their names, or None for
+        all sets without their own promise. Empty for a batch that is not from a memory.
     kind : hashable, optional
         Sources of equal kind can be `joined`, unless the kind is None.
     device : torch.device, optional
@@ -88,7 +88,7 @@ class Source:
         return len(self.examples)
 
     def fetch(self, part: slice) -> Batch:
-        """Return some examples as a batch."""
+        """Return a slice of the examples as a batch."""
         batch = self.make(self.examples[part])
         return batch if self.device is None else moved(batch, self.device)
 
@@ -103,7 +103,7 @@ class Source:
 
 
 class Batches(Iterator[Batch]):
-    """An iterator over batches that are fetched one by one, from `sources`."""
+    """An iterator over batches, which are fetched from `sources` one at a time."""
 
     def __init__(self, sources: Iterator[Source]) -> None:
         self.sources = sources
@@ -122,7 +122,7 @@ def parts(source: Source, size: int | None, most: int) -> Iterator[tuple[Batch, 
     """Yield the examples of a source, `size` at a time, as (batch, number of examples, weight).
 
     The weight is the number of examples. All processes make as many passes as the process with `most`
-    examples: those with fewer repeat their first examples with weight zero.
+    examples; a process with fewer examples repeats its first examples with weight zero.
     """
     if size is None or most <= size:
         if source.size:
@@ -137,7 +137,7 @@ def parts(source: Source, size: int | None, most: int) -> Iterator[tuple[Batch, 
 def map_nested(
     function: Callable[[Any], Any], value: Any, is_leaf: Callable[[Any], bool] = lambda value: False
 ) -> Any:
-    """Return a nesting of mappings, lists, tuples and dataclasses with a function applied to its leaves.
+    """Apply a function to the leaves of nested mappings, lists, tuples and dataclasses; return the nesting.
 
     Mappings become dicts.
     """
@@ -169,7 +169,7 @@ def leaves_of(value: Any) -> list[Any]:
 
 
 def moved(batch: Batch, device: Any) -> Batch:
-    """Return a batch on a device: objects with a method `to` are moved, others stay unchanged."""
+    """Move a batch to a device: call the method `to` of objects that have it, and keep other objects."""
 
     def movable(value: Any) -> bool:
         return callable(getattr(value, "to", None)) and not isinstance(value, type)
@@ -178,7 +178,7 @@ def moved(batch: Batch, device: Any) -> Batch:
 
 
 def flatten(batch: Batch) -> tuple[list[torch.Tensor], TreeSpec]:
-    """Return the tensors of a batch and their nesting; raise if it is not a valid batch of tensors."""
+    """Return the tensors of a batch and their nesting; raise if the batch is not valid."""
     leaves, spec = tree_flatten(_ordered(batch))
     for i, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -209,12 +209,12 @@ def place(batch: Batch, i: int) -> str:
 def _remedy(found: str, element: bool = True) -> str:
     if any(name in found for name in ("max_length", "cu_seq", "seq_idx")):
         return (
-            " A packed or padding-free batch has no examples to choose from: pass the loader itself, whose "
-            "data set has them, or the data set with collate=."
+            " A packed or padding-free batch is not divided into examples: pass the loader itself, whose "
+            "data set has examples, or the data set with collate=."
         )
     if not element:
         return ""
-    return " Elements of a data set are no batches: pass the data set, a DataLoader of it, or collate=."
+    return " Elements of a data set are not batches: pass the data set, a DataLoader of it, or collate=."
 
 
 def _ordered(batch: Batch) -> Batch:
@@ -245,7 +245,7 @@ def count_examples(batch: Batch | Remembered) -> int:
 
 
 def take(batch: Batch | Remembered, part: slice) -> Batch:
-    """Return some examples of a batch of tensors, a `PerExample` or a `Remembered`."""
+    """Return a slice of the examples of a batch of tensors, a `PerExample` or a `Remembered`."""
 
     def of(leaf: Any) -> Any:
         return PerExample(leaf[part]) if isinstance(leaf, PerExample) else leaf[part]
@@ -261,7 +261,7 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def output_of(model: Any, batch: Batch, name: str) -> Any:
-    """Return the output `name` of a model of transformers; errors suggest passing `name` instead."""
+    """Return the output `name` of a transformers model; errors suggest a function for the argument `name`."""
     if not isinstance(batch, Mapping):
         raise TypeError(
             f"Without {name}, batches must be mappings, for model(**batch).{name}; found "
@@ -284,7 +284,7 @@ def output_of(model: Any, batch: Batch, name: str) -> Any:
 
 
 def field_of(batch: Batch, field: Field, name: str) -> Any:
-    """Return a field of a batch; `name` is the argument that errors mention."""
+    """Return a field of a batch; `name` is the name of the argument in errors."""
     if callable(field):
         return field(batch)
     try:

@@ -1,4 +1,4 @@
-"""Losses for promises, one number per example: cross-entropy, and divergence from earlier outputs."""
+"""Losses for promises, with one value per example: cross-entropy, and divergence from stored outputs."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gemproj._checks import check_count, check_number
 from gemproj.torch.batches import Batch, Field, PerExample, field_of, output_of
 
-# Label that torch and transformers ignore.
+# The label that torch and transformers ignore.
 _IGNORED = -100
 _MASK = "attention_mask"
 
 
 def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Return the loss that a model of transformers computes itself: ``model(**batch).loss``."""
+    """Return the loss that a transformers model computes, ``model(**batch).loss``."""
     return output_of(model, batch, "loss")
 
 
 def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
-    """Return the logits of a model of transformers, ``model(**batch).logits``."""
+    """Return the logits of a transformers model, ``model(**batch).logits``."""
     return output_of(model, batch, "logits")
 
 
 class CrossEntropy:
     """Cross-entropy of each example; for tokens, the mean over the labelled tokens of the example.
 
-    Models of transformers return the mean over all tokens of a batch, which gives no bound for an example. In
+    Transformers models return the mean over all tokens of a batch, which gives no bound for an example. In
     padding-free batches and packed rows, ``batch["position_ids"]`` separates the examples.
 
     Parameters
@@ -39,7 +39,7 @@ class CrossEntropy:
     logits : callable, default `model_logits`
         ``logits(model, batch)`` returns logits of shape (n, ..., classes).
     labels : key or callable, default "labels"
-        Integer labels (n, ...) are ``batch[labels]`` or ``labels(batch)``; labels of -100 do not count.
+        Integer labels (n, ...) are ``batch[labels]`` or ``labels(batch)``; labels of -100 are ignored.
     shift : bool, default False
         Whether position i predicts label i + 1, as in causal language models of transformers.
 
@@ -71,18 +71,18 @@ class CrossEntropy:
         return bool((field_of(batch, self._labels, "labels") != _IGNORED).any())
 
     def of(self, logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
-        """Return the losses for given logits; `model` is the transformers model they come from, if any."""
+        """Return the losses for given logits; pass `model` if a transformers model computed the logits."""
         _check_logits(logits)
         if not self._shift and _predicts_next(model):
             raise ValueError(
-                "The model is a causal language model, whose logits are of the next token: use "
+                "The model is a causal language model, whose logits predict the next token: use "
                 "CrossEntropy(shift=True). If the labels are shifted already, pass logits=, a function of "
                 "model and batch."
             )
         labels = field_of(batch, self._labels, "labels")
         if labels.shape != logits.shape[:-1]:
             raise ValueError(
-                f"labels must be integers of shape {tuple(logits.shape[:-1])}, to go with logits (n, ..., "
+                f"labels must be integers of shape {tuple(logits.shape[:-1])}, to match logits (n, ..., "
                 f"classes) of shape {tuple(logits.shape)}; found {tuple(labels.shape)}. If classes are in "
                 "another dimension, or do not exclude each other, pass logits= or your own loss."
             )
@@ -96,7 +96,7 @@ class CrossEntropy:
         logits = _widened(logits).flatten(0, -2)
         values = cross_entropy(logits, labels.flatten().long(), ignore_index=_IGNORED, reduction="none")
         values, counts = values.view(labels.shape), labels != _IGNORED
-        if examples is not None and self._shift:  # a first label is not predicted from another example
+        if examples is not None and self._shift:  # no example predicts the first label of another
             counts = counts & (examples[:, 1:] == examples[:, :-1])
         return _means(values, counts, examples)
 
@@ -105,11 +105,11 @@ class Distillation:
     """Kullback-Leibler divergence between the stored and the current outputs of each example.
 
     The loss is ``T^2 sum_c p_c (log p_c - log q_c)``, where ``p`` are the stored and ``q`` the current
-    probabilities at temperature T (Hinton et al., 2015). For tokens it is the mean over the example, as in
-    `CrossEntropy`. With `labels`, the cross-entropy is added, times `weight`, as in DER++ (Buzzega et al.,
-    2020). The divergence needs no labels, and constrains the probabilities of all classes.
+    probabilities at temperature T (Hinton et al., 2015). For tokens, the loss is the mean over the example,
+    as in `CrossEntropy`. With `labels`, `weight` times the cross-entropy is added, as in DER++ (Buzzega et
+    al., 2020). The divergence needs no labels, and constrains the probabilities of all classes.
 
-    `gemproj.torch.GEM` stores the outputs at the end of a task. To store them by hand:
+    `gemproj.torch.GEM` stores the outputs at the end of a task. To store them yourself:
     ``memory.add(batch, task, outputs=loss.outputs(model, batch))``.
 
     Parameters
@@ -118,17 +118,17 @@ class Distillation:
         ``logits(model, batch)`` returns logits of shape (n, ..., classes).
     temperature : float, default 1
     top : int, optional
-        Store the most probable classes only; the others count as one class, which gives a lower bound of the
-        divergence. A position takes ``top * (bytes of dtype + 4)`` bytes instead of one number per class.
+        Number of most probable classes to store. The other classes count as one, so the loss is a lower bound
+        of the divergence. A position takes ``top * (bytes of dtype + 4)`` bytes, not one number per class.
     dtype : torch.dtype, optional
-        Dtype of the stored log-probabilities, such as ``torch.float16``; by default that of the logits.
+        Dtype of the stored log-probabilities, such as ``torch.float16``; by default the dtype of the logits.
     mask : key or callable, default "attention_mask"
-        Nonzero (n, ...) at positions that count; all count if a batch lacks the default mask. Only their
-        outputs are stored, so the same examples may later be padded differently, or be padding-free.
+        Mask (n, ...), nonzero at positions that count; all positions count if a batch lacks the default mask.
+        Outputs are stored for these positions only, so the padding may change later, or be absent.
     labels : CrossEntropy, optional
         A cross-entropy to add, computed from the same logits.
     weight : float, default 1
-        Weight of this cross-entropy.
+        Weight of the added cross-entropy.
 
     Examples
     --------
@@ -165,7 +165,7 @@ class Distillation:
 
     @torch.no_grad()
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Any:
-        """Return the outputs to store: log-probabilities (n, ..., classes); with `top`, a pair with classes.
+        """Return log-probabilities (n, ..., classes) to store; with `top`, a pair of these and the classes.
 
         With a mask, or for a padding-free batch, return a `PerExample` with one tensor (positions, classes),
         or one pair of tensors, per example.
@@ -209,7 +209,7 @@ class Distillation:
                 _refuse_classes(f"at least {int(classes.max()) + 1}", now)
             before = _with_rest(values.to(now.dtype))
             now = _with_rest(now.gather(-1, classes.long()))
-        # A class of probability zero adds nothing, although its logarithm is infinite.
+        # A class of probability zero contributes nothing, although its logarithm is infinite.
         terms = torch.where(before.isneginf(), 0.0, before.exp() * (before - now))
         divergence = terms.sum(-1) * self._temperature**2
         if mask is None:
@@ -229,7 +229,7 @@ class Distillation:
         config = getattr(model, "config", None)
         if self._mask == _MASK and logits.ndim > 2 and getattr(config, "is_encoder_decoder", False):
             raise ValueError(
-                "attention_mask is about the input of an encoder-decoder model, and the logits are about its "
+                "attention_mask is about the input of an encoder-decoder model, but the logits are about its "
                 "output. Pass mask=, such as lambda batch: batch['labels'] != -100."
             )
         kind = getattr(config, "problem_type", None)
@@ -246,7 +246,7 @@ class Distillation:
         """Return the mask of positions that count, or None for all, and the result of `_examples_of`."""
         shape = logits.shape[:-1]
         examples = _examples_of(batch, shape)
-        # For a sequence classifier, the mask is about tokens, but the logits are not.
+        # In a sequence classifier, the mask is per token, but the logits are per sequence.
         if self._mask != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
             mask = field_of(batch, self._mask, "mask")
             if mask.shape != shape:
@@ -271,14 +271,14 @@ def _check_logits(logits: Tensor) -> None:
     """Raise for logits of a single class, whose probability is always one."""
     if logits.ndim < 2 or logits.shape[-1] < 2:
         raise ValueError(
-            "logits must have shape (n, ..., classes), of two classes at least; found "
+            "logits must have shape (n, ..., classes), with at least two classes; found "
             f"{tuple(logits.shape)}. For two classes with one logit z return torch.stack([0 * z, z], -1); "
             "for scores pass your own loss, such as a squared difference."
         )
 
 
 def _refuse_classes(stored: str, now: Tensor) -> NoReturn:
-    """Raise because stored outputs have other classes than the model."""
+    """Raise an error: the stored outputs have other classes than the model."""
     raise ValueError(
         f"Outputs were stored for {stored} classes, and the model has {now.shape[-1]}. If classes were "
         "added, pass logits=, a function that returns the logits of the old classes; a teacher must have "
@@ -287,25 +287,25 @@ def _refuse_classes(stored: str, now: Tensor) -> NoReturn:
 
 
 def _widened(logits: Tensor) -> Tensor:
-    """Return logits in at least float32: sums in half precision are too inaccurate for a bound."""
+    """Convert logits to at least float32, because sums in half precision are too inaccurate for a bound."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _with_rest(top: Tensor) -> Tensor:
-    """Append the logarithm of the probability of all other classes."""
+    """Append the logarithm of the total probability of all other classes."""
     tiny = torch.finfo(top.dtype).tiny
     rest = (1.0 - top.exp().sum(-1, keepdim=True)).clamp(min=tiny)
     return torch.cat([top, rest.log()], dim=-1)
 
 
 def _means(values: Tensor, counts: Tensor, examples: Tensor | None = None) -> Tensor:
-    """Return the mean of (n, ...) over the positions of each example that count; 0 if none counts."""
+    """Return the mean of each example's values over positions that count; 0 if no position counts."""
     totals = _sums(torch.where(counts, values, 0.0), examples)
     return totals / _sums(counts.long(), examples).clamp(min=1)
 
 
 def _sums(values: Tensor, examples: Tensor | None) -> Tensor:
-    """Sum values over each row, or over the positions of each example; they may lack first positions."""
+    """Sum values over each row, or over each example; the values may lack the first positions of rows."""
     if examples is None:
         return values.reshape(len(values), -1).sum(1)
     sums, of = values.new_zeros(int(examples[-1, -1]) + 1), examples[:, examples.shape[1] - values.shape[1] :]
@@ -313,10 +313,10 @@ def _sums(values: Tensor, examples: Tensor | None) -> Tensor:
 
 
 def _examples_of(batch: Batch, shape: torch.Size) -> Tensor | None:
-    """Return the number of the example at each position; None if each row of the batch is one example.
+    """Return the index of the example at each position; None if each row of the batch is one example.
 
-    Without an attention mask, a row may hold several examples. As in models of transformers, a new one begins
-    wherever the position ids do not continue.
+    Without an attention mask, a row may hold several examples. As in transformers models, a new example
+    begins wherever the position id does not increase by one.
     """
     if not isinstance(batch, Mapping) or _MASK in batch or "position_ids" not in batch:
         return None

@@ -1,4 +1,4 @@
-"""Episodic memory: a few examples of every task, chosen from a stream, and draws from them."""
+"""Episodic memory, which stores a few examples of each task from a stream and draws batches of them."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from gemproj.torch.promise import Per, Promise
 from gemproj.torch.store import Store, gather, owned
 from gemproj.torch.unprotected import keep
 
-_Chosen = list[tuple[Store, int]]  # stores and slots of examples
+_Chosen = list[tuple[Store, int]]  # the store and slot of each example
 
 
 class EpisodicMemory:
     """A memory of at most `per_task` examples of each task, chosen from a stream of batches.
 
-    The first `per_task` examples of a task are stored. After that, the policy decides which are kept:
+    The first `per_task` examples of a task are stored. Then the policy decides which examples are kept:
 
     ``"reservoir"``
         Every example of the task is kept with the same probability (Vitter, 1985), whatever its label.
@@ -44,16 +44,16 @@ class EpisodicMemory:
         every example is kept with the same probability (class-balancing reservoir sampling, Chrysakis and
         Moens, 2020).
     ``"ring"``
-        The last examples are kept: a new one replaces the oldest, as in GEM (Lopez-Paz and Ranzato, 2017).
-        With `label`, the last examples of each label are kept, spread evenly over the labels, as in the ring
-        buffers of Chaudhry et al. (2019), except that the number of labels need not be known in advance.
+        The last examples are kept: a new example replaces the oldest, as in GEM (Lopez-Paz and Ranzato,
+        2017). With `label`, the last examples of each label are kept, spread evenly over the labels, as in
+        the ring buffers of Chaudhry et al. (2019), but the number of labels need not be known in advance.
 
-    Evenly means that the numbers of examples of two labels differ by one at most, unless the stream had too
-    few examples of a label. The choice does not depend on how the stream is cut into batches.
+    Evenly means that the numbers of examples of two labels differ by at most one, unless the stream had too
+    few examples of a label. The choice does not depend on how the stream is divided into batches.
 
-    Examples are copied. In a task that is stored in batches of tensors, the first batch fixes shape, dtype
+    Examples are copied. If a task is stored in batches of tensors, the first batch determines shape, dtype
     and device, and memory for `per_task` examples is allocated. Examples of different lengths are stored
-    unchanged, together with the function that makes batches of them; see `add`.
+    unchanged, together with their collate function; see `add`.
 
     Parameters
     ----------
@@ -62,18 +62,18 @@ class EpisodicMemory:
     label : key or callable, optional
         The labels of a batch are ``batch[label]`` or ``label(batch)``, one integer per example.
     seed : int, default 0
-        Seed of the memory's own random numbers; torch's global state is not used.
+        Seed of the memory's random generator; torch's global random state is not used.
     policy : {"reservoir", "balanced", "ring"}, default "reservoir"
-        Which examples are kept; "balanced" needs `label`. Balance costs accuracy if a task is tested on
-        labels as skewed as its training labels: 9 points for replay and 3 for GEM on AG News
-        (docs/replay.md).
+        The rule that selects examples; "balanced" needs `label`. Balance lowers the accuracy if the test
+        labels of a task are as skewed as its training labels: by 9 points for replay and by 3 points for GEM
+        on AG News (docs/replay.md).
     collate : callable, optional
-        Makes batches of examples for tasks without their own collate function: those loaded from a state.
+        Collate function for tasks without their own, because they were loaded from a state.
 
     Attributes
     ----------
     promises : dict
-        The `Promise` of each task that has its own, by task name; not part of the state.
+        Maps the name of each task that has its own `Promise` to this promise; not part of the state.
 
     Examples
     --------
@@ -112,13 +112,13 @@ class EpisodicMemory:
         self.promises: dict[Hashable, Promise] = {}
         self._random = torch.Generator().manual_seed(seed)
         self._stores: dict[Hashable, Store] = {}
-        self.removals = 0  # number of times that examples were dropped other than by the policy
-        self._worker: int | None = None  # seed of the loader's worker that holds this copy
+        self.removals = 0  # number of calls of `remove` and `load_state_dict`
+        self._worker: int | None = None  # seed of the DataLoader worker that holds this copy
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling; another training may continue with the copy."""
         keep(self)
-        # Spawned loader workers can receive neither a generator nor a tensor that is freed before they run.
+        # A spawned DataLoader worker can receive neither a generator nor a tensor freed before it runs.
         return self.__dict__ | {"_random": self._random.get_state().numpy()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -153,7 +153,7 @@ class EpisodicMemory:
     def nbytes(self) -> int:
         """Bytes of the stored examples, outputs and losses.
 
-        Batches of tensors count for `per_task` examples, used or not; numbers and strings by `sys.getsizeof`.
+        Batches of tensors count as `per_task` examples, used or not; numbers and strings by `sys.getsizeof`.
         """
         return sum(store.nbytes for store in self._stores.values())
 
@@ -172,19 +172,19 @@ class EpisodicMemory:
         ----------
         batch : nesting of dicts, lists and tuples of tensors; or list of examples
             Tensors (n, ...), with the examples along the first dimension. With `collate`, a list of n
-            examples, stored unchanged: nestings of dicts, lists, tuples and dataclasses of tensors, NumPy
-            arrays, numbers, strings and None. Other mappings are stored as dicts.
+            examples, which are stored unchanged. An example can nest dicts, lists, tuples and dataclasses of
+            tensors, NumPy arrays, numbers, strings and None. Other mappings are stored as dicts.
         task : str, int or other hashable, not None
             The name of the task.
         outputs : nesting of tensors (n, ...), or PerExample, optional
-            Outputs of the model for these examples, in the dtype to be stored, for losses that compare with
-            them, such as `gemproj.torch.losses.Distillation`.
+            Outputs of the model for these examples, in the dtype in which to store them. Losses such as
+            `gemproj.torch.losses.Distillation` compare later outputs with them.
         losses : Tensor, shape (n,), optional
-            The loss of each example. Its bound is this loss plus the tolerance; see `gemproj.torch.Promise`.
+            The loss of each example. The bound is this loss plus the tolerance; see `gemproj.torch.Promise`.
         collate : callable, optional
-            ``collate(examples)`` makes a batch of a list of examples each time they are drawn. The last
-            function given applies to all examples of the task. A random function, as for masked language
-            modelling, makes a different batch each time: to keep one random choice, pass batches.
+            ``collate(examples)`` makes a batch from a list of examples each time they are drawn. The function
+            of the last call applies to all examples of the task. A random function, as for masked language
+            modelling, makes a different batch each time; to keep one random choice, pass batches.
         """
         if task is None:
             raise ValueError("task must not be None, because exclude=None excludes no task.")
@@ -212,40 +212,40 @@ class EpisodicMemory:
         self._stores[task] = store
 
     def record(self, task: Hashable, *, outputs: Any = None, losses: torch.Tensor | None = None) -> None:
-        """Store outputs and losses, as in `add`, of all examples of a task, in the order of `batch`.
+        """Store outputs and losses of all examples of a task, in the order of `batch`; see `add`.
 
-        `record` needs them for the stored examples only, `add` for the whole stream. Earlier outputs and
-        losses are dropped. Later calls of `add` for this task need the same arguments.
+        `record` needs outputs and losses only for the stored examples, `add` for the whole stream. Earlier
+        outputs and losses are dropped. Later calls of `add` for this task need the same keywords.
         """
         self._store(task).record(*_about(outputs, losses))
 
     def remove(self, task: Hashable) -> None:
-        """Drop all examples of a task, and its promise: `gemproj.torch.GEM` no longer protects the task."""
+        """Remove all examples of a task and its promise; `gemproj.torch.GEM` no longer protects the task."""
         self._store(task)
         del self._stores[task]
         self.promises.pop(task, None)
         self.removals += 1
 
     def batch(self, task: Hashable) -> Batch | Remembered:
-        """Return a copy of all examples of a task as one batch; with outputs or losses, a `Remembered`."""
+        """Copy all examples of a task to one batch; return a `Remembered` if outputs or losses are stored."""
         return self.source(task).all()
 
     def batches(self, exclude: Hashable = None, *, n: int | None = None, per: Per = "task") -> Batches:
-        """Return an iterator over batches as returned by `batch`, task by task in the order of `tasks`.
+        """Return an iterator over the batches of each task, in the form of `batch` and the order of `tasks`.
 
-        The examples of a batch are copied when the batch is fetched: `GradientProjector.recall` holds one
-        batch of this iterator at a time, or with `microbatch` one part of a batch.
+        The examples of a batch are copied when the batch is fetched. `GradientProjector.recall` holds one
+        batch of this iterator at a time, or one part of a batch with `microbatch`.
 
         Parameters
         ----------
         exclude : task, optional
-            A task to leave out: the current task, if its examples are stored during its training.
+            A task to leave out, such as the current task if its examples are stored during its training.
         n : int, optional
             Number of examples in each batch, drawn without replacement: no example is drawn again before all
             have been drawn. By default all examples.
         per : {"task", "label", "example", "all"}, default "task"
-            One batch per task; one per label of each task, in increasing order; one per example, for n
-            examples of each task; or one batch for all tasks together, a `sample` of n examples.
+            One batch per task; one batch per label of each task, in increasing order of labels; one batch
+            per example, for n examples of each task; or one batch for all tasks, a `sample` of n examples.
         """
         if n is not None:
             check_count(n, "n", 1)
@@ -254,11 +254,11 @@ class EpisodicMemory:
         return Batches(self._drawn(dict.fromkeys(self._others(exclude), alike), told=False))
 
     def promised(self, default: Promise, exclude: Hashable = None) -> Batches:
-        """Return an iterator over the batches of one step, one per row of G, with their `sources`.
+        """Return an iterator over the batches of one step, one batch per row of G, with their `sources`.
 
-        Examples of each task except `exclude` are drawn as by `batches`, with the options of its promise: the
-        one in `promises`, or the default. Tasks with equal promises that are ``per="all"`` share one row, at
-        the place of the first of them.
+        Examples of each task except `exclude` are drawn as by `batches`, with the options of the task's
+        promise in `promises`, or of the default promise. Tasks with equal promises and ``per="all"`` share
+        one row, at the position of the first such task.
         """
         plan = {task: self.promises.get(task, default) for task in self._others(exclude)}
         for promise in plan.values():
@@ -266,9 +266,9 @@ class EpisodicMemory:
         return Batches(self._drawn(plan))
 
     def sample(self, n: int, exclude: Hashable = None) -> Batch:
-        """Draw a batch of `n` examples without replacement from all tasks except `exclude` together.
+        """Draw a batch of `n` examples without replacement from the union of all tasks except `exclude`.
 
-        The batch has all examples if there are fewer. Tasks stored in batches must not differ in structure.
+        If fewer examples are stored, the batch has all of them. Tasks stored in batches need equal structure.
         """
         check_count(n, "n", 1)
         source = next(self.batches(exclude, n=n, per="all").sources, None)
@@ -281,11 +281,11 @@ class EpisodicMemory:
         return source.all()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the stored examples, of the state of the policy, and of the random state.
+        """Return copies of the stored examples, the state of the policy, and the random state.
 
         ``torch.load(..., weights_only=True)`` can read the state from a file if batches and examples are
-        dicts, lists and tuples, and names of tasks are numbers or strings. The state has no promises and no
-        collate functions.
+        dicts, lists and tuples, and names of tasks are numbers or strings. The state includes no promises and
+        no collate functions.
         """
         keep(self)
         tasks = [
@@ -295,10 +295,10 @@ class EpisodicMemory:
         return {**self._settings(), "random": self._random.get_state(), "tasks": tasks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state returned by `state_dict` in place of the stored examples; an error changes nothing.
+        """Replace the stored examples by a state that `state_dict` returned; an error changes nothing.
 
-        Later calls of `add` choose the same examples as in the saved memory. Promises and collate functions
-        of tasks are those of this memory: store the tasks as before the state was saved, then load.
+        Later calls of `add` choose the same examples as the saved memory would. This memory keeps its own
+        promises and collate functions, so store the tasks as before the state was saved, then load.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be what state_dict returned; found {type(state).__name__}.")
@@ -325,8 +325,8 @@ class EpisodicMemory:
         self.removals += 1
 
     def draft(self, task: Hashable = None) -> EpisodicMemory:
-        """Return a copy to store examples of a task in, or to load a state into; `adopt` takes it over."""
-        draft = object.__new__(type(self))  # copy.copy would note the memory as saved
+        """Return a copy for storing examples of a task or loading a state; `adopt` accepts the changes."""
+        draft = object.__new__(type(self))  # copy.copy would mark the memory as saved
         draft.__dict__.update(self.__dict__)
         draft._stores = {k: copy.deepcopy(v) if k == task else v for k, v in self._stores.items()}
         draft._random = torch.Generator()
@@ -334,11 +334,11 @@ class EpisodicMemory:
         return draft
 
     def adopt(self, draft: EpisodicMemory) -> None:
-        """Take over the examples and the random state of a `draft`."""
+        """Replace the examples and the random state by those of a `draft`."""
         self._stores, self._random, self.removals = draft._stores, draft._random, draft.removals
 
     def check_label(self, promise: Promise) -> None:
-        """Raise if a promise is ``per="label"`` and this memory has no `label`."""
+        """Raise if a promise has ``per="label"`` but this memory has no `label`."""
         if promise.per == "label" and self.label is None:
             raise ValueError("per='label' needs labels: pass memory=EpisodicMemory(label=...).")
 
@@ -348,7 +348,7 @@ class EpisodicMemory:
         return self._source([(store, slot) for slot in range(len(store))], (task, None))
 
     def _drawn(self, plan: Mapping[Hashable, Promise], told: bool = True) -> Iterator[Source]:
-        """Yield the source of each row, for promises by task; if `told`, a source has its promise."""
+        """Yield the source of each row; `plan` maps tasks to promises, which `told` adds to the sources."""
         random, together = self._own_random(), []
         for task, promise in plan.items():
             store, per, n = self._stores[task], promise.per, promise.examples
@@ -372,7 +372,7 @@ class EpisodicMemory:
                     yield self._source([one], (task, None, place), given)
 
     def _sampled(self, stores: list[Store], n: int) -> _Chosen:
-        """Draw n examples from all these stores together, without replacement; return them store by store."""
+        """Draw n examples without replacement from the union of the stores; return them ordered by store."""
         starts = [0, *accumulate(map(len, stores))]
         drawn = torch.randperm(starts[-1], generator=self._own_random(), device="cpu")[:n].tolist()
         placed = sorted(((bisect_right(starts, i) - 1, i) for i in drawn), key=itemgetter(0))
@@ -383,7 +383,7 @@ class EpisodicMemory:
         return Source(chosen, self._fetch, name, promise, (id(store.collate), store.form))
 
     def _fetch(self, chosen: _Chosen) -> Batch:
-        """Return a batch of copies of these examples; a list of examples is collated."""
+        """Return copies of the chosen examples as a batch; collate a list of examples."""
         groups = [(store, [slot for _, slot in some]) for store, some in groupby(chosen, itemgetter(0))]
         found = gather(groups)
         if isinstance(found.batch, PerExample):
@@ -391,13 +391,13 @@ class EpisodicMemory:
         return found.batch if found.fields == ["batch"] else found
 
     def _collate_of(self, store: Store, *others: Store) -> Collate:
-        """Return the collate function of several stores; raise if they have different ones."""
+        """Return the common collate function of the stores; raise if there is none."""
         collate = self.collate if store.collate is None else store.collate
         if collate is None:
             task = next((task for task, one in self._stores.items() if one is store), None)
             raise ValueError(
-                f"The examples of task {task!r} were loaded without the function that makes batches of "
-                "them. Set memory.collate, such as to loader.collate_fn; or store the task before loading, "
+                f"The examples of task {task!r} were loaded without their collate function. Set "
+                "memory.collate, for example to loader.collate_fn; or store the task before loading, "
                 "from the loader or with collate=."
             )
         if not all(_alike(collate, self._collate_of(other)) for other in others):
@@ -408,7 +408,7 @@ class EpisodicMemory:
         return collate
 
     def _own_random(self) -> torch.Generator:
-        """Return the generator for draws; each worker of a loader has its own."""
+        """Return the random generator for draws; each DataLoader worker has its own generator."""
         worker = get_worker_info()
         if worker is not None and worker.seed != self._worker:
             self._worker = worker.seed
@@ -427,7 +427,7 @@ class EpisodicMemory:
         return {task: store for task, store in self._stores.items() if exclude is None or task != exclude}
 
     def _settings(self) -> dict[str, Any]:
-        """Return the settings in which a state and this memory must agree."""
+        """Return the settings that must be equal in this memory and in a state to load."""
         return {"per_task": self.per_task, "policy": self.policy, "labelled": self.label is not None}
 
 
@@ -437,7 +437,7 @@ def _check_collate(collate: Any) -> None:
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Return whether collate functions make the same batches, judged by their code or type."""
+    """Return whether two collate functions make the same batches, judging by their code or type."""
     code = getattr(one, "__code__", None)
     if code is not None:  # functions made in a loop, or methods of several data sets
         return code is getattr(other, "__code__", None)
@@ -445,7 +445,7 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def _about(outputs: Any, losses: Any) -> tuple[Any, Any]:
-    """Return the outputs and losses to store; an empty tuple stands for none."""
+    """Return the outputs and losses to store, with empty tuples in place of None."""
     if losses is not None and (not isinstance(losses, torch.Tensor) or losses.ndim != 1):
         found = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ValueError(f"losses must be a tensor of shape (n,), one loss per example; found {found}.")

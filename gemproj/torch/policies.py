@@ -1,4 +1,4 @@
-"""Policies: which examples of a task are kept when its memory is full, from their labels and counts."""
+"""Policies, which use labels and counts to decide which examples of a task a full memory keeps."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 
 
 class Slots:
-    """Labels, arrival numbers and counts of the examples of one task; policies read them.
+    """Labels, arrival numbers and counts of the examples of one task, for use by policies.
 
     Attributes
     ----------
     labels, arrivals : ndarray, shape (capacity,), int64
         Label of the example in each slot (0 without labels), and its position in the stream of the task.
     counts, seen : Counter
-        Number of stored, and of offered, examples of each label; `seen` includes the current example.
+        Number of stored examples and of offered examples of each label; `seen` includes the current example.
     used : int
         Number of slots in use; these are the first slots.
     """
@@ -32,18 +32,18 @@ class Slots:
 
     @property
     def most(self) -> int:
-        """The number of examples of the most frequent labels."""
+        """The number of stored examples of each most frequent label."""
         return max(self.counts.values())
 
     def rivals(self, label: int) -> np.ndarray:
-        """Return slots of the most frequent labels, or of `label` alone if it is one of these."""
+        """Return the slots of `label` if it is a most frequent label, else of all most frequent labels."""
         most = self.most
         if self.counts[label] == most:
             return np.flatnonzero(self.labels == label)
         return np.flatnonzero(np.isin(self.labels, [y for y, n in self.counts.items() if n == most]))
 
     def place(self, label: int, policy: Policy, random: torch.Generator) -> int | None:
-        """Return the slot for the next example of the stream and occupy it; None if it is not kept."""
+        """Occupy and return a slot for the next example of the stream; None if the example is not kept."""
         self.seen[label] += 1
         slot: int | None = self.used
         if slot == len(self.labels):
@@ -82,15 +82,15 @@ def reservoir(slots: Slots, label: int, random: torch.Generator) -> int | None:
     """Keep every example of the stream with the same probability (Vitter, 1985), whatever its label."""
     if draw(slots.seen.total(), random) >= slots.used:
         return None
-    return draw(slots.used, random)  # a second draw, so that `balanced` with one label makes the same choices
+    return draw(slots.used, random)  # a second draw, so choices equal those of `balanced` with one label
 
 
 def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:
     """Class-balancing reservoir sampling (Chrysakis and Moens, 2020).
 
-    A label is full once it was among the most frequent labels or has lost an example. Until then its examples
-    replace random examples of the most frequent labels. If m of the label's n offered examples are stored,
-    later ones are kept with probability m / n, and replace a random one of the label.
+    A label is full once it has been among the most frequent labels or has lost an example. Until then, its
+    examples replace random examples of the most frequent labels. The n-th example of a full label with m
+    stored examples is kept with probability m / n, and replaces a random example of this label.
     """
     own, before = slots.counts[label], slots.seen[label] - 1
     if own == before and own < slots.most:
@@ -103,7 +103,7 @@ def balanced(slots: Slots, label: int, random: torch.Generator) -> int | None:
 
 
 def ring(slots: Slots, label: int, random: torch.Generator) -> int | None:
-    """Keep the last examples (Lopez-Paz and Ranzato, 2017), evenly many per label (Chaudhry et al., 2019)."""
+    """Keep the last examples (Lopez-Paz and Ranzato, 2017), evenly per label (Chaudhry et al., 2019)."""
     rivals = slots.rivals(label)
     return int(rivals[slots.arrivals[rivals].argmin()])
 

@@ -1,4 +1,4 @@
-"""Reading of data: loaders, data sets, and iterables of batches or of examples."""
+"""Readers of loaders, data sets, and iterables of batches or of examples."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from gemproj.torch.batches import Collate, flatten
 
-# Maximum number of batches read from data without a length: a stream may have no end.
+# Maximum number of batches to read from data without a length, because a stream may have no end.
 _MOST_BATCHES = 100_000
-# Number of examples offered at a time.
+# Number of examples offered to the memory at a time.
 _SOME = 64
-# Hugging Face data sets, which are not subclasses of torch's.
+# Hugging Face data sets, which are not subclasses of torch's data sets.
 _SETS = {"datasets.arrow_dataset.Dataset", "datasets.iterable_dataset.IterableDataset"}
 _DICTS = {"datasets.dataset_dict.DatasetDict", "datasets.dataset_dict.IterableDatasetDict"}
-# Loaders that make batches of examples in the same way as torch's.
+# Loaders that make batches of examples in the same way as torch's `DataLoader`.
 _ITERATED = ("DataLoader.__iter__", "DataLoaderShard.__iter__")
 
 
@@ -40,7 +40,7 @@ def read(data: Any, collate: Collate | None) -> tuple[Iterator[Any], Collate | N
 
 
 def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iterator[Any], Collate | None]:
-    """Read the examples of a loader if it has, or is given, its own collate function; else its batches."""
+    """Read examples if `collate` is given or the loader has its own collate function, otherwise batches."""
     if getattr(loader, "persistent_workers", False):
         loader = _apart(loader)
     given, own = collate is not None, loader.collate_fn
@@ -48,7 +48,7 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
         return (_lists(loader), collate) if given else (iter(loader), None)
     kind = type(loader).__iter__.__qualname__
     as_torch = kind in _ITERATED
-    if kind == "DataLoaderDispatcher.__iter__":  # of Accelerate, for streams; process 0 reads for all
+    if kind == "DataLoaderDispatcher.__iter__":  # for streams; process 0 reads for all processes
         as_torch = loader.state.num_processes == 1  # type: ignore[attr-defined]
     if not given and (own is default_collate or not as_torch or _hands_on(own)):
         return iter(loader), None
@@ -57,7 +57,7 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
     how += ["num_workers", "worker_init_fn", "multiprocessing_context", "timeout", "generator"]
     options: dict[str, Any] = {name: getattr(loader, name) for name in how}
     kinds = getattr(loader, "rng_types", None)
-    if kinds is not None:  # an Accelerate loader: its processes draw one order, and each takes a part
+    if kinds is not None:  # an Accelerate loader: all processes draw the same order, and each takes a part
         from accelerate.utils import synchronize_rng_states
 
         synchronize_rng_states(kinds, loader.synchronized_generator)  # type: ignore[attr-defined]
@@ -65,8 +65,8 @@ def _from_loader(loader: DataLoader[Any], collate: Collate | None) -> tuple[Iter
 
 
 def _apart(loader: Any) -> Any:
-    """Return a copy of a loader: with persistent workers, iterating over the loader ends a running epoch."""
-    other = object.__new__(type(loader))  # copying an Accelerate loader gives torch's
+    """Copy a loader with persistent workers, because iterating over the loader would end a running epoch."""
+    other = object.__new__(type(loader))  # copy.copy of an Accelerate loader returns a torch loader
     other.__dict__.update(loader.__dict__, _iterator=None)
     if hasattr(loader, "base_dataloader"):
         other.__dict__["base_dataloader"] = _apart(loader.base_dataloader)
@@ -74,7 +74,7 @@ def _apart(loader: Any) -> Any:
 
 
 def _hands_on(collate: Collate) -> bool:
-    """Return whether a collate function returns its first element, so that elements are batches."""
+    """Return whether a collate function returns its first element; if so, the elements are batches."""
     probe = object()
     try:
         return collate([probe]) is probe
@@ -83,7 +83,7 @@ def _hands_on(collate: Collate) -> bool:
 
 
 def _from_set(data: Any) -> tuple[Iterator[Any], Collate | None]:
-    """Collate examples of a data set by torch's default: now if tensors result, otherwise when drawn."""
+    """Read examples for torch's `default_collate`: collate now if tensors result, otherwise at draws."""
     lists = _lists(data)
     first = next(lists, [])
     if not first:
@@ -91,7 +91,7 @@ def _from_set(data: Any) -> tuple[Iterator[Any], Collate | None]:
     lists = itertools.chain([first], lists)
     try:
         flatten(_collated(first))
-    except TypeError:  # of text, for example
+    except TypeError:  # raised for text, for example
         return lists, default_collate
     return map(_collated, lists), None
 
@@ -102,8 +102,8 @@ def _collated(examples: list[Any]) -> Any:
     except (RuntimeError, TypeError, KeyError) as error:
         raise ValueError(
             "torch's default_collate cannot make a batch of the examples of the data set. Pass collate=, a "
-            "function of a list of examples, such as the data collator of training; or a DataLoader that has "
-            "one."
+            "function of a list of examples, such as the data collator of training; or a DataLoader "
+            "with such a function."
         ) from error
 
 
@@ -127,12 +127,12 @@ def _lists(data: Any) -> Iterator[list[Any]]:
 def _has_length(data: Any) -> bool:
     try:
         return len(data) >= 0
-    except TypeError:  # also for a loader whose data set has none
+    except TypeError:  # raised also by a loader whose data set has no length
         return False
 
 
 def _is_indexed(data: Any) -> bool:
-    """Return whether data are a data set of torch with indexed elements, which are examples."""
+    """Return whether data are a map-style data set of torch, whose elements are examples."""
     return isinstance(data, Dataset) and not isinstance(data, IterableDataset)
 
 
@@ -141,11 +141,11 @@ def _is_kind(data: Any, names: set[str]) -> bool:
 
 
 def _check(data: Any, collate: Collate | None) -> None:
-    """Raise for objects that are often passed instead of data."""
+    """Raise for objects that are often passed by mistake."""
     name = type(data).__name__
     wanted = "data must be a loader, a data set or an iterable of batches"
     tensors = isinstance(data, tuple | list) and all(isinstance(part, Tensor) for part in data)
-    # Batches that are tensors have equal shape and dtype; other tensors are the parts of one batch.
+    # Tensors of equal shape and dtype are batches; different tensors are the parts of one batch.
     kinds = {(part.shape[1:], part.dtype) for part in data} if tensors else ()
     one = tensors and collate is None and (len(kinds) > 1 or (isinstance(data, tuple) and len(data) > 1))
     if _is_kind(data, _DICTS):

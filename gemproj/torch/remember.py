@@ -1,4 +1,4 @@
-"""Storing a set of examples, with the outputs and losses of the current model that a promise needs."""
+"""Storage of a set of examples, with the current outputs and losses that the promise needs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from gemproj.torch.parameters import ParameterVector
 from gemproj.torch.promise import Promise, call_loss, explained
 from gemproj.torch.reading import read
 
-# Number of examples that the loss is tried on: with one example, some losses drop the first dimension.
+# Number of examples in a trial of the loss; with one example, some losses drop the first dimension.
 _TRIED = 2
 # Number of examples checked at a time.
 _FETCHED = 64
@@ -52,11 +52,11 @@ def remember(
     microbatch: int | None = None,
     process_group: Any = None,
 ) -> Hashable:
-    """Store a set of examples with what its promise needs, and return its name; an error stores nothing.
+    """Store a set of examples for a promise, and return the name of the set; an error stores nothing.
 
-    Outputs are stored if the loss compares with them, losses if there is a tolerance. If neither is stored,
-    the model may be None; with a model, the loss is tried on a few examples, and if that fails, on as many as
-    a step uses. The other parameters are those of `gemproj.torch.GEM.keep`.
+    Outputs are stored if the loss has a method `outputs`, losses if the promise has a tolerance. If neither
+    is stored, the model may be None. With a model, the loss is then tried on a few examples and, if this
+    fails, on as many examples as a step uses. The other parameters are those of `gemproj.torch.GEM.keep`.
     """
     if name is None:
         name = next(k for k in itertools.count(len(memory)) if k not in memory.tasks)
@@ -65,7 +65,7 @@ def remember(
     evaluated = bounded or outputs is not None
     draft = memory.draft(name)
     if name in draft.tasks:
-        draft.record(name)  # drops outputs and losses: recomputed for all examples, or not needed
+        draft.record(name)  # drops outputs and losses, which are recomputed or not needed
     if model is None:
         if evaluated:
             raise ValueError("model is needed, because outputs or losses of the examples are stored.")
@@ -76,7 +76,7 @@ def remember(
     reshard(model)
     floating: list[Tensor] = [p for p in model.parameters() if p.is_floating_point()]
     trainable = [p for p in floating if p.requires_grad]
-    # For a frozen model, one parameter represents all of them.
+    # In a frozen model, one parameter represents all parameters.
     held = trainable or [p.detach().requires_grad_() for p in floating[:1]]
     vector = ParameterVector.of(held, process_group)
     if parallel is not None and vector.topology.world == 1:
@@ -90,10 +90,10 @@ def remember(
     _, (most,) = topology.plan([source.size])
     model = model if evaluated else getattr(model, "_orig_mod", model)  # a trial should not compile
 
-    # Sharded processes cannot share an error and try again.
+    # Sharded processes cannot agree to try again after an error.
     tried = not (evaluated or topology.collective)
 
-    # Whether steps draw batches in which the examples are combined differently.
+    # Whether steps combine the examples in different batches.
     drawn = (promise.examples is not None or promise.per != "task") and not topology.collective
 
     def evaluate(size: int) -> None:
@@ -116,7 +116,7 @@ def remember(
                         few = slice(_TRIED)
                         again = Remembered(moved(some.fetch(few), vector.device), take(stored, few))
                         _warn_of_others(call_loss(loss, model, again, _TRIED), value[few], name)
-        # After all passes, so that sharded processes can share an error, too.
+        # Checked after all passes, because only then can sharded processes report an error to each other.
         with topology.agreement({}), torch.no_grad():
             for value, *_ in values:
                 _check(value, name, trained=tried and bool(trainable))
@@ -128,7 +128,7 @@ def remember(
     size = max(source.size, most) if evaluated or promise.examples is None else promise.examples
     try:
         evaluate(_TRIED if tried else size)
-    except Exception:  # also an error of another process
+    except Exception:  # includes errors of other processes
         if not tried:
             raise
         evaluate(size)
@@ -156,11 +156,11 @@ def _add_all(memory: EpisodicMemory, data: Any, name: Hashable, collate: Collate
         for one, state in states:
             one.set_state(state)
     if name not in memory.tasks:
-        raise ValueError("data holds no example. An iterator can be read once only: pass the loader itself.")
+        raise ValueError("data holds no example. An iterator can be read only once: pass the loader itself.")
 
 
 def _check_examples(source: Source, name: Hashable, loss: Loss, stored: bool) -> None:
-    """Raise if no example has a label, or if outputs or losses are `stored` and collating is random."""
+    """Raise if no example has a label, or if collation is random although outputs or losses are `stored`."""
     size, labelled = source.size, getattr(loss, "labelled", None)
     if labelled is not None and not any(labelled(_batch(source, k)) for k in range(0, size, _FETCHED)):
         raise ValueError(
@@ -185,12 +185,12 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _batch(source: Source, first: int = 0) -> Batch:
-    """Return some examples as a batch, without stored outputs and losses."""
+    """Return up to `_FETCHED` examples as a batch, without stored outputs and losses."""
     return bare(source.fetch(slice(first, first + _FETCHED)))
 
 
 def _check(losses: Tensor, name: Hashable, trained: bool) -> None:
-    """Raise for losses that are not finite, or that have no gradient although parameters are `trained`."""
+    """Raise if losses are not finite, or have no gradient although parameters are `trained`."""
     if trained and not losses.requires_grad:
         raise ValueError(
             "loss(model, batch) has no gradient: it does not depend on trainable parameters of the model, or "
@@ -205,9 +205,9 @@ def _check(losses: Tensor, name: Hashable, trained: bool) -> None:
 
 
 def _warn_of_others(losses: Tensor, among_more: Tensor, name: Hashable) -> None:
-    """Warn if the losses of examples change with the other examples of their batch."""
+    """Warn if the loss of an example depends on the other examples of its batch."""
     apart = (losses - among_more).abs().max()
-    if apart > 0.03 * (1 + among_more.abs().max()):  # more than the rounding of bfloat16
+    if apart > 0.03 * (1 + among_more.abs().max()):  # more than rounding errors of bfloat16
         warnings.warn(
             f"Losses of examples of {name!r} depend on the other examples of their batch, by {apart:.1g}: "
             "the stored outputs or losses do not match those in later batches. Causes are negatives from the "

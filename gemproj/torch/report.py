@@ -1,4 +1,4 @@
-"""Statistics of projected steps: of one step, and over all steps for each promise and on average."""
+"""Statistics of one projected step, and of all steps for each promise and on average."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Projection:
     """
 
     constraints: int
-    # In t-space, where NumPy is faster than torch; `solution` and `step` return them as tensors.
+    # These are in t-space, where NumPy is faster than torch; `solution` and `step` convert them to tensors.
     _solution: DualSolution | None
     _step: DualSolution | None = None
     cosines: Tensor | None = None
@@ -70,7 +70,7 @@ class Projection:
 
     @cached_property
     def solution(self) -> DualSolution | None:
-        """Multipliers and certificates of the projection of the gradient (with ``on="step"``, of the step).
+        """Multipliers and certificates of the projected gradient, or of the projected step if ``on="step"``.
 
         None if nothing was projected.
         """
@@ -102,7 +102,7 @@ class Projection:
 
     @property
     def cosine(self) -> float | None:
-        """Cosine between the gradient before and after; 1 without a projection, None without constraints."""
+        """Cosine between gradients before and after projection; 1 if not projected, None if unconstrained."""
         if not self.constraints:
             return None
         return 1.0 if self._solution is None else float(self._solution.cosine())
@@ -113,28 +113,28 @@ class Projection:
         return None if self.cosines is None or not len(self.cosines) else float(self.cosines.min())
 
 
-# Maximum number of points of a history: a full one drops every second point, and then records half as often.
+# Maximum number of points of a history. A full history drops every second point, then records half as often.
 _MOST_POINTS = 1000
-# Maximum number of steps that are counted together, which saves many small operations, and of entries of
-# their Gram matrices.
+# Maximum number of steps that are counted together to avoid many small operations, and maximum number of
+# entries of their Gram matrices.
 _MOST_PENDING, _MOST_ENTRIES = 50, 1 << 17
 
-_as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # device results are tensors
+_as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # results on a device are tensors
 
 
 class History:
     """Statistics of the steps under promises, for each set and on average, in bounded memory.
 
-    A device is synchronised only when statistics are read. A promise about several sets together is named by
-    a tuple of their names, or by None for all sets without their own promise.
+    A device is synchronised only when statistics are read. The name of a promise about several sets is the
+    tuple of their names, or None for all sets without their own promise.
     """
 
     def __init__(self) -> None:
         self._steps, self._names, self._every = 0, list[Any](), 1
         self._totals = torch.zeros(9, 0, dtype=torch.float64)
-        self._points: list[tuple[int, Tensor]] = []  # steps, and (2, sets): losses and bounds
+        self._points: list[tuple[int, Tensor]] = []  # (step, losses and bounds of shape (2, sets))
         self._pending: list[Projection] = []  # steps that have not been counted yet
-        self._kind: Any = None  # common to these: the sets of their rows, and their options
+        self._kind: Any = None  # of all pending steps: the sets of their rows, and which values are None
         self._forget_means()
 
     def add(self, step: Projection) -> None:
@@ -175,7 +175,7 @@ class History:
         return numbers
 
     def close(self, name: Any) -> None:
-        """Rename the statistics of a set, whose name now stands for other examples or another promise."""
+        """Rename the statistics of a set, because its name now means other examples or another promise."""
         self._count()
         if name in self._names:
             old = f"{name} (earlier)"
@@ -184,7 +184,7 @@ class History:
             self._names[self._names.index(name)] = old
 
     def points(self) -> dict[Any, list[tuple[int, float, float]]]:
-        """Return (step, loss, bound) for each set, over the steps; the bound is NaN without a tolerance."""
+        """Return a list of (step, loss, bound) for each set; the bound is NaN without a tolerance."""
         self._count()
         found: dict[Any, list[tuple[int, float, float]]] = {name: [] for name in self._names}
         for step, values in self._points:
@@ -196,7 +196,7 @@ class History:
     def totals(self) -> dict[Any, list[float]]:
         """Return nine numbers for each set: first, last and worst loss, last bound, steps, and four sums.
 
-        The sums count steps that violated or broke the promise, and add up multipliers and seconds.
+        The sums are the steps that violated and that broke the promise, the multipliers, and the seconds.
         """
         self._count()
         return dict(zip(self._names, self._totals.T.tolist(), strict=True))
@@ -220,7 +220,7 @@ class History:
         self._excess: Tensor | None = None
 
     def _count(self) -> None:
-        """Count the pending steps, whose rows belong to the same sets."""
+        """Add the pending steps to the statistics; their rows belong to the same sets."""
         pending, self._pending = self._pending, []
         if not pending:
             return
@@ -242,7 +242,7 @@ class History:
         self._count_sets(torch.stack([one.to(losses) for one in values], 1))
 
     def _count_sets(self, numbers: Tensor) -> None:
-        """Count steps for each set; `numbers`, shape (steps, 7, rows), holds seven numbers per row."""
+        """Add steps to the totals of each set; `numbers`, shape (steps, 7, rows), has 7 numbers per row."""
         sets = self._kind[0]
         self._names += [name for name in dict.fromkeys(sets) if name not in self._names]
         steps, n = len(numbers), len(self._names)
@@ -284,7 +284,7 @@ _OF_ROWS = ("losses", "stored", "cosines")
 
 
 def _batch(solutions: Sequence[DualSolution]) -> DualSolution:
-    """Return solutions of equal form as one batch of solutions."""
+    """Stack solutions of equal form into one batch of solutions."""
     xp, first = namespace(solutions[0].multipliers), solutions[0]
 
     def stacked(parts: Iterable[Any]) -> Any:
@@ -301,7 +301,7 @@ def _batch(solutions: Sequence[DualSolution]) -> DualSolution:
 
 @dataclass(frozen=True)
 class Line:
-    """The outcome of one promise; losses are means over its rows.
+    """The outcome of one promise; losses are means over the rows of the promise.
 
     Attributes
     ----------
@@ -311,8 +311,7 @@ class Line:
     examples : int
         Number of stored examples.
     stored : float
-        Loss of the last step's examples when they were stored. If the promise does not need this, the loss at
-        the first step.
+        Stored loss of the examples of the last step; if no losses are stored, the loss at the first step.
     now, worst : float
         Loss at the last step under the promise, and the largest loss of all steps.
     bound : float
@@ -320,8 +319,9 @@ class Line:
     steps : int
         Number of steps under the promise.
     would_break, broke : float
-        Share of the steps that would have broken the promise without a projection, and that broke it. A step
-        breaks it to first order; with a tolerance, if its loss is above the bound at its beginning.
+        Share of steps that would have broken the promise without a projection, and share that broke it. A
+        step breaks the promise if it raises the loss to first order; with a tolerance, it breaks the promise
+        if the loss exceeds the bound at the beginning of the step.
     multiplier : float
         Mean multiplier, in units of gradients (of steps with ``on="step"``).
     seconds : float
@@ -408,16 +408,16 @@ class Report(Sequence[Line]):
 
 
 # Rounding of float32 weights lowers cosines of a projected step to about -_ANGLE. Relative excesses of losses
-# below _ROUNDING are rounding, too.
+# below _ROUNDING are rounding errors.
 _ANGLE, _ROUNDING = 1e-5, 1e-6
 
 
 def make_report(history: History, examples: Mapping[Any, int], together: Iterable[Any] = ()) -> Report:
-    """Return the report; `examples` are counts by set, `together` are the sets that None stands for."""
+    """Return the report; `examples` has the count of each set, `together` the sets that None stands for."""
     known, lines = history.totals(), []
     rows = {name: _sets(name, examples, together) for name in known}
     joint = {one for name, sets in rows.items() if name not in examples for one in sets}
-    # Sets that only ever shared a row are in the line of that row.
+    # Sets that have always shared a row are reported in the line of this row.
     alone = [name for name in examples if name in known or name not in joint]
     for name in [*alone, *(name for name in known if name not in examples)]:
         nan = math.nan
@@ -432,7 +432,7 @@ def make_report(history: History, examples: Mapping[Any, int], together: Iterabl
 
 
 def _sets(name: Any, examples: Mapping[Any, int], together: Iterable[Any]) -> Iterable[Any]:
-    """Return the sets whose examples are in the rows of a name."""
+    """Return the sets whose examples are in the rows with this name."""
     if name is None:
         return together
     return (name,) if name in examples or type(name) is not tuple else name

@@ -1,6 +1,6 @@
-"""Storage of the examples of one task, the policy's bookkeeping, and draws without replacement.
+"""Storage of the examples of one task, the state of the policy, and draws without replacement.
 
-Batches of tensors are stored in preallocated tensors, other examples unchanged in a list.
+Batches of tensors are copied to preallocated tensors. Other examples are stored unchanged in a list.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from gemproj.torch.batches import (
 from gemproj.torch.policies import Policy, Slots
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # immutable
-_NUMPY = "__numpy__"  # key of the bytes of an array: in a state, an array is a dict
+_NUMPY = "__numpy__"  # in a state, an array is a dict, and this key has its bytes
 
 
 class Store:
-    """Storage of at most `capacity` examples of one task, in slots; the first ``len(store)`` are in use.
+    """Slots for at most `capacity` examples of one task; the first ``len(store)`` slots are in use.
 
-    The structure is that of the given examples, and the first n of them are written to the first slots.
+    The given examples determine the structure. The first n examples are written to the first n slots.
 
     Attributes
     ----------
     collate : callable or None
-        Makes a batch of a list of examples; None for examples stored in batches of tensors, and for loaded
-        examples whose function is unknown.
+        The collate function; None if the examples are stored in batches of tensors, or were loaded without
+        their function.
     held : dict
-        The storage of the examples, of their outputs and of their losses, by name.
+        The storage of the examples, outputs and losses, by field name.
     form : tuple
-        Structure, shapes and dtypes in `held`: examples of equal form can be mixed in one batch.
+        Structure, shapes and dtypes of `held`; examples of equal form can be mixed in one batch.
     queues : dict
-        The slots not drawn yet, by label; the key None stands for all examples.
+        The slots that have not been drawn yet, by label; the key None is for draws from all labels.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Store:
         self.held, self.form = held, tuple((name, one.kind) for name, one in held.items())
 
     def add(self, examples: Remembered, labels: list[int], policy: Policy, random: torch.Generator) -> None:
-        """Offer checked examples to the policy, and store those that it keeps."""
+        """Offer examples that passed `check` to the policy, and store the examples that the policy keeps."""
         source: dict[int, int] = {}  # slot -> index in the batch
         for row, label in enumerate(labels):
             slot = self.slots.place(label, policy, random)
@@ -86,18 +86,18 @@ class Store:
         self.queues = {}
 
     def record(self, outputs: Any, losses: Any) -> None:
-        """Replace the outputs and losses of all examples; empty tuples stand for none."""
+        """Replace the outputs and losses of all examples; an empty tuple stores nothing."""
         stored = Remembered(PerExample(range(len(self))), outputs, losses)
-        n = count_examples(stored)  # raises unless all have equal lengths
+        n = count_examples(stored)  # raises unless all fields have equal lengths
         found = {name: hold(getattr(stored, name), len(self.slots.labels), n) for name in stored.fields}
         self._hold(found | {"batch": self.held["batch"]})
 
     def draw(
         self, by_label: bool, n: int | None, random: torch.Generator
     ) -> list[tuple[Hashable, list[int]]]:
-        """Return (label, n slots) for each label in increasing order, or for all slots with label None.
+        """Return (label, n drawn slots) for each label in increasing order; label None if not `by_label`.
 
-        No slot is drawn again before all of its label have been drawn. Without n, return all slots.
+        No slot is drawn again before all slots of its label have been drawn. Without n, return all slots.
         """
         slots: dict[Hashable, Any] = {None: range(len(self))}
         if by_label:
@@ -120,7 +120,7 @@ class Store:
         return drawn
 
     def check(self, examples: Remembered) -> None:
-        """Raise if examples differ from the stored ones in fields, form (batch or list) or structure."""
+        """Raise if fields, form (batch or list) or structure differ from those of the stored examples."""
         if examples.fields != list(self.held):
             raise ValueError(
                 f"The examples of this task are stored with {' and '.join(self.held)}; found "
@@ -139,7 +139,7 @@ class Store:
                 held.check(found, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return copies of the examples, and the state of the policy and of the draws."""
+        """Return copies of the examples, the state of the policy, and the queues of slots."""
         queues = [[label, list(queue)] for label, queue in self.queues.items()]
         examples = gather([(self, list(range(len(self))))])._asdict()
         listed = [name for name, value in examples.items() if isinstance(value, PerExample)]
@@ -150,7 +150,7 @@ class Store:
     def from_state_dict(
         cls, state: Mapping[str, Any], capacity: int, collate: Collate | None = None
     ) -> Store:
-        """Return a store with a state returned by `state_dict`."""
+        """Create a store from a state returned by `state_dict`."""
         listed = state["listed"]
         examples = Remembered(
             *(unpacked(state[name]) if name in listed else state[name] for name in Remembered._fields)
@@ -164,17 +164,17 @@ class Store:
 
 
 def gather(chosen: list[tuple[Store, list[int]]]) -> Remembered:
-    """Return copies of the examples in some slots of several stores, joined in one `Remembered`."""
+    """Return copies of the examples in the chosen slots of several stores, as one `Remembered`."""
     first, form = chosen[0][0].held, chosen[0][0].form
     for store, _ in chosen:
         if store.held.keys() != first.keys():
             raise ValueError(
-                "Outputs or losses are stored with some tasks only; such tasks cannot be mixed in one batch."
+                "Only some tasks have stored outputs or losses; these cannot be mixed with others in a batch."
             )
         if store.form != form:
             raise ValueError(
                 "Examples that differ in structure, shape or dtype, or that are stored partly in batches "
-                "and partly in a list, cannot be mixed in one batch. Draw from each task by itself, as "
+                "and partly in a list, cannot be mixed in one batch. Draw from each task separately, as "
                 "per='task' does."
             )
     columns: Any = {name: [(store.held[name], slots) for store, slots in chosen] for name in first}
@@ -198,7 +198,7 @@ class Dense:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, in use or not."""
+        """Bytes of all slots, including unused slots."""
         return sum(leaf.nbytes for leaf in self._leaves)
 
     def write(self, slots: list[int], examples: Batch, rows: list[int]) -> None:
@@ -209,9 +209,9 @@ class Dense:
 
     @staticmethod
     def gather(chosen: list[tuple[Dense, list[int]]]) -> Batch:
-        """Return copies of the examples in some slots, as one batch on the devices of the first examples.
+        """Return copies of the examples in the chosen slots, as one batch on the devices of the first store.
 
-        Loaded examples may be on other devices than examples stored later.
+        Loaded examples and examples stored later may be on different devices.
         """
         sizes, joined = [len(slots) for _, slots in chosen], []
         places = np.array([slot for _, slots in chosen for slot in slots], dtype=np.int64)
@@ -229,7 +229,7 @@ class Dense:
         return tree_unflatten(joined, chosen[0][0]._spec)
 
     def check(self, examples: Batch, field: str) -> None:
-        """Raise if examples differ from the stored ones in structure, shape or dtype."""
+        """Raise if examples differ from the stored examples in structure, shape or dtype."""
         leaves, spec = flatten(examples)
         if spec != self._spec:
             raise ValueError(
@@ -247,7 +247,7 @@ class Dense:
 
 
 class Listed:
-    """Storage of unchanged examples, in a list with one element for each slot in use."""
+    """List of unchanged examples, with one element for each slot in use."""
 
     kind = ()
 
@@ -256,7 +256,7 @@ class Listed:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Listed:
         other = Listed()
-        other._kept = list(self._kept)  # examples are replaced, and never changed
+        other._kept = list(self._kept)  # examples are replaced, never modified in place
         return other
 
     @property
@@ -265,26 +265,26 @@ class Listed:
         return sum(getattr(leaf, "nbytes", sys.getsizeof(leaf)) for leaf in leaves_of(self._kept))
 
     def write(self, slots: list[int], examples: PerExample, rows: list[int]) -> None:
-        """Put copied examples into slots; new slots follow those in use."""
+        """Write copied examples to slots; new slots come after the slots in use."""
         self._kept += [None] * (max(slots, default=-1) + 1 - len(self._kept))
         for slot, row in zip(slots, rows, strict=True):
             self._kept[slot] = examples[row]
 
     @staticmethod
     def gather(chosen: list[tuple[Listed, list[int]]]) -> PerExample:
-        """Return copies of the examples in some slots, because some collate functions change their input."""
+        """Return copies of the examples in the chosen slots; a collate function may modify its input."""
         return owned(PerExample(held._kept[slot] for held, slots in chosen for slot in slots))
 
 
 def hold(examples: Any, capacity: int, n: int = 0) -> Dense | Listed:
-    """Return storage for examples of this kind, with the first n of them in the first slots."""
+    """Return storage for examples like these, with the first n examples in the first n slots."""
     held: Any = Listed() if isinstance(examples, PerExample) else Dense(examples, capacity)
     held.write(list(range(n)), examples, list(range(n)))
     return held
 
 
 def packed(examples: Any) -> Any:
-    """Return a list of examples for ``torch.load(..., weights_only=True)``; a batch unchanged."""
+    """Convert a list of examples for ``torch.load(..., weights_only=True)``; return a batch unchanged."""
 
     def of(leaf: Any) -> Any:
         if not isinstance(leaf, np.ndarray | np.generic):
@@ -297,7 +297,7 @@ def packed(examples: Any) -> Any:
 
 
 def unpacked(state: list[Any]) -> PerExample:
-    """Return copies of the examples that were `packed`."""
+    """Return copies of the examples in a list returned by `packed`."""
 
     def is_array(value: Any) -> bool:
         return isinstance(value, dict) and _NUMPY in value
@@ -312,15 +312,15 @@ def unpacked(state: list[Any]) -> PerExample:
 
 
 def owned(examples: Any) -> Any:
-    """Return copies of a list of examples, or raise for types that cannot be stored; a batch unchanged."""
+    """Copy a list of examples, or raise for types that cannot be stored; return a batch unchanged."""
     if not isinstance(examples, PerExample):
         return examples
-    with torch.inference_mode(False):  # inference tensors could not be trained on
+    with torch.inference_mode(False):  # inference tensors cannot be used in training
         return PerExample(map_nested(_copied, one, _is_plain_list) for one in examples)
 
 
 def _is_plain_list(value: Any) -> bool:
-    """Return whether a value is a list of numbers or strings, such as tokens, which is copied as a whole."""
+    """Return whether a value is a list of numbers or strings, such as tokens; it is copied as a whole."""
     return type(value) is list and _PLAIN.issuperset(map(type, value))
 
 

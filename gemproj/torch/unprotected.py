@@ -20,8 +20,8 @@ from gemproj.torch.parameters import local
 class Use:
     """Counts the steps taken with a memory, and notes whether any step had a constraint.
 
-    A first task has no constraints. Only at the end, when the memory is deleted or Python exits, is it known
-    whether other tasks followed.
+    A first task has no constraints. Whether other tasks follow is known only at the end, when the memory is
+    deleted or Python exits.
     """
 
     steps: int = 0
@@ -30,7 +30,7 @@ class Use:
     watch: Any = None  # a weak reference to the last `Watch`
 
     def report(self) -> None:
-        """Warn if steps were taken and none was protected, or if weights changed without steps."""
+        """Warn if steps were taken without a constraint, or if weights changed without a step."""
         if self.protected or self.kept or _broken_off():
             return
         watch = None if self.watch is None else self.watch()
@@ -66,29 +66,29 @@ def keep(memory: Any) -> None:
 
 
 def _broken_off() -> bool:
-    """Return whether Python exits with an error, so that no other message is needed."""
+    """Return whether Python exits with an error; if so, no other message is needed."""
     return hasattr(sys, "last_value") and not hasattr(sys, "ps1")
 
 
 def weights(parameters: Iterable[Tensor], norms: bool = True) -> list[float]:
-    """Return the version counter of each parameter and, with `norms`, its norm, which synchronises a device.
+    """Return version counters of parameters and, with `norms`, their norms, which synchronise a device.
 
-    Fused optimizers do not increment the version counter.
+    Norms are needed because fused optimizers do not increment version counters.
     """
 
     def norm(p: Tensor) -> Tensor:
         return torch.linalg.vector_norm(local(p), dtype=torch.promote_types(p.dtype, torch.float32))
 
     held = list(parameters)
-    found = [norm(p) for p in held] if norms else []  # all norms, before the first one synchronises
+    found = [norm(p) for p in held] if norms else []  # computed before the first `float` synchronises
     return [*(p._version for p in held), *map(float, found)]
 
 
 class Unused:
-    """Constraints of a projector that are not used yet, and the weights when they were computed.
+    """A monitor for unused constraints of a projector, which compares weights before and after.
 
     Warns if the weights have changed before new constraints are computed. If no constraints were ever used,
-    it also warns about the last ones, when the projector is deleted or Python exits.
+    it also warns about the last constraints, when the projector is deleted or Python exits.
     """
 
     def __init__(self, projector: Any) -> None:
@@ -104,7 +104,7 @@ class Unused:
         self._before, self._used = [], self._used or used
 
     def warn(self) -> None:
-        """Warn if weights have changed since `begin`; after this warning, there is none at the end."""
+        """Warn if weights have changed since `begin`; after this warning, none follows at exit."""
         if self._lost():
             self.end()
             warnings.warn(_UNUSED, stacklevel=3)
@@ -113,7 +113,7 @@ class Unused:
         return bool(self._before) and self._before != self._now()
 
     def _now(self) -> list[float]:
-        # No norms, which would synchronise a device, once constraints are in use.
+        # After constraints were used, norms are omitted, because they would synchronise a device.
         return weights(self._parameters, norms=not self._used)
 
     def _report(self) -> None:
@@ -122,14 +122,14 @@ class Unused:
 
 
 _UNUSED = (
-    "The weights have changed, and no gradient was projected since constraints were last computed: these "
-    "protected nothing. Call project_() before each optimizer.step(), or attach(optimizer) once, before the "
-    "loop, to the optimizer that takes the steps."
+    "The weights have changed, and no gradient was projected since constraints were last computed, so "
+    "these constraints protected nothing. Call project_() before each optimizer.step(), or attach(optimizer) "
+    "once, before the loop, to the optimizer that takes the steps."
 )
 
 
 class Watch:
-    """Notes whether steps are seen, and whether weights change without a step."""
+    """A monitor that records whether steps are seen, and whether weights change without a step."""
 
     def __init__(self, memory: Any, parameters: Iterable[Tensor]) -> None:
         self._use, self._parameters = use_of(memory), [p for p in parameters if p.requires_grad]
@@ -137,7 +137,7 @@ class Watch:
         self.begin()
 
     def begin(self, stepped: bool = False) -> None:
-        """Begin a task, or continue one that has `stepped`, with the current weights."""
+        """Begin a task, or continue a task that has `stepped`, with the current weights."""
         self.stepped, self._norms = stepped, self._now()
 
     def step(self, constraints: int) -> None:
@@ -155,5 +155,5 @@ class Watch:
         return self._stored and not self.stepped and self._norms != self._now()
 
     def _now(self) -> list[float]:
-        # No version counters: a search for a learning rate restores the weights.
+        # Norms only: a learning-rate search restores the weights, but not the version counters.
         return weights(self._parameters)[len(self._parameters) :]
