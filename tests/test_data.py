@@ -213,7 +213,7 @@ NO_END = r"no length, and no end after 5 batches.*itertools.islice\(batches, n\)
         ([{"image": object()}], padded, TypeError, r"found builtins.object.*\(batch for batch in loader\)"),
         (DataLoader([{"image": object()}], collate_fn=padded), None, TypeError, "Convert it in the data set"),
         ([], padded, ValueError, "data holds no example"),
-        ((), None, ValueError, "no example.*read once"),
+        ((), None, ValueError, "no example.*read only once"),
         (itertools.repeat(task(0)), None, ValueError, NO_END),
         (Endless(), None, ValueError, NO_END),
         (DataLoader(Endless(), batch_size=None), None, ValueError, NO_END),
@@ -232,7 +232,7 @@ def test_what_is_read_once_and_what_has_an_end(bound, monkeypatch):
     monkeypatch.setattr(reading, "_MOST_BATCHES", 5)
     gem, stream = begin(EACH, tolerance=bound)[2], itertools.islice(itertools.repeat(task(0)), 5)
     gem.end_task(stream)
-    with pytest.raises(ValueError, match=r"no example.*read once"):
+    with pytest.raises(ValueError, match=r"no example.*read only once"):
         gem.end_task(stream)
     gem.end_task([task(0)] * 9)
     own = type("Dataset", (DataLoader,), {"__module__": "datasets.loaders"})

@@ -63,8 +63,8 @@ class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
 
     Replaces Avalanche's plugin of the same name. `memory_strength` is a margin that applies at every step,
     and there is no ridge. ``method=GEM2017(memory_strength)`` gives the numbers of Avalanche's plugin, up to
-    rounding: it has a ridge of 1e-3, and the strength applies only if a constraint is violated. Further
-    differences:
+    rounding: this method has a ridge of 1e-3, and its strength applies only if a constraint is violated.
+    Further differences:
 
     - Patterns are drawn with the plugin's own random generator.
     - Constraint gradients are computed in evaluation mode.

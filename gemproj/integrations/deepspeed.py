@@ -235,7 +235,7 @@ def _stage3(p: Any) -> bool:
 
 
 def _unpadded(p: Any, key: str | None = None) -> tuple[Tensor, int]:
-    """Return the local entries of a stage-3 parameter or of its state `key`, and the index of the first."""
+    """Return local entries of a stage-3 parameter or of its state `key`, and the index of the first entry."""
     padded = p._z3_optimizer.get_local_fp32_param(p, key)
     start = padded.numel() * dist.get_rank(p.ds_process_group)
     return padded[: max(p.ds_numel - start, 0)], start

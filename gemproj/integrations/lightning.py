@@ -69,7 +69,7 @@ class GEMCallback(Keeper, Callback):
     with automatic and manual optimization, accumulated gradients, mixed precision and
     DistributedDataParallel, for modules with one optimizer.
 
-    The gradient is projected, then clipped to ``gradient_clip_val``, so a margin is the weight of replay.
+    The gradient is projected, then clipped to ``gradient_clip_val``, so a margin acts as a weight of replay.
     With a logger, steps with constraints log the numbers of `logs`, such as ``gem/violations``, without
     synchronising a device.
 

@@ -29,7 +29,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
             trainer.train()
             gem.end_task(trainer.get_train_dataloader())
 
-    The projected gradient is clipped to ``args.max_grad_norm``, so a margin is the weight of replay;
+    The projected gradient is clipped to ``args.max_grad_norm``, so a margin acts as a weight of replay.
     ``grad_norm`` in the logs is the norm before the projection. Constraint gradients have the precision of
     training. Only trainable parameters are projected, so with peft only the adapters add to the cost. Every
     call of ``train()`` starts without constraints and warm start, unless it resumes. Examples are stored
@@ -37,7 +37,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
 
     Training logs and ``trainer.state.log_history`` include the numbers of `logs`, such as ``gem/violations``,
     for the steps since the last log. Callbacks that report elsewhere (`report_to`) run before a callback that
-    is passed to the trainer. Use `attach` instead if they are to report the numbers.
+    is passed to the trainer. Use `attach` instead if these callbacks should report the numbers.
 
     Checkpoints include a file ``gem.pt``, or one per process, with the memory and the projector's state. The
     file is found if training resumes from a folder in ``args.output_dir``, or from
@@ -85,7 +85,7 @@ class GEMCallback(AcceleratedKeeper, TrainerCallback):
         if self.memory.collate is None:  # for example after loading a checkpoint, which has no functions
             self.memory.collate = getattr(kwargs.get("train_dataloader"), "collate_fn", None)
         self._noted: Any = None
-        self._noted_at = -1  # a step; a callback that was added twice is called twice
+        self._noted_at = -1  # the step of `_noted`; a callback that was added twice is called twice
         self.logs()  # drops the numbers of an earlier training
         if state.global_step:
             self.load_state_dict(self._find(args, state.global_step))

@@ -124,7 +124,7 @@ class Distillation:
         Dtype of the stored log-probabilities, such as ``torch.float16``; by default the dtype of the logits.
     mask : key or callable, default "attention_mask"
         Mask (n, ...), nonzero at positions that count; all positions count if a batch lacks the default mask.
-        Outputs are stored for these positions only, so the padding may change later, or be absent.
+        Outputs are stored only for these positions, so the padding may later differ or be absent.
     labels : CrossEntropy, optional
         A cross-entropy to add, computed from the same logits.
     weight : float, default 1

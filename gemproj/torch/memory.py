@@ -68,7 +68,7 @@ class EpisodicMemory:
         labels of a task are as skewed as its training labels: by 9 points for replay and by 3 points for GEM
         on AG News (docs/replay.md).
     collate : callable, optional
-        Collate function for tasks without their own, because they were loaded from a state.
+        Collate function for tasks whose own function is unknown, because they were loaded from a state.
 
     Attributes
     ----------
@@ -153,7 +153,7 @@ class EpisodicMemory:
     def nbytes(self) -> int:
         """Bytes of the stored examples, outputs and losses.
 
-        Batches of tensors count as `per_task` examples, used or not; numbers and strings by `sys.getsizeof`.
+        A task in tensors counts as `per_task` examples, used or not; numbers and strings by `sys.getsizeof`.
         """
         return sum(store.nbytes for store in self._stores.values())
 
@@ -298,7 +298,7 @@ class EpisodicMemory:
         """Replace the stored examples by a state that `state_dict` returned; an error changes nothing.
 
         Later calls of `add` choose the same examples as the saved memory would. This memory keeps its own
-        promises and collate functions, so store the tasks as before the state was saved, then load.
+        promises and collate functions, so first store the tasks as in the saved training, then load.
         """
         if not isinstance(state, Mapping):
             raise TypeError(f"state must be what state_dict returned; found {type(state).__name__}.")

@@ -32,7 +32,7 @@ class Slots:
 
     @property
     def most(self) -> int:
-        """The number of stored examples of each most frequent label."""
+        """The number of stored examples of a most frequent label."""
         return max(self.counts.values())
 
     def rivals(self, label: int) -> np.ndarray:

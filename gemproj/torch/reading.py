@@ -83,7 +83,7 @@ def _hands_on(collate: Collate) -> bool:
 
 
 def _from_set(data: Any) -> tuple[Iterator[Any], Collate | None]:
-    """Read examples for torch's `default_collate`: collate now if tensors result, otherwise at draws."""
+    """Read a data set with torch's `default_collate`: collate now if tensors result, otherwise at draws."""
     lists = _lists(data)
     first = next(lists, [])
     if not first:

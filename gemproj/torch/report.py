@@ -119,7 +119,7 @@ _MOST_POINTS = 1000
 # entries of their Gram matrices.
 _MOST_PENDING, _MOST_ENTRIES = 50, 1 << 17
 
-_as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # results on a device are tensors
+_as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # device results already are tensors
 
 
 class History:
@@ -134,7 +134,7 @@ class History:
         self._totals = torch.zeros(9, 0, dtype=torch.float64)
         self._points: list[tuple[int, Tensor]] = []  # (step, losses and bounds of shape (2, sets))
         self._pending: list[Projection] = []  # steps that have not been counted yet
-        self._kind: Any = None  # of all pending steps: the sets of their rows, and which values are None
+        self._kind: Any = None  # equal for all pending steps: the sets of rows, and which values are None
         self._forget_means()
 
     def add(self, step: Projection) -> None:
@@ -413,7 +413,7 @@ _ANGLE, _ROUNDING = 1e-5, 1e-6
 
 
 def make_report(history: History, examples: Mapping[Any, int], together: Iterable[Any] = ()) -> Report:
-    """Return the report; `examples` has the count of each set, `together` the sets that None stands for."""
+    """Return the report; `examples` maps sets to counts, `together` has the sets that None stands for."""
     known, lines = history.totals(), []
     rows = {name: _sets(name, examples, together) for name in known}
     joint = {one for name, sets in rows.items() if name not in examples for one in sets}

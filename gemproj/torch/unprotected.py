@@ -85,7 +85,7 @@ def weights(parameters: Iterable[Tensor], norms: bool = True) -> list[float]:
 
 
 class Unused:
-    """A monitor for unused constraints of a projector, which compares weights before and after.
+    """A monitor that detects if weights change before the constraints of a projector are used.
 
     Warns if the weights have changed before new constraints are computed. If no constraints were ever used,
     it also warns about the last constraints, when the projector is deleted or Python exits.
@@ -113,7 +113,7 @@ class Unused:
         return bool(self._before) and self._before != self._now()
 
     def _now(self) -> list[float]:
-        # After constraints were used, norms are omitted, because they would synchronise a device.
+        # Once constraints have been used, norms are omitted, because they would synchronise a device.
         return weights(self._parameters, norms=not self._used)
 
     def _report(self) -> None:
