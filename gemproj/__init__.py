@@ -1,6 +1,6 @@
 """Gradient projection for continual learning: exact GEM, with a certificate for every answer.
 
-Three stages, data flowing one way: ``(G, g) -> gram -> (K, b) -> method -> multipliers -> combine -> x``.
+Three stages: ``(G, g) -> gram -> (K, b) -> method -> multipliers -> combine -> x``.
 """
 
 from gemproj._combine import combine

@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compile_loops() -> bool:
     """Compile the loops for float32, float64 and bfloat16 by calling each once; numba caches them on disk.
 
-    Return False if loops were compiled but could not be kept on disk.
+    Return False if the compiled loops could not be cached on disk.
     """
     if backends.wanted == "portable" or missing():
         print(f"There is nothing to compile: {missing() or 'GEMPROJ_BACKEND=portable is set'}.")
@@ -83,7 +83,7 @@ def compile_loops() -> bool:
         libraries["bfloat16"] = "torch"
     for dtype, library in libraries.items():
         xp = importlib.import_module(library)
-        for t, d in ((2, 64), (9, LARGE)):  # products summed in float64, and in float32
+        for t, d in ((2, 64), (9, LARGE)):  # sizes with float64 sums, and with float32 sums
             gs, columns = (xp.ones(n, dtype=getattr(xp, dtype)) for n in ((2, d), (d, t)))
             for G in (columns.T, columns.reshape(t, d)):
                 gram(G, gs)
@@ -95,7 +95,7 @@ def compile_loops() -> bool:
 
 
 def report_versions() -> None:
-    """Print versions, extras and devices, and the libraries and settings that decide the rounding."""
+    """Print versions, extras, devices, and the libraries and settings that affect rounding."""
     print(f"gemproj {gemproj.__version__} on Python {platform.python_version()}, {platform.platform()}\n")
     built = np.show_config(mode="dicts")
     blas = built.get("Build Dependencies", {}).get("blas", {})

@@ -96,7 +96,7 @@ def detach(a: Array) -> Array:
 
 
 def refuse_transformed(arrays: Sequence[Array]) -> None:
-    """Raise for tensors without dense memory: sparse, nested, meta and transformed by `torch.func`."""
+    """Raise for sparse, nested, meta and distributed tensors, and for tensors inside of `torch.func`."""
     if is_torch(arrays[0]):
         first, torch = arrays[0], sys.modules["torch"]
         if first.is_nested or first.is_meta or any(a.layout is not torch.strided for a in arrays):
@@ -111,15 +111,15 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
             map(functorch.is_functorch_wrapped_tensor, arrays)
         ):
             raise TypeError(
-                "torch.func transforms (vmap, grad, ...) pass through gemproj.project only. For solutions of "
-                "many problems call this function on arrays with leading dimensions."
+                "Only gemproj.project supports torch.func transforms (vmap, grad, ...). To solve many "
+                "problems with this function, pass arrays with leading dimensions."
             )
 
 
 def empty_as(a: Array) -> Array:
-    """Return an uninitialised array of the shape, dtype and device of `a`, stored row by row.
+    """Return an uninitialised array of the shape, dtype and device of `a`, in row-major order.
 
-    By default `empty_like` copies the strides, which are zero where `a` was broadcast.
+    By default `empty_like` copies the strides of `a`, which are zero along broadcast dimensions.
     """
     if type(a) is np.ndarray:
         return np.empty(a.shape, a.dtype)
@@ -148,7 +148,7 @@ def to_numpy(a: Array) -> np.ndarray:
 
 
 def from_numpy(a: Any, xp: Any, device: Any) -> Array:
-    """Return a NumPy array as an array of the library `xp` on `device`, as a view if possible.
+    """Convert a NumPy array to an array of the library `xp` on `device`, without a copy if possible.
 
     Arrays of other libraries, numbers and None are returned unchanged.
     """

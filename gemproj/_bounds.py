@@ -1,4 +1,4 @@
-"""The options of a projection: the method, and bounds of the multipliers with a right-hand side h.
+"""The options of a projection: the method, the bounds of the multipliers and the right-hand side h.
 
     minimise 1/2 lam'K lam + (b - h)'lam  subject to  lower <= lam <= upper
 
@@ -6,7 +6,7 @@
 GEM                       ``0 <= lam``
 ``margin=m``              ``lower = m``
 ``penalty=c``             ``upper = c``
-``equality``              ``lower = -inf`` (``-c`` with a penalty) on its rows
+``equality``              ``lower = -inf`` (``-c`` with a penalty) for equalities
 ``h``                     ``b - h``
 ========================  ===================================================
 """
@@ -38,7 +38,7 @@ from gemproj.methods import AnyMethod, Method, as_method
 
 @dataclass(frozen=True, eq=False)
 class Options:
-    """Checked options of a projection; `make_bounds` checks the arrays among them against b."""
+    """Checked options of a projection; `make_bounds` checks the shapes and values of arrays."""
 
     method: Any
     h: Any = None
@@ -80,7 +80,7 @@ def check_options(
 
 
 def accepted(method: Any) -> Collection[str]:
-    """Return the options that a method takes; a callable takes those that change only b."""
+    """Return the options that a method takes; for a callable `h` and `margin`, which change only b."""
     return method.accepts if isinstance(method, Method) else ("h", "margin")
 
 
@@ -102,7 +102,7 @@ class Bounds(NamedTuple):
     Attributes
     ----------
     base : array or None
-        Lower bounds where they are finite, and 0 elsewhere; None stands for 0.
+        Finite lower bounds, with 0 in place of -inf; None stands for 0.
     equality : array of bool or None
         True for rows with ``G x = h``; None stands for False everywhere.
     upper : array or None
@@ -124,7 +124,7 @@ class Bounds(NamedTuple):
         return self.equality & namespace(self.upper).isinf(self.upper)
 
     def violated(self, slack: Array) -> Array:
-        """Return the mask (..., t) of violated constraints: slack below zero, or not zero for equalities."""
+        """Return the mask (..., t) of violated constraints: slack < 0, or slack != 0 for equalities."""
         return slack < 0 if self.equality is None else (slack < 0) | (self.equality & (slack > 0))
 
 
@@ -138,9 +138,9 @@ def standard_form(
 
     This is the dual problem of the projection of ``g + G'base``.
 
-    Also return the mask (..., t) of cut rows, or None. A row is cut if its ``b - h`` is replaced by a limit:
-    `reach` (a number or (..., 1)) times the size of the problem. Larger entries would dominate the scaling of
-    all rows. `overstepped` tests whether the cut changed the solution.
+    Also return the mask (..., t) of cut rows, or None. Cutting a row replaces its ``b - h`` by a limit,
+    `reach` (a number or (..., 1)) times the size of the problem. Entries above this limit would dominate the
+    scaling of all rows. `overstepped` tests whether the cut changed the solution.
     """
     if bounds is PLAIN:
         return Standard(K, b, None, None), None
@@ -166,8 +166,8 @@ def standard_form(
 def overstepped(dual: Standard, cut: Array, lam: Array) -> Array:
     """Return the mask (...) of problems whose solution lam depends on the limit at which rows were cut.
 
-    In all other problems lam also solves the problem before the cut: the multiplier of each cut row is zero
-    if ``b - h`` is positive, and at its upper bound if ``b - h`` is negative.
+    For all other problems, lam also solves the problem without the cut: the multiplier of each cut row is
+    zero if ``b - h`` is positive, and at its upper bound if ``b - h`` is negative.
     """
     xp = namespace(lam)
     inside = lam != 0
@@ -181,11 +181,11 @@ def _subtract(
 ) -> tuple[Array, Array]:
     """Return ``b - h``, cut at `reach` times the size of the problem, and the mask (..., t) of the cut rows.
 
-    Rows with a large positive ``b - h`` are cut, because x satisfies them by far. Rows with a penalty and a
+    Rows with a large positive ``b - h`` are cut, because they are far from active. Rows with a penalty and a
     large negative ``b - h`` are cut, because x violates them despite the penalty. Equalities without a
-    penalty are never cut. The size is the largest ``|b_i|`` or positive h_i (``|h_i|`` of an equality) over
-    the norm of the row. With a penalty, h_i over the norm counts as at most penalty times norm, the distance
-    by which the row can move x.
+    penalty are never cut. The size of the problem is the largest ``|b_i| / |g_i|`` or positive
+    ``h_i / |g_i|`` (``|h_i| / |g_i|`` for an equality). With a penalty, ``h_i / |g_i|`` counts as at most
+    ``penalty |g_i|``, the largest distance by which row i can move x.
     """
     xp, h, hard = namespace(b), bounds.h, bounds.unbounded
     norms, infinite = xp.sqrt(xp.linalg.diagonal(K)), xp.full_like(b, math.inf)
@@ -210,7 +210,7 @@ def _subtract(
 
 
 def make_bounds(options: Options, like: Array) -> Bounds:
-    """Return the bounds for the options of a projection, broadcast to the shape of `like`, which is b.
+    """Return the bounds that the options specify, broadcast to the shape of b, which is passed as `like`.
 
     Raises for options that do not broadcast and, on the CPU, for values out of range.
     """
@@ -262,7 +262,7 @@ def _shaped(value: Any, name: str, like: Array) -> Array:
         value = from_numpy(real_numbers(value, name), xp, device)
     elif not is_real_floating(value) and not xp.isdtype(value.dtype, ("bool", "integral")):
         raise TypeError(f"{name} must hold real numbers; found dtype {value.dtype}.")
-    # A copy, because the solution keeps it and must not change with the caller's array.
+    # Copied, because the solution keeps this array, and the caller may change the original.
     value = xp.astype(detach(value), value.dtype, copy=True)
     try:
         if value.ndim == 1 and value.shape[0] != like.shape[-1]:
@@ -279,7 +279,7 @@ def _shaped(value: Any, name: str, like: Array) -> Array:
 def _check_values(
     h: np.ndarray | None, margin: np.ndarray | None, penalty: np.ndarray | None, equality: np.ndarray | None
 ) -> None:
-    """Raise for values out of range; called on the CPU only, where reading values is free."""
+    """Raise for values out of range; called only on the CPU, where reading values does not synchronise."""
     for name, value in (("h", h), ("margin", margin)):
         if value is not None and not np.isfinite(value).all():
             raise ValueError(f"{name} must be finite; found {value}.")

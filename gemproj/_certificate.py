@@ -1,8 +1,8 @@
 """Certificates of given multipliers: KKT residual, duality gap, cosine and error bound.
 
-They are computed from arrays of t-space, and are relative to `size`, the norm of the gradient that is
-projected. With ``s = G x - h``, no certificate changes when g and h, or a row of G with its h, are multiplied
-by a positive number.
+Certificates are computed from arrays of t-space. They are relative to `size`, the size of the problem, see
+`DualSolution`. They do not change if g and h, or a row of G and its entry of h, are multiplied by a positive
+number. The slack is ``s = G x - h``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from gemproj.methods._faces import Factorisation
 def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
     """Return the KKT residual, the largest violation of the optimality conditions, shape (...).
 
-    The maximum of primal feasibility ``-s_i / (|g_i| size)``, dual feasibility ``(lower_i - lam_i) |g_i| /
-    size`` and complementarity ``(lam_i - lower_i) |s_i| / size^2``. Without a lower bound a positive slack is
-    a violation, too. With an upper bound c, s_i may be negative at lam_i = c. Primal feasibility is then
-    replaced by ``max(0, -s_i)`` times ``min(1, c - lam_i)``, where the minimum with 1 keeps a large c from
+    It is the maximum of primal feasibility ``-s_i / (|g_i| size)``, dual feasibility ``(lower_i - lam_i)
+    |g_i| / size`` and complementarity ``(lam_i - lower_i) |s_i| / size^2``. Without a lower bound, a positive
+    slack is also a violation. With an upper bound c, s_i may be negative at lam_i = c: primal feasibility is
+    replaced by ``max(0, -s_i)`` times ``min(1, c - lam_i)``. The minimum with 1 keeps a large c from
     magnifying the rounding of s. The lower bound -c of an equality with a penalty is treated in the same way.
     """
     xp = namespace(s)
@@ -54,9 +54,9 @@ def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, 
 def duality_gap(s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
     """Return the duality gap, (primal - dual objective) / size^2, shape (...).
 
-    ``sum (lam - lower) max(0, s) + (upper - lam) max(0, -s)``. A violated constraint without an upper bound
-    adds the negative ``(lam - lower) s`` instead, because its violation is not part of the primal objective.
-    If x is feasible, ``|x - x*|^2 <= gap size^2``.
+    Row i contributes ``(lam - lower) max(0, s) + (upper - lam) max(0, -s)``. Without an upper bound, its
+    contribution is ``(lam - lower) s``, which is negative if the constraint is violated: the primal objective
+    contains no penalty for the violation. If x is feasible, ``|x - x*|^2 <= gap size^2``.
     """
     xp = namespace(s)
     zero = xp.zeros_like(s)
@@ -89,19 +89,19 @@ def error_bound(
     rounding: float,
     resolves: float,
 ) -> float:
-    """Return an upper bound of ``|x - x*|`` for one problem in standard form, with unit rows and unit size.
+    """Return an upper bound on ``|x - x*|`` for one problem in standard form, with unit rows and unit size.
 
     x* is the exact projection for rows and a gradient perturbed by rounding (a backward error, as in
     LAPACK). For multipliers mu that solve the problem, ``|x - x*| <= |A (lam - mu)| + |x(mu) - x*|``.
     x(mu) is the exact projection for the right-hand side ``h + e``, where e holds the slacks of the active
     and nearly active rows. So the second term is at most ``|e| / sigma``, where sigma is the smallest
-    singular value of a basis chosen from these rows, active rows first. The rows outside of the basis are
-    dependent to rounding. Perturbed rows that are exactly dependent are satisfied together with the basis,
-    unless their h contradicts that of the basis; then only weak duality gives a bound.
+    singular value of a basis of these rows, in which active rows are chosen first. The other rows depend on
+    the basis, to rounding. If they are perturbed to depend exactly, their constraints follow from those of
+    the basis, unless the entries of h contradict each other; then only weak duality gives a bound.
 
     `resolves` is the smallest angle that the coordinates resolve. Coordinates from K cannot distinguish
     dependent rows from independent rows at smaller angles. Then weak duality bounds the error: by ``|x|`` for
-    h = 0, or by the square root of the duality gap. Rounding then perturbs K, which changes all slacks.
+    h = 0, or by the square root of the duality gap. Rounding errors of K also perturb all slacks.
     """
     mu = inside = np.clip(lam, lower, upper)
     error = _conditions(A.T @ (a + A @ mu) - h, mu, lower, upper)[2]
@@ -130,7 +130,7 @@ def error_bound(
 def _conditions(
     s: np.ndarray, lam: np.ndarray, lower: np.ndarray, upper: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the mask of free rows, the slacks, and by how much each slack violates its condition.
+    """Return the mask of free rows, the slacks, and the violation of each row's optimality condition.
 
     The slack of a row at its upper bound is negated, so that a negative slack is a violation at either bound.
     """
@@ -140,7 +140,7 @@ def _conditions(
 
 
 def _missed(error: np.ndarray, basis: list[int], weights: np.ndarray, known: float, fuzz: float) -> float:
-    """Return an upper bound of the norm of e, the violations in the rows of the basis; see `error_bound`.
+    """Return an upper bound on ``|e|``, where e holds the violations of the basis rows; see `error_bound`.
 
     A dependent row with weights w could replace row i of the basis. Its violation v beyond rounding therefore
     counts as a violation ``v / |w_i|`` of row i. The bound is infinite if the violation of a dependent row is
@@ -158,11 +158,11 @@ def _missed(error: np.ndarray, basis: list[int], weights: np.ndarray, known: flo
 def _basis(
     A: np.ndarray, free: np.ndarray, near: np.ndarray, resolves: float
 ) -> tuple[list[int], np.ndarray]:
-    """Return the indices of a basis of the nearly active rows, and the weights of all other rows in it.
+    """Return the indices of a basis of the nearly active rows, and the weights of the others in this basis.
 
-    Free rows are chosen first, then nearly active rows, each time the row farthest from the span of the
-    chosen rows. Each distance is divided by one plus the sum of the weights of its row, because its rounding
-    error grows with them.
+    Free rows are chosen first, then nearly active rows. Each step chooses the row farthest from the span of
+    the chosen rows. The distance of a row is divided by one plus the sum of its absolute weights, because
+    large weights increase the rounding error of the distance.
     """
     basis: list[int] = []
     rest, Q, weights = A.copy(), np.zeros((len(A), 0)), np.zeros((0, len(near)))
@@ -197,7 +197,7 @@ def _weak_duality(
     rounding: float,
     from_rows: bool,
 ) -> float:
-    """Return a bound of ``|x - x*|`` from the gap between the dual objective and a known primal value."""
+    """Return a bound on ``|x - x*|`` from the gap between the dual objective and a known primal value."""
     x, squared = a + A @ inside, []
     size = 1.0 + float(np.abs(inside).sum())
     fuzz = rounding * size

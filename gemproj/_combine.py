@@ -27,8 +27,8 @@ def combine(
 ) -> Any:
     """Return ``x = g + G.T @ multipliers`` (``g + diag(1/w) @ G.T @ multipliers`` with a metric w).
 
-    The sum runs in float64, whatever the dtype of `g`, and x is rounded once. Rows whose multiplier is zero
-    need not be finite.
+    The sum is computed in float64 for every dtype of `g`, and x is rounded once. Rows with a zero multiplier
+    may contain NaN or infinity.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def combine(
     Returns
     -------
     array or blocks
-        x, in the form of `g`: `out`, or new arrays.
+        x, structured like `g`: `out`, or new arrays.
 
     Examples
     --------
@@ -79,20 +79,20 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
 def warn_if_missed(sol: DualSolution) -> None:
     """On the CPU, warn if x violates the optimality conditions, because `project` returns no status."""
     if isinstance(sol._status, int) or not (sol._exact and isinstance(sol.multipliers, np.ndarray)):
-        return  # the exact method returns one number for all problems only for OPTIMAL
+        return  # the exact method returns a single int only if all problems are optimal
     status = sol.status
     if not np.count_nonzero(status):
         return
     stalled = (status & int(Status.STALLED)) != 0
     unsettled = stalled if sol.bounds.h is None else (status & _UNSETTLED) != 0
-    # The violation of x counts, too: nearly dependent rows have large multipliers with large rounding.
+    # The violation of x also counts: nearly dependent rows have large multipliers with large rounding.
     missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), _violation(sol))
     worst = float(np.max(missed, where=unsettled, initial=0.0))
     if worst <= MISSED:
         return
     cause = (
-        "constraints nearly contradict each other, or are nearly dependent. Look at `status` and "
-        "`kkt_residual` of `solve_dual`, or give a penalty."
+        "constraints nearly contradict each other, or are nearly dependent. Check `status` and "
+        "`kkt_residual` of `solve_dual`, or set a penalty."
     )
     if sol.bounds.equality is not None and sol.bounds.upper is not None:
         cause = "x may have lost digits to the large penalty of an equality. Lower or omit the penalty."
@@ -100,14 +100,14 @@ def warn_if_missed(sol: DualSolution) -> None:
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
         frame, level = frame.f_back, level + 1
     warnings.warn(
-        f"The projection misses its optimality conditions by {worst:.0e} of the size of the problem: {cause}",
+        f"The projection violates its optimality conditions by {worst:.0e} of the problem's size: {cause}",
         RuntimeWarning,
         stacklevel=level,
     )
 
 
 def _violation(sol: DualSolution) -> np.ndarray:
-    """Return the largest violation of constraints without a penalty, (...), over row norm and size."""
+    """Return the largest violation of constraints without a penalty, (...), divided by row norm and size."""
     s = sol.slack()
     s = np.where(np.isinf(sol.lower), np.abs(s), -s) * inverse(np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1)))
     worst = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
@@ -137,7 +137,7 @@ def blocks_for_x(problem: Problem, out: Blocks | None = None) -> list[Array]:
 
 
 def as_asked(problem: Problem, x: list[Array], out: Any = None) -> Any:
-    """Return `out`, or if it is None the blocks of x in a container like that of g."""
+    """Return `out` if it is given, else the blocks of x in the same kind of container as g."""
     if out is not None:
         note_written(x)
         return out
@@ -147,7 +147,7 @@ def as_asked(problem: Problem, x: list[Array], out: Any = None) -> Any:
 
 
 def write_x(problem: Problem, lam: Array, x: list[Array]) -> None:
-    """Write ``g + G'lam`` to x, for multipliers that are an array of t-space."""
+    """Write ``g + G'lam`` to x; the multipliers are an array of t-space."""
     if problem.host and not np.count_nonzero(lam):
         for to, v in zip(x, problem.vector, strict=True):
             if to is not v:

@@ -1,8 +1,8 @@
-"""Coordinates of the rows: a square factor F with ``[G; g] = F'Q'`` and orthonormal columns of Q.
+"""Coordinates of the rows: a square factor F with ``[G; g] = F'Q'``, where Q has orthonormal columns.
 
 ``F'F`` is the Gram matrix of [G; g]. F resolves angles between rows down to 1e-14, K only down to 1e-7. The
 columns of ``A = F[:, :t]`` are the rows of G in the basis Q, and ``a = F[:, t]`` is g. All functions run on
-the CPU, for one problem unless shapes say otherwise.
+the CPU. They take one problem, unless their shapes have batch dimensions.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def from_gram(gram: Gram) -> np.ndarray:
     """Return coordinates (..., t + 1, t + 1) from K, b and |g|^2; they resolve angles of 1e-7.
 
     ``|g|^2`` is raised to at least ``b' K^+ b``, its smallest value for any g with ``G g = b``: below that
-    value the Gram matrix is indefinite and has no such factor. The default `gg` of `solve_gram` may be below.
+    value the Gram matrix is indefinite and has no such factor. The default `gg` of `solve_gram` may be lower.
     """
     unit = normalise(gram.K, gram.b)
     z = matvec(np.linalg.pinv(unit.K, rcond=1e-14, hermitian=True), unit.b)
@@ -39,8 +39,8 @@ def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
     """Return coordinates (t + 1, t + 1) from one more read of G and g; they resolve angles of 1e-14.
 
     A small problem is factorised by Householder's QR. In a large problem the rows are preconditioned with the
-    eigenvectors of K, and the Gram matrix of the result is factorised, as in CholeskyQR2. Rows with norm zero
-    in `gram`, which were left out, stay zero.
+    eigenvectors of K, and the Gram matrix of the result is factorised, as in CholeskyQR2. Rows that were left
+    out, which have norm zero in `gram`, stay zero.
     """
     t = problem.t
     n, cosines = _unit_diagonal(_whole(gram))
@@ -51,7 +51,7 @@ def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
             R: Any = np.linalg.qr(rows, mode="r")
             return np.concatenate([R, np.zeros((t + 1 - len(R), t + 1))])
         squares, basis = np.linalg.eigh(cosines)
-        # At least the rounding of K. Smaller eigenvalues are noise, and their rows only need a finite scale.
+        # Eigenvalues below the rounding of K are noise. Their rows need a finite scale, but no accurate one.
         scale = np.sqrt(np.maximum(squares, (t + 1) * rounding))
         forward, backward = (basis / scale).T * inverse(n), n[:, None] * basis * scale
         total = np.zeros((t + 1, t + 1))
@@ -65,7 +65,7 @@ def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
 
 
 def of_problems(problem: Problem, gram: Gram, rounding: float, chosen: np.ndarray) -> np.ndarray:
-    """Return coordinates (*batch, t + 1, t + 1) as `from_rows` does, with zeros for problems not chosen."""
+    """Return the coordinates (*batch, t + 1, t + 1) of the chosen problems, see `from_rows`; else zeros."""
     t, batch = problem.t, problem.batch
     K, found = np.broadcast_to(gram.K, (*batch, t, t)), np.zeros((*batch, t + 1, t + 1))
     if not batch or problem.shared or problem.columns * (t + 1) > SMALL:
@@ -104,13 +104,13 @@ class UnitRows(NamedTuple):
 def unit_rows(
     F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, lam: np.ndarray
 ) -> UnitRows | None:
-    """Return a problem and its multipliers scaled as `UnitRows`; None if its rows or its size are zero."""
+    """Return a problem and its multipliers as `UnitRows`; None if all its rows or its size are zero."""
     base = np.where(np.isfinite(lower), lower, 0.0)
     A, a = F[:, :-1], F[:, -1] + F[:, :-1] @ base
     n = np.linalg.norm(A, axis=0)
     used, right = n > 0, np.zeros(len(n)) if h is None else h * inverse(n)
     asked = np.where(np.isinf(lower), np.abs(right), np.maximum(right, 0.0))
-    asked = np.minimum(asked, (upper - base) * np.where(used, n, 1.0))  # the penalty limits the move of x
+    asked = np.minimum(asked, (upper - base) * np.where(used, n, 1.0))  # the penalty limits how far x moves
     size = max(float(np.linalg.norm(a)), float(asked.max(initial=0.0)))
     if size == 0.0 or not used.any():
         return None
@@ -123,7 +123,7 @@ def unit_rows(
 def solve_in_coordinates(
     F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, start: np.ndarray
 ) -> tuple[np.ndarray, int, Status]:
-    """Return multipliers, number of pivots and status of one problem with coordinates F; rows of any norm."""
+    """Return multipliers, number of pivots and status for coordinates F of rows of any norm."""
     unit = unit_rows(F, h, lower, upper, start)
     lam = np.where(np.isfinite(lower), lower, 0.0)
     if unit is None:
@@ -156,11 +156,11 @@ def span(A: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def settle(
     A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray, h: np.ndarray | None
 ) -> tuple[np.ndarray, float]:
-    """Return ``x = a + A lam`` moved to ``A_P'x = h_P`` for the free rows P, and the distance of this move.
+    """Move ``x = a + A lam`` to ``A_P'x = h_P`` for the free rows P; return x and the distance of this move.
 
-    The distance is the rounding error of x, large if rows nearly cancel and multipliers are large. The
-    result is the exact projection of a gradient with an error of this size, which a projection does not
-    increase.
+    The distance is the rounding error of x, which is large if rows nearly cancel and multipliers are large.
+    The new x is the exact projection of a gradient with an error of this size. A projection does not increase
+    such an error.
     """
     U, S, V = span(A[:, free])
     target = 0.0 if h is None else (V @ h[free]) / S
@@ -173,7 +173,7 @@ def settle(
 def inverse_on(A: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return ``K_PP^+`` for the rows P of a mask (t,) as two factors (2, t, t), zero outside of P.
 
-    The second factor is applied first. Their product would lose digits if rows nearly cancel.
+    The second factor is applied first. The product of the factors would lose digits if rows nearly cancel.
     """
     _, S, V = span(A[:, rows])
     found = np.zeros((2, len(rows), len(rows)))

@@ -28,19 +28,19 @@ class Gradients(NamedTuple):
 def pull_back(
     problem: Problem, bounds: Bounds, lam: Array, inverse: Array, x: list[Array], upstream: list[Array]
 ) -> Gradients:
-    """Return the gradients of a scalar with respect to all arguments, given `upstream`, its gradient for x.
+    """Return the gradients of a scalar for all arguments; `upstream` is the gradient of the scalar for x.
 
     `lam` holds the multipliers and `inverse` is ``K_PP^-1`` as two factors (..., 2, t, t).
 
     The free rows P have multipliers strictly between their bounds, and ``G_P x = h_P`` holds near the
-    solution. For an upstream gradient v, and W the metric,
+    solution. For the upstream gradient v and the metric W,
 
         z_P = K_PP^-1 G_P W^-1 v,    p = v - G_P' z_P,
         dg = p,    dG_i = lam_i W^-1 p - z_i x,    dW = -(x - g) W^-1 p,    dh = z,
 
-    and the gradient with respect to a bound is ``G_i W^-1 p`` if multiplier i is at this bound. It is negated
-    for the penalty of an equality at its lower bound, which is minus the penalty. If a multiplier is at a
-    bound and its slack is zero, the active set changes, and this is one of several one-sided derivatives.
+    and the gradient with respect to a bound is ``G_i W^-1 p`` if multiplier i is at this bound. The sign is
+    reversed for the penalty of an equality at its lower bound, which is minus the penalty. If a multiplier is
+    at a bound and its slack is zero, the result is one of several one-sided derivatives.
     """
     xp, batch, t = problem.xp, problem.batch, problem.t
     lead = () if problem.shared else batch

@@ -39,7 +39,7 @@ def solve_dual(
 ) -> DualSolution:
     """Return the multipliers of the projection of g onto ``{x : G @ x >= h}``, with their certificates.
 
-    They solve the dual problem, ``min 1/2 lam'K lam + (b - h)'lam`` over ``lower <= lam <= upper``, with
+    The multipliers solve the dual problem, ``min 1/2 lam'K lam + (b - h)'lam, lower <= lam <= upper``, with
     ``K = G G'`` and ``b = G g``. This function takes G and g; `solve_gram` takes K and b.
 
     Parameters
@@ -54,16 +54,16 @@ def solve_dual(
         "exact", "pgd", "fista", "agem", "quadprog", "osqp" or "gem2017"; an object such as
         ``PGD(steps=5)``; or any callable ``(K, b, warm_start) -> multipliers``.
     h : array, shape (..., t), optional
-        Right-hand side. A negative entry allows the loss of its row to rise to first order, a positive entry
-        demands that it falls. A positive h can be infeasible.
+        Right-hand side. To first order, a negative entry allows the loss of its row to rise, and a positive
+        entry requires the loss to fall. A positive h can be infeasible.
     margin : float or array, shape (..., t), default 0
-        GEM's memory strength: a lower bound of the multipliers. The result is the projection of
-        ``g + G.T @ margin``. Ignored for equality constraints.
+        GEM's memory strength: a lower bound on the multipliers. The result is the projection of
+        ``g + G.T @ margin``. Equality constraints ignore it.
     penalty : float or array, shape (..., t), optional
-        Hinge penalties ``penalty * max(0, h - G @ x)`` instead of hard constraints: an upper bound of the
-        multipliers. Equality constraints get ``penalty * |G @ x - h|``.
+        Hinge penalties ``penalty * max(0, h - G @ x)`` instead of hard constraints. The penalty is an upper
+        bound on the multipliers. Equality constraints get ``penalty * |G @ x - h|``.
     equality : bool or array of bool, shape (..., t), default False
-        True for rows with the constraint ``G @ x = h``, whose multipliers have any sign.
+        True for rows with the constraint ``G @ x = h``. Their multipliers may have any sign.
     metric : array or blocks, shaped like `g`, optional
         Positive weights w of the distance ``sum(w * (x - g)**2)``.
     warm_start : array, shape (..., t), optional
@@ -76,10 +76,10 @@ def solve_dual(
     Raises
     ------
     TypeError, ValueError
-        For arguments that do not fit together, naming the argument and what was found. On the CPU also
-        for rows that are not finite and, with method "exact", for an infeasible h, naming the rows. On a
-        device the status has a flag for each of these two cases. Other methods do not test h; for an
-        infeasible h their status is ``STALLED`` or ``APPROXIMATE``.
+        If arguments do not fit together; the message names the argument and what was found. On the CPU, also
+        if rows are not finite or, with method "exact", h is infeasible; the message names the rows. On a
+        device, the status has a flag for each of these two cases. Other methods do not test h; if h is
+        infeasible, their status is ``STALLED`` or ``APPROXIMATE``.
 
     Examples
     --------
@@ -102,7 +102,7 @@ def solve_dual(
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
     sol = solve(measure(problem), options, start)
-    # Certificates need more digits of K than multipliers.
+    # Certificates need a more accurate K than multipliers do.
     chosen = uncertified(sol) if problem.host and problem.t else None
     if chosen is not None and np.count_nonzero(chosen):
         sol = return_to_rows(problem, sol, chosen)
@@ -131,8 +131,8 @@ def solve_gram(
         Linear term; leading dimensions of K and b are broadcast. For many linear terms (m, t) and one K
         (t, t), K is stored once.
     gg : array, shape (...), optional
-        Squared norm of g, to which certificates are relative. By default its lower bound
-        ``max(b_i^2 / K_ii)``: without a margin, certificates are then never smaller than for the
+        Squared norm of g, to which certificates are relative. The default is its lower bound
+        ``max(b_i^2 / K_ii)``. Without a margin, certificates are then never smaller than for the
         true norm.
     method, h, margin, penalty, equality, warm_start
         As in `solve_dual`.
@@ -140,8 +140,8 @@ def solve_gram(
     Returns
     -------
     DualSolution
-        Certificates include the rounding of the narrower dtype of K and b. They do not include a larger error
-        from the computation of K and b, such as that of float32 sums; those of `solve_dual` do.
+        Certificates include the rounding of the narrower dtype of K and b. They do not include larger errors
+        from computing K and b, such as those of float32 sums; the certificates of `solve_dual` do.
 
     Examples
     --------
@@ -164,8 +164,8 @@ def solve_gram(
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
     """Return the dual solution of a measured problem; on the CPU, read G again if K is ill-conditioned.
 
-    On the CPU all arrays of the result are NumPy arrays, and rows that are not finite, or whose squares leave
-    the range of float64, raise an error. On a device such rows are left out.
+    On the CPU all arrays of the result are NumPy arrays. Rows that are not finite, or whose squares leave the
+    range of float64, raise an error on the CPU and are left out on a device.
     """
     gram, rows, exact, kept = measured.gram, measured.rows, isinstance(options.method, Exact), None
     host = isinstance(gram.b, np.ndarray)
@@ -224,7 +224,7 @@ def _multipliers(gram: Gram, bounds: Bounds, lam: Array, kept: Array | None) -> 
     lam = xp.astype(lam, gram.b.dtype, copy=False)  # a user's method may return another dtype
     if bounds.base is not None:
         lam = lam + bounds.base
-    if bounds.upper is not None:  # scaling has rounded multipliers that are at their upper bound
+    if bounds.upper is not None:  # scaling has rounded multipliers at their upper bound
         lam = snap(lam, bounds.upper)
         if bounds.h is not None:  # a zero row with a penalty and h > 0 stays violated
             void = (xp.linalg.diagonal(gram.K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
@@ -233,13 +233,13 @@ def _multipliers(gram: Gram, bounds: Bounds, lam: Array, kept: Array | None) -> 
 
 
 def _status_on_device(found: Any, kept: Array, sol: DualSolution) -> Array:
-    """Return the status of each problem, from the method, with flags for dropped rows and infeasible h."""
+    """Return the method's status of each problem, with flags for dropped rows and an infeasible h."""
     xp, bounds = namespace(kept), sol.bounds
     status = _now(found)
     flags = {Status.ROW_DROPPED: ~xp.all(kept, axis=-1)}
     if sol._exact and (bounds.h is not None or (bounds.equality is not None and bounds.upper is not None)):
-        # This is the residual of the given problem, because the method has solved a problem with cut rows and
-        # with lower bounds subtracted, which loses digits if an equality has a large penalty.
+        # The residual is that of the given problem. The method has solved a problem with cut rows and shifted
+        # lower bounds, and this shift loses digits if an equality has a large penalty.
         flags[Status.STALLED] = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(sol.multipliers.dtype).eps
     if sol._exact and bounds.h is not None:
         flags[Status.INFEASIBLE] = infeasible(sol, bounds.h, (status & int(Status.STALLED)) > 0)
@@ -280,7 +280,7 @@ def _solve_cut(
         again = (found.status & int(Status.STALLED) > 0) & cut.any(axis=-1)
         if not again.any():
             return found
-        # Only these problems get a higher limit, so the bits of the other problems do not change.
+        # Only these problems get a higher limit, so the other results stay the same bit for bit.
         reach = np.where(again[..., None], reach * WIDER, reach)
         dual, cut = standard_form(gram.K, gram.b, bounds, reach)
 
@@ -288,10 +288,10 @@ def _solve_cut(
 def _solve_on_device(
     gram: Gram, bounds: Bounds, method: Exact, dual: Standard, start: Array | None
 ) -> Outcome:
-    """Return the outcome on a device, without reading a value to decide on a second solve.
+    """Return the outcome on a device; no value is read to decide whether a second solve is needed.
 
     Enumeration solves the problem with the limit LOOSE. The active-set search solves it with both limits,
-    LOOSE and REACH, in one copy to the CPU. The solution for REACH has more digits, and is used if it is
+    LOOSE and REACH, in one copy to the CPU. The solution for REACH is more accurate, and is used if it is
     optimal and does not depend on the cut.
     """
     solve, xp = stage_two(dual.b).solve, namespace(dual.b)

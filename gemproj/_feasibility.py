@@ -53,14 +53,14 @@ def cancelled_by_penalty(sol: DualSolution) -> np.ndarray:
 
 
 def _unsatisfiable(sol: DualSolution, h: Array) -> Array:
-    """Return the mask (..., t) of rows that no x satisfies: norm zero, no penalty, and h > 0 (or h != 0)."""
+    """Return the mask (..., t) of unsatisfiable rows: norm zero, no penalty, h > 0 (equalities: h != 0)."""
     xp = namespace(h)
     asks = xp.where(xp.isinf(sol.lower), h != 0, h > 0)
     return xp.isinf(sol.upper) & (xp.linalg.diagonal(sol.gram.K) == 0) & asks
 
 
 def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.ndarray:
-    """Return the indices of rows of problem i that contradict each other; empty unless this is certain."""
+    """Return the indices of contradictory rows of problem i; empty unless the contradiction is certain."""
     void = _unsatisfiable(sol, h)[i]
     if void.any():
         return np.flatnonzero(void)
@@ -87,18 +87,18 @@ def _contradiction(sol: DualSolution, h: np.ndarray, i: tuple[int, ...]) -> np.n
 
 
 def _farkas(A: np.ndarray, h: np.ndarray, free: np.ndarray, cutoff: float) -> np.ndarray:
-    """Return the Farkas direction d: ``A d = 0``, d >= 0 outside of the mask `free`, ``h'd / |d|`` maximal.
+    """Return the Farkas direction d, ``max h'd / |d|`` subject to ``A d = 0``, d >= 0 outside of `free`.
 
-    d is proportional to the residual of the least violation, ``min |max(0, h - A'x)|``. With an orthonormal
-    basis N of the null space of A, ``d = N y``, where y is the projection of N'h onto the cone
-    ``{y : N y >= 0}``, which always exists.
+    d is proportional to the residual at the minimum of ``|max(0, h - A'x)|``. With an orthonormal basis N of
+    the null space of A, ``d = N y``, where y is the projection of N'h onto the cone ``{y : N y >= 0}``. This
+    projection always exists.
     """
     _, sizes, V = np.linalg.svd(A, full_matrices=False)
     N = V[sizes <= cutoff * np.max(sizes, initial=0.0)].T
     N[np.linalg.norm(N, axis=1) < 100 * cutoff] = 0.0  # rows that depend on no other rows, to rounding
     y = N.T @ h
     if y.size and not free.all():
-        # The right-hand side is slightly negative, because rounded opposite rows of N would leave only y = 0.
+        # The right-hand side is slightly negative: with 0 and rounded opposite rows of N, only y = 0 is left.
         B, room = N[~free].T, np.full(np.count_nonzero(~free), -0.01 * cutoff)
         none, most = np.zeros(len(room)), np.full(len(room), np.inf)
         start = Exact().solve(B.T @ B, B.T @ y - room).multipliers

@@ -1,4 +1,4 @@
-"""Stage 1: K, b and |g|^2, measured in one read of G and g, or given; and checks that they are finite."""
+"""Stage 1: K, b and |g|^2, computed in one read of G and g or given, and checks that they are finite."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from gemproj.backends import select
 def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     """Return the Gram matrix of the constraints, the linear term and the squared norm of g.
 
-    Sums run in float64, whatever the dtype of the input, and nothing of the size of `G` is allocated. There
-    is one exception, on the CPU: in problems of 131,072 columns or more without float64 arrays, products of
-    512 columns are summed in float32 first. The compiled loops of numba, which read G and g of one dtype
-    (float32 or bfloat16) without a metric, do so for more than 8 rows only. Entries are then accurate to
-    about 1e-7 of ``|g_i| |g_j|``, and to 8e-6 at worst.
+    Sums are computed in float64 for every input dtype, and no array of the size of `G` is allocated. There
+    is one exception, on the CPU: with 131,072 columns or more and without float64 arrays, products of 512
+    columns are first summed in float32. Entries are then accurate to about 1e-7 of ``|g_i| |g_j|``, and to
+    8e-6 at worst. The compiled loops of numba, which read G and g of one dtype (float32 or bfloat16) without
+    a metric, use float32 sums only for more than 8 rows.
 
     Parameters
     ----------
@@ -64,7 +64,7 @@ def measure(problem: Problem) -> Measured:
 
 
 def check_range(gram: Gram, problem: Problem | None) -> None:
-    """Raise, on the CPU, if a row of G, or g, is not finite or its square leaves the range of float64."""
+    """On the CPU, raise if g or a row of G is not finite, or its squared norm is out of float64's range."""
     low, high = WIDE_RANGE
     if gram.gg.ndim == 0:  # Python floats are compared faster than NumPy scalars
         inside = all(low < v < high for v in (*gram.K.diagonal().tolist(), float(gram.gg)))
@@ -83,7 +83,7 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
     rows = problem.t + (gram.gg.size if shared else 1)
     largest = np.zeros((*(() if shared else problem.batch), rows), np.longdouble)
     xp, arrays = problem.xp, [*problem.rows, *problem.vector]
-    # Small numbers in long double would be zero in float64.
+    # In float64, small numbers of a long double array would underflow to zero.
     dtype = next((a.dtype for a in arrays if xp.finfo(a.dtype).bits > 64), problem.wide)
     for lead, tile in stacked(problem, dtype):
         part = largest[(*lead, ...)]
@@ -99,7 +99,7 @@ def check_range(gram: Gram, problem: Problem | None) -> None:
 
 
 def _check_finite(gram: Gram, G: str = "G", g: str = "g") -> None:
-    """Raise if G or g is not finite or its squares overflow; the message names them and the rows."""
+    """Raise if G or g is not finite or its squares overflow; the message names the array and its rows."""
     K, b, gg = gram
     if np.isfinite(K).all() and np.isfinite(b).all() and np.isfinite(gg).all():
         return
@@ -148,7 +148,7 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
             f"gg must have shape {batch}, one squared norm per problem; found {tuple(gg.shape)}."
         )
     wide, t = wide_dtype(xp, device), b.shape[-1]
-    # Copies, because the solution keeps them and must not change with the caller's arrays.
+    # Copied, because the solution keeps these arrays, and the caller may change the originals.
     K, b, gg = (a if a is None else xp.astype(detach(a), wide, copy=True) for a in (K, b, gg))
     if of_b[:-1] != batch:
         b = xp.broadcast_to(b, (*batch, t))
@@ -196,11 +196,11 @@ def _check_products(K: np.ndarray) -> None:
                 "K must be a Gram matrix, positive semidefinite: found K[i, j]**2 > K[i, i] * K[j, j]."
             )
         if (np.abs(part - np.swapaxes(part, -1, -2)) > 0.01 * most).any():
-            raise ValueError("K must be a Gram matrix; found one that is not symmetric.")
+            raise ValueError("K must be a Gram matrix; found a matrix that is not symmetric.")
         if t > 2:  # for two rows the first check suffices
             try:
                 np.linalg.cholesky(part / most + 0.01 * t * np.eye(t))
             except np.linalg.LinAlgError:
                 raise ValueError(
-                    "K must be a Gram matrix, positive semidefinite: found one with a negative eigenvalue."
+                    "K must be a Gram matrix, positive semidefinite: found a negative eigenvalue."
                 ) from None

@@ -33,7 +33,7 @@ _NO_FORWARD = "The projection has no forward-mode derivative. Use reverse mode: 
 
 
 class Form(NamedTuple):
-    """Number of tensors of each argument, and flags: passed to the operator with one flat list of tensors."""
+    """Number of tensors of each argument, and flags; the operator also takes one flat list of tensors."""
 
     G: int  # number of blocks
     g: int
@@ -90,8 +90,8 @@ def project_operator(
         options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
         if not isinstance(options.method, Exact):
             raise ValueError(
-                f"Gradients and torch.func flow through method 'exact' only; method is {method!r}. Detach "
-                "the arguments, or use method='exact'."
+                f"Only method 'exact' supports gradients and torch.func; method is {method!r}. Detach the "
+                "arguments, or use method='exact'."
             )
         if warm_start is not None:
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
@@ -149,7 +149,7 @@ def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
     return list(blocks_of(a))
 
 
-# Results are contiguous, whatever the strides of the arguments. The schemas are written out, because torch
+# Results are contiguous for any strides of the arguments. The schemas are written out, because torch
 # before 2.7 cannot infer them from `list[Tensor]`.
 @torch.library.custom_op(
     "gemproj::project", mutates_args=(), schema="(Tensor[] tensors, SymInt[] form) -> Tensor[]"
@@ -323,7 +323,7 @@ def mapped(
 
     `own` holds the number of dimensions of each tensor without a batch: 2 for G, 1 for g, h and other
     vectors. Missing batch dimensions are inserted after the mapped dimension. Tensors that are not mapped are
-    returned unchanged, except for those with an index in `needed`, which are expanded.
+    expanded if their index is in `needed`, else returned unchanged.
     """
     lead = [a.ndim - (d is not None) - n for a, d, n in zip(tensors, dims, own, strict=True)]
     rank, front = max(lead), []

@@ -122,12 +122,12 @@ class Problem:
 def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values: bool = True) -> Problem:
     """Return `G`, `g` and `metric` as one `Problem`; raise if they are invalid or do not fit together.
 
-    Without `values` only types and shapes are checked, because tensors of torch.func have no readable values.
+    Without `values` only types and shapes are checked: inside of torch.func, values cannot be read.
     """
     rows, keys = as_blocks(G, "G")
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
     weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
-    if isinstance(keys, list) and (order := list(g)) != keys:  # x has the order of the keys of g
+    if isinstance(keys, list) and (order := list(g)) != keys:  # x follows the key order of g
         rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
         weight = None if metric is None else [metric[k] for k in order]
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
@@ -144,7 +144,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
         arrays = [detach(a) for a in arrays]
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and values and on_host(device):
-        for w in weight:  # by reductions, which allocate nothing and propagate NaN
+        for w in weight:  # reductions allocate nothing and propagate NaN
             if math.prod(w.shape) and not (float(xp.min(w)) > 0.0 and float(xp.max(w)) < math.inf):
                 raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
     if keys is None:
@@ -159,7 +159,7 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
 
 
 def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -> Problem:
-    """Return the problem of arrays G (..., t, d), g (..., d) and metric (..., d); broadcasts the batch."""
+    """Return the problem of arrays G (..., t, d), g (..., d) and metric (..., d), broadcast to one batch."""
     of_G, of_g = tuple(G.shape), tuple(g.shape)
     if len(of_G) < 2:
         raise ValueError(f"G must have shape (..., t, d), one row per constraint; found {of_G}.")
@@ -240,7 +240,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
 
 
 def _overlaps(a: Array) -> bool:
-    """Return whether entries of an array share memory: all of them span less memory than they need."""
+    """Return whether entries of an array share memory: the array spans less memory than its entries need."""
     if isinstance(a, np.ndarray):
         whole, strides, one = a.flags.c_contiguous, a.strides, a.itemsize
     elif is_torch(a):
@@ -258,7 +258,7 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
 
     `like` holds the keys and the number of blocks of G; the argument must have the same.
     """
-    # The usual case first: one array skips the slower checks of sequences and mappings.
+    # A single array, the usual case, skips the slower checks of sequences and mappings.
     plain = type(a) is np.ndarray or is_torch(a)
     if plain and is_real_floating(a) and (like is None or like[0] is None):
         return [a], None

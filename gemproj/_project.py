@@ -32,8 +32,8 @@ def project(
 ) -> Any:
     """Return the projection of g onto ``{x : G @ x >= h}``; h = 0 is Gradient Episodic Memory.
 
-    ``argmin_x 1/2 |x - g|^2 subject to G @ x >= h``, where row i of G is the gradient of the loss
-    of an earlier task: to first order, a step along -x raises none of these losses.
+    The result is ``argmin_x 1/2 |x - g|^2 subject to G @ x >= h``. Row i of G is the gradient of the loss
+    of an earlier task. To first order, a step along -x raises none of these losses.
 
     Parameters
     ----------
@@ -46,13 +46,13 @@ def project(
     method, h, margin, penalty, equality, metric, warm_start
         As in `solve_dual`.
     out : array or blocks, like `g`, optional
-        Arrays for x; ``out=g`` projects in place and allocates nothing of size d. It must not share
-        memory with G, and may share memory with g only if it is g.
+        Arrays for x; ``out=g`` projects in place and allocates nothing of size d. `out` must not share
+        memory with G. It may share memory with g only if it is g.
 
     Returns
     -------
     array or blocks
-        x, of the library, device, dtype and shape of `g`: `out`, or new arrays that share no memory with g.
+        x, with the library, device, dtype and shape of `g`: `out`, or new arrays that share no memory with g.
         For blocks, x is a list, tuple or dict, like g.
 
     Warns
@@ -63,7 +63,7 @@ def project(
 
     Notes
     -----
-    x is rounded to the dtype of g, in which x may overflow if h or a margin is large.
+    x is rounded to the dtype of g. If h or a margin is large, x may overflow in this dtype.
 
     For torch tensors and method "exact", the projection is one torch operator. Autograd and `torch.func`
     differentiate it once with respect to G, g, metric, h, margin and penalty, by implicit differentiation on
@@ -90,8 +90,8 @@ def project(
     if torch is not None:
         given = (method, h, margin, penalty, equality, metric, warm_start, out)
         compiling = torch.compiler.is_compiling()
-        # torch may run this function uncompiled and still compile each function that it calls, in which
-        # `is_compiling` would be true. So this call then switches compilation off.
+        # torch may run this function uncompiled and still compile each function that it calls; there,
+        # `is_compiling` would be true. In this case compilation is switched off for the projection.
         if not compiling and _are_calls_compiled():
             return _outside_of_graphs(G, g, given)
         if _are_tensors(torch, g) and (compiling or _needs_operator(torch, G, g, metric, h, margin, penalty)):
@@ -133,8 +133,8 @@ def _are_tensors(torch: Any, g: Blocks) -> bool:
 
 def _needs_operator(torch: Any, *given: Any) -> bool:
     """Return whether autograd, tracing or a torch.func transform is active for these arguments."""
-    # Under torch.func, tensors have no memory of their own. Under FakeTensorMode tensors have no values, and
-    # make_fx records operations on them.
+    # Under torch.func, tensors wrap other tensors and have no memory. Under FakeTensorMode, tensors have no
+    # values. Under make_fx, operations are recorded.
     modes = torch._C._TorchDispatchModeKey
     if (
         torch._C._functorch.peek_interpreter_stack() is not None

@@ -1,4 +1,4 @@
-"""Solution from G for an ill-conditioned K = G G', whose condition number is the square of that of G."""
+"""Solution from G if K = G G' is ill-conditioned; its condition number is the square of that of G."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ def _resolution(sol: DualSolution) -> np.ndarray:
 
 
 def return_to_rows(problem: Problem, sol: DualSolution, chosen: np.ndarray) -> DualSolution:
-    """Return the solution with coordinates of the rows of the chosen problems, from one more read of G and g.
+    """Return the solution with row coordinates of the chosen problems, from one more read of G and g.
 
-    The multipliers of an approximate method are kept, and so are multipliers that are optimal in these
-    coordinates (for example with repeated rows). All other chosen problems are solved again in coordinates.
+    Multipliers are kept if the method is approximate, or if they are optimal in these coordinates (for
+    example, with repeated rows). All other chosen problems are solved again in coordinates.
     """
     factor = of_problems(problem, sol.gram, sol._rounding, chosen)
     whole = (
@@ -108,9 +108,9 @@ def return_to_rows(problem: Problem, sol: DualSolution, chosen: np.ndarray) -> D
 
 
 def _confirmed(sol: DualSolution, factor: np.ndarray, chosen: np.ndarray) -> np.ndarray:
-    """Return which chosen problems satisfy the optimality conditions in coordinates, to rounding.
+    """Return the mask of chosen problems whose solution is optimal in coordinates, to rounding.
 
-    K must also resolve their free rows. Then dependences between the other rows do not change x.
+    K must also resolve their free rows. Then linear dependence of the other rows does not change x.
     """
     F, lam, free = factor[chosen], sol.multipliers[chosen], sol.free[chosen]
     K = np.broadcast_to(sol.gram.K, (*sol.multipliers.shape, lam.shape[-1]))
@@ -128,7 +128,7 @@ def _confirmed(sol: DualSolution, factor: np.ndarray, chosen: np.ndarray) -> np.
 
 
 def refine_directly(problem: Problem, sol: DualSolution, steps: int) -> DualSolution:
-    """Return the solution after steps ``lam_P -= K_PP^-1 s_P`` for the free rows P, with slacks s from G.
+    """Return the solution after `steps` steps ``lam_P -= K_PP^-1 s_P`` for the free rows P; slacks s from G.
 
     Each step reads G and g once, without synchronising a device. It gains as many digits as K has: about
     six for rows at an angle of 1e-5, none for rows at an angle of 1e-8.

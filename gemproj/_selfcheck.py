@@ -1,8 +1,8 @@
 """``python -m gemproj --check``: problems with known answers, on this machine's NumPy, BLAS, numba and torch.
 
-The families are those of the tests: the answer is drawn first, and then a problem with this answer. For small
-problems, with or without options, the answer is computed by enumeration of the active sets with NumPy's
-pseudoinverse of rows of G. This shares no code with the library and forms no Gram matrix.
+The families of problems are the same as in the tests. The answer is drawn first, then a problem with this
+answer. For small problems, the answer is computed by enumerating the active sets with NumPy's pseudoinverse
+of rows of G. The enumeration shares no code with the library and forms no Gram matrix.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gemproj import backends
 from gemproj.backends.numba import installed
 
 PROBLEMS = 200
-WITHIN = {"float64": 1e-9, "float32": 1e-6}  # of |x - x*| / |g|
+WITHIN = {"float64": 1e-9, "float32": 1e-6}  # tolerances for |x - x*| / |g|
 KINDS = ["generic", "parallel", "repeated", "opposite", "more rows than columns", "mixed norms", "zero row"]
 # In the other families, rounding to float32 tilts dependent rows, which changes the answer.
 FLOAT32_KINDS = ["generic", "parallel", "mixed norms"]
 
 
 class Known(NamedTuple):
-    """Constraints, gradient and projection; `multipliers` is one optimal choice, `kind` the family."""
+    """Constraints, gradient, projection, one choice of optimal multipliers, and the family as `kind`."""
 
     G: np.ndarray
     g: np.ndarray
@@ -38,7 +38,7 @@ class Known(NamedTuple):
 
 
 def draw(rng: np.random.Generator, kind: str, t: int, d: int) -> Known:
-    """Draw x*, rows that are active (orthogonal to x*) or not, and multipliers; then ``g = x* - G'lam*``."""
+    """Draw x*, active rows (orthogonal to x*), other rows, and multipliers; then ``g = x* - G'lam*``."""
     if kind == "more rows than columns":
         d = max(2, t // 2)
     x = rng.standard_normal(d)
@@ -47,7 +47,7 @@ def draw(rng: np.random.Generator, kind: str, t: int, d: int) -> Known:
         G = rng.standard_normal(d) + 0.03 * G
     active = rng.random(t) < 0.6
     x_unit = x / np.linalg.norm(x)
-    for _ in range(2):  # twice, because the first time cancels digits of rows that nearly point along x
+    for _ in range(2):  # twice, because the first pass loses digits of rows nearly parallel to x
         G[active] -= np.outer(G[active] @ x_unit, x_unit)
     G[~active] *= np.where(G[~active] @ x < 0, -1.0, 1.0)[:, None]
     if kind == "repeated" and t > 1:
@@ -91,7 +91,7 @@ def enumerate_projection(
     penalty: Any = np.inf,
     metric: Any = 1.0,
 ) -> np.ndarray:
-    """Return the projection, from the active set that violates the optimality conditions least."""
+    """Return the projection, from the active set with the smallest violation of the optimality conditions."""
     root, t = np.sqrt(metric), len(G)
     A, a = G / root, g * root
     n = np.linalg.norm(A, axis=1)
@@ -100,7 +100,7 @@ def enumerate_projection(
     lower = np.where(equality, -upper, margin * n)
     at_bounds = [[v for v in {*bounds} if np.isfinite(v)] for bounds in zip(lower, upper, strict=True)]
     least, answer = np.inf, a
-    for values in product(*[[*bounds, np.nan] for bounds in at_bounds]):  # NaN: free, to be solved for
+    for values in product(*[[*bounds, np.nan] for bounds in at_bounds]):  # NaN marks free multipliers
         lam = np.array(values)
         free = np.isnan(lam)
         x, inverse = a + A[~free].T @ lam[~free], np.linalg.pinv(A[free])
@@ -118,7 +118,7 @@ def problems() -> Iterator[tuple[str, str, np.ndarray, np.ndarray, dict[str, Any
     for seed in range(PROBLEMS):
         rng, kind, form = np.random.default_rng(seed), KINDS[seed % len(KINDS)], seed // len(KINDS) % 4
         dtype, options = "float64", {}
-        if form == 3:  # large, some in threads or with products summed in float32
+        if form == 3:  # large problems; some use threads or float32 sums
             dtype, kind = "float32", FLOAT32_KINDS[seed % len(FLOAT32_KINDS)]
             G, g, x, *_ = draw(rng, kind, int(rng.integers(2, 10)), int(rng.integers(20_000, 150_000)))
         elif form == 2:
@@ -154,12 +154,12 @@ def check() -> bool:
         for name, dtype, G, g, options, x in given:
             try:
                 found = _solve(library, device, dtype, G, g, options)
-            except Exception as refused:  # counts as a wrong answer, and the check goes on
+            except Exception as refused:  # counts as a wrong answer; the check continues
                 failures.append(f"  {name}: {type(refused).__name__}: {refused}")
                 continue
             error = float(np.linalg.norm(found - x) / np.linalg.norm(g))
             worst[dtype] = max(worst[dtype], error)
-            if not error <= WITHIN[dtype]:  # also if the error is NaN
+            if not error <= WITHIN[dtype]:  # true for NaN
                 failures.append(f"  {name}: off by {error:.1e}")
         errors = f"{worst['float64']:10.0e}{worst['float32']:10.0e}"
         print(f"{library:10s}{device:8s}{backends.wanted:10s}{errors}{len(failures):8d}")

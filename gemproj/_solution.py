@@ -20,7 +20,7 @@ from gemproj.methods._method import Status
 
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class DualSolution:
-    """Multipliers of the constraints, with certificates that are computed only when they are called.
+    """Multipliers of the constraints, with certificates that are computed on demand.
 
     Attributes
     ----------
@@ -36,21 +36,21 @@ class DualSolution:
     Notes
     -----
     Certificates are relative to the size of the problem: the norm of g (with a margin, the norm of
-    ``g + G.T @ margin``), and with h at least the largest ``h_i / |g_i|``. Their accuracy is limited by the
-    rounding of K: 3e-14, or 8e-6 if products of a large problem were summed in float32.
+    ``g + G.T @ margin``). With h, the size is at least the largest ``h_i / |g_i|``. The rounding of K limits
+    the accuracy of certificates to 3e-14, or to 8e-6 if products of a large problem were summed in float32.
     """
 
     multipliers: Array
     gram: Gram
     bounds: Bounds
     iterations: Any
-    # An array, a number for all problems, or on a device a function that computes the status from this
-    # solution, because `project` never reads the status.
+    # An array, or one int for all problems. On a device also a function that computes the status from this
+    # solution on demand, because `project` never reads the status.
     _status: Any
     _rounding: float = WIDE_ROUNDING
-    # Whether the method is exact: then the free rows have zero slack, and x may be moved to satisfy this.
+    # Whether the method is exact. If so, the free rows have zero slack, and x may be moved to satisfy that.
     _exact: bool = False
-    # Coordinates (..., t + 1, t + 1) of [G; g] for the problems whose K is ill-conditioned, else zeros.
+    # Coordinates (..., t + 1, t + 1) of [G; g] for problems with an ill-conditioned K, else zeros.
     _coordinates: np.ndarray | None = None
     # K_PP^+ of the free rows P as two factors (..., 2, t, t) for the problems solved in coordinates, else
     # zeros. It maps the slack of x to a correction of the multipliers.
@@ -114,7 +114,7 @@ class DualSolution:
 
     @property
     def free(self) -> Array:
-        """Boolean (..., t): True for rows whose multiplier is strictly between its bounds; slack is zero."""
+        """Boolean (..., t): True for free rows: multiplier strictly between its bounds, slack zero."""
         return (self.multipliers > self.lower) & (self.multipliers < self.upper)
 
     @property
@@ -138,10 +138,10 @@ class DualSolution:
         return self._slack()[0]
 
     def kkt_residual(self) -> Array:
-        """Return the largest violation of the optimality conditions, shape (...), scale-free.
+        """Return the largest scale-free violation of the optimality conditions, shape (...).
 
-        If the solution was computed from G, this is the residual of x as `project` returns it in float64.
-        It includes the distance of this x from ``g + G.T @ lam``, which is the rounding of large multipliers.
+        If the solution was computed from G, this is the residual of the float64 x that `project` returns. It
+        includes the distance of x from ``g + G.T @ lam``, which is caused by rounding of large multipliers.
         """
         s, moved = self._slack()
         size, xp = self._size(), namespace(s)
@@ -156,10 +156,10 @@ class DualSolution:
         return self._or_infinity(gap + (moved * inverse(size)) ** 2)
 
     def error_bound(self) -> Array:
-        """Return an upper bound of ``|x - x*| / |g|``, shape (...). Synchronises a device.
+        """Return an upper bound on ``|x - x*| / |g|``, shape (...). Synchronises a device.
 
-        x* is the exact projection for rows perturbed by rounding. The bound is for x as `combine` computes it
-        in float64, before it is rounded to the dtype of g. If K does not determine the solution (nearly
+        x* is the exact projection for rows perturbed by rounding. The bound applies to the x that `combine`
+        computes in float64, before rounding to the dtype of g. If K does not determine the solution (nearly
         dependent rows, on a device), the bound is ``|x|``.
         """
         known = from_gram(Gram(*map(to_numpy, self.gram)))
@@ -216,7 +216,7 @@ class DualSolution:
         return size
 
     def _or_infinity(self, value: Array) -> Array:
-        """Return a certificate, with infinity where the size of the problem is zero but x is not zero."""
+        """Return a certificate, with infinity for problems of size zero whose x is not zero."""
         xp = namespace(value)
         undefined = (self._size() == 0) & ~self._vanishes()
         return xp.where(undefined, xp.full_like(value, math.inf), value)
@@ -229,7 +229,7 @@ class DualSolution:
         lengths = lam * xp.sqrt(xp.linalg.diagonal(K))
         whole, most = gg + xp.sum(lengths * lengths, axis=-1), 8 * (lam.shape[-1] + 1)
         zero = square <= most * self._rounding * whole
-        if self.bounds.base is not None:  # lam is base + mu, and has the rounding of base
+        if self.bounds.base is not None:  # lam = base + mu has the rounding of base
             origin = self.bounds.base * xp.sqrt(xp.linalg.diagonal(K))
             zero = zero | (square <= (most * EPS) ** 2 * xp.sum(origin * origin, axis=-1))
         return zero
@@ -239,7 +239,7 @@ class DualSolution:
         (K, b, gg), lam, h = self.gram, self.multipliers, self.bounds.h
         xp = namespace(gg)
         s = matvec(K, lam) + (b if h is None else b - h)
-        # This error is negligible for an exact method without coordinates. With coordinates, see below.
+        # This error is negligible for an exact method without coordinates. The loop handles coordinates.
         moved = xp.zeros_like(gg)
         if not self._exact:
             moved = EPS * xp.sum(xp.abs(lam) * xp.sqrt(xp.linalg.diagonal(K)), axis=-1)

@@ -10,8 +10,8 @@ from typing import Any
 from gemproj._arrays import Array, to_numpy
 from gemproj._problem import Problem
 
-# Elements of G and g in a tile. On the CPU its float64 copy stays in cache; on a device few kernels are
-# launched.
+# Elements of G and g in a tile: on the CPU few enough for its float64 copy to stay in cache, on a device so
+# many that few kernels are launched.
 _HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
 
 
@@ -19,8 +19,8 @@ def tiles(problem: Problem) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, .
     """Yield (block, lead, at, size) for tiles that cover all columns, in order.
 
     ``vector[block][at]`` has `size` columns; `lead` selects from the batch. The number of columns in a
-    tile does not depend on the batch, so the bits of sums over tiles do not depend on it either. With a
-    shared G a tile holds these columns of all gradients.
+    tile does not depend on the batch, so sums over tiles have the same bits for every batch. With a
+    shared G, a tile holds these columns of all gradients.
     """
     elements = _HOST_TILE if problem.host else _DEVICE_TILE
     vectors = math.prod(problem.batch) if problem.shared else 1
@@ -44,7 +44,7 @@ def stacked(problem: Problem, dtype: Any) -> Iterator[tuple[tuple[Any, ...], Arr
 
     m is 1, or with a shared G the number of gradients. With a metric w, G is divided and g multiplied
     by sqrt(w). On the CPU tiles are NumPy arrays, because NumPy's products have the same bits for any batch
-    size. The next tile overwrites the memory of this tile.
+    size. Each tile overwrites the memory of the previous tile.
     """
     xp, t, buffer = problem.xp, problem.t, None
     m = math.prod(problem.batch) if problem.shared else 1

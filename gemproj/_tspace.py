@@ -23,7 +23,7 @@ class Gram(NamedTuple):
     Attributes
     ----------
     K : array, shape (..., t, t)
-        Gram matrix of the constraints, ``G @ G.T`` (``G @ diag(1/w) @ G.T`` with a metric w). Without
+        Gram matrix of the constraints, ``G @ G.T`` (``G @ diag(1/w) @ G.T`` with a metric w). It has no
         leading dimensions if all problems of a batch have the same G.
     b : array, shape (..., t)
         Linear term, ``G @ g``: negative where g violates a constraint.
@@ -42,14 +42,14 @@ class Measured(NamedTuple):
     Attributes
     ----------
     gram : Gram
-        On the CPU its arrays are NumPy arrays: a NumPy call takes a fifth of the time of a torch call.
+        K, b and |g|^2: on the CPU NumPy arrays, because NumPy calls take a fifth of the time of torch calls.
     rounding : float
         Relative rounding error of the entries of `gram`.
     to_caller : callable
         Converts an array of t-space to the library and device of the caller's arrays.
     rows : Problem or None
-        The problem with G and g, to read G again if K is ill-conditioned. None if only K is given, or if
-        this process has only a shard of G.
+        The problem with G and g, used to read G again if K is ill-conditioned. None if only K is given, or
+        if this process has only a shard of G.
     """
 
     gram: Gram
@@ -75,7 +75,7 @@ class Unit(NamedTuple):
     lower: Array | None
     upper: Array | None
     start: Array | None
-    scale: Array  # multipliers of the given problem = scale * multipliers of this one
+    scale: Array  # multipliers of the given problem = scale * multipliers of the unit problem
 
 
 def normalise(
@@ -87,7 +87,7 @@ def normalise(
 ) -> Unit:
     """Return the problem with the rows of G scaled to norm one and b scaled to maximum one.
 
-    A row of norm zero is no constraint: it is decoupled from the other rows, and its multiplier becomes zero.
+    A row of norm zero is not a constraint: it is decoupled from the other rows, and its multiplier is zero.
     """
     xp = namespace(K)
     norm = xp.sqrt(xp.linalg.diagonal(K))
@@ -95,7 +95,7 @@ def normalise(
     unit_K = (K * per_norm[..., :, None]) * per_norm[..., None, :]
     unit_K = unit_K + xp.where(norm > 0, xp.zeros_like(norm), one)[..., None] * identity_like(K)
     unit_b = b * per_norm
-    # Without rows b is empty, and its maximum undefined.
+    # Without rows, b is empty and has no maximum.
     size = xp.max(xp.abs(unit_b), axis=-1, keepdims=True) if b.shape[-1] else xp.ones_like(b)
     size = xp.where(size > 0, size, xp.ones_like(size))
     stretch = norm / size
@@ -129,7 +129,7 @@ def matvec(K: Array, v: Array) -> Array:
 def times_rows(weights: Array, rows: Array) -> Array:
     """Return weights (..., m, t) times rows (..., t, n), without the rows whose weights are all zero.
 
-    Rows that were left out may hold NaN or infinity, and zero times these is NaN.
+    The excluded rows may hold NaN or infinity, and zero times NaN or infinity is NaN.
     """
     xp = namespace(weights)
     used = xp.any(weights != 0, axis=-2)[..., None]
@@ -160,7 +160,7 @@ def complementarity(lam: Array, s: Array, upper: Array | None) -> Array:
 
 
 def snap(lam: Array, upper: Array) -> Array:
-    """Return lam with multipliers set to their upper bound where they differ from it by rounding only."""
+    """Return lam; multipliers that differ from their upper bound only by rounding are set to this bound."""
     xp = namespace(lam)
     return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
 
@@ -181,7 +181,7 @@ def sweep(tableau: Array, k: int) -> Array:
     pivot = xp.where(pivot > dependent_below(tableau), pivot, xp.ones_like(pivot))[..., None]
     row = tableau[..., k, :] / pivot
     column = tableau[..., :, k] + 0.0
-    column[..., k : k + 1] = 0.0  # torch would copy a zero for a single entry from the host, and synchronise
+    column[..., k : k + 1] = 0.0  # with the index k, torch would copy 0.0 from the host and synchronise
     swept = tableau - column[..., :, None] * row[..., None, :]
     swept[..., :, k] = -column / pivot
     swept[..., k, :] = row

@@ -109,7 +109,7 @@ def test_an_answer_that_misses_its_conditions_is_one_warning(kind):
         if kind == "autograd":
             x.sum().backward()
 
-    with pytest.warns(RuntimeWarning, match="misses its .*conditions.*penalty of an equality") as seen:
+    with pytest.warns(RuntimeWarning, match="violates its .*conditions.*penalty of an equality") as seen:
         run()
     assert [one.filename for one in seen] == [__file__]
 

@@ -1,7 +1,7 @@
 """Choice of the backend: by the arrays of the problem for stages 1 and 3, by the device for stage 2.
 
 ``portable`` supports every library and device. ``numba`` (extra `fast`) is the default on the CPU for
-NumPy and torch, and ``triton``, which is installed with torch, for torch on NVIDIA GPUs.
+NumPy and torch. ``triton``, which is installed with torch, is the default for torch on NVIDIA GPUs.
 ``GEMPROJ_BACKEND=portable`` switches both off. The variable is read when the package is imported, because
 reading it takes a twentieth of the time of a small projection.
 """
@@ -32,8 +32,8 @@ wanted = os.environ.get("GEMPROJ_BACKEND", "")
 class Backend(Protocol):
     """Stages 1 and 3 for the arrays of one problem.
 
-    A backend must not keep a reference to the problem, which refers to its backend: the reference cycle would
-    keep G in memory until the next garbage collection.
+    A backend must not keep a reference to its problem. The problem refers to the backend, and the reference
+    cycle would keep G in memory until the next garbage collection.
     """
 
     name: str
@@ -55,9 +55,9 @@ def select(problem: Problem) -> Backend:
 
 
 def stage_two(b: Array) -> Any:
-    """Return the module that solves on the device of b.
+    """Return the module with the solver for the device of b.
 
-    Its function `solve` takes the arguments of `portable.solve`; for devices it also has `drop_not_finite`.
+    Its function `solve` takes the arguments of `portable.solve`. For devices it also has `drop_not_finite`.
     """
     return (_on_host(wanted) if isinstance(b, np.ndarray) else _on_device(b, wanted)) or portable
 

@@ -1,4 +1,4 @@
-"""The portable backend: the stages in operations of the array API, on any library and device."""
+"""The portable backend: the stages in operations of the array API, for any library and device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Portable:
         narrow = _sum_products(problem, problem.xp.float32)
         fits = fits_float32(narrow)
         if not fits.all():
-            # Chosen per problem, so that no problem of a batch changes the bits of another problem.
+            # The dtype is chosen per problem: no problem of a batch changes the bits of another problem.
             wide = _sum_products(problem, problem.wide)
             rows = np.all(fits) if problem.shared else fits[..., None, None]
             masks = rows, fits[..., None], fits
@@ -66,11 +66,11 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
 def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
     """Return K and b with zeros for the rows that are not finite, and the mask (..., t) of the finite rows.
 
-    No value is read, so a device is not synchronised. If g is not finite, all entries of b are not finite:
-    then all rows are left out, and x is g.
+    No value is read, so a device is not synchronised. If g is not finite, no entry of b is finite: all rows
+    are left out, and x is g.
     """
     xp = namespace(b)
-    # Not `isfinite`, which is four operations in torch.
+    # `isfinite` would take four operations in torch.
     kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
     rows = kept
     if K.ndim <= b.ndim:  # one K for many b: if only b_i is not finite, g is not finite
@@ -92,8 +92,8 @@ def _sum_products(problem: Problem, dtype: Any) -> Gram:
     t, batch = problem.t, problem.batch
     # With a shared G there is one tile for all problems, with all gradients as rows.
     outer, m = ((), math.prod(batch)) if problem.shared else (batch, 1)
-    # On a device [G; g] times its transpose gives K, b and |g|^2 in one operation. NumPy is slow at this
-    # product for few rows, and for many gradients it would compute the products between gradients, too.
+    # On a device, [G; g] times its transpose gives K, b and |g|^2 in one operation. NumPy is slow at this
+    # product for few rows. For many gradients, it would also compute the products between gradients.
     whole = m == 1 and not problem.host
 
     def zeros(*shape: int) -> Array:

@@ -21,10 +21,10 @@ def solve_active_set(
     """Return the multipliers, the number of pivots and the natural residual, for rows of norm one.
 
     Solves ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper``. A lower bound is 0, or -inf for an equality.
-    ``lower=None`` stands for zeros, ``upper=None`` for infinity. Updates add rounding, so a search that ends
-    with a violated constraint is restarted with a fresh factorisation. The multipliers are the best iterate,
-    which is the solution unless the budget of pivots ran out or no solution exists. The natural residual is
-    ``max |lam - clip(lam - s, lower, upper)|``.
+    ``lower=None`` stands for zeros, ``upper=None`` for infinity. Updates accumulate rounding, so a search
+    that ends with a violated constraint is restarted with a fresh factorisation. The multipliers are the best
+    iterate, which is the solution unless the budget of pivots ran out or no solution exists. The natural
+    residual is ``max |lam - clip(lam - s, lower, upper)|``.
     """
     t = len(faces.free)
     lower = np.zeros(t) if lower is None else lower
@@ -58,13 +58,13 @@ class _Search:
         self.lam[free & ~faces.free] = 0.0
 
     def run(self, budget: int) -> None:
-        """Pivot until no constraint is violated; after `budget` pivots with the least-index rule."""
+        """Pivot until no constraint is violated; after `budget` pivots, use the least-index rule."""
         tabu = np.zeros(len(self.lam), dtype=bool)
         entered = -1
         while True:
             if self.move_to_trial():
                 tabu[:] = False
-                # A row that leaves right after its entry does so because of rounding, and is blocked for now.
+                # A row that leaves right after it entered leaves because of rounding; it is blocked for now.
                 tabu[entered] = entered >= 0 and not self.faces.free[entered]
             s = self.trial()
             entered = self.most_violated(s, tabu, first=self.pivots > budget)
@@ -80,7 +80,7 @@ class _Search:
                 tabu[entered] = True
 
     def most_violated(self, s: np.ndarray, tabu: np.ndarray, first: bool) -> int:
-        """Return the row with the largest violation, or -1; with `first` the first violated row.
+        """Return the row with the largest violation, or if `first` the first violated row; -1 if there is none.
 
         The first violated row is the choice of the least-index rule, which cannot cycle.
         """
@@ -94,7 +94,7 @@ class _Search:
         return self.faces.trial(np.where(self.faces.free, 0.0, self.lam))
 
     def move_to_trial(self) -> bool:
-        """Move to the minimum over the free multipliers; return whether a row met a bound and left."""
+        """Move to the minimum over the free multipliers; return whether a row met a bound and was dropped."""
         dropped = False
         while self.faces.free.any():  # each pass drops at least one row or ends the loop
             free = np.flatnonzero(self.faces.free)
@@ -117,7 +117,7 @@ class _Search:
     def exchange(self, j: int, sign: float) -> bool:
         """Add the dependent row j to the free rows, in exchange for the free row that first meets a bound.
 
-        Multiplier j is moved and the free multipliers follow, so that x does not change: a step of the dual
+        Multiplier j moves, and the free multipliers compensate so that x stays the same: a step of the dual
         active-set method. Returns False if no multiplier meets a bound. Then the dual is unbounded, and no x
         satisfies all constraints.
         """
@@ -150,7 +150,7 @@ class _Search:
 
 
 def reach(here: np.ndarray, end: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return, per row, the step length to `end` at which a bound is met; infinity if none is met."""
+    """Return, per row, the fraction of the step to `end` at which a bound is met; infinity if no bound is."""
     gap, target = end - here, np.where(end <= low, low, high)
     apart = np.where(np.isinf(target), 0.0, target) - here
     part = np.maximum(np.divide(apart, gap, out=np.zeros_like(gap), where=gap != 0), 0.0)

@@ -1,4 +1,4 @@
-"""Exact solution of small problems: solve on every active set, return the solution with least residual."""
+"""Exact solution of small problems: solve on every active set, and return the best solution."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ AT_LOWER, FREE, AT_UPPER = 0, 1, 2
 def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array | None) -> Array:
     """Return the solution of ``min 1/2 lam'K lam + b'lam, lower <= lam <= upper`` for rows of norm one.
 
-    For each row, the tableau [K | b] is copied, and one copy is swept on the row. After row k there is one
-    tableau per active set of rows 0 .. k, and in the end 2^t tableaux (3^t with upper bounds), each with the
-    solution on its set. No step depends on a value, so there are no branches and a device is not
-    synchronised. An equality row that is not free has the multiplier 0; its natural residual rejects the set,
-    unless the row depends on free rows. The set with the smallest natural residual is chosen.
+    For each row, every tableau [K | b] is copied, and the copy is swept on the row. After row k there is one
+    tableau per active set of rows 0 .. k. The final 2^t tableaux (3^t with upper bounds) hold the solutions
+    on all sets. No operation depends on a value, so there are no branches and a device is not synchronised.
+    An equality row that is not free has the multiplier 0. Its natural residual rejects the set, unless the
+    row depends on free rows. The set with the smallest natural residual is chosen.
     """
     xp = namespace(b)
     t = b.shape[-1]
@@ -24,8 +24,8 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
         bound = xp.where(xp.isfinite(upper), upper, xp.zeros_like(upper))
     K = xp.broadcast_to(K, (*b.shape, t))
     tableau = xp.concat([K, b[..., None]], axis=-1)[..., None, :, :]
-    # Sets with a dependent row are left out: their tableau skips this row, and an equal solution on
-    # independent rows has more digits.
+    # Sets with a dependent row are excluded: their tableau skips this row, and a set of independent rows
+    # gives the same solution more accurately.
     dependent = xp.zeros(tableau.shape[:-2], dtype=xp.bool, device=device)
     for k in range(t):
         pivot = tableau[..., k, k]
@@ -38,7 +38,7 @@ def enumerate_active_sets(K: Array, b: Array, lower: Array | None, upper: Array 
         tableau = xp.concat(branches, axis=-3)
         dependent = xp.concat(flags, axis=-1)
 
-    # Digit k of the number of a set, in base `choices`, is the state of row k. The states are computed on the
+    # In base `choices`, digit k of the index of a set is the state of row k. The states are computed on the
     # device, because a copy from the host would synchronise.
     choices = 2 if upper is None else 3
     sets, rows = xp.arange(choices**t, device=device), xp.arange(t, device=device)
@@ -82,7 +82,7 @@ def factorise_active_sets(K: Array, b: Array, lower: Array | None, upper: None =
     s = xp.matmul(lam, submatrices[..., -1, :, :]) + linear[..., -1:, :]
     # The natural residual, |lam - clip(lam - s)|.
     residual = xp.minimum(s, lam if lower is None else lam - lower[..., None, :]).abs().amax(-1)
-    # The root of the smallest pivot; negative where the factorisation has failed.
+    # The root of the smallest pivot; negative if the factorisation has failed.
     root = xp.linalg.diagonal(factor).amin(-1) - failed
     residual = residual.where(root > dependent_below(b) ** 0.5, xp.inf)
     # Ties go to the first set, as in `enumerate_active_sets`.

@@ -13,7 +13,7 @@ from gemproj.methods._method import Method, Outcome
 
 
 class External(Method):
-    """A method that solves each normalised problem by `_solve_one`, with the module of a `package`."""
+    """A method that calls `_solve_one` for each normalised problem, with the imported module `package`."""
 
     package: ClassVar[str]
 
@@ -30,7 +30,7 @@ class External(Method):
         except ImportError as error:
             raise ImportError(
                 f"This method needs the package {self.package}: pip install '.[qp]' in a checkout of "
-                "gemproj. method='exact' needs none."
+                "gemproj. method='exact' needs no package."
             ) from error
         xp, device = namespace(b), device_of(b)
         unit = normalise(K, b, lower, upper, warm_start)

@@ -32,7 +32,7 @@ class Tableau:
             _free_one_by_one(self, free, first)
 
     def _set_independent(self, free: np.ndarray) -> bool:
-        """Sweep on the rows of a mask at once; return False, without a change, if they are dependent."""
+        """Sweep on the rows of a mask at once; if they are dependent, change nothing and return False."""
         inside, outside = np.flatnonzero(free), np.flatnonzero(~free)
         try:
             factor = np.linalg.cholesky(self.K[np.ix_(inside, inside)])
@@ -80,7 +80,7 @@ class Tableau:
         return ROUNDING * (1.0 + float(np.abs(lam).sum()))
 
     def uncertainty(self, j: int, lam: np.ndarray) -> float:
-        """Return the error of the slack of row j, which depends on the free rows."""
+        """Return the slack error of a row j that is dependent on the free rows."""
         return EXCHANGE * (1.0 + float(np.abs(lam).sum()))
 
 
@@ -99,7 +99,7 @@ class Factorisation:
         self._factor(np.arange(0))
 
     def _factor(self, rows: np.ndarray) -> None:
-        """Factorise the free rows, given by their numbers; their slack is zero if ``Q'x = right``."""
+        """Factorise the free rows, given by their indices; their slack is zero if ``Q'x = right``."""
         self.rows, self.free = rows, np.zeros(self.A.shape[1], dtype=bool)
         self.free[rows] = True
         self.Q, self.R = np.linalg.qr(self.A[:, rows])
@@ -132,7 +132,7 @@ class Factorisation:
         if self.free[j]:
             self._factor(self.rows[self.rows != j])
             return
-        # One step of Gram-Schmidt: a factorisation for each row that is added would take t times as long.
+        # One step of Gram-Schmidt, because a new factorisation for each added row would take t times as long.
         outside, inside = self._outside(self.A[:, j]), self.Q.T @ self.A[:, j]
         pivot, k = float(np.linalg.norm(outside)), len(self.rows)
         R = np.zeros((k + 1, k + 1))
@@ -158,7 +158,7 @@ class Factorisation:
         return result
 
     def slack(self, lam: np.ndarray) -> np.ndarray:
-        # Free rows have slack zero by construction. A slack computed from lam would contain its rounding.
+        # Free rows have slack zero by construction; a slack computed from lam would contain rounding of lam.
         return np.where(self.free, 0.0, self.trial(np.where(self.free, 0.0, lam)))
 
     def rounding(self, lam: np.ndarray) -> float:
@@ -176,10 +176,10 @@ class Factorisation:
 
 
 def _free_one_by_one(faces: Tableau | Factorisation, wanted: np.ndarray, first: np.ndarray) -> None:
-    """Free independent rows of `wanted`, each time the row farthest from the span of the free rows.
+    """Free independent rows of `wanted`; each step frees the row farthest from the span of the free rows.
 
-    Rows in `first` are freed before all other rows. Among dependent rows this selects rows at large angles,
-    which keeps the multipliers small.
+    Rows in `first` are freed before all other rows. Among dependent rows, this order selects rows at large
+    angles, which keeps the multipliers small.
     """
     for group in (wanted & first, wanted & ~first):
         left = group.copy()

@@ -26,25 +26,25 @@ class Status(enum.IntFlag):
     """The method did not reach the accuracy of OPTIMAL within its budget of pivots or iterations; the
     multipliers are its best iterate."""
     ROW_DROPPED = 4
-    """On a device: a row of G was not finite and was left out, because an error would need synchronisation.
-    On the CPU such a row is an error."""
+    """On a device: a row of G was not finite and was left out, because raising an error would synchronise.
+    On the CPU, such a row raises an error."""
     UNRESOLVED = 8
     """Active rows are numerically dependent: the backward error is small, but x may be far from the exact
-    projection. Not set for exactly dependent rows (repeated, opposite). On the CPU the exact method first
-    solves again from G. On a device this flag refers to K, and `Exact(refine=2)` helps."""
+    projection. Exactly dependent rows (repeated, opposite) do not set this flag. On the CPU the exact method
+    first solves again from G. On a device the flag refers to K, and `Exact(refine=2)` helps."""
     INFEASIBLE = 16
-    """On a device: no x up to about 1,000 times as long as the size of the problem satisfies ``G x >= h``, to
-    the accuracy of K. So a feasible h that needs a longer x may be flagged, and contradictions below about
-    1e-3 are not detected. On the CPU an infeasible h is an error."""
+    """On a device: to the accuracy of K, no x up to about 1,000 times as long as the size of the problem
+    satisfies ``G x >= h``. A feasible h that needs a longer x may be flagged. Contradictions below about 1e-3
+    are not detected. On the CPU, an infeasible h raises an error."""
 
 
 class Outcome(NamedTuple):
-    """The result of `Method.solve`: multipliers (..., t); iterations and status, each an int or (...).
+    """The result of `Method.solve`: multipliers (..., t), iterations and status (an int or shape (...)).
 
     On a device the status may be a function without arguments that returns it, because `project` never reads
-    the status. `resolution` is given by `Exact` on the CPU: the smallest eigenvalue of the normalised Gram
+    the status. `Exact` returns a `resolution` on the CPU: the smallest eigenvalue of the normalised Gram
     matrix of the active and nearly active rows, shape (...). A lower bound replaces an eigenvalue that is not
-    small; None means that all are large. On a device `resolution` is None.
+    small. None means that all eigenvalues are large. On a device `resolution` is None.
     """
 
     multipliers: Array
@@ -95,7 +95,7 @@ class Method:
 
 
 def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None) -> Array:
-    """Return OPTIMAL where lam solves the normalised problem to a residual of about 1e-9, else STALLED."""
+    """Return OPTIMAL for normalised problems that lam solves to a residual of about 1e-9, else STALLED."""
     xp = namespace(lam)
     residual = xp.maximum(natural_residual(lam, s, lower, upper), complementarity(lam, s, upper))
     met = residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps
@@ -105,7 +105,7 @@ def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None)
 def call(
     method: Callable[..., Array], K: Array, b: Array, start: Array | None, to_caller: Callable[[Array], Array]
 ) -> Outcome:
-    """Return the outcome of a user function, called with copies of K and b, because it may change them."""
+    """Return the outcome of a user function; it is called with copies of K and b, which it may change."""
     xp = namespace(b)
     K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
     like = to_caller(b + 0.0)

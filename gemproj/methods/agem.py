@@ -12,13 +12,13 @@ from gemproj.methods._method import Method, Outcome, Status
 
 @dataclass(frozen=True)
 class AGEM(Method):
-    """Averaged GEM (Chaudhry et al., ICLR 2019): project on the mean of the rows only.
+    """Averaged GEM (Chaudhry et al., ICLR 2019): the mean of the rows is the only constraint.
 
     With the mean row r, ``x = g - min(0, g.r / r.r) r``: every row has the same multiplier
     ``max(0, -mean(b) / mean(K)) / t``. The method is exact for t = 1. For t > 1 constraints may stay
-    violated, and the KKT residual measures by how much. In the paper r is the gradient on a random
-    batch from all memories; pass this gradient as the only row of G. If the rows nearly cancel, r is
-    small and K has lost its digits; in this case, too, pass r as the only row.
+    violated, and the KKT residual measures the violation. In the paper r is the gradient on a random
+    batch from all memories; pass this gradient as the only row of G. Also pass r as the only row if the
+    rows nearly cancel, because r is then small and K has lost its digits.
 
     Examples
     --------

@@ -18,7 +18,7 @@ from gemproj.methods._faces import Tableau
 from gemproj.methods._method import Method, Outcome, Status, exact_status
 from gemproj.methods.fista import FISTA
 
-# Maximum number of elements of the tableaux of all active sets, which enumeration holds at once.
+# Maximum number of elements of the tableaux that enumeration holds at once.
 _MOST_ELEMENTS = 1 << 22
 
 
@@ -67,7 +67,7 @@ class Exact(Method):
         if on_host(device):  # arrays of t-space are NumPy arrays
             arrays = [a if a is None else to_numpy(xp.astype(a, xp.float64, copy=False)) for a in arrays]
         *dual, start = arrays
-        # Not self: a derived class whose `solve` calls this function would be called again.
+        # Exact() instead of self: if the `solve` of a derived class calls this function, self would recurse.
         found = stage_two(dual[1]).solve(Exact(), Standard(*dual), start)
         if callable(found.status):
             found = found._replace(status=found.status())
@@ -82,8 +82,8 @@ def solve_portable(
 ) -> Outcome:
     """Return the outcome for arrays of any library: by enumeration for few rows, else problem by problem.
 
-    On a device the status is a function that returns it, because `project` never reads the status, and its
-    computation takes more operations than the solution. `resolution` is None on a device.
+    On a device the status is a function that computes it on demand: `project` never reads the status, and
+    computing it takes more operations than the solution. `resolution` is None on a device.
     """
     t = b.shape[-1]
     if t == 0:
@@ -132,14 +132,14 @@ def nearly_active(lam: Array, s: Array, lower: Array | None) -> Array:
 def resolution(K: Array, rows: Array) -> Array:
     """Return the smallest eigenvalue of K (..., t, t) on the rows of a mask (..., t), for rows of norm one.
 
-    If the eigenvalue is not small, a lower bound replaces it. On a device the smallest pivot, which is an
-    upper bound, replaces it.
+    If the eigenvalue is not small, a lower bound is returned instead. On a device the smallest pivot, an
+    upper bound, is returned instead.
     """
     xp, device = namespace(K), device_of(K)
     if not on_host(device):
         return smallest_pivot(K, rows)
     K, rows = to_numpy(K), to_numpy(rows)
-    # Gershgorin's lower bound of the smallest eigenvalue suffices for most problems.
+    # Gershgorin's lower bound on the smallest eigenvalue suffices for most problems.
     K = np.broadcast_to(K, (*rows.shape, K.shape[-1]))
     across = np.sum(np.abs(K), axis=-1, where=rows[..., None, :]) - 1.0
     result = np.asarray(1.0 - np.max(across, axis=-1, where=rows, initial=0.0))

@@ -24,8 +24,8 @@ class FISTA(Method):
     steps : int, default 50
         Number of steps.
     restart : bool, default True
-        Reset the momentum when it points uphill (gradient restart, O'Donoghue and Candes, 2015).
-        Much faster in practice; the bound above is proved without restarts.
+        Reset the momentum when it points uphill (gradient restart, O'Donoghue and Candes, 2015). Restarts
+        are much faster in practice. The proof of the bound above assumes no restarts.
     normalize : bool, default True
         Scale every row of G to norm one first.
 

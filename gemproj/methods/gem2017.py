@@ -16,16 +16,16 @@ from gemproj.methods.exact import Exact
 class GEM2017(Method):
     """The reference implementation of Lopez-Paz and Ranzato (NeurIPS 2017), with its ridge.
 
-    ``min 1/2 lam'(K + eps I) lam + b'lam`` subject to ``lam >= memory_strength`` if a constraint is
-    violated, and x = g otherwise. It differs from GEM as published in two ways, which are reasons to
-    prefer `Exact`. The absolute ridge ``eps`` leaves a violated row of norm n a fraction
-    ``eps / (n**2 + eps)`` of its violation (91 % at n = 0.01). And for a positive memory strength x is a
-    discontinuous function of g, because the lower bound applies only if a constraint is violated.
+    If a constraint is violated, it solves ``min 1/2 lam'(K + eps I) lam + b'lam`` subject to
+    ``lam >= memory_strength``; otherwise x = g. Prefer `Exact`, because this method differs from GEM as
+    published in two ways. First, the absolute ridge ``eps`` leaves a fraction ``eps / (n**2 + eps)`` of
+    the violation of a row of norm n (91 % at n = 0.01). Second, x is a discontinuous function of g for a
+    positive memory strength, because the lower bound applies only if a constraint is violated.
 
     Parameters
     ----------
     memory_strength : float, default 0.5
-        Lower bound of every multiplier once a constraint is violated.
+        Lower bound on every multiplier if a constraint is violated.
     eps : float, default 1e-3
         Ridge added to the Gram matrix of the raw rows.
 

@@ -63,6 +63,6 @@ class OSQP(External):
         solved = result.info.status_val == status.OSQP_SOLVED
         if solved or result.info.status_val in (status.OSQP_SOLVED_INACCURATE, status.OSQP_MAX_ITER_REACHED):
             lam = np.nan_to_num(np.clip(result.x, lower, upper), nan=0.0)
-        else:  # osqp reports an unbounded problem, and x is a certificate of that
+        else:  # osqp reports an unbounded problem, and its x is a certificate of unboundedness
             lam = np.zeros(t) if start is None else start
         return Outcome(lam, int(result.info.iter), int(Status.APPROXIMATE if solved else Status.STALLED))

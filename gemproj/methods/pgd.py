@@ -25,8 +25,8 @@ class PGD(Method):
         Number of steps.
     step_size : {"safe", "power"}, default "safe"
         "safe": ``eta = 1/L`` with L = min(trace, largest absolute row sum, Frobenius norm) of K,
-        an upper bound of its largest eigenvalue. "power": the paper's ``eta = c / sigma`` with sigma
-        from power iteration started at a vector of ones. sigma is at most the largest eigenvalue and
+        an upper bound on its largest eigenvalue. "power": the paper's ``eta = c / sigma``, with sigma
+        from power iteration on a vector of ones. sigma is at most the largest eigenvalue and
         can be far below it (two conflicting tasks are the worst case); then the steps diverge.
     c : float, default 0.9
         Safety factor of "power"; the paper uses 0.5 to 0.9.
@@ -72,7 +72,7 @@ class PGD(Method):
 
 
 def largest_eigenvalue_bound(K: Array) -> Array:
-    """Return an upper bound of the eigenvalues of K, (..., 1): the smallest of three norms, see `PGD`."""
+    """Return an upper bound on the eigenvalues of K, (..., 1): the smallest of three norms, see `PGD`."""
     xp = namespace(K)
     if not K.shape[-1]:
         return xp.sum(K, axis=(-2, -1))[..., None]

@@ -15,7 +15,7 @@ from gemproj.methods._method import Outcome, exact_status
 
 @dataclass(frozen=True)
 class Quadprog(External):
-    """quadprog, the solver of GEM's reference code, on normalised rows. On the CPU; needs the extra `qp`.
+    """The solver of GEM's reference code, on normalised rows. Runs on the CPU; needs the extra `qp`.
 
     The solver needs a positive definite matrix, so a ridge is unavoidable. Here the ridge is relative to the
     unit diagonal of the normalised Gram matrix; in the reference code it is absolute.
@@ -45,8 +45,8 @@ class Quadprog(External):
             lam, _, _, iterations, _, _ = quadprog.solve_qp(K + self.ridge * np.eye(t), -b, *bounds)
         except ValueError as error:
             raise ValueError(
-                f"quadprog rejects this problem ({error}). Dependent rows need a larger ridge, "
-                f"{self!r} has {self.ridge}; method='exact' needs none."
+                f"quadprog rejects this problem ({error}). Dependent rows need a larger ridge: "
+                f"{self!r} has {self.ridge}. method='exact' needs no ridge."
             ) from error
         lam = snap(np.clip(lam, lower, upper), upper)
         return Outcome(lam, int(iterations[0]), exact_status(lam, K @ lam + b, lower, upper))

@@ -16,8 +16,8 @@ def missing() -> str:
         return "numba is not installed: pip install '.[fast]' in a checkout of gemproj"
     try:
         import numba
-    except Exception as error:  # for example, of a NumPy version that numba does not support
-        reason = f"numba is installed but cannot be imported ({error}): install versions that fit together"
+    except Exception as error:  # for example, if numba does not support the NumPy version
+        reason = f"numba is installed but cannot be imported ({error}): install compatible versions"
         warnings.warn(
             f"{reason}, or set GEMPROJ_BACKEND=portable. The portable backend is used, which is slower.",
             RuntimeWarning,

@@ -12,7 +12,7 @@ from gemproj._arrays import Array
 from gemproj._problem import Problem
 from gemproj.backends.numba.jit import strict_entry
 
-# Fields of the address table, which has a line per block and problem. Address, row stride and column stride
+# Fields of the address table, which has a line per block and problem: address, row stride and column stride
 # of G; address and stride of g; address and stride of x; first column and number of columns. Strides are in
 # bytes.
 FIELDS = 9
@@ -22,11 +22,11 @@ _DTYPES = {2: np.uint16, 4: np.float32, 8: np.float64}
 
 
 def locate(problem: Problem) -> tuple[np.ndarray, type, bool] | None:
-    """Return the address table of a problem, its dtype, and whether the entries of each row are adjacent.
+    """Return the address table, the dtype of the arrays, and whether the entries of each row are adjacent.
 
-    The dtype is uint16 for bfloat16. Returns None if the loops cannot read the arrays. They can read arrays
-    of NumPy or torch on the CPU, all of one dtype (bfloat16, float32 or float64), without a metric, if the
-    entries of each row have one stride. So G may be stored by rows or by columns, and rows may be padded,
+    The dtype is uint16 for bfloat16. Returns None if the loops cannot read the arrays. The loops read arrays
+    of NumPy or torch on the CPU, all of one dtype (bfloat16, float32 or float64), without a metric. The
+    entries of each row must have one stride: G may be stored by rows or by columns, and rows may be padded,
     strided or repeated.
     """
     if problem.weight is not None:
@@ -59,7 +59,7 @@ def locate(problem: Problem) -> tuple[np.ndarray, type, bool] | None:
 
 
 def locate_output(lines: np.ndarray, batch: tuple[int, ...], x: list[Array]) -> bool:
-    """Write the addresses of x to the table; return False if a block of x has more than one stride."""
+    """Write the addresses of x to the table; return False if the loops cannot write to a block of x."""
     for k, a in enumerate(x):
         place = _place(a, len(batch))
         # A stride of zero is refused: entries or problems of x would share memory.

@@ -34,15 +34,15 @@ _PIECE, _LEAST = 1 << 17, 1 << 13
 _WIDE_CHUNK = 1024
 # Jobs per thread: handing over a job takes as long as reading 100 kB.
 _JOBS = 4
-# Elements of G and g below which a problem is one piece; and elements below which the work takes less time
-# than waking threads.
+# Number of elements of G and g below which a problem is one piece, and below which waking threads takes
+# longer than the work.
 _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
 # Maximum number of entries of the Gram matrices of one piece for a shared G, one matrix per gradient.
 _MOST_SHARED = 1 << 20
-# Time of the search for each entry of K, in units of the time to read a number.
+# Search time per entry of K, in units of the time to read a number.
 _READS = 128
-# Bytes of a tile: less than half of a first-level cache, because prefetched data passes through the cache,
-# too. And the minimum number of columns in a tile.
+# Bytes of a tile, and minimum number of columns in a tile. A tile takes less than half of a first-level
+# cache, because prefetched data also passes through this cache.
 _TILE, _LEAST_TILE = 12 << 10, 256
 # Columns of x that stage 3 computes at a time.
 _PART = 1024
@@ -79,7 +79,7 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
     if not any(in_question):
         return Outcome(lam, pivots, int(Status.OPTIMAL))
     if len(Ks) == 1 and count > 1:
-        # No principal submatrix has a smaller eigenvalue than the whole matrix (Cauchy's interlacing).
+        # By Cauchy's interlacing, no principal submatrix has a smaller eigenvalue than the whole matrix.
         whole = normalise(Ks[0], bs[0]).K
         resolved = np.maximum(resolved, np.linalg.eigvalsh(whole)[0])
     if len(close := np.flatnonzero(resolved < CLOSE)):
@@ -92,7 +92,7 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
 
 
 def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return an array, reshaped, as the type that the loops are compiled for: float64, C-contiguous."""
+    """Return an array in a new shape, in the type that the loops are compiled for: C-contiguous float64."""
     if a.dtype is not _FLOAT64 or not a.flags.carray:  # `is not` is faster than `!=`
         a = np.array(a, np.float64, order="C")
     return a.reshape(shape)
@@ -169,8 +169,8 @@ def _share(
 ) -> list[Any]:
     """Return the results of ``loop(first, last, *arrays, *_scratch(*scratch))``, for parts of `count` pieces.
 
-    With enough `work` (in numbers to read) there are several parts, in threads; else one part. The threads
-    hold a reference to the problem and x, because the loops have only addresses of the arrays.
+    If there is enough `work` (in numbers to read), several parts run in threads; otherwise there is one part.
+    The threads hold references to the problem and x, because the loops have only addresses of the arrays.
     """
     if work < _WORTH_THREADS or count < 2:
         return [loop(0, count, *arrays, *_scratch(*scratch))]
@@ -185,7 +185,7 @@ def _share(
 
 
 def _tile_and_sums(t: int, shared: bool, wide: bool) -> list[np.ndarray]:
-    """Return a tile and the sums of its products, see `loops`."""
+    """Return scratch arrays for a tile and for the sums of its products, see `loops`."""
     n, chunk, dtype = t + 1, _WIDE_CHUNK if wide else CHUNK, _FLOAT64 if wide else np.dtype(np.float32)
     groups = -(-(t if shared else n) // HEIGHT)
     sums = groups * (groups + 1) // 2  # blocks of the lower triangle
@@ -199,17 +199,17 @@ def _tile_and_sums(t: int, shared: bool, wide: bool) -> list[np.ndarray]:
 
 
 def _part(t: int) -> list[np.ndarray]:
-    """Return a part of x, and the numbers of the rows that are added to it, see `loops`."""
+    """Return scratch arrays for a part of x and for the indices of the rows added to it, see `loops`."""
     return [_aligned((1, _PART), _FLOAT64), np.empty(t, np.int64)]
 
 
 def _search(t: int) -> list[np.ndarray]:
-    """Return a tableau, a matrix, vectors and flags, see `search`."""
+    """Return scratch arrays for a tableau, a matrix, vectors and flags, see `search`."""
     return [np.empty((t, t + 1)), np.empty((t, t)), np.empty((6, t)), np.empty((2, t), np.bool_)]
 
 
 class _Kept(threading.local):
-    """Scratch arrays of one thread, by the function that makes them and its arguments."""
+    """Scratch arrays of one thread; the key is the function that makes them, with its arguments."""
 
     def __init__(self) -> None:
         self.arrays: dict[Any, list[np.ndarray]] = {}

@@ -28,7 +28,7 @@ from gemproj.backends.numba.lanes import (
 
 # Number of columns that are transposed at a time.
 TRANSPOSED = 16
-# Number of columns, and of their entries, whose products are summed in parallel.
+# Number of columns, and of entries in each column, whose products are summed in parallel.
 QUAD = 4
 
 
@@ -60,9 +60,9 @@ def separate(typing_context, source, n, t, like, tile):
 
 @intrinsic
 def add_separated(typing_context, source, n, t, like, scale, target):
-    """Add the products of n columns, as in `separate`, and `scale` (t,) to ``target[0, :n]``, in float64.
+    """Add the dot products of n columns, as in `separate`, with `scale` (t,) to float64 ``target[0, :n]``.
 
-    Entries that are multiplied by zero need not be finite.
+    Entries that are multiplied by zero may be NaN or infinite.
     """
 
     def generate(context, builder, signature, args):
@@ -96,11 +96,11 @@ def add_separated(typing_context, source, n, t, like, scale, target):
 
 @intrinsic
 def add_dots(typing_context, source, column, n, t, like, scale, target):
-    """Add the products of n columns and `scale` (t,) to ``target[0, :n]``, in float64, for t >= QUAD.
+    """Add the dot products of n columns with `scale` (t,) to float64 ``target[0, :n]``, for t >= QUAD.
 
     The columns are `column` bytes apart, and n is a multiple of QUAD. Each column has QUAD partial sums,
-    which are added for QUAD columns at a time. The last t % QUAD rows are loaded with preceding rows, whose
-    factor is set to zero.
+    which are added for QUAD columns at a time. The last t % QUAD rows are loaded together with preceding
+    rows, whose factors are set to zero.
     """
 
     def generate(context, builder, signature, args):
@@ -147,7 +147,7 @@ def add_dots(typing_context, source, column, n, t, like, scale, target):
 
 
 def _sums(builder, vectors):
-    """Return the vector of the sums of n vectors with n entries each."""
+    """Return the sums of n vectors with n entries each, as one vector."""
     while len(vectors) > 1:
         run, half = len(vectors), len(vectors) // 2  # adjacent entries that belong to one sum
         starts = range(0, vectors[0].type.count, run)

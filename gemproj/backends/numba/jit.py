@@ -11,42 +11,42 @@ from typing import Any
 import numba
 from numba.core import event
 
-# Flags of `fastmath` that allow sums in any order, so that LLVM vectorises them. NaN and infinity are kept.
+# `fastmath` flags that let LLVM reorder sums to vectorise them. NaN and infinity keep their meaning.
 _ANY_ORDER = {"reassoc", "contract", "nsz"}
 
 
 def fast(function: Any) -> Any:
-    """Return a loop compiled to be called by other loops, with sums in any order."""
+    """Compile a loop that other loops call; sums may be reordered."""
     return _inner(function, fastmath=_ANY_ORDER)
 
 
 def strict(function: Any) -> Any:
-    """Return a loop compiled to be called by other loops, with arithmetic in the written order."""
+    """Compile a loop that other loops call; arithmetic keeps the order of the source."""
     return _inner(function)
 
 
 def fast_entry(function: Any) -> Any:
-    """Return a loop compiled to be called by Python, with sums in any order."""
+    """Compile a loop that Python calls; sums may be reordered."""
     return _entry(function, fastmath=_ANY_ORDER)
 
 
 def strict_entry(function: Any) -> Any:
-    """Return a loop compiled to be called by Python, with arithmetic in the written order."""
+    """Compile a loop that Python calls; arithmetic keeps the order of the source."""
     return _entry(function)
 
 
-# Without numba's runtime (`_nrt`) loops compile and run faster. They also cannot allocate an array, which
-# numba could free while its address is in use.
+# Without numba's runtime (`_nrt`), loops compile and run faster. They also cannot allocate arrays, which
+# numba could free while their addresses are in use.
 _OPTIONS = {"no_cfunc_wrapper": True, "error_model": "numpy", "_nrt": False}
 
 
 def _inner(function: Any, **options: Any) -> Any:
-    """Return a function compiled without an interface to Python, cached with the loops that call it."""
+    """Compile a function without an interface to Python; it is cached with the loops that call it."""
     return numba.njit(no_cpython_wrapper=True, **_OPTIONS, **options)(function)
 
 
 def _entry(function: Any, **options: Any) -> Any:
-    """Return a function compiled to be called by Python without the GIL, cached on disk if possible."""
+    """Compile a function that Python calls and that releases the GIL; cache it on disk if possible."""
     options |= _OPTIONS | {"nogil": True}
     try:
         compiled = numba.njit(cache=_STAMP is not None, **options)(function)
@@ -87,7 +87,7 @@ def _guard(cache: Any) -> None:
 
 
 def _stamp() -> str | None:
-    """Return a hash of all source files of the compiled loops; None without such files, as in an archive.
+    """Return a hash of all source files of the loops; None if they cannot be read, as in an archive.
 
     Modification times do not suffice, because container images and archives truncate them.
     """

@@ -1,6 +1,6 @@
 """Functions that emit LLVM IR for vectors: load, convert, shuffle, multiply-add and store.
 
-They emit IR, because for plain loops compilers do not keep 16 sums in registers and do not shuffle lanes.
+IR is emitted, because code compiled from plain loops neither keeps 16 sums in registers nor shuffles lanes.
 LLVM lowers the IR for any processor.
 """
 
@@ -10,8 +10,8 @@ from llvmlite import binding, ir
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
-# Features of the processor that numba compiles for, which NUMBA_CPU_NAME can set. Machines that share a cache
-# must agree on the layout of scratch arrays.
+# Features of numba's target processor, which NUMBA_CPU_NAME can set. Machines that share a cache must agree
+# on the layout of scratch arrays.
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 BYTES = 64 if "+avx512f" in _FEATURES else 32 if "+avx" in _FEATURES else 16
 # Rows of a block of products. HEIGHT^2 sums, HEIGHT rows and one more row stay in registers. There are 32
@@ -63,7 +63,7 @@ def bytes_of(stored):
 
 
 def read(builder, address, at, stored, count, real):
-    """Return a vector of `count` entries from index `at` on, converted to the type `real`."""
+    """Return the vector of the `count` entries that start at index `at`, converted to the type `real`."""
     place = builder.add(address, builder.mul(at, I64(bytes_of(stored))))
     return widened(builder, load(builder, place, ir.VectorType(stored, count), bytes_of(stored)), real)
 
@@ -108,8 +108,8 @@ def narrowed(builder, value, stored):
     def splat(number):
         return ir.Constant(bits.type, [number] * value.type.count)
 
-    # The first rounding, to float32, is to odd, which makes the second rounding correct: numbers that are not
-    # exact in float32 are rounded towards zero, and their last bit is set.
+    # The first rounding, to float32, is to odd, which makes the second rounding correct: numbers that float32
+    # cannot represent are rounded towards zero, and their last bit is set.
     exact = converted(builder, near, F64)
     off = builder.fcmp_ordered("!=", exact, value)
     size = [builder.call(_absolute(builder, v.type), [v]) for v in (exact, value)]
@@ -118,7 +118,7 @@ def narrowed(builder, value, stored):
     high = builder.lshr(odd, splat(16))
     even = builder.and_(high, splat(1))
     rounded = builder.lshr(builder.add(odd, builder.add(splat(0x7FFF), even)), splat(16))
-    # NaN gets another bit, because without its lower bits it could become infinity.
+    # A bit of NaN is set, because a NaN could become infinity without its lower bits.
     is_nan = builder.fcmp_unordered("uno", near, near)
     chosen = builder.select(is_nan, builder.or_(high, splat(0x40)), rounded)
     return builder.trunc(chosen, ir.VectorType(I16, value.type.count))
@@ -158,9 +158,9 @@ def multiply_add(builder, x, y, total):
 
 
 def separated(builder, source, at, rows, stored, count, real):
-    """Return, for each row, a vector of `count` entries from column `at` on; columns have `rows` entries.
+    """Return, for each of `rows` rows, a vector of the `count` entries that start at column `at`.
 
-    Columns follow each other in memory without gaps.
+    Columns have `rows` entries and follow each other in memory without gaps.
     """
     first = builder.mul(at, I64(rows))
     places = [builder.add(first, I64(k * count)) for k in range(rows)]

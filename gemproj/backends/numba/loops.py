@@ -1,7 +1,7 @@
 """The compiled loops of stage 1 (products of rows) and stage 3 (linear combinations of rows).
 
 The arrays of a problem are given by their addresses, see `addresses`, because one call reads hundreds of
-them. The problem keeps the arrays alive. Scratch arrays belong to the caller: loops allocate nothing.
+arrays. The problem keeps the arrays alive. Scratch arrays belong to the caller: loops allocate nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _TOGETHER = 10
 
 @fast
 def _copy(address, step, n, like, tile, r, c):
-    """Copy n entries, `step` bytes apart, of the dtype of `like`, to row r of a tile, from column c on."""
+    """Copy n entries of the dtype of `like`, `step` bytes apart, to ``tile[r, c : c + n]``."""
     if step == like.itemsize:
         widen(address, n, like, tile, r, c)
     else:
@@ -53,7 +53,7 @@ def read_vector(line, start, n, like, tile, r):
 
 @fast
 def read_rows(line, start, n, t, like, columns, tile):
-    """Copy n columns of G, from column `start` on, to the first t rows of a tile.
+    """Copy n columns of G, starting at column `start`, to the first t rows of a tile.
 
     `columns` is None if the entries of each row are adjacent; else G may have any strides.
     """
@@ -88,14 +88,14 @@ def _read_columns(source, row, column, n, t, like, tile):
 
 @fast
 def _columns_of(line, piece, piece_columns):
-    """Return the first column of a piece in the block of a line, and the column after the last one."""
+    """Return the first column of a piece in the block of a line, and the end column (exclusive)."""
     start = max(piece * piece_columns - line[FIRST_COLUMN], 0)
     return start, min((piece + 1) * piece_columns - line[FIRST_COLUMN], line[COLUMNS])
 
 
 @fast
 def _fill_up(tile, first, rows, n):
-    """Pad rows with zeros from n columns to a multiple of MULTIPLE columns; return the new number."""
+    """Pad rows with zeros from n columns to a multiple of MULTIPLE; return the new number of columns."""
     end = -(-n // MULTIPLE) * MULTIPLE
     for r in range(first, first + rows):
         for c in range(n, end):
@@ -105,7 +105,7 @@ def _fill_up(tile, first, rows, n):
 
 @fast
 def _add_tile(tile, rows, n, sums):
-    """Add the products of all pairs of rows of a tile to partial sums, by blocks of the lower triangle."""
+    """Add the products of all pairs of rows of a tile to partial sums, in blocks of the lower triangle."""
     k = 0
     for i in range(0, rows, HEIGHT):
         for j in range(0, i + 1, HEIGHT):
@@ -132,7 +132,7 @@ def _total(sums, k, p, q):
 
 @fast
 def _collect(sums, rows, t, totals, problem, piece):
-    """Write the products of the first `rows` rows of [G; g] to `totals`: K, and from row t b and |g|^2."""
+    """Write the products of the first `rows` rows of [G; g] to `totals`: K; row t gives b and |g|^2."""
     k = 0
     for i in range(0, rows, HEIGHT):
         for j in range(0, i + 1, HEIGHT):
@@ -151,7 +151,7 @@ def sum_products(first, last, lines, blocks, pieces, piece_columns, like, column
 
     Each piece has its own K, b and |g|^2 in `totals` (problems, pieces, t * t + t + 1). Products are summed
     over the columns of a tile in its dtype, and over tiles in float64. `columns` is None if the entries of
-    each row of G are adjacent. For all other arrays the loop is compiled a second time, at their first use.
+    each row of G are adjacent. For other arrays, a second version of the loop is compiled at first use.
     """
     rows, n = tile.shape
     t = rows - 1
@@ -182,7 +182,7 @@ def sum_products(first, last, lines, blocks, pieces, piece_columns, like, column
 
 @fast_entry
 def sum_shared_products(first, last, lines, blocks, t, piece_columns, like, columns, totals, tile, sums):
-    """Write the products of the rows [G; g] to `totals`, for many g and one G; K for problem 0 only.
+    """Write the products of the rows [G; g] to `totals`, for many g and one G; only problem 0 gets K.
 
     `first` and `last` count groups of HEIGHT gradients: all groups of piece 0, then all groups of piece 1,
     and so on. Each tile of G is read once for up to MOST_GROUPS groups. The tile holds the rows of G,
@@ -231,7 +231,7 @@ def sum_shared_products(first, last, lines, blocks, t, piece_columns, like, colu
 
 @fast_entry
 def add_pieces(totals):
-    """Add the sums of all pieces to those of the first piece, by pairwise summation to limit rounding."""
+    """Add the sums of all pieces to the sums of piece 0, by pairwise summation to limit rounding."""
     for p in range(totals.shape[0]):
         left = totals.shape[1]
         while left > 1:
@@ -259,14 +259,14 @@ def _add_rows(line, start, n, like, columns, lam, chosen, sums):
                 for c in range(done, n):
                     add_scaled(source + c * column, row, 1, like, lam, chosen, k, 1, sums, c)
             return
-    # A few rows at a time, because processors prefetch few streams of memory.
+    # A few rows at a time, because processors prefetch only a few streams of memory.
     for k in range(0, count, _TOGETHER):
         add_scaled(source, row, n, like, lam, chosen, k, min(_TOGETHER, count - k), sums, 0)
 
 
 @fast
 def _add_columns(source, row, column, n, like, lam, sums):
-    """Add the products of columns and lam to `sums`; return the number of columns done, out of n."""
+    """Add the dot products of columns with lam to `sums`; return how many of the n columns were added."""
     t = lam.size
     if column == like.itemsize or row != like.itemsize:
         return 0
@@ -296,8 +296,8 @@ def write_combination(
 ):
     """Write pieces ``first .. last - 1`` of ``x = g + G'lam`` for lam (problems, t); x may be g itself.
 
-    The pieces are numbered problem by problem; if G is `shared`, piece by piece over all problems. Sums run
-    in float64 and stay in cache. x is written after its sums are complete, because it may be g.
+    The pieces are numbered problem by problem; if G is `shared`, piece by piece over all problems. Sums are
+    in float64 and stay in cache. x is written after its sums are complete, because x may be g.
     """
     problems = lam.shape[0]
     while first < last:

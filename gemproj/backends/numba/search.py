@@ -30,7 +30,7 @@ def solve_active_set(
 ):
     """Write the solutions of problems ``first .. last - 1``; return how many may have to be solved from G.
 
-    These are problems whose solution is not optimal, or whose rows may be too close for K to resolve.
+    The count includes problems whose solution is not optimal or whose rows K may not resolve.
 
     Rows may have any norm. `Ks` is (problems, t, t), or (1, t, t) for one K, and `bs` is (problems, t);
     `lowers`, `uppers` and `starts` may be empty. The outputs are `lams`, the multipliers; `resolved`, the
@@ -83,7 +83,7 @@ def solve_active_set(
 
 @strict
 def run(T, lam, lower, upper, free, tabu, s):
-    """Pivot until no constraint is violated, by the least-index rule after the budget; count the pivots."""
+    """Pivot until no constraint is violated (least-index rule after the budget); return the pivot count."""
     pivots, budget, entered = 0, BUDGET * lam.size, -1
     clear(tabu)
     while True:
@@ -91,7 +91,7 @@ def run(T, lam, lower, upper, free, tabu, s):
         pivots += dropped
         if dropped:
             clear(tabu)
-            # A row that leaves right after its entry does so because of rounding, and is blocked for now.
+            # A row that leaves right after it entered leaves because of rounding; it is blocked for now.
             if entered >= 0 and not free[entered]:
                 tabu[entered] = True
         size = rounding(lam)
@@ -115,7 +115,7 @@ def run(T, lam, lower, upper, free, tabu, s):
 
 @strict
 def most_violated(lam, lower, upper, free, tabu, s, worst, first):
-    """Return the row with the largest violation above `worst`, or -1; with `first` the first such row."""
+    """Return the row with the largest (if `first`, the first) violation above `worst`; else -1."""
     entered = -1
     for i in range(lam.size):
         if not (free[i] or tabu[i] or upper[i] <= lower[i]):
@@ -186,7 +186,7 @@ def exchange(T, lam, lower, upper, free, j, sign):
 
 @strict
 def reach(here, end, low, high):
-    """Return the step length to `end` at which a bound is met; infinity if none is met."""
+    """Return the fraction of the step to `end` at which a bound is met; infinity if no bound is met."""
     if low < end and end < high:
         return np.inf
     if end == here:

@@ -1,9 +1,9 @@
 """Compiled linear algebra of the active-set search, for one problem.
 
-`set_free`, `pivot` and `trial` are versions of methods of `gemproj.methods._faces.Tableau`, the others of
-functions in `gemproj._tspace` and `gemproj.methods.exact`. Small functions with scalar loops replace array
-expressions, because most of the time of the first call goes into numba's type inference, which takes
-milliseconds for each operation.
+`set_free`, `pivot` and `trial` are versions of methods of `gemproj.methods._faces.Tableau`. The other
+functions are versions of functions in `gemproj._tspace` and `gemproj.methods.exact`. Small scalar loops
+replace array expressions, because the first call spends most of its time in numba's type inference, which
+takes milliseconds for each operation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DEPENDENT = _constants.DEPENDENT * _constants.EPS
 
 @strict
 def normalise(given_K, given_b, K, b, per_norm):
-    """Write K and b scaled to rows of norm one and maximum one; return the scale of b.
+    """Write K scaled to rows of norm one, and b scaled to maximum one; return the scale of b.
 
     Rows of norm zero are decoupled from the other rows.
     """
@@ -50,8 +50,8 @@ def clip(value, low, high):
 def set_free(T, K, b, lower, wanted, free, lam):
     """Sweep a fresh tableau on the rows `wanted`, equalities first; dependent rows are dropped with lam = 0.
 
-    Each time the row farthest from the span of the free rows is next. Among dependent rows this selects rows
-    at large angles, which keeps the multipliers small.
+    Each step frees the row farthest from the span of the free rows. Among dependent rows, this order selects
+    rows at large angles, which keeps the multipliers small.
     """
     t, equality = b.size, True
     for i in range(t):

@@ -1,9 +1,9 @@
 """A thread pool for compiled loops, which release the GIL.
 
-Its threads sleep between calls. The pool works after a fork of the process and can be used from several
-threads at once, unlike the thread pools of some compiled libraries. Work is handed over without Python's
-locks, because a signal handler may interrupt a thread anywhere and call `share`, and its exception may end
-any wait.
+Its threads sleep between calls. Unlike the thread pools of some compiled libraries, the pool works after a
+fork of the process and can be used from several threads at once. Work is handed over without Python's locks:
+a signal handler may interrupt a thread anywhere and call `share`, and an exception raised by the handler may
+end any wait.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
-# Seconds after which a waiting thread checks whether threads still work: an interrupt may have removed the
-# message that it waits for.
+# Seconds after which the waiting caller checks whether threads are still working: an interrupt may have
+# removed the message that the caller waits for.
 _LOOK = 0.05
 
 
@@ -32,10 +32,10 @@ def cores() -> int:
 def share(work: Callable[[int], None], count: int, threads: int | None = None, held: Any = None) -> None:
     """Call ``work(0) .. work(count - 1)``, each once, in `threads` threads, including the caller's.
 
-    `threads` is `cores` by default, and at most `count`. If a call raises or the caller is interrupted, no
-    further call begins. An interrupt, or else the first exception, is raised after all threads have stopped,
-    because they may be writing to arrays that the caller then frees. Until then the threads hold a reference
-    to `held`.
+    The default of `threads` is `cores()`; at most `count` threads are used. If a call raises or the caller is
+    interrupted, no further call begins. The interrupt, or else the first exception, is raised after all
+    threads have stopped, because they may be writing to arrays that the caller then frees. Until then, the
+    threads hold a reference to `held`.
     """
     if count == 1:
         work(0)
@@ -54,7 +54,7 @@ def share(work: Callable[[int], None], count: int, threads: int | None = None, h
             break
         except BaseException as error:
             job.errors.append(error)
-    job.work = job.held = None  # a thread that takes the job later must not hold them
+    job.work = job.held = None  # a thread that takes the job later must not hold these references
     if job.errors:
         raise min(job.errors, key=lambda error: isinstance(error, Exception))
 
@@ -62,7 +62,7 @@ def share(work: Callable[[int], None], count: int, threads: int | None = None, h
 class _Job:
     """Calls to share between threads, with one entry in `helping` per working thread of the pool.
 
-    Each of these threads puts a message into `stopped` when it has made its last call.
+    Each of these threads puts a message into `stopped` after its last call.
     """
 
     def __init__(self, work: Callable[[int], None], count: int, held: Any) -> None:
@@ -78,8 +78,8 @@ class _Job:
             self.work(i)
 
     def help(self) -> None:
-        """Make calls in a thread of the pool; record errors for the caller, and report the end to it."""
-        # Before `drain` reads `errors`, because the caller reads `helping` after it has recorded an error.
+        """Make calls in a pool thread, append any exception to `errors`, then notify the caller."""
+        # Append before `drain` reads `errors`, because the caller records an error and then reads `helping`.
         self.helping.append(None)
         try:
             self.drain()
@@ -89,13 +89,13 @@ class _Job:
         self.stopped.put(None)
 
 
-# Jobs that wait for threads; and a list with one entry per pool thread, because appending takes no lock.
+# Waiting jobs, and a list with one entry per pool thread. (Appending to a list takes no lock.)
 _jobs: SimpleQueue[_Job] = SimpleQueue()
 _helpers: list[None] = []
 
 
 def _ask_for_help(job: _Job, count: int) -> None:
-    """Wake up to `count` threads of the pool for a job; at most `cores` threads are started, on first use."""
+    """Wake up to `count` pool threads for a job; threads are started at first use, at most `cores()`."""
     with suppress(RuntimeError):  # no thread can be started at the end of the process
         while len(_helpers) < min(count, cores()):
             _thread.start_new_thread(_help, (_jobs,))

@@ -29,13 +29,13 @@ from gemproj.backends.numba.lanes import (
     types_of,
 )
 
-# Number of independent additions that hides the latency of an addition.
+# Number of independent additions needed to hide the latency of one addition.
 _BUSY = 8
 
 
 @intrinsic
 def widen(typing_context, source, n, like, target, row, column):
-    """Copy n entries of the dtype of `like` to ``target[row, column:]``, of float32 or float64."""
+    """Copy n entries of the dtype of `like` to ``target[row, column:]``, in float32 or float64."""
 
     def generate(context, builder, signature, args):
         source, n = args[:2]
@@ -73,7 +73,7 @@ def narrow(typing_context, sums, column, n, target, like):
 
 @intrinsic
 def add_scaled(typing_context, source, step, n, like, scale, chosen, first, count, target, at):
-    """Add `count` rows times their numbers in `scale` to ``target[0, at:]``: the rows ``chosen[first:]``.
+    """Add the rows ``chosen[first : first + count]``, scaled by `scale`, to ``target[0, at:]``.
 
     Rows have n entries of the dtype of `like`, and are `step` bytes apart.
     """
@@ -113,7 +113,7 @@ def add_scaled(typing_context, source, step, n, like, scale, chosen, first, coun
 
 @intrinsic
 def add_block(typing_context, tile, a, b, height, columns, sums, k):
-    """Add the products of `height` rows of a tile from row a on with HEIGHT rows from b on to ``sums[k]``.
+    """Add the products of the tile rows ``a : a + height`` with the rows ``b : b + HEIGHT`` to ``sums[k]``.
 
     The tile is float32 or float64, and the number of columns is a multiple of MULTIPLE. `sums` has
     HEIGHT * HEIGHT * LANES float64 numbers for each k. If a equals b, only the lower triangle is computed.
@@ -146,7 +146,7 @@ def add_block(typing_context, tile, a, b, height, columns, sums, k):
 
 @intrinsic
 def add_few(typing_context, source, row, column, vector, n, t, like, columns, tile, sums):
-    """Add the products of g and fewer than HEIGHT rows of G to ``sums[0]``, read in place.
+    """Add the products of the rows [G; g], read in place, to ``sums[0]``; G has fewer than HEIGHT rows.
 
     Entries have the dtype of `like`, and are multiplied in the dtype of `tile`. The entries of each row are
     adjacent. Unless `columns` is None, G may also be stored by columns without gaps.
@@ -187,7 +187,7 @@ def add_few(typing_context, source, row, column, vector, n, t, like, columns, ti
 def _emit_block(builder, left, right, columns, sums, real, pairs):
     """Emit the loop over columns that adds the products of pairs (p, q) of rows to `sums`.
 
-    ``left(at)[p]`` and ``right(at)[q]`` are vectors of entries from column `at` on; None stands for `left`.
+    ``left(at)[p]`` and ``right(at)[q]`` are vectors from column `at`; ``right=None`` stands for `left`.
     """
     vector, wide = ir.VectorType(real, BYTES // bytes_of(real)), ir.VectorType(F64, LANES)
     unroll = 1 if len(pairs) >= _BUSY else 2 if len(pairs) >= _BUSY // 2 else 4

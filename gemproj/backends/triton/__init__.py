@@ -9,7 +9,7 @@ from typing import Any
 
 __all__ = ["available", "missing"]
 
-# For each device, why kernels are not available; empty if they are available.
+# For each device, the reason why kernels are not available; empty if they are available.
 _found: dict[Any, str] = {}
 
 
@@ -40,7 +40,7 @@ def missing(device: Any) -> str:
 
 
 def _try(torch: Any, device: Any) -> str:
-    if torch.version.hip is not None:  # torch calls AMD's devices CUDA, too
+    if torch.version.hip is not None:  # torch also calls AMD's devices CUDA
         return "only NVIDIA's GPUs are supported."
     if find_spec("triton") is None:
         return "triton is not installed."
@@ -51,7 +51,7 @@ def _try(torch: Any, device: Any) -> str:
         drop_not_finite(one[None], one)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # Triton needs a C compiler for its launchers, for example
+    except Exception as error:  # for example, Triton needs a C compiler for its launchers
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}."
         warnings.warn(
             f"Triton does not work on {device}: {reason} Projections on this device use slower "

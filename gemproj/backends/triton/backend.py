@@ -21,9 +21,9 @@ from gemproj.methods.exact import status_later
 
 __all__ = ["Triton", "bind", "drop_not_finite", "solve"]
 
-# Maximum number of rows for which the entries of K are registers.
+# Maximum number of rows for which the entries of K are held in registers.
 _FEW = 8
-# Programs per multiprocessor in stage 1 and stage 3, and minimum number of columns of a program of stage 1.
+# Programs per multiprocessor in stage 1 and stage 3, and minimum number of columns per program in stage 1.
 _MEASURING, _COMBINING, _LEAST = 4, 16, 1024
 # Number of columns that a program of stage 3 computes at a time.
 _COLUMNS = 512
@@ -31,12 +31,12 @@ _PORTABLE = portable.Portable()
 
 
 class Block(NamedTuple):
-    """The arrays of a block, whose columns are contiguous, and their properties that the kernels need."""
+    """The arrays of a block, with contiguous columns, and the properties that the kernels need."""
 
     arrays: tuple[Tensor, Tensor, Tensor]  # G (problems, t, n), g (problems, n), and the metric or g
     columns: int
     strides: tuple[int, int, int, int]  # between rows; between problems of G, of g and of the metric
-    constants: tuple[bool, bool]  # rows begin and end at multiples of 16 entries; there is a metric
+    constants: tuple[bool, bool]  # whether rows begin and end at multiples of 16; whether there is a metric
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
@@ -84,14 +84,14 @@ class Triton:
         t, n, many, batch = problem.t, problem.t + 1, self._many, problem.batch
         if t > _FEW:
             return _PORTABLE.gram(problem)
-        # More rows take more registers, so that fewer programs run at once.
+        # More rows take more registers, so fewer programs run at once.
         programs = self._programs * (_MEASURING if t <= _FEW // 2 else _MEASURING // 2)
         width = 2 if any(torch.float64 in block.dtypes for block in self._blocks) else 4
         cuts = [_cut(block.columns, 128 * width, programs, _LEAST) for block in self._blocks]
         parts, first = sum(own for _, own in cuts), 0
         partial = torch.empty((many, parts, n, n), dtype=torch.float64, device=problem.device)
         for block, (share, own) in zip(self._blocks, cuts, strict=True):
-            small = block.columns <= 256  # a batch of small problems: one warp each
+            small = block.columns <= 256  # a batch of small problems: one warp per program
             numbers = (block.columns, share, first, parts, *block.strides)
             constants = (t, 32 if small else 128, width, *block.constants)
             arguments = (*block.arrays, partial, *numbers)
@@ -136,7 +136,7 @@ def drop_not_finite(K: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
-    """Return the outcome: in one launch for `Exact`, up to 8 rows and no upper bounds; else as `portable`."""
+    """Return the outcome: from one launch for `Exact`, up to 8 rows, no upper bounds; else by `portable`."""
     K, b, lower, upper = dual
     t = b.shape[-1]
     if type(method) is not Exact or upper is not None or not _fits(K, b):
@@ -159,8 +159,8 @@ def launch(
 ) -> None:
     """Launch a kernel on the device of its first argument.
 
-    Triton takes 10 to 20 microseconds to find the compiled kernel for its arguments. Here a dict finds the
-    kernel by a key. The kernel depends neither on the values of numbers nor on the alignment of tensors.
+    Triton takes 10 to 20 microseconds to find the compiled kernel for its arguments. A dict finds it faster:
+    the kernel depends neither on the values of numbers nor on the alignment of tensors.
 
     Parameters
     ----------
@@ -195,7 +195,7 @@ def _fits(K: Tensor, b: Tensor) -> bool:
 
 
 def _flat(K: Tensor, b: Tensor) -> tuple[int, tuple[Tensor, Tensor], tuple[int, int, int, int]]:
-    """Return the number of problems, K and b with one batch axis, and strides of_K, row, of_b and step."""
+    """Return the number of problems, K and b with one batch axis, and the strides of_K, row, of_b, step."""
     t, many = b.shape[-1], 1
     if b.ndim > 1:
         K, b = K.expand(*b.shape, t).reshape(-1, t, t), b.reshape(-1, t)

@@ -1,7 +1,7 @@
-"""The kernels: products of rows, active sets of up to 8 rows, and the combination of rows.
+"""The kernels: products of rows, search over active sets of up to 8 rows, and combination of rows.
 
-All sums are in float64. The number of rows T is a compile-time constant, so the entries of small matrices are
-registers: tuples of scalars, or of vectors with one lane for each active set.
+All sums are in float64. The number of rows T is a compile-time constant, so registers hold the entries of
+small matrices: tuples of scalars, or of vectors with one lane for each active set.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _INF: tl.constexpr = tl.constexpr(float("inf"))
 # Number of partial sums that are added at a time.
 _SUMS: tl.constexpr = tl.constexpr(128)
 # By default Triton compiles a kernel again if a number is 1, or a number or address is a multiple of 16. Here
-# this is switched off; ALIGNED says whether all strides and addresses are such multiples.
+# this is switched off; ALIGNED says whether all strides and addresses are multiples of 16.
 _NUMBERS = "columns share first parts rows stride of_G of_g of_w of_x row of_K of_b step"
 _TENSORS = "G g w x partial total K b K_out b_out kept lower lam"
 kernel = triton.jit(do_not_specialize=_NUMBERS.split(), do_not_specialize_on_alignment=_TENSORS.split())
@@ -30,7 +30,7 @@ def _aligned(number, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _at(pointer, offset, ALIGNED: tl.constexpr):
-    """Return a pointer moved by an offset; if ALIGNED, the compiler knows it as a multiple of 16 bytes."""
+    """Return a pointer moved by an offset; if ALIGNED, the compiler knows that it is a multiple of 16."""
     if ALIGNED:
         return tl.multiple_of(pointer + offset // 16 * 16, 16)
     return pointer + offset
@@ -49,9 +49,9 @@ def products(
     T: tl.constexpr, THREADS: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
-    """Write the products of the rows [G; g] in a share of the columns of a problem, (T + 1) x (T + 1).
+    """Write the products of the rows [G; g] over a share of the columns of a problem, (T + 1) x (T + 1).
 
-    With a metric w, rows of G are divided and g is multiplied by sqrt(w).
+    With a metric w, rows of G are divided by sqrt(w), and g is multiplied by sqrt(w).
     """
     COLUMNS: tl.constexpr = THREADS * WIDTH
     problem, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
@@ -129,7 +129,7 @@ def search(
 ):  # fmt: skip
     """Solve on all 2^T active sets by Cholesky, and write the solution with the smallest natural residual.
 
-    This is `gemproj.methods._enumeration.factorise_active_sets`, with a lane for each set.
+    This is `gemproj.methods._enumeration.factorise_active_sets` with one lane for each set.
     """
     problem, n = tl.program_id(0).to(tl.int64), tl.arange(0, 2**T)
     K += problem * of_K
@@ -139,11 +139,11 @@ def search(
         scale = scale + (_inverse(tl.sqrt(tl.load(K + i * (row + 1)))),)
         linear = linear + (tl.load(b + i * step) * scale[i],)
         free = free + (((n >> i) & 1).to(tl.float64),)
-    # Row i >= j of column j of the factor is at j * T - j * (j + 1) // 2 + i; the diagonal has its inverse.
+    # Row i >= j of column j of the factor is at j * T - j * (j + 1) // 2 + i; the diagonal is inverted.
     factor, smallest = (), tl.full((2**T,), 1.0, dtype=tl.float64)
     for j in tl.static_range(T):
         for i in tl.static_range(j, T):
-            # One scale after the other: their product may overflow.
+            # Multiplied by one scale after the other, because the product of both may overflow.
             entry = tl.load(K + i * row + j) * scale[i] * scale[j] * (free[i] * free[j])
             if i == j:
                 entry = tl.where(entry > 0, entry, 1.0)
@@ -192,7 +192,7 @@ def search(
 def _round(value, to):
     """Round float64 once to the dtype of a pointer.
 
-    The hardware rounds to 16 bits by way of float32. With rounding to odd in float32, the result is the
+    The hardware first rounds to float32, then to 16 bits. With rounding to odd in float32, the result is the
     same as that of a single rounding.
     """
     if to.dtype.element_ty.primitive_bitwidth == 16:
