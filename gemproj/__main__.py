@@ -83,7 +83,7 @@ def compile_loops() -> bool:
         libraries["bfloat16"] = "torch"
     for dtype, library in libraries.items():
         xp = importlib.import_module(library)
-        for t, d in ((2, 64), (9, LARGE)):  # sizes with float64 sums, and with float32 sums
+        for t, d in ((2, 64), (9, LARGE)):  # sizes that use float64 sums, and float32 sums
             gs, columns = (xp.ones(n, dtype=getattr(xp, dtype)) for n in ((2, d), (d, t)))
             for G in (columns.T, columns.reshape(t, d)):
                 gram(G, gs)

@@ -96,7 +96,7 @@ def detach(a: Array) -> Array:
 
 
 def refuse_transformed(arrays: Sequence[Array]) -> None:
-    """Raise for sparse, nested, meta and distributed tensors, and for tensors inside of `torch.func`."""
+    """Raise for sparse, nested, meta and distributed tensors, and for tensors inside `torch.func`."""
     if is_torch(arrays[0]):
         first, torch = arrays[0], sys.modules["torch"]
         if first.is_nested or first.is_meta or any(a.layout is not torch.strided for a in arrays):

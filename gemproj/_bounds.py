@@ -80,12 +80,12 @@ def check_options(
 
 
 def accepted(method: Any) -> Collection[str]:
-    """Return the options that a method takes; for a callable `h` and `margin`, which change only b."""
+    """Return the options that a method takes; a callable takes `h` and `margin`, which change only b."""
     return method.accepts if isinstance(method, Method) else ("h", "margin")
 
 
 def check_accepted(method: Any, given: Iterable[tuple[str, str]]) -> None:
-    """Raise for options that a method does not take; `given` has pairs (name in the message, option)."""
+    """Raise for options that a method does not take; `given` holds pairs (name for the message, option)."""
     for name, option in given:
         if option not in accepted(method):
             raise ValueError(f"{name} cannot be combined with method {method!r}, which does not take it.")
@@ -210,7 +210,7 @@ def _subtract(
 
 
 def make_bounds(options: Options, like: Array) -> Bounds:
-    """Return the bounds that the options specify, broadcast to the shape of b, which is passed as `like`.
+    """Return the bounds that the options specify, broadcast to the shape of b (`like`).
 
     Raises for options that do not broadcast and, on the CPU, for values out of range.
     """
@@ -256,7 +256,7 @@ def _mask(equality: Any, like: Array) -> Array:
 
 
 def _shaped(value: Any, name: str, like: Array) -> Array:
-    """Return `value` as an array of the library and device of b, broadcast to the shape of b."""
+    """Return `value` as an array with the library, device and shape of b."""
     xp, device = namespace(like), device_of(like)
     if not (is_array(value) and namespace(value) is xp and device_of(value) == device):
         value = from_numpy(real_numbers(value, name), xp, device)

@@ -96,12 +96,12 @@ def error_bound(
     x(mu) is the exact projection for the right-hand side ``h + e``, where e holds the slacks of the active
     and nearly active rows. So the second term is at most ``|e| / sigma``, where sigma is the smallest
     singular value of a basis of these rows, in which active rows are chosen first. The other rows depend on
-    the basis, to rounding. If they are perturbed to depend exactly, their constraints follow from those of
-    the basis, unless the entries of h contradict each other; then only weak duality gives a bound.
+    the basis, to rounding. If a perturbation makes them exactly dependent, their constraints follow from
+    those of the basis, unless the entries of h contradict each other; then only weak duality gives a bound.
 
     `resolves` is the smallest angle that the coordinates resolve. Coordinates from K cannot distinguish
     dependent rows from independent rows at smaller angles. Then weak duality bounds the error: by ``|x|`` for
-    h = 0, or by the square root of the duality gap. Rounding errors of K also perturb all slacks.
+    h = 0, or by the square root of the duality gap. With coordinates from K, rounding perturbs all slacks.
     """
     mu = inside = np.clip(lam, lower, upper)
     error = _conditions(A.T @ (a + A @ mu) - h, mu, lower, upper)[2]
@@ -158,7 +158,7 @@ def _missed(error: np.ndarray, basis: list[int], weights: np.ndarray, known: flo
 def _basis(
     A: np.ndarray, free: np.ndarray, near: np.ndarray, resolves: float
 ) -> tuple[list[int], np.ndarray]:
-    """Return the indices of a basis of the nearly active rows, and the weights of the others in this basis.
+    """Return the indices of a basis of the nearly active rows, and the weights of other rows in this basis.
 
     Free rows are chosen first, then nearly active rows. Each step chooses the row farthest from the span of
     the chosen rows. The distance of a row is divided by one plus the sum of its absolute weights, because

@@ -56,7 +56,7 @@ def check_scalar(value: Any, name: str) -> None:
 
 
 def real_numbers(value: Any, name: str) -> np.ndarray:
-    """Return a list, or an array of any library, as a NumPy array of real numbers."""
+    """Convert a list or an array of any library to a NumPy array of real numbers."""
     try:
         host = to_numpy(value) if is_array(value) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -67,7 +67,7 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     write_x(problem, sol.multipliers, x)
     if sol._correction is None or any(v.dtype != problem.wide for v in problem.vector):
         return
-    # The slacks of x are computed without the metric, and the correcting step with the metric.
+    # The slacks of x do not depend on the metric, but the correction step does.
     moved, step, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
     for i in map(tuple, np.argwhere(sol._correction.any(axis=(-3, -2, -1)))):
         s = slack_of(replace(moved.at(i), weight=None), step[i], None if h is None else h[i])

@@ -12,7 +12,7 @@ ROUNDING = 4e-15
 # A dependent row violated by more than this, in the same units, is exchanged for a free row. A dependent row
 # with a smaller violation is skipped.
 EXCHANGE = 1e-7
-# Limit of b - h, relative to the largest |b_i| / |g_i| or positive h_i / |g_i|. Constraints with a larger
+# Limit on b - h, relative to the largest |b_i| / |g_i| or positive h_i / |g_i|. Constraints with a larger
 # slack are never active. On the CPU, the exact method starts with the limit REACH and multiplies the limit by
 # WIDER if the solution depends on it.
 LOOSE, REACH, WIDER = 1e7, 8.0, 1e3
@@ -50,10 +50,10 @@ ROWS_RESOLVE, GRAM_RESOLVES = 3e-14, 1e-7
 CUTOFF = 64.0 * EPS
 # Memory limit: maximum number of entries of the t x t matrices allocated at once for a batch.
 SLAB = 1 << 20
-# Number of columns whose products are summed in float32, twice as fast, and then added to a float64 sum.
+# Number of columns whose products are summed in float32, twice as fast. Float64 sums add these float32 sums.
 CHUNK = 512
 # Minimum number of columns for float32 sums. Compiled loops use float32 sums only for more than FEW_ROWS
-# rows: for fewer rows, float64 products are as fast as reading memory.
+# rows, because float64 products of fewer rows are as fast as reading memory.
 LARGE, FEW_ROWS = 1 << 17, 8
 # Relative rounding error of the entries of the Gram matrix. In float64 sums the worst case, identical
 # columns, gives 50 EPS. Float32 sums of a chunk are vectorised loops with at least 4 partial sums.
@@ -64,8 +64,8 @@ WIDE_RANGE = (1e-280, 1e280)
 NARROW_RANGE = (1e-24, 1e30)
 # KKT residual above which `project` warns that its result is not optimal.
 MISSED = 1e-5
-# Penalty of an equality, times row norm / size of the problem, above which the multiplier may lose digits.
-# It loses digits when its lower bound, minus the penalty, is subtracted.
+# Penalty of an equality, times row norm / size of the problem, above which the multiplier may lose digits:
+# its lower bound, which is minus the penalty, is subtracted.
 LARGE_PENALTY = 1e5
 # Factors for coordinates from the rows and for K. h counts as infeasible if every feasible x is longer than
 # the factor times the size of the problem, because no x of useful length exists.

@@ -24,7 +24,7 @@ def from_gram(gram: Gram) -> np.ndarray:
     """Return coordinates (..., t + 1, t + 1) from K, b and |g|^2; they resolve angles of 1e-7.
 
     ``|g|^2`` is raised to at least ``b' K^+ b``, its smallest value for any g with ``G g = b``: below that
-    value the Gram matrix is indefinite and has no such factor. The default `gg` of `solve_gram` may be lower.
+    value the Gram matrix is indefinite and has no factor F. The default `gg` of `solve_gram` may be lower.
     """
     unit = normalise(gram.K, gram.b)
     z = matvec(np.linalg.pinv(unit.K, rcond=1e-14, hermitian=True), unit.b)
@@ -51,7 +51,7 @@ def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
             R: Any = np.linalg.qr(rows, mode="r")
             return np.concatenate([R, np.zeros((t + 1 - len(R), t + 1))])
         squares, basis = np.linalg.eigh(cosines)
-        # Eigenvalues below the rounding of K are noise. Their rows need a finite scale, but no accurate one.
+        # Eigenvalues below the rounding of K are noise. For their rows, any finite scale suffices.
         scale = np.sqrt(np.maximum(squares, (t + 1) * rounding))
         forward, backward = (basis / scale).T * inverse(n), n[:, None] * basis * scale
         total = np.zeros((t + 1, t + 1))
@@ -65,7 +65,7 @@ def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
 
 
 def of_problems(problem: Problem, gram: Gram, rounding: float, chosen: np.ndarray) -> np.ndarray:
-    """Return the coordinates (*batch, t + 1, t + 1) of the chosen problems, see `from_rows`; else zeros."""
+    """Return `from_rows` of the chosen problems and zeros for all other problems, (*batch, t + 1, t + 1)."""
     t, batch = problem.t, problem.batch
     K, found = np.broadcast_to(gram.K, (*batch, t, t)), np.zeros((*batch, t + 1, t + 1))
     if not batch or problem.shared or problem.columns * (t + 1) > SMALL:

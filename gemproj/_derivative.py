@@ -40,7 +40,7 @@ def pull_back(
 
     and the gradient with respect to a bound is ``G_i W^-1 p`` if multiplier i is at this bound. The sign is
     reversed for the penalty of an equality at its lower bound, which is minus the penalty. If a multiplier is
-    at a bound and its slack is zero, the result is one of several one-sided derivatives.
+    at a bound with zero slack, the active set changes: the result is one of several one-sided derivatives.
     """
     xp, batch, t = problem.xp, problem.batch, problem.t
     lead = () if problem.shared else batch

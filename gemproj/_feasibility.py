@@ -98,7 +98,7 @@ def _farkas(A: np.ndarray, h: np.ndarray, free: np.ndarray, cutoff: float) -> np
     N[np.linalg.norm(N, axis=1) < 100 * cutoff] = 0.0  # rows that depend on no other rows, to rounding
     y = N.T @ h
     if y.size and not free.all():
-        # The right-hand side is slightly negative: with 0 and rounded opposite rows of N, only y = 0 is left.
+        # The right-hand side is slightly negative: with zero, rounded opposite rows of N allow only y = 0.
         B, room = N[~free].T, np.full(np.count_nonzero(~free), -0.01 * cutoff)
         none, most = np.zeros(len(room)), np.full(len(room), np.inf)
         start = Exact().solve(B.T @ B, B.T @ y - room).multipliers
@@ -111,8 +111,8 @@ def _farkas(A: np.ndarray, h: np.ndarray, free: np.ndarray, cutoff: float) -> np
 def infeasible(sol: DualSolution, h: Array, stalled: Array) -> Array:
     """Return the mask (...) of problems on a device with an infeasible h, without synchronisation.
 
-    For small ridges, the multipliers of ``min |max(0, h - G x)|^2 + ridge |x|^2`` tend to a Farkas direction
-    if h is infeasible.
+    If h is infeasible, the multipliers of ``min |max(0, h - G x)|^2 + ridge |x|^2`` tend to a Farkas
+    direction as the ridge tends to 0.
     """
     void, lower = _unsatisfiable(sol, h), sol.lower
     if not h.shape[-1]:

@@ -59,7 +59,7 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 
 def measure(problem: Problem) -> Measured:
-    """Return K, b and |g|^2 of a problem, together with the problem for later reads of G."""
+    """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G."""
     return Measured(*select(problem).gram(problem), problem.to_caller, problem)
 
 
@@ -171,7 +171,7 @@ def check_gram(K: Array, b: Array, gg: Array | None) -> Gram:
 
 
 def _is_positive_definite(K: np.ndarray) -> bool:
-    """Return whether K is finite, symmetric and positive definite; rounding decides for a singular K."""
+    """Return whether K is finite, symmetric and positive definite; for a singular K, rounding decides."""
     if not (K.swapaxes(-1, -2) == K).all():
         return False
     try:

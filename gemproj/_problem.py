@@ -111,18 +111,18 @@ class Problem:
         return replace(self, batch=(), rows=rows, vector=vector, weight=weight)
 
     def to_caller(self, a: Array) -> Array:
-        """Return an array of t-space (a NumPy array on the CPU) as an array of the library of G and g."""
+        """Convert an array of t-space (a NumPy array on the CPU) to the library of G and g."""
         return from_numpy(a, self.xp, self.device)
 
     def to_host(self, a: Array) -> Array:
-        """Return an array of the library of G and g as an array of t-space (a NumPy array on the CPU)."""
+        """Convert an array of the library of G and g to an array of t-space (a NumPy array on the CPU)."""
         return to_numpy(a) if self.host and a is not None else a
 
 
 def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values: bool = True) -> Problem:
     """Return `G`, `g` and `metric` as one `Problem`; raise if they are invalid or do not fit together.
 
-    Without `values` only types and shapes are checked: inside of torch.func, values cannot be read.
+    Without `values` only types and shapes are checked, because torch.func does not allow reading values.
     """
     rows, keys = as_blocks(G, "G")
     vector, keys = as_blocks(g, "g", like=(keys, len(rows)))

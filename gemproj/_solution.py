@@ -114,7 +114,7 @@ class DualSolution:
 
     @property
     def free(self) -> Array:
-        """Boolean (..., t): True for free rows: multiplier strictly between its bounds, slack zero."""
+        """Boolean (..., t): True for rows with a multiplier strictly between its bounds (and slack zero)."""
         return (self.multipliers > self.lower) & (self.multipliers < self.upper)
 
     @property

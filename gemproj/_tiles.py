@@ -10,8 +10,8 @@ from typing import Any
 from gemproj._arrays import Array, to_numpy
 from gemproj._problem import Problem
 
-# Elements of G and g in a tile: on the CPU few enough for its float64 copy to stay in cache, on a device so
-# many that few kernels are launched.
+# Number of elements of G and g in a tile. On the CPU, the float64 copy of a tile stays in cache. On a device,
+# large tiles take few kernel launches.
 _HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
 
 

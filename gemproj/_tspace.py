@@ -26,7 +26,7 @@ class Gram(NamedTuple):
         Gram matrix of the constraints, ``G @ G.T`` (``G @ diag(1/w) @ G.T`` with a metric w). It has no
         leading dimensions if all problems of a batch have the same G.
     b : array, shape (..., t)
-        Linear term, ``G @ g``: negative where g violates a constraint.
+        Linear term, ``G @ g``: negative for constraints that g violates.
     gg : array, shape (...)
         Squared norm of g, ``g @ g`` (``g @ diag(w) @ g`` with a metric w).
     """
@@ -160,7 +160,7 @@ def complementarity(lam: Array, s: Array, upper: Array | None) -> Array:
 
 
 def snap(lam: Array, upper: Array) -> Array:
-    """Return lam; multipliers that differ from their upper bound only by rounding are set to this bound."""
+    """Return lam, with multipliers that equal their upper bound to rounding set to this bound."""
     xp = namespace(lam)
     return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
 

@@ -63,7 +63,7 @@ def stage_two(b: Array) -> Any:
 
 
 def check_name(name: str) -> None:
-    """Raise for an unknown name of a backend."""
+    """Raise for an unknown backend name."""
     if name not in ("", "portable", "numba", "triton"):
         raise ValueError(f"GEMPROJ_BACKEND must be portable, numba or triton; found {name!r}.")
 

@@ -73,7 +73,7 @@ def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
     # `isfinite` would take four operations in torch.
     kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
     rows = kept
-    if K.ndim <= b.ndim:  # one K for many b: if only b_i is not finite, g is not finite
+    if K.ndim <= b.ndim:  # one K for many b: if row i is finite but b_i is not, g is not finite
         rows = xp.abs(xp.linalg.diagonal(K)) < math.inf
         kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
     K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))

@@ -80,7 +80,7 @@ class _Search:
                 tabu[entered] = True
 
     def most_violated(self, s: np.ndarray, tabu: np.ndarray, first: bool) -> int:
-        """Return the row with the largest violation, or if `first` the first violated row; -1 if there is none.
+        """Return the row with the largest (if `first`, the first) violation; -1 if no constraint is violated.
 
         The first violated row is the choice of the least-index rule, which cannot cycle.
         """
@@ -150,7 +150,7 @@ class _Search:
 
 
 def reach(here: np.ndarray, end: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Return, per row, the fraction of the step to `end` at which a bound is met; infinity if no bound is."""
+    """Return, per row, the fraction of the step to `end` that meets a bound; infinity if no bound is met."""
     gap, target = end - here, np.where(end <= low, low, high)
     apart = np.where(np.isinf(target), 0.0, target) - here
     part = np.maximum(np.divide(apart, gap, out=np.zeros_like(gap), where=gap != 0), 0.0)

@@ -1,4 +1,4 @@
-"""The base class of the methods, which map K and b to multipliers, and their status and result."""
+"""The base class of the methods, which map K and b to multipliers, with the classes of their results."""
 
 from __future__ import annotations
 

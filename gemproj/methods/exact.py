@@ -198,7 +198,7 @@ def _one_by_one(
 def _on_host(
     K: Array, b: Array, lower: Array | None, upper: Array | None, start: Array | None
 ) -> tuple[Array, Array]:
-    """Return the result of `_one_by_one` for arrays on a device, from the fastest backend of the CPU."""
+    """Return the result of `_one_by_one` for arrays on a device, from the fastest CPU backend."""
     xp, given = namespace(b), (K, b, lower, upper, start)
     found = Exact().solve(*_fetch([a if a is None else xp.astype(a, b.dtype, copy=False) for a in given]))
     both = np.concatenate([found.multipliers, found.iterations[..., None]], axis=-1)

@@ -26,8 +26,8 @@ def locate(problem: Problem) -> tuple[np.ndarray, type, bool] | None:
 
     The dtype is uint16 for bfloat16. Returns None if the loops cannot read the arrays. The loops read arrays
     of NumPy or torch on the CPU, all of one dtype (bfloat16, float32 or float64), without a metric. The
-    entries of each row must have one stride: G may be stored by rows or by columns, and rows may be padded,
-    strided or repeated.
+    entries of each row must have a constant stride: G may be stored by rows or by columns, and rows may be
+    padded, strided or repeated.
     """
     if problem.weight is not None:
         return None

@@ -116,9 +116,9 @@ class Numba:
         """Return K, b and |g|^2, and their rounding error, summed chunk by chunk in threads."""
         t, n, pieces = problem.t, problem.t + 1, self.pieces
         totals = np.empty((self.problems, pieces, t * t + n))
-        # The work, in units of the time to read a number, which is also the time of eight products. Each
-        # number is read once and multiplied by n numbers. With a shared G the work is about one unit per row,
-        # column and group of gradients.
+        # The work, in units of the time to read a number. Eight products take the same time. Each number is
+        # read once and multiplied by n numbers. With a shared G, the work is about one unit per row, column
+        # and group of gradients.
         if problem.shared:
             loop, count = sum_shared_products, -(-self.problems // HEIGHT)
             steps = t, self.piece

@@ -115,7 +115,7 @@ def run(T, lam, lower, upper, free, tabu, s):
 
 @strict
 def most_violated(lam, lower, upper, free, tabu, s, worst, first):
-    """Return the row with the largest (if `first`, the first) violation above `worst`; else -1."""
+    """Return the row of the largest (if `first`, the first) violation above `worst`; -1 if there is none."""
     entered = -1
     for i in range(lam.size):
         if not (free[i] or tabu[i] or upper[i] <= lower[i]):
@@ -186,7 +186,7 @@ def exchange(T, lam, lower, upper, free, j, sign):
 
 @strict
 def reach(here, end, low, high):
-    """Return the fraction of the step to `end` at which a bound is met; infinity if no bound is met."""
+    """Return the fraction of the step to `end` that meets a bound; infinity if no bound is met."""
     if low < end and end < high:
         return np.inf
     if end == here:

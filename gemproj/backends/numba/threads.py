@@ -89,7 +89,7 @@ class _Job:
         self.stopped.put(None)
 
 
-# Waiting jobs, and a list with one entry per pool thread. (Appending to a list takes no lock.)
+# Waiting jobs, and one entry per pool thread: a list, because appending to a list takes no lock.
 _jobs: SimpleQueue[_Job] = SimpleQueue()
 _helpers: list[None] = []
 

@@ -136,7 +136,7 @@ def drop_not_finite(K: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
-    """Return the outcome: from one launch for `Exact`, up to 8 rows, no upper bounds; else by `portable`."""
+    """Return the outcome: from one launch for `Exact`, up to 8 rows, no upper bounds; else of `portable`."""
     K, b, lower, upper = dual
     t = b.shape[-1]
     if type(method) is not Exact or upper is not None or not _fits(K, b):
