@@ -103,8 +103,8 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
             raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
         if any(type(a) is not torch.Tensor and hasattr(a, "device_mesh") for a in arrays):
             raise TypeError(
-                "Tensors must be local; found a DTensor. gemproj.torch.GradientProjector projects sharded "
-                "parameters, and gemproj.torch.distributed.project takes their to_local()."
+                "Tensors must be local; found a DTensor. Use gemproj.torch.GradientProjector for sharded "
+                "parameters, or pass their to_local() to gemproj.torch.distributed.project."
             )
         functorch = torch._C._functorch
         if functorch.peek_interpreter_stack() is not None and any(

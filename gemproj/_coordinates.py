@@ -86,7 +86,7 @@ class UnitRows(NamedTuple):
     """One problem in coordinates and in standard form, scaled to rows of norm one and size one.
 
     `used` is the mask (t,) of the rows with a nonzero norm; rows of norm zero are left out. Multipliers of
-    the given problem are ``base + lam / scale``, and its lengths are `size` times as long.
+    the given problem are ``base + lam / scale``, and its vectors are `size` times as long.
     """
 
     A: np.ndarray

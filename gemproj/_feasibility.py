@@ -39,7 +39,7 @@ def refuse_infeasible(sol: DualSolution, h: Array) -> None:
             found = f"row {named}{where}" if len(rows) == 1 else f"rows {named}{where} at once"
             raise ValueError(
                 f"h is infeasible: no x satisfies G @ x >= h in {found}. "
-                "Lower h there, or give a penalty, which allows violations."
+                "Lower h there, or set a penalty to allow violations."
             )
 
 

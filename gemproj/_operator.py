@@ -75,7 +75,7 @@ def project_operator(
     """Return x for the arguments of `project`, computed by the torch operator."""
     transformed = False
     if torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
-        # Tracing cannot follow the checks of arrays, so the operator makes these checks.
+        # Tracing cannot follow the checks of arrays, so the operator performs these checks.
         for name, value in (("margin", margin), ("penalty", 0.0 if penalty is None else penalty)):
             if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
                 check_scalar(value, name)

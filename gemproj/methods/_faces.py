@@ -80,7 +80,7 @@ class Tableau:
         return ROUNDING * (1.0 + float(np.abs(lam).sum()))
 
     def uncertainty(self, j: int, lam: np.ndarray) -> float:
-        """Return the slack error of a row j that is dependent on the free rows."""
+        """Return the slack error of a dependent row j."""
         return EXCHANGE * (1.0 + float(np.abs(lam).sum()))
 
 

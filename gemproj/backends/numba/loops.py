@@ -132,7 +132,7 @@ def _total(sums, k, p, q):
 
 @fast
 def _collect(sums, rows, t, totals, problem, piece):
-    """Write the products of the first `rows` rows of [G; g] to `totals`: K; row t gives b and |g|^2."""
+    """Write products of the first `rows` rows of [G; g] to `totals`: K, then b and |g|^2 from row t."""
     k = 0
     for i in range(0, rows, HEIGHT):
         for j in range(0, i + 1, HEIGHT):
