@@ -102,7 +102,7 @@ def test_gradients_pass_through(problem):
     def inexact(G, g):
         return project([G * 1.0], [g * 1.0], method="pgd")[0].sum()
 
-    with pytest.raises(ValueError, match="method 'exact' only"):
+    with pytest.raises(ValueError, match="Only method 'exact'"):
         torch.compile(inexact, backend=BACKEND)(problem[0].requires_grad_(), problem[1]).backward()
 
 
