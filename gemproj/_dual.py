@@ -164,8 +164,8 @@ def solve_gram(
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
     """Return the dual solution of a measured problem; on the CPU, read G again if K is ill-conditioned.
 
-    On the CPU all arrays of the result are NumPy arrays. Rows that are not finite, or whose squares leave the
-    range of float64, raise an error on the CPU and are left out on a device.
+    On the CPU all arrays of the result are NumPy arrays. Rows that are not finite, or whose squares overflow,
+    raise an error on the CPU and are left out on a device. Squares that underflow raise on the CPU only.
     """
     gram, rows, exact, kept = measured.gram, measured.rows, isinstance(options.method, Exact), None
     host = isinstance(gram.b, np.ndarray)
