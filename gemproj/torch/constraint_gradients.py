@@ -23,16 +23,16 @@ from gemproj.torch.promise import Promise, call_loss, stored_losses
 
 
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
-    """Return the module to compute gradients with, and the DistributedDataParallel around it, if any.
+    """Return the module for computing gradients, and its DistributedDataParallel wrapper or None.
 
-    The forward pass of DistributedDataParallel would expect a backward pass that reduces ``.grad``.
+    The forward pass of the wrapper would expect a backward pass that reduces ``.grad``.
     """
-    inner = getattr(model, "_orig_mod", model)  # of torch.compile
+    inner = getattr(model, "_orig_mod", model)  # unwraps torch.compile
     return (inner.module, inner) if isinstance(inner, DistributedDataParallel) else (model, None)
 
 
 def check_spread(modules: Sequence[torch.nn.Module]) -> None:
-    """Raise if the modules of a model are spread over processes in a way that cannot be projected."""
+    """Raise if the modules of a model are distributed over processes in an unsupported way."""
     if any(isinstance(module, DistributedDataParallel) for module in modules):
         raise ValueError(
             "model has a part that is wrapped in DistributedDataParallel, which does not show the processes "
@@ -55,7 +55,7 @@ def check_spread(modules: Sequence[torch.nn.Module]) -> None:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Reshard the parameters that FSDP has gathered; an evaluation leaves them gathered."""
+    """Reshard the parameters, which FSDP leaves gathered after an evaluation."""
     for module in model.modules():
         if callable(getattr(module, "reshard", None)):
             module.reshard()  # type: ignore[operator]
@@ -74,8 +74,8 @@ def from_batches(
 ) -> list[Promise]:
     """Fill G with the gradients of the mean losses on `batches`; see `GradientProjector.recall`.
 
-    An error on one process, or `facts` that differ, is an error on all processes and leaves no rows. Return
-    the promise about each row: the promise that a memory gave to the batch, or else `promise`.
+    If one process fails, or if `facts` differ, all processes raise and G has no rows. Return the promise
+    about each row: the promise that a memory gave to the batch, or else `promise`.
     """
     topology = G.vector.topology
     facts = {"number of rows": 0, "names of sets or labels": None, "promises": None, **facts}
@@ -92,7 +92,7 @@ def from_batches(
             row.promise = row.promise or (promise if isinstance(promise, Promise) else promise[k])
         facts["number of rows"] = len(rows)
         if topology.world > 1:
-            # Processes may have different examples of a set or label, and different numbers of them.
+            # The examples of a set or label, and their number, may differ between processes.
             facts["names of sets or labels"] = list(dict.fromkeys(row.name[:2] for row in rows))
             facts["promises"] = [row.promise.numbers() for row in rows]
     totals, passes = topology.plan([row.size for row in rows])
@@ -119,7 +119,7 @@ def from_batches(
 
 
 def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[str, Any]) -> None:
-    """Fill G with the gradients of given losses, averaged over processes; see `constrain`."""
+    """Fill G with the gradients of the losses, averaged over processes; see `constrain`."""
     topology = G.vector.topology
     check_alone(topology)
     facts = {"number of losses": 0, **facts}
@@ -146,7 +146,7 @@ def from_losses(G: ConstraintMatrix, losses: Iterable[Tensor], facts: Mapping[st
 def preserved_state(model: torch.nn.Module, device: torch.device, gradients: bool = False) -> Iterator[None]:
     """Set evaluation mode; at the end restore modes, random state and, with `gradients`, ``.grad``.
 
-    Layers of transformers that checkpoint in training do so in evaluation mode, too.
+    Gradient checkpointing in layers of transformers stays active.
     """
     kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
     modules = list(model.modules())
@@ -172,15 +172,15 @@ def preserved_state(model: torch.nn.Module, device: torch.device, gradients: boo
 
 
 def _set(thing: Any, name: str, value: Any) -> None:
-    """Set an attribute, in plain modules without the search among parameters, which takes much longer."""
-    if name in vars(thing):  # not in scripted modules
+    """Set an attribute; for plain modules, avoid the much slower `Module.__setattr__`."""
+    if name in vars(thing):  # false for scripted modules
         vars(thing)[name] = value
     else:
         setattr(thing, name, value)
 
 
 def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
-    """Return the attributes and values to set for evaluation mode with the checkpoints of training."""
+    """Return the attributes and values to set for evaluation mode with gradient checkpointing."""
     layers = [module for module in modules if _is_checkpointed(module)]
     changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in modules]
     changes += [(layer, "training", True) for layer in layers]
@@ -188,13 +188,13 @@ def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]
     return changes
 
 
-_CONFIGS = ("PretrainedConfig", "PreTrainedConfig")  # of transformers, before and after version 5
+_CONFIGS = ("PretrainedConfig", "PreTrainedConfig")  # class names in transformers before and since version 5
 
 
 def _without_cache(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
-    """Return the attributes and values to set for models of transformers to compute without a cache.
+    """Return the attributes and values to set so that models of transformers use no cache.
 
-    With a cache, packed texts attend to each other, and a checkpoint's second pass sees the first's cache.
+    With a cache, packed texts attend to each other, and checkpoints recompute with the first pass's cache.
     """
     configs = {id(one): one for module in modules if (one := module.__dict__.get("config")) is not None}
     known = [one for one in configs.values() if any(kind.__name__ in _CONFIGS for kind in type(one).__mro__)]
@@ -202,7 +202,7 @@ def _without_cache(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, str, A
 
 
 def _is_checkpointed(module: Any) -> bool:
-    """Return whether a module is a layer of transformers that checkpoints in training."""
+    """Return whether a module is a layer of transformers with gradient checkpointing."""
     if "_gradient_checkpointing_func" not in module.__dict__:
         return False
     if not getattr(module, "gradient_checkpointing", False):
@@ -211,9 +211,9 @@ def _is_checkpointed(module: Any) -> bool:
 
 
 def _checkpoint(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
-    """Checkpoint a layer; its forward pass, now and in the backward pass, runs in evaluation mode.
+    """Checkpoint a layer; run its forward pass and its recomputation in evaluation mode.
 
-    Otherwise the layer is in training mode, because only then it asks for a checkpoint.
+    At other times the layer is in training mode, because transformers checkpoints only in training mode.
     """
 
     def evaluated(*args: Any) -> Any:

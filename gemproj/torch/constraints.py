@@ -26,8 +26,8 @@ from gemproj.torch.stream import Stream, measure_sum, tiles
 class ConstraintMatrix:
     """The constraint matrix G, shape (t, d), of a parameter vector, in one buffer that all steps share.
 
-    `add` writes rows between `open` and `close`. Before `close`, or after an error, there are no rows. The
-    dtype of the rows is by default that of the vector; projections use the rows as rounded to that dtype.
+    Rows are written by `add`, between `open` and `close`. Before `close`, and after an error, the matrix has
+    no rows. By default, rows have the dtype of the vector; projections use the rounded rows.
 
     Attributes
     ----------
@@ -35,13 +35,13 @@ class ConstraintMatrix:
     reached : list of bool
         For each parameter, whether the loss of any row depends on it.
     losses : Tensor, shape (t,), float64
-        The loss of each row; `follow` updates it after a step, to first order.
+        The loss of each row; `follow` updates it to first order after a step.
     stored : Tensor, shape (t,), float64
-        The losses of the same examples when they were stored; NaN if they are not known.
+        The losses of the same examples when they were stored; NaN if unknown.
     names : list of tuple
-        What each row is about, starting with the name of its set; an empty tuple if that is not known.
+        The name of each row, as in `Source`, starting with the name of its set; an empty tuple if unknown.
     seconds : list of float
-        The seconds that each row took, measured on the host.
+        The time spent on each row in seconds, measured on the host.
     age : int
         Number of steps since the rows were computed.
     written : set of int
@@ -51,7 +51,7 @@ class ConstraintMatrix:
     def __init__(self, vector: ParameterVector, dtype: torch.dtype | None = None) -> None:
         self.vector = vector
         self._buffer = torch.empty((0, vector.d), dtype=dtype or vector.dtype, device=vector.device)
-        self._views: dict[tuple[int, int | None], dict[int, Tensor]] = {}  # the results of `parts`
+        self._views: dict[tuple[int, int | None], dict[int, Tensor]] = {}  # cached results of `parts`
         self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
         self._sums = self._none.new_zeros(2, 0)  # current and stored losses of the rows
         self.clear()
@@ -65,7 +65,7 @@ class ConstraintMatrix:
         return self._buffer[: self._count]
 
     def clear(self) -> None:
-        """Drop all rows; the buffer is kept."""
+        """Drop all rows, but keep the buffer."""
         self._count = self.age = 0
         self._norms: Tensor | None = None
         self.reached = [False] * len(self.vector.parameters)
@@ -74,10 +74,10 @@ class ConstraintMatrix:
         self.seconds: list[float] = []
 
     def open(self, rows: int = 0, scale: float = 1.0) -> None:
-        """Drop all rows and reserve `rows` new ones; losses are multiplied by `scale`, rows divided by it."""
+        """Drop all rows and reserve `rows` rows; gradients are multiplied by `scale` until `close`."""
         self.clear()
         self.vector.check()
-        if rows > len(self._buffer):  # freed before a larger buffer is allocated
+        if rows > len(self._buffer):  # free the old buffer before allocating a larger one
             self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
         self._sums = self._none.new_zeros(2, rows)
         self._reserve(rows)
@@ -104,9 +104,9 @@ class ConstraintMatrix:
         self._note(k, weight * loss.detach().reshape(1), stored if stored is None else weight * stored)
 
     def parts(self, k: int, rows: int | None = None) -> dict[int, Tensor]:
-        """Return writable views of row k of G, or of `rows` rows from k on: one per parameter, by its id.
+        """Return writable views, keyed by parameter id, of row k or of rows ``k .. k + rows - 1``.
 
-        A view has the shape of the local shard; with `rows`, its first dimension counts the rows.
+        A view has the shape of the local shard, preceded by a dimension of size `rows` if `rows` is given.
         """
         self._reserve(k + (rows or 1))
         if (k, rows) not in self._views:
@@ -119,7 +119,7 @@ class ConstraintMatrix:
     def note(
         self, k: int, parts: Mapping[int, Tensor], reached: Container[int], losses: Tensor, stored: Any
     ) -> None:
-        """Record rows from k on: `parts` has their gradients, `reached` the ids of their parameters."""
+        """Record one row per loss, beginning at row k, with gradients `parts` of the `reached` parameters."""
         self.written.update(range(k, k + len(losses)))
         for j, (p, part) in enumerate(parts.items()):
             if p in reached:
@@ -139,7 +139,7 @@ class ConstraintMatrix:
 
     @contextmanager
     def timed(self, rows: Sequence[Any]) -> Iterator[None]:
-        """Record the time of the block, an equal share for each of these rows."""
+        """Measure the time of the block, and assign an equal share of it to each of the rows."""
         start = time.perf_counter()
         yield
         each = (time.perf_counter() - start) / len(rows)
@@ -163,7 +163,7 @@ class ConstraintMatrix:
         self._sums[:, k : k + len(now)].add_(torch.stack([now, then]))
 
     def close(self, rows: int) -> None:
-        """Complete the first `rows` rows, summed over processes; rows without local examples are zero."""
+        """Finish the first `rows` rows and sum them over processes; rows without local examples are zero."""
         for k in set(range(rows)) - self.written:
             self._buffer[k].zero_()
         G, topology = self._buffer[:rows], self.vector.topology
@@ -183,12 +183,12 @@ class ConstraintMatrix:
         weight: Tensor | None = None,
         write: bool = True,
     ) -> tuple[DualSolution, bool]:
-        """Project v in place, on columns of the moving parameters; return the solution and whether v changed.
+        """Project v in place, in columns of moving parameters; return the solution and whether v changed.
 
-        If `write` is False, v stays, and only the solution in t-space is computed.
+        If `write` is False, v is unchanged, and only the solution in t-space is computed.
 
-        All local columns are updated; replicated columns enter the Gram matrix on one process only. The
-        right-hand side h may be a function of the Gram matrix.
+        All local columns are updated, but only one process counts a replicated column in the Gram matrix.
+        The right-hand side h may be a function of the Gram matrix.
         """
         vector, topology = self.vector, self.vector.topology
         columns, owned = vector.columns, vector.owned
@@ -218,24 +218,24 @@ class ConstraintMatrix:
 
     @property
     def streamed(self) -> bool:
-        """Whether rows have another dtype than the projected vector."""
+        """Whether the dtype of the rows differs from the dtype of the projected vector."""
         return self._buffer.dtype != self.vector.dtype
 
     def largest(self, out: Tensor) -> None:
-        """Write the largest absolute value in each column."""
+        """Write the largest absolute value of each column to `out`."""
         for at, tile in self._tiles(self.vector.columns):
-            # A norm over the first dimension takes a hundred times as long on a CPU.
+            # On a CPU, a norm over the first dimension takes a hundred times as long.
             torch.maximum(tile.amax(0), tile.amin(0).neg_(), out=out[at])
 
     def follow(self, step: Tensor) -> Tensor:
         """Update the losses to first order after an applied step; return its cosines with the rows.
 
-        Cosines, float64, are zero for a step or a row of zeros.
+        The cosines have dtype float64, and are zero if the step or the row is zero.
         """
         topology, wide = self.vector.topology, self._none.dtype
         # Norms of float32 numbers in float64 would take longer than the rest of this function.
         kind = torch.promote_types(step.dtype, torch.float32)
-        found: list[list[Tensor]] = []  # of each tile: |step|^2, products with the rows, |g_k|^2
+        found: list[list[Tensor]] = []  # per tile: |step|^2, products with the rows, |g_k|^2
         with torch.autocast(step.device.type, enabled=False):
             for at, rows in self._tiles(self.vector.owned):
                 part = step[at]
@@ -249,7 +249,7 @@ class ConstraintMatrix:
         square, product, *squares = sums
         if self._norms is None:
             self._norms = squares[0].sqrt()
-        self.losses = self.losses - product  # a copy: a `Projection` holds the losses before the step
+        self.losses = self.losses - product  # a new tensor, because a `Projection` holds the old one
         self.age += 1
         sizes = self._norms * square.sqrt()
         return torch.where(sizes > 0, product / sizes, 0.0)
@@ -260,7 +260,7 @@ class ConstraintMatrix:
         return {"rows": self.rows.clone(), **known, "age": self.age, "names": [list(n) for n in self.names]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state returned by `state_dict`, onto the device of the parameters."""
+        """Load a state returned by `state_dict` onto the device of the parameters."""
         rows, reached, here = state["rows"], state["reached"], self.vector
         if rows.ndim != 2 or rows.shape[1] != here.d or len(reached) != len(here.parameters):
             raise ValueError(
@@ -275,7 +275,7 @@ class ConstraintMatrix:
         self.names = [tuple(name) for name in state["names"]]
 
     def _problems(self, v: Tensor, weight: Tensor | None, columns: list[slice]) -> Iterable[Problem]:
-        """Return the problem of projecting v, on some columns, in one or several parts."""
+        """Return the problem of projecting v in some columns, split into tiles if rows are streamed."""
         if self.streamed:
             return Stream(self.rows, v, weight, columns)
         if columns == self.vector.columns:
@@ -295,7 +295,7 @@ class ConstraintMatrix:
         if more > 0:
             self._sums = torch.cat([self._sums, self._sums.new_zeros(2, more)], 1)
         if rows > kept:
-            rows = max(rows, 2 * kept)  # few copies if the number of rows is not known in advance
+            rows = max(rows, 2 * kept)  # copies are rare, even if the number of rows is unknown
             grown = self._buffer.new_empty((rows, self.vector.d))
             grown[:kept] = self._buffer
             self._buffer, self._views = grown, {}

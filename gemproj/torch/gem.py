@@ -26,12 +26,12 @@ from gemproj.torch.remember import remember
 from gemproj.torch.report import History, Projection, Report, make_report
 from gemproj.torch.unprotected import Watch
 
-# The loss scale of training is close to the overflow of float16; losses of past tasks may be larger.
+# The loss scale of training leaves little room below the float16 maximum; past losses may be larger.
 _HEADROOM = 1024.0
 
 
 class Keeper:
-    """Base class of `GEM` and of the objects for frameworks: stored sets, their promises, and a projector.
+    """Base class of `GEM` and of the framework integrations; holds stored sets, promises and a projector.
 
     The documentation of `GEM` explains the options.
     """
@@ -77,12 +77,12 @@ class Keeper:
         self._optimizers: list[Any] = []
         self._scaler: Any = None
         self._handles: list[Any] = []
-        self._resumed: Mapping[str, Any] | None = None  # a state that was loaded before attaching
+        self._resumed: Mapping[str, Any] | None = None  # a state loaded before attaching
         self._watch: Watch | None = None
-        self._tasks: list[Hashable] | None = None  # of the rows; None accepts any tasks
+        self._tasks: list[Hashable] | None = None  # tasks of the rows; None accepts any tasks
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying and pickling: without projector, model and optimizers."""
+        """Return the state for copying and pickling, without the projector, model and optimizers."""
         detached: dict[str, Any] = dict.fromkeys(
             ("projector", "_model", "_scaler", "_tasks", "_watch", "_group")  # a group cannot be copied
         )
@@ -93,7 +93,7 @@ class Keeper:
 
     @property
     def promises(self) -> dict[Hashable, Promise]:
-        """The promises of the sets that have their own promise, by the name of the set."""
+        """The promises of sets that have their own promise, keyed by set name."""
         return self.memory.promises
 
     @property
@@ -110,26 +110,26 @@ class Keeper:
         collate: Callable[[list[Any]], Batch] | None = None,
         model: torch.nn.Module | None = None,
     ) -> None:
-        """Store examples, and keep a promise about them from the next step on.
+        """Store examples, with a promise that every later step keeps.
 
-        If the promise needs stored outputs or losses, the current model computes them for all kept examples
-        of the set, also those of earlier calls. Otherwise the loss is tested on two examples or, if that
-        fails, on as many as a step uses. An error leaves the memory unchanged. Constraints and warm start
-        are reset.
+        If the promise needs stored outputs or losses, `model` computes them for all kept examples of the set,
+        including those of earlier calls. Otherwise the loss is tested on two examples and, if that test
+        fails, on the number of examples that a step uses. An error leaves the memory unchanged. Constraints
+        and warm start are reset.
 
         Parameters
         ----------
         data : DataLoader, Dataset or iterable of batches
-            Read to its end. From a loader with a custom ``collate_fn``, examples are stored, also of
-            different lengths, and that function makes their batches. From other iterables, batches of
-            tensors are stored. An iterable without a length may have 100,000 batches at most.
+            The data are read to the end. For a loader with a custom ``collate_fn``, single examples are
+            stored, which may differ in length. For other iterables, batches of tensors are stored. An
+            iterable without a length may have at most 100,000 batches.
         promise : Promise or loss, optional
-            By default the promise that an earlier call gave to this set, or else `promise` of this object.
+            By default the promise of this set from an earlier call, or else the `promise` of this object.
         name : hashable, optional
-            Name of this set. By default the number of stored sets, or the next integer that is not a name.
+            Name of this set. By default the first unused integer, counted from the number of stored sets.
         collate : callable, optional
-            Function that makes a batch of a list of examples; `data` then holds examples. By default the
-            loader's. If outputs or losses are stored, it must not mask at random: stored values fit one mask.
+            Function that makes a batch from a list of examples, if `data` holds examples; by default the
+            loader's. If outputs or losses are stored, it must not mask at random: they fit only one mask.
         model : torch.nn.Module, optional
             The model that computes the stored outputs and losses; by default the attached model.
 
@@ -149,7 +149,7 @@ class Keeper:
         self._warn_if_unseen()
         known = self.memory.counts
         model = self._model if model is None else model
-        # Training could not use tensors that are made in inference mode.
+        # Tensors that are made in inference mode cannot be used in training.
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             name = remember(
                 self.memory, data, name, model, self._as_computed(chosen),
@@ -168,7 +168,7 @@ class Keeper:
     def end_task(
         self, batches: Iterable[Any], task: Hashable = None, *, model: torch.nn.Module | None = None
     ) -> None:
-        """Store examples of the task that has been learned: the same as `keep` without a promise."""
+        """Store examples of the task just learned; equivalent to `keep` without a promise."""
         self.keep(batches, name=task, model=model)
 
     def report(self) -> Report:
@@ -180,7 +180,7 @@ class Keeper:
         return make_report(self.history, counts, together)
 
     def logs(self) -> dict[str, Tensor | float]:
-        """Return numbers to log about the steps since the last call; see `History.means`."""
+        """Return statistics of the steps since the last call, for logging; see `History.means`."""
         return self.history.means()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -200,11 +200,11 @@ class Keeper:
     def state_dict(self) -> dict[str, Any]:
         """Return the memory, `exclude`, the history, the warm start and, with ``every > 1``, the constraints.
 
-        Promises are not included: make the same promises, with the same names, before the state is loaded.
+        Promises are not included: make the same promises, with the same names, before loading the state.
         """
         own = {"memory": self.memory.state_dict(), "exclude": self.exclude}
         own["history"] = self.history.state_dict()
-        if self._resumed is not None:  # loaded, but not attached since
+        if self._resumed is not None:  # a state was loaded before attaching
             return {**self._resumed, **own}
         if self.projector is None:
             return {"projector": None} | own
@@ -214,7 +214,7 @@ class Keeper:
         return known | {"tasks": self._tasks, "stepped": watched} | own
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state returned by `state_dict`; the projector's part is loaded once it is attached."""
+        """Load a state returned by `state_dict`; the projector's part is loaded after attaching."""
         lacking = {"memory", "projector"} - (state.keys() if isinstance(state, Mapping) else set())
         if lacking:
             raise ValueError(f"state has no {min(lacking)!r}: it is not a {type(self).__name__} state.")
@@ -242,7 +242,7 @@ class Keeper:
         promises = []
         for name in names:
             of = name[0] if name else None
-            if isinstance(of, tuple) and of not in draft.tasks:  # the names of several sets
+            if isinstance(of, tuple) and of not in draft.tasks:  # a row about several sets
                 of = of[0]
             promises.append(self.promises.get(of, self.promise))
         projector.load_state_dict(state["projector"], promises or None)
@@ -256,7 +256,7 @@ class Keeper:
             )
         self._tasks, self._removals = state.get("tasks"), self.memory.removals
         self._watch = Watch(self.memory, projector.parameters)
-        self._watch.begin(state.get("stepped", True))  # older states have no such entry
+        self._watch.begin(state.get("stepped", True))  # states of older versions lack this entry
         self._stepped.clear()
 
     def _attach(
@@ -267,7 +267,7 @@ class Keeper:
         scaler: Any = None,
         process_group: Any = None,
     ) -> None:
-        """Attach to optimizers: project their steps, at first without constraints and warm start."""
+        """Attach to optimizers and project their steps, initially without constraints and warm start."""
         self.remove()
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"model must be a torch.nn.Module; found {type(model).__name__}.")
@@ -287,8 +287,8 @@ class Keeper:
         projector.check_processes()
         self._model, self._scaler = model, scaler
         self._tasks = None
-        self._removals = 0  # of the memory, when the rows were computed
-        self._computed: dict[int, tuple[Promise, Promise]] = {}  # with the loss as in training, by id
+        self._removals = 0  # `memory.removals` when the rows were computed
+        self._computed: dict[int, tuple[Promise, Promise]] = {}  # by id: promise, `_as_computed`
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._watch = Watch(self.memory, projector.parameters)
         self._stepped: set[int] = set()  # the optimizers that have used the current constraints
@@ -307,7 +307,7 @@ class Keeper:
             self.remove()
             raise
         if len(optimizers) > 1:
-            stepped = self._stepped  # not self, which the hooks would keep alive as long as the model
+            stepped = self._stepped  # a hook that refers to self would keep this object alive
             for p in projector.parameters:  # a backward pass computes gradients at new weights
                 self._handles.append(p.register_post_accumulate_grad_hook(lambda _: stepped.clear()))
         for one in attached:
@@ -371,7 +371,7 @@ class Keeper:
         return loss
 
     def _check(self, promise: Promise) -> None:
-        """Raise for a promise that this object cannot keep."""
+        """Raise if this object cannot keep the promise."""
         self.memory.check_label(promise)
         check_choices(promise, **self._options)
         if promise.tolerance is not None and self.projector is not None and len(self._optimizers) > 1:
@@ -425,7 +425,7 @@ class GEM(Keeper):
                 optimizer.step()
             gem.end_task(loader)
 
-    Several promises of different kinds, about different data, while a new task is learned::
+    Several promises about different data, kept while a new task is learned::
 
         gem = GEM(model, optimizer)
         gem.keep(general_texts, Promise(Distillation(top=32), tolerance=0.05), name="general")
@@ -433,35 +433,35 @@ class GEM(Keeper):
         ...
         print(gem.report())
 
-    Constraint gradients are computed at the beginning of ``optimizer.step()``: once per accumulation
-    window, not for steps that a gradient scaler skips, and before a closure. ``.grad``, module modes and
-    torch's random state are restored. The model may be wrapped in DistributedDataParallel or sharded by
+    Constraint gradients are computed at the beginning of ``optimizer.step()``, once per accumulation window
+    and before a closure is called, but not for steps that a gradient scaler skips. ``.grad``, module modes
+    and torch's random state are restored. The model may be wrapped in DistributedDataParallel or sharded by
     ``fully_shard``; each process then stores its own examples of the same tasks.
 
     Parameters
     ----------
     model : torch.nn.Module
-        After freezing parameters or adding adapters call `remove`, and make a new object with the same
-        `memory`.
+        The model to train. After freezing parameters or adding adapters, call `remove` and make a new object
+        with the same `memory`.
     optimizer : torch.optim.Optimizer or list of them
-        Updates the trainable parameters of the model, and no others. With several optimizers, such as Muon
-        and AdamW, the step of each is projected on its own. Constraints are computed once for all optimizers
-        that step after the same backward pass.
+        Must update all trainable parameters of the model, and no other parameters. With several optimizers,
+        such as Muon and AdamW, the step of each optimizer is projected separately. Constraints are computed
+        once for all optimizers that step after the same backward pass.
     loss : callable or Promise
-        The promise about sets without their own promise: a loss, which then must not rise, or a `Promise`.
+        The promise about sets without their own promise, or the loss of that promise.
     per_task : int, default 100
-        Largest number of stored examples per set, chosen at random; as in `EpisodicMemory`.
+        Largest number of stored examples per set, chosen at random, as in `EpisodicMemory`.
     per, examples, weight, tolerance
         Options of the promise if `loss` is a function; see `Promise`.
     memory : EpisodicMemory, optional
-        A memory in place of `per_task`: with labels, with another policy, or with the sets and promises of
-        an earlier training.
+        A memory to use instead of a new memory for `per_task` examples: one with labels, with another policy,
+        or with the sets and promises of an earlier training.
     method, on, every, project, rows_dtype
         As in `GradientProjector`.
     microbatch
         As in `GradientProjector.recall`.
     scaler : torch.amp.GradScaler, optional
-        The scaler of float16 training; the losses of constraint gradients are scaled, too.
+        The scaler of float16 training, which also scales the losses for constraint gradients.
     process_group
         As in `GradientProjector`; needed if several processes are initialised and the model is neither
         wrapped nor sharded.
@@ -472,10 +472,10 @@ class GEM(Keeper):
     promise : Promise
         The promise about sets without their own promise.
     promises : dict
-        The promises of the other sets, by the names of the sets.
+        The promises of the other sets, keyed by set name.
     projector : GradientProjector
     history : History
-        Numbers of all steps, which `report` summarises.
+        Statistics of all steps, which `report` summarises.
     metric : {"euclidean", "adam"} or None
         The distance between steps, as in `GradientProjector`; may be set before training.
     exclude : name or None
@@ -548,12 +548,12 @@ def _one_promise(loss: Loss | Promise, **given: Any) -> Promise:
 
 
 def _is_scaler(thing: Any) -> bool:
-    """Return whether losses are scaled by a gradient scaler, or by an optimizer of DeepSpeed."""
+    """Return whether an object scales losses: a gradient scaler, or an optimizer of DeepSpeed."""
     return hasattr(thing, "is_enabled") and hasattr(thing, "get_scale")
 
 
 def _warn_of_statistics(model: torch.nn.Module) -> None:
-    """Warn of layers whose running statistics change during training."""
+    """Warn about layers whose running statistics change during training."""
     kinds = torch.nn.modules.batchnorm._NormBase
     named = ((name, one) for name, one in model.named_modules() if isinstance(one, kinds) and one.training)
     moving = [name for name, one in named if one.track_running_stats and one.momentum != 0]
@@ -575,7 +575,7 @@ def _check_disjoint(optimizers: Sequence[Any]) -> None:
 
 
 def _check_all_held(held: Iterable[torch.Tensor], model: torch.nn.Module) -> None:
-    """Raise unless each trainable parameter of the model is held by one optimizer."""
+    """Raise unless the optimizers hold all trainable parameters of the model."""
     ids = {id(p) for p in held}
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     lacking = [name for name, p in trainable.items() if id(p) not in ids]

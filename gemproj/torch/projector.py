@@ -39,33 +39,33 @@ class GradientProjector:
     Parameters
     ----------
     parameters : iterable of torch.nn.Parameter
-        All on one device. Duplicates and parameters that do not require a gradient are left out. Shards
-        (`DTensor`, as FSDP2 makes them) are projected without gathering them.
+        Parameters on one device. Duplicates and parameters that do not require a gradient are ignored. Shards
+        (`DTensor`, as in FSDP2) are projected without gathering them.
     promise : Promise, optional
-        The promise about rows without another promise; by default no loss may rise.
+        The promise about rows for which no other promise is given; by default, no loss may rise.
     method : str, Method or callable, default "exact"
         As in `gemproj.solve_dual`.
     on : {"gradient", "step", "both"}, default "gradient"
         "gradient" projects the gradient before the optimizer reads it, as GEM does; with momentum, Adam or
         weight decay the step may still break promises. "step" projects the step that the optimizer applies.
-        "both" projects the gradient and then the step; weights apply to the gradient only. "step" and "both"
-        need `attach`.
+        "both" projects the gradient and then the step, but applies weights only to the gradient. "step" and
+        "both" need `attach`.
     metric : {"euclidean", "adam"}, optional
         The distance between the optimizer's step and the projected step. By default Adam's metric if the
         optimizer keeps second moments: an entry has the weight ``(sqrt(v_hat) + eps) / lr``, computed after
-        the step. Here v_hat is at least the largest square of the entry in the constraints.
+        the step. Here v_hat is at least the largest squared value of the entry in the rows.
     every : int, default 1
         `recall` computes the constraints at each `every`-th call and reuses them in between. Every step is
         projected.
     project : bool, default True
         Whether to change gradients and steps. If False, `last` reports what a projection would have done.
     rows_dtype : torch.dtype, optional
-        The dtype of the rows, by default that of the parameters. ``torch.bfloat16`` takes half the memory of
-        float32. Promises then hold for the rounded rows: cosines are off by up to 0.002.
+        The dtype of the rows, by default the dtype of the parameters. ``torch.bfloat16`` takes half the
+        memory of float32. Promises then hold for the rounded rows: cosines have errors of up to 0.002.
     process_group : torch.distributed.ProcessGroup, optional
         The processes that train together. Rows of replicated parameters (DistributedDataParallel) are
-        averaged over them; `recall` finds the group of a wrapped model. If each process trains its own model,
-        pass ``dist.new_subgroups(1)[0]``. With shards, by default the processes that hold the shards.
+        averaged over the group; `recall` finds the group of a wrapped model. If each process trains its own
+        model, pass ``dist.new_subgroups(1)[0]``. With shards, the default is the group that holds the shards.
 
     Attributes
     ----------
@@ -75,7 +75,7 @@ class GradientProjector:
     Notes
     -----
     Weights and penalties are in units of gradients; for steps in the Euclidean metric they are multiplied by
-    the learning rate. A tolerance needs the learning rate: of an attached optimizer, or given to `project_`.
+    the learning rate. A tolerance needs a learning rate, from the attached optimizer or passed to `project_`.
 
     Examples
     --------
@@ -89,7 +89,7 @@ class GradientProjector:
     >>> projector.project_().num_violated, model.weight.grad.tolist()
     (1, [[0.0, -1.0, -1.0]])
 
-    AdamW with weight decay, whose steps are projected too:
+    Projection of both gradients and steps, for AdamW with weight decay:
 
     >>> projector = GradientProjector(model.parameters(), on="both")
     >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -178,7 +178,7 @@ class GradientProjector:
 
     @property
     def why_row_by_row(self) -> str | None:
-        """Why some of the last rows had a pass each; None if nothing kept rows from sharing passes."""
+        """The reason why some of the last rows could not share passes; None if there is no reason."""
         return self._passes.reason
 
     @property
@@ -192,18 +192,18 @@ class GradientProjector:
         return self._terms.held or self._terms.in_units or isinstance(as_method(self.method), GEM2017)
 
     def constrain(self, losses: Iterable[Tensor], promise: Promise | Sequence[Promise] | None = None) -> None:
-        """Replace the constraints: one row of G per loss, the gradient of that loss.
+        """Replace the constraints by the gradients of the losses, one row of G per loss.
 
-        ``.grad`` is not changed. If a loss cannot be computed, there are no constraints at all.
+        ``.grad`` is not changed. If a loss cannot be computed, no constraints remain.
 
         Parameters
         ----------
         losses : iterable of scalar tensors
-            The loss of each past task on its memory, each from its own forward pass. A generator keeps one
-            graph in memory at a time. With a `process_group`, every process passes its own losses of the
+            The loss of each past task on its memory, from a separate forward pass. With a generator, only one
+            graph is in memory at a time. With a `process_group`, every process passes its own losses of the
             same tasks, and rows are averages over processes. With shards, pass a list.
         promise : Promise or list of them, optional
-            One promise about all losses, or one for each loss; by default the projector's promise.
+            One promise about all losses, or one promise per loss; by default the projector's promise.
         """
         start = time.perf_counter()
         self._unused.warn()
@@ -232,25 +232,25 @@ class GradientProjector:
         Parameters
         ----------
         model : torch.nn.Module
-            May be wrapped in DistributedDataParallel, or sharded by ``fully_shard``: each process then
-            passes its own examples of the same tasks, and rows are computed from the examples of all.
+            The model, possibly wrapped in DistributedDataParallel or sharded by ``fully_shard``. Each process
+            then passes its own examples of the same tasks, and rows use the examples of all processes.
         batches : iterable
-            One batch per row, such as ``memory.batches()``: any nesting of tensors.
+            One batch per row, such as ``memory.batches()``. A batch is any nesting of tensors.
         promise : callable, Promise or list of them, optional
             A loss, ``loss(model, batch)``, to use in the projector's promise; or one promise about all
-            batches, or one for each batch. By default the projector's promise. Pass the same function at
-            every step: whether rows can share a pass is determined once for each function.
+            batches; or one promise per batch. By default the projector's promise. Pass the same function at
+            every step, because whether rows can share a pass is determined once for each function.
         microbatch : int, optional
-            Largest number of examples in a forward pass; rows are still gradients of the mean over all
-            examples. Means over tokens, as in models of transformers, are averaged over microbatches and
-            processes by numbers of examples. `gemproj.torch.losses.CrossEntropy` is a mean over examples.
+            Largest number of examples per forward pass; rows are gradients of the mean over all examples.
+            Means over tokens, as in models of transformers, are averaged over microbatches and processes with
+            the numbers of examples as weights. `gemproj.torch.losses.CrossEntropy` is a mean over examples.
         scale : float, default 1
-            Losses are multiplied by `scale`, and rows divided by it, for backward passes in float16.
+            Factor by which losses are multiplied, and rows divided, for backward passes in float16.
 
         Returns
         -------
         bool
-            Whether constraints were computed: at the first call after `reset`, and then at each `every`-th.
+            True if constraints were computed: in the first call after `reset`, then in each `every`-th call.
         """
         handles = filter(None, [one() for one in self._handles])
         if (
@@ -283,20 +283,20 @@ class GradientProjector:
 
     @torch.compiler.disable
     def project_(self, learning_rate: float | None = None) -> Projection:
-        """Project the gradients of the parameters in place; does nothing without constraints.
+        """Project the gradients of the parameters in place; without constraints, do nothing.
 
-        A missing gradient counts as zero. It is created if a constraint depends on the parameter, with zeros
-        if no constraint is active: as in replay, the parameter takes part in every step.
+        A missing gradient counts as zero. If a constraint depends on the parameter, the gradient is created,
+        even if it is zero. As in replay, the parameter then takes part in every step.
 
         Parameters
         ----------
         learning_rate : float, optional
-            The learning rate of the step, needed with a tolerance. Attached optimizers use their own.
+            The learning rate of the step, required for a tolerance. Attached optimizers use their own rates.
 
         Returns
         -------
         Projection
-            Statistics, also kept as `last`.
+            Statistics, also stored in `last`.
         """
         if self.on == "step":
             raise ValueError("on='step' leaves the gradient alone; attach(optimizer) projects its steps.")
@@ -304,16 +304,16 @@ class GradientProjector:
         return self._change_gradient(Gradient(self._vector, learning_rate=learning_rate))
 
     def attach(self, optimizer: torch.optim.Optimizer) -> ProjectedOptimizer:
-        """Project in every ``optimizer.step()`` from now on, and measure the applied step.
+        """Project in every ``optimizer.step()``, and measure the applied step.
 
-        The gradient is projected before the step (or after each evaluation of a closure), the step itself
-        right after it. `last` then has the cosine between each constraint and the applied step. Only
-        parameters that the optimizer holds are projected: if several optimizers share the parameters, attach
-        to each. Parameters without a gradient, or with a learning rate of zero, do not move.
+        The gradient is projected before the step, or after each evaluation of a closure. The step is
+        projected after the optimizer has taken it. `last` then has the cosine between each constraint and
+        the applied step. Only parameters that the optimizer holds are projected: if several optimizers share
+        the parameters, attach to each. Parameters with no gradient or a zero learning rate do not move.
 
         The optimizer's state is not changed. A step that a `torch.amp.GradScaler` skips is not projected. The
-        scaler unscales before the projection, except with ``fused=True``: then call
-        ``scaler.unscale_(optimizer)`` for a weight, a penalty, a tolerance or `GEM2017`.
+        scaler unscales before the projection, except with ``fused=True``. In that case, a weight, a penalty,
+        a tolerance or `GEM2017` requires a call of ``scaler.unscale_(optimizer)`` before the step.
 
         Returns
         -------
@@ -352,19 +352,19 @@ class GradientProjector:
         self.last = replace(last, cosines=cosines, seconds=seconds)
 
     def check_processes(self) -> None:
-        """Raise if several processes are initialised, but nothing says how they train together."""
+        """Raise if several processes are initialised, but how they train together is unknown."""
         check_alone(self._vector.topology)
 
     def reset(self) -> None:
         """Forget the constraints and the warm start, as at the boundary between two tasks."""
         self._matrix.clear()
-        self._passes = SharedPasses()  # to compare again: a new set may change the rows of all others
+        self._passes = SharedPasses()  # compare again: a new set may change all other rows
         self._terms = Terms.of([self.promise], self.device)
-        self._about: list[Promise] = []  # the promises about the rows, the source of the terms
-        self._warm: dict[str, Any] = {}  # multipliers, in t-space, of "gradient" and "step"
+        self._about: list[Promise] = []  # the promises from which the terms were made
+        self._warm: dict[str, Any] = {}  # multipliers for "gradient" and for "step"
         self._calls = 0
         self._unused.end(used=False)
-        self._seconds = 0.0  # spent on constraints since the last step
+        self._seconds = 0.0  # time spent on constraints since the last step
         self.last = None
 
     def state_dict(self, *, constraints: bool = True) -> dict[str, Any]:
@@ -382,7 +382,7 @@ class GradientProjector:
     def load_state_dict(
         self, state: Mapping[str, Any], promise: Promise | Sequence[Promise] | None = None
     ) -> None:
-        """Load a state returned by `state_dict`, onto the device of the parameters.
+        """Load a state returned by `state_dict` onto the device of the parameters.
 
         A state does not include the promises about the rows: pass `promise` as in `constrain`. Raises a
         ValueError for a state of another object or of another model.
@@ -411,8 +411,8 @@ class GradientProjector:
     def _project(self, change: Change) -> DualSolution | None:
         """Replace a gradient or a step by its projection, unless `project` is False; return the solution.
 
-        If `project` is False and there is no solution, as for a gradient that is not finite, return None:
-        training continues as without a projector.
+        If `project` is False and there is no solution, for example if the gradient is not finite, return
+        None; training continues as without a projector.
         """
         G, v = self._matrix, change.read()
         weighted = change.name == "gradient" or self.on == "step"
@@ -433,7 +433,7 @@ class GradientProjector:
         return sol
 
     def _named_rows(self, message: str) -> str:
-        """Return the sets of the rows, if they are known, as an addition to a message with row numbers."""
+        """Return the sets of the rows as text to append to a message with row numbers; empty if unknown."""
         sets = [f"{k} is of {shown(name[0])!r}" for k, name in enumerate(self._matrix.names[:20]) if name]
         if not sets or "row" not in message:
             return ""
@@ -441,7 +441,7 @@ class GradientProjector:
         return f" Row {', row '.join(sets)}.{h}"
 
     def _agree(self, promises: Sequence[Promise]) -> None:
-        """Set the terms of the promises about the rows, and begin to watch whether the rows are used."""
+        """Set the terms from the promises about the rows; begin to watch whether the rows are used."""
         if len(promises) != len(self._matrix):
             self._matrix.clear()
             raise ValueError(f"promise must be one, or one for each loss; found {len(promises)}.")
@@ -453,12 +453,12 @@ class GradientProjector:
             self._unused.begin()
 
     def _facts(self) -> dict[str, Any]:
-        """Return the facts on which all processes that train the model must agree; empty for one process."""
+        """Return the facts that must be equal on all processes of a training; empty for one process."""
         if self._vector.topology.world == 1:
             return {}
         given: dict[str, Any] = {"on": self.on, "metric": self.metric, "every": self.every}
         given |= {"project": self.project, "rows_dtype": self._matrix.rows.dtype}
-        # The repr of a function has an address, which differs between processes.
+        # The repr of a function contains an address, which differs between processes.
         given["method"] = getattr(self.method, "__name__", self.method)
         named = {f"option {name}": repr(value) for name, value in given.items()}
         return named | self._vector.signature()
@@ -477,7 +477,7 @@ class GradientProjector:
 def check_choices(
     promise: Any, method: AnyMethod, on: On, every: int, project: bool, rows_dtype: torch.dtype | None
 ) -> None:
-    """Raise for options of a projector that are wrong or exclude each other."""
+    """Raise if options of a projector are invalid or exclude each other."""
     if not isinstance(promise, Promise):
         raise TypeError(f"promise must be a gemproj.torch.Promise; found {type(promise).__name__}.")
     check_terms(promise, method, on)

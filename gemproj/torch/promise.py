@@ -20,7 +20,7 @@ Per = Literal["task", "label", "example", "all"]
 
 @dataclass(frozen=True)
 class Promise:
-    """A condition on a loss of stored examples that every step keeps; by default, the loss does not rise.
+    """A condition on a loss of stored examples that every step keeps; by default, the loss must not rise.
 
     Parameters
     ----------
@@ -33,19 +33,19 @@ class Promise:
         What each row of G is about: a set of examples; a label of a set; an example (on several processes,
         the mean of one example of each process); or all sets with equal promises together (A-GEM).
     examples : int, optional
-        Number of examples drawn from each set (or label) at every step, without replacement until all were
+        Number of examples drawn from each set (or label) at every step, without replacement until all are
         drawn. With ``per="all"``, the number drawn from all sets together. By default all examples.
     weight : float, default 0
         Weight with which each row is added to the gradient before the projection, as in replay: the lower
-        bound of its multiplier (GEM's memory strength), in units of gradients. It weights each set's mean
-        loss; with ``per="example"`` each example's loss; with ``per="all"`` one mean over all sets.
+        bound of its multiplier (GEM's memory strength), in units of gradients. It is the weight of each set's
+        mean loss; with ``per="example"``, of each loss; with ``per="all"``, of one mean over all sets.
     tolerance : float, optional
         The loss may rise up to a bound: its value when the examples were stored, plus the tolerance. By
         default no step raises the loss. Needs a loss with one number per example.
     repair : float, default 1
-        Share of the excess over the bound that one step removes, above 0 and at most 1.
+        Fraction of the excess over the bound that one step removes, above 0 and at most 1.
     equal : bool, default False
-        Whether the loss must not fall either: ``G x = 0`` instead of ``G x >= 0``.
+        Whether the loss must neither rise nor fall: ``G x = 0`` instead of ``G x >= 0``.
     penalty : float, optional
         Upper bound of the multiplier, at least `weight`. The promise may be broken if keeping it needs a
         larger multiplier.
@@ -93,7 +93,7 @@ class Promise:
             raise ValueError("tolerance and equal exclude each other: an equality forbids any change.")
 
     def numbers(self) -> tuple[Any, ...]:
-        """Return all options but the loss; processes that train together must agree on them."""
+        """Return all options except the loss; they must be equal on all processes of a training."""
         return (self.per, self.examples, self.weight, self.tolerance, self.repair, self.equal, self.penalty)
 
 
@@ -115,7 +115,7 @@ def check_function(loss: Any) -> None:
 def call_loss(
     loss: Loss, model: torch.nn.Module, examples: Batch | Remembered, n: int, name: tuple[Any, ...] = ()
 ) -> Tensor:
-    """Return the loss of n examples, one number or n; stored outputs are passed to the loss.
+    """Return the loss of n examples, their mean or n numbers; stored outputs are passed to the loss.
 
     The loss of a single example has shape (1,).
     """
@@ -132,7 +132,7 @@ def call_loss(
         value = loss(model, examples.batch, *given)
         if not isinstance(value, Tensor):
             raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
-        if mesh_of(value) is not None:  # of tensor parallelism, if outputs are not local tensors
+        if mesh_of(value) is not None:  # with tensor parallelism and outputs that are not local
             value = value.full_tensor()  # type: ignore[attr-defined]
         if value.ndim == 1 and n == 1:  # a packed row has one number for each of its texts
             value = value.mean()

@@ -1,9 +1,9 @@
 """The options of a projection that follow from the promises about the rows: bounds of multipliers, and h.
 
 For the step s of an optimizer, a promise with a tolerance requires ``G s >= repair * (loss - bound)``, the
-discrete form of a control barrier condition. To first order it gives
-``loss' - bound <= (1 - repair) (loss - bound)``: a loss above its bound returns to it geometrically, and a
-loss below may rise towards it.
+discrete form of a control barrier condition. To first order, this gives
+``loss' - bound <= (1 - repair) (loss - bound)``. A loss above its bound returns to the bound geometrically,
+and a loss below its bound may rise towards it.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from gemproj.methods import GEM2017, AnyMethod, as_method
 from gemproj.torch.changes import Change, On
 from gemproj.torch.promise import Promise
 
-# Keeps h finite for a learning rate of zero, as in the first step of a warmup.
+# Minimum rate, which keeps h finite for a learning rate of zero, as in the first step of a warmup.
 _SMALLEST_RATE = 1e-30
-# A gradient that is zero up to rounding has at most this many eps times the norm of another gradient.
+# A gradient is zero up to rounding if its norm is at most this many eps times that of another gradient.
 _NOISE = 16.0
 
 
 @dataclass(frozen=True)
 class Terms:
-    """The numbers of the promises about the rows: one for all rows, or a tensor (t,) if rows differ.
+    """The numbers of the promises about the rows: one number for all rows, or a tensor (t,) if rows differ.
 
     Attributes
     ----------
     weight, penalty, equal : float, float or None, bool; or Tensor
-        Numbers of the promises. An infinite penalty stands for no penalty.
+        Numbers of the promises. An infinite penalty means no penalty.
     tolerance, repair : float or Tensor
-        Numbers of the promises. A NaN stands for no tolerance; all tolerances are NaN if `held` is False.
+        Numbers of the promises. NaN means no tolerance; all tolerances are NaN if `held` is False.
     held : bool
         Whether any promise has a tolerance.
     compared : bool or Tensor
-        Whether the loss compares with stored outputs, and is zero when they are stored; False for `equal`.
+        Whether the loss compares outputs with stored outputs, so it begins at zero; False with `equal`.
     """
 
     weight: Any = 0.0
@@ -64,7 +64,7 @@ class Terms:
 
         if not promises:
             return cls()
-        none, infinite = float("nan"), float("inf")  # one NaN object, which lists find equal to itself
+        none, infinite = float("nan"), float("inf")  # one NaN object: `list.count` finds the same object
         penalty = shared([infinite if p.penalty is None else p.penalty for p in promises])
         return cls(
             shared([p.weight for p in promises]),
@@ -78,11 +78,11 @@ class Terms:
 
     @property
     def in_units(self) -> bool:
-        """Whether a weight or a penalty, which are in units of gradients, is given."""
+        """Whether there is a weight or a penalty; both are in units of gradients."""
         return isinstance(self.weight, Tensor) or bool(self.weight) or self.penalty is not None
 
     def options(self, method: AnyMethod, weighted: bool, change: Change, G: Any) -> Options:
-        """Return the options of the projection of a change, with weights if it is `weighted`.
+        """Return the options for the projection of a change; weights are included if `weighted` is True.
 
         `G` is the `ConstraintMatrix`, which has the losses of the rows.
         """
@@ -100,7 +100,7 @@ class Terms:
         return losses - stored - self.tolerance if self.held else None
 
     def _right_hand_side(self, change: Change, G: Any) -> Callable[[Gram], Any] | None:
-        """Return h as a function of the Gram matrix; None for zeros."""
+        """Return h as a function of the Gram matrix; None if h is zero."""
         if not self.held and self.compared is False:
             return None
         losses, dtype = G.losses, G.vector.dtype
@@ -108,7 +108,7 @@ class Terms:
         wanted = near = None
         excess = self.excess(losses, G.stored)
         if excess is not None:
-            excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # rounding only
+            excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # rounding errors
             wanted = self.repair * excess / max(change.rate(), _SMALLEST_RATE)
             if isinstance(self.tolerance, Tensor):
                 wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
@@ -124,14 +124,14 @@ class Terms:
             norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
             h = xp.zeros_like(norms)
             if wanted is not None:
-                # An h above |g_k| |s| would need a step longer than the one that is projected: much longer
-                # near a minimum of a loss, where the row vanishes.
+                # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum
+                # of a loss, where the row vanishes.
                 most = xp.sqrt(xp.linalg.diagonal(gram.K) * gram.gg)
                 h = xp.minimum(to_numpy(wanted) if host else wanted, most)
             if near is None:
                 return h
             # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient.
-            # If the row of such a loss is shorter than the rounding of g, it constrains nothing.
+            # If the row of such a loss is below the rounding error of g, a low h makes the row inactive.
             small = (to_numpy(near) if host else near) & (unit * norms <= least * size)
             return xp.where(small, -norms * size, h)
 
@@ -139,7 +139,7 @@ class Terms:
 
 
 def check_terms(promise: Promise, method: AnyMethod, on: On) -> None:
-    """Raise if a method does not take an option of a promise or cannot project steps, or if `on` is wrong."""
+    """Raise if `on` is invalid, or if the method cannot use an option of the promise or project steps."""
     if on not in get_args(On):
         raise ValueError(f"on must be one of {', '.join(map(repr, get_args(On)))}; found {on!r}.")
     found = as_method(method)
@@ -158,5 +158,5 @@ def check_terms(promise: Promise, method: AnyMethod, on: On) -> None:
 
 
 def rounding(losses: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return by how much two computations of the same losses in a dtype may differ."""
+    """Return the largest rounding difference between two computations of the same losses in a dtype."""
     return 4.0 * torch.finfo(dtype).eps * (1.0 + losses.abs())
