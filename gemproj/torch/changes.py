@@ -23,7 +23,7 @@ _UNFIT = {
 
 
 class Change:
-    """A vector of entries of the parameters, which a projection replaces.
+    """A gradient or a step, as a vector that a projection replaces.
 
     Attributes
     ----------
@@ -34,7 +34,7 @@ class Change:
     name: str
 
     def moving(self) -> list[bool] | None:
-        """Return for each parameter whether it takes part; None for all."""
+        """Return, for each parameter, whether its entries are projected; None if all are projected."""
         return None
 
     def unit(self) -> float:
@@ -42,7 +42,7 @@ class Change:
         return 1.0
 
     def scale(self) -> Any:
-        """Return the factor for multipliers, a number or a tensor, which includes clipping."""
+        """Return the factor for weights and penalties, including clipping, as a number or a tensor."""
         return self.unit()
 
     def rate(self) -> float:
@@ -63,7 +63,7 @@ class Change:
 
 
 class Gradient(Change):
-    """The ``.grad`` of the parameters; a missing one counts as zero."""
+    """The ``.grad`` of the parameters; a missing gradient counts as zero."""
 
     name = "gradient"
 
@@ -94,7 +94,7 @@ class Gradient(Change):
 
 
 class Step(Change):
-    """One step of an optimizer on a parameter vector, theta before minus theta after.
+    """One step of an optimizer on a parameter vector: parameters before minus parameters after the step.
 
     The metric of the projection is by default Adam's if the optimizer keeps second moments.
 
@@ -133,7 +133,7 @@ class Step(Change):
 
     @classmethod
     def of(cls, vector: ParameterVector, optimizer: Any) -> Step:
-        """Return the step of an optimizer, of the class that fits the optimizer."""
+        """Return a `Step` of the class that fits the optimizer."""
         kind = next((kind for kind in cls.kinds if kind.fits(optimizer)), cls)
         return kind(vector, optimizer)
 
@@ -161,12 +161,12 @@ class Step(Change):
         return [id(p) in groups for p in self._vector.parameters]
 
     def begin(self) -> None:
-        """Store the parameters, before the step."""
+        """Store the parameters before the step."""
         self._vector.check()
         torch._foreach_copy_(self._before.parts, self._vector.local())
 
     def note_moving(self) -> None:
-        """Record which parameters move, with a gradient and a rate, before the step may drop gradients."""
+        """Before the step, which may drop gradients, record which parameters have a gradient and a rate."""
         groups = self.groups()
         self._moving = [
             id(p) in groups and p.grad is not None and not _is_zero(groups[id(p)].get("lr"))
@@ -178,19 +178,19 @@ class Step(Change):
         return self._moving
 
     def read(self) -> Tensor:
-        """Return the step so far as one vector, in the scratch buffer of the parameter vector."""
+        """Return the current step as one vector, in the scratch buffer of the parameter vector."""
         step = self._vector.scratch
         step.whole.copy_(self._before.whole)
         torch._foreach_sub_(step.parts, self._vector.local())
         return step.whole
 
     def finish(self) -> Tensor:
-        """Return the applied step, written over the stored parameters; it can no longer be undone."""
+        """Return the applied step, which overwrites the stored parameters and can no longer be undone."""
         torch._foreach_sub_(self._before.parts, self._vector.local())
         return self._before.whole
 
     def write(self, changed: bool, reached: Sequence[bool]) -> None:
-        """Apply the step in the scratch buffer to the stored parameters, if it has `changed`."""
+        """If the step has `changed`, apply the step in the scratch buffer to the stored parameters."""
         if changed:
             step = self._vector.scratch.parts
             torch._foreach_sub_(step, self._before.parts)
@@ -198,7 +198,7 @@ class Step(Change):
             self._vector.assign(step)
 
     def undo(self) -> None:
-        """Reset the parameters to the stored ones."""
+        """Restore the stored parameters."""
         self._vector.assign(self._before.parts)
 
     def unit(self) -> float:  # noqa: D102
@@ -207,7 +207,7 @@ class Step(Change):
 
     def scale(self) -> Any:  # noqa: D102
         skipped = getattr(self.optimizer, "found_inf", None)
-        # After an overflow a fused optimizer does not move, and a weight must not move the parameters either.
+        # After an overflow, a fused optimizer takes no step, and a weight must not move parameters either.
         return self.clipped * self.unit() * (1.0 if skipped is None else skipped == 0)
 
     def learning_rate(self) -> float:
@@ -224,9 +224,9 @@ class Step(Change):
         """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``; None for the Euclidean metric.
 
         Adam's step minimises a quadratic model with this metric. Here v_hat is at least the square of the
-        `largest` value of the entry in the constraints. Without that, v_hat is zero for entries without a
-        gradient of the new loss, and a multiplier of 1 would move them by ``lr / eps`` times their gradient.
-        With it, a multiplier of 1 moves an entry by the learning rate at most, like Adam.
+        `largest` value of the entry in the rows. Without this minimum, v_hat is zero for entries without a
+        gradient of the new loss, and a multiplier of 1 would move them by ``lr / eps`` times the row. With
+        the minimum, a multiplier of 1 moves an entry by at most the learning rate, as Adam does.
         """
         if not self._has_moments():
             return None
@@ -248,7 +248,7 @@ class Step(Change):
             eps.append(group["eps"])
             rates.append(_number(group["lr"]))
         if parts:
-            # All parameters at once: six operations for each would take longer than an optimizer's step.
+            # All parameters at once: six operations for each would take longer than the optimizer's step.
             roots = torch._foreach_div(seconds, _alike(corrections, w))
             torch._foreach_sqrt_(roots)
             torch._foreach_maximum_(parts, [a if a.dtype == w.dtype else a.to(w.dtype) for a in roots])
@@ -257,16 +257,16 @@ class Step(Change):
         return w
 
     def _has_moments(self) -> bool:
-        """Return whether the metric is Adam's, for which all parameters that move need second moments."""
+        """Return whether the metric is Adam's, which needs second moments of all moving parameters."""
         if self.metric == "euclidean":
             return False
         groups, states = self.groups(), self.optimizer.state
         every = zip(self._vector.parameters, self._vector.shapes, self._moving, strict=True)
-        # Each process updates moments of some parameters only; others may be old moments that were loaded.
+        # Each process updates the moments of some parameters; other moments may come from an old state.
         partial = type(self.optimizer).__name__ == "ZeroRedundancyOptimizer"
         found = not partial and all(
             "exp_avg_sq" in states.get(p, {})
-            and local(states[p]["exp_avg_sq"]).shape == shape  # GaLore's are of projected gradients
+            and local(states[p]["exp_avg_sq"]).shape == shape  # GaLore has moments of projected gradients
             and groups[id(p)].keys() >= {"betas", "eps"}
             and ("step" in states[p] or "step" in groups[id(p)])
             for p, shape, moves in every
@@ -294,7 +294,7 @@ class Step(Change):
         )
 
     def groups(self) -> dict[int, dict[str, Any]]:
-        """Return the group of each parameter that the optimizer holds, by the id of the parameter."""
+        """Return the groups of the parameters that the optimizer holds, keyed by parameter id."""
         mine = {id(p) for p in self._vector.parameters}
         return {
             id(p): group for group in self.optimizer.param_groups for p in group["params"] if id(p) in mine
@@ -307,19 +307,19 @@ def _is_zero(rate: Any) -> bool:
 
 
 def _dequantised(moments: Tensor) -> Tensor:
-    """Return moments as a plain tensor: optimizers of torchao keep them in 4 or 8 bits."""
+    """Return moments as a plain tensor; optimizers of torchao keep moments in 4 or 8 bits."""
     return moments if type(moments) is Tensor else moments.dequantize()
 
 
 def _alike(numbers: list[Any], like: Tensor) -> list[Any]:
-    """Return the numbers; if one of them is a tensor, return all as tensors, on the device of `like`."""
+    """Return the numbers; if any number is a tensor, return tensors on the device of `like`."""
     if not any(isinstance(number, Tensor) for number in numbers):
         return numbers
     return [n if isinstance(n, Tensor) else torch.full((), n, device=like.device) for n in numbers]
 
 
 def _number(value: Any) -> Any:
-    """Return a count or a rate in full precision: a tensor only if reading it would synchronise a device."""
+    """Return a number in full precision, as a tensor only if reading the value would synchronise a device."""
     if not isinstance(value, Tensor):
         return value
     return float(value) if value.device.type == "cpu" else value.to(wide_dtype(torch, value.device))

@@ -1,8 +1,8 @@
 """Projection on several processes, with replicas or shards.
 
 The Gram matrix is a sum over columns. Each process measures the columns that it owns, and one all-reduce
-sums the results, t*t + t + 2 numbers. Then every process solves the same small problem, from bitwise equal
-numbers, and combines its own columns.
+sums the results, t*t + t + 2 numbers. Then every process solves the same small problem, with bitwise equal
+data, and combines its own columns.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gemproj.methods import AnyMethod
 
 
 class Local:
-    """A single process, which exchanges nothing; the base class of the topologies.
+    """A single process without communication; the base class of the topologies.
 
     Attributes
     ----------
@@ -50,11 +50,11 @@ class Local:
         return nullcontext()
 
     def passes(self) -> AbstractContextManager[None]:
-        """Do the same for forward and backward passes, if other processes can learn of an error in them."""
+        """Raise on all processes if a pass in the block fails on one, unless passes are collective."""
         return self.agreement({})
 
     def plan(self, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Return for each row its examples on all processes, and how many the local passes must cover."""
+        """Return, per row, the number of examples on all processes and the number that local passes cover."""
         everyone = self._gather(counts)
         columns = list(zip(*everyone, strict=True))
         totals = [sum(column) for column in columns]
@@ -63,27 +63,27 @@ class Local:
         return totals, [max(column) for column in columns] if self.collective else list(counts)
 
     def weight(self, n: int, total: int) -> float:
-        """Return the weight of the mean loss of n local examples, of `total` on all processes."""
+        """Return the weight of the mean loss of n local examples, out of `total` on all processes."""
         return n / total
 
     def reduce(self, rows: Tensor, reached: list[bool]) -> list[bool]:
-        """Sum rows over processes in place; return which parameters the rows of any process reach."""
+        """Sum rows over processes in place; return which parameters are `reached` on any process."""
         return reached
 
     def measurement(self, t: int) -> AbstractContextManager[None]:
-        """If the block raises, make `sum_gram`, of t rows, raise on the other processes, too."""
+        """If the block raises, add NaN to the `sum_gram` of t rows; the other processes then also raise."""
         return nullcontext()
 
     def sum_gram(self, part: Measured) -> Measured:
-        """Return the sum over processes of the Gram matrices that they measured."""
+        """Return the sum of the Gram matrices of all processes."""
         return part
 
     def sum_shards(self, values: Tensor) -> Tensor:
-        """Sum, in place, numbers that the processes measured on the columns that they own."""
+        """Sum values over processes in place; each process has computed them from the columns it owns."""
         return values
 
     def sum_values(self, values: Tensor) -> Tensor:
-        """Sum, in place, numbers to which each process has applied the `weight` of its examples."""
+        """Sum values over processes in place; each process has multiplied its values by its `weight`."""
         return values
 
     def _gather(self, counts: Sequence[int]) -> list[list[int]]:
@@ -98,7 +98,7 @@ class Replicated(Local):
         self.world = dist.get_world_size(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Replicated:
-        return self  # a group cannot be copied
+        return self  # process groups cannot be copied
 
     @contextmanager
     def agreement(self, facts: Mapping[str, Any]) -> Iterator[None]:  # noqa: D102
@@ -146,8 +146,8 @@ class Replicated(Local):
 class Sharded(Replicated):
     """FSDP2 and tensor parallelism: each process has its own columns of G.
 
-    Backward passes are collective and average over processes. So all processes run the same number of passes,
-    and other processes cannot learn of an error within a pass.
+    Backward passes are collective and average over processes. All processes therefore run the same number of
+    passes, and an error within a pass cannot be reported to other processes.
     """
 
     collective = True
@@ -175,7 +175,7 @@ class Sharded(Replicated):
 
     def sum_gram(self, part: Measured) -> Measured:  # noqa: D102
         parts = [torch.as_tensor(a, device=self._device) for a in part.gram]
-        # Processes may have summed in different precisions, but certificates must be the same everywhere.
+        # Processes may have summed in different precisions, but certificates must be equal on all processes.
         parts.append(torch.full_like(parts[-1], float(part.rounding >= NARROW_ROUNDING)))
         packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
         pieces = packed.split([a.numel() for a in parts])
@@ -203,7 +203,7 @@ def everyone() -> Any:
 
 
 def check_alone(topology: Local) -> None:
-    """Raise if several processes are initialised, but nothing says how they train a model together."""
+    """Raise if several processes are initialised, but how they train a model together is unknown."""
     if everyone() is not None and type(topology) is Local:
         raise ValueError(
             f"{dist.get_world_size()} processes are initialised, and each would project on its own, so that "
@@ -214,7 +214,7 @@ def check_alone(topology: Local) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that processes can compare: for an object its type, since its repr may be an address."""
+    """Return a value that processes can compare; objects, whose repr may be an address, become type names."""
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value if isinstance(value, str | int | float | None) else type(value).__name__
@@ -238,19 +238,19 @@ def project(
     """Project a gradient whose entries are sharded over processes; each process gets its own entries of x.
 
     All processes of the group must call this function, with the same number t of constraints and different
-    columns of the same G; a process may have no columns. Replicated columns must be left out on all processes
-    but one. For models made of `DTensor`, `gemproj.torch.GradientProjector` does that.
+    columns of the same G; a process may have no columns. A replicated column must be passed on exactly one
+    process. For models made of `DTensor`, `gemproj.torch.GradientProjector` does that.
 
     Parameters
     ----------
     G, g : tensors, shape (t, n) and (n,), or blocks
         The local columns of the constraint matrix, and the local entries of the gradient.
     group : ProcessGroup, optional
-        By default all processes.
+        The group of processes; by default all processes.
     method, h, margin, penalty, equality, metric, warm_start, out
-        As in `gemproj.project`; the options must be the same on all processes.
+        As in `gemproj.project`; these options must be equal on all processes.
     solution : bool, default False
-        Whether to return also the `gemproj.DualSolution` of the whole problem, equal on all processes.
+        Whether to also return the `gemproj.DualSolution` of the whole problem, equal on all processes.
 
     Returns
     -------
@@ -260,7 +260,7 @@ def project(
     Raises
     ------
     ValueError
-        On every process, if their numbers of constraints differ or if a row is not finite on one of them.
+        On every process, if the numbers of constraints differ or a row is not finite on any process.
     RuntimeError
         If the arguments of another process are wrong. That process raises the error of `gemproj.project`.
     """
@@ -276,7 +276,7 @@ def project(
         x = blocks_for_x(problem, out)
         start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
         measured = measure(problem)
-        make_bounds(options, measured.gram.b)  # raises for wrong bounds, perhaps on one process
+        make_bounds(options, measured.gram.b)  # raises for invalid bounds, perhaps on one process
         facts["number of constraints"] = problem.t
     sol = solve(shards.sum_gram(measured), options, start)
     warn_if_missed(sol)

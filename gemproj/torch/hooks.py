@@ -1,4 +1,4 @@
-"""The hooks of a projector in an optimizer's step, and clipping that comes after the projection.
+"""The hooks of a projector in an optimizer's step, and gradient clipping after the projection.
 
 The order in a step: store the parameters; project the gradient, then clip it; take the optimizer's own step;
 project that step.
@@ -32,9 +32,9 @@ def attached(optimizer: Any) -> list[ProjectedOptimizer]:
 
 
 def detach(optimizer: Any) -> None:
-    """Detach every `GEM` and projector from an optimizer, also if no variable refers to them any more.
+    """Detach every `GEM` and projector from an optimizer, even if no variable refers to them any more.
 
-    An optimizer keeps attached objects, for example those of an earlier run of a notebook cell. The
+    An optimizer keeps attached objects alive, for example objects from an earlier run of a notebook cell. The
     optimizer may be prepared by Accelerate, or belong to a DeepSpeed engine.
     """
     while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper, or DeepSpeed's optimizer
@@ -45,7 +45,7 @@ def detach(optimizer: Any) -> None:
 
 @torch.no_grad()
 def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of the gradients, which may be on several devices and meshes and do not change."""
+    """Return the norm of all gradients, which may be on several devices and meshes."""
     on_mesh: dict[Any, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:
@@ -56,10 +56,10 @@ def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 def clip(parameters: list[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Clip the norm of the gradients as torch does, and return the norm.
+    """Clip the norm of the gradients as torch does; return the norm before clipping.
 
     With sharded gradients, `torch.nn.utils.clip_grad_norm_` may add its 1e-6 to the norm of each shard
-    instead of the total norm. The clipped gradients then differ from those on one process.
+    instead of the total norm. The clipped gradients then differ from the gradients on one process.
     """
     norm = total_norm(parameters, norm_type)
     torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -67,7 +67,7 @@ def clip(parameters: list[Tensor], max_norm: float, norm_type: float = 2.0) -> T
 
 
 class Clips:
-    """Clipping that is postponed until the gradient is projected, in the next step of an optimizer.
+    """Clipping, postponed until the next step of an optimizer has projected the gradient.
 
     A request is dropped if all of its gradients have been replaced before that step.
     """
@@ -78,12 +78,12 @@ class Clips:
     def add(
         self, clip: Callable[..., Tensor], parameters: list[Tensor], max_norm: float, kind: float
     ) -> None:
-        """Clip these parameters in the next step; drop an earlier request for the same parameters."""
+        """Clip these gradients in the next step; drop an earlier request for the same parameters."""
 
         def clipped() -> Tensor:
             norm: Any = clip(parameters, max_norm, kind)
             norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            # As in torch. After an overflow no step is taken, but a margin must not become NaN.
+            # The same factor as in torch. After an overflow no step is taken, but a margin must not be NaN.
             return (max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
 
         # Weak references do not keep the gradients of a dropped batch in memory.
@@ -91,7 +91,7 @@ class Clips:
         self._waiting[frozenset(map(id, parameters))] = held, clipped
 
     def run(self) -> Any:
-        """Clip now; return the factor that the gradient was multiplied by."""
+        """Clip now; return the factor by which the gradient was multiplied."""
         factor: Any = 1.0
         while self._waiting:
             held, clipped = self._waiting.popitem()[1]
@@ -112,8 +112,8 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip the gradients in the next step, after their projection; return their current norm.
 
-    They are clipped immediately if no optimizer holds all of them, or if nothing is attached to the last
-    optimizer that does.
+    The gradients are clipped immediately if no optimizer holds all of them, or if the last optimizer that
+    holds them has no projector for all of them.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def clip_grad_norm_(
     parameters, max_norm, norm_type
         As in `torch.nn.utils.clip_grad_norm_`.
     now, later : callable, optional
-        Functions that clip immediately, and in the step; by default torch's, and `clip`.
+        Functions that clip immediately and in the step; by default torch's `clip_grad_norm_` and `clip`.
     measure : callable, optional
         Function that returns the norm before clipping in the step; by default `total_norm`.
     """
@@ -136,7 +136,7 @@ def clip_grad_norm_(
     one = next((one for one in last if mine <= one._step.groups().keys()), None)
     if one is None:
         return now(parameters, max_norm, norm_type)
-    # Nothing is written before the step. Clipping to infinity would write NaN if the norm overflows.
+    # No gradient is written before the step. Clipping to infinity would write NaN if the norm overflows.
     norm = measure(parameters, norm_type)
     if max_norm != math.inf:
         one.clips.add(later, parameters, max_norm, norm_type)
@@ -162,7 +162,7 @@ class ProjectedOptimizer:
         self.optimizer = step.optimizer
         self._before: Callable[[Any], Any] = lambda optimizer: None
         self._after: Callable[[], Any] = lambda: None
-        self._projected: list[tuple[Tensor | None, int]] = []  # gradients, until the step is complete
+        self._projected: list[tuple[Tensor | None, int]] = []  # projected gradients, until the step ends
         self._hooks: list[Any] = [
             step.optimizer.register_step_pre_hook(self._begin),
             step.optimizer.register_step_post_hook(self._finish),
@@ -217,21 +217,21 @@ class ProjectedOptimizer:
 
     @torch.compiler.disable
     def _project_gradient(self) -> None:
-        # Otherwise a step that failed after its projection is repeated, perhaps with its clipping.
+        # After a failed step, a second attempt finds gradients that are projected, and perhaps clipped.
         if not self._projected or not self._unchanged():
             self._projector.before_step(None if self._skipped else self._step)
             self._step.clipped = 1.0
-        self._step.clipped *= self.clips.run()  # after weights are added, as in replay
+        self._step.clipped *= self.clips.run()  # after weighted rows are added, as in replay
         if self._projector.on != "gradient":
             self._step.note_moving()
         self._projected = self._versions()
 
     def _versions(self) -> list[tuple[Tensor | None, int]]:
-        """Return the gradients, and the number of writes to each."""
+        """Return each gradient and its number of writes."""
         return [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._projector.parameters]
 
     def _unchanged(self) -> bool:
-        """Return whether the projected gradients were neither replaced nor written since."""
+        """Return whether no gradient was replaced or written since its projection."""
         pairs = zip(self._versions(), self._projected, strict=True)
         return all(now is then and m == n for (now, m), (then, n) in pairs)
 
@@ -247,10 +247,10 @@ class ProjectedOptimizer:
 
 
 def is_within(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether hooks are called in an inner step of the optimizer; the outer step is projected.
+    """Return whether the hooks run in an inner step of the optimizer; only the outer step is projected.
 
-    In torch the step of each class calls the hooks: twice if the step of a subclass calls its parent's. The
-    running steps are counted on the stack, because a step that failed calls no hook at its end.
+    In torch, the ``step`` of each class calls the hooks, so hooks run twice if a subclass calls its parent's
+    ``step``. Running steps are counted on the call stack, because a failed step calls no hook at its end.
     """
     frame, steps = sys._getframe(), 0
     while frame.f_back is not None and steps < 2:
@@ -260,6 +260,6 @@ def is_within(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def will_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a fused optimizer will skip its step for an overflow; False if reading synchronises."""
+    """Return whether a fused optimizer will skip its step; False if reading that would synchronise."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and found.device.type == "cpu" and bool(found)

@@ -16,19 +16,19 @@ class RowByRow(Exception):
 
 
 class RowGradients:
-    """Computes the gradient of each row while the sum of all losses is differentiated once.
+    """Computes the gradients of all rows in one backward pass through the sum of the losses.
 
-    In the forward pass of its own layer a parameter is a constant. The output of the layer passes through an
+    In the forward pass of its own layer, a parameter is a constant. The output of the layer passes through an
     identity function, whose backward pass receives the input x of the layer and the gradient e of the output.
-    The gradient of a row follows from x and e of its examples: for the weight of a linear layer it is
-    ``e' x``. A parameter that is used outside of its layer gets a gradient, which `differentiate` detects.
+    The gradient of a row follows from x and e of its examples: for the weight of a linear layer, it is
+    ``e' x``. A parameter that is used outside its layer gets a gradient, which `differentiate` detects.
 
     Parameters
     ----------
     modules : iterable of torch.nn.Module
         All modules of the model.
     into : dict of Tensor, shape (t, *shape)
-        The part of G of each parameter, by its id.
+        The part of G of each parameter, keyed by parameter id.
 
     Attributes
     ----------
@@ -57,7 +57,7 @@ class RowGradients:
 
     @contextmanager
     def recorded(self, examples: int) -> Iterator[None]:
-        """Record the inputs of all layers in the forward pass of so many examples."""
+        """Record the inputs of all layers in a forward pass of `examples` examples."""
         device = next(iter(self._into.values())).device
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         with ExitStack() as restored:
@@ -68,7 +68,7 @@ class RowGradients:
             yield
 
     def differentiate(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
-        """Add the gradient of the loss to each row; raise if a parameter is used outside of its layer."""
+        """Add the gradient of the loss to each row; raise if a parameter is used outside its layer."""
         self._differentiated = True
         _, *elsewhere = torch.autograd.grad(loss, [self._anchor, *parameters], allow_unused=True)
         if any(gradient is not None for gradient in elsewhere):
@@ -94,7 +94,7 @@ class RowGradients:
             if get_ident() != thread and torch._C._current_graph_task_id() < 0:
                 return forward(*args, **kwargs)
             x = args[0] if args else None
-            if rule is _embedding and isinstance(x, Tensor) and len(x) == 1:  # position ids of all examples
+            if rule is _embedding and isinstance(x, Tensor) and len(x) == 1:  # position ids for all examples
                 x = x.expand(examples, *x.shape[1:])
             if not isinstance(x, Tensor) or x.ndim < 1 or len(x) != examples:
                 raise RowByRow(f"the inputs of a {type(layer).__name__} do not count examples in dimension 0")
@@ -105,7 +105,7 @@ class RowGradients:
 
 
 class _Recorded(torch.autograd.Function):
-    """The identity; its backward pass also receives the input of the layer before it."""
+    """The identity function; its backward pass also receives the input of the recorded layer."""
 
     @staticmethod
     def forward(ctx: Any, out: Tensor, anchor: Tensor, x: Tensor, add: Callable[..., None]) -> Tensor:
@@ -121,12 +121,12 @@ class _Recorded(torch.autograd.Function):
 
 
 # Arguments: layer, name of a parameter, x, gradient of the output, part of G, and whether that part has no
-# values yet. x and the gradient are (t * n, ...), with the n examples of each row next to each other.
+# values yet. x and the gradient have shape (t * n, ...), with the n examples of each row in sequence.
 Rule = Callable[[Any, str, Tensor, Tensor, Tensor, bool], None]
 
 
 def _rule(layer: Any) -> Rule | None:
-    """Return the function that adds the gradients of a type of layer; None for an unknown type.
+    """Return the function that adds the gradients for a type of layer; None for an unknown type.
 
     Subclasses are unknown types, because they may compute something else.
     """
@@ -146,7 +146,7 @@ def _linear(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fr
     if name == "bias":
         _add(gradient.sum(1), into, fresh)
         return
-    left, right = gradient.mT, x.reshape(len(into), -1, x.shape[-1]).to(gradient.dtype)  # of autocast
+    left, right = gradient.mT, x.reshape(len(into), -1, x.shape[-1]).to(gradient.dtype)  # for autocast
     if into.dtype == left.dtype:
         into.baddbmm_(left, right, beta=0.0 if fresh else 1.0)
     else:
@@ -159,10 +159,10 @@ def _transposed(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor
 
 
 def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
-    """Add the gradients of a layer that normalises, and multiplies by a weight w.
+    """Add the gradients of a layer that normalises its input and multiplies it by a weight w.
 
-    The output is linear in w. So its derivative is the output for w = 1 minus the output for w = 0, also for
-    layers that multiply by 1 + w.
+    The output is affine in w, so its derivative is the output for w = 1 minus the output for w = 0. This also
+    holds for layers that multiply by 1 + w.
     """
     if name == "weight":
         x = x.to(layer.weight.dtype)  # the backward pass runs outside of autocast
@@ -177,7 +177,7 @@ def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, f
 def _embedding(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
     if layer.padding_idx is not None:
         gradient = gradient.masked_fill((x == layer.padding_idx)[..., None], 0.0)
-    # Sums over many tokens need the precision of the gradient, also if rows are stored with less.
+    # Sums over many tokens need the precision of the gradient, even if rows are stored with less.
     sums = into if into.dtype == gradient.dtype else torch.zeros_like(into, dtype=gradient.dtype)
     if fresh and sums is into:
         into.zero_()
@@ -204,7 +204,7 @@ def _add(values: Tensor, into: Tensor, fresh: bool) -> None:
 
 
 def _with(layer: nn.Module, values: Mapping[str, Tensor | None]) -> Any:
-    """Return a shallow copy of a layer with other values of its parameters."""
+    """Return a shallow copy of a layer with new values for some of its parameters."""
     other = object.__new__(type(layer))
     other.__dict__.update(layer.__dict__, _parameters={**layer._parameters, **values})
     return other

@@ -20,39 +20,39 @@ from gemproj.torch.layers import RowByRow, RowGradients
 from gemproj.torch.promise import call_loss, stored_losses
 from gemproj.torch.terms import rounding
 
-# Maximum bytes of activations per thread, of a pass and of one row. A shared pass saves calls of small
-# operations; a row that fills the caches of a core is faster in its own pass (docs/cost.md).
+# Maximum bytes of activations per thread, for a pass and for one row. A shared pass saves calls of small
+# operations, but a row that fills the caches of a core is faster in its own pass (docs/cost.md).
 _CPU_PASS, _CPU_ROW = 2**25, 2**22
 
 Alone = Callable[[Source], Tensor]
 
-# Maximum number of kinds of rows whose limits are kept.
+# Maximum number of kinds of rows for which a limit is kept.
 _MOST_KINDS = 64
-# Maximum difference of a row in half precision, relative to its norm.
+# Maximum difference between two computations of a row in half precision, relative to its norm.
 _MOST_APART = 0.03
 _A_MEAN = "the loss is a mean over examples; if it returned one number for each, rows could share a pass"
 
 
 @dataclass
 class Limit:
-    """How many rows of a kind share a pass, and the entries of its batch; for one row, the reason."""
+    """The number of rows of a kind per pass, the entries of their batch, and the reason if it is one row."""
 
     loss: Any  # kept alive, so that no other loss gets its id
     rows: int = 1
     entries: float = 0.0
     reason: str | None = None
     passes: int = 0  # number of shared passes
-    # By set and label: whether a comparison of a row with its own pass was conclusive.
+    # For each set and label, whether a comparison of a row with its own pass was conclusive.
     compared: dict[Hashable, bool] = field(default_factory=dict)
 
 
 class SharedPasses:
     """Computes several rows of G in one pass, if that is possible and saves time.
 
-    It is possible if the loss returns one number per example that does not depend on the other examples, and
-    if `RowGradients` knows all layers with trainable parameters. The memory of the activations of one row
-    limits the number of rows in a pass. The first row of each set and label is also computed in its own pass
-    and compared, and so is one row of the shared passes number 2, 4, 8 and so on.
+    Sharing is possible if the loss of an example does not depend on the other examples and is returned as one
+    number per example, and if `RowGradients` knows all layers with trainable parameters. The memory for
+    activations limits the number of rows in a pass. The first row of each set and label, and one row of the
+    shared passes 2, 4, 8, ..., are compared with rows computed in their own passes.
 
     Attributes
     ----------
@@ -62,10 +62,10 @@ class SharedPasses:
 
     def __init__(self) -> None:
         self.reason: str | None = None
-        self._limits: dict[Hashable, Limit] = {}  # by kind
+        self._limits: dict[Hashable, Limit] = {}  # one per kind
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for copying and pickling; a copy determines the limits anew."""
+        """Return the state for copying and pickling; a copy determines the limits again."""
         return {"reason": None, "_limits": {}}
 
     def fill(
@@ -80,7 +80,7 @@ class SharedPasses:
             some = list(same)
             if len(some) > 1:
                 if kind not in self._limits:
-                    if len(self._limits) >= _MOST_KINDS:  # as if a loop makes a new loss at each step
+                    if len(self._limits) >= _MOST_KINDS:  # for example with a new loss at each step
                         self._limits.clear()
                     self._limits[kind] = _find_limit(G, model, some[-1], alone, most)
                 limit = self._limits[kind]
@@ -110,7 +110,7 @@ def _find_limit(G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone:
 
 
 def _room(G: ConstraintMatrix, model: torch.nn.Module, row: Source, alone: Alone, most: int) -> int:
-    """Compute a row in its own pass, and return how many rows can share one; raise `RowByRow` if none can."""
+    """Compute a row in its own pass; return how many rows can share a pass, or raise `RowByRow`."""
     if G.vector.topology.collective:
         raise RowByRow("parameters are sharded")
     if row.kind is None or row.size == 0:
@@ -173,7 +173,7 @@ def _compute(G: ConstraintMatrix, model: torch.nn.Module, rows: list[Source], ba
 
 
 def _doubtful(rows: list[Source], limit: Limit) -> list[Source]:
-    """Return the rows of a pass that are to be compared with their own passes."""
+    """Return the rows of a shared pass that must be compared with their own passes."""
     again = limit.passes & (limit.passes - 1) == 0
     first = {row.name[:2]: row for row in reversed(rows)}
     told = limit.compared
@@ -182,7 +182,7 @@ def _doubtful(rows: list[Source], limit: Limit) -> list[Source]:
 
 
 def _agrees(G: ConstraintMatrix, row: Source, alone: Alone, gradients: RowGradients) -> bool:
-    """Compute a row again in its own pass; raise if it differs, and return whether this was conclusive."""
+    """Recompute a row in its own pass; raise if it differs, and return whether the test was conclusive."""
     loss = G.loss(row.k)
     with G.set_aside(row.k) as (found, own):
         alone(row)
@@ -196,7 +196,7 @@ def _agrees(G: ConstraintMatrix, row: Source, alone: Alone, gradients: RowGradie
     if not (told and math.isfinite(size)):
         return False
     if not apart <= min(4 * gradients.rounding**0.5, _MOST_APART) * max(size, other):
-        reason = f"in a pass with others a row differs by {apart / max(size, other):.1g} of its norm"
+        reason = f"in a shared pass, a row differs by {apart / max(size, other):.1g} of its norm"
         warnings.warn(
             f"Constraint gradients are computed one by one: {reason}. Does the loss of an example depend on "
             "the other examples of its batch, or draw random numbers?",
@@ -215,8 +215,8 @@ def _entries(batch: Batch) -> int:
 
 
 def _budget(device: torch.device) -> tuple[int, int]:
-    """Return the maximum bytes of the activations of a pass, and of one row in it."""
-    if device.type == "cuda":  # a quarter of the free memory: larger passes are faster there (docs/gpu.md)
+    """Return the maximum bytes of activations, for a pass and for one row."""
+    if device.type == "cuda":  # a quarter of the free memory: large passes are faster on GPUs (docs/gpu.md)
         free = torch.cuda.mem_get_info(device)[0] // 4
         return free, free // 2
     threads = torch.get_num_threads()
@@ -225,7 +225,7 @@ def _budget(device: torch.device) -> tuple[int, int]:
 
 @contextmanager
 def _counted_activations(model: torch.nn.Module) -> Iterator[list[int]]:
-    """Count the bytes of the tensors that are saved for backward passes, without parameters."""
+    """Count the bytes of all tensors except parameters that are saved for backward passes."""
     seen, found = set[int](), [0]
 
     def keep(tensor: Tensor) -> Tensor:

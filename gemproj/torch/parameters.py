@@ -1,4 +1,4 @@
-"""A list of parameters as one vector: the local entries, and which of them enter global sums."""
+"""A list of parameters as one vector of local entries, and the columns that enter global sums."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gemproj.torch.distributed import Local, Replicated, Sharded, check_group
 
 
 class Buffer(NamedTuple):
-    """A vector, and views of it: one per parameter, in the shapes of the local shards."""
+    """A vector with one view per parameter, in the shape of the local shard."""
 
     whole: Tensor
     parts: list[Tensor]
@@ -25,13 +25,13 @@ class ParameterVector:
     """The trainable parameters of a model as one vector of the entries that this process holds.
 
     For a `DTensor` (FSDP2, tensor parallelism), these are the entries of the local shard. Parameters with
-    equal placements are contiguous, so that the owned columns form few slices. All processes have the same
-    order of parameters.
+    equal placements are contiguous, so the owned columns form few slices. The order of parameters is the same
+    on all processes.
 
     Attributes
     ----------
     parameters : list of Tensor
-        The parameters that require a gradient, each once.
+        The parameters that require a gradient, without duplicates.
     d : int
         Number of local entries.
     sizes, shapes : list
@@ -39,16 +39,16 @@ class ParameterVector:
     topology : Local
         How the processes that train this model work together.
     owned : list of slice
-        Columns that this process contributes to global sums: all, unless shards are replicated.
+        Columns that this process contributes to global sums: all columns, unless shards are replicated.
     """
 
     kinds: ClassVar[list[Any]] = []  # subclasses for other libraries; see `of`
 
     @classmethod
     def of(cls, parameters: Iterable[Any], group: Any = None) -> ParameterVector:
-        """Return the vector of parameters, of the class that fits how they are spread over processes."""
+        """Return a vector of the class that fits the distribution of the parameters over processes."""
         check_group(group)
-        if not isinstance(parameters, torch.nn.Module):  # for which the constructor raises
+        if not isinstance(parameters, torch.nn.Module):  # the constructor raises for a module
             parameters = list(parameters)
             cls = next((kind for kind in cls.kinds if any(map(kind.fits, parameters))), cls)
             group = _group_of(parameters) if group is None else group
@@ -67,7 +67,7 @@ class ParameterVector:
         chosen = list({id(p): p for p in listed if p.requires_grad}.values())
         if not chosen:
             raise ValueError("parameters holds none that requires a gradient; nothing could be projected.")
-        chosen.sort(key=_placement)  # stable: otherwise in their own order
+        chosen.sort(key=_placement)  # a stable sort: keeps the given order of equal placements
         self.parameters, self._sharded = chosen, any(mesh_of(p) is not None for p in chosen)
         shards = self.local()
         for p, shard in zip(chosen, shards, strict=True):
@@ -132,7 +132,7 @@ class ParameterVector:
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def local(self) -> list[Tensor]:
-        """Return the local shard of each parameter, see `local`."""
+        """Return the local shard of each parameter; see `local`."""
         if not (self._sharded or torch.is_grad_enabled()):
             return self.parameters
         return [local(p) for p in self.parameters]
@@ -142,7 +142,7 @@ class ParameterVector:
         torch._foreach_copy_(self.local(), list(values))
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:
-        """Return the gradient of a loss with respect to each parameter; ``.grad`` is not touched."""
+        """Return the gradient of a loss with respect to each parameter; ``.grad`` is not changed."""
         if not self.topology.collective:
             gradients: list[Tensor | None] = list(
                 torch.autograd.grad(loss, self.parameters, allow_unused=True)
@@ -168,7 +168,7 @@ class ParameterVector:
         return found
 
     def dense(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        """Return the local entries of all gradients but None, with the placements of the parameters."""
+        """Return the local entries of all gradients except None, with the placements of the parameters."""
         if self._are_plain(gradients):
             return [g for g in gradients if g is not None]
         return [local(self.placed(j, g)) for j, g in enumerate(gradients) if g is not None]
@@ -210,7 +210,7 @@ class ParameterVector:
     def write_gradient(self, reached: Sequence[bool], changed: bool = True) -> None:
         """Copy `scratch`, if `changed`, to each ``.grad``; create missing gradients of `reached` parameters.
 
-        Missing gradients are created even if they are zero: to detect that would synchronise the device.
+        Missing gradients are created even if they are zero, because a test for zeros would synchronise.
         """
         to, given = [], []
         for p, part, wanted in zip(self.parameters, self.scratch.parts, reached, strict=True):
@@ -223,7 +223,7 @@ class ParameterVector:
             torch._foreach_copy_(to, given)
 
     def slices(self, chosen: Iterable[int] | None = None, *, owned: bool = False) -> list[slice]:
-        """Return the columns of the chosen parameters, in increasing order; with `owned`, the owned ones."""
+        """Return columns of the chosen parameters, in increasing order; with `owned`, only owned columns."""
         slices: list[slice] = []
         for j in range(len(self.sizes)) if chosen is None else chosen:
             start, stop = self._starts[j], self._starts[j + 1]
@@ -236,7 +236,7 @@ class ParameterVector:
         return slices or [slice(0, 0)]
 
     def signature(self) -> dict[str, Any]:
-        """Return facts on which all processes that train the same model must agree."""
+        """Return facts that must be equal on all processes that train the same model."""
         entries = sum(p.numel() for p in self.parameters)
         return {"number of parameters": len(self.parameters), "number of entries of all parameters": entries}
 
@@ -248,9 +248,9 @@ class ParameterVector:
     def _owns(self, parameter: Tensor, group: Any) -> bool:
         """Return whether this rank contributes its local shard to global sums; replicas count once.
 
-        For a replicated shard, the rank at coordinate zero contributes. A parameter on a mesh of some ranks
-        is assumed to be replicated on the others, and the mesh with the first rank contributes. In
-        two-dimensional parallelism these are the parameters without tensor parallelism.
+        For a replicated shard, the rank at coordinate zero contributes. If the mesh of a parameter has only
+        some ranks, other ranks are assumed to hold replicas, and the mesh with the first rank contributes.
+        In two-dimensional parallelism, parameters without tensor parallelism have such meshes.
         """
         if not self.topology.collective:
             return True
@@ -289,12 +289,12 @@ def _group_of(parameters: list[Any]) -> Any:
 
 
 def mesh_of(tensor: Tensor) -> Any:
-    """Return the device mesh of a `DTensor`, None for any other tensor."""
+    """Return the device mesh of a `DTensor`; None for any other tensor."""
     return getattr(tensor, "device_mesh", None)
 
 
 def _refuse_reentrant(loss: Tensor) -> None:
-    """Raise if the graph has a reentrant checkpoint: only ``backward()`` reaches the parameters in it."""
+    """Raise if the graph has a reentrant checkpoint, which supports only ``backward()``."""
     seen, left = set(), [loss.grad_fn]
     while left:
         node = left.pop()
@@ -309,7 +309,7 @@ def _refuse_reentrant(loss: Tensor) -> None:
 
 
 def _gradient_like(parameter: Tensor, part: Tensor) -> Tensor:
-    # With the strides of the parameter, which fused optimizers rely on.
+    # The gradient has the strides of the parameter, because fused optimizers rely on equal strides.
     part = torch.empty_like(local(parameter)).copy_(part)
     if mesh_of(parameter) is None:
         return part
@@ -322,7 +322,7 @@ def _gradient_like(parameter: Tensor, part: Tensor) -> Tensor:
 
 
 def _placement(parameter: Tensor) -> tuple[int, ...]:
-    """Return a sort key of a parameter's placements: more replicated placements come first."""
+    """Return a sort key of a parameter's placements, which sorts replicated placements first."""
     mesh = mesh_of(parameter)
     if mesh is None:
         return ()

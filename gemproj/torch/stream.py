@@ -1,6 +1,6 @@
-"""Rows in another dtype than the gradient, which are read tile by tile.
+"""Tile-by-tile reading of rows whose dtype differs from the dtype of the gradient.
 
-As with the columns of shards, each tile is measured separately, and the Gram matrices are summed.
+As with shards, the Gram matrix of each tile is computed separately, and the Gram matrices are summed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _HOST_TILE, _DEVICE_TILE = 1 << 22, 1 << 26
 
 
 class Stream:
-    """The problems of projecting v on some columns, one for each tile; every iteration reads them anew."""
+    """The problems of projecting v in some columns, one per tile; every iteration reads the rows again."""
 
     def __init__(self, rows: Tensor, v: Tensor, weight: Tensor | None, columns: Sequence[slice]) -> None:
         self._rows, self._v, self._weight, self._columns = rows, v, weight, columns
@@ -31,9 +31,9 @@ class Stream:
 
 
 def tiles(rows: Tensor, like: Tensor, columns: Iterable[slice]) -> Iterator[tuple[slice, Tensor]]:
-    """Yield each tile of the columns: its slice, and the rows on it in the dtype of another tensor.
+    """Yield, for each tile of the columns, its slice and its rows, converted to the dtype of `like`.
 
-    The next tile overwrites a tile. Without columns there is one empty tile.
+    Each tile overwrites the previous tile. Without columns, there is one empty tile.
     """
     t = len(rows)
     size = (_HOST_TILE if like.device.type == "cpu" else _DEVICE_TILE) // max(t, 1)
