@@ -129,7 +129,7 @@ class Keeper:
             Name of this set. By default the first unused integer, counted from the number of stored sets.
         collate : callable, optional
             Function that makes a batch from a list of examples, if `data` holds examples; by default the
-            loader's. If outputs or losses are stored, it must not mask at random: they fit only one mask.
+            loader's. Random masking is not allowed if outputs or losses are stored: they fit only one mask.
         model : torch.nn.Module, optional
             The model that computes the stored outputs and losses; by default the attached model.
 
@@ -288,7 +288,7 @@ class Keeper:
         self._model, self._scaler = model, scaler
         self._tasks = None
         self._removals = 0  # `memory.removals` when the rows were computed
-        self._computed: dict[int, tuple[Promise, Promise]] = {}  # by id: promise, `_as_computed`
+        self._computed: dict[int, tuple[Promise, Promise]] = {}  # by id: a promise and its form in training
         optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         self._watch = Watch(self.memory, projector.parameters)
         self._stepped: set[int] = set()  # the optimizers that have used the current constraints

@@ -239,7 +239,7 @@ class GradientProjector:
         promise : callable, Promise or list of them, optional
             A loss, ``loss(model, batch)``, to use in the projector's promise; or one promise about all
             batches; or one promise per batch. By default the projector's promise. Pass the same function at
-            every step, because whether rows can share a pass is determined once for each function.
+            every step: the test whether rows can share a pass runs once per function.
         microbatch : int, optional
             Largest number of examples per forward pass; rows are gradients of the mean over all examples.
             Means over tokens, as in models of transformers, are averaged over microbatches and processes with
@@ -325,7 +325,7 @@ class GradientProjector:
         return found
 
     def before_step(self, step: Step | None) -> None:
-        """Project the gradient before a step, unless ``on="step"``; `step` is None if skipped."""
+        """Project the gradient before a step, unless ``on="step"``; `step` is None if it is skipped."""
         if step is None or self.on == "step":
             self._record(None, time.perf_counter())
         else:

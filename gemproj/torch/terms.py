@@ -64,7 +64,7 @@ class Terms:
 
         if not promises:
             return cls()
-        none, infinite = float("nan"), float("inf")  # one NaN object: `list.count` finds the same object
+        none, infinite = float("nan"), float("inf")  # one NaN object, which `list.count` matches by identity
         penalty = shared([infinite if p.penalty is None else p.penalty for p in promises])
         return cls(
             shared([p.weight for p in promises]),
