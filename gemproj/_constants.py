@@ -67,8 +67,8 @@ MISSED = 1e-5
 # Penalty of an equality, times row norm / size of the problem, above which the multiplier may lose digits:
 # its lower bound, which is minus the penalty, is subtracted.
 LARGE_PENALTY = 1e5
-# Factors for coordinates from the rows and for K. h counts as infeasible if every feasible x is longer than
-# the factor times the size of the problem, because no x of useful length exists.
+# h counts as infeasible if every feasible x is longer than this factor times the size of the problem: FAR for
+# coordinates from the rows, FAR_BY_GRAM for K. Such an x would be useless.
 FAR, FAR_BY_GRAM = 1e6, 1e3
 # Rows with h_i / |g_i| below minus this factor times the largest h_i / |g_i| are left out of the search for
 # contradicting rows. The factors are tried in this order.

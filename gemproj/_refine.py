@@ -110,7 +110,7 @@ def return_to_rows(problem: Problem, sol: DualSolution, chosen: np.ndarray) -> D
 def _confirmed(sol: DualSolution, factor: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Return the mask of chosen problems whose solution is optimal in coordinates, to rounding.
 
-    K must also resolve their free rows. Then linear dependence of the other rows does not change x.
+    Only problems count whose free rows K resolves: there, dependence among the other rows does not change x.
     """
     F, lam, free = factor[chosen], sol.multipliers[chosen], sol.free[chosen]
     K = np.broadcast_to(sol.gram.K, (*sol.multipliers.shape, lam.shape[-1]))

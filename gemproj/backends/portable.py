@@ -81,7 +81,7 @@ def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
 
 
 def fits_float32(gram: Gram) -> np.ndarray:
-    """Return the mask (...) of problems in which no product left the range of float32; on the CPU."""
+    """Return the mask (...) of problems whose products all fit into float32; for arrays on the CPU."""
     low, high = NARROW_RANGE
     squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
     return np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)

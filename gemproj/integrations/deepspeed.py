@@ -96,7 +96,7 @@ class ZeroOptimizer:
             raise ValueError(
                 "optimizer keeps its state on NVMe, where a projector cannot read it. Keep it on the device."
             )
-        if getattr(zero, "round_robin_gradients", False):  # makes DeepSpeed's maps of its shards wrong
+        if getattr(zero, "round_robin_gradients", False):  # then DeepSpeed reports wrong shards
             raise ValueError(
                 'optimizer has "round_robin_gradients", with which DeepSpeed does not report where '
                 'parameters are in its shards. Set it to false in "zero_optimization".'

@@ -441,7 +441,7 @@ class GradientProjector:
         return f" Row {', row '.join(sets)}.{h}"
 
     def _agree(self, promises: Sequence[Promise]) -> None:
-        """Set the terms from the promises about the rows; begin to watch whether the rows are used."""
+        """Store the numbers of the promises about the rows; record the rows as computed but not yet used."""
         if len(promises) != len(self._matrix):
             self._matrix.clear()
             raise ValueError(f"promise must be one, or one for each loss; found {len(promises)}.")

@@ -29,7 +29,7 @@ from gemproj.torch.batches import (
 from gemproj.torch.policies import Policy, Slots
 
 _PLAIN = frozenset({bool, int, float, complex, str, type(None)})  # immutable
-_NUMPY = "__numpy__"  # in a state, an array is a dict, and this key has its bytes
+_NUMPY = "__numpy__"  # a state represents an array by a dict; this key holds the bytes
 
 
 class Store:
