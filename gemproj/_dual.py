@@ -290,9 +290,9 @@ def _solve_on_device(
 ) -> Outcome:
     """Return the outcome on a device; no value is read to decide whether a second solve is needed.
 
-    Up to 8 rows are solved by enumeration, with the limit LOOSE of `standard_form`. More rows are solved on the
-    CPU with both limits, LOOSE and REACH. The solution for REACH is more accurate, and is used if it is optimal
-    and does not depend on the cut.
+    Few rows are solved by enumeration, with the limit LOOSE of `standard_form`. More rows are solved on the
+    CPU with both limits, LOOSE and REACH. The solution for REACH is more accurate, and is used if it is
+    optimal and does not depend on the cut.
     """
     solve, xp = stage_two(dual.b).solve, namespace(dual.b)
     if enumerable(dual.b.shape[-1], dual.upper):

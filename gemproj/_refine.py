@@ -110,7 +110,7 @@ def return_to_rows(problem: Problem, sol: DualSolution, chosen: np.ndarray) -> D
 def _confirmed(sol: DualSolution, factor: np.ndarray, chosen: np.ndarray) -> np.ndarray:
     """Return the mask of chosen problems whose solution is optimal in coordinates, to rounding.
 
-    Only problems count whose free rows K resolves: there, dependence among the other rows does not change x.
+    The mask is False if K does not resolve the free rows. If it does, dependent other rows do not change x.
     """
     F, lam, free = factor[chosen], sol.multipliers[chosen], sol.free[chosen]
     K = np.broadcast_to(sol.gram.K, (*sol.multipliers.shape, lam.shape[-1]))
