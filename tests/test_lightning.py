@@ -15,7 +15,7 @@ from frameworks import WINDOW, Lightning, LightningByHand, batches  # noqa: E402
 from lightning.pytorch.core.optimizer import LightningOptimizer  # noqa: E402
 from lightning.pytorch.plugins import Precision  # noqa: E402
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy  # noqa: E402
-from models import EACH, SAID, gradient, loss, perceptron, sgd  # noqa: E402
+from models import EACH, SAID, assert_same_weights, gradient, loss, perceptron, sgd  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 from torch.utils.data import DataLoader  # noqa: E402
 
@@ -144,3 +144,34 @@ def test_what_it_cannot_do_is_refused(tmp_path):
         running = SimpleNamespace(strategy=object.__new__(strategy))
         with pytest.raises(ValueError, match=f"cannot work with {strategy.__name__}"):
             driver.object.on_train_start(running, driver.module)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_fabric_trains_as_a_plain_loop(precision):
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1, precision=precision)
+
+    def train(fabric, mixed):
+        model = perceptron(torch.float32)
+        optimizer, backward = sgd(model.parameters()), torch.Tensor.backward
+        if fabric is not None:
+            model, optimizer = fabric.setup(model, optimizer)
+            backward = fabric.backward
+
+        def of_training(model, batch):
+            with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+                return loss(model, batch)
+
+        gem = GEM(model, optimizer, of_training, on="both", weight=0.5)
+        for k in range(2):
+            for batch in batches(k, dtype=torch.float32):
+                optimizer.zero_grad()
+                backward(of_training(model, batch))
+                optimizer.step()
+            gem.end_task(batches(k, dtype=torch.float32))
+        return model, gem
+
+    (model, gem), (plain, _) = (train(one, precision == "bf16-mixed") for one in (fabric, None))
+    assert gem.last.constraints == 1
+    assert_same_weights(model, plain)

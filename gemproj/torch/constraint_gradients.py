@@ -25,8 +25,10 @@ from gemproj.torch.promise import Promise, call_loss, stored_losses
 def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
     """Return the module for computing gradients, and its DistributedDataParallel wrapper or None.
 
-    The forward pass of the wrapper would expect a backward pass that reduces ``.grad``.
+    The forward pass of the wrapper would expect a backward pass that reduces ``.grad``, and that of a module
+    of Lightning Fabric one by ``fabric.backward``.
     """
+    model = getattr(model, "_forward_module", model)  # unwraps a module of Fabric
     inner = getattr(model, "_orig_mod", model)  # unwraps torch.compile
     return (inner.module, inner) if isinstance(inner, DistributedDataParallel) else (model, None)
 
