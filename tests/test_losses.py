@@ -165,7 +165,7 @@ def first_labels(batch):
         (lambda: Distillation(given).outputs(BEFORE[0, :, 0], {}), ONE_CLASS),
         (lambda: CrossEntropy(given)(BEFORE[..., :1], BATCH), ONE_CLASS),
         (lambda: CrossEntropy(given)(BEFORE[0, :, 0], BATCH), ONE_CLASS),
-        (lambda: Distillation().outputs(BOTH_WAYS, BATCH), "attention_mask is about the input of an encoder-decoder"),
+        (lambda: Distillation().outputs(BOTH_WAYS, {}), "mask 'labels' is not in the batch"),
         (lambda: CrossEntropy()(CAUSAL, BATCH), r"causal language model.* CrossEntropy\(shift=True\)"),
         (lambda: Distillation(labels=CrossEntropy())(CAUSAL, BATCH, BEFORE), r"causal language model.* CrossEntropy\(shift=True\)"),
         (lambda: Distillation().outputs(SEVERAL, {}), "classes that exclude each other"),
@@ -176,3 +176,14 @@ def first_labels(batch):
 def test_what_losses_refuse(call, text):
     with pytest.raises(ValueError, match=text):
         call()
+
+
+def test_the_positions_of_an_encoder_decoder_model_are_those_with_a_label():
+    batch = {"labels": torch.ones(3, 5).long(), "attention_mask": torch.ones(3, 2)}  # of the input
+    batch["labels"][0, 2:] = -100
+    explicit = Distillation(mask=lambda batch: batch["labels"] != -100)
+    stored, expected = Distillation().outputs(BOTH_WAYS, batch), explicit.outputs(BOTH_WAYS, batch)
+    assert [len(one) for one in stored] == [2, 5, 5]
+    assert all(map(torch.equal, stored, expected))
+    now = Model(config=BOTH_WAYS.config, logits=NOW)
+    torch.testing.assert_close(Distillation()(now, batch, stored), explicit(now, batch, expected))

@@ -124,7 +124,8 @@ class Distillation:
         Dtype of the stored log-probabilities, such as ``torch.float16``; by default the dtype of the logits.
     mask : key or callable, default "attention_mask"
         Mask (n, ...), nonzero at positions that count; all positions count if a batch lacks the default mask.
-        Outputs are stored only for these positions, so the padding may later differ or be absent.
+        For an encoder-decoder model the default is the positions with a label. Outputs are stored only for
+        these positions, so the padding may later differ or be absent.
     labels : CrossEntropy, optional
         A cross-entropy to add, computed from the same logits.
     weight : float, default 1
@@ -171,7 +172,7 @@ class Distillation:
         or one pair of tensors, per example.
         """
         logits = self._computed(model, batch)
-        mask, examples = self._own(batch, logits)
+        mask, examples = self._own(model, batch, logits)
         found = self._log_probabilities(logits if mask is None else logits[mask])
         dtype = self._dtype or logits.dtype
         if self._top is not None and self._top >= found.shape[-1]:
@@ -192,7 +193,7 @@ class Distillation:
     def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
         logits = self._computed(model, batch)
-        mask, examples = self._own(batch, logits)
+        mask, examples = self._own(model, batch, logits)
         if mask is None and isinstance(outputs, PerExample):
             mask = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device)
         now = self._log_probabilities(logits if mask is None else logits[mask])
@@ -223,16 +224,10 @@ class Distillation:
         return losses + self._weight * self._labels.of(logits, batch, known)
 
     def _computed(self, model: Any, batch: Batch) -> Tensor:
-        """Return the logits of a batch; raise if the mask or the classes do not fit the logits."""
+        """Return the logits of a batch; raise if the classes do not exclude each other."""
         logits = self._logits(model, batch)
         _check_logits(logits)
-        config = getattr(model, "config", None)
-        if self._mask == _MASK and logits.ndim > 2 and getattr(config, "is_encoder_decoder", False):
-            raise ValueError(
-                "attention_mask is about the input of an encoder-decoder model, but the logits are about its "
-                "output. Pass mask=, such as lambda batch: batch['labels'] != -100."
-            )
-        kind = getattr(config, "problem_type", None)
+        kind = getattr(getattr(model, "config", None), "problem_type", None)
         if self._logits is model_logits and (logits.ndim > 3 or kind == "multi_label_classification"):
             raise ValueError(
                 f"logits must be of classes that exclude each other, in the last dimension; found "
@@ -242,13 +237,15 @@ class Distillation:
             )
         return logits
 
-    def _own(self, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def _own(self, model: Any, batch: Batch, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the mask of positions that count, or None for all, and the result of `_examples_of`."""
-        shape = logits.shape[:-1]
+        shape, field = logits.shape[:-1], self._mask
         examples = _examples_of(batch, shape)
+        if field == _MASK and len(shape) > 1 and _has_encoder(model):
+            field = _labelled  # the attention mask is about the input, and the logits are about the output
         # In a sequence classifier, the mask is per token, but the logits are per sequence.
-        if self._mask != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
-            mask = field_of(batch, self._mask, "mask")
+        if field != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
+            mask = field_of(batch, field, "mask")
             if mask.shape != shape:
                 raise ValueError(
                     f"mask must have the shape of the logits without classes, {tuple(shape)}; "
@@ -263,8 +260,18 @@ class Distillation:
 
 def _predicts_next(model: Any) -> bool:
     """Return whether a model of transformers is a causal language model."""
-    generates, config = getattr(model, "can_generate", None), getattr(model, "config", None)
-    return callable(generates) and generates() and not getattr(config, "is_encoder_decoder", False)
+    generates = getattr(model, "can_generate", None)
+    return callable(generates) and generates() and not _has_encoder(model)
+
+
+def _has_encoder(model: Any) -> bool:
+    """Return whether a model of transformers is an encoder-decoder model."""
+    return getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+
+
+def _labelled(batch: Batch) -> Tensor:
+    """Return the mask of positions with a label."""
+    return field_of(batch, "labels", "mask") != _IGNORED
 
 
 def _check_logits(logits: Tensor) -> None:
