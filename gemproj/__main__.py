@@ -95,7 +95,7 @@ def compile_loops() -> bool:
 
 
 def report_versions() -> None:
-    """Print versions, extras, devices, and the libraries and settings that affect rounding."""
+    """Print versions, extras, devices, and what decides the rounding on this machine."""
     print(f"gemproj {gemproj.__version__} on Python {platform.python_version()}, {platform.platform()}\n")
     built = np.show_config(mode="dicts")
     blas = built.get("Build Dependencies", {}).get("blas", {})

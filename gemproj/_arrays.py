@@ -61,7 +61,7 @@ def wide_dtype(xp: Any, device: Any) -> Any:
 
 
 def is_array(a: Any) -> bool:
-    """Return whether `a` is a mutable array of a library that array-api-compat supports."""
+    """Return whether `a` is an array of a library with mutable arrays that array-api-compat supports."""
     if type(a) is np.ndarray:
         return True
     immutable = array_api_compat.is_jax_array(a) or array_api_compat.is_ndonnx_array(a)
@@ -119,7 +119,7 @@ def refuse_transformed(arrays: Sequence[Array]) -> None:
 def empty_as(a: Array) -> Array:
     """Return an uninitialised array of the shape, dtype and device of `a`, in row-major order.
 
-    By default `empty_like` copies the strides of `a`, which are zero along broadcast dimensions.
+    By default `empty_like` keeps the memory order of `a`, even if column-major.
     """
     if type(a) is np.ndarray:
         return np.empty(a.shape, a.dtype)

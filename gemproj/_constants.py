@@ -30,7 +30,7 @@ RESOLVED = 1e-4
 TRUST_SMALL, TRUST_NARROW = 1e-2, 1e-3
 # Maximum number of elements of G and g in a small problem.
 SMALL = 1 << 17
-# Relative error of x above which the status is UNRESOLVED even for a solution from coordinates of the rows.
+# Error of x / size of the problem above which the status is UNRESOLVED even with coordinates of the rows.
 HOPELESS = 1e-7
 # If a cheap lower bound on the smallest eigenvalue is above this, the eigenvalue itself is not computed.
 CLOSE = 0.05

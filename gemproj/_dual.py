@@ -78,8 +78,8 @@ def solve_dual(
     TypeError, ValueError
         If arguments do not fit together; the message names the argument and what was found. On the CPU, also
         if rows are not finite or, with method "exact", h is infeasible; the message names the rows. On a
-        device, the status has a flag for each of these two cases. Other methods do not test h; if h is
-        infeasible, their status is ``STALLED`` or ``APPROXIMATE``.
+        device the status has a flag for each of these cases. Other methods do not test h; if h is
+        infeasible, their status is ``STALLED`` or ``APPROXIMATE``, or ``OPTIMAL`` for zero rows.
 
     Examples
     --------
@@ -165,7 +165,7 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     """Return the dual solution of a measured problem; on the CPU, read G again if K is ill-conditioned.
 
     On the CPU all arrays of the result are NumPy arrays. Rows that are not finite, or whose squares overflow,
-    raise an error on the CPU and are left out on a device. Squares that underflow raise on the CPU only.
+    raise on the CPU and are left out on a device. Squares that underflow raise on the CPU only.
     """
     gram, rows, exact, kept = measured.gram, measured.rows, isinstance(options.method, Exact), None
     host = isinstance(gram.b, np.ndarray)
@@ -280,7 +280,7 @@ def _solve_cut(
         again = (found.status & int(Status.STALLED) > 0) & cut.any(axis=-1)
         if not again.any():
             return found
-        # Only these problems get a higher limit, so the other results stay the same bit for bit.
+        # Only these problems get a higher limit, so other results keep their bits.
         reach = np.where(again[..., None], reach * WIDER, reach)
         dual, cut = standard_form(gram.K, gram.b, bounds, reach)
 
@@ -288,11 +288,11 @@ def _solve_cut(
 def _solve_on_device(
     gram: Gram, bounds: Bounds, method: Exact, dual: Standard, start: Array | None
 ) -> Outcome:
-    """Return the outcome on a device; no value is read to decide whether a second solve is needed.
+    """Return the outcome on a device; no value is read to decide on a second solve.
 
     Few rows are solved by enumeration, with the limit LOOSE of `standard_form`. More rows are solved on the
-    CPU with both limits, LOOSE and REACH. The solution for REACH is more accurate, and is used if it is
-    optimal and does not depend on the cut.
+    CPU with both limits, LOOSE and REACH, in one copy. The solution for REACH is more accurate, and is used
+    if it is optimal and does not depend on the cut.
     """
     solve, xp = stage_two(dual.b).solve, namespace(dual.b)
     if enumerable(dual.b.shape[-1], dual.upper):

@@ -240,7 +240,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
 
 
 def _overlaps(a: Array) -> bool:
-    """Return whether entries of an array share memory: the array spans less memory than its entries need."""
+    """Return whether an array spans less memory than its entries need, so that entries share memory."""
     if isinstance(a, np.ndarray):
         whole, strides, one = a.flags.c_contiguous, a.strides, a.itemsize
     elif is_torch(a):
@@ -256,7 +256,7 @@ def _overlaps(a: Array) -> bool:
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
     """Return the checked blocks of an argument, and its keys.
 
-    `like` holds the keys and the number of blocks of G; the argument must have the same.
+    `like` holds the keys and the number of blocks of G; the argument must fit them.
     """
     # A single array, the usual case, skips the slower checks of sequences and mappings.
     plain = type(a) is np.ndarray or is_torch(a)

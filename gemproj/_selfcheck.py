@@ -132,7 +132,7 @@ def problems() -> Iterator[tuple[str, str, np.ndarray, np.ndarray, dict[str, Any
 
 
 def ways() -> Iterator[tuple[str, str, str]]:
-    """Yield each combination of library, device and backend on this machine."""
+    """Yield library, device and backend of each way to solve, without triton."""
     found = [("numpy", "cpu")]
     if find_spec("torch") is not None:
         found += [("torch", "cpu"), ("torch", "cuda")]
@@ -144,7 +144,7 @@ def ways() -> Iterator[tuple[str, str, str]]:
 
 
 def check() -> bool:
-    """Solve all problems with all backends, print a table, and return whether all answers are right."""
+    """Solve all problems in all `ways`, print a table, and return whether all answers are right."""
     start, before, wrong = time.perf_counter(), backends.wanted, 0
     given = list(problems())
     print(f"{PROBLEMS} problems with known projections: largest error of x, over the norm of g")

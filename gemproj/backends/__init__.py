@@ -1,7 +1,7 @@
 """Choice of the backend: by the arrays of the problem for stages 1 and 3, by the device for stage 2.
 
 ``portable`` supports every library and device. ``numba`` (extra `fast`) is the default on the CPU for
-NumPy and torch. ``triton``, which is installed with torch, is the default for torch on NVIDIA GPUs.
+NumPy and torch. ``triton`` is the default for torch on NVIDIA GPUs, where torch installs it.
 ``GEMPROJ_BACKEND=portable`` switches both off. The variable is read when the package is imported, because
 reading it takes a twentieth of the time of a small projection.
 """

@@ -30,8 +30,8 @@ class Status(enum.IntFlag):
     On the CPU, such a row raises an error."""
     UNRESOLVED = 8
     """Active rows are numerically dependent: the backward error is small, but x may be far from the exact
-    projection. Exactly dependent rows (repeated, opposite) do not set this flag. On the CPU the exact method
-    first solves again from G. On a device the flag refers to K, and `Exact(refine=2)` helps."""
+    projection. On the CPU the exact method first solves again from G; exactly dependent rows then do not set
+    this flag. In `solve_gram` and on a device the flag refers to K. On a device `Exact(refine=2)` helps."""
     INFEASIBLE = 16
     """On a device: to the accuracy of K, no x up to about 1,000 times as long as the size of the problem
     satisfies ``G x >= h``. A feasible h that needs a longer x may be flagged. Contradictions below about 1e-3
@@ -44,7 +44,7 @@ class Outcome(NamedTuple):
     On a device the status may be a function without arguments that returns it, because `project` never reads
     the status. `Exact` returns a `resolution` on the CPU: the smallest eigenvalue of the normalised Gram
     matrix of the active and nearly active rows, shape (...). A lower bound replaces an eigenvalue that is not
-    small. None means that all eigenvalues are large. On a device `resolution` is None.
+    small. None means that all are large. On a device `resolution` is None.
     """
 
     multipliers: Array

@@ -26,12 +26,12 @@ class PGD(Method):
     step_size : {"safe", "power"}, default "safe"
         "safe": ``eta = 1/L`` with L = min(trace, largest absolute row sum, Frobenius norm) of K,
         an upper bound on its largest eigenvalue. "power": the paper's ``eta = c / sigma``, with sigma
-        from power iteration on a vector of ones. sigma is at most the largest eigenvalue and
+        from power iteration started at a vector of ones. sigma is at most the largest eigenvalue and
         can be far below it (two conflicting tasks are the worst case); then the steps diverge.
     c : float, default 0.9
         Safety factor of "power"; the paper uses 0.5 to 0.9.
     power_iterations : int, default 3
-        Number of power iterations of "power".
+        Number of power iterations.
     normalize : bool, default True
         Scale every row of G to norm one first, as the paper does.
 

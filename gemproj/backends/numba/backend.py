@@ -34,8 +34,8 @@ _PIECE, _LEAST = 1 << 17, 1 << 13
 _WIDE_CHUNK = 1024
 # Jobs per thread: handing over a job takes as long as reading 100 kB.
 _JOBS = 4
-# Number of elements of G and g below which a problem is one piece, and below which waking threads takes
-# longer than the work.
+# Elements of G and g below which a problem is one piece. Numbers to read below which waking threads takes
+# longer.
 _SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
 # Maximum number of entries of the Gram matrices of one piece for a shared G, one matrix per gradient.
 _MOST_SHARED = 1 << 20

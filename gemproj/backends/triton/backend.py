@@ -36,7 +36,7 @@ class Block(NamedTuple):
     arrays: tuple[Tensor, Tensor, Tensor]  # G (problems, t, n), g (problems, n), and the metric or g
     columns: int
     strides: tuple[int, int, int, int]  # between rows; between problems of G, of g and of the metric
-    constants: tuple[bool, bool]  # whether rows begin and end at multiples of 16; whether there is a metric
+    constants: tuple[bool, bool]  # are addresses, strides and columns multiples of 16; is there a metric
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod

@@ -30,7 +30,7 @@ def _aligned(number, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _at(pointer, offset, ALIGNED: tl.constexpr):
-    """Return a pointer moved by an offset; if ALIGNED, the compiler knows that it is a multiple of 16."""
+    """Return a moved pointer; if ALIGNED, the compiler knows that it is a multiple of 16 bytes."""
     if ALIGNED:
         return tl.multiple_of(pointer + offset // 16 * 16, 16)
     return pointer + offset
