@@ -240,7 +240,7 @@ def check_out(out: Blocks, problem: Problem) -> list[Array]:
 
 
 def _overlaps(a: Array) -> bool:
-    """Return whether an array spans less memory than its entries need, so that entries share memory."""
+    """Return whether entries share memory: a stride is zero, or the array spans less memory than it needs."""
     if isinstance(a, np.ndarray):
         whole, strides, one = a.flags.c_contiguous, a.strides, a.itemsize
     elif is_torch(a):
@@ -249,8 +249,10 @@ def _overlaps(a: Array) -> bool:
         return False
     if whole:
         return False
-    extent = one + sum((n - 1) * abs(step) for n, step in zip(a.shape, strides, strict=True))
-    return 0 not in a.shape and extent < one * math.prod(a.shape)
+    steps = [(n, abs(step)) for n, step in zip(a.shape, strides, strict=True)]
+    extent = one + sum((n - 1) * step for n, step in steps)
+    still = any(n > 1 and step == 0 for n, step in steps)
+    return 0 not in a.shape and (still or extent < one * math.prod(a.shape))
 
 
 def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:

@@ -19,6 +19,7 @@ import numpy as np
 import gemproj
 from gemproj import backends
 from gemproj.backends.numba import installed
+from gemproj.backends.triton import missing as no_kernels
 
 PROBLEMS = 200
 WITHIN = {"float64": 1e-9, "float32": 1e-6}  # tolerances for |x - x*| / |g|
@@ -132,15 +133,14 @@ def problems() -> Iterator[tuple[str, str, np.ndarray, np.ndarray, dict[str, Any
 
 
 def ways() -> Iterator[tuple[str, str, str]]:
-    """Yield library, device and backend of each way to solve, without triton."""
-    found = [("numpy", "cpu")]
-    if find_spec("torch") is not None:
-        found += [("torch", "cpu"), ("torch", "cuda")]
-    for library, device in found:
-        if device == "cpu" or importlib.import_module(library).cuda.is_available():
-            yield library, device, "portable"
-        if device == "cpu" and installed():
-            yield library, device, "numba"
+    """Yield library, device and backend of each way to solve."""
+    torch = importlib.import_module("torch") if find_spec("torch") is not None else None
+    compiled = ["numba"] if installed() else []
+    for library in ["numpy"] if torch is None else ["numpy", "torch"]:
+        yield from ((library, "cpu", backend) for backend in ("portable", *compiled))
+    if torch is not None and torch.cuda.is_available():
+        kernels = [] if no_kernels(torch.device("cuda")) else ["triton"]
+        yield from (("torch", "cuda", backend) for backend in ("portable", *kernels))
 
 
 def check() -> bool:

@@ -73,6 +73,10 @@ WRONG_VALUES = [
     (lambda: project(G, g, out=READ_ONLY), "out is read-only"),
     (lambda: project(G, g, out=as_strided(np.zeros(1), g.shape, (0,))), "out has entries that share memory"),
     (lambda: project(torch.ones(3, 2, 2), torch.ones(3, 2), out=SAME), "out has entries that share memory"),
+    (
+        lambda: project(torch.ones(3, 2, 3), torch.ones(3, 3), out=torch.ones(3, 4)[:, 0].expand(3, 3)),
+        "out has entries that share",
+    ),
     (lambda: project([G, G], [g, g], out=[OTHER, OTHER]), "out has one array for several blocks"),
     (lambda: project(G, g, metric=np.full(5, 1e-320)), r"G / sqrt\(metric\) is not finite: rows 0, 1, 2"),
     (lambda: project(G, g, metric=np.full(5, 1e300)), r"row 0 of G / sqrt\(metric\) is .*whole metric"),

@@ -11,6 +11,7 @@ import pytest
 
 import gemproj
 from gemproj import __main__ as command
+from gemproj import _selfcheck
 from gemproj._tiles import _HOST_TILE
 from gemproj.backends.numba import installed
 
@@ -124,6 +125,15 @@ def test_backends_that_cannot_be_had(capsys, monkeypatch):
     monkeypatch.setattr("gemproj.backends.wanted", "portable")
     assert command.main(["--compile"]) == 0
     assert "nothing to compile" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(not TORCH, reason="needs torch")
+@pytest.mark.parametrize("reason", ["", "triton is not installed."])
+def test_check_covers_the_backends_of_a_device(reason, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("gemproj._selfcheck.no_kernels", lambda device: reason)
+    found = [backend for _, device, backend in _selfcheck.ways() if device == "cuda"]
+    assert found == ["portable", "triton"][: 1 if reason else 2]
 
 
 def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
