@@ -69,9 +69,9 @@ class GEMCallback(Keeper, Callback):
     with automatic and manual optimization, accumulated gradients, mixed precision and
     DistributedDataParallel, for modules with one optimizer.
 
-    The gradient is projected, then clipped to ``gradient_clip_val``, so a margin acts as a weight of replay.
-    With a logger, steps with constraints log the numbers of `logs`, such as ``gem/violations``, without
-    synchronising a device.
+    The gradient is projected, then its norm is clipped to ``gradient_clip_val``, so a margin acts as a weight
+    of replay. With a logger, steps with constraints log the numbers of `logs`, such as ``gem/violations``,
+    without synchronising a device.
 
     Checkpoints hold the memory, the warm start and, if they are reused, the constraints, so
     ``fit(..., ckpt_path=...)`` continues as if it had not been interrupted. Lightning saves only the state of

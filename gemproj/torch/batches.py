@@ -69,8 +69,8 @@ class Source:
         Sources of equal kind can be `joined`, unless the kind is None.
     device : torch.device, optional
         Device to which batches are moved.
-    k, weight : int, float
-        Index of the row, and weight of the mean loss of these examples in the row.
+    k, weight, promise : int, float, Promise or None
+        Index of the row, weight of the mean loss of these examples in the row, and promise about the row.
     """
 
     examples: Sequence[Any]

@@ -166,7 +166,7 @@ class Step(Change):
         torch._foreach_copy_(self._before.parts, self._vector.local())
 
     def note_moving(self) -> None:
-        """Before the step, which may drop gradients, record which parameters have a gradient and a rate."""
+        """Note which parameters have a gradient, which the step may drop, and a nonzero learning rate."""
         groups = self.groups()
         self._moving = [
             id(p) in groups and p.grad is not None and not _is_zero(groups[id(p)].get("lr"))

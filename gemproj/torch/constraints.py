@@ -163,7 +163,7 @@ class ConstraintMatrix:
         self._sums[:, k : k + len(now)].add_(torch.stack([now, then]))
 
     def close(self, rows: int) -> None:
-        """Finish the first `rows` rows and sum them over processes; rows without local examples are zero."""
+        """Finish the first `rows` rows and sum them over processes; rows without local examples add zero."""
         for k in set(range(rows)) - self.written:
             self._buffer[k].zero_()
         G, topology = self._buffer[:rows], self.vector.topology

@@ -276,7 +276,7 @@ def project(
         x = blocks_for_x(problem, out)
         start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
         measured = measure(problem)
-        make_bounds(options, measured.gram.b)  # raises here if bounds are invalid on any process
+        make_bounds(options, measured.gram.b)  # invalid bounds must raise within `agreement`
         facts["number of constraints"] = problem.t
     sol = solve(shards.sum_gram(measured), options, start)
     warn_if_missed(sol)

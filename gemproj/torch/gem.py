@@ -112,16 +112,16 @@ class Keeper:
     ) -> None:
         """Store examples, with a promise that every later step keeps.
 
-        If the promise needs stored outputs or losses, `model` computes them for all kept examples of the set,
-        including those of earlier calls. Otherwise the loss is tested on two examples and, if that test
+        If the promise needs stored outputs or losses, `model` computes them now for all kept examples of the
+        set, including those of earlier calls. Otherwise the loss is tested on two examples and, if that test
         fails, on the number of examples that a step uses. An error leaves the memory unchanged. Constraints
         and warm start are reset.
 
         Parameters
         ----------
         data : DataLoader, Dataset or iterable of batches
-            The data are read to the end. For a loader with a custom ``collate_fn``, single examples are
-            stored, which may differ in length. For other iterables, batches of tensors are stored. An
+            The data are read to the end. With `collate`, or for a loader with a custom ``collate_fn``, single
+            examples are stored, which may differ in length. Otherwise, batches of tensors are stored. An
             iterable without a length may have at most 100,000 batches.
         promise : Promise or loss, optional
             By default the promise of this set from an earlier call, or else the `promise` of this object.
@@ -136,8 +136,8 @@ class Keeper:
         Raises
         ------
         ValueError, TypeError
-            If `data` has no example that can be stored, if the loss does not fit the examples or is not
-            finite, or if the method cannot keep the promise.
+            If `data` has no example, or an example that cannot be stored, if the loss does not fit the
+            examples or is not finite, or if the method cannot keep the promise.
         """
         if promise is not None:
             promise = promise if isinstance(promise, Promise) else Promise(promise)

@@ -45,7 +45,7 @@ def detach(optimizer: Any) -> None:
 
 @torch.no_grad()
 def total_norm(parameters: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients, which may be on several devices and meshes."""
+    """Return the norm of all gradients, which may be on several devices and meshes; write nothing."""
     on_mesh: dict[Any, list[Tensor]] = {}
     for p in parameters:
         if p.grad is not None:

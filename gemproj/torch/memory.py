@@ -53,7 +53,7 @@ class EpisodicMemory:
 
     Examples are copied. If a task is stored in batches of tensors, the first batch determines shape, dtype
     and device, and memory for `per_task` examples is allocated. Examples of different lengths are stored
-    unchanged, together with their collate function; see `add`.
+    unchanged, on their device, together with their collate function; see `add`.
 
     Parameters
     ----------
@@ -242,7 +242,7 @@ class EpisodicMemory:
             A task to leave out, such as the current task if its examples are stored during its training.
         n : int, optional
             Number of examples in each batch, drawn without replacement: no example is drawn again before all
-            have been drawn. By default all examples.
+            have been drawn (with ``per="all"``, only within a batch). By default all examples.
         per : {"task", "label", "example", "all"}, default "task"
             One batch per task; one batch per label of each task, in increasing order of labels; one batch
             per example, for n examples of each task; or one batch for all tasks, a `sample` of n examples.

@@ -309,7 +309,7 @@ class GradientProjector:
         The gradient is projected before the step, or after each evaluation of a closure. The step is
         projected after the optimizer has taken it. `last` then has the cosine between each constraint and
         the applied step. Only parameters that the optimizer holds are projected: if several optimizers share
-        the parameters, attach to each. Parameters with no gradient or a zero learning rate do not move.
+        the parameters, attach to each. Parameters with a zero rate, or no gradient after projection, stay.
 
         The optimizer's state is not changed. A step that a `torch.amp.GradScaler` skips is not projected. The
         scaler unscales before the projection, except with ``fused=True``. In that case, a weight, a penalty,

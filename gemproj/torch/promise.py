@@ -148,7 +148,7 @@ def call_loss(
 
 
 def stored_losses(batch: Batch, promise: Promise, name: Any) -> Tensor | None:
-    """Return the stored losses of examples, shape (n,), or None; raise if a tolerance needs them."""
+    """Return the stored losses of examples, shape (n,), or None; raise if a tolerance lacks them."""
     if isinstance(batch, Remembered) and "losses" in batch.fields:
         return batch.losses
     if promise.tolerance is not None:

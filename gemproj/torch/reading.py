@@ -145,7 +145,7 @@ def _check(data: Any, collate: Collate | None) -> None:
     name = type(data).__name__
     wanted = "data must be a loader, a data set or an iterable of batches"
     tensors = isinstance(data, tuple | list) and all(isinstance(part, Tensor) for part in data)
-    # Tensors of equal shape and dtype are batches; different tensors are the parts of one batch.
+    # Tensors that differ in shape or dtype, and several tensors in a tuple, are the parts of one batch.
     kinds = {(part.shape[1:], part.dtype) for part in data} if tensors else ()
     one = tensors and collate is None and (len(kinds) > 1 or (isinstance(data, tuple) and len(data) > 1))
     if _is_kind(data, _DICTS):

@@ -102,7 +102,7 @@ class Projection:
 
     @property
     def cosine(self) -> float | None:
-        """Cosine between gradients before and after projection; 1 if not projected, None if unconstrained."""
+        """Cosine of gradients before and after projection; 1 without solution, None without constraints."""
         if not self.constraints:
             return None
         return 1.0 if self._solution is None else float(self._solution.cosine())
@@ -319,9 +319,9 @@ class Line:
     steps : int
         Number of steps under the promise.
     would_break, broke : float
-        Share of steps that would have broken the promise without a projection, and share that broke it. A
-        step breaks the promise if it raises the loss to first order; with a tolerance, it breaks the promise
-        if the loss exceeds the bound at the beginning of the step.
+        Share of steps that, to first order, would have broken the promise without a projection, and share of
+        steps that broke the promise. A step counts in `broke` if the step raises the loss to first order;
+        with a tolerance, if the loss exceeds the bound at the beginning of the step.
     multiplier : float
         Mean multiplier, in units of gradients (of steps with ``on="step"``).
     seconds : float

@@ -30,7 +30,7 @@ class Use:
     watch: Any = None  # a weak reference to the last `Watch`
 
     def report(self) -> None:
-        """Warn if steps were taken without a constraint, or if weights changed without a step."""
+        """Warn if steps were taken and none had a constraint, or if weights changed without a step."""
         if self.protected or self.kept or _broken_off():
             return
         watch = None if self.watch is None else self.watch()
