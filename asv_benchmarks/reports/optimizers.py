@@ -20,16 +20,15 @@ import torch
 import typer
 from matplotlib.figure import Figure
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from asv_benchmarks.reports.machine import describe
+from asv_benchmarks.reports.soak import Batch, loss
 from asv_benchmarks.reports.tables import markdown, power, publish
 from examples.common import colours
 from examples.common.drawing import plt, save
 from gemproj.torch import GEM
 
 STEPS, RATE = 25, 1e-3
-Batch = tuple[Tensor, Tensor]
 
 
 def known() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -39,11 +38,6 @@ def known() -> Iterator[tuple[str, Callable[..., Any]]]:
             for name, kind in vars(import_module(module)).items():
                 if inspect.isclass(kind) and issubclass(kind, torch.optim.Optimizer) and name[0].isupper():
                     yield f"{module.removesuffix('.optim')} {name}", kind
-
-
-def loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Return the mean loss of a batch."""
-    return cross_entropy(model(batch[0]), batch[1])
 
 
 def train(
