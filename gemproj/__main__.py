@@ -74,7 +74,7 @@ def compile_loops() -> bool:
     if backends.wanted == "portable" or missing():
         print(f"There is nothing to compile: {missing() or 'GEMPROJ_BACKEND=portable is set'}.")
         return True
-    from gemproj.backends.numba import jit
+    from gemproj.backends.numba import jit, loops
 
     print("Compiling loops for float32, float64 and bfloat16; this takes about a minute, once.")
     jit.announcement.waiting = False  # the message above replaces the announcement
@@ -89,9 +89,10 @@ def compile_loops() -> bool:
                 gram(G, gs)
                 project(G, -gs[0])
                 combine(G, gs[0], xp.ones(t, dtype=xp.float64))
-    told = f"Kept in {jit.kept[0]}." if jit.kept else f"They are compiled again {jit.NOT_KEPT}"
+    folder = loops.sum_products.stats.cache_path
+    told = f"Kept in {folder}." if folder else f"They are compiled again {jit.NOT_KEPT}"
     print(f"Done in {time.perf_counter() - start:.0f} seconds. {told}")
-    return bool(jit.kept)
+    return bool(folder)
 
 
 def report_versions() -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from gemproj._arrays import Array
 from gemproj._problem import Problem
-from gemproj.backends.numba.jit import strict_entry
+from gemproj.backends.numba.jit import entry as strict_entry
 
 # Fields of the address table, which has a line per block and problem: address, row stride and column stride
 # of G; address and stride of g; address and stride of x; first column and number of columns. Strides are in

@@ -25,7 +25,8 @@ from gemproj.backends.numba.columns import (
     separate,
     transpose,
 )
-from gemproj.backends.numba.jit import fast, fast_entry
+from gemproj.backends.numba.jit import entry as fast_entry
+from gemproj.backends.numba.jit import fast
 from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
 from gemproj.backends.numba.vectors import add_block, add_few, add_scaled, narrow, widen
 

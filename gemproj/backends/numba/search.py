@@ -6,7 +6,8 @@ import numpy as np
 
 from gemproj import _constants
 from gemproj._constants import BUDGET, CLOSE, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
-from gemproj.backends.numba.jit import strict, strict_entry
+from gemproj.backends.numba.jit import entry as strict_entry
+from gemproj.backends.numba.jit import fast as strict
 from gemproj.backends.numba.tableau import (
     DEPENDENT,
     clip,

@@ -12,7 +12,7 @@ import numpy as np
 
 from gemproj import _constants
 from gemproj._constants import CLOSE, NEAR_ZERO
-from gemproj.backends.numba.jit import strict
+from gemproj.backends.numba.jit import fast as strict
 
 DEPENDENT = _constants.DEPENDENT * _constants.EPS
 
