@@ -7,7 +7,7 @@ GEM                       ``0 <= lam``
 ``margin=m``              ``lower = m``
 ``penalty=c``             ``upper = c``
 ``equality``              ``lower = -inf`` (``-c`` with a penalty) for equalities
-``h``                     ``b - h``
+``h``                     ``b - h``; a row with ``h = -inf`` is switched off
 ========================  ===================================================
 """
 
@@ -31,8 +31,7 @@ from gemproj._arrays import (
     namespace,
 )
 from gemproj._checks import check_scalar, is_number, real_numbers, refuse_masked
-from gemproj._constants import LOOSE
-from gemproj._tspace import Standard, inverse, matvec, snap
+from gemproj._tspace import Standard, inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
 
@@ -101,112 +100,72 @@ class Bounds(NamedTuple):
 
     Attributes
     ----------
-    base : array or None
-        Finite lower bounds, with 0 in place of -inf; None stands for 0.
-    equality : array of bool or None
-        True for rows with ``G x = h``; None stands for False everywhere.
+    lower : array or None
+        Lower bounds: 0 or the margin; -inf for an equality, minus the penalty for an equality with a penalty.
+        None stands for 0.
     upper : array or None
-        Upper bounds; None stands for infinity.
+        Upper bounds: the penalty. None stands for infinity.
     h : array or None
-        Right-hand side; None stands for 0.
+        Right-hand side, -inf for rows that are switched off. None stands for 0.
     """
 
-    base: Array | None = None
-    equality: Array | None = None
+    lower: Array | None = None
     upper: Array | None = None
     h: Array | None = None
 
     @property
-    def unbounded(self) -> Array | None:
-        """Mask (..., t) of the rows without a lower bound (equalities without a penalty), or None."""
-        if self.equality is None or self.upper is None:
-            return self.equality
-        return self.equality & namespace(self.upper).isinf(self.upper)
+    def off(self) -> Array | None:
+        """Mask (..., t) of the rows that h switches off, or None."""
+        return None if self.h is None else self.h == -math.inf
+
+    def without(self, rows: np.ndarray) -> Bounds:
+        """Return the bounds with the rows of a mask (..., t) switched off; on the CPU."""
+        lower = None if self.lower is None else np.where(rows, 0.0, self.lower)
+        upper = np.where(rows, 0.0, np.inf if self.upper is None else self.upper)
+        return Bounds(lower, upper, np.where(rows, -np.inf, 0.0 if self.h is None else self.h))
 
     def violated(self, slack: Array) -> Array:
         """Return the mask (..., t) of violated constraints: slack < 0, or slack != 0 for equalities."""
-        return slack < 0 if self.equality is None else (slack < 0) | (self.equality & (slack > 0))
+        return slack < 0 if self.lower is None else (slack < 0) | ((self.lower < 0) & (slack > 0))
+
+    def asked(self, norms: Array) -> Array:
+        """Return the distance (...) that h asks x to move at least, from the norms (..., t) of the rows.
+
+        A row asks for ``h_i / |g_i|`` if h_i is positive (for ``|h_i| / |g_i|`` as an equality), and a row with a
+        penalty c cannot move x by more than ``c |g_i|``.
+        """
+        xp = namespace(norms)
+        if self.h is None or not norms.shape[-1]:
+            return 0.0 * xp.sum(norms, axis=-1)
+        zero, lower = xp.zeros_like(norms), self.lower
+        h = xp.where(xp.isfinite(self.h), self.h, zero)
+        asked = xp.maximum(h, zero) if lower is None else xp.where(lower < 0, xp.abs(h), xp.maximum(h, zero))
+        asked = asked * inverse(norms)
+        if self.upper is not None:
+            most = self.upper if lower is None else self.upper - xp.maximum(lower, zero)
+            asked = xp.minimum(asked, xp.where(norms > 0, most * xp.where(norms > 0, norms, 1.0), asked))
+        return xp.max(asked, axis=-1)
 
 
 PLAIN = Bounds()
 
 
-def standard_form(
-    K: Array, b: Array, bounds: Bounds, reach: float | Array = LOOSE
-) -> tuple[Standard, Array | None]:
-    """Return the dual problem in standard form: h subtracted from b, finite lower bounds moved to zero.
+def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array | None]:
+    """Return the dual problem with h subtracted from b and lower bounds of zero, and the shift of the multipliers.
 
-    This is the dual problem of the projection of ``g + G'base``.
-
-    Also return the mask (..., t) of cut rows, or None. Cutting a row replaces its ``b - h`` by a limit,
-    `reach` (a number or (..., 1)) times the size of the problem. Entries above this limit would dominate the
-    scaling of all rows. `overstepped` tests whether the cut changed the solution.
+    This is the dual problem of the projection of ``g + G'shift``; equalities without a penalty have no lower bound.
     """
     if bounds is PLAIN:
         return Standard(K, b, None, None), None
-    xp, base, upper = namespace(b), bounds.base, bounds.upper
-    if base is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            b = b + matvec(K, base)
-        if isinstance(b, np.ndarray) and not np.isfinite(b).all():
-            raise ValueError(
-                "margin, or the penalty of an equality, times the rows of G overflows. Lower it, or scale G "
-                "and g down."
-            )
-        upper = None if upper is None else upper - base
-    cut = None
+    xp, lower, upper, shift = namespace(b), bounds.lower, bounds.upper, None
+    if lower is not None:
+        shift = xp.where(xp.isinf(lower), xp.zeros_like(lower), lower)
+        b = b + matvec(K, shift)
+        upper = None if upper is None else upper - shift
+        lower = lower - shift
     if bounds.h is not None:
-        b, cut = _subtract(K, b, bounds, upper, reach)
-    lower, unbounded = None, bounds.unbounded
-    if unbounded is not None:
-        lower = xp.where(unbounded, xp.full_like(b, -math.inf), xp.zeros_like(b))
-    return Standard(K, b, lower, upper), cut
-
-
-def overstepped(dual: Standard, cut: Array, lam: Array) -> Array:
-    """Return the mask (...) of problems whose solution lam depends on the limit at which rows were cut.
-
-    For all other problems, lam also solves the problem without the cut: the multiplier of each cut row is
-    zero if ``b - h`` is positive, and at its upper bound if ``b - h`` is negative.
-    """
-    xp = namespace(lam)
-    inside = lam != 0
-    if dual.upper is not None:
-        inside = xp.where(dual.b > 0, inside, lam < snap(lam, dual.upper))
-    return xp.any(cut & inside, axis=-1)
-
-
-def _subtract(
-    K: Array, b: Array, bounds: Bounds, upper: Array | None, reach: float | Array
-) -> tuple[Array, Array]:
-    """Return ``b - h``, cut at `reach` times the size of the problem, and the mask (..., t) of the cut rows.
-
-    Rows with a large positive ``b - h`` are cut, because they are far from active. Rows with a penalty and a
-    large negative ``b - h`` are cut, because x violates them despite the penalty. Equalities without a
-    penalty are never cut. The size of the problem is the largest ``|b_i| / |g_i|`` or positive
-    ``h_i / |g_i|`` (``|h_i| / |g_i|`` for an equality). With a penalty, ``h_i / |g_i|`` counts as at most
-    ``penalty |g_i|``, the largest distance by which row i can move x.
-    """
-    xp, h, hard = namespace(b), bounds.h, bounds.unbounded
-    norms, infinite = xp.sqrt(xp.linalg.diagonal(K)), xp.full_like(b, math.inf)
-    per_norm = inverse(norms)
-    asked = xp.maximum(h, xp.zeros_like(h))
-    if bounds.equality is not None:
-        asked = xp.where(bounds.equality, xp.abs(h), asked)
-    asked = asked * per_norm
-    low, size = -infinite, 0.0 * asked
-    if upper is not None:
-        asked = xp.minimum(asked, upper * xp.where(norms > 0, norms, xp.ones_like(norms)))
-    if b.shape[-1]:
-        size = xp.max(xp.maximum(xp.abs(b) * per_norm, asked), axis=-1, keepdims=True)
-    with np.errstate(over="ignore"):
-        most = reach * size * norms
-    if upper is not None:
-        low = xp.where(xp.isinf(upper), low, -most)
-    if hard is not None:
-        most = xp.where(hard, infinite, most)
-    s = b - h
-    return xp.minimum(xp.maximum(s, low), most), (s > most) | (s < low)
+        b = xp.where(bounds.off, xp.zeros_like(b), b - bounds.h)
+    return Standard(K, b, lower, upper), shift
 
 
 def make_bounds(options: Options, like: Array) -> Bounds:
@@ -217,22 +176,21 @@ def make_bounds(options: Options, like: Array) -> Bounds:
     h, margin, penalty, equality = options.h, options.margin, options.penalty, options.equality
     if h is None and penalty is None and equality is False and type(margin) is float and not margin:
         return PLAIN
-    no_margin = is_number(margin) and not margin
     none = penalty is None or (is_number(penalty) and penalty == math.inf)
-    xp = namespace(like)
+    xp, zero = namespace(like), namespace(like).zeros_like(like)
     right = None if h is None else _per_row(h, "h", like)
-    base = None if no_margin else _per_row(margin, "margin", like)
+    lower = None if is_number(margin) and not margin else _per_row(margin, "margin", like)
     upper = None if none else _per_row(penalty, "penalty", like)
-    mask, zero = None if equality is False else _mask(equality, like), xp.zeros_like(like)
+    mask = None if equality is False else _mask(equality, like)
     if isinstance(like, np.ndarray):
-        _check_values(right, base, upper, mask)
-    if mask is None:
-        return Bounds(base, None, upper, right)
-    if upper is not None:  # a penalty on |G x - h| bounds the multiplier from both sides
-        base = xp.where(mask, xp.where(xp.isinf(upper), zero, -upper), zero if base is None else base)
-    elif base is not None:
-        base = xp.where(mask, zero, base)
-    return Bounds(base, mask, upper, right)
+        _check_values(right, lower, upper, mask)
+    if mask is not None:  # a penalty on |G x - h| bounds the multiplier from both sides
+        least = xp.full_like(like, -math.inf) if upper is None else -upper
+        lower = xp.where(mask, least, zero if lower is None else lower)
+    bounds = Bounds(lower, upper, right)
+    if right is not None and isinstance(like, np.ndarray) and (off := bounds.off).any():
+        return bounds.without(off)
+    return bounds
 
 
 def _per_row(value: Any, name: str, like: Array) -> Array:
@@ -280,9 +238,10 @@ def _check_values(
     h: np.ndarray | None, margin: np.ndarray | None, penalty: np.ndarray | None, equality: np.ndarray | None
 ) -> None:
     """Raise for values out of range; called only on the CPU, where reading values does not synchronise."""
-    for name, value in (("h", h), ("margin", margin)):
-        if value is not None and not np.isfinite(value).all():
-            raise ValueError(f"{name} must be finite; found {value}.")
+    if h is not None and not (h < np.inf).all():
+        raise ValueError(f"h must be finite, or -inf for rows without a constraint; found {h}.")
+    if margin is not None and not np.isfinite(margin).all():
+        raise ValueError(f"margin must be finite; found {margin}.")
     for name, value in (("margin", margin), ("penalty", penalty)):
         if value is not None and not (value >= 0.0).all():
             raise ValueError(f"{name} must be at least 0; found {value}.")

@@ -12,11 +12,9 @@ import math
 import numpy as np
 
 from gemproj._arrays import Array, namespace
-from gemproj._constants import NEAR_ZERO, ROUNDING
-from gemproj._coordinates import settle
-from gemproj._tspace import Gram, inverse, matvec
-from gemproj.methods._active_set import solve_active_set
-from gemproj.methods._faces import Factorisation
+from gemproj._constants import CUTOFF, NEAR_ZERO, ROUNDING
+from gemproj._tspace import Dual, Gram, inverse, matvec
+from gemproj.backends import search
 
 
 def kkt_residual(norms: Array, s: Array, size: Array, lam: Array, lower: Array, upper: Array) -> Array:
@@ -79,20 +77,13 @@ def cosine(gram: Gram, lam: Array) -> Array:
 
 
 def error_bound(
-    A: np.ndarray,
-    a: np.ndarray,
-    h: np.ndarray,
-    lam: np.ndarray,
-    lower: np.ndarray,
-    upper: np.ndarray,
-    *,
-    rounding: float,
-    resolves: float,
-) -> float:
-    """Return an upper bound on ``|x - x*|`` for one problem in standard form, with unit rows and unit size.
+    V: np.ndarray, a: np.ndarray, h: np.ndarray, lam: np.ndarray, lower: np.ndarray, upper: np.ndarray,
+    asked: float, rounding: float, resolves: float,
+) -> float:  # fmt: skip
+    """Return an upper bound on ``|x - x*|`` for one problem in coordinates V (t, m) and a (m,).
 
     x* is the exact projection for rows and a gradient perturbed by rounding (a backward error, as in
-    LAPACK). For multipliers mu that solve the problem, ``|x - x*| <= |A (lam - mu)| + |x(mu) - x*|``.
+    LAPACK). For multipliers mu that solve the problem, ``|x - x*| <= |V'(lam - mu)| + |x(mu) - x*|``.
     x(mu) is the exact projection for the right-hand side ``h + e``, where e holds the slacks of the active
     and nearly active rows. So the second term is at most ``|e| / sigma``, where sigma is the smallest
     singular value of a basis of these rows, in which active rows are chosen first. The other rows depend on
@@ -103,14 +94,28 @@ def error_bound(
     dependent rows from independent rows at smaller angles. Then weak duality bounds the error: by ``|x|`` for
     h = 0, or by the square root of the duality gap. With coordinates from K, rounding perturbs all slacks.
     """
+    n = np.linalg.norm(V, axis=1)
+    margin = np.where(np.isfinite(lower), np.maximum(lower, 0.0), 0.0)
+    size = max(float(np.linalg.norm(a + margin @ V)), asked)
+    used = (n > 0) & (lower < upper)
+    if size == 0.0 or not used.any():
+        return 0.0
+    # ``g + G'margin`` may cancel digits: rounding is then relative to the sum of the norms.
+    rounding = rounding * max(1.0, float(np.linalg.norm(a) + margin @ n) / size)
+    # Rows of norm one, a problem of size one, and the held margins in a.
+    n = n[used]
+    A, stretch, a = V[used].T / n, n / size, (a + margin @ V) / size
+    lower, upper, lam = ((v - margin)[used] * stretch for v in (lower, upper, lam))
+    h = h[used] / n / size
     mu = inside = np.clip(lam, lower, upper)
     error = _conditions(A.T @ (a + A @ mu) - h, mu, lower, upper)[2]
     if error.max() > ROUNDING * (1.0 + float(np.abs(mu).sum())):
-        mu = solve_active_set(Factorisation(A, a, h), lower, upper, mu)[0]
-    x, moved = settle(A, a, mu, (mu > lower) & (mu < upper), h)
+        given = (v[None] for v in (np.ascontiguousarray(A.T), a, h, lower, upper, mu))
+        mu = search(Dual(False, *given, np.ones(1)))[0][0]
+    x, moved = _settled(A, a, mu, (mu > lower) & (mu < upper), h)
     free, s, error = _conditions(A.T @ x - h, mu, lower, upper)
     fuzz = rounding * (1.0 + float(np.abs(mu).sum()))
-    near = free | ((s <= NEAR_ZERO) & (upper > 0))
+    near = free | ((s <= NEAR_ZERO) & (upper > lower))
     basis, weights = _basis(A, free, near, resolves)
     from_rows = resolves < 1e-10
     bound = math.inf
@@ -124,7 +129,24 @@ def error_bound(
     apart = lam - mu
     step, much = float(np.linalg.norm(A @ apart)), float(np.abs(apart).sum())
     step = step + rounding * much if from_rows else math.hypot(step, math.sqrt(rounding) * much)
-    return min(bound + step, _weak_duality(A, a, h, lam, inside, lower, upper, rounding, from_rows))
+    return size * min(bound + step, _weak_duality(A, a, h, lam, inside, lower, upper, rounding, from_rows))
+
+
+def _settled(
+    A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray, h: np.ndarray
+) -> tuple[np.ndarray, float]:
+    """Move ``x = a + A lam`` to ``A_P'x = h_P`` for the free rows P; return x and the distance of this move.
+
+    The distance is the rounding error of x. The new x is the exact projection of a gradient with an error of this
+    size, and a projection does not increase such an error.
+    """
+    U, S, W = np.linalg.svd(A[:, free], full_matrices=False)
+    used = CUTOFF * np.max(S, initial=0.0) < S
+    U, x = U[:, used], a + A @ lam
+    target = W[used] @ h[free] / S[used]
+    moved = U @ (U.T @ x - target)
+    x = x - moved
+    return x - U @ (U.T @ x - target), float(np.linalg.norm(moved))
 
 
 def _conditions(

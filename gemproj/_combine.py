@@ -9,21 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from gemproj._arrays import Array, Blocks, empty_as, namespace, note_written
+from gemproj._arrays import Array, Blocks, empty_as, note_written, to_numpy
 from gemproj._checks import check_multipliers
 from gemproj._constants import MISSED
 from gemproj._problem import Problem, check_out, check_problem
 from gemproj._solution import DualSolution
 from gemproj._tiles import stacked
-from gemproj._tspace import inverse, times_rows
+from gemproj._tspace import inverse
 from gemproj.backends import select
 from gemproj.methods import Status
 
-_UNSETTLED = int(Status.STALLED | Status.UNRESOLVED)
-
 
 def combine(
-    G: Blocks, g: Blocks, multipliers: Array, *, metric: Blocks | None = None, out: Blocks | None = None
+    G: Blocks,
+    g: Blocks,
+    multipliers: Array | DualSolution,
+    *,
+    metric: Blocks | None = None,
+    out: Blocks | None = None,
 ) -> Any:
     """Return ``x = g + G.T @ multipliers`` (``g + diag(1/w) @ G.T @ multipliers`` with a metric w).
 
@@ -34,8 +37,9 @@ def combine(
     ----------
     G, g, metric, out
         As in `project`.
-    multipliers : array, shape (..., t)
-        Finite numbers; checked on the CPU.
+    multipliers : array, shape (..., t), or DualSolution
+        Finite numbers; checked on the CPU. With the solution of `solve_dual`, x is that of `project`, bit for bit:
+        if rows nearly cancel, the solution also holds what is taken out of x beyond ``G.T @ multipliers``.
 
     Returns
     -------
@@ -50,41 +54,43 @@ def combine(
     array([-0.5,  1. ])
     """
     problem = check_problem(G, g, metric)
-    lam = check_multipliers(multipliers, "multipliers", *problem.like)
+    sol = multipliers if isinstance(multipliers, DualSolution) else None
+    lam = check_multipliers(multipliers if sol is None else sol.multipliers, "multipliers", *problem.like)
     if problem.host and not np.isfinite(lam).all():
         raise ValueError(f"multipliers must be finite; found {lam}.")
     x = blocks_for_x(problem, out)
-    write_x(problem, lam, x)
+    if sol is None:
+        write_x(problem, lam, x)
+    else:
+        combine_into(problem, sol.to(problem.to_host), x)
     return as_asked(problem, x, out)
 
 
 def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     """Write the projected gradient of a solution to x, which may be g itself.
 
-    If rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays,
-    the correction of the solution removes this rounding from x, so that ``G_P x = h_P`` for the free rows P.
+    If rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays, the dual
+    basis in the solution takes this rounding out of x, so that ``G_P x = h_P`` for the free rows P.
     """
     write_x(problem, sol.multipliers, x)
-    if sol._correction is None or any(v.dtype != problem.wide for v in problem.vector):
+    rows = sol._rows
+    if rows is None or rows.basis is None or any(v.dtype != problem.wide for v in problem.vector):
         return
-    # The slacks of x do not depend on the metric, but the correction step does.
-    moved, step, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
-    for i in map(tuple, np.argwhere(sol._correction.any(axis=(-3, -2, -1)))):
-        s = slack_of(replace(moved.at(i), weight=None), step[i], None if h is None else h[i])
-        first, second = sol._correction[i][::-1]
-        step[i] = -second @ (first @ np.where(np.isfinite(s), s, 0.0))
-    select(moved).combine(moved, step, x)
+    # The slacks of x do not depend on the metric, but the step does.
+    moved, s, h = replace(problem, vector=x, backend=None), np.zeros(sol.multipliers.shape), sol.bounds.h
+    for i in map(tuple, np.argwhere(rows.where)):
+        s[i] = slack_of(replace(moved.at(i) if problem.batch else moved, weight=None), None if h is None else h[i])
+    step = np.zeros(s.shape)
+    step[rows.where] = rows.step(np.where(to_numpy(sol.free) & np.isfinite(s), s, 0.0)[rows.where])
+    write_x(moved, step, x)
 
 
 def warn_if_missed(sol: DualSolution) -> None:
     """On the CPU, warn if x violates the optimality conditions, because `project` returns no status."""
-    if isinstance(sol._status, int) or not (sol._exact and isinstance(sol.multipliers, np.ndarray)):
-        return  # the exact method returns a single int only if all problems are optimal
-    status = sol.status
-    if not np.count_nonzero(status):
+    if not sol._exact or not isinstance(sol._status, np.ndarray) or not sol._status.any():
         return
-    stalled = (status & int(Status.STALLED)) != 0
-    unsettled = stalled if sol.bounds.h is None else (status & _UNSETTLED) != 0
+    stalled = (sol._status & int(Status.STALLED)) != 0
+    unsettled = stalled if sol.bounds.h is None else sol._status != 0
     # The violation of x also counts: nearly dependent rows have large multipliers with large rounding.
     missed = np.maximum(np.where(stalled, sol.kkt_residual(), 0.0), _violation(sol))
     worst = float(np.max(missed, where=unsettled, initial=0.0))
@@ -94,8 +100,6 @@ def warn_if_missed(sol: DualSolution) -> None:
         "constraints nearly contradict each other, or are nearly dependent. Check `status` and "
         "`kkt_residual` of `solve_dual`, or set a penalty."
     )
-    if sol.bounds.equality is not None and sol.bounds.upper is not None:
-        cause = "x may have lost digits to the large penalty of an equality. Lower or omit the penalty."
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("gemproj.", "torch.")):
         frame, level = frame.f_back, level + 1
@@ -111,22 +115,16 @@ def _violation(sol: DualSolution) -> np.ndarray:
     s = sol.slack()
     s = np.where(np.isinf(sol.lower), np.abs(s), -s) * inverse(np.sqrt(np.diagonal(sol.gram.K, 0, -2, -1)))
     worst = np.max(s, axis=-1, where=np.isinf(sol.upper), initial=0.0)
-    return worst * inverse(np.asarray(sol._size()))
+    return worst * inverse(np.asarray(sol.size()))
 
 
-def slack_of(problem: Problem, lam: Array, h: Array | None) -> Array:
-    """Return ``G x - h`` for ``x = g + G'lam``, from one read of G and g."""
-    xp = namespace(lam)
-    s = xp.zeros_like(lam) if h is None else -h
-    flat = (-1, problem.t) if problem.shared else (*lam.shape[:-1], 1, problem.t)
-    weights = xp.reshape(lam, flat)
-    total = xp.zeros_like(weights)
+def slack_of(problem: Problem, h: np.ndarray | None) -> np.ndarray:
+    """Return ``G x - h`` of one problem, whose vector is x, from one read of both."""
+    s: Any = np.zeros(problem.t) if h is None else -h
     with problem.without_autocast():
-        for lead, tile in stacked(problem, problem.wide):
-            part, G, g = weights[(*lead, ...)], tile[..., : problem.t, :], tile[..., problem.t :, :]
-            x = g + times_rows(part, G)
-            total[(*lead, ...)] += xp.matmul(x, xp.matrix_transpose(G))
-    return s + xp.reshape(total, lam.shape)
+        for _, tile in stacked(problem, problem.wide):
+            s = s + to_numpy(tile[: problem.t, :] @ tile[problem.t, :])
+    return s
 
 
 def blocks_for_x(problem: Problem, out: Blocks | None = None) -> list[Array]:
@@ -148,7 +146,9 @@ def as_asked(problem: Problem, x: list[Array], out: Any = None) -> Any:
 
 def write_x(problem: Problem, lam: Array, x: list[Array]) -> None:
     """Write ``g + G'lam`` to x; the multipliers are an array of t-space."""
-    if problem.host and not np.count_nonzero(lam):
+    if not problem.host:
+        lam = problem.to_caller(lam)
+    elif not np.count_nonzero(lam):
         for to, v in zip(x, problem.vector, strict=True):
             if to is not v:
                 to[...] = v

@@ -1,8 +1,7 @@
-"""Coordinates of the rows: a square factor F with ``[G; g] = F'Q'``, where Q has orthonormal columns.
+"""Coordinates of the rows, on the CPU: vectors V and a with the inner products of the rows of G and of g.
 
-``F'F`` is the Gram matrix of [G; g]. F resolves angles between rows down to 1e-14, K only down to 1e-7. The
-columns of ``A = F[:, :t]`` are the rows of G in the basis Q, and ``a = F[:, t]`` is g. All functions run on
-the CPU. They take one problem, unless their shapes have batch dimensions.
+Coordinates from one more read of G resolve angles between rows of 1e-14; coordinates from K resolve 1e-7. The
+search of stage 2 (`gemproj._search`), the correction of x in stage 3 and the certificates use the same ones.
 """
 
 from __future__ import annotations
@@ -11,175 +10,137 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemproj._constants import CUTOFF, EPS, HOPELESS, OPTIMAL_WITHIN, SMALL
+from gemproj._arrays import namespace, to_numpy
+from gemproj._constants import SMALL
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
-from gemproj._tspace import Gram, inverse, matvec, normalise, snap
-from gemproj.methods._active_set import solve_active_set
-from gemproj.methods._faces import Factorisation
-from gemproj.methods._method import Status
+from gemproj._tspace import Gram, inverse
+
+
+class Rows(NamedTuple):
+    """Coordinates of the n problems of a batch whose G was read again.
+
+    Attributes
+    ----------
+    where : array, shape (...)
+        Mask of these problems.
+    V : array, shape (n, t, m), or (1, t, m) if they have the same G
+    a : array, shape (n, m)
+    basis : array, shape (n, t, t), or None
+        The dual bases of the free rows, see `dual_basis`, of problems whose ``g + G'lam`` loses digits. Other
+        problems have zeros.
+    """
+
+    where: np.ndarray
+    V: np.ndarray
+    a: np.ndarray
+    basis: np.ndarray | None = None
+
+    def corrected(self, free: np.ndarray, loses: np.ndarray) -> Rows:
+        """Return these coordinates with the dual bases of the problems of a mask (...)."""
+        V = np.broadcast_to(self.V, (len(self.a), *self.V.shape[1:]))
+        basis, free = np.zeros((*V.shape[:2], V.shape[1])), free[self.where]
+        for i in np.flatnonzero(loses[self.where]):
+            basis[i] = dual_basis(V[i], free[i])
+        return self._replace(basis=basis)
+
+    def step(self, s: np.ndarray) -> np.ndarray:
+        """Return the multipliers (n, t) of the step that takes the slacks s (n, t) of the free rows to zero."""
+        if self.basis is None:
+            return 0.0 * s
+        step = -np.einsum("nji,nj->ni", self.basis, np.einsum("nij,nj->ni", self.basis, s))
+        return np.where(np.isfinite(step), step, 0.0)
+
+
+def own_rows(problem: Problem) -> Rows:
+    """Return G and g themselves, in float64, for a problem with no more columns than rows."""
+    t = problem.t
+    parts = [tile.copy() for _, tile in _read(problem)]
+    whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
+    where = np.ones(problem.batch, dtype=bool)
+    if problem.shared:
+        return Rows(where, whole[None, :t], whole[t:])
+    whole = whole.reshape(-1, t + 1, problem.columns)
+    return Rows(where, np.ascontiguousarray(whole[:, :t]), whole[:, t])
+
+
+def from_rows(problem: Problem, gram: Gram, rounding: float, where: np.ndarray) -> Rows:
+    """Return coordinates of the problems of a mask (...), from one more read of G and g.
+
+    Small problems are factorised by Householder's QR; for large ones see `_preconditioned`.
+    """
+    t = problem.t
+    if problem.columns * (t + 1) <= SMALL and problem.batch and not problem.shared:
+        whole = np.concatenate([_factor(tile[where[lead]]) for lead, tile in _read(problem)])
+    else:
+        K = np.broadcast_to(gram.K, (*gram.b.shape, t))
+        each = []
+        for i in map(tuple, np.argwhere(where)):
+            one, own = problem.at(i) if problem.batch else problem, Gram(K[i], gram.b[i], gram.gg[i])
+            if one.columns * (t + 1) <= SMALL:
+                each.append(_factor(np.concatenate([tile.copy() for _, tile in _read(one)], axis=-1)))
+            else:
+                each.append(_preconditioned(one, own, rounding))
+        whole = np.stack(each)
+    return Rows(where, np.ascontiguousarray(whole[:, :t]), np.ascontiguousarray(whole[:, t]))
 
 
 def from_gram(gram: Gram) -> np.ndarray:
-    """Return coordinates (..., t + 1, t + 1) from K, b and |g|^2; they resolve angles of 1e-7.
+    """Return coordinates [V; a] (..., t + 1, t + 1) from K, b and |g|^2.
 
     ``|g|^2`` is raised to at least ``b' K^+ b``, its smallest value for any g with ``G g = b``: below that
-    value the Gram matrix is indefinite and has no factor F. The default `gg` of `solve_gram` may be lower.
+    value the Gram matrix is indefinite and has no such factor. The default `gg` of `solve_gram` may be lower.
     """
-    unit = normalise(gram.K, gram.b)
-    z = matvec(np.linalg.pinv(unit.K, rcond=1e-14, hermitian=True), unit.b)
-    gram = gram._replace(gg=np.maximum(gram.gg, np.sum(gram.b * unit.scale * z, axis=-1)))
-    n, cosines = _unit_diagonal(_whole(gram))
+    n, cosines = _unit_diagonal(gram.K)
+    unit_b = gram.b * inverse(n)
+    z = np.sum(np.linalg.pinv(cosines, rcond=1e-14, hermitian=True) * unit_b[..., None, :], axis=-1)
+    n, cosines = _unit_diagonal(_whole(gram._replace(gg=np.maximum(gram.gg, np.sum(unit_b * z, axis=-1)))))
     squares, basis = np.linalg.eigh(cosines)
-    roots = np.sqrt(np.maximum(squares, 0.0))[..., None]
-    return roots * np.swapaxes(basis, -1, -2) * n[..., None, :]
+    return basis * np.sqrt(np.maximum(squares, 0.0))[..., None, :] * n[..., None]
 
 
-def from_rows(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
-    """Return coordinates (t + 1, t + 1) from one more read of G and g; they resolve angles of 1e-14.
-
-    A small problem is factorised by Householder's QR. In a large problem the rows are preconditioned with the
-    eigenvectors of K, and the Gram matrix of the result is factorised, as in CholeskyQR2. Rows that were left
-    out, which have norm zero in `gram`, stay zero.
-    """
-    t = problem.t
-    n, cosines = _unit_diagonal(_whole(gram))
-    with problem.without_autocast():
-        if problem.columns * (t + 1) <= SMALL:
-            rows = np.concatenate([tile.T.copy() for _, tile in stacked(problem, problem.wide)])
-            rows[:, n == 0] = 0.0
-            R: Any = np.linalg.qr(rows, mode="r")
-            return np.concatenate([R, np.zeros((t + 1 - len(R), t + 1))])
-        squares, basis = np.linalg.eigh(cosines)
-        # Eigenvalues below the rounding of K are noise. For their rows, any finite scale suffices.
-        scale = np.sqrt(np.maximum(squares, (t + 1) * rounding))
-        forward, backward = (basis / scale).T * inverse(n), n[:, None] * basis * scale
-        total = np.zeros((t + 1, t + 1))
-        for _, tile in stacked(problem, problem.wide):
-            tile[n == 0] = 0.0
-            rows = forward @ tile
-            total += rows @ rows.T
-    n, cosines = _unit_diagonal(total)
-    squares, basis = np.linalg.eigh(cosines)
-    return ((backward * n) @ (basis * np.sqrt(np.maximum(squares, 0.0)))).T
-
-
-def of_problems(problem: Problem, gram: Gram, rounding: float, chosen: np.ndarray) -> np.ndarray:
-    """Return `from_rows` of the chosen problems and zeros for all other problems, (*batch, t + 1, t + 1)."""
-    t, batch = problem.t, problem.batch
-    K, found = np.broadcast_to(gram.K, (*batch, t, t)), np.zeros((*batch, t + 1, t + 1))
-    if not batch or problem.shared or problem.columns * (t + 1) > SMALL:
-        for i in map(tuple, np.argwhere(chosen)):
-            found[i] = from_rows(problem.at(i), Gram(K[i], gram.b[i], gram.gg[i]), rounding)
+def dual_basis(V: np.ndarray, free: np.ndarray) -> np.ndarray:
+    """Return F (t, t) with ``F'F = K_PP^-1`` for the free rows P of a mask (t,), and zeros elsewhere."""
+    found, n = np.zeros((len(free), len(free))), np.linalg.norm(V[free], axis=1)
+    if not free.any():
         return found
+    R: Any = np.linalg.qr((V[free] / n[:, None]).T, mode="r")
+    found[: len(n), free] = np.linalg.solve(R.T, np.eye(len(n))) / n
+    return found
+
+
+def _read(problem: Problem) -> Any:
+    """Yield the tiles of [G; g] in float64, as NumPy arrays."""
     with problem.without_autocast():
-        for lead, tile in stacked(problem, problem.wide):  # a tile holds all columns of its problems
-            here = chosen[lead]
-            rows = tile[here]
-            rows[:, :t][np.diagonal(K[lead][here], axis1=-2, axis2=-1) == 0] = 0.0
-            R: Any = np.linalg.qr(np.swapaxes(rows, -1, -2), mode="r")
-            found[lead][here, : R.shape[-2]] = R
-    return found
+        for lead, tile in stacked(problem, problem.wide):
+            yield lead, to_numpy(tile)
 
 
-class UnitRows(NamedTuple):
-    """One problem in coordinates and in standard form, scaled to rows of norm one and size one.
+def _factor(rows: np.ndarray) -> np.ndarray:
+    """Return coordinates (..., t + 1, m) of rows (..., t + 1, d), with m <= t + 1: R' of a QR factorisation."""
+    R: Any = np.linalg.qr(np.swapaxes(rows, -1, -2), mode="r")
+    return np.swapaxes(R, -1, -2)
 
-    `used` is the mask (t,) of the rows with a nonzero norm; rows of norm zero are left out. Multipliers of
-    the given problem are ``base + lam / scale``, and its vectors are `size` times as long.
+
+def _preconditioned(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
+    """Return coordinates (t + 1, t + 1) of a large problem, as in CholeskyQR2.
+
+    Rows are multiplied by the inverse root of K, tile by tile, and the Gram matrix of the result, which is close
+    to the identity, is factorised.
     """
-
-    A: np.ndarray
-    a: np.ndarray
-    h: np.ndarray
-    lam: np.ndarray
-    lower: np.ndarray
-    upper: np.ndarray
-    used: np.ndarray
-    base: np.ndarray
-    scale: np.ndarray
-    size: float
-
-
-def unit_rows(
-    F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, lam: np.ndarray
-) -> UnitRows | None:
-    """Return a problem and its multipliers as `UnitRows`; None if all its rows or its size are zero."""
-    base = np.where(np.isfinite(lower), lower, 0.0)
-    A, a = F[:, :-1], F[:, -1] + F[:, :-1] @ base
-    n = np.linalg.norm(A, axis=0)
-    used, right = n > 0, np.zeros(len(n)) if h is None else h * inverse(n)
-    asked = np.where(np.isinf(lower), np.abs(right), np.maximum(right, 0.0))
-    asked = np.minimum(asked, (upper - base) * np.where(used, n, 1.0))  # the penalty limits how far x moves
-    size = max(float(np.linalg.norm(a)), float(asked.max(initial=0.0)))
-    if size == 0.0 or not used.any():
-        return None
-    n, low = n[used], np.where(np.isinf(lower[used]), -np.inf, 0.0)
-    scale = n / size
-    high, start = (upper - base)[used] * scale, (lam - base)[used] * scale
-    return UnitRows(A[:, used] / n, a / size, right[used] / size, start, low, high, used, base, scale, size)
-
-
-def solve_in_coordinates(
-    F: np.ndarray, h: np.ndarray | None, lower: np.ndarray, upper: np.ndarray, start: np.ndarray
-) -> tuple[np.ndarray, int, Status]:
-    """Return multipliers, number of pivots and status for coordinates F of rows of any norm."""
-    unit = unit_rows(F, h, lower, upper, start)
-    lam = np.where(np.isfinite(lower), lower, 0.0)
-    if unit is None:
-        return lam, 0, Status.OPTIMAL
-    A, a, right, first, low, high, *_ = unit
-    found, pivots, residual = solve_active_set(
-        Factorisation(A, a, right), low, high, np.clip(first, low, high)
-    )
-    lam[unit.used] += found / unit.scale
-    status = Status.OPTIMAL if residual <= OPTIMAL_WITHIN * EPS else Status.STALLED
-    # If x must be moved far to satisfy the free rows, float64 multipliers cannot represent the solution.
-    if settle(A, a, found, (found > low) & (found < high), right)[1] > HOPELESS:
-        status |= Status.UNRESOLVED
-    return snap(lam, upper), pivots, status
-
-
-def span(A: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the singular value decomposition ``A V' = U S`` of A with its columns scaled to norm one.
-
-    Singular values at the level of rounding are left out. U (m, k) is an orthonormal basis of the columns of
-    A (m, t), and ``V' S^-2 V`` is the pseudo-inverse of A'A for columns of norm one.
-    """
-    n = np.linalg.norm(A, axis=0)
-    n = np.where(n > 0, n, 1.0)
-    U, S, V = np.linalg.svd(A / n, full_matrices=False)
-    used = CUTOFF * np.max(S, initial=0.0) < S
-    return U[:, used], S[used], V[used] / n
-
-
-def settle(
-    A: np.ndarray, a: np.ndarray, lam: np.ndarray, free: np.ndarray, h: np.ndarray | None
-) -> tuple[np.ndarray, float]:
-    """Move ``x = a + A lam`` to ``A_P'x = h_P`` for the free rows P; return x and the distance of this move.
-
-    The distance is the rounding error of x, which is large if rows nearly cancel and multipliers are large.
-    The new x is the exact projection of a gradient with an error of this size. A projection does not increase
-    such an error.
-    """
-    U, S, V = span(A[:, free])
-    target = 0.0 if h is None else (V @ h[free]) / S
-    x = a + A @ lam
-    moved = U @ (U.T @ x - target)
-    x = x - moved
-    return x - U @ (U.T @ x - target), float(np.linalg.norm(moved))
-
-
-def inverse_on(A: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Return ``K_PP^+`` for the rows P of a mask (t,) as two factors (2, t, t), zero outside of P.
-
-    The second factor is applied first. The product of the factors would lose digits if rows nearly cancel.
-    """
-    _, S, V = span(A[:, rows])
-    found = np.zeros((2, len(rows), len(rows)))
-    found[1, : len(S), rows] = (V / S[:, None]).T
-    found[0] = found[1].T
-    return found
+    n, cosines = _unit_diagonal(_whole(gram))
+    squares, basis = np.linalg.eigh(cosines)
+    # Eigenvalues below the rounding of K are noise. For their rows, any finite scale suffices.
+    scale = np.sqrt(np.maximum(squares, (problem.t + 1) * rounding))
+    forward, backward = (basis / scale).T * inverse(n), n[:, None] * basis * scale
+    total: Any = 0.0
+    with problem.without_autocast():
+        for _, tile in stacked(problem, problem.wide):
+            rows = (forward if problem.host else problem.to_caller(forward)) @ tile
+            total = total + rows @ namespace(rows).matrix_transpose(rows)
+    n, cosines = _unit_diagonal(to_numpy(total))
+    squares, basis = np.linalg.eigh(cosines)
+    return (backward * n) @ (basis * np.sqrt(np.maximum(squares, 0.0)))
 
 
 def _whole(gram: Gram) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -10,19 +9,20 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
-from gemproj._bounds import PLAIN, Bounds, Options, check_options, make_bounds, overstepped, standard_form
+from gemproj._bounds import Bounds, Options, check_options, make_bounds, standard_form
 from gemproj._checks import check_multipliers
-from gemproj._constants import EPS, LOOSE, OPTIMAL_WITHIN, REACH, WIDE_ROUNDING, WIDER
-from gemproj._feasibility import cancelled_by_penalty, infeasible, refuse_infeasible
+from gemproj._constants import EPS, LOST, NAMED, RESOLVED, SLIGHT, SMALL, TRUST_SMALL, WIDE_ROUNDING
+from gemproj._coordinates import from_rows, own_rows
 from gemproj._gram import check_gram, check_range, measure
 from gemproj._problem import check_problem
-from gemproj._refine import ill_conditioned, refine_directly, return_to_rows, uncertified
 from gemproj._solution import DualSolution
-from gemproj._tspace import Gram, Measured, Standard, clip, matvec, normalise, snap
-from gemproj.backends import stage_two
-from gemproj.methods import AnyMethod, Exact, Method, Outcome, Status
-from gemproj.methods._method import call, exact_status
+from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, matvec, snap
+from gemproj.backends import search, solve_few
+from gemproj.methods import AnyMethod, Exact, Method, Status
+from gemproj.methods._method import call
 from gemproj.methods.exact import enumerable
+
+INFEASIBLE = int(Status.INFEASIBLE)
 
 
 def solve_dual(
@@ -55,7 +55,7 @@ def solve_dual(
         ``PGD(steps=5)``; or any callable ``(K, b, warm_start) -> multipliers``.
     h : array, shape (..., t), optional
         Right-hand side. To first order, a negative entry allows the loss of its row to rise, and a positive
-        entry requires the loss to fall. A positive h can be infeasible.
+        entry requires the loss to fall. A positive h can be infeasible. ``-inf`` switches a row off.
     margin : float or array, shape (..., t), default 0
         GEM's memory strength: a lower bound on the multipliers. The result is the projection of
         ``g + G.T @ margin``. Equality constraints ignore it.
@@ -101,12 +101,7 @@ def solve_dual(
     problem = check_problem(G, g, metric)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-    sol = solve(measure(problem), options, start)
-    # Certificates need a more accurate K than multipliers do.
-    chosen = uncertified(sol) if problem.host and problem.t else None
-    if chosen is not None and np.count_nonzero(chosen):
-        sol = return_to_rows(problem, sol, chosen)
-    return sol.to(problem.to_caller)
+    return solve(measure(problem), options, start).to(problem.to_caller)
 
 
 def solve_gram(
@@ -162,149 +157,155 @@ def solve_gram(
 
 
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
-    """Return the dual solution of a measured problem; on the CPU, read G again if K is ill-conditioned.
+    """Return the dual solution of a measured problem.
 
-    On the CPU all arrays of the result are NumPy arrays. Rows that are not finite, or whose squares overflow,
-    raise on the CPU and are left out on a device. Squares that underflow raise on the CPU only.
+    On the CPU all arrays of the result are NumPy arrays. A device is read, once, by the exact method with more
+    than 8 rows, a penalty or an equality. Rows that are not finite, or whose squares overflow, raise if their
+    values are read, and are left out otherwise. Squares that underflow raise on the CPU only.
     """
-    gram, rows, exact, kept = measured.gram, measured.rows, isinstance(options.method, Exact), None
-    host = isinstance(gram.b, np.ndarray)
-    if host:
-        check_range(gram, rows)
-    else:
-        K, b, kept = stage_two(gram.b).drop_not_finite(gram.K, gram.b)
-        gram = gram._replace(K=K, b=b)
+    gram, method, host = measured.gram, options.method, isinstance(measured.gram.b, np.ndarray)
+    exact = type(method) is Exact  # a class derived from it need not be exact
+    if exact and not host and not enumerable(gram.b, options):
+        *read, start = fetch([*gram, start])
+        return solve(measured._replace(gram=Gram(*read)), options, start).to(measured.to_caller)
     bounds = make_bounds(options, gram.b)
-    if kept is not None and bounds.h is not None:
-        bounds = bounds._replace(h=namespace(kept).where(kept, bounds.h, 0.0))
-    found = _run(gram, bounds, options.method, start, measured.to_caller)
-    lam, status = found.multipliers, found.status
-    # Rows that were left out have norm zero, and the exact method gives them the multiplier zero.
-    if (kept is not None and not exact) or bounds is not PLAIN or lam.dtype is not gram.b.dtype:
-        lam = _multipliers(gram, bounds, lam, kept)
-    if not host:
-        status = partial(_status_on_device, status, kept)
-    sol = DualSolution(lam, gram, bounds, found.iterations, status, measured.rounding, exact)
-    if rows is not None and exact and options.method.refine:
-        sol = refine_directly(rows, sol, options.method.refine)
-    if not (exact and host):
-        return sol
-    if rows is not None and rows.t:
-        chosen = ill_conditioned(rows, sol, found.resolution)
-        if chosen is not None and np.count_nonzero(chosen):
-            sol = return_to_rows(rows, sol, chosen)
-    if bounds.equality is not None and bounds.upper is not None:
-        sol = replace(sol, _status=sol.status | cancelled_by_penalty(sol) * int(Status.STALLED))
-    if bounds.h is not None:
-        refuse_infeasible(sol, bounds.h)
+    if host:
+        check_range(gram, measured.rows)
+        if exact:
+            return _search(measured, bounds, start)
+    return _run(measured, bounds, method, start)
+
+
+def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolution:
+    """Return the exact solution on the CPU, in coordinates from K, or from G where K does not resolve the rows.
+
+    A problem with no more columns than rows is solved in its own coordinates at once.
+    """
+    (K, b, gg), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
+    t, batch = b.shape[-1], b.shape[:-1]
+    norms = np.sqrt(np.diagonal(K, axis1=-2, axis2=-1))
+    if lower is not None:
+        _check_margin(K, b, lower)
+    right = None if h is None else np.where(bounds.off, 0.0, h)
+    flat = [None if a is None else np.reshape(a, (-1, t)) for a in (b, right, lower, upper, start)]
+    asked = None if h is None else np.reshape(bounds.asked(np.broadcast_to(norms, b.shape)), -1)
+    dual, rows = Dual(True, K.reshape(-1, t, t), *flat, asked), None
+    small = problem is not None and problem.columns * (t + 1) <= SMALL
+    if problem is not None and 0 < problem.columns <= t and (small or not batch):
+        rows = own_rows(problem)
+        lam, found = search(dual._replace(of_gram=False, rows=rows.V, linear=rows.a))
+    else:
+        lam, found = search(dual)
+        if problem is not None and t:
+            trusted = TRUST_SMALL if small else RESOLVED
+            chosen = (found[:, 2] < trusted) | (found[:, 0] > 0)
+            if chosen.any():
+                rows = from_rows(problem, measured.gram, measured.rounding, chosen.reshape(batch))
+                again = dual.of(rows.V, rows.a, chosen, np.where(found[:, :1] < INFEASIBLE, lam, 0.0))
+                lam[chosen], found[chosen] = search(again)
+    status, lam = found[:, 0].astype(np.int64), lam.reshape(b.shape)
+    if rows is None:
+        status[found[:, 2] < RESOLVED] |= int(Status.UNRESOLVED)
+    status = status.reshape(batch)
+    if h is not None or (status >= INFEASIBLE).any():
+        slight = _refuse_infeasible(bounds, norms, lam, status)
+        if slight is not None:
+            return _search(measured, bounds.without(slight), start)
+        lam = np.where((status >= INFEASIBLE)[..., None], 0.0, lam)
+        status = np.where(status >= INFEASIBLE, int(Status.STALLED), status)
+        if upper is not None and h is not None:  # a zero row with a penalty and h > 0 stays violated
+            lam = np.where((norms == 0) & (h > 0) & np.isfinite(upper), upper, lam)
+    pivots = found[:, 1].astype(np.int64).reshape(batch)
+    sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
+    if rows is not None:
+        loses = EPS * np.sum(np.abs(lam) * norms, axis=-1) > LOST * sol.size()
+        if loses.any():
+            sol = replace(sol, _rows=rows.corrected(sol.free, loses))
     return sol
 
 
-def _run(
-    gram: Gram, bounds: Bounds, method: Any, start: Array | None, to_caller: Callable[[Array], Array]
-) -> Outcome:
-    """Return the outcome of a method on the standard form, with multipliers relative to the lower bounds."""
-    exact = isinstance(method, Exact)
-    reach = REACH if exact and isinstance(gram.b, np.ndarray) else LOOSE
-    dual, cut = standard_form(gram.K, gram.b, bounds, reach)
+def _refuse_infeasible(
+    bounds: Bounds, norms: np.ndarray, rays: np.ndarray, status: np.ndarray
+) -> np.ndarray | None:
+    """Raise for an infeasible h, and name the contradicting rows.
+
+    Rows at the level of rounding of all other rows, in norm and in h, do not count: return the mask (..., t) of
+    such rows if there would be no contradiction without them, else None.
+    """
+    lower, upper, h = bounds
+    if h is None:
+        return None
+    norms = np.broadcast_to(norms, h.shape)
+    size = np.where(bounds.off, 0.0, np.abs(h))
+    slight = norms <= SLIGHT * np.max(norms, axis=-1, keepdims=True)
+    slight &= size <= SLIGHT * np.max(size, axis=-1, keepdims=True)
+    void = (norms == 0) & (h > 0 if lower is None else np.where(np.isinf(lower), h != 0, h > 0))
+    void &= ~slight & ~bounds.off & (True if upper is None else np.isinf(upper))
+    off = np.zeros(h.shape, dtype=bool)
+    for i in map(tuple, np.argwhere((status >= INFEASIBLE) | void.any(axis=-1)).tolist()):
+        rows = np.flatnonzero(void[i])
+        if not len(rows):
+            rows = np.flatnonzero(np.abs(rays[i]) > 1e-10 * np.abs(rays[i]).max())
+            if slight[i][rows].any():
+                off[i][rows] = slight[i][rows]
+                continue
+        where = f" of problem {i if len(i) > 1 else i[0]}" if i else ""
+        named = ", ".join(map(str, rows[:NAMED])) + (
+            f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+        )
+        found = f"row {named}{where}" if len(rows) == 1 else f"rows {named}{where} at once"
+        raise ValueError(
+            f"h is infeasible: no x satisfies G @ x >= h in {found}. "
+            "Lower h there, or set a penalty to allow violations."
+        )
+    return off if off.any() else None
+
+
+def _check_margin(K: np.ndarray, b: np.ndarray, lower: np.ndarray) -> None:
+    """Raise if ``g + G'margin`` overflows."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        moved = b + matvec(K, np.where(np.isinf(lower), 0.0, lower))
+    if not np.isfinite(moved).all():
+        raise ValueError(
+            "margin, or the penalty of an equality, times the rows of G overflows. Lower it, or scale G "
+            "and g down."
+        )
+
+
+def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -> DualSolution:
+    """Return the solution of a method that takes the standard form; nothing is read from a device.
+
+    Rows that are not finite or switched off are left out: they get norm zero and the multiplier zero.
+    """
+    gram, xp, host = measured.gram, namespace(measured.gram.b), isinstance(measured.gram.b, np.ndarray)
+    K, b, kept, exact = gram.K, gram.b, None, type(method) is Exact
+    if (bounds.h is not None and bounds.off.any()) if host else (bounds.lower is not None or not exact):
+        K, b, kept = drop_rows(K, b, bounds.off)
+    dual, shift = standard_form(K, b, bounds)
     if start is not None:
-        xp = namespace(start)
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
-        start = clip(start if bounds.base is None else start - bounds.base, dual.lower, dual.upper)
-    if exact and cut is not None:
-        return _solve_cut(gram, bounds, method, dual, cut, start)
-    if isinstance(method, Method):
-        return stage_two(dual.b).solve(method, dual, start)
-    return call(method, dual.K, dual.b, start, to_caller)
-
-
-def _multipliers(gram: Gram, bounds: Bounds, lam: Array, kept: Array | None) -> Array:
-    """Return the multipliers of the given problem, from the multipliers `lam` of its standard form."""
-    xp = namespace(gram.b)
-    lam = xp.astype(lam, gram.b.dtype, copy=False)  # a user's method may return another dtype
-    if bounds.base is not None:
-        lam = lam + bounds.base
-    if bounds.upper is not None:  # scaling has rounded multipliers at their upper bound
+        start = clip(start if shift is None else start - shift, dual.lower, dual.upper)
+    if exact:
+        lam, iterations, status = solve_few(dual.K, dual.b), 0, None  # also leaves out rows that are not finite
+    elif isinstance(method, Method):
+        lam, iterations, status = method.solve(*dual, start)
+    else:
+        lam, iterations, status = call(method, dual.K, dual.b, start, measured.to_caller)
+    lam = xp.astype(lam, b.dtype, copy=False)  # a user's method may return another dtype
+    if shift is not None:
+        lam = lam + shift
+    if bounds.upper is not None:  # the shift has rounded multipliers at their upper bound
         lam = snap(lam, bounds.upper)
         if bounds.h is not None:  # a zero row with a penalty and h > 0 stays violated
-            void = (xp.linalg.diagonal(gram.K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
+            void = (xp.linalg.diagonal(K) == 0) & (bounds.h > 0) & xp.isfinite(bounds.upper)
             lam = xp.where(void, bounds.upper, lam)
-    return lam if kept is None else xp.where(kept, lam, xp.zeros_like(lam))
+    if kept is not None:
+        lam = xp.where(kept, lam, xp.zeros_like(lam))
+    iterations, status = (_of_each(a, gram.gg) for a in (iterations, status))
+    return DualSolution(lam, gram, bounds, iterations, status, measured.rounding, exact)
 
 
-def _status_on_device(found: Any, kept: Array, sol: DualSolution) -> Array:
-    """Return the method's status of each problem, with flags for dropped rows and an infeasible h."""
-    xp, bounds = namespace(kept), sol.bounds
-    status = _now(found)
-    flags = {Status.ROW_DROPPED: ~xp.all(kept, axis=-1)}
-    if sol._exact and (bounds.h is not None or (bounds.equality is not None and bounds.upper is not None)):
-        # The residual is that of the given problem. The method has solved a problem with cut rows and shifted
-        # lower bounds, and this shift loses digits if an equality has a large penalty.
-        flags[Status.STALLED] = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(sol.multipliers.dtype).eps
-    if sol._exact and bounds.h is not None:
-        flags[Status.INFEASIBLE] = infeasible(sol, bounds.h, (status & int(Status.STALLED)) > 0)
-    for flag, where in flags.items():
-        status = status | xp.astype(where, xp.int64) * int(flag)
-    return status
-
-
-def _now(status: Any) -> Any:
-    """Return the status of an `Outcome`, which may be a function that returns it."""
-    return status() if callable(status) else status
-
-
-def _status_of_cut(found: Any, dual: Standard, cut: Array, lam: Array) -> Array:
-    """Return the status of each problem, with STALLED if the solution depends on the cut of its rows."""
-    xp = namespace(lam)
-    return _now(found) | xp.astype(overstepped(dual, cut, lam), xp.int64) * int(Status.STALLED)
-
-
-def _solve_cut(
-    gram: Gram, bounds: Bounds, method: Exact, dual: Standard, cut: Array, start: Array | None
-) -> Outcome:
-    """Return the outcome of the exact method for a problem with cut rows, see `standard_form`.
-
-    If the solution depends on the cut, the status is STALLED. On the CPU the problem is first solved again
-    with a higher limit.
-    """
-    if not isinstance(cut, np.ndarray):
-        found = _solve_on_device(gram, bounds, method, dual, start)
-        return found._replace(status=partial(_status_of_cut, found.status, dual, cut, found.multipliers))
-    reach = np.asarray(REACH)
-    while True:
-        found = stage_two(dual.b).solve(method, dual, start)
-        status = _status_of_cut(found.status, dual, cut, found.multipliers)
-        found = found._replace(status=status)
-        if np.max(reach) >= LOOSE / WIDER:
-            return found
-        again = (found.status & int(Status.STALLED) > 0) & cut.any(axis=-1)
-        if not again.any():
-            return found
-        # Only these problems get a higher limit, so other results keep their bits.
-        reach = np.where(again[..., None], reach * WIDER, reach)
-        dual, cut = standard_form(gram.K, gram.b, bounds, reach)
-
-
-def _solve_on_device(
-    gram: Gram, bounds: Bounds, method: Exact, dual: Standard, start: Array | None
-) -> Outcome:
-    """Return the outcome on a device; no value is read to decide on a second solve.
-
-    Few rows are solved by enumeration, with the limit LOOSE of `standard_form`. More rows are solved on the
-    CPU with both limits, LOOSE and REACH, in one copy. The solution for REACH is more accurate, and is used
-    if it is optimal and does not depend on the cut.
-    """
-    solve, xp = stage_two(dual.b).solve, namespace(dual.b)
-    if enumerable(dual.b.shape[-1], dual.upper):
-        return solve(method, dual, start)
-    near, cut = standard_form(gram.K, gram.b, bounds, REACH)
-    both = solve(method, near._replace(b=xp.stack([near.b, dual.b])), start)
-    unit = normalise(*near, both.multipliers[0, ...])
-    missed = exact_status(unit.start, matvec(unit.K, unit.start) + unit.b, unit.lower, unit.upper) > 0
-    again = missed | overstepped(near, cut, both.multipliers[0, ...])
-
-    def chosen(a: Array, where: Array = again) -> Array:
-        return xp.where(where, a[1, ...], a[0, ...])
-
-    lam = chosen(both.multipliers, again[..., None])
-    return Outcome(lam, chosen(both.iterations), lambda: chosen(_now(both.status)))
+def _of_each(value: Any, like: Array) -> Any:
+    """Return a number as an array of integers, one per problem; arrays and None are returned unchanged."""
+    xp = namespace(like)
+    return xp.full_like(like, value, dtype=xp.int64) if isinstance(value, int) else value

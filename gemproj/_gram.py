@@ -20,7 +20,7 @@ from gemproj._arrays import (
     wide_dtype,
 )
 from gemproj._checks import refuse_masked
-from gemproj._constants import WIDE_RANGE
+from gemproj._constants import EPS, WIDE_RANGE, WIDE_ROUNDING
 from gemproj._problem import Problem, check_problem
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, Measured, inverse
@@ -60,7 +60,8 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 def measure(problem: Problem) -> Measured:
     """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G."""
-    return Measured(*select(problem).gram(problem), problem.to_caller, problem)
+    rounding = WIDE_ROUNDING / EPS * float(problem.xp.finfo(problem.wide).eps)
+    return Measured(select(problem).gram(problem), rounding, problem.to_caller, problem)
 
 
 def check_range(gram: Gram, problem: Problem | None) -> None:

@@ -12,9 +12,18 @@ import numpy as np
 from gemproj import _certificate
 from gemproj._arrays import Array, device_of, from_numpy, namespace, on_host, to_numpy
 from gemproj._bounds import Bounds
-from gemproj._constants import EPS, GRAM_RESOLVES, ROWS_RESOLVE, WIDE_ROUNDING
-from gemproj._coordinates import from_gram, settle, unit_rows
-from gemproj._tspace import Gram, inverse, matvec
+from gemproj._constants import (
+    EPS,
+    GRAM_RESOLVES,
+    MISSED,
+    NEAR_ZERO,
+    OPTIMAL_WITHIN,
+    RESOLVED,
+    ROWS_RESOLVE,
+    WIDE_ROUNDING,
+)
+from gemproj._coordinates import Rows, dual_basis, from_gram
+from gemproj._tspace import Gram, drop_rows, inverse, matvec, smallest_pivot
 from gemproj.methods._method import Status
 
 
@@ -30,8 +39,8 @@ class DualSolution:
         ``K = G G'``, ``b = G g`` and ``gg = |g|^2``, see `gemproj.gram`.
     bounds : Bounds
         Bounds of the multipliers, and the right-hand side h; `lower` and `upper` return them as arrays.
-    iterations : int or array, shape (...)
-        Steps or pivots of the method; 0 for enumeration, which has none.
+    iterations : array, shape (...)
+        Steps or pivots of the method; 0 on a device that was not read.
 
     Notes
     -----
@@ -44,17 +53,11 @@ class DualSolution:
     gram: Gram
     bounds: Bounds
     iterations: Any
-    # An array, or one int for all problems. On a device also a function that computes the status from this
-    # solution on demand, because `project` never reads the status.
-    _status: Any
+    _status: Any  # None on a device that was not read: computed on demand, because `project` never needs it
     _rounding: float = WIDE_ROUNDING
     # Whether the method is exact. If so, the free rows have zero slack, and x may be moved to satisfy that.
     _exact: bool = False
-    # Coordinates (..., t + 1, t + 1) of [G; g] for problems with an ill-conditioned K, else zeros.
-    _coordinates: np.ndarray | None = None
-    # K_PP^+ of the free rows P as two factors (..., 2, t, t) for the problems solved in coordinates, else
-    # zeros. It maps the slack of x to a correction of the multipliers.
-    _correction: np.ndarray | None = None
+    _rows: Rows | None = None
 
     def __repr__(self) -> str:
         t, batch, device = self.multipliers.shape[-1], tuple(self.gram.gg.shape), device_of(self.gram.gg)
@@ -74,22 +77,15 @@ class DualSolution:
     @property
     def status(self) -> Array:
         """Status of each problem, a `gemproj.Status` as int, shape (...)."""
-        found, gg = self._status, self.gram.gg
-        if callable(found):
-            found = found(self)
-        if isinstance(found, int):
-            xp = namespace(gg)
-            found = xp.full(tuple(gg.shape), found, dtype=xp.int64, device=device_of(gg))
-        object.__setattr__(self, "_status", found)
-        return found
+        if self._status is None:
+            object.__setattr__(self, "_status", self._status_on_device())
+        return self._status
 
     @property
     def lower(self) -> Array:
-        """Lower bounds of the multipliers, shape (..., t): 0, the margin, or -inf for an equality."""
-        lam, base, unbounded = self.multipliers, self.bounds.base, self.bounds.unbounded
-        xp = namespace(lam)
-        lower = xp.zeros_like(lam) if base is None else base
-        return lower if unbounded is None else xp.where(unbounded, xp.full_like(lam, -math.inf), lower)
+        """Lower bounds of the multipliers, shape (..., t): 0, the margin, or for an equality -inf or -penalty."""
+        lam, lower = self.multipliers, self.bounds.lower
+        return namespace(lam).zeros_like(lam) if lower is None else lower
 
     @property
     def upper(self) -> Array:
@@ -103,9 +99,8 @@ class DualSolution:
 
         An equality constraint is active if its multiplier is not zero.
         """
-        lam, equality, xp = self.multipliers, self.bounds.equality, namespace(self.multipliers)
-        active = lam > (0 if self.bounds.base is None else self.bounds.base)
-        return active if equality is None else xp.where(equality, lam != 0, active)
+        lam, lower = self.multipliers, self.bounds.lower
+        return lam > 0 if lower is None else namespace(lam).where(lower < 0, lam != 0, lam > lower)
 
     @property
     def violated(self) -> Array:
@@ -124,18 +119,18 @@ class DualSolution:
 
     @property
     def refined(self) -> Array:
-        """Boolean (...): True for problems whose G was read again, on the CPU, because K is ill-conditioned.
+        """Boolean (...): True for problems that were solved in coordinates from G instead of K.
 
-        This is independent of ``Exact(refine=...)``.
+        These are problems whose K is ill-conditioned, and those with no more columns than rows.
         """
-        xp, device = namespace(self.status), device_of(self.status)
-        if self._coordinates is None:
-            return xp.zeros_like(self.status, dtype=xp.bool)
-        return from_numpy(self._coordinates.any(axis=(-2, -1)), xp, device)
+        gg = self.gram.gg
+        where = np.zeros(tuple(gg.shape), dtype=bool) if self._rows is None else self._rows.where
+        return from_numpy(where, namespace(gg), device_of(gg))
 
     def slack(self) -> Array:
         """Return ``G @ x - h``, shape (..., t); negative where x violates a constraint."""
-        return self._slack()[0]
+        s, off = self._slack()[0], self.bounds.off
+        return s if off is None else namespace(s).where(off, math.inf, s)
 
     def kkt_residual(self) -> Array:
         """Return the largest scale-free violation of the optimality conditions, shape (...).
@@ -144,14 +139,14 @@ class DualSolution:
         includes the distance of x from ``g + G.T @ lam``, which is caused by rounding of large multipliers.
         """
         s, moved = self._slack()
-        size, xp = self._size(), namespace(s)
-        norms = xp.sqrt(xp.linalg.diagonal(self.gram.K))
+        size, xp = self.size(), namespace(s)
+        norms = xp.sqrt(xp.linalg.diagonal(self._gram().K))
         found = _certificate.kkt_residual(norms, s, size, self.multipliers, self.lower, self.upper)
         return self._or_infinity(xp.maximum(found, moved * inverse(size)))
 
     def duality_gap(self) -> Array:
         """Return (primal - dual objective) / size^2, shape (...); can be negative if x is infeasible."""
-        (s, moved), size = self._slack(), self._size()
+        (s, moved), size = self._slack(), self.size()
         gap = _certificate.duality_gap(s, size, self.multipliers, self.lower, self.upper)
         return self._or_infinity(gap + (moved * inverse(size)) ** 2)
 
@@ -162,37 +157,34 @@ class DualSolution:
         computes in float64, before rounding to the dtype of g. If K does not determine the solution (nearly
         dependent rows, on a device), the bound is ``|x|``.
         """
-        known = from_gram(Gram(*map(to_numpy, self.gram)))
-        lam, lower, upper, size = map(to_numpy, (self.multipliers, self.lower, self.upper, self._size()))
-        h = None if self.bounds.h is None else to_numpy(self.bounds.h)
-        bound = np.zeros(size.shape)
+        gram = Gram(*map(to_numpy, self._gram()))
+        known, size = from_gram(gram), to_numpy(self.size())
+        bounds = Bounds(*(None if a is None else to_numpy(a) for a in self.bounds))
+        lam, lower, upper = map(to_numpy, (self.multipliers, self.lower, self.upper))
+        h = np.zeros_like(lam) if bounds.h is None else np.where(bounds.off, 0.0, bounds.h)
+        asked = bounds.asked(np.broadcast_to(np.sqrt(np.diagonal(gram.K, axis1=-2, axis2=-1)), lam.shape))
+        bound, number = np.zeros(size.shape), 0
         for i in np.ndindex(size.shape):
-            F, rounding, resolves = known[i], self._rounding, GRAM_RESOLVES
-            if self._coordinates is not None and self._coordinates[i].any():
-                F, rounding, resolves = self._coordinates[i], ROWS_RESOLVE, ROWS_RESOLVE
-            unit = unit_rows(F, None if h is None else h[i], lower[i], upper[i], lam[i])
-            if unit is None or size[i] == 0.0:
-                continue
-            # ``g + G'margin`` may cancel digits: rounding is then relative to the sum of the norms.
-            lengths = np.linalg.norm(F, axis=0)
-            whole = lengths[-1] + float(np.abs(unit.base) @ lengths[:-1])
-            rounding = rounding * max(1.0, whole / unit.size)
-            found = _certificate.error_bound(*unit[:6], rounding=rounding, resolves=resolves)
-            bound[i] = found * unit.size / size[i]
+            V, a, rounding, resolves = known[i][:-1], known[i][-1], self._rounding, GRAM_RESOLVES
+            if self._rows is not None and self._rows.where[i]:
+                V, a = self._rows.V[number if len(self._rows.V) > 1 else 0], self._rows.a[number]
+                rounding, resolves, number = ROWS_RESOLVE, ROWS_RESOLVE, number + 1
+            if size[i]:
+                bound[i] = _certificate.error_bound(
+                    V, a, h[i], lam[i], lower[i], upper[i], asked[i], rounding, resolves
+                ) / size[i]
         return self._or_infinity(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
         """Return the cosine between g and x, shape (...); 1 if g is zero, 0 if x is zero to rounding."""
-        cosine, zero = _certificate.cosine(self.gram, self.multipliers), self._vanishes()
+        cosine, zero = _certificate.cosine(self._gram(), self.multipliers), self._vanishes()
         return namespace(zero).where(zero & (self.gram.gg > 0), cosine * 0.0, cosine)
 
     def to(self, move: Callable[[Array], Array]) -> DualSolution:
-        """Return this solution with its NumPy arrays converted by `move` to the library of the caller."""
+        """Return this solution with its arrays converted by `move`."""
 
         def moved(a: Any) -> Any:
-            if isinstance(a, tuple):  # Gram and Bounds
-                return type(a)(*map(moved, a))
-            return move(a) if isinstance(a, np.ndarray | np.generic) else a
+            return type(a)(*map(moved, a)) if isinstance(a, tuple) else a if a is None else move(a)
 
         lam = move(self.multipliers)
         if lam is self.multipliers:
@@ -200,58 +192,90 @@ class DualSolution:
         gram, bounds, iterations, status = map(moved, (self.gram, self.bounds, self.iterations, self._status))
         return replace(self, multipliers=lam, gram=gram, bounds=bounds, iterations=iterations, _status=status)
 
-    def _size(self) -> Array:
+    def dual_basis(self) -> Array:
+        """Return F, (..., t, t), with ``F'F = K_PP^-1`` for the free rows P, and zeros elsewhere; on the CPU."""
+        lam, free, known = self.multipliers, to_numpy(self.free), from_gram(Gram(*map(to_numpy, self._gram())))
+        found, number = np.zeros((*lam.shape, lam.shape[-1])), 0
+        for i in np.ndindex(lam.shape[:-1]):
+            V = known[i][:-1]
+            if self._rows is not None and self._rows.where[i]:
+                V, number = self._rows.V[number if len(self._rows.V) > 1 else 0], number + 1
+            found[i] = dual_basis(V, free[i])
+        return from_numpy(found, namespace(lam), device_of(lam))
+
+    def size(self) -> Array:
         """Return the size of the problem, shape (...), to which certificates are relative; see Notes."""
-        K, b, gg = self.gram
-        xp, base, h = namespace(gg), self.bounds.base, self.bounds.h
-        if base is not None:
-            margin = xp.maximum(base, xp.zeros_like(base))
+        (K, b, gg), lower = self._gram(), self.bounds.lower
+        xp = namespace(gg)
+        if lower is not None:
+            margin = xp.maximum(lower, xp.zeros_like(lower))
             gg = gg + xp.sum(margin * (2.0 * b + matvec(K, margin)), axis=-1)
         size = xp.sqrt(xp.maximum(gg, xp.zeros_like(gg)))
-        if h is not None and h.shape[-1]:
-            demand = xp.maximum(h, xp.zeros_like(h))
-            if self.bounds.equality is not None:
-                demand = xp.where(self.bounds.equality, xp.abs(h), demand)
-            size = xp.maximum(size, xp.max(demand * inverse(xp.sqrt(xp.linalg.diagonal(K))), axis=-1))
-        return size
+        if self.bounds.h is None:
+            return size
+        norms = xp.sqrt(xp.linalg.diagonal(K))
+        return xp.maximum(size, self.bounds.asked(xp.broadcast_to(norms, self.multipliers.shape)))
+
+    def _gram(self) -> Gram:
+        """Return K, b and |g|^2; on a device, rows that are not finite are zero."""
+        K, b, gg = self.gram
+        return self.gram if on_host(device_of(gg)) else Gram(*drop_rows(K, b)[:2], gg)
 
     def _or_infinity(self, value: Array) -> Array:
         """Return a certificate, with infinity for problems of size zero whose x is not zero."""
         xp = namespace(value)
-        undefined = (self._size() == 0) & ~self._vanishes()
+        undefined = (self.size() == 0) & ~self._vanishes()
         return xp.where(undefined, xp.full_like(value, math.inf), value)
 
     def _vanishes(self) -> Array:
         """Return the mask (...) of problems whose x is zero, to the rounding of K."""
-        (K, b, gg), lam = self.gram, self.multipliers
+        (K, b, gg), lam, lower = self._gram(), self.multipliers, self.bounds.lower
         xp = namespace(gg)
         square = gg + xp.sum(lam * (2.0 * b + matvec(K, lam)), axis=-1)
         lengths = lam * xp.sqrt(xp.linalg.diagonal(K))
         whole, most = gg + xp.sum(lengths * lengths, axis=-1), 8 * (lam.shape[-1] + 1)
         zero = square <= most * self._rounding * whole
-        if self.bounds.base is not None:  # lam = base + mu has the rounding of base
-            origin = self.bounds.base * xp.sqrt(xp.linalg.diagonal(K))
+        if lower is not None:  # lam has the rounding of the margin
+            origin = xp.where(xp.isfinite(lower), lower, 0.0) * xp.sqrt(xp.linalg.diagonal(K))
             zero = zero | (square <= (most * EPS) ** 2 * xp.sum(origin * origin, axis=-1))
         return zero
 
     def _slack(self) -> tuple[Array, Array]:
-        """Return the slack ``G x - h`` (..., t), and the rounding error of ``g + G'lam`` (...)."""
-        (K, b, gg), lam, h = self.gram, self.multipliers, self.bounds.h
-        xp = namespace(gg)
-        s = matvec(K, lam) + (b if h is None else b - h)
-        # This error is negligible for an exact method without coordinates. The loop handles coordinates.
-        moved = xp.zeros_like(gg)
-        if not self._exact:
+        """Return the slack ``G x - h`` (..., t), and the rounding error of ``g + G'lam`` (...).
+
+        Rows that are switched off have zero. In coordinates, x is computed as in stage 3.
+        """
+        (K, b, gg), lam, (_, _, h) = self._gram(), self.multipliers, self.bounds
+        xp, off = namespace(gg), self.bounds.off
+        h = xp.zeros_like(b) if off is None else xp.where(off, xp.zeros_like(h), h)
+        s, moved = matvec(K, lam) + b - h, xp.zeros_like(gg)
+        if not self._exact:  # this error is negligible for an exact method without coordinates
             moved = EPS * xp.sum(xp.abs(lam) * xp.sqrt(xp.linalg.diagonal(K)), axis=-1)
-        if self._coordinates is None:
-            return s, moved
-        s, moved, lam, free = (np.array(to_numpy(a)) for a in (s, moved, self.multipliers, self.free))
-        right = None if h is None else to_numpy(h)
-        for i in map(tuple, np.argwhere(self._coordinates.any(axis=(-2, -1)))):
-            A, a = self._coordinates[i][:, :-1], self._coordinates[i][:, -1]
-            here = None if right is None else right[i]
-            x, away = settle(A, a, lam[i], free[i] & self._exact, here)
-            moved[i] += away
-            s[i] = A.T @ x - (0.0 if here is None else here)
-        device = device_of(gg)
-        return from_numpy(s, xp, device), from_numpy(moved, xp, device)
+        if self._rows is not None:
+            found = s, moved, lam, self.free, h
+            s, moved, lam, free, h = (np.broadcast_to(to_numpy(a), a.shape).copy() for a in found)
+            where, V, a, _ = self._rows
+            x = a + np.matmul(lam[where][:, None, :], V)[:, 0]
+            there = np.matmul(V, x[..., None])[..., 0] - h[where]
+            step = np.matmul(self._rows.step(np.where(free[where], there, 0.0))[:, None, :], V)[:, 0]
+            moved[where] += np.linalg.norm(step, axis=-1)
+            s[where] = np.matmul(V, (x + step)[..., None])[..., 0] - h[where]
+            s, moved = (from_numpy(v, xp, device_of(gg)) for v in (s, moved))
+        return s if off is None else xp.where(off, xp.zeros_like(s), s), moved
+
+    def _status_on_device(self) -> Array:
+        """Return the status of a solution on a device; nothing is read."""
+        K, b, kept = drop_rows(self.gram.K, self.gram.b)
+        xp, lam, residual = namespace(b), self.multipliers, self.kkt_residual()
+        norms = xp.sqrt(xp.linalg.diagonal(K))
+        size = self.size()[..., None] + xp.sum(xp.abs(lam) * norms, axis=-1, keepdims=True)
+        near = (norms > 0) & (self.active | (self._slack()[0] <= NEAR_ZERO * norms * size))
+        cosines = K * inverse(norms)[..., :, None] * inverse(norms)[..., None, :]
+        flags = {
+            Status.STALLED: residual > OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps,
+            Status.ROW_DROPPED: ~xp.all(kept, axis=-1),
+            Status.UNRESOLVED: smallest_pivot(cosines, near) < RESOLVED**2,
+        }
+        if self.bounds.h is not None:
+            flags[Status.INFEASIBLE] = residual > MISSED
+        return sum(xp.astype(where, xp.int64) * int(flag) for flag, where in flags.items())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, namespace
+from gemproj._arrays import Array, device_of, namespace, to_numpy
 from gemproj._constants import DEPENDENT
 
 
@@ -65,6 +65,24 @@ class Standard(NamedTuple):
     b: Array
     lower: Array | None
     upper: Array | None
+
+
+class Dual(NamedTuple):
+    """A flat batch of dual problems for `gemproj._search`, which describes the arrays; None for the default."""
+
+    of_gram: bool
+    rows: np.ndarray
+    linear: np.ndarray
+    h: np.ndarray | None = None
+    lower: np.ndarray | None = None
+    upper: np.ndarray | None = None
+    start: np.ndarray | None = None
+    asked: np.ndarray | None = None
+
+    def of(self, V: np.ndarray, a: np.ndarray, chosen: np.ndarray, start: np.ndarray) -> Dual:
+        """Return the problems of a mask, in coordinates V and a, with a start for all problems."""
+        given = (self.h, self.lower, self.upper, start, self.asked)
+        return Dual(False, V, a, *(None if v is None else v[chosen] for v in given))
 
 
 class Unit(NamedTuple):
@@ -145,60 +163,10 @@ def clip(lam: Array, lower: Array | None, upper: Array | None) -> Array:
     return lam if upper is None else xp.minimum(lam, upper)
 
 
-def natural_residual(lam: Array, s: Array, lower: Array | None, upper: Array | None) -> Array:
-    """Return the natural residual, max |lam - clip(lam - s)| for s = K lam + b, shape (...)."""
-    xp = namespace(lam)
-    return xp.max(xp.abs(lam - clip(lam - s, lower, upper)), axis=-1)
-
-
-def complementarity(lam: Array, s: Array, upper: Array | None) -> Array:
-    """Return the complementarity, max |lam s|, shape (...); zero at the solution."""
-    xp = namespace(lam)
-    if upper is not None:  # at the upper bound a negative slack is optimal
-        s = xp.where(snap(lam, upper) >= upper, xp.maximum(s, xp.zeros_like(s)), s)
-    return xp.max(xp.abs(lam * s), axis=-1)
-
-
 def snap(lam: Array, upper: Array) -> Array:
     """Return lam, with multipliers that equal their upper bound to rounding set to this bound."""
     xp = namespace(lam)
     return xp.where(lam >= upper * (1.0 - 1e-15), upper, lam)
-
-
-def dependent_below(tableau: Array) -> float:
-    """Return the pivot below which a row counts as numerically dependent, for the dtype of the tableau."""
-    return DEPENDENT * float(namespace(tableau).finfo(tableau.dtype).eps)
-
-
-def sweep(tableau: Array, k: int) -> Array:
-    """Return the tableau (..., t, t + 1) swept on row k: pivoted on its k-th diagonal entry.
-
-    This adds row k to the free rows P. The tableau holds ``K_PP^-1`` and ``K_PP^-1 b_P = -lam_P`` in the rows
-    of P, and the Schur complement and s = K lam + b in the other rows.
-    """
-    xp = namespace(tableau)
-    pivot = tableau[..., k, k]
-    pivot = xp.where(pivot > dependent_below(tableau), pivot, xp.ones_like(pivot))[..., None]
-    row = tableau[..., k, :] / pivot
-    column = tableau[..., :, k] + 0.0
-    column[..., k : k + 1] = 0.0  # with the index k, torch would copy 0.0 from the host and synchronise
-    swept = tableau - column[..., :, None] * row[..., None, :]
-    swept[..., :, k] = -column / pivot
-    swept[..., k, :] = row
-    swept[..., k, k] = 1.0 / pivot[..., 0]
-    return swept
-
-
-def inverse_of(K: Array, rows: Array) -> Array:
-    """Return ``K_PP^-1`` (..., t, t) for the rows P of a mask (..., t), zero outside of P."""
-    xp = namespace(K)
-    per_norm = inverse(xp.sqrt(xp.linalg.diagonal(K)))
-    rows = rows & (per_norm > 0)
-    scale = per_norm[..., :, None] * per_norm[..., None, :]
-    tableau = submatrix(K * scale, rows)
-    for k in range(K.shape[-1]):
-        tableau = sweep(tableau, k)
-    return xp.where(rows[..., :, None] & rows[..., None, :], tableau * scale, xp.zeros_like(tableau))
 
 
 def smallest_pivot(K: Array, rows: Array) -> Array:
@@ -209,7 +177,7 @@ def smallest_pivot(K: Array, rows: Array) -> Array:
     for k in range(K.shape[-1]):
         pivot = rest[..., k, k]
         smallest = xp.minimum(smallest, pivot)
-        pivot = xp.where(pivot > dependent_below(K), pivot, xp.ones_like(pivot))
+        pivot = xp.where(pivot > DEPENDENT * xp.finfo(K.dtype).eps, pivot, xp.ones_like(pivot))
         column = rest[..., :, k]
         rest = rest - column[..., :, None] * (column / pivot[..., None])[..., None, :]
     return smallest
@@ -220,3 +188,32 @@ def submatrix(K: Array, rows: Array) -> Array:
     xp = namespace(K)
     chosen = rows[..., :, None] & rows[..., None, :]
     return xp.where(chosen, K, identity_like(K))
+
+
+def drop_rows(K: Array, b: Array, off: Array | None = None) -> tuple[Array, Array, Array]:
+    """Return K and b with zeros for rows that are not finite or `off`, and the mask (..., t) of the other rows.
+
+    No value is read, so a device is not synchronised. If g is not finite, no entry of b is finite: all rows
+    are left out, and x is g.
+    """
+    xp = namespace(b)
+    kept, zero = xp.isfinite(xp.linalg.diagonal(K) + xp.abs(b)), xp.zeros_like(b)
+    rows = kept
+    if K.ndim <= b.ndim:  # one K for many b: if row i is finite but b_i is not, g is not finite
+        rows = xp.isfinite(xp.linalg.diagonal(K))
+        kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
+    if off is not None:
+        kept = kept & ~off
+        rows = kept if K.ndim > b.ndim else rows
+    K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))
+    return K, xp.where(kept, b, zero), kept
+
+
+def fetch(arrays: list[Array | None]) -> list[np.ndarray | None]:
+    """Return arrays of one dtype as NumPy arrays in float64, in one copy from their device."""
+    given = [a for a in arrays if a is not None]
+    xp = namespace(given[0])
+    flat = to_numpy(xp.concat([xp.reshape(a, (-1,)) for a in given])).astype(np.float64)
+    ends = np.cumsum([math.prod(a.shape) for a in given])
+    parts = iter(np.split(flat, ends[:-1]))
+    return [a if a is None else next(parts).reshape(tuple(a.shape)) for a in arrays]

@@ -1,4 +1,4 @@
-"""Choice of the backend: by the arrays of the problem for stages 1 and 3, by the device for stage 2.
+"""Choice of the backend, by the device and the arrays.
 
 ``portable`` supports every library and device. ``numba`` (extra `fast`) is the default on the CPU for
 NumPy and torch. ``triton`` is the default for torch on NVIDIA GPUs, where torch installs it.
@@ -16,21 +16,21 @@ import numpy as np
 
 from gemproj._arrays import Array, is_torch
 from gemproj._problem import Problem
-from gemproj._tspace import Gram
+from gemproj._tspace import Dual, Gram
 from gemproj.backends import portable
 from gemproj.backends.numba import installed, missing
 from gemproj.backends.portable import Portable
 from gemproj.backends.triton import available
 from gemproj.backends.triton import missing as no_kernels
 
-__all__ = ["Backend", "Portable", "select", "stage_two"]
+__all__ = ["Backend", "Portable", "search", "select", "solve_few"]
 
 _PORTABLE = Portable()
 wanted = os.environ.get("GEMPROJ_BACKEND", "")
 
 
 class Backend(Protocol):
-    """Stages 1 and 3 for the arrays of one problem.
+    """Stages 1 and 3 for the arrays of one problem; each backend's module has a function for stage 2.
 
     A backend must not keep a reference to its problem. The problem refers to the backend, and the reference
     cycle would keep G in memory until the next garbage collection.
@@ -38,8 +38,8 @@ class Backend(Protocol):
 
     name: str
 
-    def gram(self, problem: Problem) -> tuple[Gram, float]:
-        """Return K, b and |g|^2, and their relative rounding error (stage 1)."""
+    def gram(self, problem: Problem) -> Gram:
+        """Return K, b and |g|^2 (stage 1)."""
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, rounded once (stage 3); x may be g itself."""
@@ -49,17 +49,18 @@ def select(problem: Problem) -> Backend:
     """Return the backend of a problem, and store it in the problem for later stages."""
     if problem.backend is None:
         module = _on_host(wanted) if problem.host else _on_device(problem.vector[0], wanted)
-        found = None if module is None else module.bind(problem)
-        problem.backend = _PORTABLE if found is None else found
+        problem.backend = module.bind(problem) or _PORTABLE
     return problem.backend
 
 
-def stage_two(b: Array) -> Any:
-    """Return the module with the solver for the device of b.
+def search(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
+    """Return the multipliers (problems, t) and what was `found` (problems, 4); see `gemproj._search.solve`."""
+    return _on_host(wanted).solve(dual)
 
-    Its function `solve` takes the arguments of `portable.solve`. For devices it also has `drop_not_finite`.
-    """
-    return (_on_host(wanted) if isinstance(b, np.ndarray) else _on_device(b, wanted)) or portable
+
+def solve_few(K: Array, b: Array) -> Array:
+    """Return the solution for few rows on a device, which is not read; see `gemproj.backends.enumeration`."""
+    return _on_device(b, wanted).solve_few(K, b)
 
 
 def check_name(name: str) -> None:
@@ -70,7 +71,7 @@ def check_name(name: str) -> None:
 
 @lru_cache(maxsize=4)
 def _on_host(name: str) -> Any:
-    """Return the module of the numba backend, or None if numba is missing or switched off."""
+    """Return the module of the numba backend, or the portable one if numba is missing or switched off."""
     check_name(name)
     if name == "numba" and not installed():
         raise ImportError(f"GEMPROJ_BACKEND=numba is not available: {missing()}.")
@@ -78,18 +79,18 @@ def _on_host(name: str) -> Any:
         from gemproj.backends.numba import backend
 
         return backend
-    return None
+    return portable
 
 
 def _on_device(a: Array, name: str) -> Any:
-    """Return the module of the triton backend for arrays that its kernels can read, or None."""
+    """Return the module of the triton backend for arrays that its kernels can read, else the portable one."""
     check_name(name)
     if name == "portable" or not is_torch(a):
-        return None
+        return portable
     if available(a):
         from gemproj.backends.triton import backend
 
         return backend
     if name == "triton" and a.device.type == "cuda" and (reason := no_kernels(a.device)):
         raise ImportError(f"GEMPROJ_BACKEND=triton is not available: {reason}")
-    return None
+    return portable

@@ -7,13 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from gemproj import _search
 from gemproj._arrays import Array, namespace
-from gemproj._constants import CHUNK, EPS, LARGE, NARROW_RANGE, NARROW_ROUNDING, WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tiles import stacked, tiles
-from gemproj._tspace import Gram, Standard, times_rows
-from gemproj.methods import Exact, Method, Outcome
-from gemproj.methods.exact import solve_portable
+from gemproj._tspace import Dual, Gram, times_rows
+from gemproj.backends.enumeration import solve_few
+
+__all__ = ["Portable", "bind", "solve", "solve_few"]
+
+_FLOAT64, _NONE = np.dtype(np.float64), np.empty((0, 0))
 
 
 class Portable:
@@ -23,20 +26,9 @@ class Portable:
 
     # NumPy's warnings of overflow are switched off, because stage 2 raises an error that names the row.
     @np.errstate(over="ignore", invalid="ignore", under="ignore")
-    def gram(self, problem: Problem) -> tuple[Gram, float]:
-        """Return K, b and |g|^2, and their rounding error; large float32 problems use float32 sums."""
-        rounding = WIDE_ROUNDING * float(problem.xp.finfo(problem.wide).eps) / EPS
-        if not problem.host or problem.columns < LARGE or problem.has_float64():
-            return _sum_products(problem, problem.wide), rounding
-        narrow = _sum_products(problem, problem.xp.float32)
-        fits = fits_float32(narrow)
-        if not fits.all():
-            # The dtype is chosen per problem: no problem of a batch changes the bits of another problem.
-            wide = _sum_products(problem, problem.wide)
-            rows = np.all(fits) if problem.shared else fits[..., None, None]
-            masks = rows, fits[..., None], fits
-            narrow = Gram(*(np.where(ok, a, b) for ok, a, b in zip(masks, narrow, wide, strict=True)))
-        return narrow, NARROW_ROUNDING
+    def gram(self, problem: Problem) -> Gram:
+        """Return K, b and |g|^2."""
+        return _sum_products(problem)
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""
@@ -57,38 +49,30 @@ class Portable:
                 piece[...] = xp.astype(vector + step, piece.dtype, copy=False)
 
 
-def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
-    """Return the outcome of ``method.solve``; for `Exact`, the outcome of `solve_portable`."""
-    run = solve_portable if type(method) is Exact else method.solve
-    return run(*dual, start)
+def bind(problem: Problem) -> None:
+    """Return None: `Portable` serves every problem."""
 
 
-def drop_not_finite(K: Array, b: Array) -> tuple[Array, Array, Array]:
-    """Return K and b with zeros for the rows that are not finite, and the mask (..., t) of the finite rows.
+def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, np.ndarray]:
+    """Return the multipliers (problems, t) and what was found (problems, 4), see `gemproj._search.solve`.
 
-    No value is read, so a device is not synchronised. If g is not finite, no entry of b is finite: all rows
-    are left out, and x is g.
+    `run` gets the arguments of that function, all arrays in float64 and row-major order.
     """
-    xp = namespace(b)
-    # `isfinite` would take four operations in torch.
-    kept, zero = xp.abs(xp.linalg.diagonal(K) + xp.abs(b)) < math.inf, xp.zeros_like(b)
-    rows = kept
-    if K.ndim <= b.ndim:  # one K for many b: if row i is finite but b_i is not, g is not finite
-        rows = xp.abs(xp.linalg.diagonal(K)) < math.inf
-        kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
-    K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))
-    return K, xp.where(kept, b, zero), kept
+    rows, linear = _float64(dual.rows), _float64(dual.linear)
+    count, t = len(linear), rows.shape[1]
+    given = [_NONE if a is None else _float64(a) for a in (dual.h, dual.lower, dual.upper, dual.start)]
+    asked = np.zeros(count) if dual.asked is None else _float64(dual.asked)
+    lam, found = np.empty((count, t)), np.empty((count, 4))
+    run(0, count, dual.of_gram, rows, linear, *given, asked, lam, found)
+    return lam, found
 
 
-def fits_float32(gram: Gram) -> np.ndarray:
-    """Return the mask (...) of problems whose products all fit into float32; for arrays on the CPU."""
-    low, high = NARROW_RANGE
-    squares = np.diagonal(gram.K, axis1=-2, axis2=-1)
-    return np.all((squares > low) & (squares < high), axis=-1) & (gram.gg > low) & (gram.gg < high)
+def _float64(a: np.ndarray) -> np.ndarray:
+    return a if a.dtype is _FLOAT64 and a.flags.carray else np.array(a, np.float64, order="C")
 
 
-def _sum_products(problem: Problem, dtype: Any) -> Gram:
-    """Return K, b and |g|^2, from products in `dtype` that are summed in the widest dtype of the device."""
+def _sum_products(problem: Problem) -> Gram:
+    """Return K, b and |g|^2, summed in the widest dtype of the device."""
     t, batch = problem.t, problem.batch
     # With a shared G there is one tile for all problems, with all gradients as rows.
     outer, m = ((), math.prod(batch)) if problem.shared else (batch, 1)
@@ -103,31 +87,11 @@ def _sum_products(problem: Problem, dtype: Any) -> Gram:
     squares = total[..., t:, t] if whole else zeros(*outer, m)
     xp = namespace(total)
     with problem.without_autocast():
-        for lead, tile in stacked(problem, dtype):
+        for lead, tile in stacked(problem, problem.wide):
             # Views, because for `total[...] += ` torch would copy the sum onto itself.
             part, right, g = total[(*lead, ...)], tile[..., : t + whole, :], tile[..., t:, :]
-            part += (
-                xp.matmul(tile, xp.matrix_transpose(right))
-                if dtype == problem.wide
-                else _sum_chunks(tile, right)
-            )
+            part += xp.matmul(tile, xp.matrix_transpose(right))
             if not whole:
-                g = xp.astype(g, total.dtype, copy=False)
                 squares[(*lead, ...)] += xp.sum(g * g, axis=-1)
     K, b = total[..., :t, :t], xp.reshape(total[..., t:, :t], (*batch, t))
     return Gram(K, b, xp.reshape(squares, batch))
-
-
-def _sum_chunks(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Return left (..., p, n) times the transpose of right (..., t, n), with float32 sums per chunk."""
-    n = left.shape[-1] // CHUNK * CHUNK
-    total = np.matmul(
-        left[..., n:].astype(np.float64), np.swapaxes(right[..., n:], -1, -2).astype(np.float64)
-    )
-    if n:
-        chunks = [
-            np.moveaxis(a[..., :n].reshape(*a.shape[:-1], n // CHUNK, CHUNK), -2, -3) for a in (left, right)
-        ]
-        products = np.matmul(chunks[0], np.swapaxes(chunks[1], -1, -2))
-        total += products.sum(axis=-3, dtype=np.float64)
-    return total

@@ -12,7 +12,7 @@ import numpy as np
 from gemproj._arrays import Array, detach, namespace, to_numpy
 from gemproj._checks import refuse_masked
 from gemproj._constants import OPTIMAL_WITHIN
-from gemproj._tspace import clip, complementarity, natural_residual
+from gemproj._tspace import clip, snap
 
 
 class Status(enum.IntFlag):
@@ -27,30 +27,23 @@ class Status(enum.IntFlag):
     multipliers are its best iterate."""
     ROW_DROPPED = 4
     """On a device: a row of G was not finite and was left out, because raising an error would synchronise.
-    On the CPU, such a row raises an error."""
+    Where values are read, such a row raises an error."""
     UNRESOLVED = 8
     """Active rows are numerically dependent: the backward error is small, but x may be far from the exact
-    projection. On the CPU the exact method first solves again from G; exactly dependent rows then do not set
-    this flag. In `solve_gram` and on a device the flag refers to K. On a device `Exact(refine=2)` helps."""
+    projection. The exact method first solves again from G; exactly dependent rows then do not set this flag. In
+    `solve_gram`, and on a device with up to 8 rows, the flag refers to K."""
     INFEASIBLE = 16
-    """On a device: to the accuracy of K, no x up to about 1,000 times as long as the size of the problem
-    satisfies ``G x >= h``. A feasible h that needs a longer x may be flagged. Contradictions below about 1e-3
-    are not detected. On the CPU, an infeasible h raises an error."""
+    """On a device with up to 8 rows: the multipliers violate the optimality conditions by more than 1e-5, which
+    with a right-hand side h means that no x of reasonable length satisfies ``G x >= h``. Where values are read,
+    an infeasible h raises an error."""
 
 
 class Outcome(NamedTuple):
-    """The result of `Method.solve`: multipliers (..., t), iterations and status (an int or shape (...)).
-
-    On a device the status may be a function without arguments that returns it, because `project` never reads
-    the status. `Exact` returns a `resolution` on the CPU: the smallest eigenvalue of the normalised Gram
-    matrix of the active and nearly active rows, shape (...). A lower bound replaces an eigenvalue that is not
-    small. None means that all are large. On a device `resolution` is None.
-    """
+    """The result of `Method.solve`: multipliers (..., t), iterations and status (ints or integers (...))."""
 
     multipliers: Array
     iterations: Any
     status: Any
-    resolution: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -95,10 +88,16 @@ class Method:
 
 
 def exact_status(lam: Array, s: Array, lower: Array | None, upper: Array | None) -> Array:
-    """Return OPTIMAL for normalised problems that lam solves to a residual of about 1e-9, else STALLED."""
+    """Return OPTIMAL for normalised problems that lam solves to a residual of about 1e-9, else STALLED.
+
+    The residual is the maximum of the natural residual ``|lam - clip(lam - s)|`` and of ``|lam s|``, without
+    negative slacks at the upper bound.
+    """
     xp = namespace(lam)
-    residual = xp.maximum(natural_residual(lam, s, lower, upper), complementarity(lam, s, upper))
-    met = residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps
+    natural = xp.abs(lam - clip(lam - s, lower, upper))
+    if upper is not None:
+        s = xp.where(snap(lam, upper) >= upper, xp.maximum(s, xp.zeros_like(s)), s)
+    met = xp.max(xp.maximum(natural, xp.abs(lam * s)), axis=-1) <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps
     return xp.astype(~met, xp.int64) * int(Status.STALLED)
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array
-from gemproj._constants import CHUNK, CLOSE, FEW_ROWS, LARGE, NARROW_ROUNDING, RESOLVED, WIDE_ROUNDING
 from gemproj._problem import Problem
-from gemproj._tspace import Gram, Standard, matvec, normalise
+from gemproj._tspace import Dual, Gram
 from gemproj.backends import portable
+from gemproj.backends.numba import active_set
 from gemproj.backends.numba.addresses import address, locate, locate_output
 from gemproj.backends.numba.lanes import HEIGHT, LANES, MULTIPLE
 from gemproj.backends.numba.loops import (
@@ -22,10 +22,8 @@ from gemproj.backends.numba.loops import (
     sum_shared_products,
     write_combination,
 )
-from gemproj.backends.numba.search import solve_active_set
 from gemproj.backends.numba.threads import cores, share
-from gemproj.methods import Exact, Method, Outcome, Status
-from gemproj.methods.exact import nearly_active, resolution
+from gemproj.backends.portable import solve_few
 
 # Maximum and minimum number of columns of a piece, the unit of work of a thread. Between these limits a piece
 # has a sixteenth of all columns, so the bits of sums do not depend on the number of threads.
@@ -62,33 +60,14 @@ def bind(problem: Problem) -> Numba | None:
     return None if found is None else Numba(problem, *found)
 
 
-def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
-    """Return the outcome for a batch: from compiled loops for `Exact`, from `portable` for other methods."""
-    K, b, lower, upper = dual
-    if type(method) is not Exact or not b.shape[-1]:
-        return portable.solve(method, dual, start)
-    batch, t = b.shape[:-1], b.shape[-1]
-    Ks, bs = _float64(K, (-1, t, t)), _float64(b, (-1, t))
-    lowers, *others = [_NONE if a is None else _float64(a, (-1, t)) for a in (lower, upper, start)]
-    count = len(bs)
-    lam, resolved, ended = np.empty((count, t)), np.empty(count), np.empty((2, count), np.int64)
-    arrays = (Ks, bs, lowers, *others, lam, resolved, ended)
-    in_question = _share(solve_active_set, count, count * _READS * t * t, arrays, (_search, t))
-    lam, (pivots, status) = lam.reshape(b.shape), ended
-    pivots = pivots.reshape(batch)
-    if not any(in_question):
-        return Outcome(lam, pivots, int(Status.OPTIMAL))
-    if len(Ks) == 1 and count > 1:
-        # By Cauchy's interlacing, no principal submatrix has a smaller eigenvalue than the whole matrix.
-        whole = normalise(Ks[0], bs[0]).K
-        resolved = np.maximum(resolved, np.linalg.eigvalsh(whole)[0])
-    if len(close := np.flatnonzero(resolved < CLOSE)):
-        low, found = None if lower is None else lowers[close], lam.reshape(-1, t)[close]
-        one = normalise(Ks[close] if len(Ks) > 1 else Ks, bs[close], low, start=found)
-        near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
-        resolved[close] = resolution(one.K, near)
-        status[close] |= np.where(resolved[close] < RESOLVED, int(Status.UNRESOLVED), 0)
-    return Outcome(lam, pivots, status.reshape(batch), resolved.reshape(batch))
+def solve(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
+    """Return the result of `portable.solve`, from the compiled search; many problems are shared by threads."""
+
+    def run(first: int, last: int, of_gram: bool, rows: np.ndarray, *arrays: np.ndarray) -> None:
+        t, m = rows.shape[1:]
+        _share(active_set.solve, last, last * _READS * t * m, (of_gram, rows, *arrays), None)
+
+    return portable.solve(dual, run)
 
 
 def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -110,9 +89,9 @@ class Numba:
         if problem.columns * (problem.t + 1) >= _SMALL:
             piece = min(piece, max(_LEAST, -(-problem.columns // (16 * 1024)) * 1024))
         self.piece, self.pieces = piece, max(1, -(-problem.columns // piece))
-        self.wide = dtype is np.float64 or problem.t <= FEW_ROWS or problem.columns < LARGE
+        self.wide = True
 
-    def gram(self, problem: Problem) -> tuple[Gram, float]:
+    def gram(self, problem: Problem) -> Gram:
         """Return K, b and |g|^2, and their rounding error, summed chunk by chunk in threads."""
         t, n, pieces = problem.t, problem.t + 1, self.pieces
         totals = np.empty((self.problems, pieces, t * t + n))
@@ -134,7 +113,7 @@ class Numba:
         K = totals[0, 0] if problem.shared else total  # with a shared G there is one K
         K = K[..., : t * t].reshape((*K.shape[:-1], t, t))
         gram = Gram(K, total[..., t * t : -1], total[..., -1])
-        return (gram, WIDE_ROUNDING) if self.wide else _remake_out_of_range(gram, problem)
+        return gram
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, chunk by chunk in float64, rounded once."""
@@ -149,36 +128,21 @@ class Numba:
         )
 
 
-def _remake_out_of_range(gram: Gram, problem: Problem) -> tuple[Gram, float]:
-    """Return K, b and |g|^2, recomputed in `portable` for problems whose float32 sums left the range.
-
-    The bits of all other problems do not change. With a shared G, all problems are recomputed.
-    """
-    fits = portable.fits_float32(gram)
-    if problem.shared and not fits.all():
-        return portable.Portable().gram(problem)
-    for i in map(tuple, np.argwhere(~fits)):
-        one = portable.Portable().gram(problem.at(i))[0]
-        for to, value in zip(gram, one, strict=True):
-            to[i] = value
-    return gram, NARROW_ROUNDING
-
-
 def _share(
     loop: Any, count: int, work: int, arrays: Any, scratch: Any, problem: Problem | None = None, x: Any = None
 ) -> list[Any]:
-    """Return the results of ``loop(first, last, *arrays, *_scratch(*scratch))``, for parts of `count` pieces.
+    """Return the results of ``loop(first, last, *arrays, *(_scratch(*scratch) if scratch else ()))``, for parts of `count` pieces.
 
     If there is enough `work` (in numbers to read), several parts run in threads; otherwise there is one part.
     The threads hold references to the problem and x, because the loops have only addresses of the arrays.
     """
     if work < _WORTH_THREADS or count < 2:
-        return [loop(0, count, *arrays, *_scratch(*scratch))]
+        return [loop(0, count, *arrays, *(_scratch(*scratch) if scratch else ()))]
     threads = int(problem.xp.get_num_threads()) if problem is not None and problem.is_torch else cores()
     step, found = count if threads == 1 else -(-count // (_JOBS * threads)), []
 
     def run(i: int) -> None:
-        found.append(loop(i * step, min((i + 1) * step, count), *arrays, *_scratch(*scratch)))
+        found.append(loop(i * step, min((i + 1) * step, count), *arrays, *(_scratch(*scratch) if scratch else ())))
 
     share(run, -(-count // step), threads, (problem, x))
     return found
@@ -186,7 +150,7 @@ def _share(
 
 def _tile_and_sums(t: int, shared: bool, wide: bool) -> list[np.ndarray]:
     """Return scratch arrays for a tile and for the sums of its products, see `loops`."""
-    n, chunk, dtype = t + 1, _WIDE_CHUNK if wide else CHUNK, _FLOAT64 if wide else np.dtype(np.float32)
+    n, chunk, dtype = t + 1, _WIDE_CHUNK, _FLOAT64 if wide else np.dtype(np.float32)
     groups = -(-(t if shared else n) // HEIGHT)
     sums = groups * (groups + 1) // 2  # blocks of the lower triangle
     if shared:

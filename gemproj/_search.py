@@ -1,0 +1,521 @@
+"""The active-set search, in coordinates of the rows: one source, run by Python or compiled by numba.
+
+Coordinates are vectors V (t, m) and a (m,) with the inner products of the rows of G and of g. The problem is
+
+    min 1/2 |a + V'lam|^2 - h'lam,  lower <= lam <= upper,    x = a + V'lam,    s = V x - h.
+
+It is solved by the method of Lawson and Hanson (1974), with bounds on both sides. The multipliers of the free
+rows P are between their bounds, and ``s_P = 0``; all other rows are held at a bound. A factorisation
+``V_P' = Q'R`` of the free rows, with orthonormal rows Q, is updated when a row is released (Gram-Schmidt) or
+held (Givens rotations). The rest is read off Q and R:
+
+- x is computed by orthogonal projections, so it does not contain the rounding of large multipliers;
+- a row depends on the free rows if it is in their span, to the rounding of the coordinates;
+- the rows of ``R^-1`` are the dual basis of the free rows. The inverse of the norm of such a row is the distance
+  of a free row from the span of the others: the angle that the coordinates have to resolve;
+- a dependent row that is violated is exchanged for the free row whose multiplier is the first to meet a bound,
+  as in the dual method of Goldfarb and Idnani (1983). If none meets a bound, the direction is a ray along which
+  the dual problem is unbounded: no x satisfies the rows of its nonzero entries (Farkas' lemma).
+
+Coordinates from K = G G', a pivoted Cholesky factor, resolve angles of 1e-7; coordinates from G resolve 1e-14.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ENTRIES = ("solve",)
+
+EPS = 2.0**-52
+# Rounding error of a slack, in units of 1 + |lam_held|_1, for rows of norm one and a problem of size one.
+ROUNDING = 4e-15
+# Distances of unit rows from a span that count as zero, for coordinates from G and from K. The entries of K hold
+# squared distances.
+ROWS_RESOLVE, GRAM_RESOLVES = 45.0 * EPS, (45.0 * EPS) ** 0.5
+# A row is nearly active if its slack is below this, in the same units. Smaller weights of a dependent row in the
+# free rows count as zero.
+NEAR_ZERO = 1e-9
+# Contradictions of h that count as rounding of the data, in units of the weights of the rows.
+ROWS_CONTRADICT, GRAM_CONTRADICT = 1e-9, 1e-6
+# Largest violation of a condition by an optimal solution, in the same units.
+OPTIMAL_WITHIN = 1e-9
+# Distance by which x is moved to meet the free rows, above which float64 multipliers cannot represent it.
+HOPELESS = 1e-7
+# Pivots per row after which the first violated row enters, which cannot cycle. The search ends after twice as
+# many.
+BUDGET = 6
+OPTIMAL, STALLED, UNRESOLVED, INFEASIBLE = 0, 2, 8, 16
+
+
+class Search(NamedTuple):
+    """One problem of size one, with rows of norm one or zero, and the state of its search."""
+
+    V: Any
+    a: Any
+    h: Any
+    lower: Any
+    upper: Any
+    lam: Any  # feasible multipliers
+    Q: Any
+    R: Any
+    order: Any  # the free rows, in the order of their columns in R
+    count: Any  # numbers of free rows and of pivots
+    free: Any  # mask of the free rows
+    tabu: Any  # mask of rows that may not enter
+    x: Any
+    slack: Any
+    trial: Any  # multipliers of the free rows at the minimum over them, in the order of `order`
+    outside: Any  # of a row: the component orthogonal to the free rows,
+    inside: Any  # its coefficients in the basis Q,
+    weights: Any  # and its weights in the free rows
+
+
+def solve(
+    first: int, last: int, of_gram: bool, rows: Any, linear: Any, h: Any, lower: Any, upper: Any, start: Any,
+    asked: Any, lam: Any, found: Any,
+) -> None:  # fmt: skip
+    """Solve problems ``first .. last - 1`` of a batch; rows may have any norm.
+
+    Parameters
+    ----------
+    of_gram : bool
+        Whether `rows` is K (..., t, t) and `linear` is b (..., t); else they are V (..., t, m) and a (..., m).
+    rows : array, shape (problems, t, m), or (1, t, m) for the same rows in all problems
+    linear : array, shape (problems, m)
+    h, lower, upper, start : array, shape (problems, t), or empty for zeros, zeros, infinity and zeros
+        Right-hand sides, bounds, and multipliers to start from.
+    asked : array, shape (problems,)
+        Distance that h asks x to move at least; the size of a problem is not below it.
+    lam : array, shape (problems, t)
+        Output: the multipliers; for an infeasible h the ray.
+    found : array, shape (problems, 4)
+        Output: status, number of pivots, the smallest distance of an active row from the span of the others, and
+        the distance by which ``a + V'lam`` misses the planes of the free rows.
+    """
+    t = lam.shape[1]
+    low, high, right, norm = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
+    for p in range(first, last):
+        given = rows[p if len(rows) > 1 else 0]
+        plain = len(start) == 0
+        for i in range(t):
+            low[i] = lower[p, i] if len(lower) else 0.0
+            high[i] = upper[p, i] if len(upper) else np.inf
+            right[i] = h[p, i] if len(h) else 0.0
+            norm[i] = np.sqrt(given[i, i] if of_gram else dot(given[i], given[i]))
+            lam[p, i] = min(max(0.0, low[i]), high[i])
+            slack = (linear[p, i] if of_gram else dot(given[i], linear[p])) - right[i]
+            plain = plain and low[i] == 0.0 and slack >= 0.0
+        found[p, 0], found[p, 1], found[p, 2], found[p, 3] = OPTIMAL, 0.0, 1.0, 0.0
+        if plain:  # g violates no constraint
+            continue
+        if of_gram:
+            unit, a = from_gram(given, linear[p], norm, right)
+        else:
+            unit, a = of_norm_one(given, norm, right), linear[p].copy()
+        for i in range(t):  # where the search begins, and how long its vectors are
+            if lam[p, i] != 0.0:
+                add(a, lam[p, i] * norm[i], unit[i])
+        size = max(asked[p], length(a, len(a)))
+        for i in range(t):
+            if lam[p, i] != 0.0:
+                add(a, -lam[p, i] * norm[i], unit[i])
+        if size == 0.0:
+            continue
+        for i in range(len(a)):
+            a[i] /= size
+        for i in range(t):
+            begin = start[p, i] if len(start) and abs(start[p, i]) < np.inf else 0.0
+            if norm[i] == 0.0:  # not a constraint
+                low[i] = high[i] = begin = 0.0
+            stretch, right[i] = norm[i] / size, right[i] / size
+            low[i], high[i] = low[i] * stretch, high[i] * stretch if high[i] < np.inf else np.inf
+            lam[p, i] = min(max(begin * stretch, low[i]), high[i])
+        state = begun(unit, a, right, low, high, lam[p])
+        if of_gram:
+            search(state, GRAM_RESOLVES, GRAM_CONTRADICT, found[p])
+        else:
+            search(state, ROWS_RESOLVE, ROWS_CONTRADICT, found[p])
+        for i in range(t):
+            least = lower[p, i] if len(lower) else 0.0
+            most = upper[p, i] if len(upper) else np.inf
+            if norm[i] == 0.0:
+                lam[p, i] = min(max(0.0, least), most)
+            elif found[p, 0] < INFEASIBLE:  # scaling would round multipliers at a bound
+                value = lam[p, i] * (size / norm[i])
+                at_low, at_high = lam[p, i] <= low[i], lam[p, i] >= high[i]
+                lam[p, i] = least if at_low else most if at_high else min(max(value, least), most)
+
+
+def from_gram(K: Any, b: Any, norm: Any, right: Any) -> tuple[Any, Any]:
+    """Return coordinates of rows of norm one and of g from K and b; `right` becomes their right-hand side.
+
+    V is a Cholesky factor of the cosines, pivoted and cut off where the squared distance of every row left is
+    rounding. What is left of b beyond ``V a`` moves to the right-hand side, because only ``b - h`` matters.
+    """
+    t = len(norm)
+    V, a, apart, order = np.zeros((t, t)), np.zeros(t), np.zeros(t), np.zeros(t, np.int64)
+    rank = 0
+    for i in range(t):
+        apart[i] = 1.0 if norm[i] > 0.0 else 0.0
+    while rank < t:
+        j = 0
+        for i in range(1, t):
+            if apart[i] > apart[j]:
+                j = i
+        if apart[j] <= GRAM_RESOLVES**2:
+            break
+        pivot = np.sqrt(apart[j])
+        for i in range(t):
+            if i == j:
+                V[i, rank] = pivot
+                apart[i] = 0.0
+            elif apart[i] > 0.0:
+                cosine = K[i, j] / norm[i] / norm[j]
+                V[i, rank] = (cosine - dot(V[i, :rank], V[j, :rank])) / pivot
+                apart[i] = max(apart[i] - V[i, rank] * V[i, rank], 0.0)
+        a[rank] = (b[j] / norm[j] - dot(V[j, :rank], a[:rank])) / pivot
+        order[rank] = j
+        rank += 1
+    V, a = V[:, :rank].copy(), a[:rank].copy()
+    for i in range(t):
+        right[i] = (right[i] - b[i]) / norm[i] + dot(V[i], a) if norm[i] > 0.0 else 0.0
+    return V, a
+
+
+def of_norm_one(rows: Any, norm: Any, right: Any) -> Any:
+    """Return rows scaled to norm one, with `right` scaled alike; rows of norm zero stay zero."""
+    V = np.zeros(rows.shape)
+    for i in range(len(norm)):
+        if norm[i] > 0.0:
+            add(V[i], 1.0 / norm[i], rows[i])
+            right[i] /= norm[i]
+        else:
+            right[i] = 0.0
+    return V
+
+
+def begun(V: Any, a: Any, h: Any, lower: Any, upper: Any, lam: Any) -> Search:
+    """Return the state before the search, without free rows."""
+    t, m = V.shape
+    n = min(t, m) + 1
+    Q, R, order, count = np.zeros((n, m)), np.zeros((n, n)), np.zeros(n, np.int64), np.zeros(2, np.int64)
+    free, tabu = np.zeros(t, np.bool_), np.zeros(t, np.bool_)
+    x, outside, slack = np.zeros(m), np.zeros(m), np.zeros(t)
+    trial, inside, weights = np.zeros(n), np.zeros(n), np.zeros(n)
+    return Search(
+        V, a, h, lower, upper, lam, Q, R, order, count, free, tabu, x, slack, trial, outside, inside, weights
+    )
+
+
+def search(state: Search, resolves: float, contradicts: float, found: Any) -> None:
+    """Solve a problem; `state.lam` holds the start, then the solution. See `solve` for `found`."""
+    lam, t, entered, origin, size = state.lam, len(state.lam), -1, 0.0, 1.0
+    release_all(state, resolves)
+    while True:
+        if advance(state):
+            for i in range(t):  # a row that returned to its bound at once did so because of rounding
+                state.tabu[i] = i == entered and not state.free[i] and lam[i] == origin
+        size = 1.0
+        for i in range(t):
+            if not state.free[i]:
+                size += abs(lam[i])
+        entered = most_violated(state, ROUNDING * size, state.count[1] > BUDGET * t)
+        if entered < 0 or state.count[1] > 2 * BUDGET * t + 20:
+            break
+        origin, violated = lam[entered], abs(state.slack[entered])
+        sign = -1.0 if state.slack[entered] > 0.0 else 1.0
+        while True:
+            distance, weight = from_span(state, state.V[entered])
+            if distance > resolves * weight:
+                release(state, entered, distance)
+                break
+            rounding = violated <= 10.0 * weight * max(ROUNDING * size, resolves)
+            step = 0.0 if rounding else exchange(state, entered, sign)
+            if step == np.inf and violated > contradicts * weight * size:
+                for i in range(t):
+                    lam[i] = 0.0
+                for p in range(state.count[0]):
+                    lam[state.order[p]] = -sign * state.weights[p]
+                lam[entered] = sign
+                found[0], found[1], found[2] = INFEASIBLE, state.count[1], 0.0
+                return
+            for i in range(t):
+                state.tabu[i] = state.tabu[i] and (rounding or step == np.inf)
+            if rounding or step == np.inf:
+                state.tabu[entered] = True
+                break
+            if lam[entered] <= state.lower[entered] or lam[entered] >= state.upper[entered]:
+                break
+    judge(state, size, found)
+
+
+def release_all(state: Search, resolves: float) -> None:
+    """Release the rows whose multipliers start between their bounds, but for those that depend on the others.
+
+    Equalities come first, and then always the row farthest from the span of the free rows: among dependent rows
+    this selects rows at large angles, which keeps multipliers small. Multipliers of dependent rows start at zero.
+    """
+    V, lam, apart, along = state.V, state.lam, state.slack, np.zeros(len(state.lam))
+    for i in range(len(lam)):  # squared distances, with 4 added for equalities; negative for other rows
+        apart[i] = -1.0
+        if state.lower[i] < lam[i] and lam[i] < state.upper[i]:
+            apart[i] = dot(V[i], V[i]) + (4.0 if state.lower[i] == -np.inf else 0.0)
+    while True:
+        j = 0
+        for i in range(1, len(lam)):
+            if apart[i] > apart[j]:
+                j = i
+        if apart[j] < 0.0:
+            return
+        apart[j] = -1.0
+        distance, weight = from_span(state, V[j])
+        if distance > resolves * weight and state.count[0] + 1 < len(state.Q):
+            release(state, j, distance)
+            times(V, state.Q[state.count[0] - 1], along)
+            for i in range(len(lam)):
+                if apart[i] >= 0.0:
+                    least = 4.0 if apart[i] >= 4.0 else 0.0
+                    apart[i] = max(apart[i] - along[i] * along[i], least)
+        else:
+            lam[j] = min(max(0.0, state.lower[j]), state.upper[j])
+
+
+def advance(state: Search) -> bool:
+    """Move to the minimum over the free multipliers; return whether a row met a bound and is now held."""
+    lam, trial, lower, upper, dropped = state.lam, state.trial, state.lower, state.upper, False
+    while True:  # each pass holds a row, or is the last
+        minimum(state)
+        step = np.inf
+        for p in range(state.count[0]):
+            i = state.order[p]
+            step = min(step, reach(lam[i], trial[p], lower[i], upper[i]))
+        for p in range(state.count[0] - 1, -1, -1):
+            i = state.order[p]
+            if step == np.inf:
+                lam[i] = trial[p]
+            elif reach(lam[i], trial[p], lower[i], upper[i]) <= step:
+                lam[i] = lower[i] if trial[p] <= lower[i] else upper[i]
+                hold(state, p)
+                dropped = True
+            else:
+                lam[i] = min(max(lam[i] + step * (trial[p] - lam[i]), lower[i]), upper[i])
+        if step == np.inf:
+            return dropped
+
+
+def minimum(state: Search) -> None:
+    """Compute x, the slacks and the trial multipliers at the minimum over the free multipliers.
+
+    With the target ``a + V'lam_held``: ``x = target + Q'(y - Q target)``, where ``R'y = h_P``, and
+    ``R lam_P = y - Q target``.
+    """
+    V, lam, x, y, missed, k = state.V, state.lam, state.x, state.inside, state.weights, state.count[0]
+    Q, R = state.Q[:k], state.R
+    copy(state.a, x)
+    for i in range(len(lam)):
+        if not state.free[i] and lam[i] != 0.0:
+            add(x, lam[i], V[i])
+    for p in range(k):
+        y[p] = state.h[state.order[p]]
+        state.trial[p] = 0.0
+    solve_transposed(R, k, y)
+    for _ in range(2):  # the second pass removes rounding
+        times(Q, x, missed)
+        for p in range(k):
+            missed[p] = y[p] - missed[p]
+            state.trial[p] += missed[p]
+        add_rows(missed, Q, x)
+    solve_triangle(R, k, state.trial)
+    times(V, x, state.slack)
+    for i in range(len(lam)):
+        state.slack[i] = 0.0 if state.free[i] else state.slack[i] - state.h[i]
+
+
+def most_violated(state: Search, worst: float, first: bool) -> int:
+    """Return the row with the largest violation above `worst` (the first one if `first`); -1 if there is none."""
+    entered = -1
+    for i in range(len(state.lam)):
+        if not (state.free[i] or state.tabu[i]):
+            wrong = violation(state, i)
+            if wrong > worst:
+                entered, worst = i, wrong
+                if first:
+                    break
+    return entered
+
+
+def violation(state: Search, i: int) -> float:
+    """Return by how much the slack of a row that is not free violates its condition; negative if it is met."""
+    lam, slack = state.lam[i], state.slack[i]
+    if state.lower[i] < lam and lam < state.upper[i]:
+        return abs(slack)
+    return -slack if lam < state.upper[i] else slack if lam > state.lower[i] else -np.inf
+
+
+def exchange(state: Search, j: int, sign: float) -> float:
+    """Move multiplier j in the direction `sign`, and those of the free rows so that x stays, up to the first bound.
+
+    The row that meets its bound is held. Return the step; it is infinite if no multiplier meets a bound.
+    """
+    lam, lower, upper, w, blocking = state.lam, state.lower, state.upper, state.weights, len(state.Q)
+    goal = upper[j] if sign > 0.0 else lower[j]
+    step = sign * (goal - lam[j])
+    for p in range(state.count[0]):
+        along, i = -sign * w[p], state.order[p]
+        if abs(along) > NEAR_ZERO:
+            bound = lower[i] if along < 0.0 else upper[i]
+            if (bound - lam[i]) / along < step:
+                step, blocking, goal = (bound - lam[i]) / along, p, bound
+    if step < np.inf:
+        for p in range(state.count[0]):
+            i = state.order[p]
+            lam[i] = min(max(lam[i] - sign * step * w[p], lower[i]), upper[i])
+        if blocking == len(state.Q):
+            lam[j] = goal
+            state.count[1] += 1
+        else:
+            lam[j] += sign * step
+            lam[state.order[blocking]] = goal
+            hold(state, blocking)
+    return step
+
+
+def from_span(state: Search, v: Any) -> tuple[float, float]:
+    """Split v into parts in and outside of the span of the free rows; return the length of the part outside.
+
+    Also return ``1 + |w|_1`` for the weights w of v in the free rows, the unit of its rounding error.
+    """
+    outside, inside, w, k, weight = state.outside, state.inside, state.weights, state.count[0], 1.0
+    Q = state.Q[:k]
+    copy(v, outside)
+    for p in range(k):
+        inside[p] = 0.0
+    for _ in range(2):  # twice is enough
+        times(Q, outside, w)
+        for p in range(k):
+            inside[p] += w[p]
+            w[p] = -w[p]
+        add_rows(w, Q, outside)
+    copy(inside, w)
+    solve_triangle(state.R, k, w)
+    for p in range(k):
+        weight += abs(w[p])
+    return length(outside, len(v)), weight
+
+
+def release(state: Search, j: int, distance: float) -> None:
+    """Append row j, which `from_span` has split, to the free rows."""
+    k, q = state.count[0], state.Q[state.count[0]]
+    for i in range(len(q)):
+        q[i] = state.outside[i] / distance
+    for p in range(k):
+        state.R[p, k] = state.inside[p]
+    state.R[k, k], state.order[k], state.free[j] = distance, j, True
+    state.count[0] += 1
+    state.count[1] += 1
+
+
+def hold(state: Search, place: int) -> None:
+    """Remove a row from the free rows, by its place in `order`; rotations make R triangular again."""
+    Q, R, order, k = state.Q, state.R, state.order, state.count[0]
+    state.free[order[place]] = False
+    state.count[0] -= 1
+    state.count[1] += 1
+    for p in range(place, k - 1):
+        order[p] = order[p + 1]
+        for i in range(p + 2):
+            R[i, p] = R[i, p + 1]
+    for p in range(place, k - 1):
+        size = np.sqrt(R[p, p] * R[p, p] + R[p + 1, p] * R[p + 1, p])
+        cosine, sine = R[p, p] / size, R[p + 1, p] / size
+        rotate(R[p], R[p + 1], cosine, sine)
+        rotate(Q[p], Q[p + 1], cosine, sine)
+        R[p + 1, p] = 0.0
+
+
+def judge(state: Search, size: float, found: Any) -> None:
+    """Write the status, the smallest distance of an active row from the span of others, and how far x moved."""
+    lam, x, outside, w, k, nearest = state.lam, state.x, state.outside, state.weights, state.count[0], 1.0
+    status = OPTIMAL
+    for i in range(len(lam)):
+        wrong = -np.inf if state.free[i] else violation(state, i)
+        if not wrong <= OPTIMAL_WITHIN * size:
+            status = STALLED
+        if wrong > -NEAR_ZERO * size:
+            nearest = min(nearest, from_span(state, state.V[i])[0])
+    copy(state.a, outside)
+    for i in range(len(lam)):
+        if lam[i] != 0.0:
+            add(outside, lam[i], state.V[i])
+    add(outside, -1.0, x)
+    moved = length(outside, len(x))
+    for p in range(k):
+        for q in range(k):
+            w[q] = 1.0 if p == q else 0.0
+        solve_transposed(state.R, k, w)
+        nearest = min(nearest, 1.0 / length(w, k))
+    found[0] = status if moved <= HOPELESS else status | UNRESOLVED
+    found[1], found[2], found[3] = state.count[1], nearest, moved
+
+
+def reach(here: float, end: float, low: float, high: float) -> float:
+    """Return the fraction of the step to `end` that meets a bound; infinity if no bound is met."""
+    if low < end and end < high:
+        return np.inf
+    if end == here:
+        return 0.0
+    return max(((low if end <= low else high) - here) / (end - here), 0.0)
+
+
+def solve_triangle(R: Any, k: int, y: Any) -> None:
+    """Replace y by the solution w of ``R w = y``, for the k free rows."""
+    for p in range(k - 1, -1, -1):
+        y[p] = (y[p] - dot(R[p, p + 1 : k], y[p + 1 : k])) / R[p, p]
+
+
+def solve_transposed(R: Any, k: int, y: Any) -> None:
+    """Replace y by the solution w of ``R'w = y``, for the k free rows."""
+    for p in range(k):
+        if y[p] != 0.0:
+            y[p] /= R[p, p]
+            add(y[p + 1 : k], -y[p], R[p, p + 1 : k])
+
+
+# The vector operations: NumPy's here, loops in their compiled form. Outputs may be longer than results.
+def dot(u: Any, v: Any) -> float:
+    """Return the inner product of two vectors."""
+    return float(u @ v)
+
+
+def length(v: Any, n: int) -> float:
+    """Return the Euclidean norm of the first n entries of a vector."""
+    return float(v[:n] @ v[:n]) ** 0.5
+
+
+def copy(v: Any, to: Any) -> None:
+    """Copy a vector to the beginning of another."""
+    to[: len(v)] = v
+
+
+def add(to: Any, factor: float, v: Any) -> None:
+    """Add a multiple of a vector to the beginning of another."""
+    to[: len(v)] += factor * v
+
+
+def times(rows: Any, v: Any, out: Any) -> None:
+    """Write the products of rows with the beginning of a vector."""
+    out[: len(rows)] = rows @ v[: rows.shape[1]]
+
+
+def add_rows(weights: Any, rows: Any, to: Any) -> None:
+    """Add rows times their weights to a vector."""
+    to[: rows.shape[1]] += weights[: len(rows)] @ rows
+
+
+def rotate(u: Any, v: Any, cosine: float, sine: float) -> None:
+    """Rotate two vectors in their plane."""
+    before = u.copy()
+    u[:] = cosine * before + sine * v
+    v[:] = cosine * v - sine * before

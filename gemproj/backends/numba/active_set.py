@@ -1,0 +1,57 @@
+"""`gemproj._search`, compiled, with loops in place of NumPy's vector operations."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from gemproj import _search
+from gemproj.backends.numba.jit import compile_module
+
+
+def _dot(u: Any, v: Any) -> float:
+    total = 0.0
+    for i in range(u.size):
+        total += u[i] * v[i]
+    return total
+
+
+def _length(v: Any, n: int) -> float:
+    total = 0.0
+    for i in range(n):
+        total += v[i] * v[i]
+    return math.sqrt(total)
+
+
+def _copy(v: Any, to: Any) -> None:
+    for i in range(v.size):
+        to[i] = v[i]
+
+
+def _add(to: Any, factor: float, v: Any) -> None:
+    for i in range(v.size):
+        to[i] += factor * v[i]
+
+
+def _times(rows: Any, v: Any, out: Any) -> None:
+    for r in range(rows.shape[0]):
+        total, row = 0.0, rows[r]
+        for i in range(row.size):
+            total += row[i] * v[i]
+        out[r] = total
+
+
+def _add_rows(weights: Any, rows: Any, to: Any) -> None:
+    for r in range(rows.shape[0]):
+        factor, row = weights[r], rows[r]
+        for i in range(row.size):
+            to[i] += factor * row[i]
+
+
+def _rotate(u: Any, v: Any, cosine: float, sine: float) -> None:
+    for i in range(u.size):
+        u[i], v[i] = cosine * u[i] + sine * v[i], cosine * v[i] - sine * u[i]
+
+
+_LOOPS = {"dot": _dot, "length": _length, "copy": _copy, "add": _add, "times": _times, "add_rows": _add_rows}
+solve = compile_module(_search, {**_LOOPS, "rotate": _rotate}).solve
