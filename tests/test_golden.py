@@ -39,6 +39,7 @@ def test_problems(kind):
     assert not missed, f"{len(missed)} of {len(seeds)} problems of kind {kind!r}:\n" + "\n".join(missed[:20])
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", golden.TRAININGS)
 def test_trainings(name):
     for module in ("torch", "transformers", "peft")[: 3 if golden.TRAININGS[name][-1] else 1]:
