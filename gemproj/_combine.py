@@ -77,7 +77,7 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     if rows is None or rows.basis is None or any(v.dtype != problem.wide for v in problem.vector):
         return
     # The slacks of x do not depend on the metric, but the step does.
-    moved, s, h = replace(problem, vector=x, backend=None), np.zeros(sol.multipliers.shape), sol.bounds.h
+    moved, s, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
     for i in map(tuple, np.argwhere(rows.where)):
         s[i] = slack_of(replace(moved.at(i) if problem.batch else moved, weight=None), None if h is None else h[i])
     step = np.zeros(s.shape)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gemproj._arrays import namespace, to_numpy
-from gemproj._constants import SMALL
+from gemproj._constants import CUTOFF, SMALL
 from gemproj._problem import Problem
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, inverse
@@ -100,12 +100,14 @@ def from_gram(gram: Gram) -> np.ndarray:
 
 
 def dual_basis(V: np.ndarray, free: np.ndarray) -> np.ndarray:
-    """Return F (t, t) with ``F'F = K_PP^-1`` for the free rows P of a mask (t,), and zeros elsewhere."""
+    """Return F (t, t) with ``F'F = K_PP^+`` for the free rows P of a mask (t,), and zeros elsewhere.
+
+    The product would lose digits if rows nearly cancel. Singular values at the level of rounding are left out.
+    """
     found, n = np.zeros((len(free), len(free))), np.linalg.norm(V[free], axis=1)
-    if not free.any():
-        return found
-    R: Any = np.linalg.qr((V[free] / n[:, None]).T, mode="r")
-    found[: len(n), free] = np.linalg.solve(R.T, np.eye(len(n))) / n
+    U, S, _ = np.linalg.svd(V[free] / np.where(n > 0, n, 1.0)[:, None], full_matrices=False)
+    used = CUTOFF * np.max(S, initial=0.0) < S
+    found[: np.count_nonzero(used), free] = (U[:, used] / S[used]).T * inverse(n)
     return found
 
 
