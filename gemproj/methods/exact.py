@@ -16,7 +16,7 @@ from gemproj.methods._active_set import solve_active_set
 from gemproj.methods._enumeration import enumerate_active_sets, factorise_active_sets
 from gemproj.methods._faces import Tableau
 from gemproj.methods._method import Method, Outcome, Status, exact_status
-from gemproj.methods.fista import FISTA
+from gemproj.methods.pgd import FISTA
 
 # Maximum number of elements of the tableaux that enumeration holds at once.
 _MOST_ELEMENTS = 1 << 22
