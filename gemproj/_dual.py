@@ -165,12 +165,12 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     """Return the dual solution of a measured problem; on the CPU, read G again if K is ill-conditioned.
 
     On the CPU all arrays of the result are NumPy arrays. Rows that are not finite, or whose squares overflow,
-    raise on the CPU and are left out on a device. Squares that underflow raise on the CPU only.
+    raise on the CPU and are left out on a device.
     """
     gram, rows, exact, kept = measured.gram, measured.rows, isinstance(options.method, Exact), None
     host = isinstance(gram.b, np.ndarray)
     if host:
-        check_range(gram, rows)
+        gram = check_range(gram, rows)
     else:
         K, b, kept = stage_two(gram.b).drop_not_finite(gram.K, gram.b)
         gram = gram._replace(K=K, b=b)
