@@ -61,11 +61,15 @@ def wide_dtype(xp: Any, device: Any) -> Any:
 
 
 def is_array(a: Any) -> bool:
-    """Return whether `a` is an array of a library with mutable arrays that array-api-compat supports."""
+    """Return whether `a` is an array of a library with mutable arrays that array-api-compat supports.
+
+    A NumPy masked array is none, because the projection would ignore its mask.
+    """
     if type(a) is np.ndarray:
         return True
-    immutable = array_api_compat.is_jax_array(a) or array_api_compat.is_ndonnx_array(a)
-    return array_api_compat.is_array_api_obj(a) and not immutable
+    if array_api_compat.is_jax_array(a) or array_api_compat.is_ndonnx_array(a):
+        return False
+    return array_api_compat.is_array_api_obj(a) and not isinstance(a, np.ma.MaskedArray)
 
 
 def is_real_floating(a: Array) -> bool:

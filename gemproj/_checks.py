@@ -47,7 +47,7 @@ def is_number(value: Any) -> bool:
 def check_scalar(value: Any, name: str) -> None:
     """Raise unless an option is a valid number or an array; `make_bounds` checks the arrays."""
     if not is_number(value):
-        if is_array(value) or isinstance(value, (list, tuple)):
+        if is_array(value) or isinstance(value, (list, tuple, np.ndarray)):
             return
         raise TypeError(f"{name} must be a number or an array of one number per constraint; found {value!r}.")
     if not value >= 0.0 or (value == math.inf and name == "margin"):
@@ -57,6 +57,7 @@ def check_scalar(value: Any, name: str) -> None:
 
 def real_numbers(value: Any, name: str) -> np.ndarray:
     """Convert a list or an array of any library to a NumPy array of real numbers."""
+    refuse_masked(value, name)
     try:
         host = to_numpy(value) if is_array(value) else np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -72,6 +73,15 @@ def refuse_masked(a: Any, name: str) -> None:
         raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
 
 
+def check_array(a: Any, name: str, must: str = "an array (NumPy, torch, CuPy, ...)") -> None:
+    """Raise unless `a` is an array with a real floating-point dtype."""
+    refuse_masked(a, name)
+    if not is_array(a):
+        raise TypeError(f"{name} must be {must}; found {type(a).__name__}.")
+    if not is_real_floating(a):
+        raise TypeError(f"{name} must have a real floating-point dtype; found {a.dtype}.")
+
+
 def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:
     """Return checked multipliers (..., t) as an array of t-space: float64, and NumPy on the CPU."""
     check_metadata_of_multipliers(lam, name, expected, xp)
@@ -81,9 +91,7 @@ def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, d
 
 def check_metadata_of_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any) -> None:
     """Raise unless multipliers have the right library, shape and dtype; their values are not read."""
-    refuse_masked(lam, name)
-    if not is_array(lam):
-        raise TypeError(f"{name} must be an array of shape {expected}; found {type(lam).__name__}.")
+    check_array(lam, name, f"an array of shape {expected}")
     if tuple(lam.shape) != expected:
         raise ValueError(
             f"{name} must have shape {expected}, one multiplier per constraint; found {tuple(lam.shape)}."
@@ -93,5 +101,3 @@ def check_metadata_of_multipliers(lam: Any, name: str, expected: tuple[int, ...]
         raise TypeError(
             f"{name} must be of the library of the other arrays, {library}; found {type(lam).__name__}."
         )
-    if not is_real_floating(lam):
-        raise TypeError(f"{name} must have a real floating-point dtype; found {lam.dtype}.")

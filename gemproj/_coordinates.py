@@ -52,16 +52,16 @@ class Rows(NamedTuple):
         return np.where(np.isfinite(step), step, 0.0)
 
 
-def own_rows(problem: Problem) -> Rows:
+def own_rows(problem: Problem, gram: Gram) -> Rows:
     """Return G and g themselves, in float64, for a problem with no more columns than rows."""
     t = problem.t
     parts = [tile.copy() for _, tile in _read(problem)]
     whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
     where = np.ones(problem.batch, dtype=bool)
-    if problem.shared:
-        return Rows(where, whole[None, :t], whole[t:])
-    whole = whole.reshape(-1, t + 1, problem.columns)
-    return Rows(where, np.ascontiguousarray(whole[:, :t]), whole[:, t])
+    V, a = (whole[None, :t], whole[t:]) if problem.shared else (whole[..., :t, :], whole[..., t, :])
+    V, a = V.reshape(-1, t, problem.columns), a.reshape(-1, problem.columns)
+    V[np.diagonal(gram.K, 0, -2, -1).reshape(-1, t) == 0] = 0.0  # rows that count as zero
+    return Rows(where, V, a)
 
 
 def from_rows(problem: Problem, gram: Gram, rounding: float, where: np.ndarray) -> Rows:
@@ -82,7 +82,9 @@ def from_rows(problem: Problem, gram: Gram, rounding: float, where: np.ndarray) 
             else:
                 each.append(_preconditioned(one, own, rounding))
         whole = np.stack(each)
-    return Rows(where, np.ascontiguousarray(whole[:, :t]), np.ascontiguousarray(whole[:, t]))
+    V = np.array(whole[:, :t], order="C")
+    V[np.diagonal(np.broadcast_to(gram.K, (*gram.b.shape, t)), 0, -2, -1)[where] == 0] = 0.0
+    return Rows(where, V, np.ascontiguousarray(whole[:, t]))
 
 
 def from_gram(gram: Gram) -> np.ndarray:

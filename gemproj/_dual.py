@@ -168,11 +168,11 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     if exact and not host and not enumerable(gram.b, options):
         *read, start = fetch([*gram, start])
         return solve(measured._replace(gram=Gram(*read)), options, start).to(measured.to_caller)
-    bounds = make_bounds(options, gram.b)
     if host:
-        check_range(gram, measured.rows)
-        if exact:
-            return _search(measured, bounds, start)
+        measured = measured._replace(gram=check_range(gram, measured.rows))
+    bounds = make_bounds(options, gram.b)
+    if host and exact:
+        return _search(measured, bounds, start)
     return _run(measured, bounds, method, start)
 
 
@@ -181,7 +181,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
 
     A problem with no more columns than rows is solved in its own coordinates at once.
     """
-    (K, b, gg), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
+    (K, b, _), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
     t, batch = b.shape[-1], b.shape[:-1]
     norms = np.sqrt(np.diagonal(K, axis1=-2, axis2=-1))
     if lower is not None:
@@ -192,7 +192,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     dual, rows = Dual(True, K.reshape(-1, t, t), *flat, asked), None
     small = problem is not None and problem.columns * (t + 1) <= SMALL
     if problem is not None and 0 < problem.columns <= t and (small or not batch):
-        rows = own_rows(problem)
+        rows = own_rows(problem, measured.gram)
         lam, found = search(dual._replace(of_gram=False, rows=rows.V, linear=rows.a))
     else:
         lam, found = search(dual)

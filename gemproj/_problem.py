@@ -282,6 +282,7 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
         raise ValueError(f"{name} has no blocks; pass at least one array.")
     # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
     for block in _one_of_each(type, blocks):
+        refuse_masked(block, name)
         if not is_array(block):
             listed = isinstance(block, (list, tuple)) or hasattr(block, "__array__")
             hint = "; convert it, for example with numpy.asarray" if listed else ""
@@ -289,7 +290,6 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tupl
                 f"{name} must be an array (NumPy, torch, CuPy, ...), or a sequence or mapping of arrays; "
                 f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
             )
-        refuse_masked(block, name)
     if like is not None and _kind(keys) != _kind(like[0]):
         stack = " If G is a list of rows, stack them." if keys is None and like[0] in (list, tuple) else ""
         raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.{stack}")

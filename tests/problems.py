@@ -2,8 +2,8 @@
 
 from fractions import Fraction
 from functools import partial
-from itertools import combinations
-from typing import NamedTuple
+from itertools import combinations, product
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -118,6 +118,41 @@ def mixed(draw_from, max_t: int = 12) -> tuple[np.ndarray, np.ndarray, dict[str,
     if draw_from(st.booleans()):
         options["warm_start"] = rng.standard_normal(t) / lengths(G)
     return G, rng.standard_normal((G.shape[1],)), options
+
+
+def enumerate_projection(
+    G: np.ndarray,
+    g: np.ndarray,
+    *,
+    h: Any = 0.0,
+    equality: Any = False,
+    margin: Any = 0.0,
+    penalty: Any = np.inf,
+    metric: Any = 1.0,
+) -> np.ndarray:
+    """Return the projection, from the active set with the smallest violation of the optimality conditions.
+
+    It shares no code with the library and forms no Gram matrix.
+    """
+    root, t = np.sqrt(metric), len(G)
+    A, a = G / root, g * root
+    n = np.linalg.norm(A, axis=1)
+    n[n == 0] = 1.0
+    A, h, upper = A / n[:, None], h / n, np.broadcast_to(penalty, t) * n
+    lower = np.where(equality, -upper, margin * n)
+    at_bounds = [[v for v in {*bounds} if np.isfinite(v)] for bounds in zip(lower, upper, strict=True)]
+    least, answer = np.inf, a
+    for values in product(*[[*bounds, np.nan] for bounds in at_bounds]):  # NaN marks free multipliers
+        lam = np.array(values)
+        free = np.isnan(lam)
+        x, inverse = a + A[~free].T @ lam[~free], np.linalg.pinv(A[free])
+        step = inverse @ (h[free] - A[free] @ x)
+        x, lam[free] = x + step, inverse.T @ step
+        s = A @ x - h
+        off = [lower - lam, lam - upper, np.where(lam < upper, -s, 0.0), np.where(lam > lower, s, 0.0)]
+        if (missed := np.max(off)) < least:
+            least, answer = missed, x
+    return answer / root
 
 
 def lengths(G):

@@ -20,15 +20,13 @@ MASKED = np.ma.masked_array(np.ones(3), [False, True, False])
 with torch.inference_mode():
     INFERENCE = torch.empty(5)
 
-BIG, ODD = 1e160 * np.eye(3, 5), np.array([[1.0], [1e-160], [1.0]]) * np.eye(3, 5)
+BIG = 1e160 * np.eye(3, 5)
 WRONG_VALUES = [
     (lambda: project(1e100 * G, g, margin=1e150), "margin, .* times the rows of G overflows"),
-    (lambda: project(ODD, g), r"row 1 of G is too small.*Scale G up; rows of G may be"),
-    (lambda: project(G, 1e-160 * g), "g is too small.*Scale g up"),
     (lambda: project(BIG, g), "rows 0, 1, 2, which hold .*squares overflow; scale it down"),
     (lambda: project(G.T, g), "If G has one column per constraint, pass G.T."),
     (lambda: solve_gram(np.array([[1.0, 2.0], [2.0, 1.0]]), np.ones(2)), "K must be .* semidefinite"),
-    (lambda: solve_gram(np.array([[1.0, 0.5], [0.2, 1.0]]), np.ones(2)), "K must be .* not symmetric"),
+    (lambda: solve_gram(np.array([[1.0, 0.5], [0.2, 1.0]]), np.ones(2)), "K must be .* symmetric: found"),
     (lambda: solve_gram(np.array([[1.0, 1.0], [1.0, 0.0]]), np.ones(2)), "K must be .* semidefinite"),
     (lambda: solve_gram(np.eye(2), np.ones(2), np.array(-1.0)), "gg must be .*; found -1"),
     (lambda: solve_gram(np.full((2, 2), np.nan), np.ones(2)), "K is not finite: rows 0, 1, which hold NaN"),
@@ -56,7 +54,7 @@ WRONG_VALUES = [
     (lambda: project(G, g, h=np.ones(3), method="gem2017"), "h cannot be combined with method GEM2017"),
     (lambda: solve_gram(G, g), r"K must be a Gram matrix of shape \(..., t, t\); found \(3, 5\)"),
     (lambda: solve_gram(1.9 * np.eye(3) - 0.9, np.ones(3)), "K must be .* semidefinite.*negative eigenvalue"),
-    (lambda: solve_gram(np.eye(3), g), r"b must have shape \(..., 3\) .*found \(5,\)"),
+    (lambda: solve_gram(np.eye(3), g), r"b must have shape \(..., 3\), .*found \(5,\)"),
     (lambda: solve_gram(np.eye(2), np.ones((2, 2)), np.ones(3)), r"gg must have shape \(2,\)"),
     (lambda: project(G, g, margin=float("nan")), "margin must be finite and at least 0; found nan"),
     (lambda: project(G, g, penalty=-1.0), "penalty must be at least 0; found -1"),
@@ -79,7 +77,6 @@ WRONG_VALUES = [
     ),
     (lambda: project([G, G], [g, g], out=[OTHER, OTHER]), "out has one array for several blocks"),
     (lambda: project(G, g, metric=np.full(5, 1e-320)), r"G / sqrt\(metric\) is not finite: rows 0, 1, 2"),
-    (lambda: project(G, g, metric=np.full(5, 1e300)), r"row 0 of G / sqrt\(metric\) is .*whole metric"),
     (lambda: project(G, g, h=[[0, 0], [0]]), "h must be an array, or a list of numbers"),
     (lambda: project(*TENSORS, out=META), "out is on device meta but g is on cpu"),
     (lambda: project(G, g, method=lambda K, b, w: b * np.nan), "multipliers that are not finite"),
@@ -87,6 +84,7 @@ WRONG_VALUES = [
     (lambda: combine(G, g, np.array([1.0, np.nan, 0.0])), "multipliers must be finite; found .*nan"),
     (lambda: project(G, g, method=lambda K, b, w: b[:1]), "must return multipliers of the type and"),
     (lambda: project(G, g, method=lambda K, b, w: None), "found None"),
+    (lambda: project(G, g, method=lambda K, b, w: np.ma.array(b)), "must return multipliers .*MaskedArray"),
     (lambda: gram(TENSORS[0], META), "G is on device cpu but g is on meta"),
     (lambda: PGD(steps=np.int64(-3)), "steps must be at least 1; found -3"),
     (lambda: PGD(step_size="fast"), "step_size must be 'safe' or 'power'; found 'fast'"),
@@ -100,7 +98,6 @@ WRONG_VALUES = [
 WRONG_TYPES = [
     (lambda: PGD(steps=1.5), "steps must be an integer; found 1.5"),
     (lambda: project(G, g, method=lambda K, b, w: b * 1j), "must return real numbers; found .*complex128"),
-    (lambda: project(G, g, method=lambda K, b, w: np.ma.array(b)), "method .* must not be a masked array"),
     (lambda: PGD(power_iterations=True), "power_iterations must be an integer"),
     (lambda: OSQP(max_iter="many"), "max_iter must be an integer; found 'many'"),
     (lambda: GEM2017(eps="tiny"), "eps must be a number"),
@@ -196,14 +193,24 @@ def test_gram_matrices_as_they_are_rounded(rng):
 
 @pytest.mark.parametrize("dtype", [">f8", "longdouble"])
 def test_whatever_is_not_narrow_is_wide(dtype, rng):
-    """A long double that is zero in float64 is not zero."""
-    wider = np.finfo(dtype).minexp < -2000
-    tiny = np.array([["1e-3000" if wider else "1e-200", "0"]]).astype(dtype)
-    with pytest.raises(ValueError, match=rf"row 0 of G is too small: .*1.e-{3000 if wider else 200}"):
-        project(tiny, np.array([-1.0, 1.0]).astype(dtype))
     wide, g_wide = rng.standard_normal((9, 140_000)), rng.standard_normal(140_000)
     K = gram(wide.astype(dtype), g_wide.astype(dtype)).K
     assert_close(K, wide @ wide.T, atol=1e-9 * 140_000**0.5)
+
+
+@pytest.mark.parametrize("size", [1e-141, 1e-160, 1e-200, 5e-324])
+def test_rows_and_gradients_below_1e140_count_as_zero(host, size):
+    """Their squares have lost digits."""
+    rows, vector = np.array([[1.0, 2.0], [3.0, -1.0]]), np.array([-1.0, 0.5])
+    tiny = np.array([[1.0], [size]]) * rows
+    for G, g in ((tiny, vector), (np.stack([tiny, rows]), np.stack([vector, vector]))):
+        kept = np.where(np.abs(G) > 1e-140, G, 0.0)
+        sol, x = solve_dual(host.array(G), host.array(g)), host.project(G, g)
+        assert_close(x, project(kept, g), atol=1e-15)
+        assert float(np.max(host.numpy(sol.kkt_residual()))) < 1e-15
+    np.testing.assert_array_equal(host.project(rows, size * vector), size * vector)
+    with pytest.raises(ValueError, match=r"h is infeasible.*row 1"):
+        host.project(tiny, vector, h=host.array([0.0, 1.0]))
 
 
 @pytest.mark.parametrize("solve", [solve_dual, solve_gram])

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import KINDS, assert_close, draw, kkt, lengths, mixed
+from problems import KINDS, assert_close, draw, enumerate_projection, kkt, lengths, mixed
 
 from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
-from gemproj._selfcheck import enumerate_projection
 
 
 @given(mixed())

@@ -42,17 +42,13 @@ def test_import_needs_the_core_only():
     assert said(code)[0] == "[]"
 
 
-def test_command_prints_every_method_and_what_one_needs(capsys, monkeypatch):
-    command.main([])
+def test_command_prints_versions(capsys, monkeypatch):
+    assert command.main([]) == 0
     out = capsys.readouterr().out
-    for word in ("numpy", "torch", "CPU", "KKT residual", *gemproj.methods.METHODS):
+    for word in (f"gemproj {gemproj.__version__}", f"numpy {np.__version__}", "array-api-compat", "loops: "):
         assert word in out
-    exact = next(line for line in out.splitlines() if line.startswith("exact")).split()
-    assert float(exact[2]) < 1e-12
     monkeypatch.setitem(sys.modules, "quadprog", None)
-    command.main([])
-    assert "This method needs the package quadprog" in capsys.readouterr().out
-    with pytest.raises(ImportError, match=r"\[qp\]"):
+    with pytest.raises(ImportError, match=r"This method needs the package quadprog.*\[qp\]"):
         gemproj.project(np.eye(2), -np.ones(2), method="quadprog")
 
 
@@ -74,7 +70,7 @@ def test_machines_that_share_compiled_loops_agree_in_their_layout():
 
 
 @pytest.mark.skipif(not installed(), reason="needs numba")
-def test_a_damaged_or_unwritable_cache_is_done_without(monkeypatch, capsys, caplog):
+def test_a_damaged_or_unwritable_cache_is_done_without(monkeypatch, caplog):
     from gemproj.backends.numba import jit
 
     class Cache:
@@ -103,12 +99,6 @@ def test_a_damaged_or_unwritable_cache_is_done_without(monkeypatch, capsys, capl
     cache.wrong = OSError("No space left on device")
     cache.save_overload("a loop")
     assert jit.kept == []
-    for name in ("gram", "project", "combine"):  # nothing is compiled here
-        monkeypatch.setattr(command, name, lambda *given: None)
-    monkeypatch.setattr("gemproj.backends.wanted", "numba")
-    monkeypatch.setattr(jit.announcement, "waiting", True)
-    assert command.main(["--compile"]) == 1
-    assert "Set NUMBA_CACHE_DIR" in capsys.readouterr().out
     monkeypatch.setattr(jit.announcement, "waiting", True)
     loop = type("Dispatcher", (), {"py_func": jit._guard})
     jit.announcement.on_start(type("Event", (), {"data": {"dispatcher": loop}}))
@@ -117,11 +107,9 @@ def test_a_damaged_or_unwritable_cache_is_done_without(monkeypatch, capsys, capl
 
 def test_backends_that_cannot_be_had(capsys, monkeypatch):
     monkeypatch.setattr("gemproj.backends.wanted", "wrong")
-    with pytest.raises(SystemExit):
-        command.main([])
-    assert "GEMPROJ_BACKEND must be portable, numba or triton; found 'wrong'" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="numba or triton; found 'wrong'"):
-        gemproj.project(np.eye(2), np.ones(2))
+    for use in (lambda: command.main([]), lambda: gemproj.project(np.eye(2), np.ones(2))):
+        with pytest.raises(ValueError, match="GEMPROJ_BACKEND must be portable, numba or triton; found 'wr"):
+            use()
     monkeypatch.setattr("gemproj.backends.wanted", "portable")
     assert command.main(["--compile"]) == 0
     assert "nothing to compile" in capsys.readouterr().out
@@ -148,7 +136,7 @@ def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
     def wrong(G, g, **options):
         if "h" in options:
             raise ValueError("no such h")
-        return right(G, g, **options) + (1e-7 if len(G) > 8 else 0)
+        return right(G, g, **options) + (1e-7 * np.linalg.norm(g) if "metric" in options else 0)
 
     monkeypatch.setattr(gemproj, "project", wrong)
     assert command.main(["--check"]) == 1
@@ -157,7 +145,7 @@ def test_check_counts_wrong_answers_and_errors(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "WRONG" in out
     assert "ValueError: no such h" in out
-    assert "float64, []): off by" in out
+    assert ": off by 1." in out
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The methods for the dual problem, one file each, and their names."""
+"""The methods for the dual problem, and their names."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from gemproj._arrays import Array
 from gemproj.methods._method import Method, Outcome, Status
 from gemproj.methods.agem import AGEM
 from gemproj.methods.exact import Exact
-from gemproj.methods.fista import FISTA
+from gemproj.methods.external import OSQP, Quadprog
 from gemproj.methods.gem2017 import GEM2017
-from gemproj.methods.osqp import OSQP
-from gemproj.methods.pgd import PGD
-from gemproj.methods.quadprog import Quadprog
+from gemproj.methods.pgd import FISTA, PGD
 
 __all__ = [
     "AGEM",

@@ -9,8 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from gemproj._arrays import Array, detach, namespace, to_numpy
-from gemproj._checks import refuse_masked
+from gemproj._arrays import Array, detach, is_array, namespace, to_numpy
 from gemproj._constants import OPTIMAL_WITHIN
 from gemproj._tspace import clip, snap
 
@@ -109,13 +108,12 @@ def call(
     K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
     like = to_caller(b + 0.0)
     lam = method(to_caller(K + 0.0), like, None if start is None else to_caller(start + 0.0))
-    if not isinstance(lam, type(like)) or lam.shape != like.shape:
+    if not (isinstance(lam, type(like)) and is_array(lam)) or lam.shape != like.shape:
         found = f"{type(lam).__name__} of shape {tuple(lam.shape)}" if hasattr(lam, "shape") else repr(lam)
         raise ValueError(
             f"method {method!r} must return multipliers of the type and shape of b, "
             f"{type(like).__name__} {tuple(like.shape)}; found {found}."
         )
-    refuse_masked(lam, f"the result of method {method!r}")
     xp = namespace(like)
     if not xp.isdtype(lam.dtype, ("real floating", "integral")):
         raise TypeError(f"method {method!r} must return real numbers; found dtype {lam.dtype}.")
