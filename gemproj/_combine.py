@@ -79,7 +79,8 @@ def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     # The slacks of x do not depend on the metric, but the step does.
     moved, s, h = replace(problem, vector=x), np.zeros(sol.multipliers.shape), sol.bounds.h
     for i in map(tuple, np.argwhere(rows.where)):
-        s[i] = slack_of(replace(moved.at(i) if problem.batch else moved, weight=None), None if h is None else h[i])
+        one = replace(moved.at(i) if problem.batch else moved, weight=None)
+        s[i] = slack_of(one, None if h is None else to_numpy(h)[i])
     step = np.zeros(s.shape)
     step[rows.where] = rows.step(np.where(to_numpy(sol.free) & np.isfinite(s), s, 0.0)[rows.where])
     write_x(moved, step, x)
