@@ -25,9 +25,8 @@ NEAR_ZERO = 1e-9
 # K is too ill-conditioned if the smallest eigenvalue of the normalised Gram matrix of the active rows is
 # below this. The error of x is then 1e-16 / 1e-4 or more.
 RESOLVED = 1e-4
-# TRUST_SMALL is this limit for small problems, in which reading G again takes little time. TRUST_NARROW is
-# the limit for K from float32 sums, accurate to 1e-8; it applies to the smallest eigenvalue for all rows.
-TRUST_SMALL, TRUST_NARROW = 1e-2, 1e-3
+# This limit for small problems, in which reading G again takes little time.
+TRUST_SMALL = 1e-2
 # Maximum number of elements of G and g in a small problem.
 SMALL = 1 << 17
 # Error of x / size of the problem above which the status is UNRESOLVED even with coordinates of the rows.
@@ -50,18 +49,10 @@ ROWS_RESOLVE, GRAM_RESOLVES = 3e-14, 1e-7
 CUTOFF = 64.0 * EPS
 # Memory limit: maximum number of entries of the t x t matrices allocated at once for a batch.
 SLAB = 1 << 20
-# Number of columns whose products are summed in float32, twice as fast. Float64 sums add these float32 sums.
-CHUNK = 512
-# Minimum number of columns for float32 sums. Compiled loops use float32 sums only for more than FEW_ROWS
-# rows, because float64 products of fewer rows are as fast as reading memory.
-LARGE, FEW_ROWS = 1 << 17, 8
-# Relative rounding error of the entries of the Gram matrix. In float64 sums the worst case, identical
-# columns, gives 50 EPS. Float32 sums of a chunk are vectorised loops with at least 4 partial sums.
+# Relative rounding error of the entries of the Gram matrix. The worst case, identical columns, gives 50 EPS.
 WIDE_ROUNDING = 128 * EPS
-NARROW_ROUNDING = WIDE_ROUNDING + CHUNK / 4 * 2.0**-24
-# Ranges of squared norms for which no product overflows or underflows, in float64 and in float32.
+# Range of squared norms for which no product overflows or underflows.
 WIDE_RANGE = (1e-280, 1e280)
-NARROW_RANGE = (1e-24, 1e30)
 # KKT residual above which `project` warns that its result is not optimal.
 MISSED = 1e-5
 # Penalty of an equality, times row norm / size of the problem, above which the multiplier may lose digits:
@@ -74,5 +65,5 @@ FAR, FAR_BY_GRAM = 1e6, 1e3
 # contradicting rows. The factors are tried in this order.
 LOOSE_ROWS = (10.0, 1e4, 1e8)
 # Ridge on the diagonal of the normalised K in the infeasibility test on a device, for K from float64 sums and
-# for K from float32 sums.
+# for K from float32 sums, on devices without float64.
 RIDGE, NARROW_RIDGE = 1e-10, 1e-5

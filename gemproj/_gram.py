@@ -20,7 +20,7 @@ from gemproj._arrays import (
     wide_dtype,
 )
 from gemproj._checks import refuse_masked
-from gemproj._constants import WIDE_RANGE
+from gemproj._constants import EPS, WIDE_RANGE, WIDE_ROUNDING
 from gemproj._problem import Problem, check_problem
 from gemproj._tiles import stacked
 from gemproj._tspace import Gram, Measured, inverse
@@ -30,11 +30,8 @@ from gemproj.backends import select
 def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     """Return the Gram matrix of the constraints, the linear term and the squared norm of g.
 
-    Sums are computed in float64 for every input dtype, and no array of the size of `G` is allocated. There
-    is one exception, on the CPU: with 131,072 columns or more and without float64 arrays, products of 512
-    columns are first summed in float32. Entries are then accurate to about 1e-7 of ``|g_i| |g_j|``, and to
-    8e-6 at worst. The compiled loops of numba, which read G and g of one dtype (float32 or bfloat16) without
-    a metric, use float32 sums only for more than 8 rows.
+    Products are computed and summed in float64 for every input dtype (float32 on devices without float64),
+    and no array of the size of `G` is allocated.
 
     Parameters
     ----------
@@ -60,7 +57,8 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 def measure(problem: Problem) -> Measured:
     """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G."""
-    return Measured(*select(problem).gram(problem), problem.to_caller, problem)
+    rounding = WIDE_ROUNDING * float(problem.xp.finfo(problem.wide).eps) / EPS
+    return Measured(select(problem).gram(problem), rounding, problem.to_caller, problem)
 
 
 def check_range(gram: Gram, problem: Problem | None) -> None:

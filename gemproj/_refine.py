@@ -10,7 +10,7 @@ import numpy as np
 from gemproj._arrays import Array, namespace
 from gemproj._bounds import standard_form
 from gemproj._combine import slack_of
-from gemproj._constants import RESOLVED, ROUNDING, SLAB, SMALL, TRUST_NARROW, TRUST_SMALL
+from gemproj._constants import RESOLVED, ROUNDING, SLAB, SMALL, TRUST_SMALL
 from gemproj._coordinates import inverse_on, of_problems, solve_in_coordinates
 from gemproj._problem import Problem
 from gemproj._solution import DualSolution
@@ -27,8 +27,6 @@ def ill_conditioned(problem: Problem, sol: DualSolution, resolved: Any) -> np.nd
 
     `resolved` is `Outcome.resolution`.
     """
-    if sol._rounding > 1e-12:  # K is too inaccurate to find the nearly active rows: all rows are tested
-        return _resolution(sol) < TRUST_NARROW
     if resolved is None:
         return None
     trusted = TRUST_SMALL if problem.columns * (problem.t + 1) <= SMALL else RESOLVED
@@ -57,7 +55,7 @@ def uncertified(sol: DualSolution) -> np.ndarray | None:
         any_row = any_row & ~sol.refined
     if not np.count_nonzero(any_row):
         return None
-    return any_row & (_resolution(sol) < (RESOLVED if sol._rounding < 1e-12 else TRUST_NARROW))
+    return any_row & (_resolution(sol) < RESOLVED)
 
 
 def _resolution(sol: DualSolution) -> np.ndarray:

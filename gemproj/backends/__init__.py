@@ -38,8 +38,8 @@ class Backend(Protocol):
 
     name: str
 
-    def gram(self, problem: Problem) -> tuple[Gram, float]:
-        """Return K, b and |g|^2, and their relative rounding error (stage 1)."""
+    def gram(self, problem: Problem) -> Gram:
+        """Return K, b and |g|^2 (stage 1)."""
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + G'lam`` to x, rounded once (stage 3); x may be g itself."""

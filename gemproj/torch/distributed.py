@@ -1,7 +1,7 @@
 """Projection on several processes, with replicas or shards.
 
 The Gram matrix is a sum over columns. Each process measures the columns that it owns, and one all-reduce
-sums the results, t*t + t + 2 numbers. Then every process solves the same small problem, with bitwise equal
+sums the results, t*t + t + 1 numbers. Then every process solves the same small problem, with bitwise equal
 data, and combines its own columns.
 """
 
@@ -23,7 +23,6 @@ from gemproj._arrays import Blocks, on_host, wide_dtype
 from gemproj._bounds import check_options, make_bounds
 from gemproj._checks import check_multipliers
 from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
-from gemproj._constants import NARROW_ROUNDING
 from gemproj._dual import solve
 from gemproj._gram import measure
 from gemproj._problem import check_problem
@@ -166,7 +165,7 @@ class Sharded(Replicated):
         try:
             yield
         except ValueError:
-            numbers, wide = t * t + t + 2, wide_dtype(torch, self._device)
+            numbers, wide = t * t + t + 1, wide_dtype(torch, self._device)
             self.sum_shards(torch.full((numbers,), math.nan, dtype=wide, device=self._device))
             raise
 
@@ -175,16 +174,12 @@ class Sharded(Replicated):
 
     def sum_gram(self, part: Measured) -> Measured:  # noqa: D102
         parts = [torch.as_tensor(a, device=self._device) for a in part.gram]
-        # Processes may have summed in different precisions, but certificates must be equal on all processes.
-        parts.append(torch.full_like(parts[-1], float(part.rounding >= NARROW_ROUNDING)))
         packed = self.sum_shards(torch.cat([a.reshape(-1) for a in parts]))
         pieces = packed.split([a.numel() for a in parts])
-        whole: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
-        *gram, narrow = whole
-        if not on_host(self._device):  # on a device all sums are in float64
-            return Measured(Gram(*gram), part.rounding, part.to_caller)
-        rounding = NARROW_ROUNDING if narrow else part.rounding
-        return Measured(Gram(*(a.numpy() for a in gram)), rounding, part.to_caller)
+        gram: list[Any] = [piece.reshape(a.shape) for piece, a in zip(pieces, parts, strict=True)]
+        if on_host(self._device):
+            gram = [a.numpy() for a in gram]
+        return Measured(Gram(*gram), part.rounding, part.to_caller)
 
 
 def check_group(group: Any, name: str = "process_group") -> None:

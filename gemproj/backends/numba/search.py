@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from gemproj import _constants
-from gemproj._constants import BUDGET, CLOSE, EXCHANGE, NEAR_ZERO, PATIENCE, ROUNDING, SEARCHES
+from gemproj._arrays import Array
+from gemproj._constants import BUDGET, CLOSE, EXCHANGE, NEAR_ZERO, PATIENCE, RESOLVED, ROUNDING, SEARCHES
+from gemproj._tspace import Standard, matvec
+from gemproj._tspace import normalise as normalised
+from gemproj.backends import portable
 from gemproj.backends.numba.jit import entry as strict_entry
 from gemproj.backends.numba.jit import fast as strict
 from gemproj.backends.numba.tableau import (
@@ -19,7 +23,14 @@ from gemproj.backends.numba.tableau import (
     set_free,
     trial,
 )
-from gemproj.methods._method import Status
+from gemproj.backends.numba.threads import share_pieces
+from gemproj.methods import Exact, Method, Outcome, Status
+from gemproj.methods.exact import nearly_active
+from gemproj.methods.exact import resolution as resolution_of
+
+_READS = 128  # search time per entry of K, in units of the time to read a number
+_FLOAT64 = np.dtype(np.float64)
+_NONE = np.empty((0, 0))
 
 _OPTIMAL_WITHIN = _constants.OPTIMAL_WITHIN * _constants.EPS
 _STALLED = int(Status.STALLED)
@@ -201,3 +212,45 @@ def clear(flags):
     """Set all flags to False."""
     for i in range(flags.size):
         flags[i] = False
+
+
+def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
+    """Return the outcome for a batch: from compiled loops for `Exact`, from `portable` for other methods."""
+    K, b, lower, upper = dual
+    if type(method) is not Exact or not b.shape[-1]:
+        return portable.solve(method, dual, start)
+    batch, t = b.shape[:-1], b.shape[-1]
+    Ks, bs = _float64(K, (-1, t, t)), _float64(b, (-1, t))
+    lowers, *others = [_NONE if a is None else _float64(a, (-1, t)) for a in (lower, upper, start)]
+    count = len(bs)
+    lam, resolved, ended = np.empty((count, t)), np.empty(count), np.empty((2, count), np.int64)
+    arrays = (Ks, bs, lowers, *others, lam, resolved, ended)
+    in_question: list[int] = []
+
+    def run(begin: int, end: int) -> None:
+        scratch = np.empty((t, t + 1)), np.empty((t, t)), np.empty((6, t)), np.empty((2, t), np.bool_)
+        in_question.append(solve_active_set(begin, end, *arrays, *scratch))
+
+    share_pieces(run, count, count * _READS * t * t)
+    lam, (pivots, status) = lam.reshape(b.shape), ended
+    pivots = pivots.reshape(batch)
+    if not any(in_question):
+        return Outcome(lam, pivots, int(Status.OPTIMAL))
+    if len(Ks) == 1 and count > 1:
+        # By Cauchy's interlacing, no principal submatrix has a smaller eigenvalue than the whole matrix.
+        whole = normalised(Ks[0], bs[0]).K
+        resolved = np.maximum(resolved, np.linalg.eigvalsh(whole)[0])
+    if len(close := np.flatnonzero(resolved < CLOSE)):
+        low, found = None if lower is None else lowers[close], lam.reshape(-1, t)[close]
+        one = normalised(Ks[close] if len(Ks) > 1 else Ks, bs[close], low, start=found)
+        near = nearly_active(one.start, matvec(one.K, one.start) + one.b, low)
+        resolved[close] = resolution_of(one.K, near)
+        status[close] |= np.where(resolved[close] < RESOLVED, int(Status.UNRESOLVED), 0)
+    return Outcome(lam, pivots, status.reshape(batch), resolved.reshape(batch))
+
+
+def _float64(a: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array in a new shape, in the type that the loops are compiled for: C-contiguous float64."""
+    if a.dtype is not _FLOAT64 or not a.flags.carray:  # `is not` is faster than `!=`
+        a = np.array(a, np.float64, order="C")
+    return a.reshape(shape)
