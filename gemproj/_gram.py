@@ -28,11 +28,8 @@ from gemproj.backends import select
 def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
     """Return the Gram matrix of the constraints, the linear term and the squared norm of g.
 
-    Sums are computed in float64 for every input dtype, and no array of the size of `G` is allocated. There
-    is one exception, on the CPU: with 131,072 columns or more and without float64 arrays, products of 512
-    columns are first summed in float32. Entries are then accurate to about 1e-7 of ``|g_i| |g_j|``, and to
-    8e-6 at worst. The compiled loops of numba, which read G and g of one dtype (float32 or bfloat16) without
-    a metric, use float32 sums only for more than 8 rows.
+    Products are computed and summed in float64 for every input dtype (float32 on devices without float64),
+    and no array of the size of `G` is allocated.
 
     Parameters
     ----------

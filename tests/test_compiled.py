@@ -74,7 +74,7 @@ def check_formulas(host, G, g, dtype, rng, name=None):
     assert located(G, g), name
     rows, vector, K, b, gg = map(wide, (G, g, *gram(G, g)))
     t, d = rows.shape[-2:]
-    tolerance = 1e-13 if t < 9 or d < 1 << 17 or dtype == "float64" else 1e-7
+    tolerance = 1e-13
     n, size = np.linalg.norm(rows, axis=-1), np.linalg.norm(vector, axis=-1)
     products = rows @ np.swapaxes(rows, -1, -2), np.einsum("...td,...d->...t", rows, vector)
     assert np.abs((K - products[0]) / n[..., None, :] / n[..., :, None]).max() < tolerance, name

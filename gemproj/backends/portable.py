@@ -27,8 +27,29 @@ class Portable:
     # NumPy's warnings of overflow are switched off, because stage 2 raises an error that names the row.
     @np.errstate(over="ignore", invalid="ignore", under="ignore")
     def gram(self, problem: Problem) -> Gram:
-        """Return K, b and |g|^2."""
-        return _sum_products(problem)
+        """Return K, b and |g|^2, summed in float64 (float32 on a device that has no float64)."""
+        t, batch = problem.t, problem.batch
+        # With a shared G there is one tile for all problems, with all gradients as rows.
+        outer, m = ((), math.prod(batch)) if problem.shared else (batch, 1)
+        # On a device, [G; g] times its transpose gives K, b and |g|^2 in one operation. NumPy is slow at this
+        # product for few rows. For many gradients, it would also compute the products between gradients.
+        whole = m == 1 and not problem.host
+
+        def zeros(*shape: int) -> Array:
+            return problem.to_host(problem.xp.zeros(shape, dtype=problem.wide, device=problem.device))
+
+        total = zeros(*outer, t + m, t + whole)
+        squares = total[..., t:, t] if whole else zeros(*outer, m)
+        xp = namespace(total)
+        with problem.without_autocast():
+            for lead, tile in stacked(problem, problem.wide):
+                # Views, because for `total[...] += ` torch would copy the sum onto itself.
+                part, right, g = total[(*lead, ...)], tile[..., : t + whole, :], tile[..., t:, :]
+                part += xp.matmul(tile, xp.matrix_transpose(right))
+                if not whole:
+                    squares[(*lead, ...)] += xp.sum(g * g, axis=-1)
+        K, b = total[..., :t, :t], xp.reshape(total[..., t:, :t], (*batch, t))
+        return Gram(K, b, xp.reshape(squares, batch))
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""
@@ -69,29 +90,3 @@ def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, np.ndarray]
 
 def _float64(a: np.ndarray) -> np.ndarray:
     return a if a.dtype is _FLOAT64 and a.flags.carray else np.array(a, np.float64, order="C")
-
-
-def _sum_products(problem: Problem) -> Gram:
-    """Return K, b and |g|^2, summed in the widest dtype of the device."""
-    t, batch = problem.t, problem.batch
-    # With a shared G there is one tile for all problems, with all gradients as rows.
-    outer, m = ((), math.prod(batch)) if problem.shared else (batch, 1)
-    # On a device, [G; g] times its transpose gives K, b and |g|^2 in one operation. NumPy is slow at this
-    # product for few rows. For many gradients, it would also compute the products between gradients.
-    whole = m == 1 and not problem.host
-
-    def zeros(*shape: int) -> Array:
-        return problem.to_host(problem.xp.zeros(shape, dtype=problem.wide, device=problem.device))
-
-    total = zeros(*outer, t + m, t + whole)
-    squares = total[..., t:, t] if whole else zeros(*outer, m)
-    xp = namespace(total)
-    with problem.without_autocast():
-        for lead, tile in stacked(problem, problem.wide):
-            # Views, because for `total[...] += ` torch would copy the sum onto itself.
-            part, right, g = total[(*lead, ...)], tile[..., : t + whole, :], tile[..., t:, :]
-            part += xp.matmul(tile, xp.matrix_transpose(right))
-            if not whole:
-                squares[(*lead, ...)] += xp.sum(g * g, axis=-1)
-    K, b = total[..., :t, :t], xp.reshape(total[..., t:, :t], (*batch, t))
-    return Gram(K, b, xp.reshape(squares, batch))

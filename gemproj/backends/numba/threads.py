@@ -19,6 +19,10 @@ from typing import Any
 # Seconds after which the waiting caller checks whether threads are still working: an interrupt may have
 # removed the message that the caller waits for.
 _LOOK = 0.05
+# Jobs per thread: handing over a job takes as long as reading 100 kB.
+_JOBS = 4
+# Numbers to read below which waking threads takes longer.
+WORTH_THREADS = 1 << 21
 
 
 def cores() -> int:
@@ -27,6 +31,21 @@ def cores() -> int:
     if wanted.isdecimal() and int(wanted):
         return int(wanted)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_pieces(
+    run: Callable[[int, int], object], count: int, work: int, threads: int | None = None
+) -> None:
+    """Call ``run(begin, end)`` for parts of `count` pieces; in threads, if there is enough `work`.
+
+    `work` is in numbers to read.
+    """
+    if work < WORTH_THREADS or count < 2:
+        run(0, count)
+        return
+    threads = cores() if threads is None else threads
+    step = count if threads == 1 else -(-count // (_JOBS * threads))
+    share(lambda i: run(i * step, min((i + 1) * step, count)), -(-count // step), threads)
 
 
 def share(work: Callable[[int], None], count: int, threads: int | None = None, held: Any = None) -> None:

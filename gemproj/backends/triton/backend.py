@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from gemproj._arrays import Array
-from gemproj._constants import WIDE_ROUNDING
 from gemproj._problem import Problem
 from gemproj._tspace import Gram, Standard
 from gemproj.backends import portable
@@ -79,7 +78,7 @@ class Triton:
         self._blocks, self._many = blocks, math.prod(problem.batch)
         self._programs = max(1, _processors(problem.device) // self._many)
 
-    def gram(self, problem: Problem) -> tuple[Gram, float]:
+    def gram(self, problem: Problem) -> Gram:
         """Return K, b and |g|^2 as views of one tensor, and their rounding error."""
         t, n, many, batch = problem.t, problem.t + 1, self._many, problem.batch
         if t > _FEW:
@@ -103,7 +102,7 @@ class Triton:
             grid = many, -(-n * n // 16), 1
             launch(kernels.add_up, grid, (partial, total, parts), (n * n, 16), (), 8)
         total = total.view(*batch, n, n)
-        return Gram(total[..., :t, :t], total[..., t, :t], total[..., t, t]), WIDE_ROUNDING
+        return Gram(total[..., :t, :t], total[..., t, :t], total[..., t, t])
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write x with one launch per block."""

@@ -5,8 +5,16 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from gemproj import _search
+from gemproj._tspace import Dual
+from gemproj.backends import portable
 from gemproj.backends.numba.jit import compile_module
+from gemproj.backends.numba.threads import share_pieces
+
+# Time of a search per entry of the coordinates, in units of the time to read a number.
+_READS = 128
 
 
 def _dot(u: Any, v: Any) -> float:
@@ -54,4 +62,14 @@ def _rotate(u: Any, v: Any, cosine: float, sine: float) -> None:
 
 
 _LOOPS = {"dot": _dot, "length": _length, "copy": _copy, "add": _add, "times": _times, "add_rows": _add_rows}
-solve = compile_module(_search, {**_LOOPS, "rotate": _rotate}).solve
+_solve = compile_module(_search, {**_LOOPS, "rotate": _rotate}).solve
+
+
+def solve(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
+    """Return the result of `portable.solve`; threads share a large batch."""
+
+    def run(first: int, last: int, *arguments: Any) -> None:
+        work = last * _READS * arguments[1][0].size
+        share_pieces(lambda begin, end: _solve(begin, end, *arguments), last, work)
+
+    return portable.solve(dual, run)
