@@ -56,6 +56,8 @@ _LIKE = {dtype: np.empty(0, dtype) for dtype in (np.uint16, np.float32, np.float
 
 def bind(problem: Problem) -> Numba | None:
     """Return the backend for a problem on the CPU; None if the loops cannot read its arrays."""
+    if problem.batch and len(problem.rows) > 1:  # many gradients in blocks
+        return None
     if problem.shared and not 0 < math.prod(problem.batch) * (problem.t + 1) ** 2 <= _MOST_SHARED:
         return None
     found = locate(problem)
