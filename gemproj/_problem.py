@@ -6,7 +6,7 @@ Each argument is one array, or a sequence or mapping with one array (block) per 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -34,7 +34,8 @@ from gemproj._arrays import (
 )
 from gemproj._checks import check_array
 
-_DTYPE, _SHAPE = attrgetter("dtype"), attrgetter("shape")
+_KINDS: tuple[Callable[[Any], Any], ...] = (type, attrgetter("dtype"))
+_SHAPE = attrgetter("shape")
 
 
 @dataclass(eq=False)
@@ -274,8 +275,8 @@ def as_blocks(a: Blocks, name: str, like: tuple[Any, list[Array]] | None = None)
     if not blocks:
         raise ValueError(f"{name} has no blocks; pass at least one array.")
     # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
-    for kinds in (list(map(type, blocks)), None):
-        kinds = kinds or list(map(_DTYPE, blocks))
+    for kind in _KINDS:
+        kinds = list(map(kind, blocks))
         for k in map(kinds.index, dict.fromkeys(kinds)):
             _check_block(blocks[k], _at(name, keys, k), keys is not None)
     if like is None:
@@ -307,11 +308,12 @@ def _check_block(a: Any, name: str, one_of_many: bool) -> None:
             f"{name} is None, which torch.autograd.grad returns for an unused parameter: call it with "
             "allow_unused=True, materialize_grads=True, or pass zeros."
         )
-    must = "an array (NumPy, torch, CuPy, ...)" + (
-        "" if one_of_many else ", or a sequence or mapping of arrays"
-    )
-    counter = ", or leave it out, if it is no parameter but a counter of a state_dict" if one_of_many else ""
-    check_array(a, name, must, f"Convert it first{counter}")
+    must, remedy = "an array (NumPy, torch, CuPy, ...)", "Convert it first"
+    if one_of_many:
+        remedy += ", or leave it out, if it is no parameter but a counter of a state_dict"
+    else:
+        must += ", or a sequence or mapping of arrays"
+    check_array(a, name, must, remedy)
 
 
 def _kind(keys: Any) -> str:

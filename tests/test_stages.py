@@ -135,6 +135,17 @@ def test_many_gradients_in_blocks(xp, container, count, rng):
     assert_close(joined(own), project(G, g), atol=1e-13)
 
 
+def test_derivative_of_many_gradients_in_blocks(rng):
+    torch = pytest.importorskip("torch")
+    J, upstream = torch.tensor(rng.standard_normal((3, 10)) - 0.2), torch.tensor(rng.standard_normal((3, 10)))
+    whole = J.clone().requires_grad_()
+    (project(whole, whole) * upstream).sum().backward()
+    parts = [J[:, :4].reshape(3, 2, 2).requires_grad_(), J[:, 4:].clone().requires_grad_()]
+    x = project(parts, parts)
+    (torch.cat([b.flatten(1) for b in x], 1) * upstream).sum().backward()
+    assert_close(torch.cat([b.grad.flatten(1) for b in parts], 1).numpy(), whole.grad.numpy(), atol=1e-13)
+
+
 def test_conflicting_tasks_in_blocks(xp, rng):
     """Each row of J onto the cone of all: what UPGrad averages; rows that are nearly opposite are read again."""
     J = rng.standard_normal((4, 29))
