@@ -54,9 +54,12 @@ class Rows(NamedTuple):
 
 def own_rows(problem: Problem, gram: Gram) -> Rows:
     """Return G and g themselves, in float64, for a problem with no more columns than rows."""
-    t = problem.t
-    parts = [tile.copy() for _, tile in _read(problem)]
-    whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
+    t, G, g = problem.t, problem.rows[0], problem.vector[0]
+    if len(problem.rows) == 1 and problem.weight is None and problem.host and not problem.batch:  # the usual case
+        whole = np.concatenate([to_numpy(a).reshape(-1, problem.columns) for a in (G, g)], dtype=np.float64)
+    else:
+        parts = [tile.copy() for _, tile in _read(problem)]
+        whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
     where = np.ones(problem.batch, dtype=bool)
     V, a = (whole[None, :t], whole[t:]) if problem.shared else (whole[..., :t, :], whole[..., t, :])
     V, a = V.reshape(-1, t, problem.columns), a.reshape(-1, problem.columns)

@@ -74,7 +74,7 @@ class Search(NamedTuple):
 
 def solve(
     first: int, last: int, of_gram: bool, rows: Any, linear: Any, h: Any, lower: Any, upper: Any, start: Any,
-    asked: Any, lam: Any, found: Any,
+    lam: Any, found: Any,
 ) -> None:  # fmt: skip
     """Solve problems ``first .. last - 1`` of a batch; rows may have any norm.
 
@@ -86,13 +86,11 @@ def solve(
     linear : array, shape (problems, m)
     h, lower, upper, start : array, shape (problems, t), or empty for zeros, zeros, infinity and zeros
         Right-hand sides, bounds, and multipliers to start from.
-    asked : array, shape (problems,)
-        Distance that h asks x to move at least; the size of a problem is not below it.
     lam : array, shape (problems, t)
         Output: the multipliers; for an infeasible h the ray.
     found : array, shape (problems, 4)
         Output: status, number of pivots, the smallest distance of an active row from the span of the others, and
-        the distance by which ``a + V'lam`` misses the planes of the free rows.
+        the length of ``g + G'lam``'s longest sum, ``|lam_i| |g_i|`` over the rows, relative to the problem's size.
     """
     t = lam.shape[1]
     low, high, right, norm = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
@@ -102,7 +100,7 @@ def solve(
         for i in range(t):
             low[i] = lower[p, i] if len(lower) else 0.0
             high[i] = upper[p, i] if len(upper) else np.inf
-            right[i] = h[p, i] if len(h) else 0.0
+            right[i] = h[p, i] if len(h) and h[p, i] > -np.inf else 0.0
             norm[i] = np.sqrt(given[i, i] if of_gram else dot(given[i], given[i]))
             lam[p, i] = min(max(0.0, low[i]), high[i])
             slack = (linear[p, i] if of_gram else dot(given[i], linear[p])) - right[i]
@@ -117,10 +115,13 @@ def solve(
         for i in range(t):  # where the search begins, and how long its vectors are
             if lam[p, i] != 0.0:
                 add(a, lam[p, i] * norm[i], unit[i])
-        size = max(asked[p], length(a, len(a)))
+        size = length(a, len(a))
         for i in range(t):
             if lam[p, i] != 0.0:
                 add(a, -lam[p, i] * norm[i], unit[i])
+            wanted = abs(right[i]) if low[i] < 0.0 else right[i]  # how far h asks x to move, see `Bounds.asked`
+            if wanted > size:
+                size = max(size, min(wanted, (high[i] - max(low[i], 0.0)) * norm[i]))
         if size == 0.0:
             continue
         for i in range(len(a)):
@@ -436,7 +437,7 @@ def hold(state: Search, place: int) -> None:
 
 
 def judge(state: Search, size: float, found: Any) -> None:
-    """Write the status, the smallest distance of an active row from the span of others, and how far x moved."""
+    """Write what was `found`; UNRESOLVED if ``a + V'lam`` is far from x, which meets the free rows."""
     lam, x, outside, w, k, nearest = state.lam, state.x, state.outside, state.weights, state.count[0], 1.0
     status = OPTIMAL
     for i in range(len(lam)):
@@ -445,10 +446,12 @@ def judge(state: Search, size: float, found: Any) -> None:
             status = STALLED
         if wrong > -NEAR_ZERO * size:
             nearest = min(nearest, from_span(state, state.V[i])[0])
+    total = 0.0
     copy(state.a, outside)
     for i in range(len(lam)):
         if lam[i] != 0.0:
             add(outside, lam[i], state.V[i])
+            total += abs(lam[i])
     add(outside, -1.0, x)
     moved = length(outside, len(x))
     for p in range(k):
@@ -457,7 +460,7 @@ def judge(state: Search, size: float, found: Any) -> None:
         solve_transposed(state.R, k, w)
         nearest = min(nearest, 1.0 / length(w, k))
     found[0] = status if moved <= HOPELESS else status | UNRESOLVED
-    found[1], found[2], found[3] = state.count[1], nearest, moved
+    found[1], found[2], found[3] = state.count[1], nearest, total
 
 
 def reach(here: float, end: float, low: float, high: float) -> float:

@@ -77,11 +77,10 @@ class Dual(NamedTuple):
     lower: np.ndarray | None = None
     upper: np.ndarray | None = None
     start: np.ndarray | None = None
-    asked: np.ndarray | None = None
 
     def of(self, V: np.ndarray, a: np.ndarray, chosen: np.ndarray, start: np.ndarray) -> Dual:
         """Return the problems of a mask, in coordinates V and a, with a start for all problems."""
-        given = (self.h, self.lower, self.upper, start, self.asked)
+        given = (self.h, self.lower, self.upper, start)
         return Dual(False, V, a, *(None if v is None else v[chosen] for v in given))
 
 

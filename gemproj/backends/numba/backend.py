@@ -47,6 +47,8 @@ def bind(problem: Problem) -> Numba | None:
     for a in (*problem.rows, *problem.vector):
         if (a.dtype is not dtype and a.dtype != dtype) or not _is_plain(type(a)):
             return None
+    if problem.batch and len(problem.rows) > 1:  # many gradients in blocks
+        return None
     if problem.shared and not 0 < math.prod(problem.batch) * (problem.t + 1) ** 2 <= _MOST_SHARED:
         return None
     try:
