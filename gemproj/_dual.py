@@ -189,7 +189,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     dual, rows = Dual(True, K.reshape(-1, t, t), *flat), None
     small = problem is not None and problem.columns * (t + 1) <= SMALL
     if problem is not None and 0 < problem.columns <= t and (small or not batch):
-        rows = own_rows(problem, measured.gram)
+        rows = (measured.own or own_rows(problem)).without_zeros(measured.gram)
         lam, found = search(dual._replace(of_gram=False, rows=rows.V, linear=rows.a))
     else:
         lam, found = search(dual)
@@ -197,6 +197,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
             chosen = (found[:, 2] < (TRUST_SMALL if small else RESOLVED)) | (found[:, 0] > 0)
             if np.count_nonzero(chosen):
                 rows = from_rows(problem, measured.gram, measured.rounding, chosen.reshape(batch))
+                rows = rows.without_zeros(measured.gram)
                 again = dual.of(rows.V, rows.a, chosen, np.where(found[:, :1] < INFEASIBLE, lam, 0.0))
                 lam[chosen], found[chosen] = search(again)
     status = found[:, 0].astype(np.int64)
@@ -228,12 +229,15 @@ def _refuse_infeasible(bounds: Bounds, K: np.ndarray, lam: np.ndarray, rays: np.
     norm and in h, do not count: return the mask (..., t) of such rows in a ray.
     """
     lower, upper, h = bounds
-    norms, size = np.sqrt(K.diagonal(0, -2, -1)), np.where(bounds.off, 0.0, np.abs(h))
+    norms, without = np.sqrt(K.diagonal(0, -2, -1)), np.zeros(h.shape, dtype=bool)
+    void = (norms == 0) & ((h > 0) if lower is None else (h > 0) | (np.isinf(lower) & (h < 0)))
+    void &= True if upper is None else np.isinf(upper)
+    if not (np.count_nonzero(void) or np.count_nonzero(rays)):
+        return without
+    size = np.where(bounds.off, 0.0, np.abs(h))
     slight = norms <= SLIGHT * np.max(norms, axis=-1, keepdims=True)
     slight = slight & (size <= SLIGHT * np.max(size, axis=-1, keepdims=True))
-    void = (norms == 0) & ((h > 0) if lower is None else (h > 0) | (np.isinf(lower) & (h < 0)))
-    void &= ~slight & ~bounds.off & (True if upper is None else np.isinf(upper))
-    without = np.zeros(h.shape, dtype=bool)
+    void &= ~slight
     for i in map(tuple, np.argwhere(rays | void.any(axis=-1)).tolist()):
         rows = np.flatnonzero(void[i])
         if not len(rows):
