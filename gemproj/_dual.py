@@ -281,7 +281,11 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
         start = clip(start if shift is None else start - shift, dual.lower, dual.upper)
     if exact:
-        lam, iterations, status = solve_few(dual.K, dual.b), 0, None  # also leaves out rows that are not finite
+        lam, iterations, status = (
+            solve_few(dual.K, dual.b),
+            0,
+            None,
+        )  # also leaves out rows that are not finite
     elif isinstance(method, Method):
         lam, iterations, status = method.solve(*dual, start)
     else:
