@@ -192,7 +192,8 @@ def make_bounds(options: Options, like: Array) -> Bounds:
         return bounds
     if not isinstance(like, np.ndarray):  # the method leaves out rows that are switched off
         return bounds if lower is None else bounds._replace(lower=xp.where(bounds.off, zero, lower))
-    return bounds.without(off) if (off := bounds.off).any() else bounds
+    off: Any = bounds.off
+    return bounds.without(off) if off.any() else bounds
 
 
 def _per_row(value: Any, name: str, like: Array) -> Array:

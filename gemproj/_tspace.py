@@ -210,7 +210,7 @@ def drop_rows(K: Array, b: Array, off: Array | None = None) -> tuple[Array, Arra
     return K, xp.where(kept, b, zero), kept
 
 
-def fetch(arrays: list[Array | None]) -> list[np.ndarray | None]:
+def fetch(arrays: list[Array | None]) -> list[Any]:
     """Return arrays of a device as NumPy arrays, in one copy: numbers in float64, masks as masks."""
     given = [a for a in arrays if a is not None]
     xp, wide = namespace(given[0]), wide_dtype(namespace(given[0]), device_of(given[0]))
