@@ -272,7 +272,7 @@ class DualSolution:
         near = (norms > 0) & (self.active | (self.slack() <= NEAR_ZERO * norms * size))
         cosines = K * inverse(norms)[..., :, None] * inverse(norms)[..., None, :]
         flags = {
-            Status.STALLED: residual > OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps,
+            Status.STALLED: ~(residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps),  # also for NaN
             Status.ROW_DROPPED: ~xp.all(kept if off is None else kept | off, axis=-1),
             Status.UNRESOLVED: smallest_pivot(cosines, near) < RESOLVED**2,
         }
