@@ -30,7 +30,7 @@ from gemproj._arrays import (
     is_real_floating,
     namespace,
 )
-from gemproj._checks import check_scalar, is_number, real_numbers, refuse_masked
+from gemproj._checks import check_scalar, is_number, real_numbers
 from gemproj._tspace import Standard, inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
@@ -62,8 +62,6 @@ def check_options(
     check_scalar(margin, "margin")
     if penalty is not None:
         check_scalar(penalty, "penalty")
-    for name, value in {"h": h, "margin": margin, "penalty": penalty, "equality": equality}.items():
-        refuse_masked(value, name)
     if not (is_array(equality) or isinstance(equality, (bool, list, tuple))):
         raise TypeError(
             f"equality must be True, False or an array of one boolean per constraint; found {equality!r}."
@@ -233,7 +231,7 @@ def _shaped(value: Any, name: str, like: Array) -> Array:
     try:
         if value.ndim == 1 and value.shape[0] != like.shape[-1]:
             raise ValueError
-        return xp.broadcast_to(value, like.shape)
+        return value if value.shape == like.shape else xp.broadcast_to(value, like.shape)
     except (ValueError, RuntimeError):
         raise ValueError(
             f"{name} must be {'True, False' if name == 'equality' else 'a number'} or have shape "

@@ -111,7 +111,7 @@ def error_bound(
     error = _conditions(A.T @ (a + A @ mu) - h, mu, lower, upper)[2]
     if error.max() > ROUNDING * (1.0 + float(np.abs(mu).sum())):
         given = (v[None] for v in (np.ascontiguousarray(A.T), a, h, lower, upper, mu))
-        mu = search(Dual(False, *given, np.ones(1)))[0][0]
+        mu = search(Dual(False, *given))[0][0]
     x, moved = _settled(A, a, mu, (mu > lower) & (mu < upper), h)
     free, s, error = _conditions(A.T @ x - h, mu, lower, upper)
     fuzz = rounding * (1.0 + float(np.abs(mu).sum()))

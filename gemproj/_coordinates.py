@@ -36,6 +36,14 @@ class Rows(NamedTuple):
     a: np.ndarray
     basis: np.ndarray | None = None
 
+    def without_zeros(self, gram: Gram) -> Rows:
+        """Return these coordinates with zeros for rows that count as zero in K."""
+        K = np.broadcast_to(gram.K, (*gram.b.shape, gram.b.shape[-1])) if self.where.ndim else gram.K[None]
+        zero = K[self.where if self.where.ndim else slice(None)].diagonal(0, -2, -1)[: len(self.V)] == 0
+        if np.count_nonzero(zero):
+            self.V[zero] = 0.0
+        return self
+
     def corrected(self, free: np.ndarray, loses: np.ndarray) -> Rows:
         """Return these coordinates with the dual bases of the problems of a mask (...)."""
         V = np.broadcast_to(self.V, (len(self.a), *self.V.shape[1:]))
@@ -52,16 +60,17 @@ class Rows(NamedTuple):
         return np.where(np.isfinite(step), step, 0.0)
 
 
-def own_rows(problem: Problem, gram: Gram) -> Rows:
+def own_rows(problem: Problem) -> Rows:
     """Return G and g themselves, in float64, for a problem with no more columns than rows."""
-    t = problem.t
-    parts = [tile.copy() for _, tile in _read(problem)]
-    whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
+    t, G, g = problem.t, problem.rows[0], problem.vector[0]
+    if type(g) is np.ndarray and len(problem.rows) == 1 and problem.weight is None and not problem.batch:
+        whole = np.concatenate([a.reshape(-1, problem.columns) for a in (G, g)], dtype=np.float64)
+    else:
+        parts = [tile.copy() for _, tile in _read(problem)]
+        whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
     where = np.ones(problem.batch, dtype=bool)
     V, a = (whole[None, :t], whole[t:]) if problem.shared else (whole[..., :t, :], whole[..., t, :])
-    V, a = V.reshape(-1, t, problem.columns), a.reshape(-1, problem.columns)
-    V[np.diagonal(gram.K, 0, -2, -1).reshape(-1, t) == 0] = 0.0  # rows that count as zero
-    return Rows(where, V, a)
+    return Rows(where, V.reshape(-1, t, problem.columns), a.reshape(-1, problem.columns))
 
 
 def from_rows(problem: Problem, gram: Gram, rounding: float, where: np.ndarray) -> Rows:
@@ -82,9 +91,7 @@ def from_rows(problem: Problem, gram: Gram, rounding: float, where: np.ndarray) 
             else:
                 each.append(_preconditioned(one, own, rounding))
         whole = np.stack(each)
-    V = np.array(whole[:, :t], order="C")
-    V[np.diagonal(np.broadcast_to(gram.K, (*gram.b.shape, t)), 0, -2, -1)[where] == 0] = 0.0
-    return Rows(where, V, np.ascontiguousarray(whole[:, t]))
+    return Rows(where, np.ascontiguousarray(whole[:, :t]), np.ascontiguousarray(whole[:, t]))
 
 
 def from_gram(gram: Gram) -> np.ndarray:

@@ -185,82 +185,77 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     """
     (K, b, _), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
     t, batch = b.shape[-1], b.shape[:-1]
-    norms = np.sqrt(np.diagonal(K, axis1=-2, axis2=-1))
     if lower is not None:
         _check_margin(K, b, lower)
-    right = None if h is None else np.where(bounds.off, 0.0, h)
-    flat = [None if a is None else np.reshape(a, (-1, t)) for a in (b, right, lower, upper, start)]
-    asked = None if h is None else np.reshape(bounds.asked(np.broadcast_to(norms, b.shape)), -1)
-    dual, rows = Dual(True, K.reshape(-1, t, t), *flat, asked), None
+    flat = [None if a is None else a.reshape(-1, t) for a in (b, h, lower, upper, start)]
+    dual, rows = Dual(True, K.reshape(-1, t, t), *flat), None
     small = problem is not None and problem.columns * (t + 1) <= SMALL
     if problem is not None and 0 < problem.columns <= t and (small or not batch):
-        rows = own_rows(problem, measured.gram)
+        rows = (measured.own or own_rows(problem)).without_zeros(measured.gram)
         lam, found = search(dual._replace(of_gram=False, rows=rows.V, linear=rows.a))
     else:
         lam, found = search(dual)
         if problem is not None and t:
-            trusted = TRUST_SMALL if small else RESOLVED
-            chosen = (found[:, 2] < trusted) | (found[:, 0] > 0)
-            if chosen.any():
+            chosen = (found[:, 2] < (TRUST_SMALL if small else RESOLVED)) | (found[:, 0] > 0)
+            if np.count_nonzero(chosen):
                 rows = from_rows(problem, measured.gram, measured.rounding, chosen.reshape(batch))
+                rows = rows.without_zeros(measured.gram)
                 again = dual.of(rows.V, rows.a, chosen, np.where(found[:, :1] < INFEASIBLE, lam, 0.0))
                 lam[chosen], found[chosen] = search(again)
-    status, lam = found[:, 0].astype(np.int64), lam.reshape(b.shape)
+    status = found[:, 0].astype(np.int64)
     if rows is None:
         status[found[:, 2] < RESOLVED] |= int(Status.UNRESOLVED)
-    status = status.reshape(batch)
-    if h is not None or (status >= INFEASIBLE).any():
-        slight = _refuse_infeasible(bounds, norms, lam, status)
-        if slight is not None:
+    rays = status >= INFEASIBLE
+    if h is not None and (np.count_nonzero(rays) or not K.diagonal(0, -2, -1).all()):
+        slight = _refuse_infeasible(bounds, K, lam.reshape(b.shape), rays.reshape(batch))
+        if np.count_nonzero(slight):
             return _search(measured, bounds.without(slight), start)
-        lam = np.where((status >= INFEASIBLE)[..., None], 0.0, lam)
-        status = np.where(status >= INFEASIBLE, int(Status.STALLED), status)
-        if upper is not None and h is not None:  # a zero row with a penalty and h > 0 stays violated
-            lam = np.where((norms == 0) & (h > 0) & np.isfinite(upper), upper, lam)
-    pivots = found[:, 1].astype(np.int64).reshape(batch)
-    sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
+        if upper is not None:  # a zero row with a penalty and h > 0 stays violated
+            void = (K.diagonal(0, -2, -1) == 0) & (h > 0) & np.isfinite(upper)
+            lam = np.where(void.reshape(-1, t), flat[3], lam)
+    # Without h, K and b contradict each other: there is no g with G g = b.
+    status[rays], lam[rays] = int(Status.STALLED), 0.0
+    results = lam.reshape(b.shape), measured.gram, bounds, found[:, 1].astype(np.int64).reshape(batch)
+    sol = DualSolution(*results, status.reshape(batch), measured.rounding, True, rows)
     if rows is not None:
-        loses = EPS * np.sum(np.abs(lam) * norms, axis=-1) > LOST * sol.size()
-        if loses.any():
-            sol = replace(sol, _rows=rows.corrected(sol.free, loses))
+        loses = EPS * found[:, 3] > LOST
+        if np.count_nonzero(loses):
+            sol = replace(sol, _rows=rows.corrected(sol.free, loses.reshape(batch)))
     return sol
 
 
-def _refuse_infeasible(
-    bounds: Bounds, norms: np.ndarray, rays: np.ndarray, status: np.ndarray
-) -> np.ndarray | None:
-    """Raise for an infeasible h, and name the contradicting rows.
+def _refuse_infeasible(bounds: Bounds, K: np.ndarray, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
+    """Raise for an infeasible h, and name the contradicting rows: those of a ray, or rows of norm zero.
 
-    Rows at the level of rounding of all other rows, in norm and in h, do not count: return the mask (..., t) of
-    such rows if there would be no contradiction without them, else None.
+    `rays` is the mask (...) of problems whose `lam` is a ray. Rows at the level of rounding of all other rows, in
+    norm and in h, do not count: return the mask (..., t) of such rows in a ray.
     """
     lower, upper, h = bounds
-    if h is None:
-        return None
-    norms = np.broadcast_to(norms, h.shape)
+    norms, without = np.sqrt(K.diagonal(0, -2, -1)), np.zeros(h.shape, dtype=bool)
+    void = (norms == 0) & ((h > 0) if lower is None else (h > 0) | (np.isinf(lower) & (h < 0)))
+    void &= True if upper is None else np.isinf(upper)
+    if not (np.count_nonzero(void) or np.count_nonzero(rays)):
+        return without
     size = np.where(bounds.off, 0.0, np.abs(h))
     slight = norms <= SLIGHT * np.max(norms, axis=-1, keepdims=True)
-    slight &= size <= SLIGHT * np.max(size, axis=-1, keepdims=True)
-    void = (norms == 0) & (h > 0 if lower is None else np.where(np.isinf(lower), h != 0, h > 0))
-    void &= ~slight & ~bounds.off & (True if upper is None else np.isinf(upper))
-    off = np.zeros(h.shape, dtype=bool)
-    for i in map(tuple, np.argwhere((status >= INFEASIBLE) | void.any(axis=-1)).tolist()):
+    slight = slight & (size <= SLIGHT * np.max(size, axis=-1, keepdims=True))
+    void &= ~slight
+    for i in map(tuple, np.argwhere(rays | void.any(axis=-1)).tolist()):
         rows = np.flatnonzero(void[i])
         if not len(rows):
-            rows = np.flatnonzero(np.abs(rays[i]) > 1e-10 * np.abs(rays[i]).max())
+            rows = np.flatnonzero(np.abs(lam[i]) > 1e-10 * np.abs(lam[i]).max())
             if slight[i][rows].any():
-                off[i][rows] = slight[i][rows]
+                without[i][rows] = slight[i][rows]
                 continue
         where = f" of problem {i if len(i) > 1 else i[0]}" if i else ""
-        named = ", ".join(map(str, rows[:NAMED])) + (
-            f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
-        )
-        found = f"row {named}{where}" if len(rows) == 1 else f"rows {named}{where} at once"
+        more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+        named = f"{', '.join(map(str, rows[:NAMED]))}{more}{where}"
         raise ValueError(
-            f"h is infeasible: no x satisfies G @ x >= h in {found}. "
+            f"h is infeasible: no x satisfies G @ x >= h in "
+            f"{f'row {named}' if len(rows) == 1 else f'rows {named} at once'}. "
             "Lower h there, or set a penalty to allow violations."
         )
-    return off if off.any() else None
+    return without
 
 
 def _check_margin(K: np.ndarray, b: np.ndarray, lower: np.ndarray) -> None:

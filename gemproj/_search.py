@@ -74,7 +74,7 @@ class Search(NamedTuple):
 
 def solve(
     first: int, last: int, of_gram: bool, rows: Any, linear: Any, h: Any, lower: Any, upper: Any, start: Any,
-    asked: Any, lam: Any, found: Any,
+    lam: Any, found: Any,
 ) -> None:  # fmt: skip
     """Solve problems ``first .. last - 1`` of a batch; rows may have any norm.
 
@@ -86,13 +86,11 @@ def solve(
     linear : array, shape (problems, m)
     h, lower, upper, start : array, shape (problems, t), or empty for zeros, zeros, infinity and zeros
         Right-hand sides, bounds, and multipliers to start from.
-    asked : array, shape (problems,)
-        Distance that h asks x to move at least; the size of a problem is not below it.
     lam : array, shape (problems, t)
         Output: the multipliers; for an infeasible h the ray.
     found : array, shape (problems, 4)
         Output: status, number of pivots, the smallest distance of an active row from the span of the others, and
-        the distance by which ``a + V'lam`` misses the planes of the free rows.
+        the sum of ``|lam_i| |g_i|`` relative to the size of the problem.
     """
     t = lam.shape[1]
     low, high, right, norm = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
@@ -102,7 +100,7 @@ def solve(
         for i in range(t):
             low[i] = lower[p, i] if len(lower) else 0.0
             high[i] = upper[p, i] if len(upper) else np.inf
-            right[i] = h[p, i] if len(h) else 0.0
+            right[i] = h[p, i] if len(h) and h[p, i] > -np.inf else 0.0
             norm[i] = np.sqrt(given[i, i] if of_gram else dot(given[i], given[i]))
             lam[p, i] = min(max(0.0, low[i]), high[i])
             slack = (linear[p, i] if of_gram else dot(given[i], linear[p])) - right[i]
@@ -114,13 +112,15 @@ def solve(
             unit, a = from_gram(given, linear[p], norm, right)
         else:
             unit, a = of_norm_one(given, norm, right), linear[p].copy()
-        for i in range(t):  # where the search begins, and how long its vectors are
-            if lam[p, i] != 0.0:
-                add(a, lam[p, i] * norm[i], unit[i])
-        size = max(asked[p], length(a, len(a)))
+        moved = a.copy()  # g + G'margin
         for i in range(t):
             if lam[p, i] != 0.0:
-                add(a, -lam[p, i] * norm[i], unit[i])
+                add(moved, lam[p, i] * norm[i], unit[i])
+        size = length(moved, len(a))
+        for i in range(t):  # how far h asks x to move, see `Bounds.asked`
+            wanted = abs(right[i]) if low[i] < 0.0 else right[i]
+            if wanted > size:
+                size = max(size, min(wanted, (high[i] - max(low[i], 0.0)) * norm[i]))
         if size == 0.0:
             continue
         for i in range(len(a)):
@@ -232,7 +232,7 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
                 release(state, entered, distance)
                 break
             rounding = violated <= 10.0 * weight * max(ROUNDING * size, resolves)
-            step = 0.0 if rounding else exchange(state, entered, sign)
+            step, held = (0.0, False) if rounding else exchange(state, entered, sign)
             if step == np.inf and violated > contradicts * weight * size:
                 for i in range(t):
                     lam[i] = 0.0
@@ -243,10 +243,8 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
                 return
             for i in range(t):
                 state.tabu[i] = state.tabu[i] and (rounding or step == np.inf)
-            if rounding or step == np.inf:
-                state.tabu[entered] = True
-                break
-            if lam[entered] <= state.lower[entered] or lam[entered] >= state.upper[entered]:
+            state.tabu[entered] = rounding or step == np.inf
+            if not held:
                 break
     judge(state, size, found)
 
@@ -334,7 +332,7 @@ def minimum(state: Search) -> None:
 
 
 def most_violated(state: Search, worst: float, first: bool) -> int:
-    """Return the row with the largest violation above `worst` (the first one if `first`); -1 if there is none."""
+    """Return the row with the largest (if `first`, the first) violation above `worst`; -1 if there is none."""
     entered = -1
     for i in range(len(state.lam)):
         if not (state.free[i] or state.tabu[i]):
@@ -354,10 +352,10 @@ def violation(state: Search, i: int) -> float:
     return -slack if lam < state.upper[i] else slack if lam > state.lower[i] else -np.inf
 
 
-def exchange(state: Search, j: int, sign: float) -> float:
+def exchange(state: Search, j: int, sign: float) -> tuple[float, bool]:
     """Move multiplier j in the direction `sign`, and those of the free rows so that x stays, up to the first bound.
 
-    The row that meets its bound is held. Return the step; it is infinite if no multiplier meets a bound.
+    Return the step, which is infinite if no multiplier meets a bound, and whether a free row met it and is now held.
     """
     lam, lower, upper, w, blocking = state.lam, state.lower, state.upper, state.weights, len(state.Q)
     goal = upper[j] if sign > 0.0 else lower[j]
@@ -379,7 +377,7 @@ def exchange(state: Search, j: int, sign: float) -> float:
             lam[j] += sign * step
             lam[state.order[blocking]] = goal
             hold(state, blocking)
-    return step
+    return step, blocking < len(state.Q)
 
 
 def from_span(state: Search, v: Any) -> tuple[float, float]:
@@ -436,7 +434,7 @@ def hold(state: Search, place: int) -> None:
 
 
 def judge(state: Search, size: float, found: Any) -> None:
-    """Write the status, the smallest distance of an active row from the span of others, and how far x moved."""
+    """Write what was `found`; UNRESOLVED if ``a + V'lam`` is far from x, which meets the free rows."""
     lam, x, outside, w, k, nearest = state.lam, state.x, state.outside, state.weights, state.count[0], 1.0
     status = OPTIMAL
     for i in range(len(lam)):
@@ -445,10 +443,12 @@ def judge(state: Search, size: float, found: Any) -> None:
             status = STALLED
         if wrong > -NEAR_ZERO * size:
             nearest = min(nearest, from_span(state, state.V[i])[0])
+    total = 0.0
     copy(state.a, outside)
     for i in range(len(lam)):
         if lam[i] != 0.0:
             add(outside, lam[i], state.V[i])
+            total += abs(lam[i])
     add(outside, -1.0, x)
     moved = length(outside, len(x))
     for p in range(k):
@@ -457,7 +457,7 @@ def judge(state: Search, size: float, found: Any) -> None:
         solve_transposed(state.R, k, w)
         nearest = min(nearest, 1.0 / length(w, k))
     found[0] = status if moved <= HOPELESS else status | UNRESOLVED
-    found[1], found[2], found[3] = state.count[1], nearest, moved
+    found[1], found[2], found[3] = state.count[1], nearest, total
 
 
 def reach(here: float, end: float, low: float, high: float) -> float:

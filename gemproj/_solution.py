@@ -170,9 +170,12 @@ class DualSolution:
                 V, a = self._rows.V[number if len(self._rows.V) > 1 else 0], self._rows.a[number]
                 rounding, resolves, number = ROWS_RESOLVE, ROWS_RESOLVE, number + 1
             if size[i]:
-                bound[i] = _certificate.error_bound(
-                    V, a, h[i], lam[i], lower[i], upper[i], asked[i], rounding, resolves
-                ) / size[i]
+                bound[i] = (
+                    _certificate.error_bound(
+                        V, a, h[i], lam[i], lower[i], upper[i], asked[i], rounding, resolves
+                    )
+                    / size[i]
+                )
         return self._or_infinity(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
@@ -194,7 +197,11 @@ class DualSolution:
 
     def dual_basis(self) -> Array:
         """Return F, (..., t, t), with ``F'F = K_PP^-1`` for the free rows P, and zeros elsewhere; on the CPU."""
-        lam, free, known = self.multipliers, to_numpy(self.free), from_gram(Gram(*map(to_numpy, self._gram())))
+        lam, free, known = (
+            self.multipliers,
+            to_numpy(self.free),
+            from_gram(Gram(*map(to_numpy, self._gram()))),
+        )
         found, number = np.zeros((*lam.shape, lam.shape[-1])), 0
         for i in np.ndindex(lam.shape[:-1]):
             V = known[i][:-1]

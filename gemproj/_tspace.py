@@ -50,12 +50,15 @@ class Measured(NamedTuple):
     rows : Problem or None
         The problem with G and g, used to read G again if K is ill-conditioned. None if only K is given, or
         if this process has only a shard of G.
+    own : Rows or None
+        G and g as coordinates, if they have no more columns than rows.
     """
 
     gram: Gram
     rounding: float
     to_caller: Callable[[Array], Array]
     rows: Any = None
+    own: Any = None
 
 
 class Standard(NamedTuple):
@@ -77,11 +80,10 @@ class Dual(NamedTuple):
     lower: np.ndarray | None = None
     upper: np.ndarray | None = None
     start: np.ndarray | None = None
-    asked: np.ndarray | None = None
 
     def of(self, V: np.ndarray, a: np.ndarray, chosen: np.ndarray, start: np.ndarray) -> Dual:
         """Return the problems of a mask, in coordinates V and a, with a start for all problems."""
-        given = (self.h, self.lower, self.upper, start, self.asked)
+        given = (self.h, self.lower, self.upper, start)
         return Dual(False, V, a, *(None if v is None else v[chosen] for v in given))
 
 

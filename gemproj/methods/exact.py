@@ -52,13 +52,19 @@ class Exact(Method):
         else:
             arrays = fetch([K, b, *given])
         least, most, start = (a if a is None else np.reshape(a, (-1, t)) for a in arrays[2:])
-        dual = Dual(True, np.reshape(arrays[0], (-1, t, t)), np.reshape(arrays[1], (-1, t)), None, least, most, start)
+        dual = Dual(
+            True, np.reshape(arrays[0], (-1, t, t)), np.reshape(arrays[1], (-1, t)), None, least, most, start
+        )
         lam, found = search(dual)
         status = found[:, 0].astype(np.int64)
         status[found[:, 2] < RESOLVED] |= int(Status.UNRESOLVED)
         stalled = status >= int(Status.INFEASIBLE)  # lam is a ray
         lam[stalled], status[stalled] = 0.0, int(Status.STALLED)
-        results = lam.reshape(shape), found[:, 1].astype(np.int64).reshape(shape[:-1]), status.reshape(shape[:-1])
+        results = (
+            lam.reshape(shape),
+            found[:, 1].astype(np.int64).reshape(shape[:-1]),
+            status.reshape(shape[:-1]),
+        )
         lam, *others = (from_numpy(a, xp, device) for a in results)
         return Outcome(xp.astype(lam, b.dtype, copy=False), *others)
 

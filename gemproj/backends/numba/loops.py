@@ -12,11 +12,12 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from gemproj.backends.numba.block import HEIGHT, LANES, MULTIPLE, add_block
+from gemproj.backends.numba.block import HEIGHT, LANES, MULTIPLE, add_block, add_few, prefetch, widen
 from gemproj.backends.numba.jit import entry, fast
 
 # Columns whose products are summed before they are added to a total; columns of x computed at a time.
 _CHUNK, _PART = 1024, 1024
+_STEP = 256
 # Bytes of a tile, and its minimum number of columns. It stays in a first-level cache.
 _TILE, _LEAST = 12 << 10, 256
 
@@ -51,50 +52,18 @@ def _rounded(value, like):
 
 
 @fast
-def _widen(source, target):
-    for i in range(source.size):
-        target[i] = number(source[i])
+def _widen(source, start, n, tile, row):
+    """Copy n numbers from ``source[start:]`` to a row of a float64 tile."""
+    done = n - n % LANES
+    widen(source, start, done, tile, row)
+    for i in range(done, n):
+        tile[row, i] = number(source[start + i])
 
 
 @fast
 def _narrow(source, target):
     for i in range(source.size):
         target[i] = rounded(source[i], target[i])
-
-
-@fast
-def _add_one(a, g, total):
-    """Add the products of one row and g to a total, see `_collect`."""
-    s0 = s1 = s2 = 0.0
-    for i in range(g.size):
-        x, z = np.float64(number(a[i])), np.float64(number(g[i]))
-        s0 += x * x
-        s1 += x * z
-        s2 += z * z
-    total[0] += s0
-    total[1] += s1
-    total[2] += s2
-
-
-@fast
-def _add_two(a, b, g, total):
-    """Add the products of two rows and g to a total, see `_collect`."""
-    s0 = s1 = s2 = s3 = s4 = s5 = 0.0
-    for i in range(g.size):
-        x, y, z = np.float64(number(a[i])), np.float64(number(b[i])), np.float64(number(g[i]))
-        s0 += x * x
-        s1 += x * y
-        s2 += y * y
-        s3 += x * z
-        s4 += y * z
-        s5 += z * z
-    total[0] += s0
-    total[1] += s1
-    total[2] += s1
-    total[3] += s2
-    total[4] += s3
-    total[5] += s4
-    total[6] += s5
 
 
 @fast
@@ -145,40 +114,39 @@ def sum_products(
     height = first + together
     groups = -(-height // HEIGHT)
     width = min(_CHUNK, max(_LEAST, _TILE // (8 * height) // MULTIPLE * MULTIPLE))
-    few = together == 1 and 0 < t < 3
-    if not few:
-        tile = np.zeros((height, width))
-        sums = np.empty((groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES))
-    else:
-        tile, sums = np.empty((0, width)), np.empty((0, 0))
+    tile, sums = np.zeros((height, width)), np.empty((groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES))
+    few = together == 1 and 0 < t < HEIGHT
     for i in range(begin, end):
         k, p = i // problems, i % problems
-        total = totals[k, min(p, totals.shape[1] - 1)]
         sums[:] = 0.0
-        stop = min((k + 1) * piece, n)
-        for start in range(k * piece, stop, width):
+        start, stop = k * piece, min((k + 1) * piece, n)
+        while start < stop:
             here = min(width, stop - start)
             at, v = p * of_problem + start, p * together * of_vector + start
-            if few:
-                g = vectors[v : v + here]
-                if t == 1:
-                    _add_one(rows[at : at + here], g, total)
-                else:
-                    _add_two(rows[at : at + here], rows[at + of_row : at + of_row + here], g, total)
-                continue
-            for r in range(t):
-                _widen(rows[at + r * of_row : at + r * of_row + here], tile[r])
-            for r in range(together):
-                _widen(vectors[v + r * of_vector : v + r * of_vector + here], tile[first + r])
-            _add_tile(tile, height, here, sums)
-        if not few:
-            _collect(sums, height, t, first, total)
+            if few and here >= MULTIPLE:
+                here -= here % MULTIPLE  # few rows are multiplied in place
+                add_few(rows, at, of_row, t, vectors, v, here, sums)
+            else:
+                for r in range(t):
+                    _widen(rows, at + r * of_row, here, tile, r)
+                for r in range(together):
+                    _widen(vectors, v + r * of_vector, here, tile, first + r)
+                _add_tile(tile, height, here, sums)
+            start += here
+        _collect(sums, height, t, first, totals[k, min(p, totals.shape[1] - 1)])
 
 
 @fast
 def _add_three(p, a, q, b, r, c, out):
-    for i in range(out.size):
-        out[i] += p * number(a[i]) + q * number(b[i]) + r * number(c[i])
+    for start in range(0, out.size, _STEP):
+        end = start + _STEP
+        for i in range(start, end, 64 // a.itemsize):
+            prefetch(a, i)
+            prefetch(b, i)
+            prefetch(c, i)
+        x, y, z, to = a[start:end], b[start:end], c[start:end], out[start:end]
+        for i in range(to.size):
+            to[i] += p * number(x[i]) + q * number(y[i]) + r * number(z[i])
 
 
 @entry
@@ -191,7 +159,7 @@ def write_combinations(
 
     Sums are in float64 and stay in cache. x is written after its sums are complete, because x may be g.
     """
-    sums, chosen = np.empty(_PART), np.empty(lams.shape[1], np.int64)
+    part, chosen = np.empty((1, _PART)), np.empty(lams.shape[1], np.int64)
     for i in range(begin, end):
         k, p = i // problems, i % problems
         lam, count = lams[min(p, len(lams) - 1)], 0
@@ -202,8 +170,8 @@ def write_combinations(
         stop = min((k + 1) * piece, n)
         for start in range(k * piece, stop, _PART):
             here = min(_PART, stop - start)
-            out, at, v, to = sums[:here], p * of_problem + start, p * of_vector + start, p * of_x + start
-            _widen(vectors[v : v + here], out)
+            out, at, v, to = part[0, :here], p * of_problem + start, p * of_vector + start, p * of_x + start
+            _widen(vectors, v, here, part, 0)
             for c in range(0, count, 3):
                 a, b, d = chosen[c], chosen[min(c + 1, count - 1)], chosen[min(c + 2, count - 1)]
                 _add_three(

@@ -21,8 +21,6 @@ from typing import Any
 _LOOK = 0.05
 # Jobs per thread: handing over a job takes as long as reading 100 kB.
 _JOBS = 4
-# Numbers to read below which waking threads takes longer.
-WORTH_THREADS = 1 << 21
 
 
 def cores() -> int:
@@ -33,22 +31,13 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def share_pieces(
-    run: Callable[[int, int], object], count: int, work: int, threads: int | None = None
-) -> None:
-    """Call ``run(begin, end)`` for parts of `count` pieces; in threads, if there is enough `work`.
-
-    `work` is in numbers to read.
-    """
-    if work < WORTH_THREADS or count < 2:
-        run(0, count)
-        return
-    threads = cores() if threads is None else threads
+def share_pieces(run: Callable[[int, int], object], count: int, threads: int) -> None:
+    """Call ``run(begin, end)`` for parts of `count` pieces, in `threads` threads."""
     step = count if threads == 1 else -(-count // (_JOBS * threads))
     share(lambda i: run(i * step, min((i + 1) * step, count)), -(-count // step), threads)
 
 
-def share(work: Callable[[int], None], count: int, threads: int | None = None, held: Any = None) -> None:
+def share(work: Callable[[int], object], count: int, threads: int | None = None, held: Any = None) -> None:
     """Call ``work(0) .. work(count - 1)``, each once, in `threads` threads, including the caller's.
 
     The default of `threads` is `cores()`; at most `count` threads are used. If a call raises or the caller is
@@ -84,7 +73,7 @@ class _Job:
     Each of these threads puts a message into `stopped` after its last call.
     """
 
-    def __init__(self, work: Callable[[int], None], count: int, held: Any) -> None:
+    def __init__(self, work: Callable[[int], object], count: int, held: Any) -> None:
         self.work: Any = work
         self.held, self.count, self.numbers = held, count, itertools.count()
         self.errors: list[BaseException] = []
