@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
-from gemproj._bounds import Bounds, Options, check_options, make_bounds, standard_form
+from gemproj._bounds import Bounds, Options, check_options, is_like, make_bounds, standard_form
 from gemproj._checks import check_multipliers
 from gemproj._constants import EPS, LOST, NAMED, RESOLVED, SLIGHT, SMALL, TRUST_SMALL, WIDE_ROUNDING
 from gemproj._coordinates import from_rows, own_rows
@@ -159,15 +159,17 @@ def solve_gram(
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
     """Return the dual solution of a measured problem.
 
-    On the CPU all arrays of the result are NumPy arrays. A device is read, once, by the exact method with more
-    than 8 rows, a penalty or an equality. Rows that are not finite, or whose squares overflow, raise if their
+    On the CPU all arrays of the result are NumPy arrays. A device is read, in one copy, by the exact method with
+    more than 8 rows, a penalty or an equality. Rows that are not finite, or whose squares overflow, raise if their
     values are read, and are left out otherwise. Squares that underflow raise on the CPU only.
     """
     gram, method, host = measured.gram, options.method, isinstance(measured.gram.b, np.ndarray)
     exact = type(method) is Exact  # a class derived from it need not be exact
     if exact and not host and not enumerable(gram.b, options):
-        *read, start = fetch([*gram, start])
-        return solve(measured._replace(gram=Gram(*read)), options, start).to(measured.to_caller)
+        given = {name: a for name, a in vars(options).items() if is_like(a, gram.b)}
+        K, b, gg, start, *values = fetch([*gram, start, *given.values()])
+        options = replace(options, **dict(zip(given, values, strict=True)))
+        return solve(measured._replace(gram=Gram(K, b, gg)), options, start).to(measured.to_caller)
     if host:
         measured = measured._replace(gram=check_range(gram, measured.rows))
     bounds = make_bounds(options, gram.b)
@@ -273,19 +275,19 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     Rows that are not finite or switched off are left out: they get norm zero and the multiplier zero.
     """
     gram, xp, host = measured.gram, namespace(measured.gram.b), isinstance(measured.gram.b, np.ndarray)
-    K, b, kept, exact = gram.K, gram.b, None, type(method) is Exact
-    if (bounds.h is not None and bounds.off.any()) if host else (bounds.lower is not None or not exact):
-        K, b, kept = drop_rows(K, b, bounds.off)
+    K, b, off, kept, exact = gram.K, gram.b, bounds.off, None, type(method) is Exact
+    # The exact method itself leaves out rows whose b is infinite, unless all problems have the same K.
+    given = not exact or bounds.lower is not None or (off is not None and K.ndim <= b.ndim)
+    if (off is not None and off.any()) if host else given:
+        K, b, kept = drop_rows(K, b, off)
     dual, shift = standard_form(K, b, bounds)
+    if kept is not None:
+        dual = dual._replace(b=xp.where(kept, dual.b, xp.zeros_like(b)))
     if start is not None:
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
         start = clip(start if shift is None else start - shift, dual.lower, dual.upper)
     if exact:
-        lam, iterations, status = (
-            solve_few(dual.K, dual.b),
-            0,
-            None,
-        )  # also leaves out rows that are not finite
+        lam, iterations, status = solve_few(dual.K, dual.b), 0, None
     elif isinstance(method, Method):
         lam, iterations, status = method.solve(*dual, start)
     else:
@@ -301,6 +303,9 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
     iterations, status = (_of_each(a, gram.gg) for a in (iterations, status))
+    if not (host or exact):
+        finite = kept if off is None else kept | off
+        status = status | xp.astype(~xp.all(finite, axis=-1), xp.int64) * int(Status.ROW_DROPPED)
     return DualSolution(lam, gram, bounds, iterations, status, measured.rounding, exact)
 
 

@@ -50,7 +50,7 @@ class Exact(Method):
         if on_host(device):
             arrays = [a if a is None else np.asarray(to_numpy(a), np.float64) for a in (K, b, *given)]
         else:
-            arrays = fetch([a if a is None else xp.astype(a, b.dtype) for a in (K, b, *given)])
+            arrays = fetch([K, b, *given])
         least, most, start = (a if a is None else np.reshape(a, (-1, t)) for a in arrays[2:])
         dual = Dual(
             True, np.reshape(arrays[0], (-1, t, t)), np.reshape(arrays[1], (-1, t)), None, least, most, start
