@@ -14,7 +14,6 @@ from gemproj._checks import check_metadata_of_multipliers, check_scalar, is_numb
 from gemproj._combine import blocks_for_x
 from gemproj._problem import Problem, blocks_of, check_problem
 from gemproj._project import refuse_derivative, solved
-from gemproj._refine import inverse_of_free
 from gemproj._solution import DualSolution
 from gemproj.methods import Exact
 
@@ -42,14 +41,14 @@ def _newton(
 
     The values of x and of `solution_of` are given. The function is two Newton steps on the active set,
 
-        x <- x - W^-1 G_P' Z (G_P x - h_P),  Z = K_PP^-1 constant,  from  x = g + W^-1 G' lam,
+        x <- x - W^-1 G_P' F'F (G_P x - h_P),  F'F = K_PP^-1 constant,  from  x = g + W^-1 G' lam,
 
     where multipliers at a bound change with this bound, and all others are constants. The slack
-    ``G_P x - h_P`` is zero at the solution, so the first derivative of one step is exact although Z is
+    ``G_P x - h_P`` is zero at the solution, so the first derivative of one step is exact although F is
     constant. The second step makes second derivatives exact, and removes rounding that is large if rows
     nearly cancel. Its factor W^-1 G_P' is constant, too: it multiplies a slack of second order.
     """
-    x, lam, free, Z = (a.detach() for a in (x, *solution))
+    x, lam, free, F = (a.detach() for a in (x, *solution))
     h, margin, penalty = (None if a is None else a.to(lam.dtype) for a in (h, margin, penalty))
     bound = lam if margin is None else margin
     if penalty is not None:  # the lower bound of an equality is minus the penalty
@@ -71,7 +70,7 @@ def _newton(
     for last in (False, True):
         slack: Any = sum((a @ v.unsqueeze(-1)).squeeze(-1) for a, v in zip(A, y, strict=True))
         step = _change(slack if h is None else slack - h).unsqueeze(-1)
-        step = (Z[..., 0, :, :] @ (Z[..., 1, :, :] @ step)).mT
+        step = (F.mT @ (F @ step)).mT
         for k, (a, w) in enumerate(zip(A, W, strict=True)):
             s = (step @ (a.detach() if last else a)).squeeze(-2)
             y[k] = y[k] - (s if w is None else s / w)
@@ -84,8 +83,8 @@ def _change(a: Tensor) -> Tensor:
 
 
 def solution_of(problem: Problem, sol: DualSolution) -> list[Tensor]:
-    """Return the multipliers, the mask of the free rows P, and ``K_PP^-1`` as two factors (..., 2, t, t)."""
-    return [problem.to_caller(a) for a in (sol.multipliers, sol.free, inverse_of_free(sol))]
+    """Return the multipliers, the mask of the free rows P, and their dual basis F with ``F'F = K_PP^-1``."""
+    return [problem.to_caller(a) for a in (sol.multipliers, sol.free, sol.dual_basis())]
 
 
 def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list[Any]:
@@ -137,13 +136,13 @@ def _split(flat: Tensor, like: Sequence[Tensor], one: bool) -> list[Tensor]:
     "gemproj::project",
     mutates_args=(),
     schema="(Tensor G, Tensor g, Tensor? metric, Tensor? h, Tensor? margin, Tensor? penalty, "
-    "Tensor? equality, Tensor? warm_start, int refine) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor? equality, Tensor? warm_start) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def operator(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
     """Return x and its `solution_of`, for arrays."""
-    h, margin, penalty, equality, warm_start, refine = options
+    h, margin, penalty, equality, warm_start = options
     bounds = h, 0.0 if margin is None else margin, penalty, False if equality is None else equality
-    problem, sol, [x] = solved(G, g, Exact(refine), *bounds, metric, warm_start)
+    problem, sol, [x] = solved(G, g, Exact(), *bounds, metric, warm_start)
     return x, *solution_of(problem, sol)
 
 
@@ -152,13 +151,13 @@ def _(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tuple[Tenso
     arrays, t = [a for a in (g, metric) if a is not None], G.shape[-2]
     batch = torch.broadcast_shapes(G.shape[:-2], *(a.shape[:-1] for a in arrays))
     lam = g.new_empty((*batch, t), dtype=wide_dtype(torch, g.device))
-    free, inverse = lam.new_empty(lam.shape, dtype=torch.bool), lam.new_empty((*batch, 2, t, t))
+    free, inverse = lam.new_empty(lam.shape, dtype=torch.bool), lam.new_empty((*batch, t, t))
     return g.new_empty((*batch, g.shape[-1])), lam, free, inverse
 
 
 @operator.register_vmap
 def _(info: Any, dims: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    tensors = list(args[:8])
+    tensors = list(args)
     given = list(zip(tensors, dims, (2, *[1] * 7), strict=False))  # with the dimensions of one problem
     rank = max(a.ndim - (d is not None) - k for a, d, k in given if a is not None)
     for i, (a, d, k) in enumerate(given):
@@ -166,7 +165,7 @@ def _(info: Any, dims: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, 
         if a is not None and (d is not None or i in (1, 7)):
             a = a.expand(info.batch_size, *a.shape) if d is None else a.movedim(d, 0)
             tensors[i] = a.reshape(len(a), *[1] * (rank + 1 + k - a.ndim), *a.shape[1:])
-    return operator(*tensors, args[8]), (0, 0, 0, 0)
+    return operator(*tensors), (0, 0, 0, 0)
 
 
 def project_by_operator(
@@ -176,7 +175,7 @@ def project_by_operator(
     """Return x for the arguments of `project`; `transformed` if `torch.func` has wrapped one of them."""
     options, one = {"h": h, "margin": margin, "penalty": penalty, "equality": equality}, isinstance(g, Tensor)
     if traced:  # tracing cannot follow the checks of arrays: the operator performs them
-        method = Exact(getattr(method, "refine", 0))
+        method = Exact()
     else:
         problem = check_problem(G, g, metric, values=False)
         method = check_options(method, **options).method
@@ -187,7 +186,7 @@ def project_by_operator(
     derived = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in given)
     if derived or transformed:
         refuse_derivative(method, out)
-    x, *solution = operator(*(a if a is None else a.detach() for a in (*given, warm_start)), method.refine)
+    x, *solution = operator(*(a if a is None else a.detach() for a in (*given, warm_start)))
     if derived or transformed:
         x = _newton(x, solution, *given)
     found = _split(x, _blocks(g, g, "g"), one)
