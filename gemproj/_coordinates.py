@@ -37,11 +37,11 @@ class Rows(NamedTuple):
     basis: np.ndarray | None = None
 
     def without_zeros(self, gram: Gram) -> Rows:
-        """Return these coordinates with zeros for rows that count as zero in K."""
-        K = np.broadcast_to(gram.K, (*gram.b.shape, gram.b.shape[-1])) if self.where.ndim else gram.K[None]
-        zero = K[self.where if self.where.ndim else slice(None)].diagonal(0, -2, -1)[: len(self.V)] == 0
-        if np.count_nonzero(zero):
-            self.V[zero] = 0.0
+        """Return these coordinates with zeros for rows and gradients that count as zero in the Gram matrix."""
+        diagonal = gram.K.diagonal(0, -2, -1)
+        rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
+        self.V[(np.broadcast_to(rows, (len(self.V), rows.shape[-1]))) == 0] = 0.0
+        self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
         return self
 
     def corrected(self, free: np.ndarray, loses: np.ndarray) -> Rows:
