@@ -23,7 +23,7 @@ from gemproj.backends.numba.tableau import (
     set_free,
     trial,
 )
-from gemproj.backends.numba.threads import cores, share_pieces
+from gemproj.backends.numba.threads import share_pieces
 from gemproj.methods import Exact, Method, Outcome, Status
 from gemproj.methods.exact import nearly_active
 from gemproj.methods.exact import resolution as resolution_of
@@ -231,7 +231,7 @@ def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
         scratch = np.empty((t, t + 1)), np.empty((t, t)), np.empty((6, t)), np.empty((2, t), np.bool_)
         in_question.append(solve_active_set(begin, end, *arrays, *scratch))
 
-    share_pieces(run, count, cores() if count * _READS * t * t >= 1 << 21 else 1)
+    share_pieces(run, count, count * _READS * t * t)
     lam, (pivots, status) = lam.reshape(b.shape), ended
     pivots = pivots.reshape(batch)
     if not any(in_question):
