@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,8 @@ __all__ = ["Numba", "bind", "solve"]
 # Maximum and minimum number of columns of a piece, the unit of work of a thread. Between these limits a piece
 # has a sixteenth of all columns, so the bits of sums do not depend on the number of threads.
 _PIECE, _LEAST = 1 << 17, 1 << 13
-# Elements of G and g below which a problem is one piece. Numbers to read below which waking threads takes
-# longer.
-_SMALL, _WORTH_THREADS = 1 << 17, 1 << 21
+# Elements of G and g below which a problem is one piece.
+_SMALL = 1 << 17
 # Minimum number of gradients on one G whose products are summed together.
 _TOGETHER = 12
 # Elements of G and g that are copied at a time, to stay in a second-level cache. Blocks of fewer elements
@@ -99,12 +98,15 @@ class Numba:
                         count = items if shared else many
                         sum_products(0, count, *arrays, many, here, here, t, together, into)
 
-        _share(problem, run, count, m * n * (t + 1) * ((9 + t) // 8))  # 8 products take as long as a read
-        left = len(totals)
-        while left > 1:  # pairwise, to limit rounding
-            half = left // 2
-            totals[:half] += totals[left - half : left]
-            left -= half
+        # Eight products take as long as reading a number.
+        share_pieces(run, count, m * n * (t + 1) * ((9 + t) // 8), lambda: _threads(problem))
+        if (left := len(totals)) > 1:
+            with np.errstate(all="ignore"):  # stage 2 raises an error that names the row
+                while left > 16:  # pairwise, to limit rounding
+                    half = left // 2
+                    totals[:half] += totals[left - half : left]
+                    left -= half
+                totals[0] = np.add.reduce(totals[:left])
         if shared:
             K, rest = totals[0, 0, : t * t], totals[0, :, t * t :].reshape((-1, t + 1))[:m]
             return Gram(K.reshape((t, t)), rest[:, :t].reshape((*batch, t)), rest[:, t].reshape(batch))
@@ -141,7 +143,7 @@ class Numba:
                             for k, block in zip(blocks, to, strict=True):
                                 written[k][...] = block
 
-        _share(problem, run, count, m * n * (t + 2))
+        share_pieces(run, count, m * n * (t + 2), lambda: _threads(problem))
         for v, made in zip(views, written, strict=True):
             if made is not v:
                 v[...] = made
@@ -193,11 +195,13 @@ class Numba:
         n, t, k = problem.sizes[blocks[0]], problem.t, blocks[0]
         if len(blocks) == 1:
             lead = 1 if problem.shared else self.problems
-            return view(problem.rows[k]).reshape((lead, t, n)), view(problem.vector[k]).reshape((-1, n))
+            return view(problem.rows[k]).reshape((lead, t, n)), view(problem.vector[k]).reshape(
+                (self.problems, n)
+            )
         join = problem.xp.concat if problem.vector[k].ndim else problem.xp.stack
         G, g = problem.xp.concat([problem.rows[k] for k in blocks]), join([problem.vector[k] for k in blocks])
         G, g = (copied(view(a)) for a in (G, g))  # libraries may keep the order of the blocks
-        return G.reshape((-1, t, n)), g.reshape((-1, n))
+        return G.reshape((len(blocks), t, n)), g.reshape((len(blocks), n))
 
     def _tiles(self, problem: Problem, part: Part) -> Iterator[tuple[Any, ...]]:
         """Yield blocks, arguments of the loops, problems and columns of tiles that cover a part.
@@ -238,9 +242,5 @@ def _arguments(rows: np.ndarray, vectors: np.ndarray, start: int) -> Any:
     return flat_G[start:], of_row, of_problem if len(rows) > 1 else 0, flat_g[start:], of_vector
 
 
-def _share(problem: Problem, run: Callable[[int, int], None], count: int, work: int) -> None:
-    """Call ``run(begin, end)`` for parts of `count` pieces; in threads, if there is enough `work`."""
-    if work < _WORTH_THREADS or count < 2:
-        run(0, count)
-    else:
-        share_pieces(run, count, int(problem.xp.get_num_threads()) if problem.is_torch else cores())
+def _threads(problem: Problem) -> int:
+    return int(problem.xp.get_num_threads()) if problem.is_torch else cores()

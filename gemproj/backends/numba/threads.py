@@ -21,6 +21,8 @@ from typing import Any
 _LOOK = 0.05
 # Jobs per thread: handing over a job takes as long as reading 100 kB.
 _JOBS = 4
+# Numbers to read below which waking threads takes longer.
+_WORTH_THREADS = 1 << 21
 
 
 def cores() -> int:
@@ -31,10 +33,18 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def share_pieces(run: Callable[[int, int], object], count: int, threads: int) -> None:
-    """Call ``run(begin, end)`` for parts of `count` pieces, in `threads` threads."""
-    step = count if threads == 1 else -(-count // (_JOBS * threads))
-    share(lambda i: run(i * step, min((i + 1) * step, count)), -(-count // step), threads)
+def share_pieces(
+    run: Callable[[int, int], object], count: int, work: int, threads: Callable[[], int] = cores
+) -> None:
+    """Call ``run(begin, end)`` for parts of `count` pieces, in threads if there is enough `work`.
+
+    `work` is in numbers to read.
+    """
+    if work < _WORTH_THREADS or count < 2 or (wanted := threads()) == 1:
+        run(0, count)
+        return
+    step = -(-count // (_JOBS * wanted))
+    share(lambda i: run(i * step, min((i + 1) * step, count)), -(-count // step), wanted)
 
 
 def share(work: Callable[[int], object], count: int, threads: int) -> None:
