@@ -203,6 +203,8 @@ def from_numpy(a: Any, xp: Any, device: Any) -> Array:
     """
     if xp is _NUMPY or not isinstance(a, np.ndarray | np.generic):
         return a
+    if a.dtype == np.float64 and wide_dtype(xp, device) is not xp.float64:
+        a = a.astype(np.float32)
     if xp.__name__.endswith("torch"):
         if not np.ndim(a):
             return xp.tensor(a, device=device)

@@ -30,7 +30,7 @@ from gemproj._arrays import (
     is_real_floating,
     namespace,
 )
-from gemproj._checks import check_scalar, is_number, real_numbers
+from gemproj._checks import check_scalar, is_number, real_numbers, refuse_masked
 from gemproj._tspace import Standard, inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
@@ -59,6 +59,8 @@ def check_options(
     if plain and equality is False:
         return _named(method) if type(method) is str else Options(as_method(method))
     found = as_method(method)
+    for name, value in {"h": h, "margin": margin, "penalty": penalty, "equality": equality}.items():
+        refuse_masked(value, name)
     check_scalar(margin, "margin")
     if penalty is not None:
         check_scalar(penalty, "penalty")
@@ -161,8 +163,8 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array |
         b = b + matvec(K, shift)
         upper = None if upper is None else upper - shift
         lower = lower - shift
-    if bounds.h is not None:
-        b = xp.where(bounds.off, xp.zeros_like(b), b - bounds.h)
+    if bounds.h is not None:  # infinity for a row that is switched off
+        b = b - bounds.h
     return Standard(K, b, lower, upper), shift
 
 
@@ -186,9 +188,12 @@ def make_bounds(options: Options, like: Array) -> Bounds:
         least = xp.full_like(like, -math.inf) if upper is None else -upper
         lower = xp.where(mask, least, zero if lower is None else lower)
     bounds = Bounds(lower, upper, right)
-    if right is not None and isinstance(like, np.ndarray) and (off := bounds.off).any():
-        return bounds.without(off)
-    return bounds
+    if right is None:
+        return bounds
+    if not isinstance(like, np.ndarray):  # the method leaves out rows that are switched off
+        return bounds if lower is None else bounds._replace(lower=xp.where(bounds.off, zero, lower))
+    off: Any = bounds.off
+    return bounds.without(off) if off.any() else bounds
 
 
 def _per_row(value: Any, name: str, like: Array) -> Array:
@@ -197,6 +202,13 @@ def _per_row(value: Any, name: str, like: Array) -> Array:
     if is_number(value):
         return xp.full_like(like, float(value))
     return xp.astype(_shaped(value, name, like), like.dtype, copy=False)
+
+
+def is_like(value: Any, like: Array) -> bool:
+    """Return whether an option is an array of real numbers or a mask, with the library and device of b."""
+    if not is_array(value) or namespace(value) is not namespace(like) or device_of(value) != device_of(like):
+        return False
+    return is_real_floating(value) or namespace(like).isdtype(value.dtype, ("bool", "integral"))
 
 
 def _mask(equality: Any, like: Array) -> Array:
@@ -214,10 +226,8 @@ def _mask(equality: Any, like: Array) -> Array:
 def _shaped(value: Any, name: str, like: Array) -> Array:
     """Return `value` as an array with the library, device and shape of b."""
     xp, device = namespace(like), device_of(like)
-    if not (is_array(value) and namespace(value) is xp and device_of(value) == device):
+    if not is_like(value, like):
         value = from_numpy(real_numbers(value, name), xp, device)
-    elif not is_real_floating(value) and not xp.isdtype(value.dtype, ("bool", "integral")):
-        raise TypeError(f"{name} must hold real numbers; found dtype {value.dtype}.")
     # Copied, because the solution keeps this array, and the caller may change the original.
     value = xp.astype(detach(value), value.dtype, copy=True)
     try:

@@ -63,9 +63,13 @@ def measure(problem: Problem) -> Measured:
     if problem.host and not problem.batch and 0 < problem.columns <= t:
         rows = own_rows(problem)
         whole = np.concatenate([rows.V[0], rows.a])
-        with np.errstate(over="ignore", invalid="ignore", under="ignore"):  # stage 2 names rows that are too large
+        with np.errstate(
+            over="ignore", invalid="ignore", under="ignore"
+        ):  # stage 2 names rows that are too large
             total = whole @ whole.T
-        return Measured(Gram(total[:t, :t], total[t, :t], total[t, t]), WIDE_ROUNDING, problem.to_caller, problem, rows)
+        return Measured(
+            Gram(total[:t, :t], total[t, :t], total[t, t]), WIDE_ROUNDING, problem.to_caller, problem, rows
+        )
     rounding = WIDE_ROUNDING / EPS * float(problem.xp.finfo(problem.wide).eps)
     return Measured(select(problem).gram(problem), rounding, problem.to_caller, problem)
 

@@ -90,7 +90,7 @@ def solve(
         Output: the multipliers; for an infeasible h the ray.
     found : array, shape (problems, 4)
         Output: status, number of pivots, the smallest distance of an active row from the span of the others, and
-        the length of ``g + G'lam``'s longest sum, ``|lam_i| |g_i|`` over the rows, relative to the problem's size.
+        the sum of ``|lam_i| |g_i|`` relative to the size of the problem.
     """
     t = lam.shape[1]
     low, high, right, norm = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
@@ -112,14 +112,13 @@ def solve(
             unit, a = from_gram(given, linear[p], norm, right)
         else:
             unit, a = of_norm_one(given, norm, right), linear[p].copy()
-        for i in range(t):  # where the search begins, and how long its vectors are
-            if lam[p, i] != 0.0:
-                add(a, lam[p, i] * norm[i], unit[i])
-        size = length(a, len(a))
+        moved = a.copy()  # g + G'margin
         for i in range(t):
             if lam[p, i] != 0.0:
-                add(a, -lam[p, i] * norm[i], unit[i])
-            wanted = abs(right[i]) if low[i] < 0.0 else right[i]  # how far h asks x to move, see `Bounds.asked`
+                add(moved, lam[p, i] * norm[i], unit[i])
+        size = length(moved, len(a))
+        for i in range(t):  # how far h asks x to move, see `Bounds.asked`
+            wanted = abs(right[i]) if low[i] < 0.0 else right[i]
             if wanted > size:
                 size = max(size, min(wanted, (high[i] - max(low[i], 0.0)) * norm[i]))
         if size == 0.0:
@@ -233,7 +232,7 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
                 release(state, entered, distance)
                 break
             rounding = violated <= 10.0 * weight * max(ROUNDING * size, resolves)
-            step = 0.0 if rounding else exchange(state, entered, sign)
+            step, held = (0.0, False) if rounding else exchange(state, entered, sign)
             if step == np.inf and violated > contradicts * weight * size:
                 for i in range(t):
                     lam[i] = 0.0
@@ -244,10 +243,8 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
                 return
             for i in range(t):
                 state.tabu[i] = state.tabu[i] and (rounding or step == np.inf)
-            if rounding or step == np.inf:
-                state.tabu[entered] = True
-                break
-            if lam[entered] <= state.lower[entered] or lam[entered] >= state.upper[entered]:
+            state.tabu[entered] = rounding or step == np.inf
+            if not held:
                 break
     judge(state, size, found)
 
@@ -335,7 +332,7 @@ def minimum(state: Search) -> None:
 
 
 def most_violated(state: Search, worst: float, first: bool) -> int:
-    """Return the row with the largest violation above `worst` (the first one if `first`); -1 if there is none."""
+    """Return the row with the largest (if `first`, the first) violation above `worst`; -1 if there is none."""
     entered = -1
     for i in range(len(state.lam)):
         if not (state.free[i] or state.tabu[i]):
@@ -355,10 +352,10 @@ def violation(state: Search, i: int) -> float:
     return -slack if lam < state.upper[i] else slack if lam > state.lower[i] else -np.inf
 
 
-def exchange(state: Search, j: int, sign: float) -> float:
+def exchange(state: Search, j: int, sign: float) -> tuple[float, bool]:
     """Move multiplier j in the direction `sign`, and those of the free rows so that x stays, up to the first bound.
 
-    The row that meets its bound is held. Return the step; it is infinite if no multiplier meets a bound.
+    Return the step, which is infinite if no multiplier meets a bound, and whether a free row met it and is now held.
     """
     lam, lower, upper, w, blocking = state.lam, state.lower, state.upper, state.weights, len(state.Q)
     goal = upper[j] if sign > 0.0 else lower[j]
@@ -380,7 +377,7 @@ def exchange(state: Search, j: int, sign: float) -> float:
             lam[j] += sign * step
             lam[state.order[blocking]] = goal
             hold(state, blocking)
-    return step
+    return step, blocking < len(state.Q)
 
 
 def from_span(state: Search, v: Any) -> tuple[float, float]:

@@ -170,9 +170,12 @@ class DualSolution:
                 V, a = self._rows.V[number if len(self._rows.V) > 1 else 0], self._rows.a[number]
                 rounding, resolves, number = ROWS_RESOLVE, ROWS_RESOLVE, number + 1
             if size[i]:
-                bound[i] = _certificate.error_bound(
-                    V, a, h[i], lam[i], lower[i], upper[i], asked[i], rounding, resolves
-                ) / size[i]
+                bound[i] = (
+                    _certificate.error_bound(
+                        V, a, h[i], lam[i], lower[i], upper[i], asked[i], rounding, resolves
+                    )
+                    / size[i]
+                )
         return self._or_infinity(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
@@ -194,7 +197,11 @@ class DualSolution:
 
     def dual_basis(self) -> Array:
         """Return F, (..., t, t), with ``F'F = K_PP^-1`` for the free rows P, and zeros elsewhere; on the CPU."""
-        lam, free, known = self.multipliers, to_numpy(self.free), from_gram(Gram(*map(to_numpy, self._gram())))
+        lam, free, known = (
+            self.multipliers,
+            to_numpy(self.free),
+            from_gram(Gram(*map(to_numpy, self._gram()))),
+        )
         found, number = np.zeros((*lam.shape, lam.shape[-1])), 0
         for i in np.ndindex(lam.shape[:-1]):
             V = known[i][:-1]
@@ -265,17 +272,18 @@ class DualSolution:
 
     def _status_on_device(self) -> Array:
         """Return the status of a solution on a device; nothing is read."""
-        K, b, kept = drop_rows(self.gram.K, self.gram.b)
+        (K, b, kept), h, off = drop_rows(self.gram.K, self.gram.b), self.bounds.h, self.bounds.off
         xp, lam, residual = namespace(b), self.multipliers, self.kkt_residual()
         norms = xp.sqrt(xp.linalg.diagonal(K))
         size = self.size()[..., None] + xp.sum(xp.abs(lam) * norms, axis=-1, keepdims=True)
-        near = (norms > 0) & (self.active | (self._slack()[0] <= NEAR_ZERO * norms * size))
+        near = (norms > 0) & (self.active | (self.slack() <= NEAR_ZERO * norms * size))
         cosines = K * inverse(norms)[..., :, None] * inverse(norms)[..., None, :]
         flags = {
-            Status.STALLED: residual > OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps,
-            Status.ROW_DROPPED: ~xp.all(kept, axis=-1),
+            Status.STALLED: ~(residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps),  # also for NaN
+            Status.ROW_DROPPED: ~xp.all(kept if off is None else kept | off, axis=-1),
             Status.UNRESOLVED: smallest_pivot(cosines, near) < RESOLVED**2,
         }
-        if self.bounds.h is not None:
-            flags[Status.INFEASIBLE] = residual > MISSED
+        if h is not None:
+            void = xp.any(kept & (norms == 0) & (h > 0), axis=-1)  # no x moves along a row of zeros
+            flags[Status.INFEASIBLE] = (residual > MISSED) | void
         return sum(xp.astype(where, xp.int64) * int(flag) for flag, where in flags.items())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, namespace, to_numpy
+from gemproj._arrays import Array, device_of, namespace, to_numpy, wide_dtype
 from gemproj._constants import DEPENDENT
 
 
@@ -199,23 +199,26 @@ def drop_rows(K: Array, b: Array, off: Array | None = None) -> tuple[Array, Arra
     are left out, and x is g.
     """
     xp = namespace(b)
+    if off is not None:  # of each problem
+        K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
     kept, zero = xp.isfinite(xp.linalg.diagonal(K) + xp.abs(b)), xp.zeros_like(b)
     rows = kept
     if K.ndim <= b.ndim:  # one K for many b: if row i is finite but b_i is not, g is not finite
         rows = xp.isfinite(xp.linalg.diagonal(K))
         kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
     if off is not None:
-        kept = kept & ~off
-        rows = kept if K.ndim > b.ndim else rows
+        rows = kept = kept & ~off
     K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))
     return K, xp.where(kept, b, zero), kept
 
 
-def fetch(arrays: list[Array | None]) -> list[np.ndarray | None]:
-    """Return arrays of one dtype as NumPy arrays in float64, in one copy from their device."""
+def fetch(arrays: list[Array | None]) -> list[Any]:
+    """Return arrays of a device as NumPy arrays, in one copy: numbers in float64, masks as masks."""
     given = [a for a in arrays if a is not None]
-    xp = namespace(given[0])
-    flat = to_numpy(xp.concat([xp.reshape(a, (-1,)) for a in given])).astype(np.float64)
+    xp, wide = namespace(given[0]), wide_dtype(namespace(given[0]), device_of(given[0]))
+    whole = xp.concat([xp.astype(xp.reshape(a, (-1,)), wide, copy=False) for a in given])
     ends = np.cumsum([math.prod(a.shape) for a in given])
-    parts = iter(np.split(flat, ends[:-1]))
-    return [a if a is None else next(parts).reshape(tuple(a.shape)) for a in arrays]
+    parts = [p.reshape(a.shape) for p, a in zip(np.split(to_numpy(whole), ends[:-1]), given, strict=True)]
+    masks = [xp.isdtype(a.dtype, "bool") for a in given]
+    found = (p.astype(bool if m else np.float64) for p, m in zip(parts, masks, strict=True))
+    return [a if a is None else next(found) for a in arrays]

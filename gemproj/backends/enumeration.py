@@ -1,4 +1,4 @@
-"""Exact solution of few rows on a device, without reading it: all active sets at once, in array operations."""
+"""Exact solution of few rows on a device, without reading it: all active sets at once."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def _sweep_all(K: Array, b: Array) -> Array:
 def _swept(tableau: Array, k: int, good: Array) -> Array:
     """Return the tableau (..., t, t + 1) swept on row k: pivoted on its k-th diagonal entry.
 
-    It holds ``K_PP^-1`` and ``-lam_P`` in the rows P it was swept on, and the Schur complement and the slacks in
-    the other rows.
+    It holds ``K_PP^-1`` and ``-lam_P`` in the rows P it was swept on, and the Schur complement and the slacks
+    in the other rows.
     """
     xp = namespace(tableau)
     pivot = tableau[..., k, k]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +51,20 @@ class Exact(Method):
         if on_host(device):
             arrays = [a if a is None else np.asarray(to_numpy(a), np.float64) for a in (K, b, *given)]
         else:
-            arrays = fetch([a if a is None else xp.astype(a, b.dtype) for a in (K, b, *given)])
-        least, most, start = (a if a is None else np.reshape(a, (-1, t)) for a in arrays[2:])
-        dual = Dual(True, np.reshape(arrays[0], (-1, t, t)), np.reshape(arrays[1], (-1, t)), None, least, most, start)
+            arrays = fetch([K, b, *given])
+        K = np.reshape(arrays[0], (math.prod(K.shape[:-2]), t, t))
+        linear, *given = (a if a is None else np.reshape(a, (math.prod(shape[:-1]), t)) for a in arrays[1:])
+        dual = Dual(True, K, linear, None, *given)
         lam, found = search(dual)
         status = found[:, 0].astype(np.int64)
         status[found[:, 2] < RESOLVED] |= int(Status.UNRESOLVED)
         stalled = status >= int(Status.INFEASIBLE)  # lam is a ray
         lam[stalled], status[stalled] = 0.0, int(Status.STALLED)
-        results = lam.reshape(shape), found[:, 1].astype(np.int64).reshape(shape[:-1]), status.reshape(shape[:-1])
+        results = (
+            lam.reshape(shape),
+            found[:, 1].astype(np.int64).reshape(shape[:-1]),
+            status.reshape(shape[:-1]),
+        )
         lam, *others = (from_numpy(a, xp, device) for a in results)
         return Outcome(xp.astype(lam, b.dtype, copy=False), *others)
 
