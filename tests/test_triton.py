@@ -178,7 +178,7 @@ class Spy:
         self.names, self.compiled = [kernel.fn.__name__, *kernel.arg_names], []
 
     def __getitem__(self, grid):
-        return lambda *given, num_warps: self.compile(given)
+        return lambda *given, **options: self.compile(given)
 
     def compile(self, given):
         def again(*arguments):

@@ -156,7 +156,9 @@ def launch(
         if found is not None:
             found[grid](*arguments, *constants)
         else:
-            _compiled[key] = kernel[grid](*arguments, *constants, num_warps=warps)
+            # The default for the fusion of products and sums differs between versions of Triton.
+            options = {"num_warps": warps, "enable_fp_fusion": True}
+            _compiled[key] = kernel[grid](*arguments, *constants, **options)
 
 
 _compiled: dict[Any, Any] = {}
