@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
-from gemproj._bounds import Bounds, Options, check_options, make_bounds, standard_form
+from gemproj._bounds import PLAIN, Bounds, Options, check_options, make_bounds, standard_form
 from gemproj._checks import check_multipliers
 from gemproj._constants import (
     EPS,
@@ -169,11 +169,10 @@ def solve_gram(
 
 
 def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
-    """Return a solution on the CPU with coordinates from G, if K does not resolve the rows; for certificates.
+    """Return a solution on the CPU with coordinates from G for its certificates, if K does not resolve its rows.
 
-    Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its free
-    rows, so it is enough to test rows that are nearly active beside them. Another method may have missed rows
-    that are active at the solution: all rows are tested.
+    Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
+    free rows; rows that are nearly active are tested with them. Another method may have missed any row.
     """
     if not problem.host or sol._rows is not None:
         return sol
@@ -311,7 +310,7 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     """
     gram, xp, host = measured.gram, namespace(measured.gram.b), isinstance(measured.gram.b, np.ndarray)
     K, b, kept, exact = gram.K, gram.b, None, type(method) is Exact
-    if (bounds.h is not None and bounds.off.any()) if host else (bounds.lower is not None or not exact):
+    if (bounds.h is not None and bounds.off.any()) if host else not (exact and bounds is PLAIN):
         K, b, kept = drop_rows(K, b, bounds.off)
     dual, shift = standard_form(K, b, bounds)
     if start is not None:
