@@ -169,11 +169,10 @@ def solve_gram(
 
 
 def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
-    """Return a solution on the CPU with coordinates from G, if K does not resolve the rows; for certificates.
+    """Return a solution on the CPU with coordinates from G for its certificates, if K does not resolve its rows.
 
-    Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its free
-    rows, so it is enough to test rows that are nearly active beside them. Another method may have missed rows
-    that are active at the solution: all rows are tested.
+    Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
+    free rows; rows that are nearly active are tested with them. Another method may have missed any row.
     """
     if not problem.host or sol._rows is not None:
         return sol
