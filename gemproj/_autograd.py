@@ -90,7 +90,9 @@ def solution_of(problem: Problem, sol: DualSolution) -> list[Tensor]:
 def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list[Any]:
     """Return G, g and metric as one array each, and the options as tensors or None."""
     lists = [_blocks(a, g, name) for name, a in (("G", G), ("g", g), ("metric", metric))]
-    found = [_flat(a, isinstance(g, Tensor), skip) for a, skip in zip(lists, (1, 0, 0), strict=True)]
+    # Blocks of g may have leading dimensions, for many gradients.
+    skips = 1, lists[1][0].ndim - lists[0][0].ndim + 1, 0
+    found = [_flat(a, isinstance(g, Tensor), skip) for a, skip in zip(lists, skips, strict=True)]
     device = found[1].device
     for name, a in zip(("h", "margin", "penalty", "equality"), options, strict=True):
         if (a is None and name != "margin") or a is False or (is_number(a) and not a and name == "margin"):
@@ -128,7 +130,7 @@ def _split(flat: Tensor, like: Sequence[Tensor], one: bool) -> list[Tensor]:
     """Return an array as blocks with the shapes and dtypes of `like`."""
     if one:
         return [flat.to(like[0].dtype)]
-    parts = flat.split([a.numel() for a in like])
+    parts = flat.split([a.numel() // flat.shape[:-1].numel() for a in like], dim=-1)
     return [p.reshape(a.shape).to(a.dtype, copy=True) for p, a in zip(parts, like, strict=True)]
 
 

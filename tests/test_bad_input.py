@@ -7,7 +7,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from problems import assert_close
 
-from gemproj import FISTA, GEM2017, OSQP, PGD, Exact, Quadprog, combine, gram, project, solve_dual, solve_gram
+from gemproj import FISTA, GEM2017, OSQP, PGD, Quadprog, combine, gram, project, solve_dual, solve_gram
 
 torch = pytest.importorskip("torch")
 G, g = np.eye(3, 5), -np.ones(5)
