@@ -69,7 +69,7 @@ def solve(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
     """Return the result of `portable.solve`; threads share a large batch."""
 
     def run(first: int, last: int, *arguments: Any) -> None:
-        work = last * _READS * arguments[1][0].size
+        work = last * _READS * math.prod(arguments[1].shape[1:])
         share_pieces(lambda begin, end: _solve(begin, end, *arguments), last, work)
 
     return portable.solve(dual, run)
