@@ -119,7 +119,7 @@ def exchanges_t_squared_numbers():
     G, g, _, at = problem()
     with all_reduces() as seen:
         project(G[:, at], g[at])
-    assert [n for dtype, n in seen if dtype == torch.float64] == [T * T + T + 2], seen
+    assert [n for dtype, n in seen if dtype == torch.float64] == [T * T + T + 1], seen  # K, b and |g|^2
     assert sum(n for dtype, n in seen if dtype != torch.float64) <= 3, seen
 
 

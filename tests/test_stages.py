@@ -51,8 +51,9 @@ def test_stages_against_numpy(xp, dtype, of_G, of_g, weighted, rng):
         rows, vector, metric = made(G), made(g), made(w) if weighted else None
         measured = [xp.numpy(a) for a in gram(rows, vector, metric=metric)]
         for found, exact, unit in zip(measured, products, units, strict=True):
-            # Sums are in float64. A device adds up a tile of millions of numbers in one product.
-            assert np.all(np.abs(found - exact) <= (1e-13 if xp.on_cpu else 1e-12) * unit)
+            # Sums are in float64; torch's are less accurate on the CPU in the place of a device.
+            accuracy = 1e-13 if xp.on_cpu or dtype == "float64" else 1e-12
+            assert np.all(np.abs(found - exact) <= accuracy * unit)
         some, sol = rng.random(measured[1].shape), solve_dual(rows, vector, metric=metric)
         for call, lam in (
             (partial(combine, multipliers=xp.array(some)), some),

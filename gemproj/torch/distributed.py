@@ -1,7 +1,7 @@
 """Projection on several processes, with replicas or shards.
 
 The Gram matrix is a sum over columns. Each process measures the columns that it owns, and one all-reduce
-sums the results, t*t + t + 2 numbers. Then every process solves the same small problem, with bitwise equal
+sums the results, t*t + t + 1 numbers. Then every process solves the same small problem, with bitwise equal
 data, and combines its own columns.
 """
 
