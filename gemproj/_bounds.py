@@ -30,7 +30,7 @@ from gemproj._arrays import (
     is_real_floating,
     namespace,
 )
-from gemproj._checks import check_scalar, is_number, real_numbers
+from gemproj._checks import check_scalar, is_number, real_numbers, refuse_masked
 from gemproj._tspace import Standard, inverse, matvec
 from gemproj.methods import AnyMethod, Method, as_method
 
@@ -59,6 +59,8 @@ def check_options(
     if plain and equality is False:
         return _named(method) if type(method) is str else Options(as_method(method))
     found = as_method(method)
+    for name, value in {"h": h, "margin": margin, "penalty": penalty, "equality": equality}.items():
+        refuse_masked(value, name)
     check_scalar(margin, "margin")
     if penalty is not None:
         check_scalar(penalty, "penalty")

@@ -37,11 +37,11 @@ class Rows(NamedTuple):
     basis: np.ndarray | None = None
 
     def without_zeros(self, gram: Gram) -> Rows:
-        """Return these coordinates with zeros for rows that count as zero in K."""
-        K = np.broadcast_to(gram.K, (*gram.b.shape, gram.b.shape[-1])) if self.where.ndim else gram.K[None]
-        zero = K[self.where if self.where.ndim else slice(None)].diagonal(0, -2, -1)[: len(self.V)] == 0
-        if np.count_nonzero(zero):
-            self.V[zero] = 0.0
+        """Return these coordinates with zeros for rows and gradients that count as zero in the Gram matrix."""
+        diagonal = gram.K.diagonal(0, -2, -1)
+        rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
+        self.V[(np.broadcast_to(rows, (len(self.V), rows.shape[-1]))) == 0] = 0.0
+        self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
         return self
 
     def corrected(self, free: np.ndarray, loses: np.ndarray) -> Rows:
@@ -100,10 +100,10 @@ def from_gram(gram: Gram) -> np.ndarray:
     ``|g|^2`` is raised to at least ``b' K^+ b``, its smallest value for any g with ``G g = b``: below that
     value the Gram matrix is indefinite and has no such factor. The default `gg` of `solve_gram` may be lower.
     """
-    n, cosines = _unit_diagonal(gram.K)
+    n, cosines = unit_diagonal(gram.K)
     unit_b = gram.b * inverse(n)
     z = np.sum(np.linalg.pinv(cosines, rcond=1e-14, hermitian=True) * unit_b[..., None, :], axis=-1)
-    n, cosines = _unit_diagonal(_whole(gram._replace(gg=np.maximum(gram.gg, np.sum(unit_b * z, axis=-1)))))
+    n, cosines = unit_diagonal(_whole(gram._replace(gg=np.maximum(gram.gg, np.sum(unit_b * z, axis=-1)))))
     squares, basis = np.linalg.eigh(cosines)
     return basis * np.sqrt(np.maximum(squares, 0.0))[..., None, :] * n[..., None]
 
@@ -139,7 +139,7 @@ def _preconditioned(problem: Problem, gram: Gram, rounding: float) -> np.ndarray
     Rows are multiplied by the inverse root of K, tile by tile, and the Gram matrix of the result, which is close
     to the identity, is factorised.
     """
-    n, cosines = _unit_diagonal(_whole(gram))
+    n, cosines = unit_diagonal(_whole(gram))
     squares, basis = np.linalg.eigh(cosines)
     # Eigenvalues below the rounding of K are noise. For their rows, any finite scale suffices.
     scale = np.sqrt(np.maximum(squares, (problem.t + 1) * rounding))
@@ -149,7 +149,7 @@ def _preconditioned(problem: Problem, gram: Gram, rounding: float) -> np.ndarray
         for _, tile in stacked(problem, problem.wide):
             rows = (forward if problem.host else problem.to_caller(forward)) @ tile
             total = total + rows @ namespace(rows).matrix_transpose(rows)
-    n, cosines = _unit_diagonal(to_numpy(total))
+    n, cosines = unit_diagonal(to_numpy(total))
     squares, basis = np.linalg.eigh(cosines)
     return (backward * n) @ (basis * np.sqrt(np.maximum(squares, 0.0)))
 
@@ -163,7 +163,7 @@ def _whole(gram: Gram) -> np.ndarray:
     return whole
 
 
-def _unit_diagonal(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def unit_diagonal(total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the norms of the rows, and their cosines, from their Gram matrix."""
     n = np.sqrt(np.diagonal(total, axis1=-2, axis2=-1))
     return n, total * inverse(n)[..., :, None] * inverse(n)[..., None, :]

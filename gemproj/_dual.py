@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,12 +12,23 @@ import numpy as np
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
 from gemproj._bounds import Bounds, Options, check_options, is_like, make_bounds, standard_form
 from gemproj._checks import check_multipliers
-from gemproj._constants import EPS, LOST, NAMED, RESOLVED, SLIGHT, SMALL, TRUST_SMALL, WIDE_ROUNDING
-from gemproj._coordinates import from_rows, own_rows
+from gemproj._constants import (
+    EPS,
+    LOST,
+    NAMED,
+    NEAR_ZERO,
+    OPTIMAL_WITHIN,
+    RESOLVED,
+    SLIGHT,
+    SMALL,
+    TRUST_SMALL,
+    WIDE_ROUNDING,
+)
+from gemproj._coordinates import from_rows, own_rows, unit_diagonal
 from gemproj._gram import check_gram, check_range, measure
-from gemproj._problem import check_problem
+from gemproj._problem import Problem, check_problem
 from gemproj._solution import DualSolution
-from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, matvec, snap
+from gemproj._tspace import Dual, Gram, Measured, clip, drop_rows, fetch, matvec, smallest_pivot, snap
 from gemproj.backends import search, solve_few
 from gemproj.methods import AnyMethod, Exact, Method, Status
 from gemproj.methods._method import call
@@ -101,7 +113,7 @@ def solve_dual(
     problem = check_problem(G, g, metric)
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-    return solve(measure(problem), options, start).to(problem.to_caller)
+    return _certified(problem, solve(measure(problem), options, start)).to(problem.to_caller)
 
 
 def solve_gram(
@@ -156,6 +168,25 @@ def solve_gram(
     return solve(measured, options, start).to(measured.to_caller)
 
 
+def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
+    """Return a solution on the CPU with coordinates from G for its certificates, if K does not resolve its rows.
+
+    Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
+    free rows; rows that are nearly active are tested with them. Another method may have missed any row.
+    """
+    if not problem.host or sol._rows is not None:
+        return sol
+    norms, cosines = unit_diagonal(sol.gram.K)
+    rows = np.broadcast_to(norms > 0, sol.multipliers.shape)
+    if sol._exact:
+        near = sol.slack() <= NEAR_ZERO * norms * np.asarray(sol.size())[..., None]
+        rows = rows & near & np.any(near & rows & ~sol.free, axis=-1, keepdims=True)
+    if not rows.any():
+        return sol
+    where = smallest_pivot(cosines, rows) < RESOLVED**2
+    return replace(sol, _rows=from_rows(problem, sol.gram, sol._rounding, where)) if where.any() else sol
+
+
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
     """Return the dual solution of a measured problem.
 
@@ -184,13 +215,13 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
     A problem with no more columns than rows is solved in its own coordinates at once.
     """
     (K, b, _), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
-    t, batch = b.shape[-1], b.shape[:-1]
+    t, batch, count = b.shape[-1], b.shape[:-1], math.prod(b.shape[:-1])
     if lower is not None:
         _check_margin(K, b, lower)
-    flat = [None if a is None else a.reshape(-1, t) for a in (b, h, lower, upper, start)]
-    dual, rows = Dual(True, K.reshape(-1, t, t), *flat), None
+    flat = [None if a is None else a.reshape(count, t) for a in (b, h, lower, upper, start)]
+    dual, rows = Dual(True, K.reshape(math.prod(K.shape[:-2]), t, t), *flat), None
     small = problem is not None and problem.columns * (t + 1) <= SMALL
-    if problem is not None and 0 < problem.columns <= t and (small or not batch):
+    if problem is not None and count and 0 < problem.columns <= t and (small or not batch):
         rows = (measured.own or own_rows(problem)).without_zeros(measured.gram)
         lam, found = search(dual._replace(of_gram=False, rows=rows.V, linear=rows.a))
     else:
@@ -312,7 +343,11 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     if not host:
         finite = kept if off is None else kept | off
         status = status | xp.astype(~xp.all(finite, axis=-1), xp.int64) * int(Status.ROW_DROPPED)
-    return DualSolution(lam, gram, bounds, iterations, status, measured.rounding)
+    sol = DualSolution(lam, gram, bounds, iterations, status, measured.rounding)
+    if isinstance(method, Exact):  # a class derived from it need not return what it has solved
+        missed = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(b.dtype).eps
+        sol = replace(sol, _status=status | xp.astype(missed, xp.int64) * int(Status.STALLED))
+    return sol
 
 
 def _of_each(value: Any, like: Array) -> Any:

@@ -67,14 +67,14 @@ def any_option():
 
 @check(2)
 def large_float32():
-    """More columns than one tile, of which products are summed in float32 first."""
+    """More columns than one tile; process 1 has none."""
     generator = torch.Generator().manual_seed(0)
     G = torch.randn(9, 500_000, generator=generator)
     g = torch.randn(500_000, generator=generator) - 0.1 * G.sum(0)
     at = mine(500_000)
     x, sol = project(G[:, at], g[at], solution=True)
     close(x, gemproj.project(G, g)[at], torch.float32)
-    same_everywhere(sol.error_bound())  # process 1 has no products that are summed in float32
+    same_everywhere(sol.error_bound())
 
 
 @check(2)

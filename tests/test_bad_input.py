@@ -93,7 +93,6 @@ WRONG_VALUES = [
     (lambda: Quadprog(ridge=-1.0), "ridge must be finite and at least 0"),
     (lambda: OSQP(eps=0.0), "eps must be finite and above 0"),
     (lambda: GEM2017(memory_strength=-0.1), "memory_strength must be finite and at least 0"),
-    (lambda: Exact(refine=-1), "refine must be at least 0; found -1"),
 ]
 WRONG_TYPES = [
     (lambda: PGD(steps=1.5), "steps must be an integer; found 1.5"),
@@ -134,7 +133,6 @@ WRONG_TYPES = [
     (lambda: project(G, g, warm_start=np.ones(3, complex)), "warm_start must have a real"),
     (lambda: combine(G, g, np.ones(3, complex)), "multipliers must have a real"),
     (lambda: combine(G, g, 1.0), "multipliers must be an array.*found float"),
-    (lambda: Exact(refine=1.5), "refine must be an integer; found 1.5"),
 ]
 
 

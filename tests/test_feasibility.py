@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from problems import assert_close, rational_feasible, small_integers
+from problems import assert_close, rational_feasible, skip_without, small_integers
 
 from conftest import UNSEEN
 from gemproj import Status, gram, project, solve_dual, solve_gram
@@ -20,15 +20,17 @@ CONTRADICTIONS = {
     "loose row": ([[1, 0], [-1, 0], [0, 1]], [1, 1, -1e9], False),
     "small weight": ([[-92, -7], [91, 7], [41, 57], [7, -42]], [-4, 95, -47, -3], False),
     "no angle is lost": ([[20, -82], [32, -37], [4, 1], [22, -62]], [42, 39, -80, 17], [1, 1, 0, 1]),
-    "close to none": ([[1, 0], [-1, 0]], [1, -1 + 1e-5], False),
-    "row of norm zero": (
-        [[-3], [0], [8], [4]],
-        [1, 0, 5, 3],
-        [0, 1, 0, 1],
-        r" in rows 0, 2, 3 at once\. Lower",
-    ),
+    "close to none": ([[1, 0], [-1, 0]], [1, -1 + 1e-8], False),
+    "row of norm zero": ([[-3], [0], [8], [4]], [1, 0, 5, 3], [0, 1, 0, 1], r" in rows 0, 3 at once\. Lower"),
     "of norm zero": ([[-3], [0], [8], [4]], [-9, -1, 5, 3], [0, 1, 0, 1], r" in row 1\. Lower h there"),
     "norm zero": ([[0, 0], [1, 0]], [1, 0], False),
+    "counts as zero": ([[1e-145, 0], [1, 0]], [1, 0], False, r" in row 0\. Lower"),
+    "switched off": (
+        [[1, 0], [-1, 0], [1, 0]],
+        [-np.inf, 0, 1e-7],
+        [0, 0, 1],
+        r" in rows 1, 2 at once\. Lower",
+    ),
 }
 
 
@@ -38,7 +40,8 @@ def test_contradictions_are_errors(host, case, slope):
     G, h, equality, *said = CONTRADICTIONS[case]
     G, h = np.asarray(G, dtype=float), np.asarray(h, dtype=float)
     mask = np.broadcast_to(np.asarray(equality, dtype=bool), h.shape)
-    assert not rational_feasible(G, h, mask)
+    on = np.isfinite(h)
+    assert not rational_feasible(np.where(abs(G) < 1e-140, 0.0, G)[on], h[on], mask[on])
     g, options = slope * np.ones(G.shape[1]), {"h": h, "equality": mask}
     with pytest.raises(ValueError, match=f"h is infeasible: .*{''.join(said)}"):
         host.project(G, g, **options)
@@ -99,18 +102,21 @@ def test_nearly_dependent_rows_are_not_refused():
 
 @pytest.mark.parametrize("kind", ["numpy", "autograd"])
 def test_an_answer_that_misses_its_conditions_is_one_warning(kind):
-    """A penalty of 1e12 on rows of an equality leaves four digits of x. The warning is about the caller's line."""
-    G, g, h = np.array([[1.0, 2], [3, 4]]), np.array([-1.0, 0.5]), np.array([1.0, 2])
+    """These rows meet at a distance of 1e12, of which float64 has four digits less than x needs.
+
+    The warning is about the caller's line.
+    """
+    G, g, h = np.array([[0.6, 0.8], [-0.6, -0.8 + 1e-12]]), np.array([-1.0, 0.5]), np.array([1.0, -0.3])
     if kind == "autograd":
         torch = pytest.importorskip("torch")
         G, g, h = torch.tensor(G, requires_grad=True), torch.tensor(g), torch.tensor(h)
 
     def run():
-        x = project(G, g, h=h, equality=True, penalty=1e12)
+        x = project(G, g, h=h)
         if kind == "autograd":
             x.sum().backward()
 
-    with pytest.warns(RuntimeWarning, match="violates its .*conditions.*penalty of an equality") as seen:
+    with pytest.warns(RuntimeWarning, match="violates its .*conditions.*nearly contradict") as seen:
         run()
     assert [one.filename for one in seen] == [__file__]
 
@@ -156,7 +162,7 @@ SCALES = [
         {"equality": [True, False, True, True], "penalty": [np.inf, np.inf, 1, 1]},
         [0] * 3,
     ),
-    # A soft row that allows for much, and for less than x needs where it is cut.
+    # A soft row that allows for much, and for less than x needs.
     (
         [[1, 0, 0], [-1, 0.01, 0], [0, -1, -1]],
         [0] * 3,
@@ -212,14 +218,62 @@ def test_loose_rows_cost_no_digits_with_a_warm_start_either(xp, loose, t, rng):
 
 
 @pytest.mark.parametrize("penalty", [1e3, 1e6, 1e9, 1e12])
-def test_equalities_with_a_large_penalty(xp, penalty, rng):
-    """A solution that misses its conditions is not called optimal."""
+def test_equalities_with_a_large_penalty_lose_no_digits(xp, penalty, rng):
     G, g, mask = rng.standard_normal((4, 10)), rng.standard_normal(10), np.array([True, False, True, False])
     sol = solve_dual(xp.array(G), xp.array(g), equality=mask, penalty=penalty)
     x = g + G.T @ xp.numpy(sol.multipliers)
-    error = np.linalg.norm(x - project(G, g, equality=mask)) / np.linalg.norm(g)
-    assert error < 1e-8 or not bool(sol.optimal)
-    assert not bool(sol.optimal) or float(sol.kkt_residual()) < 1e-9
+    assert np.linalg.norm(x - project(G, g, equality=mask)) < 1e-14 * np.linalg.norm(g)
+    assert bool(sol.optimal)
+    assert float(sol.kkt_residual()) < 1e-14
+
+
+@pytest.mark.parametrize("equality", [False, True])
+@pytest.mark.parametrize("norm", [0.0, 1e-145, 1e-17])
+def test_rows_at_the_rounding_of_the_others_contradict_nothing(host, equality, norm):
+    """In norm and in h; a batch may have them in some of its problems."""
+    G, g = np.array([[-norm, 0.0], [1.0, 0.0]]), np.array([-1.0, 1.0])
+    for h in ([1e-17, 100.0], [-1e-17, 100.0], [1e-14, 100.0]):
+        options = {"h": host.array(h), "equality": np.array([equality, False])}
+        assert_close(host.project(G, g, **options), [100.0, 1.0], atol=1e-13)
+        sol = solve_dual(host.array(G), host.array(g), **options)
+        assert bool(sol.optimal)
+        assert float(sol.multipliers[0]) == 0.0
+    both, h = np.stack([np.eye(2), G]), np.array([[3.0, 2.0], [1e-17, 100.0]])
+    x = host.project(both, np.stack([g, g]), h=host.array(h), equality=np.array([equality, False]))
+    assert_close(x, [[3.0, 2.0], [100.0, 1.0]], atol=1e-13)
+    with pytest.raises(
+        ValueError, match=r"h is infeasible: .* in row"
+    ):  # far above the rounding of the other h
+        host.project(G, g, h=host.array([1e-9, 100.0] if norm < 1e-17 else [1e-9, 0.0]), equality=equality)
+
+
+@pytest.mark.parametrize("method", ["exact", "pgd", "quadprog"])
+@pytest.mark.parametrize("options", [{}, {"margin": 0.2}, {"penalty": 3.0}, {"equality": True}], ids=str)
+def test_a_row_is_switched_off_by_minus_infinity(xp, method, options, rng):
+    """As if it were not there: for any option, beside problems of a batch in which it is there."""
+    skip_without(method)
+    G, g, h = rng.standard_normal((2, 4, 9)), rng.standard_normal((2, 9)) - 0.3, rng.random((2, 4)) - 0.5
+    h[0, 1] = h[1, 3] = -np.inf
+    sol = solve_dual(xp.array(G), xp.array(g), h=xp.array(h), method=method, **options)
+    x = xp.project(G, g, h=xp.array(h), method=method, **options)
+    assert xp.numpy(sol.multipliers)[h == -np.inf].tolist() == [0.0, 0.0]
+    assert xp.numpy(sol.slack())[h == -np.inf].tolist() == [np.inf, np.inf]
+    assert np.all(np.isfinite(xp.numpy(sol.kkt_residual())))
+    for i, off in enumerate((1, 3)):
+        rows, rest = np.delete(G[i], off, 0), np.delete(h[i], off)
+        assert_close(x[i], project(rows, g[i], h=rest, method=method, **options), atol=1e-12)
+    assert_close(xp.project(G[0], g[0], h=-np.inf, method=method), g[0], atol=0)
+
+
+def test_the_size_of_a_problem_is_at_most_what_its_soft_rows_can_ask_for(host):
+    """A row that asks for much, and whose penalty cannot move x, hides no contradiction of other rows."""
+    G, g, penalty = np.array([[1.0], [-1.0], [1.0]]), np.zeros(1), host.array([np.inf, np.inf, 1e-7])
+    options = {"equality": np.array([True, False, False]), "penalty": penalty}
+    with pytest.raises(ValueError, match=r"in rows 0, 1 at once\."):
+        host.project(G, g, h=host.array([1.9e-7, 0.0, 6.6e5]), **options)
+    sol = solve_dual(host.array(G), host.array(g), h=host.array([1.9e-7, -1.0, 6.6e5]), **options)
+    assert float(sol.size()) == 1.9e-7
+    assert bool(sol.optimal)
 
 
 def test_threads_leave_the_filters_of_warnings_alone():

@@ -179,6 +179,25 @@ def test_nicknames_are_default_objects():
         assert len({method, type(method)()}) == 1
 
 
+def test_a_class_derived_from_exact_is_not_trusted(xp, rng):
+    """Its multipliers may be others; then they are not called optimal, and x is what they say."""
+
+    class Halved(Exact):
+        def solve(self, *problem):
+            found = super().solve(*problem)
+            return found._replace(multipliers=0.5 * found.multipliers)
+
+    class Same(Exact):
+        pass
+
+    G, g = rng.standard_normal((4, 9)), rng.standard_normal(9)
+    G[3] = 1e-6 * G[2] - G[0]
+    half, same = (solve_dual(xp.array(G), xp.array(g), method=method) for method in (Halved(), Same()))
+    assert int(half.status) & Status.STALLED
+    assert not int(same.status) & Status.STALLED
+    assert_close(xp.project(G, g, method=Halved()), g + G.T @ xp.numpy(half.multipliers), atol=1e-13)
+
+
 def test_methods_that_compare_equal_are_not_mixed_up():
     class Constant:
         def __init__(self, value):

@@ -1,4 +1,4 @@
-"""The active-set search with right-hand sides, equalities and dependent rows, portable and compiled."""
+"""The search of `gemproj._search`, run by Python and compiled, in coordinates from K and from G."""
 
 import numpy as np
 import problems
@@ -6,143 +6,161 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemproj import Exact, Status, solve_gram
-from gemproj._tspace import Standard
+from gemproj import Status, _search, solve_gram
+from gemproj._tspace import Dual
+from gemproj.backends import portable
 from gemproj.backends.numba import installed
-from gemproj.methods import _active_set
-from gemproj.methods._active_set import solve_active_set
-from gemproj.methods._faces import Factorisation, Tableau
+
+KINDS = ["generic", "integers", "parallel", "repeated", "opposite", "more rows than columns", "zero row"]
+FORMS = {"python": portable.solve}
+if installed():
+    from gemproj.backends.numba.search import solve
+
+    FORMS["compiled"] = solve
+
+forms = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+sources = pytest.mark.parametrize("of_gram", [True, False], ids=["K", "rows"])
 
 
-def by_products(G, g, h, lower, upper, start):
-    return solve_active_set(Tableau(G @ G.T, G @ g - h), lower, upper, start)[0]
+def run(form, of_gram, G, g, h, lower=None, upper=None, start=None):
+    """Solve a batch: rows (n, t, d), or (1, t, d) for all, g (n, d) and the rest (n, t)."""
+    norms = np.array([problems.lengths(rows) for rows in G])
+    asked = np.maximum(np.where(np.zeros_like(h) if lower is None else lower < 0, np.abs(h), h), 0.0) / norms
+    rows, linear = (G @ G.swapaxes(1, 2), np.sum(G * g[:, None], axis=2)) if of_gram else (G, g)
+    return form(Dual(of_gram, rows, linear, h, lower, upper, start, asked.max(axis=1)))
 
 
-def by_rows(G, g, h, lower, upper, start):
-    return solve_active_set(Factorisation(G.T, g, h), lower, upper, start)[0]
+def run_one(form, of_gram, *arrays):
+    lam, found = run(form, of_gram, *(a if a is None else a[None] for a in arrays))
+    return lam[0], found[0]
 
 
-def compiled(G, g, h, lower, upper, start):
-    if not installed():
-        pytest.skip("numba is missing or switched off")
-    from gemproj.backends.numba.backend import solve
-
-    return solve(Exact(), Standard(G @ G.T, G @ g - h, lower, upper), start)[0]
-
-
-KINDS = ["generic", "integers", "parallel", "repeated", "opposite", "more rows than columns"]
-
-
-def draw(rng, kind, t, d, equalities):
-    """Draw rows of norm one, a gradient, and right-hand sides that a point x meets; b is at most one."""
+def draw(rng, kind, t, d, equalities=False):
+    """Draw rows, a gradient, right-hand sides that a point x meets, and lower bounds."""
     G = rng.standard_normal((t, d)) if kind == "generic" else problems.draw(rng, kind, t, max(2, d)).G
     if kind == "integers":
         G = rng.integers(-2, 3, (t, d)).astype(float)
-        G[:, 0] += ~G.any(axis=1)
-    G /= np.linalg.norm(G, axis=1, keepdims=True)
     x, g = rng.standard_normal((2, G.shape[1]))
-    equal = rng.random(t) < (0.3 if equalities else 0.0)
-    h = G @ x - np.where(equal, 0.0, rng.random(t) * (rng.random(t) < 0.5))
-    size = max(1e-3, float(np.abs(G @ g - h).max()))
-    return G, g / size, h / size, np.where(equal, -np.inf, 0.0)
+    equal = rng.random(t) < 0.3 * equalities
+    room = np.where(equal, 0.0, rng.random(t) * (rng.random(t) < 0.5))
+    return G, g, G @ x - room * problems.lengths(G), np.where(equal, -np.inf, 0.0)
 
 
-def drawn_bounds(rng, lower, free):
-    """Draw upper bounds, of which some are finite, and a start between the bounds."""
-    upper = np.where(rng.random(len(lower)) < 0.5, rng.random(len(lower)), np.inf)
-    return upper, np.clip(rng.standard_normal(len(lower)) * (rng.random(len(lower)) < free), lower, upper)
+def drawn_bounds(rng, G, lower):
+    """Draw upper bounds, of which some are finite, and a start, of which some entries are not."""
+    t, n = len(lower), problems.lengths(G)
+    upper, start = np.where(rng.random(t) < 0.5, rng.random(t) / n, np.inf), rng.standard_normal(t) / n
+    return upper, np.where(rng.random(t) < 0.3, rng.choice([0.0, np.nan, np.inf], t), start)
 
 
-@pytest.mark.parametrize("solve", [by_products, by_rows, compiled])
+@forms
+@sources
 @pytest.mark.parametrize("bounded", [False, True])
 @given(st.sampled_from(KINDS), st.integers(1, 9), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
-def test_the_optimality_conditions_are_met(solve, bounded, kind, t, d, equalities, seed):
+def test_the_optimality_conditions_are_met(form, of_gram, bounded, kind, t, d, equalities, seed):
     """With feasible right-hand sides; with bounds on both sides and a start, or neither."""
     rng = np.random.default_rng(seed)
     G, g, h, lower = draw(rng, kind, t, d, equalities)
-    upper, start = drawn_bounds(rng, lower, 0.7) if bounded else (None, None)
-    lam = solve(G, g, h, lower, upper, start)
-    assert problems.kkt(G, g, h, lower, upper if bounded else np.inf, lam) <= 1e-9
+    G, h = (G.T * (scale := 10.0 ** rng.uniform(-3, 3, t))).T, h * scale
+    upper, start = drawn_bounds(rng, G, lower) if bounded else (None, None)
+    lam, found = run_one(form, of_gram, G, g, h, lower, upper, start)
+    upper = np.full(t, np.inf) if upper is None else upper
+    assert found[0] == _search.OPTIMAL
+    assert np.all((lam >= lower) & (lam <= upper))
+    assert problems.kkt(G, g, h, lower, upper, lam) <= (1e-9 if of_gram else 1e-12)
 
 
-def recorded(monkeypatch, K, b, lower, upper, start):
-    """Return which rows the compiled search moves in and out of the free set, from its loops run by Python."""
-    from gemproj.backends.numba import search, tableau
-    from gemproj.backends.numba.backend import _search
-
-    pivots, names = [], {}
-    for module in (search, tableau):
-        loops = {name: f.py_func for name, f in vars(module).items() if hasattr(f, "py_func")}
-        names |= loops
-        for name, loop in loops.items():
-            monkeypatch.setattr(module, name, loop)
-
-    def pivot(T, free, k):
-        pivots.append(k)
-        names["pivot"](T, free, k)
-
-    monkeypatch.setattr(search, "pivot", pivot)
-    none, ended = np.empty((0, 0)), np.empty((2, 1), int)
-    given = [none if a is None else a[None] for a in (K, b, lower, upper, start)]
-    lam = np.empty((1, len(b)))
-    search.solve_active_set(0, 1, *given, lam, np.empty(1), ended, *_search(len(b)))
-    monkeypatch.undo()
-    return lam[0], pivots
+@forms
+@sources
+@given(st.integers(1, 8), st.integers(1, 6), st.booleans(), st.integers(0, 2**32))
+def test_contradictions_have_a_ray(form, of_gram, t, d, equalities, seed):
+    """By Farkas' lemma no x satisfies the rows of its nonzero entries: for unit rows, G'ray = 0 and h'ray > 0."""
+    rng = np.random.default_rng(seed)
+    G, g, h, lower = draw(rng, "generic", t, d, equalities)
+    weights = np.where(lower < 0, rng.standard_normal(t), rng.random(t))
+    G, lower = np.vstack([G, -weights @ G]), np.append(lower, 0.0)  # the weighted sum of all rows is zero
+    h = np.append(h, np.linalg.norm(G[-1]) * rng.uniform(0.01, 1.0) - weights @ h)
+    ray, found = run_one(form, of_gram, G, g, h, lower)
+    G, h = (G.T / problems.lengths(G)).T, h / problems.lengths(G)
+    assert found[0] == _search.INFEASIBLE
+    assert np.all((ray >= 0) | (lower < 0))
+    assert np.linalg.norm(ray @ G) <= (1e-6 if of_gram else 1e-12) * np.abs(ray).sum()
+    assert ray @ h > 0
+    assert np.count_nonzero(ray) <= np.linalg.matrix_rank(G) + 1  # no more rows than it takes
 
 
-class Recorded(Tableau):
-    """A tableau that lists its pivots, but for those of the first set, which the portable form frees at once."""
+@forms
+@sources
+@pytest.mark.parametrize("tilt", [1e-1, 1e-3, 1e-6, 1e-9, 1e-12, 0.0])
+def test_the_angle_of_dependent_rows_is_found(form, of_gram, tilt):
+    """Rows u and -u + tilt v, that both are active: the distance of each from the span of the other."""
+    G, g = np.array([[1.0, 0.0, 0.0], [-1.0, tilt, 0.0]]), np.array([-1.0, -1.0, 1.0])
+    lam, found = run_one(form, of_gram, G, g, np.zeros(2))
+    assert found[0] == _search.OPTIMAL
+    if tilt > (1e-7 if of_gram else 1e-13):
+        assert found[2] == pytest.approx(tilt, rel=1e-2)
+        assert g + lam @ G == pytest.approx([0.0, 0.0, 1.0], abs=1e-15 / tilt ** (1 + of_gram))
+    else:
+        assert found[2] <= max(tilt, 1e-15)
 
-    def __init__(self, K, b):
-        self.pivots = []
-        super().__init__(K, b)
 
-    def set_free(self, free, first):
-        before = len(self.pivots)
-        super().set_free(free, first)
-        del self.pivots[before:]
-
-    def pivot(self, j):
-        self.pivots.append(j)
-        super().pivot(j)
+@forms
+@sources
+def test_problems_of_a_batch_stay_apart(form, of_gram, rng):
+    """Any number of problems, with one G or several, the same bits; scales of two change only the exponents."""
+    G, g, h, lower = (np.stack(a) for a in zip(*(draw(rng, "opposite", 5, 7) for _ in range(6)), strict=True))
+    h[2, :] = np.abs(h[2]) + 1.0  # the opposite rows contradict each other
+    for rows in (G, G[:1]):
+        lam, found = run(form, of_gram, rows, g, h, lower)
+        assert found[2, 0] == _search.INFEASIBLE
+        for i in range(6):
+            alone = run_one(form, of_gram, rows[i % len(rows)], g[i], h[i], lower[i])
+            np.testing.assert_array_equal(lam[i], alone[0])
+            np.testing.assert_array_equal(found[i], alone[1])
+    lam, found = run(form, of_gram, G, g, h, lower)
+    by_row, size = 2.0 ** rng.integers(-40, 40, (6, 5)), 2.0 ** rng.integers(-40, 40, (6, 1))
+    scaled, same = run(form, of_gram, G * by_row[..., None], g * size, h * by_row * size, lower)
+    np.testing.assert_array_equal(found, same)
+    ended = found[:, 0] != _search.INFEASIBLE  # a ray is one of unit rows
+    np.testing.assert_array_equal(scaled[ended] * by_row[ended], (lam * size)[ended])
 
 
 @pytest.mark.skipif(not installed(), reason="needs numba")
+@sources
 @pytest.mark.parametrize("bounded", [False, True])
-def test_the_twins_take_the_same_pivots(bounded, monkeypatch, rng):
+def test_both_forms_take_the_same_pivots(of_gram, bounded, rng):
     """Without ties, which rounding would decide: up to 9 rows in 2 to 11 dimensions, or with a start in enough."""
-    lengths = []
-    for _ in range(500):
+    longest = 0
+    for _ in range(250):
         t = int(rng.integers(1, 10))
         G, g, h, lower = draw(rng, "generic", t, int(rng.integers(t if bounded else 2, 12)), bounded)
-        upper, start = drawn_bounds(rng, lower, 0.5) if bounded else (None, None)
-        K, b = G @ G.T, G @ g - h
-        tableau = Recorded(K, b)
-        expected = solve_active_set(tableau, lower, upper, start)[0]
-        lam, pivots = recorded(monkeypatch, K, b, lower, upper, start)
-        assert pivots == tableau.pivots
-        np.testing.assert_allclose(G.T @ lam, G.T @ expected, rtol=0, atol=1e-9)
-        lengths.append(len(pivots))
-    assert max(lengths) >= 5
+        bounds = (lower, *drawn_bounds(rng, G, lower)) if bounded else ()
+        (lam, found), (other, there) = (run_one(f, of_gram, G, g, h, *bounds) for f in FORMS.values())
+        assert found[:2].tolist() == there[:2].tolist()  # the status and the number of pivots
+        np.testing.assert_allclose(lam @ G, other @ G, rtol=0, atol=1e-9)
+        np.testing.assert_array_equal(lam == 0.0, other == 0.0)
+        longest = max(longest, found[1])
+    assert longest >= 5
 
 
-@pytest.mark.parametrize("make", [Tableau, Factorisation])
-def test_past_its_budget_the_search_takes_the_first_violated_row(make, rng):
-    G, g = rng.standard_normal((30, 40)) - 0.3, rng.standard_normal(40) + 0.3
-    G /= np.linalg.norm(G, axis=1, keepdims=True)
-    b = G @ g
-
-    def first_entered(spent):
-        faces, entered = make(*((G @ G.T, b) if make is Tableau else (G.T, g))), []
-        pivot = faces.pivot
-        faces.pivot = lambda j: (entered.append(int(j)), pivot(j))
-        search = _active_set._Search(faces, np.zeros(30), np.full(30, np.inf), np.zeros(30))
-        search.pivots = spent
-        search.run(budget=99)
-        return entered[0]
-
-    assert first_entered(0) == int(np.argmin(b))
-    assert first_entered(100) == int(np.flatnonzero(b < 0)[0]) != first_entered(0)
+@sources
+def test_past_its_budget_the_search_takes_the_first_violated_row(of_gram, rng, monkeypatch):
+    """Which leads to the same solution."""
+    G, g, entered, release = (
+        rng.standard_normal((8, 20)) - 0.5,
+        rng.standard_normal(20) + 0.5,
+        [],
+        _search.release,
+    )
+    monkeypatch.setattr(_search, "release", lambda state, j, far: (entered.append(j), release(state, j, far)))
+    violated, x = G @ g / problems.lengths(G), []
+    for budget, first in ((6, np.argmin(violated)), (-0.1, np.argmax(violated < 0))):
+        monkeypatch.setattr(_search, "BUDGET", budget)
+        entered.clear()
+        x.append(g + run_one(portable.solve, of_gram, G, g, np.zeros(8))[0] @ G)
+        assert entered[0] == first
+    assert np.argmin(violated) != np.argmax(violated < 0)
+    np.testing.assert_allclose(*x, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("backend", ["portable", "numba"])

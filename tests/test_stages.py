@@ -42,8 +42,8 @@ def test_stages_against_numpy(xp, dtype, of_G, of_g, weighted, rng):
     squares, gg = np.sum(G * G / w, axis=-1), np.sum(w * g * g, axis=-1)
     units = np.sqrt(squares[..., :, None] * squares[..., None, :]), np.sqrt(squares * gg[..., None]), gg
     products = (G / w) @ np.swapaxes(G, -1, -2), np.einsum("...td,...d->...t", G, g), gg
-    # Large float32 problems are summed in float32.
-    accuracy = 1e-7 if dtype == "float32" and d > 1 << 17 else 1e-13
+    # A device adds up a tile of millions of numbers in one product.
+    accuracy = 1e-12 if dtype == "float32" and not xp.on_cpu else 1e-13
     parameters = [(4, 40_000), (), (40, 1, 1000)] if d == 200_001 else [(d // 3,), (d - d // 3, 1)]
     for shapes in (None, parameters) if g.ndim == 1 and G.ndim == 2 else (None,):
 
@@ -53,7 +53,7 @@ def test_stages_against_numpy(xp, dtype, of_G, of_g, weighted, rng):
         rows, vector, metric = made(G), made(g), made(w) if weighted else None
         measured = [xp.numpy(a) for a in gram(rows, vector, metric=metric)]
         for found, exact, unit in zip(measured, products, units, strict=True):
-            assert np.all(np.abs(found - exact) <= accuracy * unit)
+            assert np.all(np.abs(found - exact) <= 1e-13 * unit)  # sums are in float64
         some, sol = rng.random(measured[1].shape), solve_dual(rows, vector, metric=metric)
         for call, lam in (
             (partial(combine, multipliers=xp.array(some)), some),

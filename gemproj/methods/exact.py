@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,10 +53,9 @@ class Exact(Method):
             arrays = [a if a is None else np.asarray(to_numpy(a), np.float64) for a in (K, b, *given)]
         else:
             arrays = fetch([K, b, *given])
-        least, most, start = (a if a is None else np.reshape(a, (-1, t)) for a in arrays[2:])
-        dual = Dual(
-            True, np.reshape(arrays[0], (-1, t, t)), np.reshape(arrays[1], (-1, t)), None, least, most, start
-        )
+        K = np.reshape(arrays[0], (math.prod(K.shape[:-2]), t, t))
+        linear, *given = (a if a is None else np.reshape(a, (math.prod(shape[:-1]), t)) for a in arrays[1:])
+        dual = Dual(True, K, linear, None, *given)
         lam, found = search(dual)
         status = found[:, 0].astype(np.int64)
         status[found[:, 2] < RESOLVED] |= int(Status.UNRESOLVED)

@@ -107,17 +107,21 @@ def sum_products(
     """Add the products of the rows [G; g] over the columns of pieces ``begin .. end - 1`` to `totals`.
 
     Pieces of n columns are numbered across problems: piece k of problem p is ``k * problems + p``. With one G
-    for many g, a problem has `together` of them. `totals` is (pieces, problems, size), or (pieces, 1, size)
-    for the sums over all problems.
+    for many g, `together` of them, a multiple of HEIGHT, count as one problem. `totals` is (pieces, problems,
+    size), or (pieces, 1, size) for the sums over all problems.
     """
-    first = t if together == 1 else -(-t // HEIGHT) * HEIGHT  # bits of b must not depend on the other g
-    height = first + together
+    items, first, height = -(-problems // together), t, t + 1
+    if together > 1:  # whole groups of rows, so that the bits of a g do not depend on the others
+        first = -(-t // HEIGHT) * HEIGHT
+        height = first + -(-min(together, problems) // HEIGHT) * HEIGHT
+    width = min(_CHUNK, max(_LEAST, _TILE // (8 * (first + together)) // MULTIPLE * MULTIPLE))
     groups = -(-height // HEIGHT)
-    width = min(_CHUNK, max(_LEAST, _TILE // (8 * height) // MULTIPLE * MULTIPLE))
-    tile, sums = np.zeros((height, width)), np.empty((groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES))
+    tile, sums = np.empty((height, width)), np.empty((groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES))
+    if together > 1:
+        tile[:] = 0.0
     few = together == 1 and 0 < t < HEIGHT
     for i in range(begin, end):
-        k, p = i // problems, i % problems
+        k, p = i // items, i % items
         sums[:] = 0.0
         start, stop = k * piece, min((k + 1) * piece, n)
         while start < stop:
@@ -129,7 +133,7 @@ def sum_products(
             else:
                 for r in range(t):
                     _widen(rows, at + r * of_row, here, tile, r)
-                for r in range(together):
+                for r in range(min(together, problems - p * together)):
                     _widen(vectors, v + r * of_vector, here, tile, first + r)
                 _add_tile(tile, height, here, sums)
             start += here

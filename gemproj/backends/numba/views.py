@@ -47,28 +47,32 @@ def is_contiguous(a: np.ndarray) -> bool:
     return flags.c_contiguous and flags.aligned
 
 
-def flat(a: np.ndarray) -> np.ndarray:
-    """Return a view of a contiguous array with one dimension, which cannot be written.
+def copied(a: np.ndarray) -> np.ndarray:
+    """Return an array that `is_contiguous`: the given one, or a copy."""
+    return a if is_contiguous(a) else a.copy("C")
 
-    numba would compile a loop once for arrays that can be written and once for others.
+
+def flat(a: np.ndarray, start: int = 0) -> np.ndarray:
+    """Return the entries of a contiguous array from `start` on: with one dimension, and not to be written.
+
+    numba would compile a loop once for arrays that may be written and once for others.
     """
-    a = a.reshape(-1)
+    a = a.reshape(-1)[start:] if start else a.reshape(-1)
     a.setflags(write=False)
     return a
 
 
-def memory(a: np.ndarray, written: bool = False) -> tuple[np.ndarray, list[int]] | None:
-    """Return the memory of an array as an array of one dimension, and the steps of its axes in entries.
+def memory(a: np.ndarray) -> tuple[np.ndarray, list[int]] | None:
+    """Return the memory of an array as `flat` does, and the steps of its axes in entries.
 
     Return None if entries of its last axis are not adjacent.
     """
     size, strides = a.itemsize, a.strides
-    if is_contiguous(a):
-        return a.reshape(-1) if written else flat(a), [stride // size for stride in strides]
     steps = [stride // size if n > 1 else 0 for n, stride in zip(a.shape, strides, strict=True)]
+    if is_contiguous(a):
+        return flat(a), steps
     adjacent = a.shape[-1] == 1 or strides[-1] == size
     if not (adjacent and a.flags.aligned and min(steps) >= 0) or any(stride % size for stride in strides):
         return None
     extent = 1 + sum((n - 1) * step for n, step in zip(a.shape, steps, strict=True))
-    found = as_strided(a, (extent,), (size,))
-    return found if written else flat(found), steps
+    return flat(as_strided(a, (extent,), (size,))), steps
