@@ -204,8 +204,8 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
     if host:
         measured = measured._replace(gram=check_range(gram, measured.rows))
     bounds = make_bounds(options, gram.b)
-    if host and exact:
-        return _search(measured, bounds, start)
+    if exact:
+        return _search(measured, bounds, start) if host else _enumerate(measured, bounds)
     return _run(measured, bounds, method, start)
 
 
@@ -300,26 +300,32 @@ def _check_margin(K: np.ndarray, b: np.ndarray, lower: np.ndarray) -> None:
         )
 
 
+def _enumerate(measured: Measured, bounds: Bounds) -> DualSolution:
+    """Return the exact solution of few rows on a device, which is not read."""
+    K, b, gg = measured.gram
+    xp = namespace(b)
+    if bounds.h is not None:  # b is infinite for rows that are switched off, and they are left out
+        K, b = xp.broadcast_to(K, (*b.shape, b.shape[-1])), b - bounds.h
+    lam, pivots = solve_few(K, b, bounds.lower), xp.zeros_like(gg, dtype=xp.int64)
+    return DualSolution(lam, measured.gram, bounds, pivots, None, measured.rounding, True)
+
+
 def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -> DualSolution:
     """Return the solution of a method that takes the standard form; nothing is read from a device.
 
     Rows that are not finite or switched off are left out: they get norm zero and the multiplier zero.
     """
     gram, xp, host = measured.gram, namespace(measured.gram.b), isinstance(measured.gram.b, np.ndarray)
-    K, b, off, kept, exact = gram.K, gram.b, bounds.off, None, type(method) is Exact
-    # The exact method itself leaves out rows whose b is infinite, unless all problems have the same K.
-    given = not exact or bounds.lower is not None or (off is not None and K.ndim <= b.ndim)
-    if (off is not None and off.any()) if host else given:
+    K, b, off, kept = gram.K, gram.b, bounds.off, None
+    if not host or (off is not None and off.any()):
         K, b, kept = drop_rows(K, b, off)
     dual, shift = standard_form(K, b, bounds)
-    if kept is not None:
+    if kept is not None and bounds.h is not None:
         dual = dual._replace(b=xp.where(kept, dual.b, xp.zeros_like(b)))
     if start is not None:
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
         start = clip(start if shift is None else start - shift, dual.lower, dual.upper)
-    if exact:
-        lam, iterations, status = solve_few(dual.K, dual.b), 0, None
-    elif isinstance(method, Method):
+    if isinstance(method, Method):
         lam, iterations, status = method.solve(*dual, start)
     else:
         lam, iterations, status = call(method, dual.K, dual.b, start, measured.to_caller)
@@ -334,17 +340,17 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
     iterations, status = (_of_each(a, gram.gg) for a in (iterations, status))
-    if not (host or exact):
+    if not host:
         finite = kept if off is None else kept | off
         status = status | xp.astype(~xp.all(finite, axis=-1), xp.int64) * int(Status.ROW_DROPPED)
-    sol = DualSolution(lam, gram, bounds, iterations, status, measured.rounding, exact)
-    if isinstance(method, Exact) and not exact:  # it need not return what it has solved
+    sol = DualSolution(lam, gram, bounds, iterations, status, measured.rounding)
+    if isinstance(method, Exact):  # a class derived from it need not return what it has solved
         missed = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(b.dtype).eps
         sol = replace(sol, _status=status | xp.astype(missed, xp.int64) * int(Status.STALLED))
     return sol
 
 
 def _of_each(value: Any, like: Array) -> Any:
-    """Return a number as an array of integers, one per problem; arrays and None are returned unchanged."""
+    """Return a number as an array of integers, one per problem; arrays are returned unchanged."""
     xp = namespace(like)
     return xp.full_like(like, value, dtype=xp.int64) if isinstance(value, int) else value

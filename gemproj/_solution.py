@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class DualSolution:
     # Whether the method is exact. If so, the free rows have zero slack, and x may be moved to satisfy that.
     _exact: bool = False
     _rows: Rows | None = None
+    _finite: Any = field(default=None, init=False)  # on a device, see `_known`
 
     def __repr__(self) -> str:
         t, batch, device = self.multipliers.shape[-1], tuple(self.gram.gg.shape), device_of(self.gram.gg)
@@ -225,8 +226,13 @@ class DualSolution:
 
     def _gram(self) -> Gram:
         """Return K, b and |g|^2; on a device, rows that are not finite are zero."""
-        K, b, gg = self.gram
-        return self.gram if on_host(device_of(gg)) else Gram(*drop_rows(K, b)[:2], gg)
+        return self.gram if on_host(device_of(self.gram.gg)) else Gram(*self._known()[:2], self.gram.gg)
+
+    def _known(self) -> tuple[Array, Array, Array]:
+        """Return K and b on a device without the rows that are not finite, and the mask of the others."""
+        if self._finite is None:
+            object.__setattr__(self, "_finite", drop_rows(*self.gram[:2]))
+        return self._finite
 
     def _or_infinity(self, value: Array) -> Array:
         """Return a certificate, with infinity for problems of size zero whose x is not zero."""
@@ -272,7 +278,7 @@ class DualSolution:
 
     def _status_on_device(self) -> Array:
         """Return the status of a solution on a device; nothing is read."""
-        (K, b, kept), h, off = drop_rows(self.gram.K, self.gram.b), self.bounds.h, self.bounds.off
+        (K, b, kept), h, off = self._known(), self.bounds.h, self.bounds.off
         xp, lam, residual = namespace(b), self.multipliers, self.kkt_residual()
         norms = xp.sqrt(xp.linalg.diagonal(K))
         size = self.size()[..., None] + xp.sum(xp.abs(lam) * norms, axis=-1, keepdims=True)

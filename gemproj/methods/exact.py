@@ -48,6 +48,7 @@ class Exact(Method):
             none = xp.zeros(shape[:-1], dtype=xp.int64, device=device)
             return Outcome(solve_few(K, b), none, none)
         given = [None if a is None else xp.broadcast_to(a, shape) for a in (lower, upper, warm_start)]
+        arrays: list[Any]
         if on_host(device):
             arrays = [a if a is None else np.asarray(to_numpy(a), np.float64) for a in (K, b, *given)]
         else:

@@ -114,18 +114,20 @@ class Triton:
         return None
 
 
-def solve_few(K: Tensor, b: Tensor) -> Tensor:
+def solve_few(K: Tensor, b: Tensor, margin: Tensor | None = None) -> Tensor:
     """Return the result of `portable.solve_few`; up to 8 rows in float64 take one launch."""
     t = b.shape[-1]
     readable = K.dtype == b.dtype == torch.float64 and not (K.is_neg() or b.is_neg())
     if not (readable and 0 < t <= _FEW and b.numel()):
-        return portable.solve_few(K, b)
+        return portable.solve_few(K, b, margin)
     lam = b.new_empty(b.shape)
+    least = lam if margin is None else margin.expand(b.shape).contiguous()
     K, b = K.expand(*b.shape, t).reshape(-1, t, t), b.reshape(-1, t)
     if K.stride(-1) != 1:
         K = K.contiguous()
     strides = K.stride(0), K.stride(1), b.stride(0), b.stride(1)
-    launch(kernels.search, (len(b), 1, 1), (K, b, lam, *strides), (t,), (), max(1, 2**t // 32))
+    constants = t, margin is not None
+    launch(kernels.search, (len(b), 1, 1), (K, b, least, lam, *strides), constants, (), max(1, 2**t // 32))
     return lam
 
 

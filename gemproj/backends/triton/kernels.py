@@ -16,7 +16,7 @@ _INF: tl.constexpr = tl.constexpr(float("inf"))
 # By default Triton compiles a kernel again if a number is 1, or a number or address is a multiple of 16. Here
 # this is switched off; ALIGNED says whether all strides and addresses are multiples of 16.
 _NUMBERS = "columns share first parts rows stride of_G of_g of_w of_x row of_K of_b step"
-_TENSORS = "G g w x partial K b lam"
+_TENSORS = "G g w x partial K b margin lam"
 kernel = triton.jit(do_not_specialize=_NUMBERS.split(), do_not_specialize_on_alignment=_TENSORS.split())
 
 
@@ -97,23 +97,34 @@ def products(
 
 @kernel
 def search(
-    K, b, lam, of_K: tl.int64, row: tl.int64, of_b: tl.int64, step: tl.int64, T: tl.constexpr
+    K, b, margin, lam, of_K: tl.int64, row: tl.int64, of_b: tl.int64, step: tl.int64,
+    T: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Solve on all 2^T active sets by Cholesky, and write the solution with the smallest natural residual.
 
-    This is `gemproj.backends.enumeration.solve_few` with one lane for each set. Rows that are not finite get
-    the scale zero, and so the multiplier zero.
+    This is `gemproj.backends.enumeration.solve_few` with one lane for each set; SHIFTED says whether there is
+    a margin. Rows that are not finite get the scale zero, and so the multiplier zero.
     """
     problem, n = tl.program_id(0).to(tl.int64), tl.arange(0, 2**T)
     K += problem * of_K
     b += problem * of_b
-    scale, linear, free = (), (), ()
+    margin += problem * T
+    scale, linear, free, kept = (), (), (), ()
     for i in tl.static_range(T):
         square, value = tl.load(K + i * (row + 1)), tl.load(b + i * step)
         good = tl.abs(square) + tl.abs(value) < _INF
         scale = scale + (tl.where(good, _inverse(tl.sqrt(square)), 0.0),)
         linear = linear + (tl.where(good, value, 0.0) * scale[i],)
-        free = free + (((n >> i) & 1).to(tl.float64),)
+        free, kept = free + (((n >> i) & 1).to(tl.float64),), kept + (good,)
+    if SHIFTED:
+        plain, linear = linear, ()
+        for i in tl.static_range(T):
+            value = plain[i]
+            for k in tl.static_range(T):
+                value += (
+                    _cosine(K + i * row + k, scale[i], scale[k]) * _inverse(scale[k]) * tl.load(margin + k)
+                )
+            linear = linear + (value,)
     # Row i >= j of column j of the factor is at j * T - j * (j + 1) // 2 + i; the diagonal is inverted.
     factor, smallest = (), tl.full((2**T,), 1.0, dtype=tl.float64)
     for j in tl.static_range(T):
@@ -153,7 +164,10 @@ def search(
     best = tl.min(tl.where(miss == tl.min(miss, axis=0), n, 2**T), axis=0)
     for i in tl.static_range(T):
         value = tl.sum(tl.where(n == best, x[T - 1 - i], 0.0), axis=0)
-        tl.store(lam + problem * T + i, tl.maximum(value, 0.0) * scale[i])
+        value = tl.maximum(value, 0.0) * scale[i]
+        if SHIFTED:
+            value = tl.where(kept[i], value + tl.load(margin + i), 0.0)
+        tl.store(lam + problem * T + i, value)
 
 
 @triton.jit
