@@ -30,7 +30,7 @@ def outside_of_graphs(function: Any, *args: Any) -> Any:
 def differentiable(problem: Problem, sol: DualSolution, x: list[Tensor], *given: Any) -> list[Tensor]:
     """Return the blocks of x as functions of G, g, metric, h, margin, penalty and equality (`given`)."""
     tensors, one = _tensors(*given), problem.keys is None
-    return _split(_newton(_flat(x, one), solution_of(problem, sol), *tensors), x, one)
+    return _split(_newton(_flat(x, one, len(problem.batch)), solution_of(problem, sol), *tensors), x, one)
 
 
 def _newton(
