@@ -131,8 +131,8 @@ class Bounds(NamedTuple):
     def asked(self, norms: Array) -> Array:
         """Return the distance (...) that h asks x to move at least, from the norms (..., t) of the rows.
 
-        A row asks for ``h_i / |g_i|`` if h_i is positive (for ``|h_i| / |g_i|`` as an equality), and a row with a
-        penalty c cannot move x by more than ``c |g_i|``.
+        A row asks for ``h_i / |g_i|`` if h_i is positive (for ``|h_i| / |g_i|`` as an equality), and a row
+        with a penalty c cannot move x by more than ``c |g_i|``.
         """
         xp = namespace(norms)
         if self.h is None or not norms.shape[-1]:
@@ -151,9 +151,10 @@ PLAIN = Bounds()
 
 
 def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array | None]:
-    """Return the dual problem with h subtracted from b and lower bounds of zero, and the shift of the multipliers.
+    """Return the dual problem with b - h and lower bounds of zero, and the shift of the multipliers.
 
-    This is the dual problem of the projection of ``g + G'shift``; equalities without a penalty have no lower bound.
+    This is the dual problem of the projection of ``g + G'shift``; equalities without a penalty have no lower
+    bound.
     """
     if bounds is PLAIN:
         return Standard(K, b, None, None), None

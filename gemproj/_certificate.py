@@ -137,8 +137,8 @@ def _settled(
 ) -> tuple[np.ndarray, float]:
     """Move ``x = a + A lam`` to ``A_P'x = h_P`` for the free rows P; return x and the distance of this move.
 
-    The distance is the rounding error of x. The new x is the exact projection of a gradient with an error of this
-    size, and a projection does not increase such an error.
+    The distance is the rounding error of x. The new x is the exact projection of a gradient with an error of
+    this size, and a projection does not increase such an error.
     """
     U, S, W = np.linalg.svd(A[:, free], full_matrices=False)
     used = CUTOFF * np.max(S, initial=0.0) < S

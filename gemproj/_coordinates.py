@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     basis: np.ndarray | None = None
 
     def without_zeros(self, gram: Gram) -> Rows:
-        """Return these coordinates with zeros for rows and gradients that count as zero in the Gram matrix."""
+        """Return these coordinates with zeros for rows and gradients that count as zero in K."""
         diagonal = gram.K.diagonal(0, -2, -1)
         rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
         self.V[(np.broadcast_to(rows, (len(self.V), rows.shape[-1]))) == 0] = 0.0
@@ -53,7 +53,7 @@ class Rows(NamedTuple):
         return self._replace(basis=basis)
 
     def step(self, s: np.ndarray) -> np.ndarray:
-        """Return the multipliers (n, t) of the step that takes the slacks s (n, t) of the free rows to zero."""
+        """Return the multipliers (n, t) of the step that makes slacks s (n, t) of free rows zero."""
         if self.basis is None:
             return 0.0 * s
         step = -np.einsum("nji,nj->ni", self.basis, np.einsum("nij,nj->ni", self.basis, s))
@@ -111,7 +111,8 @@ def from_gram(gram: Gram) -> np.ndarray:
 def dual_basis(V: np.ndarray, free: np.ndarray) -> np.ndarray:
     """Return F (t, t) with ``F'F = K_PP^+`` for the free rows P of a mask (t,), and zeros elsewhere.
 
-    The product would lose digits if rows nearly cancel. Singular values at the level of rounding are left out.
+    The product would lose digits if rows nearly cancel. Singular values at the level of rounding are left
+    out.
     """
     found, n = np.zeros((len(free), len(free))), np.linalg.norm(V[free], axis=1)
     U, S, _ = np.linalg.svd(V[free] / np.where(n > 0, n, 1.0)[:, None], full_matrices=False)
@@ -128,7 +129,7 @@ def _read(problem: Problem) -> Any:
 
 
 def _factor(rows: np.ndarray) -> np.ndarray:
-    """Return coordinates (..., t + 1, m) of rows (..., t + 1, d), with m <= t + 1: R' of a QR factorisation."""
+    """Return coordinates (..., t + 1, m) of rows (..., t + 1, d): R' of a QR factorisation."""
     R: Any = np.linalg.qr(np.swapaxes(rows, -1, -2), mode="r")
     return np.swapaxes(R, -1, -2)
 
@@ -136,8 +137,8 @@ def _factor(rows: np.ndarray) -> np.ndarray:
 def _preconditioned(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
     """Return coordinates (t + 1, t + 1) of a large problem, as in CholeskyQR2.
 
-    Rows are multiplied by the inverse root of K, tile by tile, and the Gram matrix of the result, which is close
-    to the identity, is factorised.
+    Rows are multiplied by the inverse root of K, tile by tile, and the Gram matrix of the result, which is
+    close to the identity, is factorised.
     """
     n, cosines = unit_diagonal(_whole(gram))
     squares, basis = np.linalg.eigh(cosines)

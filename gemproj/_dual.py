@@ -169,7 +169,7 @@ def solve_gram(
 
 
 def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
-    """Return a solution on the CPU with coordinates from G for its certificates, if K does not resolve its rows.
+    """Return a solution on the CPU, with coordinates from G for certificates that K does not resolve.
 
     Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
     free rows; rows that are nearly active are tested with them. Another method may have missed any row.
@@ -190,9 +190,9 @@ def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
     """Return the dual solution of a measured problem.
 
-    On the CPU all arrays of the result are NumPy arrays. A device is read, in one copy, by the exact method with
-    more than 8 rows, a penalty or an equality. Rows that are not finite, or whose squares overflow, raise if their
-    values are read, and are left out otherwise. Squares that underflow raise on the CPU only.
+    On the CPU all arrays of the result are NumPy arrays. A device is read, in one copy, by the exact method
+    with more than 8 rows, a penalty or an equality. Rows that are not finite, or whose squares overflow,
+    raise if their values are read, and are left out otherwise. Squares that underflow raise on the CPU only.
     """
     gram, method, host = measured.gram, options.method, isinstance(measured.gram.b, np.ndarray)
     exact = type(method) is Exact  # a class derived from it need not be exact
@@ -210,7 +210,7 @@ def solve(measured: Measured, options: Options, start: Array | None = None) -> D
 
 
 def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolution:
-    """Return the exact solution on the CPU, in coordinates from K, or from G where K does not resolve the rows.
+    """Return the exact solution on the CPU, from K, or from G where K does not resolve the rows.
 
     A problem with no more columns than rows is solved in its own coordinates at once.
     """
@@ -258,8 +258,8 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
 def _refuse_infeasible(bounds: Bounds, K: np.ndarray, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
     """Raise for an infeasible h, and name the contradicting rows: those of a ray, or rows of norm zero.
 
-    `rays` is the mask (...) of problems whose `lam` is a ray. Rows at the level of rounding of all other rows, in
-    norm and in h, do not count: return the mask (..., t) of such rows in a ray.
+    `rays` is the mask (...) of problems whose `lam` is a ray. Rows at the level of rounding of all other
+    rows, in norm and in h, do not count: return the mask (..., t) of such rows in a ray.
     """
     lower, upper, h = bounds
     norms, without = np.sqrt(K.diagonal(0, -2, -1)), np.zeros(h.shape, dtype=bool)

@@ -11,13 +11,14 @@ held (Givens rotations). The rest is read off Q and R:
 
 - x is computed by orthogonal projections, so it does not contain the rounding of large multipliers;
 - a row depends on the free rows if it is in their span, to the rounding of the coordinates;
-- the rows of ``R^-1`` are the dual basis of the free rows. The inverse of the norm of such a row is the distance
-  of a free row from the span of the others: the angle that the coordinates have to resolve;
-- a dependent row that is violated is exchanged for the free row whose multiplier is the first to meet a bound,
-  as in the dual method of Goldfarb and Idnani (1983). If none meets a bound, the direction is a ray along which
-  the dual problem is unbounded: no x satisfies the rows of its nonzero entries (Farkas' lemma).
+- the rows of ``R^-1`` are the dual basis of the free rows. The inverse of the norm of such a row is the
+  distance of a free row from the span of the others: the angle that the coordinates have to resolve;
+- a dependent row that is violated is exchanged for the free row whose multiplier is the first to meet a
+  bound, as in the dual method of Goldfarb and Idnani (1983). If none meets a bound, the direction is a ray
+  along which the dual problem is unbounded: no x satisfies the rows of its nonzero entries (Farkas' lemma).
 
-Coordinates from K = G G', a pivoted Cholesky factor, resolve angles of 1e-7; coordinates from G resolve 1e-14.
+Coordinates from K = G G', a pivoted Cholesky factor, resolve angles of 1e-7; coordinates from G resolve
+1e-14.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ ENTRIES = ("solve",)
 EPS = 2.0**-52
 # Rounding error of a slack, in units of 1 + |lam_held|_1, for rows of norm one and a problem of size one.
 ROUNDING = 4e-15
-# Distances of unit rows from a span that count as zero, for coordinates from G and from K. The entries of K hold
-# squared distances.
+# Distances of unit rows from a span that count as zero, for coordinates from G and from K. The entries of K
+# hold squared distances.
 ROWS_RESOLVE, GRAM_RESOLVES = 45.0 * EPS, (45.0 * EPS) ** 0.5
-# A row is nearly active if its slack is below this, in the same units. Smaller weights of a dependent row in the
-# free rows count as zero.
+# A row is nearly active if its slack is below this, in the same units. Smaller weights of a dependent row in
+# the free rows count as zero.
 NEAR_ZERO = 1e-9
 # Contradictions of h that count as rounding of the data, in units of the weights of the rows.
 ROWS_CONTRADICT, GRAM_CONTRADICT = 1e-9, 1e-6
@@ -81,7 +82,8 @@ def solve(
     Parameters
     ----------
     of_gram : bool
-        Whether `rows` is K (..., t, t) and `linear` is b (..., t); else they are V (..., t, m) and a (..., m).
+        Whether `rows` is K (..., t, t) and `linear` is b (..., t); else they are V (..., t, m) and a (...,
+        m).
     rows : array, shape (problems, t, m), or (1, t, m) for the same rows in all problems
     linear : array, shape (problems, m)
     h, lower, upper, start : array, shape (problems, t), or empty for zeros, zeros, infinity and zeros
@@ -89,8 +91,8 @@ def solve(
     lam : array, shape (problems, t)
         Output: the multipliers; for an infeasible h the ray.
     found : array, shape (problems, 4)
-        Output: status, number of pivots, the smallest distance of an active row from the span of the others, and
-        the sum of ``|lam_i| |g_i|`` relative to the size of the problem.
+        Output: status, number of pivots, the smallest distance of an active row from the span of the others,
+        and the sum of ``|lam_i| |g_i|`` relative to the size of the problem.
     """
     t = lam.shape[1]
     low, high, right, norm = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
@@ -252,8 +254,9 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
 def release_all(state: Search, resolves: float) -> None:
     """Release the rows whose multipliers start between their bounds, but for those that depend on the others.
 
-    Equalities come first, and then always the row farthest from the span of the free rows: among dependent rows
-    this selects rows at large angles, which keeps multipliers small. Multipliers of dependent rows start at zero.
+    Equalities come first, and then always the row farthest from the span of the free rows: among dependent
+    rows this selects rows at large angles, which keeps multipliers small. Multipliers of dependent rows start
+    at zero.
     """
     V, lam, apart, along = state.V, state.lam, state.slack, np.zeros(len(state.lam))
     for i in range(len(lam)):  # squared distances, with 4 added for equalities; negative for other rows
@@ -332,7 +335,7 @@ def minimum(state: Search) -> None:
 
 
 def most_violated(state: Search, worst: float, first: bool) -> int:
-    """Return the row with the largest (if `first`, the first) violation above `worst`; -1 if there is none."""
+    """Return the row of the largest (if `first`, the first) violation above `worst`, or -1."""
     entered = -1
     for i in range(len(state.lam)):
         if not (state.free[i] or state.tabu[i]):
@@ -345,7 +348,7 @@ def most_violated(state: Search, worst: float, first: bool) -> int:
 
 
 def violation(state: Search, i: int) -> float:
-    """Return by how much the slack of a row that is not free violates its condition; negative if it is met."""
+    """Return by how much a row that is not free violates its condition; negative if it is met."""
     lam, slack = state.lam[i], state.slack[i]
     if state.lower[i] < lam and lam < state.upper[i]:
         return abs(slack)
@@ -353,9 +356,10 @@ def violation(state: Search, i: int) -> float:
 
 
 def exchange(state: Search, j: int, sign: float) -> tuple[float, bool]:
-    """Move multiplier j in the direction `sign`, and those of the free rows so that x stays, up to the first bound.
+    """Move multiplier j, and those of the free rows so that x stays, up to the first bound.
 
-    Return the step, which is infinite if no multiplier meets a bound, and whether a free row met it and is now held.
+    Return the step, which is infinite if no multiplier meets a bound, and whether a free row met it and is
+    now held.
     """
     lam, lower, upper, w, blocking = state.lam, state.lower, state.upper, state.weights, len(state.Q)
     goal = upper[j] if sign > 0.0 else lower[j]

@@ -84,7 +84,7 @@ class DualSolution:
 
     @property
     def lower(self) -> Array:
-        """Lower bounds of the multipliers, shape (..., t): 0, the margin, or for an equality -inf or -penalty."""
+        """Lower bounds, shape (..., t): 0, the margin, or -inf or -penalty for an equality."""
         lam, lower = self.multipliers, self.bounds.lower
         return namespace(lam).zeros_like(lam) if lower is None else lower
 
@@ -197,7 +197,7 @@ class DualSolution:
         return replace(self, multipliers=lam, gram=gram, bounds=bounds, iterations=iterations, _status=status)
 
     def dual_basis(self) -> Array:
-        """Return F, (..., t, t), with ``F'F = K_PP^-1`` for the free rows P, and zeros elsewhere; on the CPU."""
+        """Return F (..., t, t) with ``F'F = K_PP^-1`` for the free rows P; synchronises a device."""
         lam, free, known = (
             self.multipliers,
             to_numpy(self.free),

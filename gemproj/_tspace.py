@@ -71,7 +71,7 @@ class Standard(NamedTuple):
 
 
 class Dual(NamedTuple):
-    """A flat batch of dual problems for `gemproj._search`, which describes the arrays; None for the default."""
+    """A flat batch of dual problems, the arguments of `gemproj._search.solve`; None for defaults."""
 
     of_gram: bool
     rows: np.ndarray
@@ -193,7 +193,7 @@ def submatrix(K: Array, rows: Array) -> Array:
 
 
 def drop_rows(K: Array, b: Array, off: Array | None = None) -> tuple[Array, Array, Array]:
-    """Return K and b with zeros for rows that are not finite or `off`, and the mask (..., t) of the other rows.
+    """Return K and b with zeros for rows that are not finite or `off`, and the mask of other rows.
 
     No value is read, so a device is not synchronised. If g is not finite, no entry of b is finite: all rows
     are left out, and x is g.

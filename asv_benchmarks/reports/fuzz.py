@@ -22,6 +22,8 @@ from unittest.mock import patch
 
 import numpy as np
 import typer
+from gemproj.methods._active_set import solve_active_set
+from gemproj.methods._faces import Factorisation, Tableau
 from rich.progress import track
 
 import gemproj
@@ -29,8 +31,6 @@ from asv_benchmarks.reports.tables import markdown, publish
 from gemproj import Exact, backends, combine, gram, project, solve_dual
 from gemproj._tspace import normalise
 from gemproj.backends.numba import installed
-from gemproj.methods._active_set import solve_active_set
-from gemproj.methods._faces import Factorisation, Tableau
 from tests.problems import exactly, rational_feasible, rational_solution, small_integers
 
 CHUNK = 2000

@@ -54,7 +54,7 @@ def select(problem: Problem) -> Backend:
 
 
 def search(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
-    """Return the multipliers (problems, t) and what was `found` (problems, 4); see `gemproj._search.solve`."""
+    """Return the multipliers (problems, t) and `found` (problems, 4) of `gemproj._search.solve`."""
     return _on_host(wanted).solve(dual)
 
 

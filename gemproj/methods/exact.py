@@ -22,12 +22,12 @@ FEW = 8
 class Exact(Method):
     """The exact solution of GEM's quadratic program, to rounding; the default method.
 
-    Lawson and Hanson's active-set method, see `gemproj._search`. Rows are normalised, so that rows of norm 1e-6
-    are treated like rows of norm one, and no ridge is added. Linearly dependent rows (repeated tasks, opposite
-    tasks, t > d) need no special care: if K is too inaccurate to decide whether rows are dependent, `solve_dual`
-    and `project` solve again from G. On a device, up to 8 rows without a penalty or equalities are solved on all
-    active sets at once, without synchronisation; other problems are solved on the CPU, after one synchronising
-    copy of t*t numbers.
+    Lawson and Hanson's active-set method, see `gemproj._search`. Rows are normalised, so that rows of norm
+    1e-6 are treated like rows of norm one, and no ridge is added. Linearly dependent rows (repeated tasks,
+    opposite tasks, t > d) need no special care: if K is too inaccurate to decide whether rows are dependent,
+    `solve_dual` and `project` solve again from G. On a device, up to 8 rows without a penalty or equalities
+    are solved on all active sets at once, without synchronisation; other problems are solved on the CPU,
+    after one synchronising copy of t*t numbers.
 
     Examples
     --------

@@ -13,8 +13,8 @@ from gemproj.backends import portable
 from gemproj.backends.numba.jit import compile_module
 from gemproj.backends.numba.threads import cores, share_pieces
 
-# Time of a search per entry of the coordinates, in units of the time to read a number; and numbers to read below
-# which waking threads takes longer.
+# Time of a search per entry of the coordinates, in units of the time to read a number; and numbers to read
+# below which waking threads takes longer.
 _READS, _WORTH_THREADS = 128, 1 << 21
 
 
