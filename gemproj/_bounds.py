@@ -114,7 +114,7 @@ class Bounds(NamedTuple):
     h: Array | None = None
 
     @property
-    def off(self) -> Array | None:
+    def off(self) -> Any:
         """Mask (..., t) of the rows that h switches off, or None."""
         return None if self.h is None else self.h == -math.inf
 

@@ -243,7 +243,7 @@ def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolu
             return _search(measured, bounds.without(slight), start)
         if upper is not None:  # a zero row with a penalty and h > 0 stays violated
             void = (K.diagonal(0, -2, -1) == 0) & (h > 0) & np.isfinite(upper)
-            lam = np.where(void.reshape(-1, t), flat[3], lam)
+            lam = np.where(void.reshape(-1, t), upper.reshape(-1, t), lam)
     # Without h, K and b contradict each other: there is no g with G g = b.
     status[rays], lam[rays] = int(Status.STALLED), 0.0
     results = lam.reshape(b.shape), measured.gram, bounds, found[:, 1].astype(np.int64).reshape(batch)
@@ -261,7 +261,7 @@ def _refuse_infeasible(bounds: Bounds, K: np.ndarray, lam: np.ndarray, rays: np.
     `rays` is the mask (...) of problems whose `lam` is a ray. Rows at the level of rounding of all other
     rows, in norm and in h, do not count: return the mask (..., t) of such rows in a ray.
     """
-    lower, upper, h = bounds
+    lower, upper, h = bounds.lower, bounds.upper, np.asarray(bounds.h)
     norms, without = np.sqrt(K.diagonal(0, -2, -1)), np.zeros(h.shape, dtype=bool)
     void = (norms == 0) & ((h > 0) if lower is None else (h > 0) | (np.isinf(lower) & (h < 0)))
     void &= True if upper is None else np.isinf(upper)

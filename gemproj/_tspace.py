@@ -75,11 +75,11 @@ class Dual(NamedTuple):
 
     of_gram: bool
     rows: np.ndarray
-    linear: np.ndarray
-    h: np.ndarray | None = None
-    lower: np.ndarray | None = None
-    upper: np.ndarray | None = None
-    start: np.ndarray | None = None
+    linear: Any
+    h: Any = None
+    lower: Any = None
+    upper: Any = None
+    start: Any = None
 
     def of(self, V: np.ndarray, a: np.ndarray, chosen: np.ndarray, start: np.ndarray) -> Dual:
         """Return the problems of a mask, in coordinates V and a, with a start for all problems."""
