@@ -13,7 +13,7 @@ _MOST = 1 << 22
 
 
 def solve_few(K: Array, b: Array, margin: Array | None = None) -> Array:
-    """Solve ``min 1/2 lam'K lam + b'lam, lam >= margin``; rows that are not finite get zero."""
+    """Return the minimiser of ``1/2 lam'K lam + b'lam, lam >= margin``; rows that are not finite get zero."""
     if not b.shape[-1]:
         return b * 0.0
     K, b, kept = drop_rows(K, b)
