@@ -11,11 +11,9 @@ from gemproj import _search
 from gemproj._tspace import Dual
 from gemproj.backends import portable
 from gemproj.backends.numba.jit import compile_module
-from gemproj.backends.numba.threads import cores, share_pieces
+from gemproj.backends.numba.threads import share_pieces
 
-# Time of a search per entry of the coordinates, in units of the time to read a number; and numbers to read
-# below which waking threads takes longer.
-_READS, _WORTH_THREADS = 128, 1 << 21
+_READS = 128  # time of a search per entry of the coordinates, in units of the time to read a number
 
 
 def _dot(u: Any, v: Any) -> float:
@@ -71,9 +69,6 @@ def solve(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
 
     def run(first: int, last: int, *arguments: Any) -> None:
         work = last * _READS * arguments[1].shape[1] * arguments[1].shape[2]
-        if last < 2 or work < _WORTH_THREADS:
-            _solve(first, last, *arguments)
-        else:
-            share_pieces(lambda begin, end: _solve(begin, end, *arguments), last, cores())
+        share_pieces(lambda begin, end: _solve(begin, end, *arguments), last, work)
 
     return portable.solve(dual, run)
