@@ -134,7 +134,13 @@ def solve(
             stretch, right[i] = norm[i] / size, right[i] / size
             low[i], high[i] = low[i] * stretch, high[i] * stretch if high[i] < np.inf else np.inf
             lam[p, i] = min(max(begin * stretch, low[i]), high[i])
-        state = begun(unit, a, right, low, high, lam[p])
+        n, m = min(unit.shape) + 1, unit.shape[1]
+        state = Search(
+            unit, a, right, low, high, lam[p],
+            np.zeros((n, m)), np.zeros((n, n)), np.zeros(n, np.int64), np.zeros(2, np.int64),
+            np.zeros(t, np.bool_), np.zeros(t, np.bool_),
+            np.zeros(m), np.zeros(t), np.zeros(n), np.zeros(m), np.zeros(n), np.zeros(n),
+        )  # fmt: skip
         if of_gram:
             search(state, GRAM_RESOLVES, GRAM_CONTRADICT, found[p])
         else:
@@ -196,19 +202,6 @@ def of_norm_one(rows: Any, norm: Any, right: Any) -> Any:
         else:
             right[i] = 0.0
     return V
-
-
-def begun(V: Any, a: Any, h: Any, lower: Any, upper: Any, lam: Any) -> Search:
-    """Return the state before the search, without free rows."""
-    t, m = V.shape
-    n = min(t, m) + 1
-    Q, R, order, count = np.zeros((n, m)), np.zeros((n, n)), np.zeros(n, np.int64), np.zeros(2, np.int64)
-    free, tabu = np.zeros(t, np.bool_), np.zeros(t, np.bool_)
-    x, outside, slack = np.zeros(m), np.zeros(m), np.zeros(t)
-    trial, inside, weights = np.zeros(n), np.zeros(n), np.zeros(n)
-    return Search(
-        V, a, h, lower, upper, lam, Q, R, order, count, free, tabu, x, slack, trial, outside, inside, weights
-    )
 
 
 def search(state: Search, resolves: float, contradicts: float, found: Any) -> None:

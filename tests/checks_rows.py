@@ -298,4 +298,4 @@ def exchanges_t_squared_numbers():
     assert seen == [(torch.float64, 13)]
     with all_reduces() as seen:
         optimizer.step()
-    assert seen == [(torch.float64, 13), (torch.float64, 13), (torch.float64, 3)]
+    assert seen == [(torch.float64, 13), (torch.float64, 13), (torch.float64, 4)]
