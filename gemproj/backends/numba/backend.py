@@ -29,7 +29,7 @@ _SMALL = 1 << 17
 _TOGETHER = 12
 # Elements of G and g that are copied at a time, to stay in a second-level cache. Blocks of fewer elements
 # than _SMALL_BLOCK are copied, several of one shape at a time.
-_COPY, _SMALL_BLOCK = 1 << 16, 1 << 13
+_COPY, _SMALL_BLOCK = 1 << 17, 1 << 15
 
 Part = list[tuple[list[int], int, int]]
 

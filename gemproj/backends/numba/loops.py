@@ -153,6 +153,16 @@ def _add_three(p, a, q, b, r, c, out):
             to[i] += p * number(x[i]) + q * number(y[i]) + r * number(z[i])
 
 
+@fast
+def _add_one(p, a, out):
+    for start in range(0, out.size, _STEP):
+        x, to = a[start : start + _STEP], out[start : start + _STEP]
+        for i in range(start, start + _STEP, 64 // a.itemsize):
+            prefetch(a, i)
+        for i in range(to.size):
+            to[i] += p * number(x[i])
+
+
 @entry
 def write_combinations(
     begin, end, rows, of_row, of_problem, vectors, of_vector, problems, n, piece, lams, x, of_x
@@ -176,26 +186,55 @@ def write_combinations(
             here = min(_PART, stop - start)
             out, at, v, to = part[0, :here], p * of_problem + start, p * of_vector + start, p * of_x + start
             _widen(vectors, v, here, part, 0)
-            for c in range(0, count, 3):
-                a, b, d = chosen[c], chosen[min(c + 1, count - 1)], chosen[min(c + 2, count - 1)]
+            for c in range(0, count - 1, 3):
+                a, b = chosen[c], chosen[c + 1]
+                d = chosen[c + 2] if c + 2 < count else b
                 _add_three(
                     lam[a],
                     rows[at + a * of_row : at + a * of_row + here],
-                    lam[b] if c + 1 < count else 0.0,
+                    lam[b],
                     rows[at + b * of_row : at + b * of_row + here],
                     lam[d] if c + 2 < count else 0.0,
                     rows[at + d * of_row : at + d * of_row + here],
                     out,
                 )
+            if count % 3 == 1:
+                a = chosen[count - 1]
+                _add_one(lam[a], rows[at + a * of_row : at + a * of_row + here], out)
             _narrow(out, x[to : to + here])
+
+
+@fast
+def _turn(columns, of_column, start, tile, c):
+    """Copy eight columns to a tile; LLVM stores eight numbers at a time."""
+    t = tile.shape[0]
+    at = start + c
+    s0 = columns[at * of_column : at * of_column + t]
+    s1 = columns[(at + 1) * of_column : (at + 1) * of_column + t]
+    s2 = columns[(at + 2) * of_column : (at + 2) * of_column + t]
+    s3 = columns[(at + 3) * of_column : (at + 3) * of_column + t]
+    s4 = columns[(at + 4) * of_column : (at + 4) * of_column + t]
+    s5 = columns[(at + 5) * of_column : (at + 5) * of_column + t]
+    s6 = columns[(at + 6) * of_column : (at + 6) * of_column + t]
+    s7 = columns[(at + 7) * of_column : (at + 7) * of_column + t]
+    to = tile[:, c : c + 8]
+    for r in range(s0.size):
+        to[r, 0], to[r, 1], to[r, 2], to[r, 3] = s0[r], s1[r], s2[r], s3[r]
+        to[r, 4], to[r, 5], to[r, 6], to[r, 7] = s4[r], s5[r], s6[r], s7[r]
 
 
 @entry
 def transpose(columns, of_column, start, tile):
     """Copy columns, from column `start` on, to the rows of a tile (t, n)."""
     t, n = tile.shape
-    for c in range(0, n, 16):
+    if t == 2 and of_column == 2:
+        pairs, a, b = columns[2 * start : 2 * (start + n)], tile[0], tile[1]
+        for i in range(a.size):
+            a[i], b[i] = pairs[2 * i], pairs[2 * i + 1]
+        return
+    done = n - n % 8
+    for c in range(0, done, 8):
+        _turn(columns, of_column, start, tile, c)
+    for c in range(done, n):
         for r in range(t):
-            to = tile[r, c : c + 16]
-            for k in range(to.size):
-                to[k] = columns[(start + c + k) * of_column + r]
+            tile[r, c] = columns[(start + c) * of_column + r]
