@@ -136,7 +136,7 @@ def inner(u: Sequence[Any], v: Sequence[Any]) -> Any:
 
 
 def solution(A: list[list[Any]], b: list[Any]) -> list[Fraction]:
-    """Solve a positive semidefinite system by Bareiss' elimination in integers; dependent unknowns are zero."""
+    """Solve a semidefinite system by Bareiss' elimination in integers; dependent unknowns are zero."""
     table, last, done = [], 1, []
     for row, right in zip(A, b, strict=True):
         scale = math.lcm(*(v.denominator for v in (*row, right)))
@@ -153,7 +153,7 @@ def solution(A: list[list[Any]], b: list[Any]) -> list[Fraction]:
 
 
 def expected(problem: Problem, lam: np.ndarray | None) -> np.ndarray | None:
-    """Return the projection; None if h is infeasible. Multipliers, None if a solver has found none, are a guess."""
+    """Return the projection; None if h is infeasible. Multipliers of a solver, or None, are a guess."""
     exact = Rational(problem)
     if lam is None:
         h, equality, upper, margin = (np.broadcast_to(a, len(problem.G)) for a in problem[2:6])
@@ -197,7 +197,7 @@ def forms() -> dict[str, Any]:
 
 
 def distance(x: np.ndarray, exact: np.ndarray | None, size: float) -> float:
-    """Return the error of x relative to the size of the problem; infinity for wrong feasibility (no x is NaN)."""
+    """Return the error of x over the size of the problem; infinity for wrong feasibility (no x is NaN)."""
     if exact is None:
         return 0.0 if np.isnan(x).all() else math.inf
     return math.inf if np.isnan(x).any() else float(np.linalg.norm(x - exact)) / size
@@ -220,7 +220,7 @@ def cones(rng: np.random.Generator) -> Iterator[Verdict]:
 
 
 def right_hand_sides(rng: np.random.Generator) -> Iterator[Verdict]:
-    """Judge whether an infeasible h raises an error, and otherwise x; a search gives all problems of one shape."""
+    """Judge whether an infeasible h raises an error, and otherwise x; one search per shape."""
     for members in by_shape([Problem(*small_integers(rng)) for _ in range(CHUNK)]):
         G, g, h, equality = (np.stack([p[k] for p in members]) for k in range(4))
         asked, lower = (
@@ -318,9 +318,9 @@ def main(
     seconds = time.perf_counter() - start
     parts = [
         f"{len(seeds) * CHUNK:,} draws of {' and of '.join(asked)}, seeds 0 to {len(seeds) - 1}, in "
-        f"{seconds / 60:.0f} minutes ({len(seeds) * CHUNK / seconds:,.0f} a second), processes: {workers}; gemproj {gemproj.__version__}, NumPy {np.__version__}."
-        " A draw of all-options is a batch of one to four problems.\n",
-        *markdown(
+        f"{seconds / 60:.0f} minutes ({len(seeds) * CHUNK / seconds:,.0f} a second), processes: {workers};
+        gemproj {gemproj.__version__}, NumPy {np.__version__}." " A draw of all-options is a batch of one to
+        four problems.\n", *markdown(
             ["way", "problems", "wrong", "largest error of x, over the size of the problem"],
             [[way, f"{count[way]:,}", str(wrong[way]), f"{error:.0e}"] for way, error in worst.items()],
         ),
