@@ -318,9 +318,10 @@ def main(
     seconds = time.perf_counter() - start
     parts = [
         f"{len(seeds) * CHUNK:,} draws of {' and of '.join(asked)}, seeds 0 to {len(seeds) - 1}, in "
-        f"{seconds / 60:.0f} minutes ({len(seeds) * CHUNK / seconds:,.0f} a second), processes: {workers};
-        gemproj {gemproj.__version__}, NumPy {np.__version__}." " A draw of all-options is a batch of one to
-        four problems.\n", *markdown(
+        f"{seconds / 60:.0f} minutes ({len(seeds) * CHUNK / seconds:,.0f} a second), processes: {workers}; "
+        f"gemproj {gemproj.__version__}, NumPy {np.__version__}."
+        " A draw of all-options is a batch of one to four problems.\n",
+        *markdown(
             ["way", "problems", "wrong", "largest error of x, over the size of the problem"],
             [[way, f"{count[way]:,}", str(wrong[way]), f"{error:.0e}"] for way, error in worst.items()],
         ),
