@@ -65,44 +65,8 @@ def test_a_numba_that_cannot_be_imported_is_told_and_done_without(tmp_path):
 
 @pytest.mark.skipif(not installed(), reason="needs numba")
 def test_machines_that_share_compiled_loops_agree_in_their_layout():
-    code = "from gemproj.backends.numba import lanes; print(lanes.BYTES)"
+    code = "from gemproj.backends.numba import block; print(block._BYTES)"
     assert said(code, NUMBA_CPU_NAME="generic")[0] == "16"
-
-
-@pytest.mark.skipif(not installed(), reason="needs numba")
-def test_a_damaged_or_unwritable_cache_is_done_without(monkeypatch, caplog):
-    from gemproj.backends.numba import jit
-
-    class Cache:
-        def __init__(self):
-            self.saved, self.wrong = [], None
-
-        def load_overload(self, *given):
-            raise EOFError("Ran out of input")
-
-        def save_overload(self, *given):
-            if self.wrong is not None:
-                self.wrong, raised = None, self.wrong
-                raise raised
-            self.saved.append(given)
-
-        def flush(self):
-            self.saved.append("flushed")
-
-    monkeypatch.setattr(jit, "kept", ["here"])
-    cache = Cache()
-    jit._guard(cache)
-    assert cache.load_overload("a loop") is None
-    cache.wrong = EOFError("Ran out of input")
-    cache.save_overload("a loop")
-    assert cache.saved == ["flushed", ("a loop",)]
-    cache.wrong = OSError("No space left on device")
-    cache.save_overload("a loop")
-    assert jit.kept == []
-    monkeypatch.setattr(jit.announcement, "waiting", True)
-    loop = type("Dispatcher", (), {"py_func": jit._guard})
-    jit.announcement.on_start(type("Event", (), {"data": {"dispatcher": loop}}))
-    assert "in every process: no cache folder is writable" in caplog.text
 
 
 def test_backends_that_cannot_be_had(capsys, monkeypatch):
