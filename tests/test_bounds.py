@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import KINDS, assert_close, draw, enumerate_projection, kkt, lengths, mixed
 
-from gemproj import FISTA, PGD, Exact, Status, combine, gram, project, solve_dual, solve_gram
+from gemproj import FISTA, PGD, Status, combine, gram, project, solve_dual, solve_gram
 
 
 @given(mixed())
