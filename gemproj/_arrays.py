@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import array_api_compat
@@ -99,25 +99,70 @@ def detach(a: Array) -> Array:
     return a.detach() if is_torch(a) and a.requires_grad else a
 
 
+def detached(arrays: Sequence[Array]) -> list[Array]:
+    """Return the arrays detached from autograd."""
+    return [a.detach() if a.requires_grad else a for a in arrays] if is_torch(arrays[0]) else list(arrays)
+
+
+def first_elsewhere(arrays: Sequence[Array], device: Any) -> int | None:
+    """Return the index of the first array that is not on `device`, or None; all arrays are of one library."""
+    if is_torch(arrays[0]) and device.type == "cpu":  # half the time of comparing devices
+        here = [a.is_cpu for a in arrays]
+    else:
+        here = [device_of(a) == device for a in arrays]
+    return None if all(here) else here.index(False)
+
+
+def one_of_each(kind: Callable[[Array], Any], arrays: Sequence[Array]) -> list[Array]:
+    """Return one array of each kind; checking each of hundreds of blocks would take a millisecond."""
+    return list(dict(zip(map(kind, arrays), arrays, strict=True)).values())
+
+
 def refuse_transformed(arrays: Sequence[Array]) -> None:
     """Raise for sparse, nested, meta and distributed tensors, and for tensors inside `torch.func`."""
-    if is_torch(arrays[0]):
-        first, torch = arrays[0], sys.modules["torch"]
-        if first.is_nested or first.is_meta or any(a.layout is not torch.strided for a in arrays):
-            raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
-        if any(type(a) is not torch.Tensor and hasattr(a, "device_mesh") for a in arrays):
-            raise TypeError(
-                "Tensors must be local; found a DTensor. Use gemproj.torch.GradientProjector for sharded "
-                "parameters, or pass their to_local() to gemproj.torch.distributed.project."
-            )
-        functorch = torch._C._functorch
-        if functorch.peek_interpreter_stack() is not None and any(
-            map(functorch.is_functorch_wrapped_tensor, arrays)
-        ):
+    if not is_torch(arrays[0]):
+        return
+    torch = sys.modules["torch"]
+    kinds = {*map(type, arrays)} - {torch.Tensor}
+    if kinds and any(hasattr(kind, "device_mesh") for kind in kinds):
+        raise TypeError(
+            "Tensors must be local; found a DTensor. Use gemproj.torch.GradientProjector for sharded "
+            "parameters, or pass their to_local() to gemproj.torch.distributed.project."
+        )
+    try:  # no public function tells whether tensors are sparse or wrapped by torch.func and have no memory
+        for a in arrays:
+            a.data_ptr()
+        dense = not (arrays[0].is_nested or arrays[0].is_meta)
+    except RuntimeError as error:
+        dense = not any(a.layout is not torch.strided for a in arrays)
+        if dense:
             raise TypeError(
                 "Only gemproj.project supports torch.func transforms (vmap, grad, ...). To solve many "
                 "problems with this function, pass arrays with leading dimensions."
-            )
+            ) from error
+    if not dense:
+        raise TypeError("Tensors must be dense; found a sparse, nested or meta tensor.")
+
+
+def is_row_major(a: Array) -> bool:
+    """Return whether the entries of an array are adjacent in memory, in row-major order; False if unknown."""
+    return bool(a.is_contiguous() if is_torch(a) else a.flags.c_contiguous if hasattr(a, "flags") else False)
+
+
+def may_overlap(a: Array) -> bool:
+    """Return whether entries may share memory: a stride is shorter than what the smaller strides cover.
+
+    This is also true for a few arrays without shared memory, for example with shape (2, 3), strides (3, 2).
+    """
+    tensor = is_torch(a)
+    if not (tensor or isinstance(a, np.ndarray)) or is_row_major(a) or 0 in a.shape:
+        return False
+    strides, covered = (a.stride(), 1) if tensor else (a.strides, a.itemsize)
+    for step, n in sorted((abs(step), n) for step, n in zip(strides, a.shape, strict=True) if n > 1):
+        if step < covered:
+            return True
+        covered += (n - 1) * step
+    return False
 
 
 def empty_as(a: Array) -> Array:
@@ -158,6 +203,8 @@ def from_numpy(a: Any, xp: Any, device: Any) -> Array:
     """
     if xp is _NUMPY or not isinstance(a, np.ndarray | np.generic):
         return a
+    if a.dtype == np.float64 and wide_dtype(xp, device) is not xp.float64:
+        a = a.astype(np.float32)
     if xp.__name__.endswith("torch"):
         if not np.ndim(a):
             return xp.tensor(a, device=device)

@@ -59,11 +59,11 @@ def check_options(
     if plain and equality is False:
         return _named(method) if type(method) is str else Options(as_method(method))
     found = as_method(method)
+    for name, value in {"h": h, "margin": margin, "penalty": penalty, "equality": equality}.items():
+        refuse_masked(value, name)
     check_scalar(margin, "margin")
     if penalty is not None:
         check_scalar(penalty, "penalty")
-    for name, value in {"h": h, "margin": margin, "penalty": penalty, "equality": equality}.items():
-        refuse_masked(value, name)
     if not (is_array(equality) or isinstance(equality, (bool, list, tuple))):
         raise TypeError(
             f"equality must be True, False or an array of one boolean per constraint; found {equality!r}."
@@ -114,7 +114,7 @@ class Bounds(NamedTuple):
     h: Array | None = None
 
     @property
-    def off(self) -> Array | None:
+    def off(self) -> Any:
         """Mask (..., t) of the rows that h switches off, or None."""
         return None if self.h is None else self.h == -math.inf
 
@@ -131,8 +131,8 @@ class Bounds(NamedTuple):
     def asked(self, norms: Array) -> Array:
         """Return the distance (...) that h asks x to move at least, from the norms (..., t) of the rows.
 
-        A row asks for ``h_i / |g_i|`` if h_i is positive (for ``|h_i| / |g_i|`` as an equality), and a row with a
-        penalty c cannot move x by more than ``c |g_i|``.
+        A row asks for ``h_i / |g_i|`` if h_i is positive (for ``|h_i| / |g_i|`` as an equality), and a row
+        with a penalty c cannot move x by more than ``c |g_i|``.
         """
         xp = namespace(norms)
         if self.h is None or not norms.shape[-1]:
@@ -151,9 +151,10 @@ PLAIN = Bounds()
 
 
 def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array | None]:
-    """Return the dual problem with h subtracted from b and lower bounds of zero, and the shift of the multipliers.
+    """Return the dual problem with b - h and lower bounds of zero, and the shift of the multipliers.
 
-    This is the dual problem of the projection of ``g + G'shift``; equalities without a penalty have no lower bound.
+    This is the dual problem of the projection of ``g + G'shift``; equalities without a penalty have no lower
+    bound.
     """
     if bounds is PLAIN:
         return Standard(K, b, None, None), None
@@ -163,8 +164,8 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array |
         b = b + matvec(K, shift)
         upper = None if upper is None else upper - shift
         lower = lower - shift
-    if bounds.h is not None:
-        b = xp.where(bounds.off, xp.zeros_like(b), b - bounds.h)
+    if bounds.h is not None:  # infinity for a row that is switched off
+        b = b - bounds.h
     return Standard(K, b, lower, upper), shift
 
 
@@ -188,9 +189,12 @@ def make_bounds(options: Options, like: Array) -> Bounds:
         least = xp.full_like(like, -math.inf) if upper is None else -upper
         lower = xp.where(mask, least, zero if lower is None else lower)
     bounds = Bounds(lower, upper, right)
-    if right is not None and isinstance(like, np.ndarray) and (off := bounds.off).any():
-        return bounds.without(off)
-    return bounds
+    if right is None:
+        return bounds
+    if not isinstance(like, np.ndarray):  # the method leaves out rows that are switched off
+        return bounds if lower is None else bounds._replace(lower=xp.where(bounds.off, zero, lower))
+    off: Any = bounds.off
+    return bounds.without(off) if off.any() else bounds
 
 
 def _per_row(value: Any, name: str, like: Array) -> Array:
@@ -199,6 +203,13 @@ def _per_row(value: Any, name: str, like: Array) -> Array:
     if is_number(value):
         return xp.full_like(like, float(value))
     return xp.astype(_shaped(value, name, like), like.dtype, copy=False)
+
+
+def is_like(value: Any, like: Array) -> bool:
+    """Return whether an option is an array of real numbers or a mask, with the library and device of b."""
+    if not is_array(value) or namespace(value) is not namespace(like) or device_of(value) != device_of(like):
+        return False
+    return is_real_floating(value) or namespace(like).isdtype(value.dtype, ("bool", "integral"))
 
 
 def _mask(equality: Any, like: Array) -> Array:
@@ -216,16 +227,14 @@ def _mask(equality: Any, like: Array) -> Array:
 def _shaped(value: Any, name: str, like: Array) -> Array:
     """Return `value` as an array with the library, device and shape of b."""
     xp, device = namespace(like), device_of(like)
-    if not (is_array(value) and namespace(value) is xp and device_of(value) == device):
+    if not is_like(value, like):
         value = from_numpy(real_numbers(value, name), xp, device)
-    elif not is_real_floating(value) and not xp.isdtype(value.dtype, ("bool", "integral")):
-        raise TypeError(f"{name} must hold real numbers; found dtype {value.dtype}.")
     # Copied, because the solution keeps this array, and the caller may change the original.
     value = xp.astype(detach(value), value.dtype, copy=True)
     try:
         if value.ndim == 1 and value.shape[0] != like.shape[-1]:
             raise ValueError
-        return xp.broadcast_to(value, like.shape)
+        return value if value.shape == like.shape else xp.broadcast_to(value, like.shape)
     except (ValueError, RuntimeError):
         raise ValueError(
             f"{name} must be {'True, False' if name == 'equality' else 'a number'} or have shape "

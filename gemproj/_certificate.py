@@ -111,7 +111,7 @@ def error_bound(
     error = _conditions(A.T @ (a + A @ mu) - h, mu, lower, upper)[2]
     if error.max() > ROUNDING * (1.0 + float(np.abs(mu).sum())):
         given = (v[None] for v in (np.ascontiguousarray(A.T), a, h, lower, upper, mu))
-        mu = search(Dual(False, *given, np.ones(1)))[0][0]
+        mu = search(Dual(False, *given))[0][0]
     x, moved = _settled(A, a, mu, (mu > lower) & (mu < upper), h)
     free, s, error = _conditions(A.T @ x - h, mu, lower, upper)
     fuzz = rounding * (1.0 + float(np.abs(mu).sum()))
@@ -137,8 +137,8 @@ def _settled(
 ) -> tuple[np.ndarray, float]:
     """Move ``x = a + A lam`` to ``A_P'x = h_P`` for the free rows P; return x and the distance of this move.
 
-    The distance is the rounding error of x. The new x is the exact projection of a gradient with an error of this
-    size, and a projection does not increase such an error.
+    The distance is the rounding error of x. The new x is the exact projection of a gradient with an error of
+    this size, and a projection does not increase such an error.
     """
     U, S, W = np.linalg.svd(A[:, free], full_matrices=False)
     used = CUTOFF * np.max(S, initial=0.0) < S

@@ -73,13 +73,17 @@ def refuse_masked(a: Any, name: str) -> None:
         raise TypeError(f"{name} must not be a masked array; pass {name}.filled(0.0).")
 
 
-def check_array(a: Any, name: str, must: str = "an array (NumPy, torch, CuPy, ...)") -> None:
+def check_array(
+    a: Any, name: str, must: str = "an array (NumPy, torch, CuPy, ...)", remedy: str = "Convert it first"
+) -> None:
     """Raise unless `a` is an array with a real floating-point dtype."""
     refuse_masked(a, name)
     if not is_array(a):
-        raise TypeError(f"{name} must be {must}; found {type(a).__name__}.")
+        listed = isinstance(a, (list, tuple)) or hasattr(a, "__array__")
+        hint = "; convert it, for example with numpy.asarray" if listed else ""
+        raise TypeError(f"{name} must be {must}; found {type(a).__name__}{hint}.")
     if not is_real_floating(a):
-        raise TypeError(f"{name} must have a real floating-point dtype; found {a.dtype}.")
+        raise TypeError(f"{name} must have a real floating-point dtype; found {a.dtype}. {remedy}.")
 
 
 def check_multipliers(lam: Any, name: str, expected: tuple[int, ...], xp: Any, device: Any) -> Array:

@@ -38,8 +38,9 @@ def combine(
     G, g, metric, out
         As in `project`.
     multipliers : array, shape (..., t), or DualSolution
-        Finite numbers; checked on the CPU. With the solution of `solve_dual`, x is that of `project`, bit for bit:
-        if rows nearly cancel, the solution also holds what is taken out of x beyond ``G.T @ multipliers``.
+        Finite numbers; checked on the CPU. With the solution of `solve_dual`, x is that of `project`, bit for
+        bit: if rows nearly cancel, the solution also holds what is taken out of x beyond ``G.T @
+        multipliers``.
 
     Returns
     -------
@@ -69,8 +70,8 @@ def combine(
 def combine_into(problem: Problem, sol: DualSolution, x: list[Array]) -> None:
     """Write the projected gradient of a solution to x, which may be g itself.
 
-    If rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays, the dual
-    basis in the solution takes this rounding out of x, so that ``G_P x = h_P`` for the free rows P.
+    If rows nearly cancel, the multipliers and the rounding of ``g + G'lam`` are large. For float64 arrays,
+    the dual basis in the solution takes this rounding out of x, so that ``G_P x = h_P`` for the free rows P.
     """
     write_x(problem, sol.multipliers, x)
     rows = sol._rows

@@ -16,8 +16,8 @@ LOST = 1e-14
 SLIGHT = 1e-15
 # Maximum number of rows that an error names.
 NAMED = 12
-# A pivot is the squared distance of a row from a span. Below this, in units of rounding, it counts as zero; in
-# the kernels and array operations that solve few rows on a device.
+# A pivot is the squared distance of a row from a span. Below this, in units of rounding, it counts as zero;
+# in the kernels and array operations that solve few rows on a device.
 DEPENDENT = 45.0
 # Largest KKT residual of an optimal solution on a device, in units of rounding: 1e-9 in float64.
 OPTIMAL_WITHIN = 4e6

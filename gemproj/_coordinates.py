@@ -36,6 +36,14 @@ class Rows(NamedTuple):
     a: np.ndarray
     basis: np.ndarray | None = None
 
+    def without_zeros(self, gram: Gram) -> Rows:
+        """Return these coordinates with zeros for rows and gradients that count as zero in K."""
+        diagonal = gram.K.diagonal(0, -2, -1)
+        rows = diagonal[None] if diagonal.ndim == 1 else diagonal[self.where]
+        self.V[(np.broadcast_to(rows, (len(self.V), rows.shape[-1]))) == 0] = 0.0
+        self.a[gram.gg[self.where].reshape(-1) == 0] = 0.0
+        return self
+
     def corrected(self, free: np.ndarray, loses: np.ndarray) -> Rows:
         """Return these coordinates with the dual bases of the problems of a mask (...)."""
         V = np.broadcast_to(self.V, (len(self.a), *self.V.shape[1:]))
@@ -45,23 +53,24 @@ class Rows(NamedTuple):
         return self._replace(basis=basis)
 
     def step(self, s: np.ndarray) -> np.ndarray:
-        """Return the multipliers (n, t) of the step that takes the slacks s (n, t) of the free rows to zero."""
+        """Return the multipliers (n, t) of the step that makes slacks s (n, t) of free rows zero."""
         if self.basis is None:
             return 0.0 * s
         step = -np.einsum("nji,nj->ni", self.basis, np.einsum("nij,nj->ni", self.basis, s))
         return np.where(np.isfinite(step), step, 0.0)
 
 
-def own_rows(problem: Problem, gram: Gram) -> Rows:
+def own_rows(problem: Problem) -> Rows:
     """Return G and g themselves, in float64, for a problem with no more columns than rows."""
-    t = problem.t
-    parts = [tile.copy() for _, tile in _read(problem)]
-    whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
+    t, G, g = problem.t, problem.rows[0], problem.vector[0]
+    if type(g) is np.ndarray and len(problem.rows) == 1 and problem.weight is None and not problem.batch:
+        whole = np.concatenate([a.reshape(-1, problem.columns) for a in (G, g)], dtype=np.float64)
+    else:
+        parts = [tile.copy() for _, tile in _read(problem)]
+        whole = np.concatenate(parts, axis=-1 if problem.shared or not problem.batch else 0)
     where = np.ones(problem.batch, dtype=bool)
     V, a = (whole[None, :t], whole[t:]) if problem.shared else (whole[..., :t, :], whole[..., t, :])
-    V, a = V.reshape(-1, t, problem.columns), a.reshape(-1, problem.columns)
-    V[np.diagonal(gram.K, 0, -2, -1).reshape(-1, t) == 0] = 0.0  # rows that count as zero
-    return Rows(where, V, a)
+    return Rows(where, V.reshape(-1, t, problem.columns), a.reshape(-1, problem.columns))
 
 
 def from_rows(problem: Problem, gram: Gram, rounding: float, where: np.ndarray) -> Rows:
@@ -82,9 +91,7 @@ def from_rows(problem: Problem, gram: Gram, rounding: float, where: np.ndarray) 
             else:
                 each.append(_preconditioned(one, own, rounding))
         whole = np.stack(each)
-    V = np.array(whole[:, :t], order="C")
-    V[np.diagonal(np.broadcast_to(gram.K, (*gram.b.shape, t)), 0, -2, -1)[where] == 0] = 0.0
-    return Rows(where, V, np.ascontiguousarray(whole[:, t]))
+    return Rows(where, np.ascontiguousarray(whole[:, :t]), np.ascontiguousarray(whole[:, t]))
 
 
 def from_gram(gram: Gram) -> np.ndarray:
@@ -104,7 +111,8 @@ def from_gram(gram: Gram) -> np.ndarray:
 def dual_basis(V: np.ndarray, free: np.ndarray) -> np.ndarray:
     """Return F (t, t) with ``F'F = K_PP^+`` for the free rows P of a mask (t,), and zeros elsewhere.
 
-    The product would lose digits if rows nearly cancel. Singular values at the level of rounding are left out.
+    The product would lose digits if rows nearly cancel. Singular values at the level of rounding are left
+    out.
     """
     found, n = np.zeros((len(free), len(free))), np.linalg.norm(V[free], axis=1)
     U, S, _ = np.linalg.svd(V[free] / np.where(n > 0, n, 1.0)[:, None], full_matrices=False)
@@ -121,7 +129,7 @@ def _read(problem: Problem) -> Any:
 
 
 def _factor(rows: np.ndarray) -> np.ndarray:
-    """Return coordinates (..., t + 1, m) of rows (..., t + 1, d), with m <= t + 1: R' of a QR factorisation."""
+    """Return coordinates (..., t + 1, m) of rows (..., t + 1, d): R' of a QR factorisation."""
     R: Any = np.linalg.qr(np.swapaxes(rows, -1, -2), mode="r")
     return np.swapaxes(R, -1, -2)
 
@@ -129,8 +137,8 @@ def _factor(rows: np.ndarray) -> np.ndarray:
 def _preconditioned(problem: Problem, gram: Gram, rounding: float) -> np.ndarray:
     """Return coordinates (t + 1, t + 1) of a large problem, as in CholeskyQR2.
 
-    Rows are multiplied by the inverse root of K, tile by tile, and the Gram matrix of the result, which is close
-    to the identity, is factorised.
+    Rows are multiplied by the inverse root of K, tile by tile, and the Gram matrix of the result, which is
+    close to the identity, is factorised.
     """
     n, cosines = unit_diagonal(_whole(gram))
     squares, basis = np.linalg.eigh(cosines)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gemproj._arrays import Array, Blocks, device_of, from_numpy, namespace
-from gemproj._bounds import PLAIN, Bounds, Options, check_options, make_bounds, standard_form
+from gemproj._bounds import Bounds, Options, check_options, is_like, make_bounds, standard_form
 from gemproj._checks import check_multipliers
 from gemproj._constants import (
     EPS,
@@ -169,7 +169,7 @@ def solve_gram(
 
 
 def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
-    """Return a solution on the CPU with coordinates from G for its certificates, if K does not resolve its rows.
+    """Return a solution on the CPU, with coordinates from G for certificates that K does not resolve.
 
     Without them, the error bound of dependent rows would only be ``|x|``. The exact method has tested its
     free rows; rows that are nearly active are tested with them. Another method may have missed any row.
@@ -190,106 +190,103 @@ def _certified(problem: Problem, sol: DualSolution) -> DualSolution:
 def solve(measured: Measured, options: Options, start: Array | None = None) -> DualSolution:
     """Return the dual solution of a measured problem.
 
-    On the CPU all arrays of the result are NumPy arrays. A device is read, once, by the exact method with more
-    than 8 rows, a penalty or an equality. Rows that are not finite, or whose squares overflow, raise if their
-    values are read, and are left out otherwise. Squares that underflow raise on the CPU only.
+    On the CPU all arrays of the result are NumPy arrays. A device is read, in one copy, by the exact method
+    with more than 8 rows, a penalty or an equality. Rows that are not finite, or whose squares overflow,
+    raise if their values are read, and are left out otherwise. Squares that underflow raise on the CPU only.
     """
     gram, method, host = measured.gram, options.method, isinstance(measured.gram.b, np.ndarray)
     exact = type(method) is Exact  # a class derived from it need not be exact
     if exact and not host and not enumerable(gram.b, options):
-        *read, start = fetch([*gram, start])
-        return solve(measured._replace(gram=Gram(*read)), options, start).to(measured.to_caller)
+        given = {name: a for name, a in vars(options).items() if is_like(a, gram.b)}
+        K, b, gg, start, *values = fetch([*gram, start, *given.values()])
+        options = replace(options, **dict(zip(given, values, strict=True)))
+        return solve(measured._replace(gram=Gram(K, b, gg)), options, start).to(measured.to_caller)
     if host:
         measured = measured._replace(gram=check_range(gram, measured.rows))
     bounds = make_bounds(options, gram.b)
-    if host and exact:
-        return _search(measured, bounds, start)
+    if exact:
+        return _search(measured, bounds, start) if host else _enumerate(measured, bounds)
     return _run(measured, bounds, method, start)
 
 
 def _search(measured: Measured, bounds: Bounds, start: Array | None) -> DualSolution:
-    """Return the exact solution on the CPU, in coordinates from K, or from G where K does not resolve the rows.
+    """Return the exact solution on the CPU, from K, or from G where K does not resolve the rows.
 
     A problem with no more columns than rows is solved in its own coordinates at once.
     """
     (K, b, _), problem, (lower, upper, h) = measured.gram, measured.rows, bounds
     t, batch, count = b.shape[-1], b.shape[:-1], math.prod(b.shape[:-1])
-    norms = np.sqrt(np.diagonal(K, axis1=-2, axis2=-1))
     if lower is not None:
         _check_margin(K, b, lower)
-    right = None if h is None else np.where(bounds.off, 0.0, h)
-    flat = [None if a is None else np.reshape(a, (count, t)) for a in (b, right, lower, upper, start)]
-    asked = None if h is None else np.reshape(bounds.asked(np.broadcast_to(norms, b.shape)), -1)
-    dual, rows = Dual(True, K.reshape(math.prod(K.shape[:-2]), t, t), *flat, asked), None
+    flat = [None if a is None else a.reshape(count, t) for a in (b, h, lower, upper, start)]
+    dual, rows = Dual(True, K.reshape(math.prod(K.shape[:-2]), t, t), *flat), None
     small = problem is not None and problem.columns * (t + 1) <= SMALL
     if problem is not None and count and 0 < problem.columns <= t and (small or not batch):
-        rows = own_rows(problem, measured.gram)
+        rows = (measured.own or own_rows(problem)).without_zeros(measured.gram)
         lam, found = search(dual._replace(of_gram=False, rows=rows.V, linear=rows.a))
     else:
         lam, found = search(dual)
         if problem is not None and t:
-            trusted = TRUST_SMALL if small else RESOLVED
-            chosen = (found[:, 2] < trusted) | (found[:, 0] > 0)
-            if chosen.any():
+            chosen = (found[:, 2] < (TRUST_SMALL if small else RESOLVED)) | (found[:, 0] > 0)
+            if np.count_nonzero(chosen):
                 rows = from_rows(problem, measured.gram, measured.rounding, chosen.reshape(batch))
+                rows = rows.without_zeros(measured.gram)
                 again = dual.of(rows.V, rows.a, chosen, np.where(found[:, :1] < INFEASIBLE, lam, 0.0))
                 lam[chosen], found[chosen] = search(again)
-    status, lam = found[:, 0].astype(np.int64), lam.reshape(b.shape)
+    status = found[:, 0].astype(np.int64)
     if rows is None:
         status[found[:, 2] < RESOLVED] |= int(Status.UNRESOLVED)
-    status = status.reshape(batch)
-    if h is not None or (status >= INFEASIBLE).any():
-        slight = _refuse_infeasible(bounds, norms, lam, status)
-        if slight is not None:
+    rays = status >= INFEASIBLE
+    if h is not None and (np.count_nonzero(rays) or not K.diagonal(0, -2, -1).all()):
+        slight = _refuse_infeasible(bounds, K, lam.reshape(b.shape), rays.reshape(batch))
+        if np.count_nonzero(slight):
             return _search(measured, bounds.without(slight), start)
-        lam = np.where((status >= INFEASIBLE)[..., None], 0.0, lam)
-        status = np.where(status >= INFEASIBLE, int(Status.STALLED), status)
-        if upper is not None and h is not None:  # a zero row with a penalty and h > 0 stays violated
-            lam = np.where((norms == 0) & (h > 0) & np.isfinite(upper), upper, lam)
-    pivots = found[:, 1].astype(np.int64).reshape(batch)
-    sol = DualSolution(lam, measured.gram, bounds, pivots, status, measured.rounding, True, rows)
+        if upper is not None:  # a zero row with a penalty and h > 0 stays violated
+            void = (K.diagonal(0, -2, -1) == 0) & (h > 0) & np.isfinite(upper)
+            lam = np.where(void.reshape(-1, t), upper.reshape(-1, t), lam)
+    # Without h, K and b contradict each other: there is no g with G g = b.
+    status[rays], lam[rays] = int(Status.STALLED), 0.0
+    results = lam.reshape(b.shape), measured.gram, bounds, found[:, 1].astype(np.int64).reshape(batch)
+    sol = DualSolution(*results, status.reshape(batch), measured.rounding, True, rows)
     if rows is not None:
-        loses = EPS * np.sum(np.abs(lam) * norms, axis=-1) > LOST * sol.size()
-        if loses.any():
-            sol = replace(sol, _rows=rows.corrected(sol.free, loses))
+        loses = EPS * found[:, 3] > LOST
+        if np.count_nonzero(loses):
+            sol = replace(sol, _rows=rows.corrected(sol.free, loses.reshape(batch)))
     return sol
 
 
-def _refuse_infeasible(
-    bounds: Bounds, norms: np.ndarray, rays: np.ndarray, status: np.ndarray
-) -> np.ndarray | None:
-    """Raise for an infeasible h, and name the contradicting rows.
+def _refuse_infeasible(bounds: Bounds, K: np.ndarray, lam: np.ndarray, rays: np.ndarray) -> np.ndarray:
+    """Raise for an infeasible h, and name the contradicting rows: those of a ray, or rows of norm zero.
 
-    Rows at the level of rounding of all other rows, in norm and in h, do not count: return the mask (..., t) of
-    such rows if there would be no contradiction without them, else None.
+    `rays` is the mask (...) of problems whose `lam` is a ray. Rows at the level of rounding of all other
+    rows, in norm and in h, do not count: return the mask (..., t) of such rows in a ray.
     """
-    lower, upper, h = bounds
-    if h is None:
-        return None
-    norms = np.broadcast_to(norms, h.shape)
+    lower, upper, h = bounds.lower, bounds.upper, np.asarray(bounds.h)
+    norms, without = np.sqrt(K.diagonal(0, -2, -1)), np.zeros(h.shape, dtype=bool)
+    void = (norms == 0) & ((h > 0) if lower is None else (h > 0) | (np.isinf(lower) & (h < 0)))
+    void &= True if upper is None else np.isinf(upper)
+    if not (np.count_nonzero(void) or np.count_nonzero(rays)):
+        return without
     size = np.where(bounds.off, 0.0, np.abs(h))
     slight = norms <= SLIGHT * np.max(norms, axis=-1, keepdims=True)
-    slight &= size <= SLIGHT * np.max(size, axis=-1, keepdims=True)
-    void = (norms == 0) & (h > 0 if lower is None else np.where(np.isinf(lower), h != 0, h > 0))
-    void &= ~slight & ~bounds.off & (True if upper is None else np.isinf(upper))
-    off = np.zeros(h.shape, dtype=bool)
-    for i in map(tuple, np.argwhere((status >= INFEASIBLE) | void.any(axis=-1)).tolist()):
+    slight = slight & (size <= SLIGHT * np.max(size, axis=-1, keepdims=True))
+    void &= ~slight
+    for i in map(tuple, np.argwhere(rays | void.any(axis=-1)).tolist()):
         rows = np.flatnonzero(void[i])
         if not len(rows):
-            rows = np.flatnonzero(np.abs(rays[i]) > 1e-10 * np.abs(rays[i]).max())
+            rows = np.flatnonzero(np.abs(lam[i]) > 1e-10 * np.abs(lam[i]).max())
             if slight[i][rows].any():
-                off[i][rows] = slight[i][rows]
+                without[i][rows] = slight[i][rows]
                 continue
         where = f" of problem {i if len(i) > 1 else i[0]}" if i else ""
-        named = ", ".join(map(str, rows[:NAMED])) + (
-            f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
-        )
-        found = f"row {named}{where}" if len(rows) == 1 else f"rows {named}{where} at once"
+        more = f" and {len(rows) - NAMED} more" if len(rows) > NAMED else ""
+        named = f"{', '.join(map(str, rows[:NAMED]))}{more}{where}"
         raise ValueError(
-            f"h is infeasible: no x satisfies G @ x >= h in {found}. "
+            f"h is infeasible: no x satisfies G @ x >= h in "
+            f"{f'row {named}' if len(rows) == 1 else f'rows {named} at once'}. "
             "Lower h there, or set a penalty to allow violations."
         )
-    return off if off.any() else None
+    return without
 
 
 def _check_margin(K: np.ndarray, b: np.ndarray, lower: np.ndarray) -> None:
@@ -303,22 +300,32 @@ def _check_margin(K: np.ndarray, b: np.ndarray, lower: np.ndarray) -> None:
         )
 
 
+def _enumerate(measured: Measured, bounds: Bounds) -> DualSolution:
+    """Return the exact solution of few rows on a device, which is not read."""
+    K, b, gg = measured.gram
+    xp = namespace(b)
+    if bounds.h is not None:  # b is infinite for rows that are switched off, and they are left out
+        K, b = xp.broadcast_to(K, (*b.shape, b.shape[-1])), b - bounds.h
+    lam, pivots = solve_few(K, b, bounds.lower), xp.zeros_like(gg, dtype=xp.int64)
+    return DualSolution(lam, measured.gram, bounds, pivots, None, measured.rounding, True)
+
+
 def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -> DualSolution:
     """Return the solution of a method that takes the standard form; nothing is read from a device.
 
     Rows that are not finite or switched off are left out: they get norm zero and the multiplier zero.
     """
     gram, xp, host = measured.gram, namespace(measured.gram.b), isinstance(measured.gram.b, np.ndarray)
-    K, b, kept, exact = gram.K, gram.b, None, type(method) is Exact
-    if (bounds.h is not None and bounds.off.any()) if host else not (exact and bounds is PLAIN):
-        K, b, kept = drop_rows(K, b, bounds.off)
+    K, b, off, kept = gram.K, gram.b, bounds.off, None
+    if not host or (off is not None and off.any()):
+        K, b, kept = drop_rows(K, b, off)
     dual, shift = standard_form(K, b, bounds)
+    if kept is not None and bounds.h is not None:
+        dual = dual._replace(b=xp.where(kept, dual.b, xp.zeros_like(b)))
     if start is not None:
         start = xp.where(xp.isfinite(start), start, xp.zeros_like(start))
         start = clip(start if shift is None else start - shift, dual.lower, dual.upper)
-    if exact:
-        lam, iterations, status = solve_few(dual.K, dual.b), 0, None  # leaves out rows that are not finite
-    elif isinstance(method, Method):
+    if isinstance(method, Method):
         lam, iterations, status = method.solve(*dual, start)
     else:
         lam, iterations, status = call(method, dual.K, dual.b, start, measured.to_caller)
@@ -333,14 +340,17 @@ def _run(measured: Measured, bounds: Bounds, method: Any, start: Array | None) -
     if kept is not None:
         lam = xp.where(kept, lam, xp.zeros_like(lam))
     iterations, status = (_of_each(a, gram.gg) for a in (iterations, status))
-    sol = DualSolution(lam, gram, bounds, iterations, status, measured.rounding, exact)
-    if isinstance(method, Exact) and not exact:  # it need not return what it has solved
+    if not host:
+        finite = kept if off is None else kept | off
+        status = status | xp.astype(~xp.all(finite, axis=-1), xp.int64) * int(Status.ROW_DROPPED)
+    sol = DualSolution(lam, gram, bounds, iterations, status, measured.rounding)
+    if isinstance(method, Exact):  # a class derived from it need not return what it has solved
         missed = sol.kkt_residual() > OPTIMAL_WITHIN * xp.finfo(b.dtype).eps
         sol = replace(sol, _status=status | xp.astype(missed, xp.int64) * int(Status.STALLED))
     return sol
 
 
 def _of_each(value: Any, like: Array) -> Any:
-    """Return a number as an array of integers, one per problem; arrays and None are returned unchanged."""
+    """Return a number as an array of integers, one per problem; arrays are returned unchanged."""
     xp = namespace(like)
     return xp.full_like(like, value, dtype=xp.int64) if isinstance(value, int) else value

@@ -20,6 +20,7 @@ from gemproj._arrays import (
 )
 from gemproj._checks import check_array
 from gemproj._constants import EPS, WIDE_RANGE, WIDE_ROUNDING
+from gemproj._coordinates import own_rows
 from gemproj._problem import Problem, check_problem
 from gemproj._tspace import Gram, Measured, inverse
 from gemproj.backends import select
@@ -54,7 +55,21 @@ def gram(G: Blocks, g: Blocks, *, metric: Blocks | None = None) -> Gram:
 
 
 def measure(problem: Problem) -> Measured:
-    """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G."""
+    """Return K, b and |g|^2 of a problem, and the problem itself for later reads of G.
+
+    One problem with no more columns than rows is read into memory, where it takes no more than K.
+    """
+    t = problem.t
+    if problem.host and not problem.batch and 0 < problem.columns <= t:
+        rows = own_rows(problem)
+        whole = np.concatenate([rows.V[0], rows.a])
+        with np.errstate(
+            over="ignore", invalid="ignore", under="ignore"
+        ):  # stage 2 names rows that are too large
+            total = whole @ whole.T
+        return Measured(
+            Gram(total[:t, :t], total[t, :t], total[t, t]), WIDE_ROUNDING, problem.to_caller, problem, rows
+        )
     rounding = WIDE_ROUNDING / EPS * float(problem.xp.finfo(problem.wide).eps)
     return Measured(select(problem).gram(problem), rounding, problem.to_caller, problem)
 
@@ -66,7 +81,7 @@ def check_range(gram: Gram, problem: Problem | None) -> Gram:
     """
     low, high = WIDE_RANGE
     if gram.gg.ndim == 0:  # Python floats are compared faster than NumPy scalars
-        inside = all(low < v < high for v in (*gram.K.diagonal().tolist(), float(gram.gg)))
+        inside = all(low < v < high or v == 0.0 for v in (*gram.K.diagonal().tolist(), float(gram.gg)))
     else:
         squares = np.diagonal(gram.K, axis1=-2, axis2=-1), gram.gg
         inside = all(low < v.min(initial=1.0) and v.max(initial=1.0) < high for v in squares)

@@ -17,19 +17,25 @@ import numpy as np
 from gemproj._arrays import (
     Array,
     Blocks,
-    detach,
+    detached,
     device_of,
+    first_elsewhere,
     from_numpy,
     is_array,
     is_real_floating,
     is_torch,
+    may_overlap,
     namespace,
     on_host,
+    one_of_each,
     refuse_transformed,
     to_numpy,
     wide_dtype,
 )
-from gemproj._checks import refuse_masked
+from gemproj._checks import check_array
+
+_KINDS: tuple[Callable[[Any], Any], ...] = (type, attrgetter("dtype"))
+_SHAPE = attrgetter("shape")
 
 
 @dataclass(eq=False)
@@ -42,7 +48,7 @@ class Problem:
         Array API namespace of all arrays.
     device : device
     batch : tuple of int
-        Leading dimensions; blocks have none.
+        Leading dimensions; of blocks only g has them.
     t : int
         Number of constraints.
     rows : list of array
@@ -75,7 +81,10 @@ class Problem:
 
     def __post_init__(self) -> None:
         self.host, lead = on_host(self.device), len(self.batch)
-        self.sizes = [math.prod(v.shape[lead:]) for v in self.vector]
+        if lead or not self.is_torch:
+            self.sizes = [math.prod(v.shape[lead:]) for v in self.vector]
+        else:  # torch takes long to slice shapes
+            self.sizes = list(map(self.xp.Tensor.numel, self.vector))
         self.columns = sum(self.sizes)
 
     @property
@@ -125,23 +134,22 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
     Without `values` only types and shapes are checked, because torch.func does not allow reading values.
     """
     rows, keys = as_blocks(G, "G")
-    vector, keys = as_blocks(g, "g", like=(keys, len(rows)))
-    weight = None if metric is None else as_blocks(metric, "metric", like=(keys, len(rows)))[0]
+    vector, _ = as_blocks(g, "g", (keys, rows))
+    weight = None if metric is None else as_blocks(metric, "metric", (keys, rows))[0]
     if isinstance(keys, list) and (order := list(g)) != keys:  # x follows the key order of g
         rows, vector, keys = [G[k] for k in order], [g[k] for k in order], order
         weight = None if metric is None else [metric[k] for k in order]
     n, arrays = len(rows), [*rows, *vector, *(weight or ())]
-    xp, device = namespace(*arrays), device_of(vector[0])
+    xp, device = namespace(*(arrays if keys is None else one_of_each(type, arrays))), device_of(vector[0])
     if type(vector[0]) is not np.ndarray:
-        for k, a in enumerate(arrays):
-            if device_of(a) != device:
-                raise ValueError(
-                    f"{('G', 'g', 'metric')[k // n]} is on device {device_of(a)} but g is on {device}; "
-                    "use one device for all arrays."
-                )
+        if (k := first_elsewhere(arrays, device)) is not None:
+            raise ValueError(
+                f"{('G', 'g', 'metric')[k // n]} is on device {device_of(arrays[k])} but g is on {device}; "
+                "use one device for all arrays."
+            )
         if values:
             refuse_transformed(arrays)
-        arrays = [detach(a) for a in arrays]
+        arrays = detached(arrays)
         rows, vector, weight = arrays[:n], arrays[n : 2 * n], arrays[2 * n :] or None
     if weight is not None and values and on_host(device):
         for w in weight:  # reductions allocate nothing and propagate NaN
@@ -149,13 +157,33 @@ def check_problem(G: Blocks, g: Blocks, metric: Blocks | None = None, *, values:
                 raise ValueError("metric must be positive and finite everywhere; found an entry that is not.")
     if keys is None:
         return _arrays_problem(xp, device, rows[0], vector[0], None if weight is None else weight[0])
-    if rows[0].ndim < 1:
-        raise ValueError("Blocks of G must have shape (t, *shape_k), one entry per constraint; found ().")
-    problem = Problem(xp, device, (), rows[0].shape[0], rows, vector, weight, keys)
-    for k, (a, v, w) in enumerate(zip(rows, vector, weight or vector, strict=True)):
-        if a.shape != (problem.t, *v.shape) or w.shape != v.shape:
-            _refuse_block(problem, k)
-    return problem
+    return _blocks_problem(xp, device, rows, vector, weight, keys)
+
+
+def _blocks_problem(
+    xp: Any, device: Any, rows: list[Array], vector: list[Array], weight: list[Array] | None, keys: Any
+) -> Problem:
+    """Return the problem of blocks G[k] (t, *shape_k), g[k] (*shape_k) or (*batch, *shape_k), metric[k]."""
+    t = rows[0].shape[0] if rows[0].ndim else 0
+    lead = max(0, 1 + vector[0].ndim - rows[0].ndim)
+    batch = tuple(vector[0].shape[:lead])
+    arguments = {"G": rows, "g": vector} | ({} if weight is None else {"metric": weight})
+    shapes = list(zip(*(map(_SHAPE, blocks) for blocks in arguments.values()), strict=True))
+    for found in dict.fromkeys(shapes):  # hundreds of blocks have a few shapes
+        own = tuple(found[1][lead:])
+        if found[:2] != ((t, *own), (*batch, *own)) or found[2:] not in ((), (own,)):
+            k = shapes.index(found)
+            here = ", ".join(
+                f"{_at(name, keys, k)} has shape {tuple(shape)}"
+                for name, shape in zip(arguments, found, strict=True)
+            )
+            raise ValueError(
+                "Blocks must have the shapes (t, *shape) in G, (*shape) in g and metric, or (m, *shape) in g "
+                f"for m gradients, with the t and m of the first block in all blocks, here t = {t}"
+                f"{f' and m = {batch[0]}' if lead else ''}; {here}."
+                f"{' For one row, G needs a leading axis of size 1.' if found[0] == found[1] else ''}"
+            )
+    return Problem(xp, device, batch, t, rows, vector, weight, keys, shared=lead > 0)
 
 
 def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -> Problem:
@@ -187,131 +215,116 @@ def _arrays_problem(xp: Any, device: Any, G: Array, g: Array, w: Array | None) -
     return Problem(xp, device, batch, t, [G], [g], None if w is None else [w], None, shared)
 
 
-def _refuse_block(problem: Problem, k: int) -> None:
-    """Raise an error for block k, whose shapes do not fit together."""
-    G, g, weight, keys = problem.rows[k], problem.vector[k], problem.weight, problem.keys
-    where = f"[{k if keys in (list, tuple) else keys[k]!r}]"
-    if G.ndim < 1 or G.shape[0] != problem.t:
-        raise ValueError(
-            f"Every block of G needs one leading entry per constraint: G{where} has shape {tuple(G.shape)}, "
-            f"but the first block has {problem.t} constraints."
-        )
-    if G.shape[1:] != g.shape:
-        raise ValueError(
-            f"g{where} must have shape {tuple(G.shape[1:])} to go with G{where} of shape {tuple(G.shape)}; "
-            f"found {tuple(g.shape)}."
-        )
-    if weight is not None:
-        raise ValueError(
-            f"metric{where} must have the shape of g{where}, {tuple(g.shape)}; "
-            f"found {tuple(weight[k].shape)}."
-        )
-
-
 def check_out(out: Blocks, problem: Problem) -> list[Array]:
     """Return the blocks of `out`; raise if x cannot be written to them."""
-    blocks, _ = as_blocks(out, "out", like=(problem.keys, len(problem.vector)))
-    if namespace(*blocks) is not problem.xp:
+    blocks, _ = as_blocks(out, "out", (problem.keys, problem.vector))
+    if namespace(*one_of_each(type, blocks)) is not problem.xp:
         raise TypeError(
             f"out must be of the library of g, {type(problem.vector[0]).__name__}; "
             f"found {type(blocks[0]).__name__}."
         )
     if len({id(o) for o in blocks}) < len(blocks):
         raise ValueError("out has one array for several blocks; pass one array per block.")
+    writes = problem.is_torch and problem.xp.is_grad_enabled()
     for k, (o, g) in enumerate(zip(blocks, problem.vector, strict=True)):
-        where = "" if len(blocks) == 1 else f"[{k}]"
+        wrong = ""
         if o.shape != g.shape or o.dtype != g.dtype:
-            raise ValueError(
-                f"out{where} must have the shape and dtype of g{where}, {tuple(g.shape)} {g.dtype}; "
-                f"found {tuple(o.shape)} {o.dtype}."
+            wrong = (
+                f"must have the shape and dtype of g, {tuple(g.shape)} {g.dtype}; "
+                f"found {tuple(o.shape)} {o.dtype}"
             )
-        if _overlaps(o):
-            raise ValueError(f"out{where} has entries that share memory; pass an array without overlaps.")
-        if isinstance(o, np.ndarray):
+        elif may_overlap(o):
+            wrong = "has entries that share memory, or strides that allow it; pass a contiguous array"
+        elif isinstance(o, np.ndarray):
             if not o.flags.writeable:
-                raise ValueError(f"out{where} is read-only; pass an array that can be written.")
+                wrong = "is read-only; pass an array that can be written"
         elif device_of(o) != problem.device:
-            raise ValueError(f"out is on device {device_of(o)} but g is on {problem.device}.")
-        elif problem.is_torch and o.requires_grad and problem.xp.is_grad_enabled():
-            raise ValueError(f"out{where} requires a gradient and cannot be written; pass out{where}.data.")
+            wrong = f"is on device {device_of(o)} but g is on {problem.device}"
+        elif writes and o.requires_grad:
+            wrong = "requires a gradient and cannot be written; pass its .data"
         elif problem.is_torch and o.is_inference() and not problem.xp.is_inference_mode_enabled():
-            raise ValueError(f"out{where} was made in inference mode and cannot be written outside of it.")
-    return [detach(a) for a in blocks]
+            wrong = "was made in inference mode and cannot be written outside of it"
+        if wrong:
+            raise ValueError(f"{_at('out', problem.keys, k)} {wrong}.")
+    return detached(blocks)
 
 
-def _overlaps(a: Array) -> bool:
-    """Return whether entries share memory: a stride is zero, or the array spans less memory than it needs."""
-    if isinstance(a, np.ndarray):
-        whole, strides, one = a.flags.c_contiguous, a.strides, a.itemsize
-    elif is_torch(a):
-        whole, strides, one = a.is_contiguous(), a.stride(), 1
-    else:
-        return False
-    if whole:
-        return False
-    steps = [(n, abs(step)) for n, step in zip(a.shape, strides, strict=True)]
-    extent = one + sum((n - 1) * step for n, step in steps)
-    still = any(n > 1 and step == 0 for n, step in steps)
-    return 0 not in a.shape and (still or extent < one * math.prod(a.shape))
-
-
-def as_blocks(a: Blocks, name: str, like: tuple[Any, int] | None = None) -> tuple[list[Array], Any]:
+def as_blocks(a: Blocks, name: str, like: tuple[Any, list[Array]] | None = None) -> tuple[list[Array], Any]:
     """Return the checked blocks of an argument, and its keys.
 
-    `like` holds the keys and the number of blocks of G; the argument must fit them.
+    `like` holds the keys and the blocks of G; the argument must fit them.
     """
     # A single array, the usual case, skips the slower checks of sequences and mappings.
     plain = type(a) is np.ndarray or is_torch(a)
     if plain and is_real_floating(a) and (like is None or like[0] is None):
         return [a], None
-    if isinstance(a, Mapping):
-        keys: Any = list(a.keys())
+    keys: Any
+    if isinstance(a, (list, tuple)):
+        keys, blocks = (tuple if isinstance(a, tuple) else list), list(a)
+    elif isinstance(a, Mapping):
+        keys = list(a.keys())
         if like is not None and isinstance(like[0], list):
-            if set(keys) != set(like[0]):
-                odd = sorted(map(repr, set(keys) ^ set(like[0])))
+            if odd := sorted(map(repr, set(keys) ^ set(like[0]))):
                 raise ValueError(
                     f"{name} and G must have the same keys; only in one of them: {', '.join(odd)}."
                 )
             keys = like[0]
         blocks = [a[k] for k in keys]
-    elif isinstance(a, (list, tuple)):
-        keys, blocks = (tuple if isinstance(a, tuple) else list), list(a)
     else:
         keys, blocks = None, [a]
     if not blocks:
         raise ValueError(f"{name} has no blocks; pass at least one array.")
     # Only one block per type and one per dtype is checked, because models have hundreds of blocks.
-    for block in _one_of_each(type, blocks):
-        refuse_masked(block, name)
-        if not is_array(block):
-            listed = isinstance(block, (list, tuple)) or hasattr(block, "__array__")
-            hint = "; convert it, for example with numpy.asarray" if listed else ""
-            raise TypeError(
-                f"{name} must be an array (NumPy, torch, CuPy, ...), or a sequence or mapping of arrays; "
-                f"found {'blocks of type ' if keys is not None else ''}{type(block).__name__}{hint}."
-            )
-    if like is not None and _kind(keys) != _kind(like[0]):
-        stack = " If G is a list of rows, stack them." if keys is None and like[0] in (list, tuple) else ""
-        raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.{stack}")
-    if like is not None and len(blocks) != like[1]:
-        raise ValueError(f"{name} has {len(blocks)} blocks but G has {like[1]}.")
-    for block in _one_of_each(attrgetter("dtype"), blocks):
-        if not is_real_floating(block):
-            raise TypeError(
-                f"{name} must have a real floating-point dtype; found {block.dtype}. Convert it first."
-            )
+    for kind in _KINDS:
+        kinds = list(map(kind, blocks))
+        for k in map(kinds.index, dict.fromkeys(kinds)):
+            _check_block(blocks[k], _at(name, keys, k), keys is not None)
+    if like is None:
+        return blocks, keys
+    if _kind(keys) != _kind(like[0]):
+        remedy = ""
+        if keys is None:
+            flat = f"Pass {name} in blocks, of the shapes of G[k][0], or flatten G, too"
+            listed = all(row.shape == blocks[0].shape for row in like[1])
+            remedy = f" {'If G is a list of rows, stack them' if listed else flat}."
+        raise TypeError(f"{name} must be {_kind(like[0])}, as G is; found {_kind(keys)}.{remedy}")
+    if len(blocks) != len(like[1]):
+        raise ValueError(f"{name} has {len(blocks)} blocks but G has {len(like[1])}.")
     return blocks, keys
 
 
-def _one_of_each(kind: Callable[[Any], Any], blocks: list[Any]) -> list[Any]:
-    kinds = list(map(kind, blocks))
-    return [blocks[kinds.index(k)] for k in dict.fromkeys(kinds)]
+def _check_block(a: Any, name: str, one_of_many: bool) -> None:
+    """Raise unless `a` is an array of real floating-point numbers."""
+    if isinstance(a, (list, tuple)) and any(x is None or is_array(x) for x in a):
+        for i, x in enumerate(a):
+            _check_block(x, f"{name}[{i}]", one_of_many)
+        library, whole = "torch" if is_torch(a[0]) else "np", name.partition("[")[0]
+        raise TypeError(
+            f"{name} is a {type(a).__name__} of arrays, such as the gradients of one task. {whole} needs one "
+            f"block per parameter, with one row per task: rows = [{library}.stack(b) for b in zip(*{whole})]."
+        )
+    if a is None:
+        raise TypeError(
+            f"{name} is None, which torch.autograd.grad returns for an unused parameter: call it with "
+            "allow_unused=True, materialize_grads=True, or pass zeros."
+        )
+    must, remedy = "an array (NumPy, torch, CuPy, ...)", "Convert it first"
+    if one_of_many:
+        remedy += ", or leave it out, if it is no parameter but a counter of a state_dict"
+    else:
+        must += ", or a sequence or mapping of arrays"
+    check_array(a, name, must, remedy)
 
 
 def _kind(keys: Any) -> str:
     if keys is None:
         return "one array"
     return "a sequence of arrays" if keys in (list, tuple) else "a mapping of arrays"
+
+
+def _at(name: str, keys: Any, k: int) -> str:
+    """Return the name of block k of an argument."""
+    return name if keys is None else f"{name}[{k if keys in (list, tuple) else keys[k]!r}]"
 
 
 def blocks_of(a: Blocks) -> Sequence[Any]:

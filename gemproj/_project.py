@@ -13,7 +13,8 @@ from gemproj._checks import check_multipliers
 from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
 from gemproj._dual import solve
 from gemproj._gram import measure
-from gemproj._problem import blocks_of, check_problem
+from gemproj._problem import Problem, blocks_of, check_problem
+from gemproj._solution import DualSolution
 from gemproj.methods import AnyMethod, Exact
 
 
@@ -86,68 +87,103 @@ def project(
     >>> x[0].tolist(), x[1].tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
     """
+    given = G, g, method, h, margin, penalty, equality, metric, warm_start, out
     torch = None if type(g) is np.ndarray else sys.modules.get("torch")
-    if torch is not None:
-        given = (method, h, margin, penalty, equality, metric, warm_start, out)
-        compiling = torch.compiler.is_compiling()
-        # torch may run this function uncompiled and still compile each function that it calls; there,
-        # `is_compiling` would be true. In this case compilation is switched off for the projection.
-        if not compiling and _are_calls_compiled():
-            return _outside_of_graphs(G, g, given)
-        if _are_tensors(torch, g) and (compiling or _needs_operator(torch, G, g, metric, h, margin, penalty)):
-            exact = isinstance(method, Exact) or (isinstance(method, str) and method.lower() == "exact")
-            if compiling and not exact:
-                return _outside_of_graphs(G, g, given)
-            from gemproj._operator import project_operator
+    if torch is None:
+        return _project(*given)
+    if torch.compiler.is_compiling():
+        from gemproj._autograd import outside_of_graphs, project_by_operator
 
-            return project_operator(G, g, *given)
+        exact = isinstance(method, Exact) or (isinstance(method, str) and method.lower() == "exact")
+        if exact and isinstance(blocks_of(g)[0], torch.Tensor):
+            return project_by_operator(True, False, *given)
+        return outside_of_graphs(_project_tensors, torch, *given)
+    if "torch._dynamo" in sys.modules:
+        # torch may run this function uncompiled and still compile each function that it calls.
+        from gemproj._autograd import outside_of_graphs
+
+        return outside_of_graphs(_project_tensors, torch, *given)
+    return _project_tensors(torch, *given)
+
+
+def solved(
+    G: Blocks, g: Blocks, method: AnyMethod, h: Any, margin: Any, penalty: Any, equality: Any,
+    metric: Blocks | None, warm_start: Array | None, out: Blocks | None = None, *,
+    derived: bool = False,
+) -> tuple[Problem, DualSolution, list[Array]]:  # fmt: skip
+    """Return the problem, its solution and the blocks of x; `derived` refuses what has no derivative."""
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     problem = check_problem(G, g, metric)
     x = blocks_for_x(problem, out)
     start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
+    if derived:
+        refuse_derivative(options.method, out)
     sol = solve(measure(problem), options, start)
     warn_if_missed(sol)
     combine_into(problem, sol, x)
-    return as_asked(problem, x, out)
+    return problem, sol, x
 
 
-def _outside_of_graphs(G: Blocks, g: Blocks, given: tuple[Any, ...]) -> Any:
-    """Return ``project(G, g, *given)``, without `torch.compile`."""
-    from gemproj._operator import outside_of_graphs
-
-    names = ("method", "h", "margin", "penalty", "equality", "metric", "warm_start", "out")
-    return outside_of_graphs(project, G, g, **dict(zip(names, given, strict=True)))
-
-
-def _are_calls_compiled() -> bool:
-    """Return whether `torch.compile` compiles functions that this uncompiled code calls."""
-    dynamo = sys.modules.get("torch._C._dynamo.eval_frame")
-    active = getattr(dynamo, "get_eval_frame_callback", None)  # there is no public function
-    return active is not None and active() not in (None, False)
+def refuse_derivative(method: Any, out: Blocks | None) -> None:
+    """Raise for a method without a derivative, and for `out`."""
+    if not isinstance(method, Exact):
+        raise ValueError(
+            f"Only method 'exact' supports gradients and torch.func; method is {method!r}. Detach the "
+            "arguments, or use method='exact'."
+        )
+    if out is not None:
+        raise ValueError(
+            "out cannot be written under torch.func, or while an argument requires a gradient; detach it."
+        )
 
 
-def _are_tensors(torch: Any, g: Blocks) -> bool:
-    """Return whether g is a tensor, or blocks of tensors."""
-    return isinstance(g, torch.Tensor) or any(isinstance(a, torch.Tensor) for a in blocks_of(g)[:1])
+def _project(*given: Any) -> Any:
+    problem, _, x = solved(*given)
+    return as_asked(problem, x, given[-1])
 
 
-def _needs_operator(torch: Any, *given: Any) -> bool:
-    """Return whether autograd, tracing or a torch.func transform is active for these arguments."""
-    # Under torch.func, tensors wrap other tensors and have no memory. Under FakeTensorMode, tensors have no
-    # values. Under make_fx, operations are recorded.
-    modes = torch._C._TorchDispatchModeKey
-    if (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
-        or torch._C._get_dispatch_mode(modes.FAKE) is not None
-        or torch._C._get_dispatch_mode(modes.PROXY) is not None
-    ):
-        return True
-    if torch.is_grad_enabled():
-        for arg in given:
-            if arg is not None and type(arg) is not float:
-                for a in blocks_of(arg):
-                    if getattr(a, "requires_grad", False):
-                        return True
-    return False
+def _project_tensors(torch: Any, *given: Any) -> Any:
+    """Return x for the arguments of `project`, which may be tensors, outside of compiled graphs."""
+    G, g, _, h, margin, penalty, equality, metric, warm_start, _ = given
+    if not isinstance(next(iter(blocks_of(g)), None), torch.Tensor):
+        return _project(*given)
+    smooth = _tensors(torch, G, g, metric, h, margin, penalty)
+    without = any(_lacks_values(torch, a) for a in smooth + _tensors(torch, equality, warm_start))
+    if without or torch.jit.is_tracing() or _is_recording():
+        from gemproj._autograd import project_by_operator
+
+        return project_by_operator(torch.jit.is_tracing(), without, *given)
+    derived = torch.is_grad_enabled() and any(a.requires_grad for a in smooth)
+    # Outside of a level of forward-mode differentiation, `unpack_dual` returns its argument.
+    unpack = torch.autograd.forward_ad.unpack_dual
+    if not derived and unpack(smooth[0]).primal is not smooth[0]:
+        derived = any(unpack(a).tangent is not None for a in smooth)
+    if not derived:
+        return _project(*given)
+    from gemproj._autograd import differentiable
+
+    problem, sol, x = solved(*given, derived=True)
+    return as_asked(problem, differentiable(problem, sol, x, G, g, metric, h, margin, penalty, equality))
+
+
+def _tensors(torch: Any, *given: Any) -> list[Any]:
+    """Return the tensors among the arguments of `project`."""
+    some = [a for a in given if a is not None and type(a) is not float and type(a) is not bool]
+    return [a for blocks in some for a in blocks_of(blocks) if isinstance(a, torch.Tensor)]
+
+
+def _lacks_values(torch: Any, a: Any) -> bool:
+    """Return whether a dense tensor has no memory: torch.func has wrapped it, or it is fake."""
+    if type(a) is not torch.Tensor and type(a) is not torch.nn.Parameter:
+        return hasattr(a, "fake_mode")
+    try:
+        lacks = not a.data_ptr() and a.numel() > 0
+    except RuntimeError:
+        lacks = True
+    return lacks and a.layout is torch.strided and not a.is_meta
+
+
+def _is_recording() -> bool:
+    """Return whether `make_fx` is recording the operations on tensors."""
+    mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", None)
+    return mode is not None and mode() is not None

@@ -11,13 +11,14 @@ held (Givens rotations). The rest is read off Q and R:
 
 - x is computed by orthogonal projections, so it does not contain the rounding of large multipliers;
 - a row depends on the free rows if it is in their span, to the rounding of the coordinates;
-- the rows of ``R^-1`` are the dual basis of the free rows. The inverse of the norm of such a row is the distance
-  of a free row from the span of the others: the angle that the coordinates have to resolve;
-- a dependent row that is violated is exchanged for the free row whose multiplier is the first to meet a bound,
-  as in the dual method of Goldfarb and Idnani (1983). If none meets a bound, the direction is a ray along which
-  the dual problem is unbounded: no x satisfies the rows of its nonzero entries (Farkas' lemma).
+- the rows of ``R^-1`` are the dual basis of the free rows. The inverse of the norm of such a row is the
+  distance of a free row from the span of the others: the angle that the coordinates have to resolve;
+- a dependent row that is violated is exchanged for the free row whose multiplier is the first to meet a
+  bound, as in the dual method of Goldfarb and Idnani (1983). If none meets a bound, the direction is a ray
+  along which the dual problem is unbounded: no x satisfies the rows of its nonzero entries (Farkas' lemma).
 
-Coordinates from K = G G', a pivoted Cholesky factor, resolve angles of 1e-7; coordinates from G resolve 1e-14.
+Coordinates from K = G G', a pivoted Cholesky factor, resolve angles of 1e-7; coordinates from G resolve
+1e-14.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ ENTRIES = ("solve",)
 EPS = 2.0**-52
 # Rounding error of a slack, in units of 1 + |lam_held|_1, for rows of norm one and a problem of size one.
 ROUNDING = 4e-15
-# Distances of unit rows from a span that count as zero, for coordinates from G and from K. The entries of K hold
-# squared distances.
+# Distances of unit rows from a span that count as zero, for coordinates from G and from K. The entries of K
+# hold squared distances.
 ROWS_RESOLVE, GRAM_RESOLVES = 45.0 * EPS, (45.0 * EPS) ** 0.5
-# A row is nearly active if its slack is below this, in the same units. Smaller weights of a dependent row in the
-# free rows count as zero.
+# A row is nearly active if its slack is below this, in the same units. Smaller weights of a dependent row in
+# the free rows count as zero.
 NEAR_ZERO = 1e-9
 # Contradictions of h that count as rounding of the data, in units of the weights of the rows.
 ROWS_CONTRADICT, GRAM_CONTRADICT = 1e-9, 1e-6
@@ -74,25 +75,24 @@ class Search(NamedTuple):
 
 def solve(
     first: int, last: int, of_gram: bool, rows: Any, linear: Any, h: Any, lower: Any, upper: Any, start: Any,
-    asked: Any, lam: Any, found: Any,
+    lam: Any, found: Any,
 ) -> None:  # fmt: skip
     """Solve problems ``first .. last - 1`` of a batch; rows may have any norm.
 
     Parameters
     ----------
     of_gram : bool
-        Whether `rows` is K (..., t, t) and `linear` is b (..., t); else they are V (..., t, m) and a (..., m).
+        Whether `rows` is K (..., t, t) and `linear` is b (..., t); else they are V (..., t, m) and a (...,
+        m).
     rows : array, shape (problems, t, m), or (1, t, m) for the same rows in all problems
     linear : array, shape (problems, m)
     h, lower, upper, start : array, shape (problems, t), or empty for zeros, zeros, infinity and zeros
         Right-hand sides, bounds, and multipliers to start from.
-    asked : array, shape (problems,)
-        Distance that h asks x to move at least; the size of a problem is not below it.
     lam : array, shape (problems, t)
         Output: the multipliers; for an infeasible h the ray.
     found : array, shape (problems, 4)
-        Output: status, number of pivots, the smallest distance of an active row from the span of the others, and
-        the distance by which ``a + V'lam`` misses the planes of the free rows.
+        Output: status, number of pivots, the smallest distance of an active row from the span of the others,
+        and the sum of ``|lam_i| |g_i|`` relative to the size of the problem.
     """
     t = lam.shape[1]
     low, high, right, norm = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
@@ -102,7 +102,7 @@ def solve(
         for i in range(t):
             low[i] = lower[p, i] if len(lower) else 0.0
             high[i] = upper[p, i] if len(upper) else np.inf
-            right[i] = h[p, i] if len(h) else 0.0
+            right[i] = h[p, i] if len(h) and h[p, i] > -np.inf else 0.0
             norm[i] = np.sqrt(given[i, i] if of_gram else dot(given[i], given[i]))
             lam[p, i] = min(max(0.0, low[i]), high[i])
             slack = (linear[p, i] if of_gram else dot(given[i], linear[p])) - right[i]
@@ -114,13 +114,15 @@ def solve(
             unit, a = from_gram(given, linear[p], norm, right)
         else:
             unit, a = of_norm_one(given, norm, right), linear[p].copy()
-        for i in range(t):  # where the search begins, and how long its vectors are
-            if lam[p, i] != 0.0:
-                add(a, lam[p, i] * norm[i], unit[i])
-        size = max(asked[p], length(a, len(a)))
+        moved = a.copy()  # g + G'margin
         for i in range(t):
             if lam[p, i] != 0.0:
-                add(a, -lam[p, i] * norm[i], unit[i])
+                add(moved, lam[p, i] * norm[i], unit[i])
+        size = length(moved, len(a))
+        for i in range(t):  # how far h asks x to move, see `Bounds.asked`
+            wanted = abs(right[i]) if low[i] < 0.0 else right[i]
+            if wanted > size:
+                size = max(size, min(wanted, (high[i] - max(low[i], 0.0)) * norm[i]))
         if size == 0.0:
             continue
         for i in range(len(a)):
@@ -132,7 +134,13 @@ def solve(
             stretch, right[i] = norm[i] / size, right[i] / size
             low[i], high[i] = low[i] * stretch, high[i] * stretch if high[i] < np.inf else np.inf
             lam[p, i] = min(max(begin * stretch, low[i]), high[i])
-        state = begun(unit, a, right, low, high, lam[p])
+        n, m = min(unit.shape) + 1, unit.shape[1]
+        state = Search(
+            unit, a, right, low, high, lam[p],
+            np.zeros((n, m)), np.zeros((n, n)), np.zeros(n, np.int64), np.zeros(2, np.int64),
+            np.zeros(t, np.bool_), np.zeros(t, np.bool_),
+            np.zeros(m), np.zeros(t), np.zeros(n), np.zeros(m), np.zeros(n), np.zeros(n),
+        )  # fmt: skip
         if of_gram:
             search(state, GRAM_RESOLVES, GRAM_CONTRADICT, found[p])
         else:
@@ -196,19 +204,6 @@ def of_norm_one(rows: Any, norm: Any, right: Any) -> Any:
     return V
 
 
-def begun(V: Any, a: Any, h: Any, lower: Any, upper: Any, lam: Any) -> Search:
-    """Return the state before the search, without free rows."""
-    t, m = V.shape
-    n = min(t, m) + 1
-    Q, R, order, count = np.zeros((n, m)), np.zeros((n, n)), np.zeros(n, np.int64), np.zeros(2, np.int64)
-    free, tabu = np.zeros(t, np.bool_), np.zeros(t, np.bool_)
-    x, outside, slack = np.zeros(m), np.zeros(m), np.zeros(t)
-    trial, inside, weights = np.zeros(n), np.zeros(n), np.zeros(n)
-    return Search(
-        V, a, h, lower, upper, lam, Q, R, order, count, free, tabu, x, slack, trial, outside, inside, weights
-    )
-
-
 def search(state: Search, resolves: float, contradicts: float, found: Any) -> None:
     """Solve a problem; `state.lam` holds the start, then the solution. See `solve` for `found`."""
     lam, t, entered, origin, size = state.lam, len(state.lam), -1, 0.0, 1.0
@@ -232,7 +227,7 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
                 release(state, entered, distance)
                 break
             rounding = violated <= 10.0 * weight * max(ROUNDING * size, resolves)
-            step = 0.0 if rounding else exchange(state, entered, sign)
+            step, held = (0.0, False) if rounding else exchange(state, entered, sign)
             if step == np.inf and violated > contradicts * weight * size:
                 for i in range(t):
                     lam[i] = 0.0
@@ -243,10 +238,8 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
                 return
             for i in range(t):
                 state.tabu[i] = state.tabu[i] and (rounding or step == np.inf)
-            if rounding or step == np.inf:
-                state.tabu[entered] = True
-                break
-            if lam[entered] <= state.lower[entered] or lam[entered] >= state.upper[entered]:
+            state.tabu[entered] = rounding or step == np.inf
+            if not held:
                 break
     judge(state, size, found)
 
@@ -254,8 +247,9 @@ def search(state: Search, resolves: float, contradicts: float, found: Any) -> No
 def release_all(state: Search, resolves: float) -> None:
     """Release the rows whose multipliers start between their bounds, but for those that depend on the others.
 
-    Equalities come first, and then always the row farthest from the span of the free rows: among dependent rows
-    this selects rows at large angles, which keeps multipliers small. Multipliers of dependent rows start at zero.
+    Equalities come first, and then always the row farthest from the span of the free rows: among dependent
+    rows this selects rows at large angles, which keeps multipliers small. Multipliers of dependent rows start
+    at zero.
     """
     V, lam, apart, along = state.V, state.lam, state.slack, np.zeros(len(state.lam))
     for i in range(len(lam)):  # squared distances, with 4 added for equalities; negative for other rows
@@ -334,7 +328,7 @@ def minimum(state: Search) -> None:
 
 
 def most_violated(state: Search, worst: float, first: bool) -> int:
-    """Return the row with the largest violation above `worst` (the first one if `first`); -1 if there is none."""
+    """Return the row of the largest (if `first`, the first) violation above `worst`, or -1."""
     entered = -1
     for i in range(len(state.lam)):
         if not (state.free[i] or state.tabu[i]):
@@ -347,17 +341,18 @@ def most_violated(state: Search, worst: float, first: bool) -> int:
 
 
 def violation(state: Search, i: int) -> float:
-    """Return by how much the slack of a row that is not free violates its condition; negative if it is met."""
+    """Return by how much a row that is not free violates its condition; negative if it is met."""
     lam, slack = state.lam[i], state.slack[i]
     if state.lower[i] < lam and lam < state.upper[i]:
         return abs(slack)
     return -slack if lam < state.upper[i] else slack if lam > state.lower[i] else -np.inf
 
 
-def exchange(state: Search, j: int, sign: float) -> float:
-    """Move multiplier j in the direction `sign`, and those of the free rows so that x stays, up to the first bound.
+def exchange(state: Search, j: int, sign: float) -> tuple[float, bool]:
+    """Move multiplier j, and those of the free rows so that x stays, up to the first bound.
 
-    The row that meets its bound is held. Return the step; it is infinite if no multiplier meets a bound.
+    Return the step, which is infinite if no multiplier meets a bound, and whether a free row met it and is
+    now held.
     """
     lam, lower, upper, w, blocking = state.lam, state.lower, state.upper, state.weights, len(state.Q)
     goal = upper[j] if sign > 0.0 else lower[j]
@@ -379,7 +374,7 @@ def exchange(state: Search, j: int, sign: float) -> float:
             lam[j] += sign * step
             lam[state.order[blocking]] = goal
             hold(state, blocking)
-    return step
+    return step, blocking < len(state.Q)
 
 
 def from_span(state: Search, v: Any) -> tuple[float, float]:
@@ -436,7 +431,7 @@ def hold(state: Search, place: int) -> None:
 
 
 def judge(state: Search, size: float, found: Any) -> None:
-    """Write the status, the smallest distance of an active row from the span of others, and how far x moved."""
+    """Write what was `found`; UNRESOLVED if ``a + V'lam`` is far from x, which meets the free rows."""
     lam, x, outside, w, k, nearest = state.lam, state.x, state.outside, state.weights, state.count[0], 1.0
     status = OPTIMAL
     for i in range(len(lam)):
@@ -445,10 +440,12 @@ def judge(state: Search, size: float, found: Any) -> None:
             status = STALLED
         if wrong > -NEAR_ZERO * size:
             nearest = min(nearest, from_span(state, state.V[i])[0])
+    total = 0.0
     copy(state.a, outside)
     for i in range(len(lam)):
         if lam[i] != 0.0:
             add(outside, lam[i], state.V[i])
+            total += abs(lam[i])
     add(outside, -1.0, x)
     moved = length(outside, len(x))
     for p in range(k):
@@ -457,7 +454,7 @@ def judge(state: Search, size: float, found: Any) -> None:
         solve_transposed(state.R, k, w)
         nearest = min(nearest, 1.0 / length(w, k))
     found[0] = status if moved <= HOPELESS else status | UNRESOLVED
-    found[1], found[2], found[3] = state.count[1], nearest, moved
+    found[1], found[2], found[3] = state.count[1], nearest, total
 
 
 def reach(here: float, end: float, low: float, high: float) -> float:

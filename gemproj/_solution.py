@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class DualSolution:
     # Whether the method is exact. If so, the free rows have zero slack, and x may be moved to satisfy that.
     _exact: bool = False
     _rows: Rows | None = None
+    _finite: Any = field(default=None, init=False)  # on a device, see `_known`
 
     def __repr__(self) -> str:
         t, batch, device = self.multipliers.shape[-1], tuple(self.gram.gg.shape), device_of(self.gram.gg)
@@ -83,7 +84,7 @@ class DualSolution:
 
     @property
     def lower(self) -> Array:
-        """Lower bounds of the multipliers, shape (..., t): 0, the margin, or for an equality -inf or -penalty."""
+        """Lower bounds, shape (..., t): 0, the margin, or -inf or -penalty for an equality."""
         lam, lower = self.multipliers, self.bounds.lower
         return namespace(lam).zeros_like(lam) if lower is None else lower
 
@@ -170,9 +171,12 @@ class DualSolution:
                 V, a = self._rows.V[number if len(self._rows.V) > 1 else 0], self._rows.a[number]
                 rounding, resolves, number = ROWS_RESOLVE, ROWS_RESOLVE, number + 1
             if size[i]:
-                bound[i] = _certificate.error_bound(
-                    V, a, h[i], lam[i], lower[i], upper[i], asked[i], rounding, resolves
-                ) / size[i]
+                bound[i] = (
+                    _certificate.error_bound(
+                        V, a, h[i], lam[i], lower[i], upper[i], asked[i], rounding, resolves
+                    )
+                    / size[i]
+                )
         return self._or_infinity(from_numpy(bound, namespace(self.gram.gg), device_of(self.gram.gg)))
 
     def cosine(self) -> Array:
@@ -193,8 +197,12 @@ class DualSolution:
         return replace(self, multipliers=lam, gram=gram, bounds=bounds, iterations=iterations, _status=status)
 
     def dual_basis(self) -> Array:
-        """Return F, (..., t, t), with ``F'F = K_PP^-1`` for the free rows P, and zeros elsewhere; on the CPU."""
-        lam, free, known = self.multipliers, to_numpy(self.free), from_gram(Gram(*map(to_numpy, self._gram())))
+        """Return F (..., t, t) with ``F'F = K_PP^-1`` for the free rows P; synchronises a device."""
+        lam, free, known = (
+            self.multipliers,
+            to_numpy(self.free),
+            from_gram(Gram(*map(to_numpy, self._gram()))),
+        )
         found, number = np.zeros((*lam.shape, lam.shape[-1])), 0
         for i in np.ndindex(lam.shape[:-1]):
             V = known[i][:-1]
@@ -218,8 +226,13 @@ class DualSolution:
 
     def _gram(self) -> Gram:
         """Return K, b and |g|^2; on a device, rows that are not finite are zero."""
-        K, b, gg = self.gram
-        return self.gram if on_host(device_of(gg)) else Gram(*drop_rows(K, b)[:2], gg)
+        return self.gram if on_host(device_of(self.gram.gg)) else Gram(*self._known()[:2], self.gram.gg)
+
+    def _known(self) -> tuple[Array, Array, Array]:
+        """Return K and b on a device without the rows that are not finite, and the mask of the others."""
+        if self._finite is None:
+            object.__setattr__(self, "_finite", drop_rows(*self.gram[:2]))
+        return self._finite
 
     def _or_infinity(self, value: Array) -> Array:
         """Return a certificate, with infinity for problems of size zero whose x is not zero."""
@@ -265,17 +278,18 @@ class DualSolution:
 
     def _status_on_device(self) -> Array:
         """Return the status of a solution on a device; nothing is read."""
-        K, b, kept = drop_rows(self.gram.K, self.gram.b)
+        (K, b, kept), h, off = self._known(), self.bounds.h, self.bounds.off
         xp, lam, residual = namespace(b), self.multipliers, self.kkt_residual()
         norms = xp.sqrt(xp.linalg.diagonal(K))
         size = self.size()[..., None] + xp.sum(xp.abs(lam) * norms, axis=-1, keepdims=True)
-        near = (norms > 0) & (self.active | (self._slack()[0] <= NEAR_ZERO * norms * size))
+        near = (norms > 0) & (self.active | (self.slack() <= NEAR_ZERO * norms * size))
         cosines = K * inverse(norms)[..., :, None] * inverse(norms)[..., None, :]
         flags = {
-            Status.STALLED: residual > OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps,
-            Status.ROW_DROPPED: ~xp.all(kept, axis=-1),
+            Status.STALLED: ~(residual <= OPTIMAL_WITHIN * xp.finfo(lam.dtype).eps),  # also for NaN
+            Status.ROW_DROPPED: ~xp.all(kept if off is None else kept | off, axis=-1),
             Status.UNRESOLVED: smallest_pivot(cosines, near) < RESOLVED**2,
         }
-        if self.bounds.h is not None:
-            flags[Status.INFEASIBLE] = residual > MISSED
+        if h is not None:
+            void = xp.any(kept & (norms == 0) & (h > 0), axis=-1)  # no x moves along a row of zeros
+            flags[Status.INFEASIBLE] = (residual > MISSED) | void
         return sum(xp.astype(where, xp.int64) * int(flag) for flag, where in flags.items())

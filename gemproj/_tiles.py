@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 from gemproj._arrays import Array, to_numpy
@@ -15,28 +14,32 @@ from gemproj._problem import Problem
 _HOST_TILE, _DEVICE_TILE = 1 << 17, 1 << 24
 
 
-def tiles(problem: Problem) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...], int]]:
-    """Yield (block, lead, at, size) for tiles that cover all columns, in order.
+def tiles(problem: Problem) -> Iterator[tuple[int, tuple[Any, ...], tuple[Any, ...], list[Array]]]:
+    """Yield (block, lead, at, [G, g, metric]) for tiles that cover all columns, in order.
 
-    ``vector[block][at]`` has `size` columns; `lead` selects from the batch. The number of columns in a
-    tile does not depend on the batch, so sums over tiles have the same bits for every batch. With a
-    shared G, a tile holds these columns of all gradients.
+    A tile is part `at` of the block with one axis of columns: a view, or a copy if its entries are not in
+    row-major order. `lead` selects from the batch, and there is a metric only if the problem has one. The
+    number of columns in a tile does not depend on the batch, so sums over tiles have the same bits for every
+    batch. With a shared G, a tile holds these columns of all gradients.
     """
-    elements = _HOST_TILE if problem.host else _DEVICE_TILE
-    vectors = math.prod(problem.batch) if problem.shared else 1
-    columns = max(64, elements // (problem.t + max(1, vectors)))
-    lead_dims = len(problem.batch)
-    for k, vector in enumerate(problem.vector):
-        for index, size in _cover(tuple(vector.shape[lead_dims:]), columns):
-            if not problem.batch or problem.shared:
-                yield k, (), (..., *index), size
-                continue
+    xp, t, batch, shared = problem.xp, problem.t, problem.batch, problem.shared
+    elements, outer = _HOST_TILE if problem.host else _DEVICE_TILE, () if shared else batch
+    columns = max(64, elements // (t + max(1, math.prod(batch) if shared else 1)))
+    arrays = zip(
+        problem.rows, problem.vector, *([] if problem.weight is None else [problem.weight]), strict=True
+    )
+    for k, (size, block) in enumerate(zip(problem.sizes, arrays, strict=True)):
+        shapes = (*outer, t, size), (*batch, size), (*outer, size)
+        whole = [xp.reshape(a, shape) for a, shape in zip(block, shapes, strict=False)]
+        for start in range(0, size, columns):
+            at = slice(start, min(start + columns, size))
             # A large batch is split along its first axis, to bound memory.
-            inner = math.prod(problem.batch[1:]) * (problem.t + 1) * max(1, size)
-            step = max(1, 8 * elements // max(1, inner))
-            for start in range(0, problem.batch[0], step):
-                lead = slice(start, min(start + step, problem.batch[0]))
-                yield k, (lead,), (lead, ..., *index), size
+            step = max(1, 8 * elements // max(1, math.prod(outer[1:]) * (t + 1) * (at.stop - start)))
+            leads = (
+                [(slice(i, min(i + step, outer[0])),) for i in range(0, outer[0], step)] if outer else [()]
+            )
+            for lead in leads:
+                yield k, lead, (*lead, ..., at), [a[(*lead, ..., at)] for a in whole]
 
 
 def stacked(problem: Problem, dtype: Any) -> Iterator[tuple[tuple[Any, ...], Array]]:
@@ -48,36 +51,15 @@ def stacked(problem: Problem, dtype: Any) -> Iterator[tuple[tuple[Any, ...], Arr
     """
     xp, t, buffer = problem.xp, problem.t, None
     m = math.prod(problem.batch) if problem.shared else 1
-    for k, lead, at, size in tiles(problem):
-        vector = problem.vector[k][at]
-        batch = () if problem.shared else tuple(vector.shape[: len(problem.batch)])
+    for _, lead, _, (rows, vector, *weight) in tiles(problem):
+        batch, size = tuple(rows.shape[:-2]), rows.shape[-1]
         if buffer is None or size > buffer.shape[-1] or buffer.shape[:-2] != batch:
             buffer = xp.empty((*batch, t + m, size), dtype=dtype, device=problem.device)
         tile = buffer[..., :size]
-        tile[..., :t, :] = xp.reshape(problem.rows[k][at], (*batch, t, size))
+        tile[..., :t, :] = rows
         tile[..., t:, :] = xp.reshape(vector, (*batch, m, size))
-        if problem.weight is not None:
-            weight = xp.reshape(problem.weight[k][at], (*batch, size))
-            root = xp.sqrt(xp.astype(weight, dtype))[..., None, :]
+        if weight:
+            root = xp.sqrt(xp.astype(weight[0], dtype))[..., None, :]
             tile[..., :t, :] /= root
             tile[..., t:, :] *= root
-        if problem.host:
-            tile = to_numpy(tile)
-        yield lead, tile
-
-
-def _cover(shape: tuple[int, ...], columns: int) -> Iterator[tuple[tuple[Any, ...], int]]:
-    """Yield (index, size) for parts of about `columns` elements that cover an array of `shape`."""
-    if not shape:
-        yield (), 1
-        return
-    axis, inner = len(shape) - 1, 1
-    while axis > 0 and inner * shape[axis] <= columns:
-        inner *= shape[axis]
-        axis -= 1
-    step = max(1, columns // max(1, inner))
-    tail = (slice(None),) * (len(shape) - axis - 1)
-    for lead in product(*(range(n) for n in shape[:axis])):
-        for start in range(0, shape[axis], step):
-            stop = min(start + step, shape[axis])
-            yield (*lead, slice(start, stop), *tail), (stop - start) * inner
+        yield lead, to_numpy(tile) if problem.host else tile

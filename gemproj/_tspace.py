@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gemproj._arrays import Array, device_of, namespace, to_numpy
+from gemproj._arrays import Array, device_of, namespace, to_numpy, wide_dtype
 from gemproj._constants import DEPENDENT
 
 
@@ -50,12 +50,15 @@ class Measured(NamedTuple):
     rows : Problem or None
         The problem with G and g, used to read G again if K is ill-conditioned. None if only K is given, or
         if this process has only a shard of G.
+    own : Rows or None
+        G and g as coordinates, if they have no more columns than rows.
     """
 
     gram: Gram
     rounding: float
     to_caller: Callable[[Array], Array]
     rows: Any = None
+    own: Any = None
 
 
 class Standard(NamedTuple):
@@ -68,20 +71,19 @@ class Standard(NamedTuple):
 
 
 class Dual(NamedTuple):
-    """A flat batch of dual problems for `gemproj._search`, which describes the arrays; None for the default."""
+    """A flat batch of dual problems, the arguments of `gemproj._search.solve`; None for defaults."""
 
     of_gram: bool
     rows: np.ndarray
-    linear: np.ndarray
-    h: np.ndarray | None = None
-    lower: np.ndarray | None = None
-    upper: np.ndarray | None = None
-    start: np.ndarray | None = None
-    asked: np.ndarray | None = None
+    linear: Any
+    h: Any = None
+    lower: Any = None
+    upper: Any = None
+    start: Any = None
 
     def of(self, V: np.ndarray, a: np.ndarray, chosen: np.ndarray, start: np.ndarray) -> Dual:
         """Return the problems of a mask, in coordinates V and a, with a start for all problems."""
-        given = (self.h, self.lower, self.upper, start, self.asked)
+        given = (self.h, self.lower, self.upper, start)
         return Dual(False, V, a, *(None if v is None else v[chosen] for v in given))
 
 
@@ -191,29 +193,32 @@ def submatrix(K: Array, rows: Array) -> Array:
 
 
 def drop_rows(K: Array, b: Array, off: Array | None = None) -> tuple[Array, Array, Array]:
-    """Return K and b with zeros for rows that are not finite or `off`, and the mask (..., t) of the other rows.
+    """Return K and b with zeros for rows that are not finite or `off`, and the mask of other rows.
 
     No value is read, so a device is not synchronised. If g is not finite, no entry of b is finite: all rows
     are left out, and x is g.
     """
     xp = namespace(b)
+    if off is not None:  # of each problem
+        K = xp.broadcast_to(K, (*b.shape, b.shape[-1]))
     kept, zero = xp.isfinite(xp.linalg.diagonal(K) + xp.abs(b)), xp.zeros_like(b)
     rows = kept
     if K.ndim <= b.ndim:  # one K for many b: if row i is finite but b_i is not, g is not finite
         rows = xp.isfinite(xp.linalg.diagonal(K))
         kept = rows & xp.all(kept | ~rows, axis=-1, keepdims=True)
     if off is not None:
-        kept = kept & ~off
-        rows = kept if K.ndim > b.ndim else rows
+        rows = kept = kept & ~off
     K = xp.where(rows[..., :, None] & rows[..., None, :], K, xp.zeros_like(K))
     return K, xp.where(kept, b, zero), kept
 
 
-def fetch(arrays: list[Array | None]) -> list[np.ndarray | None]:
-    """Return arrays of one dtype as NumPy arrays in float64, in one copy from their device."""
+def fetch(arrays: list[Array | None]) -> list[Any]:
+    """Return arrays of a device as NumPy arrays, in one copy: numbers in float64, masks as masks."""
     given = [a for a in arrays if a is not None]
-    xp = namespace(given[0])
-    flat = to_numpy(xp.concat([xp.reshape(a, (-1,)) for a in given])).astype(np.float64)
+    xp, wide = namespace(given[0]), wide_dtype(namespace(given[0]), device_of(given[0]))
+    whole = xp.concat([xp.astype(xp.reshape(a, (-1,)), wide, copy=False) for a in given])
     ends = np.cumsum([math.prod(a.shape) for a in given])
-    parts = iter(np.split(flat, ends[:-1]))
-    return [a if a is None else next(parts).reshape(tuple(a.shape)) for a in arrays]
+    parts = [p.reshape(a.shape) for p, a in zip(np.split(to_numpy(whole), ends[:-1]), given, strict=True)]
+    masks = [xp.isdtype(a.dtype, "bool") for a in given]
+    found = (p.astype(bool if m else np.float64) for p, m in zip(parts, masks, strict=True))
+    return [a if a is None else next(found) for a in arrays]

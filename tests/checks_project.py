@@ -146,7 +146,7 @@ def errors_on_every_process():
         project(G[:, at], g[at], h=torch.zeros(len(G) + odd))
     with pytest.raises(TypeError, match=r"group must be a .*ProcessGroup.*; found list"):
         project(G[:, at], g[at], group=[0, 1])
-    with expect(odd, TypeError, "G must be an"):
+    with expect(odd, TypeError, r"G\[0\] must be an"):
         project([1.0] if odd else G[:, at], g[at])
     both, h = torch.cat([G, -2.0 * G[1:2]]), torch.tensor([0.0, 1.0, 0.0, -1.0], dtype=torch.float64)
     with pytest.raises(ValueError, match=r"h is infeasible: .* in rows 1, 3 at once"):

@@ -14,7 +14,7 @@ from contextlib import suppress
 import numpy as np
 
 from gemproj import project
-from gemproj.backends.numba import backend
+from gemproj.backends.numba import threads
 from gemproj.backends.numba.threads import share
 
 
@@ -58,7 +58,7 @@ def at_every_instruction():
 
 
 def at_random():
-    backend._WORTH_THREADS = 0
+    threads._WORTH_THREADS = 0
     rng = np.random.default_rng(0)
     G, g = rng.standard_normal((6, 20_000)), rng.standard_normal(20_000)
     out, expected = np.empty_like(g), project(G, g)

@@ -167,7 +167,7 @@ def one_thread():
 def any_size_in_threads(monkeypatch):
     """Have compiled loops share out problems of any size among threads, not only large ones."""
     if installed():
-        monkeypatch.setattr("gemproj.backends.numba.backend._WORTH_THREADS", 0)
+        monkeypatch.setattr("gemproj.backends.numba.threads._WORTH_THREADS", 0)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 from numpy.lib.stride_tricks import as_strided
 from problems import assert_close
 
-from gemproj import FISTA, GEM2017, OSQP, PGD, Exact, Quadprog, combine, gram, project, solve_dual, solve_gram
+from gemproj import FISTA, GEM2017, OSQP, PGD, Quadprog, combine, gram, project, solve_dual, solve_gram
 
 torch = pytest.importorskip("torch")
 G, g = np.eye(3, 5), -np.ones(5)
@@ -41,8 +41,8 @@ WRONG_VALUES = [
     (lambda: project([G, G], [g]), "g has 1 blocks but G has 2"),
     (lambda: project({"a": G}, {"b": g}), "same keys; only in one of them: 'a', 'b'"),
     (lambda: project([], []), "G has no blocks"),
-    (lambda: project([G, G[:2]], [g, g]), r"G\[1\] has shape \(2, 5\), but the first block has 3"),
-    (lambda: project({"w": G}, {"w": g[:2]}), r"g\['w'\] must have shape \(5,\)"),
+    (lambda: project([G, G[:2]], [g, g]), r"t = 3; G\[1\] has shape \(2, 5\), g\[1\] has shape"),
+    (lambda: project({"w": G}, {"w": g[:2]}), r"Blocks must have .*g\['w'\] has shape \(2,\)"),
     (lambda: project(G, g, method="gem"), "method 'gem' is unknown; the names are 'exact'"),
     (lambda: project(G, g, margin=-0.5), "margin must be finite and at least 0; found -0.5"),
     (lambda: project(G, g, margin=np.array([0.0, -1.0, 0.0])), "margin must be at least 0; found"),
@@ -93,7 +93,6 @@ WRONG_VALUES = [
     (lambda: Quadprog(ridge=-1.0), "ridge must be finite and at least 0"),
     (lambda: OSQP(eps=0.0), "eps must be finite and above 0"),
     (lambda: GEM2017(memory_strength=-0.1), "memory_strength must be finite and at least 0"),
-    (lambda: Exact(refine=-1), "refine must be at least 0; found -1"),
 ]
 WRONG_TYPES = [
     (lambda: PGD(steps=1.5), "steps must be an integer; found 1.5"),
@@ -114,7 +113,7 @@ WRONG_TYPES = [
     (lambda: project(TENSORS[0].to(torch.float8_e5m2), TENSORS[1]), "G must have a real floating.*float8"),
     (lambda: project(G.astype(int), g), "G must have a real floating-point dtype; found int64"),
     (lambda: project(G, g.astype(complex)), "g must have a real floating-point dtype; found complex"),
-    (lambda: project([[1.0, 0.0]], [1.0]), "G must be an array.*blocks of type list.*numpy.asarray"),
+    (lambda: project([[1.0, 0.0]], [1.0]), r"G\[0\] must be an array.*found list.*numpy.asarray"),
     (lambda: project(3.0, g), "G must be an array.*found float"),
     (lambda: project(torch.eye(3, 5), g), "one library; found numpy.ndarray, torch.Tensor"),
     (lambda: project(list(G), g), "g must be a sequence of arrays, as G is; found one array. If G .* stack"),
@@ -134,7 +133,6 @@ WRONG_TYPES = [
     (lambda: project(G, g, warm_start=np.ones(3, complex)), "warm_start must have a real"),
     (lambda: combine(G, g, np.ones(3, complex)), "multipliers must have a real"),
     (lambda: combine(G, g, 1.0), "multipliers must be an array.*found float"),
-    (lambda: Exact(refine=1.5), "refine must be an integer; found 1.5"),
 ]
 
 
@@ -145,6 +143,75 @@ WRONG_TYPES = [
 def test_error_names_the_argument(error, call, text):
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("library", ["np", "torch"])
+def test_common_layouts_that_are_wrong_say_what_to_pass(library):
+    xp = {"np": np, "torch": torch}[library]
+    w, v, count = xp.ones((2, 3)), xp.ones(4), xp.ones((), dtype=xp.int64)
+    for kind in (list, tuple):  # what torch.autograd.grad returns for each task
+        tasks = kind([kind([w, v]), kind([-w, v])])
+        advice = r"rows = \[" + library + r"\.stack\(b\) for b in zip\(\*G\)\]"
+        with pytest.raises(TypeError, match=rf"G\[0\] is a {kind.__name__} of arrays.*{advice}"):
+            project(tasks, kind([w, v]))
+        x = project([xp.stack(b) for b in zip(*tasks, strict=True)], [w, v])
+        assert [tuple(b.shape) for b in x] == [(2, 3), (4,)]
+    rows = [xp.stack([w, -w]), xp.stack([v, v])]
+    named = {"w": w, "bn.count": count}
+    for G, g, text in (
+        (rows, [w, None], r"g\[1\] is None.*allow_unused=True, materialize_grads=True, or pass zeros"),
+        (rows, {"w": w, "v": None}, r"g\['v'\] is None"),
+        ([[w, v], [w, None]], [w, v], r"G\[0\] is a list of arrays"),
+        ([[w, None], [w, v]], [w, v], r"G\[0\]\[1\] is None"),
+        (
+            {"w": rows[0], "bn.count": xp.stack([count, count])},
+            named,
+            r"G\['bn.count'\] .*int64.*leave it out",
+        ),
+        (
+            {"w": rows[0], "bn.count": rows[1]},
+            named,
+            r"g\['bn.count'\] .*int64. Convert it first, or leave it out",
+        ),
+        (
+            rows,
+            xp.ones(10),
+            r"g must be a sequence .* Pass g in blocks, of the shapes of G\[k\]\[0\], or flatten",
+        ),
+        ([v, v], v, "g must be a sequence .* If G is a list of rows, stack them"),
+        ([w, v], [w, v[:3]], r"here t = 2 and m = 2; G\[1\] has shape \(4,\), g\[1\]"),
+        ([w, v], [w, v], r"G\[1\] has shape .* G needs a leading axis of size 1"),
+        (xp.ones((4, 2)), v, r"g must have shape \(2,\) .* If G has one column per constraint, pass G.T."),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            project(G, g)
+
+
+@pytest.mark.parametrize("library", ["np", "torch"])
+def test_out_may_have_any_strides_without_overlap(library):
+    memory = np.zeros(200)
+
+    def cut(shape, strides, start=0):
+        if library == "torch":
+            return torch.from_numpy(memory).as_strided(shape, strides, start)
+        return as_strided(memory[start:], shape, [8 * step for step in strides])
+
+    G, g = np.eye(4)[:, None, :3] * np.ones((4, 3)), -np.ones((4, 3))  # four problems
+    if library == "torch":
+        G, g = map(torch.tensor, (G, g))
+    exotic = [(5, 6), (4, 7), (5, 12)]  # refused, although no two entries share memory
+    for strides in (*exotic, (3, 1), (1, 4), (20, 5), (1, 0), (0, 1), (2, 3), (1, 1), (2, 1)):
+        places = np.add.outer(strides[0] * np.arange(4), strides[1] * np.arange(3))
+        out = cut((4, 3), strides)
+        if len(np.unique(places)) == 12 and strides not in exotic:
+            assert project(G, g, out=out) is out
+            assert_close(np.asarray(out), np.asarray(project(G, g)), atol=0)
+        else:
+            with pytest.raises(ValueError, match=r"out has entries that share memory.*pass a contiguous"):
+                project(G, g, out=out)
+    if library == "np":
+        out = memory[11::-1].reshape(4, 3)[:, ::-1]
+        assert_close(project(G, g, out=out), project(G, g), atol=0)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

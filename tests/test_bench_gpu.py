@@ -85,10 +85,10 @@ def test_correctness_and_wrong_answers_are_seen(gpu, monkeypatch, rows):
     checks.add("raises", lambda: 1 / 0)
     assert [row[-1].strip("*") for row in rows()[2:]] == ["right", "wrong", "wrong", "failed"]
     draws = iter(torch.rand(99, 5))
-    monkeypatch.setattr(order.gemproj, "project", lambda G, g, out=None: next(draws))
+    monkeypatch.setattr(order.gemproj, "project", lambda G, g, **options: next(draws))
     assert order.two_streams(1, 5) == Found(2, 2, 0)
     monkeypatch.setattr(order.gemproj, "solve_dual", Mock(side_effect=RuntimeError("synchronizing")))
-    assert order.waits((1, 2), 5) == Found(2, 2, 0)
+    assert order.waits((1, 2), 5) == Found(10, 10, 0)
 
 
 def test_speed(gpu, monkeypatch, rows):

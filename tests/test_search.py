@@ -24,10 +24,8 @@ sources = pytest.mark.parametrize("of_gram", [True, False], ids=["K", "rows"])
 
 def run(form, of_gram, G, g, h, lower=None, upper=None, start=None):
     """Solve a batch: rows (n, t, d), or (1, t, d) for all, g (n, d) and the rest (n, t)."""
-    norms = np.array([problems.lengths(rows) for rows in G])
-    asked = np.maximum(np.where(np.zeros_like(h) if lower is None else lower < 0, np.abs(h), h), 0.0) / norms
     rows, linear = (G @ G.swapaxes(1, 2), np.sum(G * g[:, None], axis=2)) if of_gram else (G, g)
-    return form(Dual(of_gram, rows, linear, h, lower, upper, start, asked.max(axis=1)))
+    return form(Dual(of_gram, rows, linear, h, lower, upper, start))
 
 
 def run_one(form, of_gram, *arrays):

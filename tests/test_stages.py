@@ -97,6 +97,90 @@ def test_blocks_are_one_problem(xp, rng):
     assert_close(whole(xp, [*x.values()]), expected, atol=1e-13)
 
 
+@pytest.mark.parametrize("count", [(5,), (2, 3), (1,), (0,)])
+@pytest.mark.parametrize("container", [list, tuple, dict])
+def test_many_gradients_in_blocks(xp, container, count, rng):
+    """As g in one array: one K for all gradients. With `out`, options, and each stage alone."""
+    shapes = [(4, 5), (), (3, 13)]
+
+    def cut(a):
+        blocks = blocks_of(xp, a, "float64", shapes)
+        return dict(zip("abc", blocks, strict=True)) if container is dict else container(blocks)
+
+    def joined(blocks):
+        assert type(blocks) is container
+        parts = [xp.numpy(b) for b in (blocks.values() if container is dict else blocks)]
+        return np.concatenate([b.reshape((*count, math.prod(b.shape[len(count) :]))) for b in parts], axis=-1)
+
+    G, g, metric = rng.standard_normal((4, 60)) - 0.2, rng.standard_normal((*count, 60)), rng.random(60) + 0.5
+    Gs, gs = cut(G), cut(g)
+    for options, more in (({}, {}), ({"margin": 0.1}, {}), ({"penalty": 0.3}, {"metric": metric})):
+        expected = project(G, g, **options, **more)
+        options |= {name: cut(a) for name, a in more.items()}
+        assert_close(joined(project(Gs, gs, **options)), expected, atol=1e-13)
+        out = cut(np.zeros_like(g))
+        assert project(Gs, gs, out=out, **options) is out
+        assert_close(joined(out), expected, atol=1e-13)
+        sol = solve_dual(Gs, gs, **options)
+        assert tuple(sol.multipliers.shape) == (*count, 4)
+        assert_close(
+            joined(combine(Gs, gs, sol.multipliers, metric=options.get("metric"))), expected, atol=1e-13
+        )
+    K, b, gg = map(xp.numpy, gram(Gs, gs))
+    assert_close(K, G @ G.T, atol=1e-13)
+    assert_close(b, g @ G.T, atol=1e-13)
+    assert_close(gg, np.sum(g * g, axis=-1), atol=1e-12)
+    own = cut(g)
+    project(Gs, own, out=own)
+    assert_close(joined(own), project(G, g), atol=1e-13)
+
+
+def test_derivative_of_many_gradients_in_blocks(rng):
+    torch = pytest.importorskip("torch")
+    J, upstream = torch.tensor(rng.standard_normal((3, 10)) - 0.2), torch.tensor(rng.standard_normal((3, 10)))
+    whole = J.clone().requires_grad_()
+    (project(whole, whole) * upstream).sum().backward()
+    parts = [J[:, :4].reshape(3, 2, 2).requires_grad_(), J[:, 4:].clone().requires_grad_()]
+    x = project(parts, parts)
+    (torch.cat([b.flatten(1) for b in x], 1) * upstream).sum().backward()
+    assert_close(torch.cat([b.grad.flatten(1) for b in parts], 1).numpy(), whole.grad.numpy(), atol=1e-13)
+
+
+def test_conflicting_tasks_in_blocks(xp, rng):
+    """Each row of J onto the cone of all: what UPGrad averages; rows that are nearly opposite are read again."""
+    J = rng.standard_normal((4, 29))
+    J[1] = 1e-6 * J[1] - J[0]
+    blocks = blocks_of(xp, J, "float64", [(3, 3), (4, 5)])
+    found = np.concatenate([xp.numpy(b).reshape(4, -1) for b in project(blocks, blocks)], axis=1)
+    assert_close(found, xp.project(J, J), atol=1e-9)
+
+
+def test_blocks_in_any_order_of_memory(xp, rng):
+    """Channels last, transposed, strided: also in place."""
+    if xp.name == "array_api_strict":
+        pytest.skip("array_api_strict has no strides")
+    G, g, shapes = rng.standard_normal((3, 120)) - 0.2, rng.standard_normal(120) + 0.2, [(4, 5, 3), (6, 10)]
+    expected = project(G, g)
+    for k in range(4):
+
+        def turned(a, lead, k=k):
+            axes = [*range(lead), *(np.roll(range(lead, a.ndim), k))]
+            return (
+                xp.module.asarray(a).permute(*np.argsort(axes))
+                if xp.name == "torch"
+                else a.transpose(np.argsort(axes))
+            )
+
+        def laid_out(a, lead, k=k):
+            axes = [*range(lead), *np.roll(range(lead, a.ndim), k).tolist()]
+            return turned(xp.array(xp.numpy(a).transpose(axes)), lead)
+
+        Gs = [laid_out(a, 1) for a in blocks_of(xp, G, "float64", shapes)]
+        gs = [laid_out(a, 0) for a in blocks_of(xp, g, "float64", shapes)]
+        assert_close(whole(xp, project(Gs, gs)), expected, atol=1e-13)
+        assert_close(whole(xp, project(Gs, gs, out=gs)), expected, atol=1e-13)
+
+
 @pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e25])
 def test_float32_far_from_one(xp, scale, rng):
     G, g = rng.standard_normal((2, 150_000)) - 0.2, rng.standard_normal(150_000) + 0.2

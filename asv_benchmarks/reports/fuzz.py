@@ -241,10 +241,7 @@ def right_hand_sides(rng: np.random.Generator) -> Iterator[Verdict]:
             lam, refused = searched(members, search)
             exact = exact or list(map(expected, members, lam, refused))
             size = [1.0 + math.hypot(*([] if e is None else e)) for e in exact]
-            x = [
-                p.g + v @ p.G if not no else np.nan * p.g
-                for p, v, no in zip(members, lam, refused, strict=True)
-            ]
+            x = [p.g + (np.nan if no else v @ p.G) for p, v, no in zip(members, lam, refused, strict=True)]
             errors = np.array(list(map(distance, x, exact, size)))
             yield judge(f"right-hand sides, search from rows, {form}", errors, members)
         given = {name: np.stack([getattr(p, name) for p in members]) for name in ("G", "g", "h", "equality")}

@@ -54,13 +54,13 @@ def select(problem: Problem) -> Backend:
 
 
 def search(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
-    """Return the multipliers (problems, t) and what was `found` (problems, 4); see `gemproj._search.solve`."""
+    """Return the multipliers (problems, t) and `found` (problems, 4) of `gemproj._search.solve`."""
     return _on_host(wanted).solve(dual)
 
 
-def solve_few(K: Array, b: Array) -> Array:
+def solve_few(K: Array, b: Array, margin: Array | None = None) -> Array:
     """Return the solution for few rows on a device, which is not read; see `gemproj.backends.enumeration`."""
-    return _on_device(b, wanted).solve_few(K, b)
+    return _on_device(b, wanted).solve_few(K, b, margin)
 
 
 def check_name(name: str) -> None:

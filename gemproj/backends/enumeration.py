@@ -1,4 +1,4 @@
-"""Exact solution of few rows on a device, without reading it: all active sets at once, in array operations."""
+"""Exact solution of few rows on a device, without reading it: all active sets at once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,19 @@ from gemproj._tspace import clip, drop_rows, matvec, normalise
 _MOST = 1 << 22
 
 
-def solve_few(K: Array, b: Array) -> Array:
-    """Return the solution of ``min 1/2 lam'K lam + b'lam, lam >= 0``; rows that are not finite get zero."""
-    xp, t, batch = namespace(b), b.shape[-1], b.shape[:-1]
-    if not t:
+def solve_few(K: Array, b: Array, margin: Array | None = None) -> Array:
+    """Return the minimiser of ``1/2 lam'K lam + b'lam, lam >= margin``; rows that are not finite get zero."""
+    if not b.shape[-1]:
         return b * 0.0
-    K, b, _ = drop_rows(K, b)
+    K, b, kept = drop_rows(K, b)
+    if margin is None:
+        return _solve(K, b)
+    return namespace(b).where(kept, margin + _solve(K, b + matvec(K, margin)), 0.0 * margin)
+
+
+def _solve(K: Array, b: Array) -> Array:
+    """Return the solution with the lower bound zero, of a slab of problems at a time."""
+    xp, t, batch = namespace(b), b.shape[-1], b.shape[:-1]
     enumerate_sets = _factorise if is_torch(b) else _sweep_all
     count, slab = math.prod(batch), max(1, _MOST // (2**t * t * (t + 1)))
     if count <= slab:
@@ -86,8 +93,8 @@ def _sweep_all(K: Array, b: Array) -> Array:
 def _swept(tableau: Array, k: int, good: Array) -> Array:
     """Return the tableau (..., t, t + 1) swept on row k: pivoted on its k-th diagonal entry.
 
-    It holds ``K_PP^-1`` and ``-lam_P`` in the rows P it was swept on, and the Schur complement and the slacks in
-    the other rows.
+    It holds ``K_PP^-1`` and ``-lam_P`` in the rows P it was swept on, and the Schur complement and the slacks
+    in the other rows.
     """
     xp = namespace(tableau)
     pivot = tableau[..., k, k]

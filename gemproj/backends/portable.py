@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from gemproj import _search
-from gemproj._arrays import Array, namespace
+from gemproj._arrays import Array, empty_as, is_row_major, namespace
 from gemproj._problem import Problem
 from gemproj._tiles import stacked, tiles
 from gemproj._tspace import Dual, Gram, times_rows
@@ -53,21 +53,26 @@ class Portable:
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
         """Write ``g + diag(1/w) G'lam`` to x, tile by tile in float64, rounded once."""
-        xp, t = problem.xp, problem.t
-        flat = (-1, t) if problem.shared else (*lam.shape[:-1], 1, t)
-        weights = namespace(lam).reshape(lam, flat)
+        xp, t, batch = problem.xp, problem.t, problem.batch
+        weights = namespace(lam).reshape(lam, (-1, t) if problem.shared else (*lam.shape[:-1], 1, t))
+        # Blocks with one axis of columns: views, except where entries are not in row-major order.
+        views = [is_row_major(a) or a.ndim == len(batch) + 1 for a in x]
+        flat = [
+            xp.reshape(a if view else empty_as(a), (*batch, n))
+            for a, view, n in zip(x, views, problem.sizes, strict=True)
+        ]
         with problem.without_autocast():
-            for k, lead, at, size in tiles(problem):
-                part, vector, piece = weights[(*lead, ...)], problem.vector[k][at], x[k][at]
-                batch = () if problem.shared else part.shape[:-2]
-                rows = xp.reshape(problem.rows[k][at], (*batch, t, size))
+            for k, lead, at, (rows, vector, *weight) in tiles(problem):
                 rows = xp.astype(rows, problem.wide, copy=False)
                 # On the CPU NumPy multiplies, because its products have the same bits for any batch size.
-                step = problem.to_caller(times_rows(part, problem.to_host(rows)))
+                step = problem.to_caller(times_rows(weights[(*lead, ...)], problem.to_host(rows)))
                 step = xp.reshape(step, vector.shape)
-                if problem.weight is not None:
-                    step = step / problem.weight[k][at]
-                piece[...] = xp.astype(vector + step, piece.dtype, copy=False)
+                if weight:
+                    step = step / weight[0]
+                flat[k][at] = xp.astype(vector + step, flat[k].dtype, copy=False)
+        for a, view, part in zip(x, views, flat, strict=True):
+            if not view:
+                a[...] = xp.reshape(part, a.shape)
 
 
 def bind(problem: Problem) -> None:
@@ -82,9 +87,8 @@ def solve(dual: Dual, run: Any = _search.solve) -> tuple[np.ndarray, np.ndarray]
     rows, linear = _float64(dual.rows), _float64(dual.linear)
     count, t = len(linear), rows.shape[1]
     given = [_NONE if a is None else _float64(a) for a in (dual.h, dual.lower, dual.upper, dual.start)]
-    asked = np.zeros(count) if dual.asked is None else _float64(dual.asked)
     lam, found = np.empty((count, t)), np.empty((count, 4))
-    run(0, count, dual.of_gram, rows, linear, *given, asked, lam, found)
+    run(0, count, dual.of_gram, rows, linear, *given, lam, found)
     return lam, found
 
 

@@ -22,12 +22,12 @@ FEW = 8
 class Exact(Method):
     """The exact solution of GEM's quadratic program, to rounding; the default method.
 
-    Lawson and Hanson's active-set method, see `gemproj._search`. Rows are normalised, so that rows of norm 1e-6
-    are treated like rows of norm one, and no ridge is added. Linearly dependent rows (repeated tasks, opposite
-    tasks, t > d) need no special care: if K is too inaccurate to decide whether rows are dependent, `solve_dual`
-    and `project` solve again from G. On a device, up to 8 rows without a penalty or equalities are solved on all
-    active sets at once, without synchronisation; other problems are solved on the CPU, after one synchronising
-    copy of t*t numbers.
+    Lawson and Hanson's active-set method, see `gemproj._search`. Rows are normalised, so that rows of norm
+    1e-6 are treated like rows of norm one, and no ridge is added. Linearly dependent rows (repeated tasks,
+    opposite tasks, t > d) need no special care: if K is too inaccurate to decide whether rows are dependent,
+    `solve_dual` and `project` solve again from G. On a device, up to 8 rows without a penalty or equalities
+    are solved on all active sets at once, without synchronisation; other problems are solved on the CPU,
+    after one synchronising copy of t*t numbers.
 
     Examples
     --------
@@ -48,10 +48,11 @@ class Exact(Method):
             none = xp.zeros(shape[:-1], dtype=xp.int64, device=device)
             return Outcome(solve_few(K, b), none, none)
         given = [None if a is None else xp.broadcast_to(a, shape) for a in (lower, upper, warm_start)]
+        arrays: list[Any]
         if on_host(device):
             arrays = [a if a is None else np.asarray(to_numpy(a), np.float64) for a in (K, b, *given)]
         else:
-            arrays = fetch([a if a is None else xp.astype(a, b.dtype) for a in (K, b, *given)])
+            arrays = fetch([K, b, *given])
         K = np.reshape(arrays[0], (math.prod(K.shape[:-2]), t, t))
         linear, *given = (a if a is None else np.reshape(a, (math.prod(shape[:-1]), t)) for a in arrays[1:])
         dual = Dual(True, K, linear, None, *given)

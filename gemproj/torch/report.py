@@ -295,7 +295,7 @@ def _batch(solutions: Sequence[DualSolution]) -> DualSolution:
     bounds = Bounds(*map(stacked, zip(*[sol.bounds for sol in solutions], strict=True)))
     return replace(
         first, multipliers=stacked(sol.multipliers for sol in solutions), gram=gram, bounds=bounds,
-        iterations=0, _status=0, _coordinates=None, _correction=None,
+        iterations=0, _status=0, _rows=None,
     )  # fmt: skip
 
 

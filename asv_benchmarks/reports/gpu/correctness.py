@@ -1,5 +1,6 @@
 """Part 1: results of the device against results of the CPU."""
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from gemproj import FISTA, PGD, Status
 
 SIZES = (1, 2, 3, 5, 8, 9, 16, 17, 32, 33, 64, 100, 168, 256)
 SOME = (2, 8, 12)
-# Above 8 rows the search of active sets runs on the CPU: it synchronises, and no graph can capture it.
+# Above 8 rows the CPU solves: this synchronises, and no graph can capture it.
 ORDERED = (2, 8)
 BATCHES = [(2, 64, (1000,)), (9, 40, (7, 1)), (33, 70, (100,)), (8, 4000, (20,)), (3, 5, (2, 3, 4))]
 # Columns of usual, larger and large problems, and so many that three rows overflow 32-bit offsets.
@@ -47,12 +48,12 @@ def cases() -> Iterator[tuple[str, torch.dtype, list[Case]]]:
     yield "rows by columns", f32, [(gaps[:t].T.contiguous().T, vector, {}) for t in SOME]
     yield "blocks of three dtypes", f32, [_in_blocks(t) for t in SOME]
     yield "batches", f32, [(*draw(t, d, batch=batch), {}) for t, d, batch in BATCHES]
-    h = torch.tensor(-0.1, dtype=f64, device=DEVICE)
-    options: list[tuple[str, Any]] = [("penalty", 0.1), ("margin", 0.05), ("equality", True), ("h", h)]
-    options += [("method", PGD(steps=5)), ("method", FISTA(steps=30))]
-    for name, value in options:
-        some = [(*draw(t, D, f64), {name: value}) for t in SOME]
-        yield str(value) if name == "method" else name, f64, some
+    h, off = (torch.tensor(value, dtype=f64, device=DEVICE) for value in (-0.1, -math.inf))
+    options: list[dict[str, Any]] = [{"penalty": 0.1}, {"margin": 0.05}, {"equality": True}, {"h": h}]
+    options += [{"method": method} for method in (PGD(steps=5), FISTA(steps=30), "agem")]
+    for given in [*options, {"margin": 0.05, "h": off}]:
+        some = [(*draw(t, D, f64), given) for t in SOME]
+        yield ", ".join(map(str, given.values())) if "method" in given else " and ".join(given), f64, some
 
 
 def _in_blocks(t: int) -> Case:

@@ -3,6 +3,8 @@
 import math
 import sys
 import warnings
+from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,25 +20,30 @@ _ADDITIONS, _BUSY = 200, 1 << 24 if DEVICE.type == "cuda" else 1
 
 
 def waits(sizes: tuple[int, ...], d: int) -> Found:
-    """Count the numbers of rows for which the host waits for the device."""
-    waited = 0
-    for t in sizes:
-        G, g = draw(t, d)
-        gemproj.project(G, g)  # compiles
+    """Count the calls that wait for the device, among numbers of rows and options that promise not to."""
+    waited, choices = 0, [*product(sizes, ("none", "margin", "h", "margin and h", "fista"))]
+    for t, name in choices:
+        (G, g), h = draw(t, d), torch.linspace(-0.1, 0.1, t, dtype=torch.float64, device=DEVICE)
+        h[0] = -math.inf
+        options: dict[str, Any] = (
+            {"margin": 0.05} if "margin" in name else {"method": name} if name == "fista" else {}
+        )
+        options |= {"h": h} if "h" in name.split() else {}
+        gemproj.project(G, g, **options)  # compiles
         torch.cuda.synchronize()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the debug mode is a prototype
             torch.cuda.set_sync_debug_mode("error")
         try:
-            gemproj.project(G, g, out=g)
-            sol = gemproj.solve_dual(G, g)
-            sol.kkt_residual(), sol.duality_gap(), sol.cosine()
+            gemproj.project(G, g, out=g, **options)
+            sol = gemproj.solve_dual(G, g, **options)
+            sol.kkt_residual(), sol.duality_gap(), sol.cosine(), sol.status
         except RuntimeError as reason:
-            print(f"t = {t}: {reason}", file=sys.stderr)
+            print(f"t = {t}, {name}: {reason}", file=sys.stderr)
             waited += 1
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return Found(len(sizes), waited, 0)
+    return Found(len(choices), waited, 0)
 
 
 def replays(t: int, d: int, split: bool) -> Found:

@@ -12,11 +12,12 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from gemproj.backends.numba.block import HEIGHT, LANES, MULTIPLE, add_block
+from gemproj.backends.numba.block import HEIGHT, LANES, MULTIPLE, add_block, add_few, prefetch, widen
 from gemproj.backends.numba.jit import entry, fast
 
 # Columns whose products are summed before they are added to a total; columns of x computed at a time.
 _CHUNK, _PART = 1024, 1024
+_STEP = 256
 # Bytes of a tile, and its minimum number of columns. It stays in a first-level cache.
 _TILE, _LEAST = 12 << 10, 256
 
@@ -51,50 +52,18 @@ def _rounded(value, like):
 
 
 @fast
-def _widen(source, target):
-    for i in range(source.size):
-        target[i] = number(source[i])
+def _widen(source, start, n, tile, row):
+    """Copy n numbers from ``source[start:]`` to a row of a float64 tile."""
+    done = n - n % LANES
+    widen(source, start, done, tile, row)
+    for i in range(done, n):
+        tile[row, i] = number(source[start + i])
 
 
 @fast
 def _narrow(source, target):
     for i in range(source.size):
         target[i] = rounded(source[i], target[i])
-
-
-@fast
-def _add_one(a, g, total):
-    """Add the products of one row and g to a total, see `_collect`."""
-    s0 = s1 = s2 = 0.0
-    for i in range(g.size):
-        x, z = np.float64(number(a[i])), np.float64(number(g[i]))
-        s0 += x * x
-        s1 += x * z
-        s2 += z * z
-    total[0] += s0
-    total[1] += s1
-    total[2] += s2
-
-
-@fast
-def _add_two(a, b, g, total):
-    """Add the products of two rows and g to a total, see `_collect`."""
-    s0 = s1 = s2 = s3 = s4 = s5 = 0.0
-    for i in range(g.size):
-        x, y, z = np.float64(number(a[i])), np.float64(number(b[i])), np.float64(number(g[i]))
-        s0 += x * x
-        s1 += x * y
-        s2 += y * y
-        s3 += x * z
-        s4 += y * z
-        s5 += z * z
-    total[0] += s0
-    total[1] += s1
-    total[2] += s1
-    total[3] += s2
-    total[4] += s3
-    total[5] += s4
-    total[6] += s5
 
 
 @fast
@@ -138,47 +107,60 @@ def sum_products(
     """Add the products of the rows [G; g] over the columns of pieces ``begin .. end - 1`` to `totals`.
 
     Pieces of n columns are numbered across problems: piece k of problem p is ``k * problems + p``. With one G
-    for many g, a problem has `together` of them. `totals` is (pieces, problems, size), or (pieces, 1, size)
-    for the sums over all problems.
+    for many g, `together` of them, a multiple of HEIGHT, count as one problem. `totals` is (pieces, problems,
+    size), or (pieces, 1, size) for the sums over all problems.
     """
-    first = t if together == 1 else -(-t // HEIGHT) * HEIGHT  # bits of b must not depend on the other g
-    height = first + together
+    items, first, height = -(-problems // together), t, t + 1
+    if together > 1:  # whole groups of rows, so that the bits of a g do not depend on the others
+        first = -(-t // HEIGHT) * HEIGHT
+        height = first + -(-min(together, problems) // HEIGHT) * HEIGHT
+    width = min(_CHUNK, max(_LEAST, _TILE // (8 * (first + together)) // MULTIPLE * MULTIPLE))
     groups = -(-height // HEIGHT)
-    width = min(_CHUNK, max(_LEAST, _TILE // (8 * height) // MULTIPLE * MULTIPLE))
-    few = together == 1 and 0 < t < 3
-    if not few:
-        tile = np.zeros((height, width))
-        sums = np.empty((groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES))
-    else:
-        tile, sums = np.empty((0, width)), np.empty((0, 0))
+    tile, sums = np.empty((height, width)), np.empty((groups * (groups + 1) // 2, HEIGHT * HEIGHT * LANES))
+    if together > 1:
+        tile[:] = 0.0
+    few = together == 1 and 0 < t < HEIGHT
     for i in range(begin, end):
-        k, p = i // problems, i % problems
-        total = totals[k, min(p, totals.shape[1] - 1)]
+        k, p = i // items, i % items
         sums[:] = 0.0
-        stop = min((k + 1) * piece, n)
-        for start in range(k * piece, stop, width):
+        start, stop = k * piece, min((k + 1) * piece, n)
+        while start < stop:
             here = min(width, stop - start)
             at, v = p * of_problem + start, p * together * of_vector + start
-            if few:
-                g = vectors[v : v + here]
-                if t == 1:
-                    _add_one(rows[at : at + here], g, total)
-                else:
-                    _add_two(rows[at : at + here], rows[at + of_row : at + of_row + here], g, total)
-                continue
-            for r in range(t):
-                _widen(rows[at + r * of_row : at + r * of_row + here], tile[r])
-            for r in range(together):
-                _widen(vectors[v + r * of_vector : v + r * of_vector + here], tile[first + r])
-            _add_tile(tile, height, here, sums)
-        if not few:
-            _collect(sums, height, t, first, total)
+            if few and here >= MULTIPLE:
+                here -= here % MULTIPLE  # few rows are multiplied in place
+                add_few(rows, at, of_row, t, vectors, v, here, sums)
+            else:
+                for r in range(t):
+                    _widen(rows, at + r * of_row, here, tile, r)
+                for r in range(min(together, problems - p * together)):
+                    _widen(vectors, v + r * of_vector, here, tile, first + r)
+                _add_tile(tile, height, here, sums)
+            start += here
+        _collect(sums, height, t, first, totals[k, min(p, totals.shape[1] - 1)])
 
 
 @fast
 def _add_three(p, a, q, b, r, c, out):
-    for i in range(out.size):
-        out[i] += p * number(a[i]) + q * number(b[i]) + r * number(c[i])
+    for start in range(0, out.size, _STEP):
+        end = start + _STEP
+        for i in range(start, end, 64 // a.itemsize):
+            prefetch(a, i)
+            prefetch(b, i)
+            prefetch(c, i)
+        x, y, z, to = a[start:end], b[start:end], c[start:end], out[start:end]
+        for i in range(to.size):
+            to[i] += p * number(x[i]) + q * number(y[i]) + r * number(z[i])
+
+
+@fast
+def _add_one(p, a, out):
+    for start in range(0, out.size, _STEP):
+        x, to = a[start : start + _STEP], out[start : start + _STEP]
+        for i in range(start, start + _STEP, 64 // a.itemsize):
+            prefetch(a, i)
+        for i in range(to.size):
+            to[i] += p * number(x[i])
 
 
 @entry
@@ -191,7 +173,7 @@ def write_combinations(
 
     Sums are in float64 and stay in cache. x is written after its sums are complete, because x may be g.
     """
-    sums, chosen = np.empty(_PART), np.empty(lams.shape[1], np.int64)
+    part, chosen = np.empty((1, _PART)), np.empty(lams.shape[1], np.int64)
     for i in range(begin, end):
         k, p = i // problems, i % problems
         lam, count = lams[min(p, len(lams) - 1)], 0
@@ -202,28 +184,57 @@ def write_combinations(
         stop = min((k + 1) * piece, n)
         for start in range(k * piece, stop, _PART):
             here = min(_PART, stop - start)
-            out, at, v, to = sums[:here], p * of_problem + start, p * of_vector + start, p * of_x + start
-            _widen(vectors[v : v + here], out)
-            for c in range(0, count, 3):
-                a, b, d = chosen[c], chosen[min(c + 1, count - 1)], chosen[min(c + 2, count - 1)]
+            out, at, v, to = part[0, :here], p * of_problem + start, p * of_vector + start, p * of_x + start
+            _widen(vectors, v, here, part, 0)
+            for c in range(0, count - 1, 3):
+                a, b = chosen[c], chosen[c + 1]
+                d = chosen[c + 2] if c + 2 < count else b
                 _add_three(
                     lam[a],
                     rows[at + a * of_row : at + a * of_row + here],
-                    lam[b] if c + 1 < count else 0.0,
+                    lam[b],
                     rows[at + b * of_row : at + b * of_row + here],
                     lam[d] if c + 2 < count else 0.0,
                     rows[at + d * of_row : at + d * of_row + here],
                     out,
                 )
+            if count % 3 == 1:
+                a = chosen[count - 1]
+                _add_one(lam[a], rows[at + a * of_row : at + a * of_row + here], out)
             _narrow(out, x[to : to + here])
+
+
+@fast
+def _turn(columns, of_column, start, tile, c):
+    """Copy eight columns to a tile; LLVM stores eight numbers at a time."""
+    t = tile.shape[0]
+    at = start + c
+    s0 = columns[at * of_column : at * of_column + t]
+    s1 = columns[(at + 1) * of_column : (at + 1) * of_column + t]
+    s2 = columns[(at + 2) * of_column : (at + 2) * of_column + t]
+    s3 = columns[(at + 3) * of_column : (at + 3) * of_column + t]
+    s4 = columns[(at + 4) * of_column : (at + 4) * of_column + t]
+    s5 = columns[(at + 5) * of_column : (at + 5) * of_column + t]
+    s6 = columns[(at + 6) * of_column : (at + 6) * of_column + t]
+    s7 = columns[(at + 7) * of_column : (at + 7) * of_column + t]
+    to = tile[:, c : c + 8]
+    for r in range(s0.size):
+        to[r, 0], to[r, 1], to[r, 2], to[r, 3] = s0[r], s1[r], s2[r], s3[r]
+        to[r, 4], to[r, 5], to[r, 6], to[r, 7] = s4[r], s5[r], s6[r], s7[r]
 
 
 @entry
 def transpose(columns, of_column, start, tile):
     """Copy columns, from column `start` on, to the rows of a tile (t, n)."""
     t, n = tile.shape
-    for c in range(0, n, 16):
+    if t == 2 and of_column == 2:
+        pairs, a, b = columns[2 * start : 2 * (start + n)], tile[0], tile[1]
+        for i in range(a.size):
+            a[i], b[i] = pairs[2 * i], pairs[2 * i + 1]
+        return
+    done = n - n % 8
+    for c in range(0, done, 8):
+        _turn(columns, of_column, start, tile, c)
+    for c in range(done, n):
         for r in range(t):
-            to = tile[r, c : c + 16]
-            for k in range(to.size):
-                to[k] = columns[(start + c + k) * of_column + r]
+            tile[r, c] = columns[(start + c) * of_column + r]

@@ -13,8 +13,7 @@ from gemproj.backends import portable
 from gemproj.backends.numba.jit import compile_module
 from gemproj.backends.numba.threads import share_pieces
 
-# Time of a search per entry of the coordinates, in units of the time to read a number.
-_READS = 128
+_READS = 128  # time of a search per entry of the coordinates, in units of the time to read a number
 
 
 def _dot(u: Any, v: Any) -> float:
@@ -69,7 +68,7 @@ def solve(dual: Dual) -> tuple[np.ndarray, np.ndarray]:
     """Return the result of `portable.solve`; threads share a large batch."""
 
     def run(first: int, last: int, *arguments: Any) -> None:
-        work = last * _READS * math.prod(arguments[1].shape[1:])
+        work = last * _READS * arguments[1].shape[1] * arguments[1].shape[2]
         share_pieces(lambda begin, end: _solve(begin, end, *arguments), last, work)
 
     return portable.solve(dual, run)

@@ -22,7 +22,7 @@ _LOOK = 0.05
 # Jobs per thread: handing over a job takes as long as reading 100 kB.
 _JOBS = 4
 # Numbers to read below which waking threads takes longer.
-WORTH_THREADS = 1 << 21
+_WORTH_THREADS = 1 << 21
 
 
 def cores() -> int:
@@ -34,33 +34,29 @@ def cores() -> int:
 
 
 def share_pieces(
-    run: Callable[[int, int], object], count: int, work: int, threads: int | None = None
+    run: Callable[[int, int], object], count: int, work: int, threads: Callable[[], int] = cores
 ) -> None:
-    """Call ``run(begin, end)`` for parts of `count` pieces; in threads, if there is enough `work`.
+    """Call ``run(begin, end)`` for parts of `count` pieces, in threads if there is enough `work`.
 
     `work` is in numbers to read.
     """
-    if work < WORTH_THREADS or count < 2:
+    if work < _WORTH_THREADS or count < 2 or (wanted := threads()) == 1:
         run(0, count)
         return
-    threads = cores() if threads is None else threads
-    step = count if threads == 1 else -(-count // (_JOBS * threads))
-    share(lambda i: run(i * step, min((i + 1) * step, count)), -(-count // step), threads)
+    step = -(-count // (_JOBS * wanted))
+    share(lambda i: run(i * step, min((i + 1) * step, count)), -(-count // step), wanted)
 
 
-def share(work: Callable[[int], None], count: int, threads: int | None = None, held: Any = None) -> None:
-    """Call ``work(0) .. work(count - 1)``, each once, in `threads` threads, including the caller's.
+def share(work: Callable[[int], object], count: int, threads: int) -> None:
+    """Call ``work(0) .. work(count - 1)``, each once, in at most `threads` threads, including the caller's.
 
-    The default of `threads` is `cores()`; at most `count` threads are used. If a call raises or the caller is
-    interrupted, no further call begins. The interrupt, or else the first exception, is raised after all
-    threads have stopped, because they may be writing to arrays that the caller then frees. Until then, the
-    threads hold a reference to `held`.
+    If a call raises or the caller is interrupted, no further call begins. The interrupt, or else the first
+    exception, is raised after all threads have stopped, because they may be writing to the caller's arrays.
     """
     if count == 1:
         work(0)
         return
-    threads = cores() if threads is None else threads
-    job, begun = _Job(work, count, held), False
+    job, begun = _Job(work, count), False
     while True:
         try:
             if not begun:
@@ -73,7 +69,7 @@ def share(work: Callable[[int], None], count: int, threads: int | None = None, h
             break
         except BaseException as error:
             job.errors.append(error)
-    job.work = job.held = None  # a thread that takes the job later must not hold these references
+    job.work = None  # a thread that takes the job later must not hold the caller's arrays
     if job.errors:
         raise min(job.errors, key=lambda error: isinstance(error, Exception))
 
@@ -84,9 +80,9 @@ class _Job:
     Each of these threads puts a message into `stopped` after its last call.
     """
 
-    def __init__(self, work: Callable[[int], None], count: int, held: Any) -> None:
+    def __init__(self, work: Callable[[int], object], count: int) -> None:
         self.work: Any = work
-        self.held, self.count, self.numbers = held, count, itertools.count()
+        self.count, self.numbers = count, itertools.count()
         self.errors: list[BaseException] = []
         self.helping: list[None] = []
         self.stopped: SimpleQueue[None] = SimpleQueue()

@@ -18,8 +18,9 @@ def available(a: Any) -> bool:
     torch = sys.modules["torch"]
     if a.device.type != "cuda" or type(a) not in (torch.Tensor, torch.nn.Parameter):
         return False  # not on a GPU, or a subclass, which may have no memory
-    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        return False  # PROXY records operations, but no launches
+    tracing = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    if tracing is not None and tracing.get_proxy_mode() is not None:
+        return False  # make_fx records operations, but no launches
     return not missing(a.device)
 
 
@@ -45,10 +46,10 @@ def _try(torch: Any, device: Any) -> str:
     if find_spec("triton") is None:
         return "triton is not installed."
     try:
-        from gemproj.backends.triton.backend import drop_not_finite
+        from gemproj.backends.triton.backend import solve_few
 
         one = torch.ones(1, dtype=torch.float64, device=device)
-        drop_not_finite(one[None], one)
+        solve_few(one[None], one)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # for example, Triton needs a C compiler for its launchers

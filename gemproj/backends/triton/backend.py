@@ -12,13 +12,11 @@ from torch import Tensor
 
 from gemproj._arrays import Array
 from gemproj._problem import Problem
-from gemproj._tspace import Gram, Standard
+from gemproj._tspace import Gram
 from gemproj.backends import portable
 from gemproj.backends.triton import kernels
-from gemproj.methods import Exact, Method, Outcome
-from gemproj.methods.exact import status_later
 
-__all__ = ["Triton", "bind", "drop_not_finite", "solve"]
+__all__ = ["Triton", "bind", "solve_few"]
 
 # Maximum number of rows for which the entries of K are held in registers.
 _FEW = 8
@@ -79,7 +77,7 @@ class Triton:
         self._programs = max(1, _processors(problem.device) // self._many)
 
     def gram(self, problem: Problem) -> Gram:
-        """Return K, b and |g|^2 as views of one tensor, and their rounding error."""
+        """Return K, b and |g|^2 as views of one tensor."""
         t, n, many, batch = problem.t, problem.t + 1, self._many, problem.batch
         if t > _FEW:
             return _PORTABLE.gram(problem)
@@ -96,12 +94,7 @@ class Triton:
             arguments = (*block.arrays, partial, *numbers)
             launch(kernels.products, (many, own, 1), arguments, constants, block.dtypes, 1 if small else 4)
             first += own
-        total = partial
-        if parts > 1:
-            total = torch.empty((many, n, n), dtype=torch.float64, device=problem.device)
-            grid = many, -(-n * n // 16), 1
-            launch(kernels.add_up, grid, (partial, total, parts), (n * n, 16), (), 8)
-        total = total.view(*batch, n, n)
+        total = partial.sum(dim=1).view(*batch, n, n)
         return Gram(total[..., :t, :t], total[..., t, :t], total[..., t, t])
 
     def combine(self, problem: Problem, lam: Array, x: list[Array]) -> None:
@@ -121,31 +114,21 @@ class Triton:
         return None
 
 
-def drop_not_finite(K: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the result of `portable.drop_not_finite`, from one launch."""
+def solve_few(K: Tensor, b: Tensor, margin: Tensor | None = None) -> Tensor:
+    """Return the result of `portable.solve_few`; up to 8 rows in float64 take one launch."""
     t = b.shape[-1]
-    if not _fits(K, b) or K.ndim <= b.ndim:
-        return portable.drop_not_finite(K, b)
-    finite = torch.empty(K.shape, dtype=K.dtype, device=K.device), b.new_empty(b.shape)
-    kept = torch.empty(b.shape, dtype=torch.bool, device=K.device)
-    many, given, numbers = _flat(K, b)
-    constants = (t, 1 << (t - 1).bit_length())
-    launch(kernels.finite, (many, 1, 1), (*given, *finite, kept, *numbers), constants, (), 1)
-    return *finite, kept
-
-
-def solve(method: Method, dual: Standard, start: Array | None) -> Outcome:
-    """Return the outcome: from one launch for `Exact`, up to 8 rows, no upper bounds; else of `portable`."""
-    K, b, lower, upper = dual
-    t = b.shape[-1]
-    if type(method) is not Exact or upper is not None or not _fits(K, b):
-        return portable.solve(method, dual, start)
+    readable = K.dtype == b.dtype == torch.float64 and not (K.is_neg() or b.is_neg())
+    if not (readable and 0 < t <= _FEW and b.numel()):
+        return portable.solve_few(K, b, margin)
     lam = b.new_empty(b.shape)
-    bound = lam if lower is None else lower.to(b.dtype).expand(b.shape).contiguous()
-    many, given, numbers = _flat(K, b)
-    constants = (t, lower is not None)
-    launch(kernels.search, (many, 1, 1), (*given, bound, lam, *numbers), constants, (), max(1, 2**t // 32))
-    return Outcome(lam, 0, status_later(dual, lam))
+    least = lam if margin is None else margin.expand(b.shape).contiguous()
+    K, b = K.expand(*b.shape, t).reshape(-1, t, t), b.reshape(-1, t)
+    if K.stride(-1) != 1:
+        K = K.contiguous()
+    strides = K.stride(0), K.stride(1), b.stride(0), b.stride(1)
+    constants = t, margin is not None
+    launch(kernels.search, (len(b), 1, 1), (K, b, least, lam, *strides), constants, (), max(1, 2**t // 32))
+    return lam
 
 
 def launch(
@@ -175,7 +158,9 @@ def launch(
         if found is not None:
             found[grid](*arguments, *constants)
         else:
-            _compiled[key] = kernel[grid](*arguments, *constants, num_warps=warps)
+            # The default for the fusion of products and sums differs between versions of Triton.
+            options = {"num_warps": warps, "enable_fp_fusion": True}
+            _compiled[key] = kernel[grid](*arguments, *constants, **options)
 
 
 _compiled: dict[Any, Any] = {}
@@ -187,22 +172,6 @@ def _current(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(device)
-
-
-def _fits(K: Tensor, b: Tensor) -> bool:
-    return 0 < b.shape[-1] <= _FEW and b.numel() > 0 and K.dtype == b.dtype == torch.float64
-
-
-def _flat(K: Tensor, b: Tensor) -> tuple[int, tuple[Tensor, Tensor], tuple[int, int, int, int]]:
-    """Return the number of problems, K and b with one batch axis, and the strides of_K, row, of_b, step."""
-    t, many = b.shape[-1], 1
-    if b.ndim > 1:
-        K, b = K.expand(*b.shape, t).reshape(-1, t, t), b.reshape(-1, t)
-        many = len(b)
-    if K.stride(-1) != 1:
-        K = K.contiguous()
-    of_K, of_b = (K.stride(0), b.stride(0)) if b.ndim > 1 else (0, 0)
-    return many, (K, b), (of_K, K.stride(-2), of_b, b.stride(-1))
 
 
 def _cut(columns: int, unit: int, most: int, least: int) -> tuple[int, int]:

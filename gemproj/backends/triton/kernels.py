@@ -13,12 +13,10 @@ from gemproj._constants import DEPENDENT, EPS
 
 _DEPENDENT: tl.constexpr = tl.constexpr(DEPENDENT * EPS)
 _INF: tl.constexpr = tl.constexpr(float("inf"))
-# Number of partial sums that are added at a time.
-_SUMS: tl.constexpr = tl.constexpr(128)
 # By default Triton compiles a kernel again if a number is 1, or a number or address is a multiple of 16. Here
 # this is switched off; ALIGNED says whether all strides and addresses are multiples of 16.
 _NUMBERS = "columns share first parts rows stride of_G of_g of_w of_x row of_K of_b step"
-_TENSORS = "G g w x partial total K b K_out b_out kept lower lam"
+_TENSORS = "G g w x partial K b margin lam"
 kernel = triton.jit(do_not_specialize=_NUMBERS.split(), do_not_specialize_on_alignment=_TENSORS.split())
 
 
@@ -40,6 +38,15 @@ def _at(pointer, offset, ALIGNED: tl.constexpr):
 def _inverse(a):
     """Return 1/a, and 0 where a is not positive."""
     return tl.where(a > 0, 1.0 / tl.where(a > 0, a, 1.0), 0.0)
+
+
+@triton.jit
+def _cosine(pointer, scale, other):
+    """Return an entry of K times the scales of its rows; 0, and not NaN, if one of them is 0.
+
+    Multiplied by one scale after the other, because the product of both may overflow.
+    """
+    return tl.where((scale > 0) & (other > 0), tl.load(pointer), 0.0) * scale * other
 
 
 @kernel
@@ -89,62 +96,40 @@ def products(
 
 
 @kernel
-def add_up(partial, total, parts: tl.int64, ENTRIES: tl.constexpr, E: tl.constexpr):
-    """Add up the partial sums of each entry, always in the same order."""
-    problem, e = tl.program_id(0).to(tl.int64), tl.program_id(1) * E + tl.arange(0, E)
-    partial += problem * parts * ENTRIES
-    sums = tl.zeros((_SUMS, E), dtype=tl.float64)
-    for start in range(0, parts, _SUMS):
-        p = start + tl.arange(0, _SUMS)
-        mask = (p < parts)[:, None] & (e < ENTRIES)[None, :]
-        sums += tl.load(partial + p[:, None] * ENTRIES + e[None, :], mask=mask, other=0.0)
-    tl.store(total + problem * ENTRIES + e, tl.sum(sums, axis=0), mask=e < ENTRIES)
-
-
-@kernel
-def finite(
-    K, b, K_out, b_out, kept, of_K: tl.int64, row: tl.int64, of_b: tl.int64, step: tl.int64,
-    T: tl.constexpr, N: tl.constexpr,
-):  # fmt: skip
-    """Write K and b with zeros for the rows that are not finite, and the mask of the finite rows."""
-    problem, i = tl.program_id(0).to(tl.int64), tl.arange(0, N)
-    inside = i < T
-    K += problem * of_K
-    b += problem * of_b
-    diagonal = tl.load(K + i * (row + 1), mask=inside, other=0.0)
-    right = tl.load(b + i * step, mask=inside, other=0.0)
-    good = tl.abs(diagonal) + tl.abs(right) < _INF
-    tl.store(b_out + problem * T + i, tl.where(good, right, 0.0), mask=inside)
-    tl.store(kept + problem * T + i, good, mask=inside)
-    for k in tl.static_range(T):
-        here = tl.load(K + k * row + i, mask=inside, other=0.0)
-        of_k = tl.sum(tl.where((i == k) & good, 1, 0), axis=0) > 0
-        tl.store(K_out + (problem * T + k) * T + i, tl.where(good & of_k, here, 0.0), mask=inside)
-
-
-@kernel
 def search(
-    K, b, lower, lam, of_K: tl.int64, row: tl.int64, of_b: tl.int64, step: tl.int64,
-    T: tl.constexpr, SIGNED: tl.constexpr,
+    K, b, margin, lam, of_K: tl.int64, row: tl.int64, of_b: tl.int64, step: tl.int64,
+    T: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """Solve on all 2^T active sets by Cholesky, and write the solution with the smallest natural residual.
 
-    This is `gemproj.methods._enumeration.factorise_active_sets` with one lane for each set.
+    This is `gemproj.backends.enumeration.solve_few` with one lane for each set; SHIFTED says whether there is
+    a margin. Rows that are not finite get the scale zero, and so the multiplier zero.
     """
     problem, n = tl.program_id(0).to(tl.int64), tl.arange(0, 2**T)
     K += problem * of_K
     b += problem * of_b
-    scale, linear, free = (), (), ()
+    margin += problem * T
+    scale, linear, free, kept = (), (), (), ()
     for i in tl.static_range(T):
-        scale = scale + (_inverse(tl.sqrt(tl.load(K + i * (row + 1)))),)
-        linear = linear + (tl.load(b + i * step) * scale[i],)
-        free = free + (((n >> i) & 1).to(tl.float64),)
+        square, value = tl.load(K + i * (row + 1)), tl.load(b + i * step)
+        good = tl.abs(square) + tl.abs(value) < _INF
+        scale = scale + (tl.where(good, _inverse(tl.sqrt(square)), 0.0),)
+        linear = linear + (tl.where(good, value, 0.0) * scale[i],)
+        free, kept = free + (((n >> i) & 1).to(tl.float64),), kept + (good,)
+    if SHIFTED:
+        plain, linear = linear, ()
+        for i in tl.static_range(T):
+            value = plain[i]
+            for k in tl.static_range(T):
+                value += (
+                    _cosine(K + i * row + k, scale[i], scale[k]) * _inverse(scale[k]) * tl.load(margin + k)
+                )
+            linear = linear + (value,)
     # Row i >= j of column j of the factor is at j * T - j * (j + 1) // 2 + i; the diagonal is inverted.
     factor, smallest = (), tl.full((2**T,), 1.0, dtype=tl.float64)
     for j in tl.static_range(T):
         for i in tl.static_range(j, T):
-            # Multiplied by one scale after the other, because the product of both may overflow.
-            entry = tl.load(K + i * row + j) * scale[i] * scale[j] * (free[i] * free[j])
+            entry = _cosine(K + i * row + j, scale[i], scale[j]) * (free[i] * free[j])
             if i == j:
                 entry = tl.where(entry > 0, entry, 1.0)
             for k in tl.static_range(j):
@@ -171,21 +156,18 @@ def search(
     for i in tl.static_range(T):
         s = tl.zeros((2**T,), dtype=tl.float64) + linear[i]
         for k in tl.static_range(T):
-            s += tl.load(K + i * row + k) * scale[i] * scale[k] * x[T - 1 - k]
-        residual = tl.minimum(x[T - 1 - i], s)
-        if SIGNED:
-            residual = tl.where(tl.load(lower + problem * T + i) < 0, s, residual)
-        residual = tl.abs(residual)  # zero for a row of norm zero
+            s += _cosine(K + i * row + k, scale[i], scale[k]) * x[T - 1 - k]
+        residual = tl.abs(tl.minimum(x[T - 1 - i], s))  # zero for a row of scale zero
         miss = tl.maximum(miss, tl.where(residual < _INF, residual, _INF))  # also for NaN
     miss = tl.where(smallest > _DEPENDENT, miss, _INF)
     # Ties go to the first set: if no constraint is violated this is the empty set, and x is g.
     best = tl.min(tl.where(miss == tl.min(miss, axis=0), n, 2**T), axis=0)
     for i in tl.static_range(T):
         value = tl.sum(tl.where(n == best, x[T - 1 - i], 0.0), axis=0)
-        bound = 0.0
-        if SIGNED:
-            bound = tl.load(lower + problem * T + i)
-        tl.store(lam + problem * T + i, tl.maximum(value, bound) * scale[i])
+        value = tl.maximum(value, 0.0) * scale[i]
+        if SHIFTED:
+            value = tl.where(kept[i], value + tl.load(margin + i), 0.0)
+        tl.store(lam + problem * T + i, value)
 
 
 @triton.jit

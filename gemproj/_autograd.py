@@ -1,0 +1,203 @@
+"""The derivative of `gemproj.project`, and its operator for `torch.compile` and `torch.func`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gemproj._arrays import Blocks, wide_dtype
+from gemproj._bounds import check_options
+from gemproj._checks import check_metadata_of_multipliers, check_scalar, is_number, real_numbers
+from gemproj._combine import blocks_for_x
+from gemproj._problem import Problem, blocks_of, check_problem
+from gemproj._project import refuse_derivative, solved
+from gemproj._solution import DualSolution
+from gemproj.methods import Exact
+
+# Entries of G in a piece. The gradient of a larger piece needs new memory from the system, ten times as slow.
+PIECE = 1 << 18
+
+
+@torch.compiler.disable
+def outside_of_graphs(function: Any, *args: Any) -> Any:
+    """Return ``function(*args)``, called outside of the graph of `torch.compile`."""
+    return function(*args)
+
+
+def differentiable(problem: Problem, sol: DualSolution, x: list[Tensor], *given: Any) -> list[Tensor]:
+    """Return the blocks of x as functions of G, g, metric, h, margin, penalty and equality (`given`)."""
+    tensors, one = _tensors(*given), problem.keys is None
+    return _split(_newton(_flat(x, one, len(problem.batch)), solution_of(problem, sol), *tensors), x, one)
+
+
+def _newton(
+    x: Tensor, solution: Sequence[Tensor], G: Tensor, g: Tensor, metric: Tensor | None, h: Tensor | None,
+    margin: Tensor | None, penalty: Tensor | None, equality: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return x as a function of all arguments but the first two, to be differentiated up to twice.
+
+    The values of x and of `solution_of` are given. The function is two Newton steps on the active set,
+
+        x <- x - W^-1 G_P' F'F (G_P x - h_P),  F'F = K_PP^-1 constant,  from  x = g + W^-1 G' lam,
+
+    where multipliers at a bound change with this bound, and all others are constants. The slack
+    ``G_P x - h_P`` is zero at the solution, so the first derivative of one step is exact although F is
+    constant. The second step makes second derivatives exact, and removes rounding that is large if rows
+    nearly cancel. Its factor W^-1 G_P' is constant, too: it multiplies a slack of second order.
+    """
+    x, lam, free, F = (a.detach() for a in (x, *solution))
+    h, margin, penalty = (None if a is None else a.to(lam.dtype) for a in (h, margin, penalty))
+    bound = lam if margin is None else margin
+    if penalty is not None:  # the lower bound of an equality is minus the penalty
+        bound = bound if equality is None else torch.where(equality, -penalty, bound)
+        bound = torch.where(lam >= penalty, penalty, bound)
+    held = lam + torch.where(free, 0.0, _change(bound))
+    if lam.device.type != "cpu":  # rows that are not finite were left out
+        G = torch.where(G.isfinite().all(-1, keepdim=True), G, 0.0)
+    size = G.shape[-1] if torch.compiler.is_compiling() else max(64, PIECE // max(1, lam.shape[-1]))
+    given = [a for a in (G, g, x, metric) if a is not None]
+    A, start, known, *rest = ([p.to(lam.dtype) for p in a.split(size, dim=-1)] for a in given)
+    W = rest[0] if rest else [None] * len(A)
+    y = []
+    for a, w, b, v in zip(A, W, start, known, strict=True):
+        s = (held.unsqueeze(-2) @ a).squeeze(-2)
+        if w is not None:  # in float64, w (x - g) has less rounding than its sum G'lam
+            s = (((v - b) * w).detach() + _change(s)) / w
+        y.append(v + _change(b + s))
+    for last in (False, True):
+        slack: Any = sum((a @ v.unsqueeze(-1)).squeeze(-1) for a, v in zip(A, y, strict=True))
+        step = _change(slack if h is None else slack - h).unsqueeze(-1)
+        step = (F.mT @ (F @ step)).mT
+        for k, (a, w) in enumerate(zip(A, W, strict=True)):
+            s = (step @ (a.detach() if last else a)).squeeze(-2)
+            y[k] = y[k] - (s if w is None else s / w)
+    return y[0] if len(y) == 1 else torch.cat(y, dim=-1)
+
+
+def _change(a: Tensor) -> Tensor:
+    """Return zero, with the derivative of `a`."""
+    return a - a.detach()
+
+
+def solution_of(problem: Problem, sol: DualSolution) -> list[Tensor]:
+    """Return the multipliers, the mask of the free rows P, and their dual basis F with ``F'F = K_PP^-1``."""
+    return [problem.to_caller(a) for a in (sol.multipliers, sol.free, sol.dual_basis())]
+
+
+def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list[Any]:
+    """Return G, g and metric as one array each, and the options as tensors or None."""
+    lists = [_blocks(a, g, name) for name, a in (("G", G), ("g", g), ("metric", metric))]
+    # Blocks of g may have leading dimensions, for many gradients.
+    skips = 1, lists[1][0].ndim - lists[0][0].ndim + 1, 0
+    found = [_flat(a, isinstance(g, Tensor), skip) for a, skip in zip(lists, skips, strict=True)]
+    device = found[1].device
+    for name, a in zip(("h", "margin", "penalty", "equality"), options, strict=True):
+        if (a is None and name != "margin") or a is False or (is_number(a) and not a and name == "margin"):
+            a = None
+        elif not isinstance(a, Tensor):
+            if name in ("margin", "penalty") and not hasattr(a, "__len__"):
+                check_scalar(a, name)
+            elif not torch.compiler.is_compiling():
+                a = real_numbers(a, name)
+            dtype = None if name == "equality" else wide_dtype(torch, device)  # torch rounds to float32
+            a = torch.as_tensor(a, dtype=dtype, device=device)
+        found.append(a)
+    return found
+
+
+def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
+    if a is None:
+        return []
+    if isinstance(a, (Mapping, list, tuple)) != isinstance(like, (Mapping, list, tuple)):
+        raise TypeError(f"{name} and g must both be one array, or both have blocks.")
+    if isinstance(like, Mapping):
+        if not isinstance(a, Mapping) or set(a) != set(like):
+            raise ValueError(f"{name} and g must have the same keys.")
+        return [a[k] for k in like]
+    return list(blocks_of(a))
+
+
+def _flat(blocks: Sequence[Tensor], one: bool, skip: int = 0) -> Any:
+    """Return blocks side by side as one array; None if there are none. `one` is True for an array."""
+    blocks = blocks if one else [a[..., None].flatten(skip) for a in blocks]
+    return torch.cat(list(blocks), dim=-1) if len(blocks) > 1 else next(iter(blocks), None)
+
+
+def _split(flat: Tensor, like: Sequence[Tensor], one: bool) -> list[Tensor]:
+    """Return an array as blocks with the shapes and dtypes of `like`."""
+    if one:
+        return [flat.to(like[0].dtype)]
+    parts = flat.split([a.numel() // flat.shape[:-1].numel() for a in like], dim=-1)
+    return [p.reshape(a.shape).to(a.dtype, copy=True) for p, a in zip(parts, like, strict=True)]
+
+
+@torch.library.custom_op(
+    "gemproj::project",
+    mutates_args=(),
+    schema="(Tensor G, Tensor g, Tensor? metric, Tensor? h, Tensor? margin, Tensor? penalty, "
+    "Tensor? equality, Tensor? warm_start) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def operator(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    """Return x and its `solution_of`, for arrays."""
+    h, margin, penalty, equality, warm_start = options
+    bounds = h, 0.0 if margin is None else margin, penalty, False if equality is None else equality
+    problem, sol, [x] = solved(G, g, Exact(), *bounds, metric, warm_start)
+    return x, *solution_of(problem, sol)
+
+
+@operator.register_fake
+def _(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tuple[Tensor, ...]:
+    arrays, t = [a for a in (g, metric) if a is not None], G.shape[-2]
+    batch = torch.broadcast_shapes(G.shape[:-2], *(a.shape[:-1] for a in arrays))
+    lam = g.new_empty((*batch, t), dtype=wide_dtype(torch, g.device))
+    free, inverse = lam.new_empty(lam.shape, dtype=torch.bool), lam.new_empty((*batch, t, t))
+    return g.new_empty((*batch, g.shape[-1])), lam, free, inverse
+
+
+@operator.register_vmap
+def _(info: Any, dims: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    tensors = list(args)
+    given = list(zip(tensors, dims, (2, *[1] * 7), strict=False))  # with the dimensions of one problem
+    rank = max(a.ndim - (d is not None) - k for a, d, k in given if a is not None)
+    for i, (a, d, k) in enumerate(given):
+        # g and the warm start get the mapped dimension even if they are not mapped.
+        if a is not None and (d is not None or i in (1, 7)):
+            a = a.expand(info.batch_size, *a.shape) if d is None else a.movedim(d, 0)
+            tensors[i] = a.reshape(len(a), *[1] * (rank + 1 + k - a.ndim), *a.shape[1:])
+    return operator(*tensors), (0, 0, 0, 0)
+
+
+def project_by_operator(
+    traced: bool, transformed: bool, G: Blocks, g: Blocks, method: Any, h: Any, margin: Any, penalty: Any,
+    equality: Any, metric: Blocks | None, warm_start: Tensor | None, out: Any,
+) -> Any:  # fmt: skip
+    """Return x for the arguments of `project`; `transformed` if `torch.func` has wrapped one of them."""
+    options, one = {"h": h, "margin": margin, "penalty": penalty, "equality": equality}, isinstance(g, Tensor)
+    if traced:  # tracing cannot follow the checks of arrays: the operator performs them
+        method = Exact()
+    else:
+        problem = check_problem(G, g, metric, values=False)
+        method = check_options(method, **options).method
+        if warm_start is not None:
+            check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
+        blocks_for_x(problem, out)
+    given = _tensors(G, g, metric, *options.values())
+    derived = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in given)
+    if derived or transformed:
+        refuse_derivative(method, out)
+    x, *solution = operator(*(a if a is None else a.detach() for a in (*given, warm_start)))
+    if derived or transformed:
+        x = _newton(x, solution, *given)
+    found = _split(x, _blocks(g, g, "g"), one)
+    if out is not None:
+        for to, value in zip(_blocks(out, g, "out"), found, strict=True):
+            if to.shape != value.shape or to.dtype != value.dtype:
+                raise ValueError("out must have the shape and dtype of g.")
+            to.copy_(value)
+        return out
+    if isinstance(g, Mapping):
+        return dict(zip(g, found, strict=True))
+    return found[0] if one else tuple(found) if isinstance(g, tuple) else found
