@@ -2,6 +2,7 @@
 
 import os
 import signal
+from itertools import product
 
 import numpy as np
 import pytest
@@ -73,11 +74,11 @@ def test_fuzz_draws_something(options):
 
 
 def test_fuzz_tells_wrong_from_right(monkeypatch):
-    monkeypatch.setattr(fuzz, "CHUNK", 20)
+    monkeypatch.setattr(fuzz, "CHUNK", 48)
     right = fuzz.run(0)
-    assert not any(verdict.failure for verdict in right)
-    assert len({verdict.way for verdict in right}) == (7 if installed() else 6)
-    monkeypatch.setattr(fuzz, "CHUNK", 60)
+    assert not any(verdict.failures for verdict in right)
+    assert len(right) == (11 if installed() else 7)
+    monkeypatch.setattr(fuzz, "CHUNK", 240)
     for ignored in ("h", "equality", "penalty", "margin", "metric"):
 
         def project(G, g, ignored=ignored, **options):
@@ -85,10 +86,17 @@ def test_fuzz_tells_wrong_from_right(monkeypatch):
             return gemproj.project(G, g, **options)
 
         monkeypatch.setattr(fuzz, "project", project)
-        failures = [verdict.failure for verdict in fuzz.run(0, ["all-options"])]
-        assert any(failure.startswith("all options, portable: {'G': ") for failure in failures)
-    monkeypatch.setattr(fuzz, "rational_feasible", lambda *given: True)
-    assert any(verdict.failure for verdict in fuzz.run(0, ["right-hand-sides"]))
+        wrong = {
+            verdict.way: verdict.failures for verdict in fuzz.run(0, ["right-hand-sides", "all-options"])
+        }
+        assert wrong["all options, portable"][0].startswith("all options, portable: {'G': ")
+        assert bool(wrong["right-hand sides, project"]) == (ignored in ("h", "equality"))
+    one, none = (fuzz.Problem(np.array([[1.0], [-1.0]]), np.zeros(1), np.array(h)) for h in ([2, -2], [2, 0]))
+    for guess, refused in product(
+        ([0.0, 0.0], [1.0, 1.0], [7.0, 0.0]), (False, True)
+    ):  # whatever a search says
+        assert fuzz.expected(one, np.array(guess), refused) == 2.0
+        assert fuzz.expected(none, np.array(guess), refused) is None
 
 
 def test_score_tells_failures_apart():

@@ -187,14 +187,9 @@ def test_a_class_derived_from_exact_is_not_trusted(xp, rng):
             found = super().solve(*problem)
             return found._replace(multipliers=0.5 * found.multipliers)
 
-    class Same(Exact):
-        pass
-
     G, g = rng.standard_normal((4, 9)), rng.standard_normal(9)
-    G[3] = 1e-6 * G[2] - G[0]
-    half, same = (solve_dual(xp.array(G), xp.array(g), method=method) for method in (Halved(), Same()))
-    assert int(half.status) & Status.STALLED
-    assert not int(same.status) & Status.STALLED
+    half = solve_dual(xp.array(G), xp.array(g), method=Halved())
+    assert int(half.status) == Status.STALLED
     assert_close(xp.project(G, g, method=Halved()), g + G.T @ xp.numpy(half.multipliers), atol=1e-13)
 
 

@@ -183,15 +183,12 @@ def test_blocks_in_any_order_of_memory(xp, rng):
 
 @pytest.mark.parametrize("scale", [1e-25, 1e-12, 1e25])
 def test_float32_far_from_one(xp, scale, rng):
-    d = 150_000
-    G, g = rng.standard_normal((2, d)) - 0.2, rng.standard_normal(d) + 0.2
-    x = project(xp.array(scale * G, "float32"), xp.array(g, "float32"))
-    assert_close(xp.numpy(x), project(G, g), atol=2e-6)
-    x = project(xp.array(G, "float32"), xp.array(scale * g, "float32"))
-    assert_close(xp.numpy(x) / scale, project(G, g), atol=2e-6)
-    x = project(xp.array(G, "float32"), xp.array(scale * g))
-    assert x.dtype == xp.array(g).dtype
-    assert_close(xp.numpy(x) / scale, project(G, g), atol=1e-5)
+    G, g = rng.standard_normal((2, 150_000)) - 0.2, rng.standard_normal(150_000) + 0.2
+    for of_G, of_g, dtype in ((scale, 1.0, "float32"), (1.0, scale, "float32"), (1.0, scale, "float64")):
+        vector = xp.array(of_g * g, dtype)
+        x = project(xp.array(of_G * G, "float32"), vector)
+        assert x.dtype == vector.dtype
+        assert_close(xp.numpy(x) / of_g, project(G, g), atol=2e-6)
 
 
 def test_without_a_violation_x_is_g(xp):

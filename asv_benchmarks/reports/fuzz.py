@@ -61,8 +61,8 @@ def integers(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 def draw_options(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, dict[str, Any]]:
-    """Draw G, g and some of the options; two of three problems are batches, with one G or several."""
-    t, d, m = int(rng.integers(1, 5)), int(rng.integers(1, 4)), int(rng.choice([1, 2, 4]))
+    """Draw G, g and some of the options; most problems are in batches, with one G or several."""
+    t, d, m = int(rng.integers(1, 5)), int(rng.integers(1, 4)), int(rng.choice([1, 3, 32]))
     lead = () if m == 1 else (m,)
     G = rng.integers(-2, 3, (*lead * int(rng.integers(2)), t, d)).astype(float)
     g = rng.integers(-3, 4, (*lead, d)).astype(float)
@@ -136,7 +136,7 @@ def inner(u: Sequence[Any], v: Sequence[Any]) -> Any:
 
 
 def solution(A: list[list[Any]], b: list[Any]) -> list[Fraction]:
-    """Solve a semidefinite system by Bareiss' elimination in integers; dependent unknowns are zero."""
+    """Solve a positive semidefinite system by elimination in integers; dependent unknowns are zero."""
     table, last, done = [], 1, []
     for row, right in zip(A, b, strict=True):
         scale = math.lcm(*(v.denominator for v in (*row, right)))
@@ -152,23 +152,37 @@ def solution(A: list[list[Any]], b: list[Any]) -> list[Fraction]:
     return [Fraction(table[k][-1], table[k][k]) if k in done else Fraction(0) for k in range(len(table))]
 
 
-def expected(problem: Problem, lam: np.ndarray | None) -> np.ndarray | None:
-    """Return the projection; None if h is infeasible. Multipliers of a solver, or None, are a guess."""
+def searched(problems: list[Problem], search: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the multipliers that a search finds for problems of one shape, and whether it refuses their h.
+
+    If it does, a ray takes the place of the multipliers, see `gemproj._search`.
+    """
+    t, d = problems[0].G.shape
+    shapes = [(t, d), (d,), (t,), (t,), (t,), (t,), (d,)]
+    each = zip(*problems, shapes, strict=True)
+    G, g, h, equality, upper, margin, metric = (
+        np.array([np.broadcast_to(v, shape) for v in values]) for *values, shape in each
+    )
+    lower, rows = np.where(equality, -upper, margin), G / np.sqrt(metric)[:, None]
+    asked = np.max(np.abs(h) / [lengths(r) for r in rows], axis=1)
+    lam, found = search(Dual(False, rows, g * np.sqrt(metric), h, lower, upper, None, asked))
+    void = ~G.any(axis=2) & np.where(equality, h != 0, h > 0) & np.isinf(upper)  # rows of norm zero
+    lam = np.where(void.any(axis=1)[:, None], void * np.sign(h) * (void.cumsum(axis=1) == 1), lam)
+    return lam, (found[:, 0] >= 16) | void.any(axis=1)
+
+
+def expected(problem: Problem, lam: np.ndarray, refused: bool) -> np.ndarray | None:
+    """Return the projection; None if h is infeasible. What a search has found is a guess."""
     exact = Rational(problem)
-    if lam is None:
-        h, equality, upper, margin = (np.broadcast_to(a, len(problem.G)) for a in problem[2:6])
-        bounds = (1.0 * a[None] for a in (h, np.where(equality, -upper, margin), upper))
-        asked = np.abs(h).max(keepdims=True)
-        ray = backends.search(Dual(False, problem.G[None], problem.g[None], *bounds, None, asked))[0][0]
-        if exact.contradicts(ray.tolist()):
+    if refused:
+        if exact.contradicts(lam.tolist()):
             return None
     else:
         bounds = zip(lam.tolist(), exact.lower, exact.upper, strict=True)
         guess = [low if v <= low else up if v >= up else None for v, low, up in bounds]
         if (x := exact.solve(guess)) is not None:
             return x
-    found = (x for state in exact.states() if (x := exact.solve(state)) is not None)
-    return next(found, None)
+    return next((x for state in exact.states() if (x := exact.solve(state)) is not None), None)
 
 
 class Verdict(NamedTuple):
@@ -180,10 +194,10 @@ class Verdict(NamedTuple):
     failures: list[str]
 
 
-def judge(way: str, errors: np.ndarray, given: Sequence[Any], count: int | None = None) -> Verdict:
+def judge(way: str, errors: np.ndarray, given: Sequence[Any]) -> Verdict:
     """Judge the error of each problem."""
     failures = [f"{way}: {given[i]}, off by {errors[i]:.1e}" for i in np.flatnonzero(~(errors < WRONG))]
-    return Verdict(way, count or len(errors), float(errors.max()), failures)
+    return Verdict(way, len(errors), float(errors.max()), failures)
 
 
 def by_shape(problems: list[Any]) -> list[list[Any]]:
@@ -197,7 +211,7 @@ def forms() -> dict[str, Any]:
 
 
 def distance(x: np.ndarray, exact: np.ndarray | None, size: float) -> float:
-    """Return the error of x over the size of the problem; infinity for wrong feasibility (no x is NaN)."""
+    """Return the error of x relative to the size of the problem; infinity if only one is missing (NaN)."""
     if exact is None:
         return 0.0 if np.isnan(x).all() else math.inf
     return math.inf if np.isnan(x).any() else float(np.linalg.norm(x - exact)) / size
@@ -208,7 +222,7 @@ def cones(rng: np.random.Generator) -> Iterator[Verdict]:
     for members in by_shape([Problem(*integers(rng)) for _ in range(CHUNK)]):
         G, g = (np.stack([p[k] for p in members]) for k in (0, 1))
         sol, (K, b, _) = solve_dual(G, g), gram(G, g)
-        exact = np.stack([expected(p, lam) for p, lam in zip(members, sol.multipliers, strict=True)])
+        exact = np.stack([expected(p, lam, False) for p, lam in zip(members, sol.multipliers, strict=True)])
         answers = {"project": project(G, g), "Exact on K and b": combine(G, g, Exact()(K, b))}
         for form, search in forms().items():
             for source, given in (("K", (True, K, b)), ("rows", (False, G, g))):
@@ -220,67 +234,65 @@ def cones(rng: np.random.Generator) -> Iterator[Verdict]:
 
 
 def right_hand_sides(rng: np.random.Generator) -> Iterator[Verdict]:
-    """Judge whether an infeasible h raises an error, and otherwise x; one search per shape."""
+    """Judge whether an infeasible h raises an error, and otherwise x."""
     for members in by_shape([Problem(*small_integers(rng)) for _ in range(CHUNK)]):
-        G, g, h, equality = (np.stack([p[k] for p in members]) for k in range(4))
-        asked, lower = (
-            np.max(np.abs(h) / [lengths(rows) for rows in G], axis=1),
-            np.where(equality, -np.inf, 0.0),
-        )
-        exact = None
+        exact: list[Any] = []
         for form, search in forms().items():
-            lam, found = search(Dual(False, G, g, h, lower, None, None, asked))
-            void = np.any(~G.any(axis=2) & np.where(equality, h != 0, h > 0), axis=1)  # rows of norm zero
-            refused = (found[:, 0] >= 16) | void
-            x = np.where(refused[:, None], np.nan, g + np.einsum("nt,ntd->nd", lam, G))
-            exact = exact or [
-                expected(p, None if no else v) for p, v, no in zip(members, lam, refused, strict=True)
-            ]
-            size = [math.hypot(*(1.0, *((0.0,) if e is None else e))) for e in exact]
-            errors = np.array([distance(*each) for each in zip(x, exact, size, strict=True)])
+            lam, refused = searched(members, search)
+            exact = exact or list(map(expected, members, lam, refused))
+            size = [1.0 + math.hypot(*([] if e is None else e)) for e in exact]
+            x = [p.g + (np.nan if no else v @ p.G) for p, v, no in zip(members, lam, refused, strict=True)]
+            errors = np.array(list(map(distance, x, exact, size)))
             yield judge(f"right-hand sides, search from rows, {form}", errors, members)
-        for p, e, length in zip(members, exact or [], size, strict=True):
-            x = answered(p.G, p.g, {"h": p.h, "equality": p.equality}, "numba")
-            yield judge("right-hand sides, project", np.array([distance(x[0], e, length)]), [p])
+        given = {name: np.stack([getattr(p, name) for p in members]) for name in ("G", "g", "h", "equality")}
+        yield from judge_batch("right-hand sides, project", given, exact, size, BACKENDS[-1])
 
 
-def answered(G: np.ndarray, g: np.ndarray, options: dict[str, Any], backend: str) -> np.ndarray:
-    """Return x of all problems of a batch, NaN for an infeasible h; a warning is infinity."""
-    with patch.object(backends, "wanted", backend if backend in BACKENDS else ""), warnings.catch_warnings():
+def judge_batch(
+    way: str, given: dict[str, Any], exact: list[Any], size: Any, backend: str
+) -> Iterator[Verdict]:
+    """Judge a batch: each infeasible problem has to be refused, and all others solved."""
+
+    def answer(which: Any) -> np.ndarray | None:
+        own = {name: a.ndim > (2 if name == "G" else 1) for name, a in given.items()}  # others are shared
+        return answered({name: a[which] if own[name] else a for name, a in given.items()}, backend)
+
+    good, errors = np.array([e is not None for e in exact]), np.zeros(len(exact))
+    for i in np.flatnonzero(~good):
+        errors[i] = 0.0 if answer(i) is None else math.inf
+    if good.any():
+        x = answer(good)
+        apart = math.inf if x is None else np.linalg.norm(x - [e for e in exact if e is not None], axis=-1)
+        errors[good] = apart / np.broadcast_to(size, good.shape)[good]
+    yield judge(way, errors, [{name: a.tolist() for name, a in given.items()}] * len(exact))
+
+
+def answered(given: dict[str, Any], backend: str) -> np.ndarray | None:
+    """Return x of the problems of a batch (..., d); None for an infeasible h. A warning is infinity."""
+    with patch.object(backends, "wanted", backend), warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         try:
-            return project(G, g, **options).reshape(-1, g.shape[-1])
+            return project(**given)
         except RuntimeWarning:  # none of these problems justifies a warning
-            return np.full((g.size // g.shape[-1], g.shape[-1]), np.inf)
+            return np.full(given["g"].shape, np.inf)
         except ValueError as error:
             if "infeasible" not in str(error):
                 raise
-            return np.full((g.size // g.shape[-1], g.shape[-1]), np.nan)
+            return None
 
 
 def all_options(rng: np.random.Generator) -> Iterator[Verdict]:
     """Judge x with some of the options on each backend."""
-    for _ in range(CHUNK):
+    for _ in range(CHUNK // 12):  # as many problems as in the other families
         G, g, options = draw_options(rng)
-        count, (t, d) = g.size // g.shape[-1], G.shape[-2:]
+        given, (t, d), count = {"G": G, "g": g, **options}, G.shape[-2:], g.size // g.shape[-1]
         shapes = {"G": (t, d), "g": (d,), "metric": (d,)}
-        each = {
-            name: np.broadcast_to(a, (count, *shapes.get(name, (t,))))
-            for name, a in ({"G": G, "g": g} | options).items()
-        }
+        each = {name: np.broadcast_to(a, (count, *shapes.get(name, (t,)))) for name, a in given.items()}
         problems = [Problem(**{name: a[k] for name, a in each.items()}) for k in range(count)]
-        try:
-            guesses: Any = solve_dual(G, g, **options).multipliers.reshape(count, t)
-        except ValueError:
-            guesses = [None] * count
-        exact = [expected(*both) for both in zip(problems, guesses, strict=True)]
+        exact = list(map(expected, problems, *searched(problems, backends.search)))
         size = 1.0 + float(np.abs(g).max()) + float(np.abs(options.get("h", 0.0)).max())
-        if any(e is None for e in exact):  # then the batch is refused
-            exact = [None] * count
         for backend in BACKENDS:
-            x = answered(G, g, options, backend)
-            errors = [distance(*both, size) for both in zip(x, exact, strict=True)]
-            yield judge(f"all options, {backend}", np.array([max(errors)]), [(G, g, options)], count)
+            yield from judge_batch(f"all options, {backend}", given, exact, size, backend)
 
 
 FAMILIES = {"cones": cones, "right-hand-sides": right_hand_sides, "all-options": all_options}
@@ -296,7 +308,7 @@ def run(seed: int, families: Sequence[str] = tuple(FAMILIES)) -> list[Verdict]:
 
 
 def main(
-    problems: Annotated[int, typer.Option(min=1, help="Number of draws from each family.")] = 1_000_000,
+    problems: Annotated[int, typer.Option(min=1, help="Number of problems of each family.")] = 1_000_000,
     families: Annotated[str, typer.Option(help="Families, separated by commas.")] = ",".join(FAMILIES),
     workers: Annotated[int, typer.Option(min=1, help="Number of processes.")] = os.cpu_count() or 1,
     out: Annotated[Path | None, typer.Option(help="Also write the result to this Markdown file.")] = None,
@@ -317,10 +329,9 @@ def main(
                 print(failure, flush=True)
     seconds = time.perf_counter() - start
     parts = [
-        f"{len(seeds) * CHUNK:,} draws of {' and of '.join(asked)}, seeds 0 to {len(seeds) - 1}, in "
-        f"{seconds / 60:.0f} minutes ({len(seeds) * CHUNK / seconds:,.0f} a second), processes: {workers}; "
-        f"gemproj {gemproj.__version__}, NumPy {np.__version__}."
-        " A draw of all-options is a batch of one to four problems.\n",
+        f"{len(seeds) * CHUNK:,} problems of {' and of '.join(asked)}, seeds 0 to {len(seeds) - 1}, in "
+        f"{seconds / 60:.0f} minutes, {count.total() / seconds:,.0f} answers a second, processes: {workers}; "
+        f"gemproj {gemproj.__version__}, NumPy {np.__version__}.\n",
         *markdown(
             ["way", "problems", "wrong", "largest error of x, over the size of the problem"],
             [[way, f"{count[way]:,}", str(wrong[way]), f"{error:.0e}"] for way, error in worst.items()],
