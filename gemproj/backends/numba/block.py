@@ -29,17 +29,6 @@ _VECTOR = ir.VectorType(_F64, LANES)
 
 
 @intrinsic
-def prefetch(typing_context, array, at):
-    """Have the processor read the cache line of ``array[at]``, which may lie beyond the end of the array."""
-
-    def generate(context, builder, signature, args):
-        _prefetch(builder, builder.gep(_data(context, builder, signature.args[0], args[0]), [args[1]]))
-        return context.get_dummy_value()
-
-    return types.none(array, types.int64), generate
-
-
-@intrinsic
 def widen(typing_context, source, start, n, tile, row):
     """Copy n numbers, a multiple of LANES, from ``source[start:]`` to a row of a float64 tile."""
 

@@ -12,12 +12,11 @@ import numpy as np
 from numba.core import types
 from numba.extending import overload
 
-from gemproj.backends.numba.block import HEIGHT, LANES, MULTIPLE, add_block, add_few, prefetch, widen
+from gemproj.backends.numba.block import HEIGHT, LANES, MULTIPLE, add_block, add_few, widen
 from gemproj.backends.numba.jit import entry, fast
 
 # Columns whose products are summed before they are added to a total; columns of x computed at a time.
 _CHUNK, _PART = 1024, 1024
-_STEP = 256
 # Bytes of a tile, and its minimum number of columns. It stays in a first-level cache.
 _TILE, _LEAST = 12 << 10, 256
 
@@ -142,25 +141,14 @@ def sum_products(
 
 @fast
 def _add_three(p, a, q, b, r, c, out):
-    for start in range(0, out.size, _STEP):
-        end = start + _STEP
-        for i in range(start, end, 64 // a.itemsize):
-            prefetch(a, i)
-            prefetch(b, i)
-            prefetch(c, i)
-        x, y, z, to = a[start:end], b[start:end], c[start:end], out[start:end]
-        for i in range(to.size):
-            to[i] += p * number(x[i]) + q * number(y[i]) + r * number(z[i])
+    for i in range(out.size):
+        out[i] += p * number(a[i]) + q * number(b[i]) + r * number(c[i])
 
 
 @fast
 def _add_one(p, a, out):
-    for start in range(0, out.size, _STEP):
-        x, to = a[start : start + _STEP], out[start : start + _STEP]
-        for i in range(start, start + _STEP, 64 // a.itemsize):
-            prefetch(a, i)
-        for i in range(to.size):
-            to[i] += p * number(x[i])
+    for i in range(out.size):
+        out[i] += p * number(a[i])
 
 
 @entry
