@@ -164,8 +164,10 @@ def standard_form(K: Array, b: Array, bounds: Bounds) -> tuple[Standard, Array |
         b = b + matvec(K, shift)
         upper = None if upper is None else upper - shift
         lower = lower - shift
-    if bounds.h is not None:  # infinity for a row that is switched off; a row of norm zero is not a constraint
-        b = xp.where(xp.linalg.diagonal(K) == 0, xp.zeros_like(b), b - bounds.h)
+    if bounds.h is not None:  # infinity for a row that is switched off
+        b = b - bounds.h
+        # A row of norm zero allows for nothing, but may ask for what no x gives.
+        b = xp.where(xp.linalg.diagonal(K) == 0, xp.minimum(b, xp.zeros_like(b)), b)
     return Standard(K, b, lower, upper), shift
 
 

@@ -128,12 +128,12 @@ def solve(
         for i in range(len(a)):
             a[i] /= size
         for i in range(t):
-            begin = start[p, i] if len(start) and abs(start[p, i]) < np.inf else 0.0
             if norm[i] == 0.0:  # not a constraint
-                low[i] = high[i] = begin = 0.0
+                low[i] = high[i] = 0.0
             stretch, right[i] = norm[i] / size, right[i] / size
             low[i], high[i] = low[i] * stretch, high[i] * stretch if high[i] < np.inf else np.inf
-            lam[p, i] = min(max(begin * stretch, low[i]), high[i])
+            begin = start[p, i] * stretch if len(start) else 0.0
+            lam[p, i] = min(max(begin if abs(begin) < np.inf else 0.0, low[i]), high[i])
         n, m = min(unit.shape) + 1, unit.shape[1]
         state = Search(
             unit, a, right, low, high, lam[p],
