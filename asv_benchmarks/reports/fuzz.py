@@ -32,7 +32,7 @@ from gemproj import Exact, backends, combine, gram, project, solve_dual
 from gemproj._tspace import Dual
 from gemproj.backends import portable
 from gemproj.backends.numba import installed
-from tests.problems import lengths, small_integers
+from tests.problems import small_integers
 
 CHUNK = 2000
 WRONG = 1e-9  # of the error of x, relative to the size of the problem
@@ -164,8 +164,7 @@ def searched(problems: list[Problem], search: Any) -> tuple[np.ndarray, np.ndarr
         np.array([np.broadcast_to(v, shape) for v in values]) for *values, shape in each
     )
     lower, rows = np.where(equality, -upper, margin), G / np.sqrt(metric)[:, None]
-    asked = np.max(np.abs(h) / [lengths(r) for r in rows], axis=1)
-    lam, found = search(Dual(False, rows, g * np.sqrt(metric), h, lower, upper, None, asked))
+    lam, found = search(Dual(False, rows, g * np.sqrt(metric), h, lower, upper))
     void = ~G.any(axis=2) & np.where(equality, h != 0, h > 0) & np.isinf(upper)  # rows of norm zero
     lam = np.where(void.any(axis=1)[:, None], void * np.sign(h) * (void.cumsum(axis=1) == 1), lam)
     return lam, (found[:, 0] >= 16) | void.any(axis=1)
