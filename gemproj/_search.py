@@ -98,7 +98,7 @@ def solve(
     low, high, right, norm = np.zeros(t), np.zeros(t), np.zeros(t), np.zeros(t)
     for p in range(first, last):
         given = rows[p if len(rows) > 1 else 0]
-        plain = len(start) == 0
+        plain, finite = len(start) == 0, True
         for i in range(t):
             low[i] = lower[p, i] if len(lower) else 0.0
             high[i] = upper[p, i] if len(upper) else np.inf
@@ -107,6 +107,7 @@ def solve(
             lam[p, i] = min(max(0.0, low[i]), high[i])
             slack = (linear[p, i] if of_gram else dot(given[i], linear[p])) - right[i]
             plain = plain and low[i] == 0.0 and slack >= 0.0
+            finite = finite and norm[i] < np.inf
         found[p, 0], found[p, 1], found[p, 2], found[p, 3] = OPTIMAL, 0.0, 1.0, 0.0
         if plain:  # g violates no constraint
             continue
@@ -145,6 +146,8 @@ def solve(
             search(state, GRAM_RESOLVES, GRAM_CONTRADICT, found[p])
         else:
             search(state, ROWS_RESOLVE, ROWS_CONTRADICT, found[p])
+        if not finite:
+            found[p, 0] = STALLED
         for i in range(t):
             least = lower[p, i] if len(lower) else 0.0
             most = upper[p, i] if len(upper) else np.inf
