@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from gemproj._arrays import Blocks, wide_dtype
 from gemproj._bounds import check_options
 from gemproj._checks import check_metadata_of_multipliers, check_scalar, is_number, real_numbers
-from gemproj._combine import blocks_for_x
+from gemproj._combine import as_asked, blocks_for_x
 from gemproj._problem import Problem, blocks_of, check_problem
 from gemproj._project import refuse_derivative, solved
 from gemproj._solution import DualSolution
@@ -19,18 +20,6 @@ from gemproj.methods import Exact
 
 # Entries of G in a piece. The gradient of a larger piece needs new memory from the system, ten times as slow.
 PIECE = 1 << 18
-
-
-@torch.compiler.disable
-def outside_of_graphs(function: Any, *args: Any) -> Any:
-    """Return ``function(*args)``, called outside of the graph of `torch.compile`."""
-    return function(*args)
-
-
-def differentiable(problem: Problem, sol: DualSolution, x: list[Tensor], *given: Any) -> list[Tensor]:
-    """Return the blocks of x as functions of G, g, metric, h, margin, penalty and equality (`given`)."""
-    tensors, one = _tensors(*given), problem.keys is None
-    return _split(_newton(_flat(x, one, len(problem.batch)), solution_of(problem, sol), *tensors), x, one)
 
 
 def _newton(
@@ -92,7 +81,7 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
     lists = [_blocks(a, g, name) for name, a in (("G", G), ("g", g), ("metric", metric))]
     # Blocks of g may have leading dimensions, for many gradients.
     skips = 1, lists[1][0].ndim - lists[0][0].ndim + 1, 0
-    found = [_flat(a, isinstance(g, Tensor), skip) for a, skip in zip(lists, skips, strict=True)]
+    found = [_flat(a, g, skip) for a, skip in zip(lists, skips, strict=True)]
     device = found[1].device
     for name, a in zip(("h", "margin", "penalty", "equality"), options, strict=True):
         if (a is None and name != "margin") or a is False or (is_number(a) and not a and name == "margin"):
@@ -120,15 +109,15 @@ def _blocks(a: Any, like: Any, name: str) -> list[Tensor]:
     return list(blocks_of(a))
 
 
-def _flat(blocks: Sequence[Tensor], one: bool, skip: int = 0) -> Any:
-    """Return blocks side by side as one array; None if there are none. `one` is True for an array."""
-    blocks = blocks if one else [a[..., None].flatten(skip) for a in blocks]
+def _flat(blocks: Sequence[Tensor], g: Blocks, skip: int = 0) -> Any:
+    """Return blocks side by side as one array; None if there are none, and the array if g is an array."""
+    blocks = blocks if isinstance(g, Tensor) else [a[..., None].flatten(skip) for a in blocks]
     return torch.cat(list(blocks), dim=-1) if len(blocks) > 1 else next(iter(blocks), None)
 
 
-def _split(flat: Tensor, like: Sequence[Tensor], one: bool) -> list[Tensor]:
-    """Return an array as blocks with the shapes and dtypes of `like`."""
-    if one:
+def _split(flat: Tensor, like: Sequence[Tensor], g: Blocks) -> list[Tensor]:
+    """Return an array as blocks with the shapes and dtypes of `like`, unless g is an array."""
+    if isinstance(g, Tensor):
         return [flat.to(like[0].dtype)]
     parts = flat.split([a.numel() // flat.shape[:-1].numel() for a in like], dim=-1)
     return [p.reshape(a.shape).to(a.dtype, copy=True) for p, a in zip(parts, like, strict=True)]
@@ -144,7 +133,7 @@ def operator(G: Tensor, g: Tensor, metric: Tensor | None, *options: Any) -> tupl
     """Return x and its `solution_of`, for arrays."""
     h, margin, penalty, equality, warm_start = options
     bounds = h, 0.0 if margin is None else margin, penalty, False if equality is None else equality
-    problem, sol, [x] = solved(G, g, Exact(), *bounds, metric, warm_start)
+    problem, sol, [x] = solved(Exact(), None, (G, g, metric, *bounds, warm_start))
     return x, *solution_of(problem, sol)
 
 
@@ -170,34 +159,44 @@ def _(info: Any, dims: Any, *args: Any) -> tuple[tuple[Tensor, ...], tuple[int, 
     return operator(*tensors), (0, 0, 0, 0)
 
 
-def project_by_operator(
-    traced: bool, transformed: bool, G: Blocks, g: Blocks, method: Any, h: Any, margin: Any, penalty: Any,
-    equality: Any, metric: Blocks | None, warm_start: Tensor | None, out: Any,
-) -> Any:  # fmt: skip
-    """Return x for the arguments of `project`; `transformed` if `torch.func` has wrapped one of them."""
-    options, one = {"h": h, "margin": margin, "penalty": penalty, "equality": equality}, isinstance(g, Tensor)
-    if traced:  # tracing cannot follow the checks of arrays: the operator performs them
+@torch.compiler.disable
+def _uncompiled(function: Any, *args: Any, **options: Any) -> Any:
+    return function(*args, **options)
+
+
+def project_tensors(route: str, project: Any, method: Any, out: Any, arrays: tuple[Any, ...]) -> Any:
+    """Return x for the arguments of `project`: "uncompiled", with its "derivative", or by the operator."""
+    G, g, metric, h, margin, penalty, equality, warm_start = arrays
+    given = {"h": h, "margin": margin, "penalty": penalty, "equality": equality}
+    if route == "uncompiled":
+        rest = {"metric": metric, "warm_start": warm_start, "out": out}
+        return _uncompiled(project, G, g, method=method, **given, **rest)
+    if route == "derivative":
+        problem, sol, blocks = solved(method, out, arrays, derived=True)
+        x = _newton(_flat(blocks, g, len(problem.batch)), solution_of(problem, sol), *_tensors(*arrays[:-1]))
+        return as_asked(problem, _split(x, blocks, g))
+    if route == "traced":  # tracing cannot follow the checks of arrays: the operator performs them
         method = Exact()
     else:
         problem = check_problem(G, g, metric, values=False)
-        method = check_options(method, **options).method
+        method = check_options(method, **given).method
         if warm_start is not None:
             check_metadata_of_multipliers(warm_start, "warm_start", *problem.like[:2])
         blocks_for_x(problem, out)
-    given = _tensors(G, g, metric, *options.values())
-    derived = torch.is_grad_enabled() and any(a is not None and a.requires_grad for a in given)
-    if derived or transformed:
+    tensors = _tensors(*arrays[:-1])
+    smooth, constants = [a for a in tensors if a is not None], [*tensors, warm_start]
+    derived = route == "transformed" or (torch.is_grad_enabled() and any(a.requires_grad for a in smooth))
+    if derived := derived or any(unpack_dual(a).tangent is not None for a in smooth):
         refuse_derivative(method, out)
-    x, *solution = operator(*(a if a is None else a.detach() for a in (*given, warm_start)))
-    if derived or transformed:
-        x = _newton(x, solution, *given)
-    found = _split(x, _blocks(g, g, "g"), one)
+        constants = [a if a is None else a.detach() for a in constants]
+    x, *solution = operator(*constants)
+    blocks = _split(_newton(x, solution, *tensors) if derived else x, _blocks(g, g, "g"), g)
     if out is not None:
-        for to, value in zip(_blocks(out, g, "out"), found, strict=True):
+        for to, value in zip(_blocks(out, g, "out"), blocks, strict=True):
             if to.shape != value.shape or to.dtype != value.dtype:
                 raise ValueError("out must have the shape and dtype of g.")
             to.copy_(value)
         return out
     if isinstance(g, Mapping):
-        return dict(zip(g, found, strict=True))
-    return found[0] if one else tuple(found) if isinstance(g, tuple) else found
+        return dict(zip(g, blocks, strict=True))
+    return blocks[0] if isinstance(g, Tensor) else tuple(blocks) if isinstance(g, tuple) else blocks

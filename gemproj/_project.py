@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,9 @@ from gemproj._gram import measure
 from gemproj._problem import Problem, blocks_of, check_problem
 from gemproj._solution import DualSolution
 from gemproj.methods import AnyMethod, Exact
+
+_requires_grad = attrgetter("requires_grad")
+_SCALARS = {type(None), bool, float}
 
 
 def project(
@@ -66,10 +70,11 @@ def project(
     -----
     x is rounded to the dtype of g. If h or a margin is large, x may overflow in this dtype.
 
-    For torch tensors and method "exact", the projection is one torch operator. Autograd and `torch.func`
-    differentiate it once with respect to G, g, metric, h, margin and penalty, by implicit differentiation on
-    the active set. `torch.func.vmap` maps over problems, and `torch.compile` traces it without a graph
-    break. Other methods break the graph, and have no derivative.
+    For torch tensors and method "exact", autograd and `torch.func` differentiate x with respect to G, g,
+    metric, h, margin and penalty, in reverse and in forward mode, by Newton's method on the active set. First
+    and second derivatives are exact; third derivatives are not. `torch.func.vmap` maps over problems, and
+    `torch.compile` traces the projection without a graph break. Other methods break the graph, and have no
+    derivative.
 
     Examples
     --------
@@ -87,31 +92,21 @@ def project(
     >>> x[0].tolist(), x[1].tolist()
     ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
     """
-    given = G, g, method, h, margin, penalty, equality, metric, warm_start, out
+    arrays = G, g, metric, h, margin, penalty, equality, warm_start
     torch = None if type(g) is np.ndarray else sys.modules.get("torch")
-    if torch is None:
-        return _project(*given)
-    if torch.compiler.is_compiling():
-        from gemproj._autograd import outside_of_graphs, project_by_operator
+    if torch is not None and (route := _route(torch, method, arrays)):
+        from gemproj._autograd import project_tensors
 
-        exact = isinstance(method, Exact) or (isinstance(method, str) and method.lower() == "exact")
-        if exact and isinstance(blocks_of(g)[0], torch.Tensor):
-            return project_by_operator(True, False, *given)
-        return outside_of_graphs(_project_tensors, torch, *given)
-    if "torch._dynamo" in sys.modules:
-        # torch may run this function uncompiled and still compile each function that it calls.
-        from gemproj._autograd import outside_of_graphs
-
-        return outside_of_graphs(_project_tensors, torch, *given)
-    return _project_tensors(torch, *given)
+        return project_tensors(route, project, method, out, arrays)
+    problem, _, x = solved(method, out, arrays)
+    return as_asked(problem, x, out)
 
 
 def solved(
-    G: Blocks, g: Blocks, method: AnyMethod, h: Any, margin: Any, penalty: Any, equality: Any,
-    metric: Blocks | None, warm_start: Array | None, out: Blocks | None = None, *,
-    derived: bool = False,
-) -> tuple[Problem, DualSolution, list[Array]]:  # fmt: skip
+    method: AnyMethod, out: Blocks | None, arrays: tuple[Any, ...], derived: bool = False
+) -> tuple[Problem, DualSolution, list[Array]]:
     """Return the problem, its solution and the blocks of x; `derived` refuses what has no derivative."""
+    G, g, metric, h, margin, penalty, equality, warm_start = arrays
     options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
     problem = check_problem(G, g, metric)
     x = blocks_for_x(problem, out)
@@ -126,7 +121,7 @@ def solved(
 
 def refuse_derivative(method: Any, out: Blocks | None) -> None:
     """Raise for a method without a derivative, and for `out`."""
-    if not isinstance(method, Exact):
+    if type(method) is not Exact:
         raise ValueError(
             f"Only method 'exact' supports gradients and torch.func; method is {method!r}. Detach the "
             "arguments, or use method='exact'."
@@ -137,53 +132,50 @@ def refuse_derivative(method: Any, out: Blocks | None) -> None:
         )
 
 
-def _project(*given: Any) -> Any:
-    problem, _, x = solved(*given)
-    return as_asked(problem, x, given[-1])
-
-
-def _project_tensors(torch: Any, *given: Any) -> Any:
-    """Return x for the arguments of `project`, which may be tensors, outside of compiled graphs."""
-    G, g, _, h, margin, penalty, equality, metric, warm_start, _ = given
-    if not isinstance(next(iter(blocks_of(g)), None), torch.Tensor):
-        return _project(*given)
-    smooth = _tensors(torch, G, g, metric, h, margin, penalty)
-    without = any(_lacks_values(torch, a) for a in smooth + _tensors(torch, equality, warm_start))
-    if without or torch.jit.is_tracing() or _is_recording():
-        from gemproj._autograd import project_by_operator
-
-        return project_by_operator(torch.jit.is_tracing(), without, *given)
-    derived = torch.is_grad_enabled() and any(a.requires_grad for a in smooth)
+def _route(torch: Any, method: Any, arrays: tuple[Any, ...]) -> str:
+    """Return how to project tensors; "" without derivatives and tracing."""
+    Tensor, (G, g, *_) = torch.Tensor, arrays
+    found = type(g) is Tensor or isinstance(next(iter(blocks_of(g)), None), Tensor)
+    if torch.compiler.is_compiling():  # also if torch runs `project` uncompiled, and compiles this function
+        exact = type(method) is Exact or (isinstance(method, str) and method.lower() == "exact")
+        return "traced" if exact and found else "uncompiled"
+    if not found:
+        return ""
+    tensors = [a for a in arrays if type(a) not in _SCALARS]
+    if len(tensors) > 2 or type(G) is not Tensor or type(g) is not Tensor:
+        tensors = [b for a in tensors for b in blocks_of(a) if isinstance(b, Tensor)]
+    for a in tensors:
+        try:
+            usual = type(a) is Tensor and a.data_ptr()
+        except RuntimeError:
+            usual = False
+        if not usual and _lacks_values(torch, a):
+            return "transformed"
+    if torch.jit.is_tracing():
+        return "traced"
+    if torch.overrides.has_torch_function(tensors) and _is_recording():
+        return "recorded"
+    recorded = torch.is_grad_enabled() and any(map(_requires_grad, tensors))
+    if recorded and any(a.requires_grad for a in tensors if a is not arrays[-1]):  # not the warm start
+        return "derivative"
     # Outside of a level of forward-mode differentiation, `unpack_dual` returns its argument.
     unpack = torch.autograd.forward_ad.unpack_dual
-    if not derived and unpack(smooth[0]).primal is not smooth[0]:
-        derived = any(unpack(a).tangent is not None for a in smooth)
-    if not derived:
-        return _project(*given)
-    from gemproj._autograd import differentiable
-
-    problem, sol, x = solved(*given, derived=True)
-    return as_asked(problem, differentiable(problem, sol, x, G, g, metric, h, margin, penalty, equality))
-
-
-def _tensors(torch: Any, *given: Any) -> list[Any]:
-    """Return the tensors among the arguments of `project`."""
-    some = [a for a in given if a is not None and type(a) is not float and type(a) is not bool]
-    return [a for blocks in some for a in blocks_of(blocks) if isinstance(a, torch.Tensor)]
+    if unpack(tensors[0]).primal is not tensors[0]:
+        return "derivative" if any(unpack(a).tangent is not None for a in tensors) else ""
+    return ""
 
 
 def _lacks_values(torch: Any, a: Any) -> bool:
-    """Return whether a dense tensor has no memory: torch.func has wrapped it, or it is fake."""
+    """Return whether a dense tensor has no memory: `torch.func` has wrapped it, or it is fake."""
     if type(a) is not torch.Tensor and type(a) is not torch.nn.Parameter:
         return hasattr(a, "fake_mode")
     try:
-        lacks = not a.data_ptr() and a.numel() > 0
+        return not a.data_ptr() and a.numel() > 0 and not a.is_meta
     except RuntimeError:
-        lacks = True
-    return lacks and a.layout is torch.strided and not a.is_meta
+        return not (a.is_sparse or a.is_sparse_csr)
 
 
 def _is_recording() -> bool:
-    """Return whether `make_fx` is recording the operations on tensors."""
+    """Return whether `make_fx` records the operations on tensors; it also overrides torch functions then."""
     mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", None)
     return mode is not None and mode() is not None
