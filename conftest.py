@@ -9,7 +9,7 @@ collect_ignore_glob = [
     "examples/fsdp2.py",
 ]
 if not find_spec("torch"):
-    collect_ignore_glob += ["gemproj/torch/*", "gemproj/integrations/*", "gemproj/_operator.py", "examples/*"]
+    collect_ignore_glob += ["gemproj/torch/*", "gemproj/integrations/*", "gemproj/_autograd.py", "examples/*"]
     collect_ignore_glob += ["tests/frameworks.py", "tests/models.py"]
 if not find_spec("numba"):
     collect_ignore_glob.append("gemproj/backends/numba/*")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
@@ -87,7 +88,7 @@ def _tensors(G: Blocks, g: Blocks, metric: Blocks | None, *options: Any) -> list
         if (a is None and name != "margin") or a is False or (is_number(a) and not a and name == "margin"):
             a = None
         elif not isinstance(a, Tensor):
-            if name in ("margin", "penalty") and not hasattr(a, "__len__"):
+            if name in ("margin", "penalty") and not isinstance(a, (np.ndarray, list, tuple)):
                 check_scalar(a, name)
             elif not torch.compiler.is_compiling():
                 a = real_numbers(a, name)

@@ -121,7 +121,7 @@ def solved(
 
 def refuse_derivative(method: Any, out: Blocks | None) -> None:
     """Raise for a method without a derivative, and for `out`."""
-    if type(method) is not Exact:
+    if type(method) is not Exact:  # a class derived from it need not be exact
         raise ValueError(
             f"Only method 'exact' supports gradients and torch.func; method is {method!r}. Detach the "
             "arguments, or use method='exact'."

@@ -16,6 +16,7 @@ import gemproj  # noqa: E402
 from gemproj import PGD, combine, gram, project, solve_dual, solve_gram  # noqa: E402
 
 jacobian, on_devices = torch.autograd.functional.jacobian, pytest.mark.parametrize("device", {"cpu", DEVICE})
+close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 OPTIONS = [{}, {"margin": 0.1}, {"penalty": 0.2}, {"margin": 0.05, "penalty": 0.2}, {"equality": True}]
 
 
@@ -37,22 +38,20 @@ def check(function, arguments):
 @pytest.mark.parametrize("shape", [(1, 4), (3, 7), (12, 20), (2, 5, 3)])
 def test_derivatives_in_G_g_and_the_metric(shape, options, device):
     G, g = problem(*shape, device=device)
-    w = (
-        1.0 + 0.5 * torch.sin(torch.arange(g.numel(), device=device).reshape(g.shape).double())
-    ).requires_grad_()
+    w = torch.rand(g.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 0.5
     assert torch.any(solve_dual(G, g, **options).multipliers != 0)
     assert gradcheck(lambda G, g: project(G, g, **options), (G, g), fast_mode=G.numel() > 40)
-    check(lambda G, g, w: project(G, g, metric=w, **options), (G, g, w))
+    check(lambda G, g, w: project(G, g, metric=w, **options), (G, g, w.to(device).requires_grad_()))
 
 
 def blocks(G, g):
-    x = project([G[:, :4].reshape(4, 2, 2), G[:, 4:]], [g[:4].reshape(2, 2), g[4:]])
-    return torch.cat([x[0].mul_(2.0).ravel(), x[1]])  # blocks of x are arrays of their own
+    x = project([G[:, :4].reshape(4, 2, 2), G[:, 4:]], [g[..., :4].reshape(*g.shape[:-1], 2, 2), g[..., 4:]])
+    return torch.cat([x[0].mul_(2.0).flatten(-2), x[1]], -1)  # blocks of x are arrays of their own
 
 
 def mapping(G, g):
-    x = project({"a": G[:, :4], "b": G[:, 4:]}, {"b": g[4:], "a": g[:4]})
-    return torch.cat([x["a"], x["b"]])
+    x = project({"a": G[:, :4], "b": G[:, 4:]}, {"b": g[..., 4:], "a": g[..., :4]})
+    return torch.cat([x["a"], x["b"]], -1)
 
 
 @on_devices
@@ -62,43 +61,45 @@ def test_derivatives_of_many_gradients_blocks_and_mappings(device):
     check(lambda G, g, w: project(G, g, metric=w), (G, gs, w))
     for function in (blocks, mapping):
         check(function, (G, g))
+        check(function, (G, gs))
         each = torch.stack([function(G, one) for one in gs])
-        torch.testing.assert_close(vmap(function, (None, 0))(G, gs), each)
+        close(vmap(function, (None, 0))(G, gs), each)
 
 
 @on_devices
 @pytest.mark.parametrize(
-    ("equality", "h", "penalty"),
+    ("equality", "h", "c"),
     [(False, [0.5, 0.2, -0.1, 0], [0.3, 0.15, 2, 0.3]), (True, [0.5, -4, -0.1, 0], [0.05, 0.2, 5, 0.1])],
 )
-def test_derivatives_in_bounds_and_right_hand_side(equality, h, penalty, device):
+def test_derivatives_in_bounds_and_right_hand_side(equality, h, c, device):
     """With multipliers between their bounds, and at both of them."""
-    G, g = problem(4, 9, device=device)
-    given = [torch.tensor(a, dtype=G.dtype, device=device) for a in (h, [0.1, 0.1, 0.9, 0.1], penalty)]
-    names = {"h": 0, "margin": 1, "penalty": 2}
-    sol = solve_dual(G, g, equality=equality, **{name: given[k] for name, k in names.items()})
+
+    def bounds(h, m, c):
+        return {"h": h, "margin": m, "penalty": c, "equality": equality}
+
+    given = [torch.tensor(a, dtype=torch.float64, device=device) for a in (h, [0.1, 0.1, 0.9, 0.1], c)]
+    sol = solve_dual(*problem(4, 9, device=device), **bounds(*given))
     assert all(a.any() for a in (sol.multipliers == sol.lower, sol.multipliers == sol.upper, sol.free))
-    check(
-        lambda G, g, h, m, c: project(G, g, h=h, margin=m, penalty=c, equality=equality),
-        (G, g, *(a.requires_grad_() for a in given)),
-    )
+    given = *problem(4, 9, device=device), *(a.requires_grad_() for a in given)
+    check(lambda G, g, *given: project(G, g, **bounds(*given)), given)
+
+
+DOUBLE, SINGLE = torch.float64, torch.float32
 
 
 @pytest.mark.parametrize(
-    ("scale", "dtype", "atol"),
-    [(1e-120, torch.float64, 1e-12), (1e120, torch.float64, 1e-12), (1.0, torch.float32, 1e-5)],
+    ("by", "dtype", "atol"), [(1e-120, DOUBLE, 1e-12), (1e120, DOUBLE, 1e-12), (1, SINGLE, 1e-5)]
 )
-def test_gradients_at_any_magnitude(scale, dtype, atol):
+def test_gradients_at_any_magnitude(by, dtype, atol):
     """A gradient has the dtype of its array."""
-    given = problem(3, 7)
-    arrays = [(a.detach() * by).to(dtype).requires_grad_() for a, by in zip(given, (scale, 1.0), strict=True)]
+    G, g = problem(3, 7)
+    arrays = [(G.detach() * by).to(dtype).requires_grad_(), g.detach().to(dtype).requires_grad_()]
     x = project(*arrays)
     assert torch.equal(x, project(*(a.detach() for a in arrays)))
-    found = torch.autograd.grad(x.sum(), arrays)
+    found, expected = torch.autograd.grad(x.sum(), arrays), torch.autograd.grad(project(G, g).sum(), (G, g))
     assert x.dtype == found[0].dtype == found[1].dtype == dtype
-    expected = torch.autograd.grad(project(*given).sum(), given)
-    torch.testing.assert_close(found[0].double() * scale, expected[0], rtol=0, atol=atol)
-    torch.testing.assert_close(found[1].double(), expected[1], rtol=0, atol=atol)
+    close(found[0].double() * by, expected[0], atol=atol)
+    close(found[1].double(), expected[1], atol=atol)
 
 
 def test_large_arrays_are_differentiated_in_pieces():
@@ -107,8 +108,8 @@ def test_large_arrays_are_differentiated_in_pieces():
     found = torch.autograd.grad(project(G, g, equality=True, metric=w), (G, g), w.cos())
     z = torch.linalg.solve(G / w @ G.mT, G / w @ w.cos())
     p, x = w.cos() - z @ G, g + lam @ (G / w)
-    torch.testing.assert_close(found[1], p, rtol=0, atol=1e-12)
-    torch.testing.assert_close(found[0], torch.outer(lam, p / w) - torch.outer(z, x), rtol=0, atol=1e-12)
+    close(found[1], p)
+    close(found[0], torch.outer(lam, p / w) - torch.outer(z, x))
 
 
 @pytest.mark.parametrize("by", [1.0, -1.0])
@@ -116,9 +117,7 @@ def test_repeated_and_opposite_rows_have_a_derivative(by):
     """Two opposite rows make an equality."""
     G, g = (a.detach() for a in problem(2, 6))
     expected = jacobian(partial(project, G, equality=by < 0), g)
-    torch.testing.assert_close(
-        jacobian(partial(project, torch.cat([G, by * G])), g), expected, rtol=0, atol=1e-12
-    )
+    close(jacobian(partial(project, torch.cat([G, by * G])), g), expected)
 
 
 @pytest.mark.parametrize("tilt", [1e-3, 1e-5, 1e-7])
@@ -128,35 +127,31 @@ def test_nearly_dependent_rows_have_the_derivative_of_their_span(tilt):
     Q = torch.linalg.qr(torch.stack([u, w]).T)[0]
     backward, forward = jacobian(partial(project, G), g), jacfwd(partial(project, G))(g)
     for found in (backward, forward):
-        torch.testing.assert_close(found, torch.eye(6).double() - Q @ Q.T, rtol=0, atol=1e-15 / tilt)
+        close(found, torch.eye(6).double() - Q @ Q.T, atol=1e-15 / tilt)
     # What flows back lies in the tangent space to rounding, not only to that of large multipliers.
     assert torch.all(torch.abs(backward @ G.T) <= 1e-14 * G.norm(dim=1))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"penalty": 0.0},
-        {"margin": 0},
-        {"equality": np.array([True, False, False])},
-        {"h": np.array([0.1, -0.1, 0.0])},
-        {"h": [0.1, -0.1, 0.0]},  # numbers of float64
-        {"metric": torch.linspace(0.5, 1.5, 14, dtype=torch.float64).reshape(2, 7)},
-    ],
-)
+SAME = [{"penalty": 0.0}, {"margin": 0}, {"equality": np.array([True, False, False])}]
+SAME += [{"h": np.array([0.1, -0.1, 0.0])}, {"h": [0.1, -0.1, 0.0]}]  # a list has numbers of float64
+SAME += [{"metric": torch.linspace(0.5, 1.5, 14, dtype=torch.float64).reshape(2, 7)}]
+
+
+@pytest.mark.parametrize("options", SAME, ids=str)
 def test_options_mean_what_they_mean_without_autograd(options):
     G, g = problem(3, 7)
     expected = project(G.detach(), g.detach(), **options)
     assert not expected.requires_grad
     assert torch.equal(project(G, g, **options), expected)
-    compiled = torch.compile(lambda G, g: project(G, g, **options), backend="aot_eager")
-    assert torch.equal(compiled(G.detach(), g.detach()), expected)
+    assert torch.equal(
+        torch.compile(project, backend="aot_eager")(G.detach(), g.detach(), **options), expected
+    )
 
 
 ONE, TWO = torch.eye(3, 7, dtype=torch.float64), torch.ones(7, dtype=torch.float64)
 WRONG = [{"G": [ONE, ONE]}, {"G": {"a": ONE, "b": ONE}}, {"G": ONE.numpy()}, {"metric": [TWO, TWO]}]
 WRONG += [{"equality": np.array([0, 1, 0])}, {"equality": None}, {"margin": True}, {"margin": None}]
-WRONG += [{"margin": -1.0}, {"h": ["a", "b", "c"]}, {"refine": 1.5}, {"warm_start": np.zeros(3)}]
+WRONG += [{"margin": -1.0}, {"h": ["a", "b", "c"]}, {"unknown": 1.5}, {"warm_start": np.zeros(3)}]
 WRONG += [{"warm_start": [0.0] * 3}, {"warm_start": torch.zeros(2)}, {"method": PGD, "margin": 0.1}]
 WRONG += [{"out": np.zeros(7)}, {"G": ONE.to_sparse()}]
 
@@ -173,9 +168,7 @@ def test_arguments_are_checked_as_without_autograd(wrong):
     def call(g):
         return project(g=g, **{"G": ONE, **wrong})
 
-    expected = told(call, -TWO)
-    assert told(call, (-TWO).requires_grad_()) == expected
-    assert told(vmap(call), -TWO.expand(2, 7)) == expected
+    assert told(call, -TWO) == told(call, (-TWO).requires_grad_()) == told(vmap(call), -TWO.expand(2, 7))
 
 
 def check_vmap(function, dims, *arrays):
@@ -183,7 +176,7 @@ def check_vmap(function, dims, *arrays):
     each = [
         function(*(a if d is None else a[i] for a, d in zip(arrays, dims, strict=True))) for i in range(4)
     ]
-    torch.testing.assert_close(vmap(function, dims)(*arrays), torch.stack(each), rtol=0, atol=1e-13)
+    close(vmap(function, dims)(*arrays), torch.stack(each))
 
 
 def test_vmap():
@@ -204,28 +197,24 @@ def test_vmap():
         check_vmap(grad(loss), (0, 0), h[:, 0], Gs)
         numbers = h[:, 0].clone().requires_grad_()
         found = torch.autograd.grad(vmap(call)(numbers, Gs).square().sum(), numbers)[0]
-        torch.testing.assert_close(found, vmap(grad(loss))(h[:, 0], Gs), rtol=0, atol=1e-13)
+        close(found, vmap(grad(loss))(h[:, 0], Gs))
     with pytest.raises(ValueError, match="Only method 'exact' supports gradients"):
         vmap(partial(project, method="pgd"))(Gs, gs)
-    for function, *more in (
-        (gram,),
-        (solve_dual,),
-        (combine, h[0]),
-        (lambda G, v: solve_gram(G[:, :3], v[:3]),),
+    for call in (
+        gram,
+        solve_dual,
+        partial(combine, multipliers=h[0]),
+        lambda G, v: solve_gram(G[:, :3], v[:3]),
     ):
         with pytest.raises(TypeError, match=r"Only gemproj.project supports torch.func"):
-            vmap(lambda v, function=function, more=more: function(G, v, *more))(gs)
+            vmap(partial(call, G))(gs)
 
 
 def test_forward_mode_and_second_derivatives():
     G, g = (a.detach() for a in problem(3, 7))
-    A, v = G.flip(0), g.flip(0)
+    A, v, loss = G.flip(0), g.flip(0), lambda G, g: project(G, g).pow(3).sum()
     of_G, of_g = jacobian(project, (G, g))
-    of_G, of_g, close = (
-        torch.tensordot(of_G, A, 2),
-        of_g @ v,
-        partial(torch.testing.assert_close, rtol=0, atol=1e-13),
-    )
+    of_G, of_g = torch.tensordot(of_G, A, 2), of_g @ v
     close(jvp(project, (G, g), (A, v))[1], of_G + of_g)
     with forward_ad.dual_level():  # only one argument has a tangent
         assert forward_ad.unpack_dual(project(G, g)).tangent is None
@@ -233,10 +222,6 @@ def test_forward_mode_and_second_derivatives():
         close(forward_ad.unpack_dual(project([G], [forward_ad.make_dual(g, v)])[0]).tangent, of_g)
         x = project(G, forward_ad.make_dual(torch.linalg.pinv(G).sum(1), v))  # nothing is violated
         assert torch.equal(forward_ad.unpack_dual(x).tangent, v)
-
-    def loss(G, g):
-        return project(G, g).pow(3).sum()
-
     whole = torch.autograd.functional.hessian(loss, (G, g))
     for outer in (jacfwd, jacrev):
         for inner in (jacfwd, jacrev):
@@ -255,15 +240,15 @@ def test_without_rows_or_violations_the_derivative_is_the_identity(shape):
 
 
 def test_what_has_no_derivative_says_so():
-    G, g = problem(3, 7)
+    (G, g), out = problem(3, 7), torch.zeros(7, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"Only method 'exact' supports .*; method is PGD"):
         project(G, g, method=PGD())
     with pytest.raises(ValueError, match=r"out cannot be written under torch\.func, or while an"):
-        project(G, g, out=g.detach().clone())
-    with pytest.raises(ValueError, match="out requires a gradient and cannot be written"):
-        project(G.detach(), g.detach(), out=torch.zeros(7, dtype=torch.float64, requires_grad=True))
+        project(G, g, out=out)
     with torch.no_grad():
-        project(G, g, method=PGD(), out=g.detach().clone())
+        project(G, g, method=PGD(), out=out)
+    with pytest.raises(ValueError, match="out requires a gradient and cannot be written"):
+        project(G.detach(), g.detach(), out=out.requires_grad_())
     rows = G * 1.0
     x = project(rows, g)
     rows.mul_(2.0)
