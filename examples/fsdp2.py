@@ -1,7 +1,7 @@
 """FSDP2 on generated tasks, without and with projection: ``torchrun --nproc-per-node 2 examples/fsdp2.py``.
 
 Parameters, gradients, constraints and AdamW's moments stay in shards; a projection exchanges
-t * t + t + 2 numbers, where t is the number of past tasks.
+t * t + t + 1 numbers, where t is the number of past tasks.
 """
 
 import argparse

@@ -112,7 +112,7 @@ class Rational:
         """Return whether the rows of the nonzero entries of a ray contradict each other, by Farkas' lemma."""
         *rest, last = rows = [i for i, v in enumerate(ray) if abs(v) > 1e-9] or [0]
         weights = solution([[self.K[i][j] for j in rest] for i in rest], [-self.K[i][last] for i in rest])
-        d = [*weights, 1] if ray[last] > 0 else [*(-w for w in weights), -1]
+        d: list[Any] = [*weights, 1] if ray[last] > 0 else [*(-w for w in weights), -1]
         hard = all(self.upper[i] == math.inf for i in rows)
         signs = all(v >= 0 or self.lower[i] == -math.inf for v, i in zip(d, rows, strict=True))
         zero = not any(inner(d, [self.G[i][k] for i in rows]) for k in range(len(self.g)))
@@ -195,7 +195,7 @@ class Verdict(NamedTuple):
 
 def judge(way: str, errors: np.ndarray, given: Sequence[Any]) -> Verdict:
     """Judge the error of each problem."""
-    failures = [f"{way}: {given[i]}, off by {errors[i]:.1e}" for i in np.flatnonzero(~(errors < WRONG))]
+    failures = [f"{way}: {given[int(i)]}, off by {errors[i]:.1e}" for i in np.flatnonzero(~(errors < WRONG))]
     return Verdict(way, len(errors), float(errors.max()), failures)
 
 
@@ -221,7 +221,8 @@ def cones(rng: np.random.Generator) -> Iterator[Verdict]:
     for members in by_shape([Problem(*integers(rng)) for _ in range(CHUNK)]):
         G, g = (np.stack([p[k] for p in members]) for k in (0, 1))
         sol, (K, b, _) = solve_dual(G, g), gram(G, g)
-        exact = np.stack([expected(p, lam, False) for p, lam in zip(members, sol.multipliers, strict=True)])
+        found: Any = [expected(p, lam, False) for p, lam in zip(members, sol.multipliers, strict=True)]
+        exact = np.stack(found)
         answers = {"project": project(G, g), "Exact on K and b": combine(G, g, Exact()(K, b))}
         for form, search in forms().items():
             for source, given in (("K", (True, K, b)), ("rows", (False, G, g))):

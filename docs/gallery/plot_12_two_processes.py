@@ -3,7 +3,7 @@ Two processes
 =============
 
 Each process holds half of the columns of every gradient, as with sharded parameters. A projection exchanges
-``t * t + t + 2`` numbers, whatever the model's size: all processes solve the same small problem and combine
+``t * t + t + 1`` numbers, whatever the model's size: all processes solve the same small problem and combine
 their own columns.
 """
 
@@ -43,7 +43,7 @@ print("largest difference from one process:", float((x - project(G, g)).abs().ma
 t = np.arange(1, 65)
 figure, axes = plt.subplots()
 axes.semilogy(t, 4 * t * 2_166_784 / 1e6, color="C1", label="gathering the rows")
-axes.semilogy(t, 8 * (t * t + t + 2) / 1e6, color="C0", label="gemproj")
+axes.semilogy(t, 8 * (t * t + t + 1) / 1e6, color="C0", label="gemproj")
 axes.set(xlabel="old tasks", ylabel="exchanged (MB)")
 axes.legend()
 figure.set_label("Megabytes exchanged over the number of old tasks: four to five orders of magnitude fewer")
