@@ -87,10 +87,10 @@ def project(
 
     Blocks, one per parameter of a model:
 
-    >>> G = [np.ones((1, 2, 2)), np.ones((1, 3))]
-    >>> x = project(G, [np.zeros((2, 2)), np.array([-7.0, 0.0, 0.0])])
+    >>> G = [np.ones((1, 2, 1)), np.ones((1, 2))]
+    >>> x = project(G, [np.zeros((2, 1)), np.array([-4.0, 0.0])])
     >>> x[0].tolist(), x[1].tolist()
-    ([[1.0, 1.0], [1.0, 1.0]], [-6.0, 1.0, 1.0])
+    ([[1.0], [1.0]], [-3.0, 1.0])
     """
     arrays = G, g, metric, h, margin, penalty, equality, warm_start
     torch = None if type(g) is np.ndarray else sys.modules.get("torch")

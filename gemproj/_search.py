@@ -133,7 +133,8 @@ def solve(
                 low[i] = high[i] = 0.0
             stretch, right[i] = norm[i] / size, right[i] / size
             low[i], high[i] = low[i] * stretch, high[i] * stretch if high[i] < np.inf else np.inf
-            begin = start[p, i] * stretch if len(start) else 0.0
+            given_start = len(start) and abs(start[p, i]) < np.inf
+            begin = start[p, i] * stretch if given_start else 0.0
             lam[p, i] = min(max(begin if abs(begin) < np.inf else 0.0, low[i]), high[i])
         n, m = min(unit.shape) + 1, unit.shape[1]
         state = Search(
