@@ -152,7 +152,8 @@ def test_conflicting_tasks_in_blocks(xp, rng):
     J[1] = 1e-6 * J[1] - J[0]
     blocks = blocks_of(xp, J, "float64", [(3, 3), (4, 5)])
     found = np.concatenate([xp.numpy(b).reshape(4, -1) for b in project(blocks, blocks)], axis=1)
-    assert_close(found, xp.project(J, J), atol=1e-9)
+    # A device has only K for few rows, whose rounding is divided by the square of the angle.
+    assert_close(found, xp.project(J, J), atol=1e-9 if xp.on_cpu else 1e-3)
 
 
 def test_blocks_in_any_order_of_memory(xp, rng):
