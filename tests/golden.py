@@ -299,13 +299,13 @@ def keep(model, optimizer, sets, on, logits, shift):
 
     All examples are used in every step, and none is drawn at random.
     """
-    from gemproj.torch import GEM, Promise
+    from gemproj.torch import Keeper, Promise
     from gemproj.torch.losses import CrossEntropy, Distillation
 
-    gem = GEM(model, optimizer, on=on)
+    keeper = Keeper(model, optimizer, on=on)
     for kind, batch in sets.items():
         loss = Distillation(logits) if kind == "distillation" else CrossEntropy(logits, shift=shift)
-        gem.keep([batch], Promise(loss, **PROMISES[kind]), name=kind)
+        keeper.keep([batch], Promise(loss, examples=None, **PROMISES[kind]), name=kind)
 
 
 def trained(promises, name, on, language, jolt=0.0):

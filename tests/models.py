@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map
 
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise
+from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
 
 
@@ -82,14 +82,13 @@ BOTH = Distillation(logits, labels=EACH, weight=0.1)
 
 
 def promises(logits=logits, labels=labels):
-    """Make promises and options that need different parts of GEM, for the loops of other libraries."""
+    """Make promises and options that need different parts of a keeper, for the loops of other libraries."""
     each = CrossEntropy(logits, labels=labels)
     said = Distillation(logits, labels=each, weight=0.2)
-    distilled = Promise(said, tolerance=0.01, repair=0.5, examples=5)
     return [
-        pytest.param(distilled, {"on": "both"}, id="distilled and tolerance"),
-        pytest.param(each, {"tolerance": 0.0, "per": "label", "on": "step"}, id="labels and tolerance"),
-        pytest.param(said, {"examples": 3, "weight": 0.3}, id="margin"),
+        pytest.param(Promise(said, tolerance=0.01, repair=0.5, examples=5), {}, id="distilled and tolerance"),
+        pytest.param(Promise(each, tolerance=0.0, examples=None), {"on": "step"}, id="tolerance of steps"),
+        pytest.param(Promise(each, examples=3, weight=0.3), {"on": "gradient"}, id="margin"),
     ]
 
 
@@ -117,24 +116,15 @@ def sgd(parameters, rate=0.1, **options):
 FIELDS = {field.name for field in fields(Promise)}
 
 
-def protect(model, optimizer, loss=loss, *, per_task=100, label=None, memory=None, metric=None, **options):
-    """Return GEM with these options, those of its promise and of its memory among them."""
-    own = {name: options.pop(name) for name in FIELDS & options.keys()}
-    memory = EpisodicMemory(per_task, label) if memory is None else memory
+def protect(model, optimizer, loss=loss, **options):
+    """Return a keeper with these options, those of its promise among them; by default GEM, on all examples."""
+    own = {"examples": None} | {name: options.pop(name) for name in FIELDS & options.keys()}
     promise = loss if isinstance(loss, Promise) else Promise(loss, **own)
-    gem = GEM(model, optimizer, promise, memory=memory, **options)
-    gem.metric = metric
-    return gem
-
-
-def projector_of(parameters, **options):
-    """Return a projector with these options, those of its promise among them."""
-    own = {name: options.pop(name) for name in FIELDS & options.keys()}
-    return GradientProjector(parameters, options.pop("promise", None) or Promise(**own), **options)
+    return Keeper(model, optimizer, promise, **{"on": "gradient"} | options)
 
 
 def begin(loss=loss, *, model=None, make=sgd, **options):
-    """Return a model, its optimizer, and GEM for both, with these options."""
+    """Return a model, its optimizer, and a keeper for both, with these options."""
     model = perceptron() if model is None else model
     optimizer = make(model.parameters())
     return model, optimizer, protect(model, optimizer, loss, **options)

@@ -1,4 +1,4 @@
-"""Gradient projection inside a PyTorch training loop."""
+"""Promises about kept examples inside a PyTorch training loop."""
 
 try:
     import torch as _torch  # noqa: F401
@@ -8,22 +8,11 @@ except ImportError as error:
     ) from error
 
 from gemproj.torch import losses
-from gemproj.torch.batches import PerExample, Remembered
-from gemproj.torch.gem import GEM
-from gemproj.torch.hooks import detach
-from gemproj.torch.memory import EpisodicMemory
-from gemproj.torch.projector import GradientProjector
+from gemproj.torch.data import PerExample
+from gemproj.torch.history import Projection
+from gemproj.torch.keeper import Keeper
 from gemproj.torch.promise import Promise
-from gemproj.torch.report import Projection
+from gemproj.torch.rows import rows
+from gemproj.torch.step import detach
 
-__all__ = [
-    "GEM",
-    "EpisodicMemory",
-    "GradientProjector",
-    "PerExample",
-    "Projection",
-    "Promise",
-    "Remembered",
-    "detach",
-    "losses",
-]
+__all__ = ["Keeper", "PerExample", "Projection", "Promise", "detach", "losses", "rows"]

@@ -11,21 +11,62 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gemproj._checks import check_count, check_number
-from gemproj.torch.batches import Batch, Field, PerExample, field_of, output_of
+from gemproj.torch.data import Batch, Field, PerExample
 
 # The label that torch and transformers ignore.
 _IGNORED = -100
 _MASK = "attention_mask"
+# Of more classes than this, only the most probable ones are stored by default.
+_MANY, _TOP = 1_000, 64
 
 
 def model_loss(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Return the loss that a transformers model computes, ``model(**batch).loss``."""
-    return output_of(model, batch, "loss")
+    return _output_of(model, batch, "loss")
 
 
 def model_logits(model: torch.nn.Module, batch: Batch) -> Tensor:
     """Return the logits of a transformers model, ``model(**batch).logits``."""
-    return output_of(model, batch, "logits")
+    return _output_of(model, batch, "logits")
+
+
+def _output_of(model: Any, batch: Batch, name: str) -> Any:
+    """Return the output `name` of a transformers model; errors suggest a function for the argument `name`."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(
+            f"Without {name}, batches must be mappings, for model(**batch).{name}; found "
+            f"{type(batch).__name__}. Pass {name}, a function of model and batch."
+        )
+    returned = model(**batch)
+    found = getattr(returned, name, None)
+    if found is None and not hasattr(returned, name):
+        raise ValueError(
+            f"model(**batch) has no {name}; found {type(returned).__name__}. Pass {name}, a function of "
+            "model and batch."
+        )
+    if found is None:
+        raise ValueError(
+            f"model(**batch).{name} is None; found a batch with {', '.join(map(str, batch))}. Models of "
+            f"transformers compute a loss if the batch has labels; or pass {name}, a function of model "
+            "and batch."
+        )
+    return found
+
+
+def _field_of(batch: Batch, field: Field, name: str) -> Any:
+    """Return a field of a batch; `name` is the name of the argument in errors."""
+    if callable(field):
+        return field(batch)
+    try:
+        return batch[field]
+    except (KeyError, IndexError, TypeError):
+        found = f"keys {list(batch)}" if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(f"{name} {field!r} is not in the batch; found {found}.") from None
+
+
+def labelled_rows(labels: Tensor) -> Tensor:
+    """Return whether any label of each example counts, shape (n,)."""
+    return (labels != _IGNORED).reshape(len(labels), -1).any(1)
 
 
 class CrossEntropy:
@@ -66,9 +107,9 @@ class CrossEntropy:
         """Return the losses, shape (n,)."""
         return self.of(self._logits(model, batch), batch, model if self._logits is model_logits else None)
 
-    def labelled(self, batch: Batch) -> bool:
-        """Return whether any position of a batch has a label."""
-        return bool((field_of(batch, self._labels, "labels") != _IGNORED).any())
+    def labelled(self, batch: Batch) -> Tensor:
+        """Return whether each example has any label, shape (n,)."""
+        return labelled_rows(_field_of(batch, self._labels, "labels"))
 
     def of(self, logits: Tensor, batch: Batch, model: Any = None) -> Tensor:
         """Return the losses for given logits; pass `model` if a transformers model computed the logits."""
@@ -79,7 +120,7 @@ class CrossEntropy:
                 "CrossEntropy(shift=True). If the labels are shifted already, pass logits=, a function of "
                 "model and batch."
             )
-        labels = field_of(batch, self._labels, "labels")
+        labels = _field_of(batch, self._labels, "labels")
         if labels.shape != logits.shape[:-1]:
             raise ValueError(
                 f"labels must be integers of shape {tuple(logits.shape[:-1])}, to match logits (n, ..., "
@@ -109,8 +150,7 @@ class Distillation:
     as in `CrossEntropy`. With `labels`, `weight` times the cross-entropy is added, as in DER++ (Buzzega et
     al., 2020). The divergence needs no labels, and constrains the probabilities of all classes.
 
-    `gemproj.torch.GEM` stores the outputs at the end of a task. To store them yourself:
-    ``memory.add(batch, task, outputs=loss.outputs(model, batch))``.
+    `gemproj.torch.Keeper.keep` stores the outputs. With adapters, they are those of the model at that time.
 
     Parameters
     ----------
@@ -120,8 +160,10 @@ class Distillation:
     top : int, optional
         Number of most probable classes to store. The other classes count as one, so the loss is a lower bound
         of the divergence. A position takes ``top * (bytes of dtype + 4)`` bytes, not one number per class.
+        By default 64 if there are more than 1,000 classes, else all.
     dtype : torch.dtype, optional
-        Dtype of the stored log-probabilities, such as ``torch.float16``; by default the dtype of the logits.
+        Dtype of the stored log-probabilities; by default ``torch.float16`` if `top` is chosen by default, else
+        the dtype of the logits.
     mask : key or callable, default "attention_mask"
         Mask (n, ...), nonzero at positions that count; all positions count if a batch lacks the default mask.
         For an encoder-decoder model the default is the positions with a label. Outputs are stored only for
@@ -174,21 +216,19 @@ class Distillation:
         logits = self._computed(model, batch)
         mask, examples = self._own(model, batch, logits)
         found = self._log_probabilities(logits if mask is None else logits[mask])
-        dtype = self._dtype or logits.dtype
-        if self._top is not None and self._top >= found.shape[-1]:
-            raise ValueError(
-                f"top must be below the number of classes, {found.shape[-1]}; found {self._top}."
-            )
-        if self._top is None:
+        n, usual = found.shape[-1], self._top is None and found.shape[-1] > _MANY
+        top = _TOP if usual else self._top
+        dtype = self._dtype or (torch.float16 if usual else logits.dtype)
+        if top is None or top >= n:
             stored: Any = found.to(dtype)
         else:
-            values, classes = found.topk(self._top, dim=-1)
+            values, classes = found.topk(top, dim=-1)
             stored = values.to(dtype), classes.int()
         if mask is None:
             return stored
         sizes = _sums(mask.long(), examples).tolist()
         split = tree_map(lambda leaf: leaf.split(sizes), stored)
-        return PerExample(split if self._top is None else zip(*split, strict=True))
+        return PerExample(split if isinstance(stored, Tensor) else zip(*split, strict=True))
 
     def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
@@ -199,7 +239,7 @@ class Distillation:
         now = self._log_probabilities(logits if mask is None else logits[mask])
         if mask is not None:
             outputs = _at_positions(outputs, mask, examples)
-        if self._top is None:
+        if isinstance(outputs, Tensor):
             if outputs.shape[-1] != now.shape[-1]:
                 _refuse_classes(str(outputs.shape[-1]), now)
             before = torch.log_softmax(outputs.to(now.dtype), dim=-1)  # sums to one despite rounding
@@ -245,7 +285,7 @@ class Distillation:
             field = _labelled  # the attention mask is about the input, and the logits are about the output
         # In a sequence classifier, the mask is per token, but the logits are per sequence.
         if field != _MASK or (isinstance(batch, Mapping) and _MASK in batch and len(shape) > 1):
-            mask = field_of(batch, field, "mask")
+            mask = _field_of(batch, field, "mask")
             if mask.shape != shape:
                 raise ValueError(
                     f"mask must have the shape of the logits without classes, {tuple(shape)}; "
@@ -271,7 +311,7 @@ def _has_encoder(model: Any) -> bool:
 
 def _labelled(batch: Batch) -> Tensor:
     """Return the mask of positions with a label."""
-    return field_of(batch, "labels", "mask") != _IGNORED
+    return _field_of(batch, "labels", "mask") != _IGNORED
 
 
 def _check_logits(logits: Tensor) -> None:

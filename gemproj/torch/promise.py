@@ -1,26 +1,31 @@
-"""Promises about losses on stored examples, and the calls of these losses."""
+"""Promises about losses on kept examples, and the calls of these losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gemproj._checks import check_count, check_number
-from gemproj.torch.batches import Batch, Loss, Remembered, leaves_of, map_nested
+from gemproj.torch.data import Batch, leaves_of, map_nested
 from gemproj.torch.losses import model_loss
-from gemproj.torch.parameters import mesh_of
+from gemproj.torch.vector import mesh_of
 
-Per = Literal["task", "label", "example", "all"]
+# Called as (model, batch) or (model, batch, outputs); returns the mean loss, or one loss per example.
+Loss = Callable[..., Tensor]
+
+# The tolerance of losses that compare with stored outputs, in nats: small beside the divergence that fine-tuning
+# causes (.2 to .3 for a chat model), and large beside its rounding.
+_USUAL = 0.05
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A condition on a loss of stored examples that every step keeps; by default, the loss must not rise.
+    """A condition on a loss of kept examples that every step keeps; by default, the loss must not rise.
 
     Parameters
     ----------
@@ -28,20 +33,18 @@ class Promise:
         ``loss(model, batch)`` returns the mean over the examples, or one number per example, shape (n,); by
         default ``model(**batch).loss``. If the loss has a method ``outputs(model, batch)``, as
         `gemproj.torch.losses.Distillation` does, these outputs are stored with the examples, and the loss is
-        called as ``loss(model, batch, outputs)``.
-    per : {"task", "label", "example", "all"}, default "task"
-        What each row of G is about: a set of examples; a label of a set; an example (on several processes,
-        the mean of one example of each process); or all sets with equal promises together (A-GEM).
-    examples : int, optional
-        Number of examples drawn from each set (or label) at every step, without replacement until all are
-        drawn. With ``per="all"``, the number drawn from all sets together. By default all examples.
+        called as ``loss(model, batch, outputs)``. If it has a method ``labelled(batch)``, which returns one
+        boolean per example, examples without a label are left out.
+    examples : int or None, default 16
+        Number of examples drawn from the set in every step, without replacement until all are drawn; None
+        for all of them.
     weight : float, default 0
-        Weight with which each row is added to the gradient before the projection, as in replay: the lower
-        bound of its multiplier (GEM's memory strength), in units of gradients. It is the weight of each set's
-        mean loss; with ``per="example"``, of each loss; with ``per="all"``, of one mean over all sets.
+        Weight with which the gradient of the loss is added before the projection, as in replay: the lower
+        bound of its multiplier (GEM's memory strength).
     tolerance : float, optional
-        The loss may rise up to a bound: its value when the examples were stored, plus the tolerance. By
-        default no step raises the loss. Needs a loss with one number per example.
+        The loss may rise up to a bound: its value when the examples were kept, plus the tolerance. By default
+        0.05 nats for a loss with stored outputs; for other losses no step raises the loss. Needs a loss with
+        one number per example.
     repair : float, default 1
         Fraction of the excess over the bound that one step removes, above 0 and at most 1.
     equal : bool, default False
@@ -50,17 +53,21 @@ class Promise:
         Upper bound of the multiplier, at least `weight`. The promise may be broken if keeping it needs a
         larger multiplier.
 
+    Attributes
+    ----------
+    allowed : float or None
+        The tolerance, or its default.
+
     Examples
     --------
     >>> from gemproj.torch import Promise
-    >>> from gemproj.torch.losses import Distillation
-    >>> Promise(Distillation(top=32), tolerance=0.05).repair
-    1.0
+    >>> from gemproj.torch.losses import CrossEntropy, Distillation
+    >>> Promise(Distillation()).allowed, Promise(CrossEntropy()).allowed
+    (0.05, None)
     """
 
     loss: Loss = model_loss
-    per: Per = "task"
-    examples: int | None = None
+    examples: int | None = 16
     weight: float = 0.0
     tolerance: float | None = None
     repair: float = 1.0
@@ -68,10 +75,7 @@ class Promise:
     penalty: float | None = None
 
     def __post_init__(self) -> None:
-        check_function(self.loss)
-        if self.per not in get_args(Per):
-            known = ", ".join(map(repr, get_args(Per)))
-            raise ValueError(f"per must be one of {known}; found {self.per!r}.")
+        _check_function(self.loss)
         if self.examples is not None:
             check_count(self.examples, "examples", 1)
         check_number(self.weight, "weight", 0.0)
@@ -84,20 +88,33 @@ class Promise:
             raise ValueError("weight and equal exclude each other: an equality cancels the added row.")
         if self.penalty is not None:
             check_number(self.penalty, "penalty", self.weight)
-        if self.tolerance is None:
-            if self.repair != 1.0:
-                raise ValueError("repair is for a tolerance; without one, no step raises the loss.")
-            return
-        check_number(self.tolerance, "tolerance", 0.0)
-        if self.equal:
-            raise ValueError("tolerance and equal exclude each other: an equality forbids any change.")
+        if self.tolerance is not None:
+            check_number(self.tolerance, "tolerance", 0.0)
+            if self.equal:
+                raise ValueError("tolerance and equal exclude each other: an equality forbids any change.")
+        if self.repair != 1.0 and self.allowed is None:
+            raise ValueError("repair is for a tolerance; without one, no step raises the loss.")
+
+    @property
+    def allowed(self) -> float | None:  # noqa: D102
+        usual = hasattr(self.loss, "outputs") and not self.equal
+        return _USUAL if self.tolerance is None and usual else self.tolerance
 
     def numbers(self) -> tuple[Any, ...]:
         """Return all options except the loss; they must be equal on all processes of a training."""
-        return (self.per, self.examples, self.weight, self.tolerance, self.repair, self.equal, self.penalty)
+        return (self.examples, self.weight, self.allowed, self.repair, self.equal, self.penalty)
 
 
-def check_function(loss: Any) -> None:
+def as_promise(given: Promise | Loss | None, default: Promise, name: str = "promise") -> Promise:
+    """Return a promise; a loss alone takes the other options of the default."""
+    if given is None or isinstance(given, Promise):
+        return default if given is None else given
+    if not callable(given):
+        raise TypeError(f"{name} must be a Promise or a loss; found {type(given).__name__}.")
+    return replace(default, loss=given)
+
+
+def _check_function(loss: Any) -> None:
     """Raise unless the loss can be called as ``loss(model, batch)``."""
     kind = type(loss) if isinstance(loss, torch.nn.Module) else loss
     if getattr(kind, "__module__", None) in ("torch.nn.modules.loss", "torch.nn.functional"):
@@ -112,24 +129,13 @@ def check_function(loss: Any) -> None:
         raise TypeError(f"loss must be a function of model and batch; found {type(loss).__name__}.")
 
 
-def call_loss(
-    loss: Loss, model: torch.nn.Module, examples: Batch | Remembered, n: int, name: tuple[Any, ...] = ()
-) -> Tensor:
+def call_loss(loss: Loss, model: torch.nn.Module, batch: Batch, n: int, outputs: Any = None) -> Tensor:
     """Return the loss of n examples, their mean or n numbers; stored outputs are passed to the loss.
 
     The loss of a single example has shape (1,).
     """
-    if not isinstance(examples, Remembered):
-        examples = Remembered(examples)
-    given = (examples.outputs,) if "outputs" in examples.fields else ()
-    if not given and getattr(loss, "outputs", None) is not None:
-        raise ValueError(
-            f"Examples{'' if name[:1] in ((), (None,)) else f' of {name[0]!r}'} are stored without outputs, "
-            "which this loss needs. Store them with keep or end_task, with add(..., outputs=), with "
-            "record(task, outputs=), or remove(task)."
-        )
-    with explained(examples.batch):
-        value = loss(model, examples.batch, *given)
+    with explained(model, batch):
+        value = loss(model, batch) if outputs is None else loss(model, batch, outputs)
         if not isinstance(value, Tensor):
             raise TypeError(f"loss(model, batch) must return a tensor; found {type(value).__name__}.")
         if mesh_of(value) is not None:  # with tensor parallelism and outputs that are not local
@@ -147,28 +153,19 @@ def call_loss(
     return value.reshape(1) if n == 1 else value
 
 
-def stored_losses(batch: Batch, promise: Promise, name: Any) -> Tensor | None:
-    """Return the stored losses of examples, shape (n,), or None; raise if a tolerance lacks them."""
-    if isinstance(batch, Remembered) and "losses" in batch.fields:
-        return batch.losses
-    if promise.tolerance is not None:
-        raise ValueError(
-            f"tolerance needs the losses that examples{f' of {name[0]!r}' if name else ''} had when they "
-            "were stored: use keep or end_task of GEM, memory.record(name, losses=...) or "
-            "memory.add(..., losses=...)."
-        )
-    return None
-
-
 @contextmanager
-def explained(batch: Batch) -> Iterator[None]:
-    """Add the shapes of the examples to an error in a loss."""
+def explained(model: torch.nn.Module, batch: Batch) -> Iterator[None]:
+    """Add the shapes of the examples, and the mode of the model, to an error in a loss."""
     try:
         yield
     except Exception as error:
         if hasattr(error, "add_note"):  # since Python 3.11
             shapes = map_nested(_shape_of, batch)
-            error.add_note(f"The loss was called with stored examples, of shapes {shapes}.")
+            error.add_note(
+                f"The loss was called with kept examples, of shapes {shapes}, and with the model in "
+                "evaluation mode. A loss that exists in training mode only, as in detectors of torchvision, "
+                "can set model.training = True on the model itself, and leave its layers as they are."
+            )
             tensors = [leaf for leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
             if tensors and all(leaf.ndim == 1 for leaf in tensors):
                 error.add_note(

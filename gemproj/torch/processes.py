@@ -1,4 +1,4 @@
-"""Projection on several processes, with replicas or shards.
+"""The processes of a training, with replicas or shards of the parameters.
 
 The Gram matrix is a sum over columns. Each process measures the columns that it owns, and one all-reduce
 sums the results, t*t + t + 1 numbers. Then every process solves the same small problem, with bitwise equal
@@ -17,17 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
-from gemproj._arrays import Blocks, on_host, wide_dtype
-from gemproj._bounds import check_options, make_bounds
-from gemproj._checks import check_multipliers
-from gemproj._combine import as_asked, blocks_for_x, combine_into, warn_if_missed
-from gemproj._dual import solve
-from gemproj._gram import measure
-from gemproj._problem import check_problem
+from gemproj._arrays import on_host, wide_dtype
 from gemproj._tspace import Gram, Measured
-from gemproj.methods import AnyMethod
 
 
 class Local:
@@ -58,7 +50,7 @@ class Local:
         columns = list(zip(*everyone, strict=True))
         totals = [sum(column) for column in columns]
         if 0 in totals or (self.collective and any(0 in row for row in everyone)):
-            raise ValueError(f"batches must have examples of every past task; found {list(counts)}.")
+            raise ValueError(f"Every process needs examples of every set; found {list(counts)} on this one.")
         return totals, [max(column) for column in columns] if self.collective else list(counts)
 
     def weight(self, n: int, total: int) -> float:
@@ -132,7 +124,7 @@ class Replicated(Local):
             if high != -low:
                 raise ValueError(
                     f"Processes disagree on the {name}: {reprlib.repr(value)} on this one. Every process "
-                    "must have the same options, and the same tasks (and labels) in the same order."
+                    "must have the same options, and the same sets in the same order."
                 )
 
     def _gather(self, counts: Sequence[int]) -> list[list[int]]:
@@ -213,68 +205,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value if isinstance(value, str | int | float | None) else type(value).__name__
-
-
-def project(
-    G: Blocks,
-    g: Blocks,
-    *,
-    group: Any = None,
-    method: AnyMethod = "exact",
-    h: Tensor | None = None,
-    margin: float | Tensor = 0.0,
-    penalty: float | Tensor | None = None,
-    equality: bool | Tensor = False,
-    metric: Blocks | None = None,
-    warm_start: Tensor | None = None,
-    out: Blocks | None = None,
-    solution: bool = False,
-) -> Any:
-    """Project a gradient whose entries are sharded over processes; each process gets its own entries of x.
-
-    All processes of the group must call this function, with the same number t of constraints and different
-    columns of the same G; a process may have no columns. A replicated column must be passed on exactly one
-    process. For models made of `DTensor`, `gemproj.torch.GradientProjector` does that.
-
-    Parameters
-    ----------
-    G, g : tensors, shape (t, n) and (n,), or blocks
-        The local columns of the constraint matrix, and the local entries of the gradient.
-    group : ProcessGroup, optional
-        The group of processes; by default all processes.
-    method, h, margin, penalty, equality, metric, warm_start, out
-        As in `gemproj.project`; these options must be equal on all processes.
-    solution : bool, default False
-        Whether to also return the `gemproj.DualSolution` of the whole problem, equal on all processes.
-
-    Returns
-    -------
-    tensor or blocks
-        The local entries of x; with `solution`, a pair.
-
-    Raises
-    ------
-    ValueError
-        On every process, if the numbers of constraints differ or a row is not finite on any process.
-    RuntimeError
-        If the arguments of another process are wrong. That process raises the error of `gemproj.project`.
-    """
-    check_group(group, "group")
-    tensors = (leaf for leaf in tree_flatten(g)[0] if isinstance(leaf, Tensor))
-    shards = Sharded(next((leaf.device for leaf in tensors), "cpu"), group)
-    facts = {"number of constraints": 0}
-    with shards.agreement(facts):
-        problem = check_problem(G, g, metric)
-        if problem.batch:
-            raise ValueError(f"G must have shape (t, n), one problem; found a batch of {problem.batch}.")
-        options = check_options(method, h=h, margin=margin, penalty=penalty, equality=equality)
-        x = blocks_for_x(problem, out)
-        start = None if warm_start is None else check_multipliers(warm_start, "warm_start", *problem.like)
-        measured = measure(problem)
-        make_bounds(options, measured.gram.b)  # invalid bounds must raise within `agreement`
-        facts["number of constraints"] = problem.t
-    sol = solve(shards.sum_gram(measured), options, start)
-    warn_if_missed(sol)
-    combine_into(problem, sol, x)
-    projected = as_asked(problem, x, out)
-    return (projected, sol.to(problem.to_caller)) if solution else projected

@@ -1,17 +1,17 @@
-"""A list of parameters as one vector of local entries, and the columns that enter global sums."""
+"""The trainable parameters of a model as one vector, and the columns that enter global sums."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemproj.torch.distributed import Local, Replicated, Sharded, check_group
+from gemproj.torch.processes import Local, Replicated, Sharded, check_group
 
 
 class Buffer(NamedTuple):
@@ -26,12 +26,12 @@ class ParameterVector:
 
     For a `DTensor` (FSDP2, tensor parallelism), these are the entries of the local shard. Parameters with
     equal placements are contiguous, so the owned columns form few slices. The order of parameters is the same
-    on all processes.
+    on all processes. Parameters on several devices are gathered on the first one.
 
     Attributes
     ----------
-    parameters : list of Tensor
-        The parameters that require a gradient, without duplicates.
+    names, parameters : list
+        The parameters that require a gradient, without duplicates, and their names.
     d : int
         Number of local entries.
     sizes, shapes : list
@@ -42,83 +42,47 @@ class ParameterVector:
         Columns that this process contributes to global sums: all columns, unless shards are replicated.
     """
 
-    kinds: ClassVar[list[Any]] = []  # subclasses for other libraries; see `of`
-
-    @classmethod
-    def of(cls, parameters: Iterable[Any], group: Any = None) -> ParameterVector:
-        """Return a vector of the class that fits the distribution of the parameters over processes."""
+    def __init__(self, named: Iterable[tuple[str, Any]], group: Any = None) -> None:
         check_group(group)
-        if not isinstance(parameters, torch.nn.Module):  # the constructor raises for a module
-            parameters = list(parameters)
-            cls = next((kind for kind in cls.kinds if any(map(kind.fits, parameters))), cls)
-            group = _group_of(parameters) if group is None else group
-        return cls(parameters, group)
-
-    def __init__(self, parameters: Iterable[Any], group: Any = None) -> None:
-        if isinstance(parameters, torch.nn.Module):
-            raise TypeError(
-                "parameters must be an iterable of tensors; found a module, pass module.parameters()."
-            )
-        listed = list(parameters)
-        for p in listed:
-            if not isinstance(p, Tensor) or p.is_complex():
-                found = p.dtype if isinstance(p, Tensor) else type(p).__name__
-                raise TypeError(f"parameters must be an iterable of real tensors; found {found}.")
-        chosen = list({id(p): p for p in listed if p.requires_grad}.values())
+        chosen = [(name, p) for name, p in named if p.requires_grad]
         if not chosen:
-            raise ValueError("parameters holds none that requires a gradient; nothing could be projected.")
-        chosen.sort(key=_placement)  # a stable sort: keeps the given order of equal placements
-        self.parameters, self._sharded = chosen, any(mesh_of(p) is not None for p in chosen)
+            raise ValueError("model has no parameter that requires a gradient; nothing could be projected.")
+        wrong = next((name for name, p in chosen if p.is_complex()), None)
+        if wrong is not None:
+            raise TypeError(f"Parameters must be real; {wrong} is complex.")
+        chosen.sort(key=lambda pair: _placement(pair[1]))  # stable: keeps the order of equal placements
+        self.names, self.parameters = [name for name, _ in chosen], [p for _, p in chosen]
+        self._sharded = any(mesh_of(p) is not None for p in self.parameters)
         shards = self.local()
-        for p, shard in zip(chosen, shards, strict=True):
+        for p, shard in zip(self.parameters, shards, strict=True):
             computes = mesh_of(p).device_type if mesh_of(p) is not None else p.device.type
             if shard.device.type != computes:
                 raise ValueError(
-                    f"parameters are offloaded: they lie on {shard.device}, the model computes on {computes}."
+                    f"Parameters are offloaded: they lie on {shard.device}, the model computes on {computes}."
                     " Train without offloading of parameters and optimizer (CPUOffloadPolicy, offload_*)."
                 )
-        devices = {p.device for p in shards}
-        if len(devices) > 1:
-            raise ValueError(f"parameters must be on one device; found {', '.join(map(str, devices))}.")
-        self.device = shards[0].device
-        self.dtype = shards[0].dtype
+        self.device, self.dtype = shards[0].device, shards[0].dtype
         for p in shards:
             self.dtype = torch.promote_types(self.dtype, p.dtype)
-        self._kinds = [(p.dtype, p.device, True) for p in chosen]
-        self.sizes = [p.numel() for p in shards]
-        self.shapes = [p.shape for p in shards]
+        self._one_device = all(p.device == self.device for p in shards)
+        self._kinds = [(p.dtype, p.device) for p in self.parameters]
+        self.sizes, self.shapes = [p.numel() for p in shards], [p.shape for p in shards]
         self._starts = [0, *accumulate(self.sizes)]
         self.d = self._starts[-1]
+        group = _group_of(self.parameters) if group is None else group
         self.topology = self._topology(group)
-        self._owned = [self._owns(p, group) for p in chosen]
+        self._owned = [self._owns(p, group) for p in self.parameters]
         self.columns, self.owned = self.slices(), self.slices(owned=True)
 
-    def check(self) -> None:
-        """Raise if a parameter was frozen, or has changed its dtype or device."""
-        found = [(p.dtype, p.device, p.requires_grad) for p in self.parameters]
-        if found == self._kinds:
-            return
-        frozen = [trains for *_, trains in found].count(False)
-        if frozen:
-            raise ValueError(
-                f"{frozen} of the {len(self.parameters)} parameters of this projector no longer "
-                "require a gradient. Make a new projector or GEM after freezing parameters or adding "
-                "adapters, and remove() the old one."
-            )
-        now, then = next(pair for pair in zip(found, self._kinds, strict=True) if pair[0] != pair[1])
-        raise ValueError(
-            f"parameters have changed: one is {now[0]} on {now[1]}, and was {then[0]} on {then[1]} when "
-            "this projector was made. Make a new projector, or a new GEM with the same memory, and "
-            "remove() the old one."
-        )
-
-    def empty(self) -> Tensor:
-        """Return an uninitialised vector."""
-        return torch.empty(self.d, dtype=self.dtype, device=self.device)
+    def is_of(self, parameters: Iterable[Tensor]) -> bool:
+        """Return whether these are the parameters, with the same dtypes and devices."""
+        mine = {id(p): kind for p, kind in zip(self.parameters, self._kinds, strict=True)}
+        found = {id(p): (p.dtype, p.device) for p in parameters if p.requires_grad}
+        return found == mine
 
     def buffer(self) -> Buffer:
         """Return an uninitialised vector with its parts."""
-        whole = self.empty()
+        whole = torch.empty(self.d, dtype=self.dtype, device=self.device)
         return Buffer(whole, self.split(whole))
 
     @cached_property
@@ -136,6 +100,26 @@ class ParameterVector:
         if not (self._sharded or torch.is_grad_enabled()):
             return self.parameters
         return [local(p) for p in self.parameters]
+
+    def read(self, to: Buffer) -> Tensor:
+        """Copy the parameters to a buffer; return it as a vector."""
+        torch._foreach_copy_(to.parts, self.local())
+        return to.whole
+
+    def read_step(self, before: Buffer) -> Tensor:
+        """Return the parameters in a buffer minus the parameters, in `scratch`."""
+        step = self.scratch
+        if self._one_device:
+            step.whole.copy_(before.whole)
+            torch._foreach_sub_(step.parts, self.local())
+            return step.whole
+        return torch.sub(before.whole, self.read(step), out=step.whole)
+
+    def take_step(self, before: Buffer) -> None:
+        """Set the parameters to those in a buffer minus the step in `scratch`, which is overwritten."""
+        step = self.scratch
+        torch.sub(before.whole, step.whole, out=step.whole)
+        self.assign(step.parts)
 
     def assign(self, values: Sequence[Tensor]) -> None:
         """Set the local shards of the parameters."""
@@ -162,8 +146,8 @@ class ParameterVector:
                 p.grad = gradient
         if all(gradient is None for gradient in found):
             raise RuntimeError(
-                "The loss of a past task left no gradient on any parameter. If gradient synchronisation is "
-                "off (set_requires_gradient_sync(False)), switch it on for the past tasks."
+                "The loss of kept examples left no gradient on any parameter. If gradient synchronisation is "
+                "off (set_requires_gradient_sync(False)), switch it on before the step."
             )
         return found
 
@@ -181,8 +165,8 @@ class ParameterVector:
         """Return a dense gradient of parameter j with the placements of the parameter."""
         if gradient.layout != torch.strided:
             raise TypeError(
-                f"Gradients must be dense; found layout {gradient.layout} for a parameter of shape "
-                f"{tuple(self.parameters[j].shape)}. Use sparse=False in the embedding."
+                f"Gradients must be dense; found layout {gradient.layout} for {self.names[j]}. Use "
+                "sparse=False in the embedding."
             )
         p: Any = self.parameters[j]
         given: Any = gradient
@@ -273,6 +257,11 @@ def local(tensor: Tensor) -> Tensor:
     return held.to_local() if mesh_of(tensor) is not None else held
 
 
+def mesh_of(tensor: Tensor) -> Any:
+    """Return the device mesh of a `DTensor`; None for any other tensor."""
+    return getattr(tensor, "device_mesh", None)
+
+
 def _group_of(parameters: list[Any]) -> Any:
     """Return the group of the processes that share the parameters; None if all processes do."""
     meshes = [mesh for mesh in map(mesh_of, parameters) if mesh is not None]
@@ -282,15 +271,10 @@ def _group_of(parameters: list[Any]) -> Any:
         return None
     if len(ranks) > 1 or meshes[0].ndim > 1:
         raise ValueError(
-            f"parameters are sharded over {together} of {dist.get_world_size()} processes: pass "
+            f"Parameters are sharded over {together} of {dist.get_world_size()} processes: pass "
             "the group of these processes as process_group=."
         )
     return meshes[0].get_group()
-
-
-def mesh_of(tensor: Tensor) -> Any:
-    """Return the device mesh of a `DTensor`; None for any other tensor."""
-    return getattr(tensor, "device_mesh", None)
 
 
 def _refuse_reentrant(loss: Tensor) -> None:
@@ -301,8 +285,9 @@ def _refuse_reentrant(loss: Tensor) -> None:
         if node is not None and node not in seen:
             if node.name() == "CheckpointFunctionBackward":
                 raise RuntimeError(
-                    "Gradients of past tasks cannot be computed through checkpoints with use_reentrant=True; "
-                    "checkpoint with use_reentrant=False, or compute these losses without checkpoints."
+                    "Gradients of kept examples cannot be computed through checkpoints with "
+                    "use_reentrant=True; checkpoint with use_reentrant=False, or compute these losses without "
+                    "checkpoints."
                 )
             seen.add(node)
             left.extend(following for following, _ in node.next_functions)

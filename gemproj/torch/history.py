@@ -1,0 +1,384 @@
+"""Statistics of one projected step, and of all steps for each promise and on average."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gemproj._arrays import from_numpy, namespace, to_numpy
+from gemproj._bounds import Bounds
+from gemproj._solution import DualSolution
+from gemproj._tspace import Gram
+
+# Maximum number of points of a plot. When it is reached, every second point goes, and half as many are added.
+_MOST_POINTS = 1000
+# Maximum number of steps that are counted together to avoid many small operations, and maximum number of
+# entries of their Gram matrices.
+_MOST_PENDING, _MOST_ENTRIES = 50, 1 << 17
+
+_as_tensor = partial(from_numpy, xp=torch, device=torch.device("cpu"))  # device results already are tensors
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Projection:
+    """Statistics of one step. On a device, reading a number synchronises.
+
+    Attributes
+    ----------
+    names : list
+        The set of each row.
+    losses, stored : Tensor, shape (t,), float64
+        The loss of each row at the beginning of the step, and when its examples were kept.
+    excess : Tensor or None
+        Excess of each loss over its bound at the beginning of the step, shape (t,), float64; NaN for a
+        promise without a tolerance. None if no promise has a tolerance.
+    cosines : Tensor, shape (t,), float64
+        Cosine between the applied step and each row, measured on the parameters. A negative cosine means that
+        the step raises the loss of this row, to first order.
+    noise : Tensor, scalar
+        Rounding of the parameters as a cosine.
+    age : int
+        Steps since the rows were computed. In between, losses are updated to first order.
+    seconds : float
+        Host time of the projection of this step, including rows.
+    costs : list of float
+        Host time for each row, in seconds.
+    """
+
+    names: Sequence[Any]
+    losses: Tensor
+    stored: Tensor
+    excess: Tensor | None
+    cosines: Tensor
+    noise: Any
+    age: int
+    seconds: float
+    costs: Sequence[float]
+    # In t-space, where NumPy is faster than torch; `solution` and `step` convert them to tensors.
+    _solution: DualSolution | None
+    _step: DualSolution | None
+
+    def __repr__(self) -> str:
+        found = f"{len(self.names)} rows, nothing was projected"
+        if self._first is not None:
+            found = f"{self.num_violated} of {len(self.names)} rows violated, cosine {self.cosine:.2f}"
+        return f"Projection({found}, worst cosine of the step {self.worst_cosine:.2g}, {1e3 * self.seconds:.3g} ms)"
+
+    @property
+    def _first(self) -> DualSolution | None:
+        return self._step if self._solution is None else self._solution
+
+    @cached_property
+    def solution(self) -> DualSolution | None:
+        """Multipliers and certificates of the projected gradient; of the projected step if ``on="step"``."""
+        return None if self._first is None else self._first.to(_as_tensor)
+
+    @cached_property
+    def step(self) -> DualSolution | None:
+        """Multipliers and certificates of the projected step; None with ``on="gradient"``."""
+        return None if self._step is None else self._step.to(_as_tensor)
+
+    @property
+    def num_violated(self) -> int:
+        """Number of rows that the gradient violated."""
+        return 0 if self._first is None else int(self._first.violated.sum())
+
+    @property
+    def num_active(self) -> int:
+        """Number of active rows: those whose multiplier is not at its lower bound."""
+        return 0 if self._first is None else int(self._first.active.sum())
+
+    @property
+    def multipliers(self) -> Tensor:
+        """The multipliers, shape (t,), float64."""
+        if self._first is None:
+            return torch.zeros(len(self.names), dtype=torch.float64)
+        return _as_tensor(self._first.multipliers)
+
+    @property
+    def cosine(self) -> float:
+        """Cosine of the gradient (of the step with ``on="step"``) before and after its projection."""
+        return 1.0 if self._first is None else float(self._first.cosine())
+
+    @property
+    def worst_cosine(self) -> float:
+        """Smallest cosine between the applied step and a row."""
+        return float(self.cosines.min())
+
+
+@dataclass
+class Line:
+    """The outcome of one promise.
+
+    Attributes
+    ----------
+    name : object
+        Name of the set.
+    examples : int
+        Number of kept examples; 0 for an earlier set of this name.
+    stored : float
+        Loss of all examples when they were kept.
+    now, worst : float
+        Loss of the drawn examples at the last step, and the largest loss of all steps.
+    bound : float
+        Largest loss that the promise allows at the last step; NaN for a promise without a tolerance.
+    steps : int
+        Number of steps under the promise.
+    would_break, broke : float
+        Share of steps that, to first order, would have broken the promise without a projection, and share of
+        steps that broke it. A step breaks a promise if it raises the loss, to first order and by more than the
+        rounding of the weights; a promise with a tolerance is broken while the loss is above its bound.
+    excess : float
+        Largest excess of the loss over its bound, in the unit of the loss; NaN without a tolerance.
+    multiplier : float
+        Mean multiplier, in units of gradients (of steps with ``on="step"``).
+    seconds : float
+        Host time spent on the rows of the promise.
+    """
+
+    name: Any
+    examples: int = 0
+    stored: float = math.nan
+    now: float = math.nan
+    worst: float = math.nan
+    bound: float = math.nan
+    steps: int = 0
+    would_break: float = 0.0
+    broke: float = 0.0
+    excess: float = math.nan
+    multiplier: float = 0.0
+    seconds: float = 0.0
+
+
+_SUMS = ("would_break", "broke", "multiplier")  # sums over steps in `History`, means in a `Report`
+
+
+class History:
+    """Statistics of the steps under promises, for each set and on average, in bounded memory.
+
+    A device is synchronised once in fifty steps, and when statistics are read.
+    """
+
+    def __init__(self) -> None:
+        self.lines: dict[Any, Line] = {}
+        self._points: list[tuple[int, dict[Any, tuple[float, float]]]] = []  # (step, loss and bound by set)
+        self._steps, self._every = 0, 1
+        self._pending: list[Projection] = []  # steps that have not been counted yet
+        self._forget_means()
+
+    def add(self, step: Projection) -> None:
+        """Add the statistics of a step."""
+        if step._first is None:
+            return
+        if self._pending and _kind(step) != _kind(self._pending[0]):
+            self.count()
+        self._pending.append(step)
+        if len(self._pending) >= min(_MOST_PENDING, _MOST_ENTRIES // len(step.names) ** 2):
+            self.count()
+
+    def means(self) -> dict[str, float]:
+        """Return numbers to log for the steps since the last call: means, and the worst ones.
+
+        Returns
+        -------
+        dict
+            ``keep/violations``, ``keep/active``, ``keep/cosine``, ``keep/worst_cosine``, ``keep/seconds``;
+            with a tolerance ``keep/excess``, the largest excess over a bound. Empty if no step counts.
+        """
+        self.count()
+        n, sums = self._logged, self._sums
+        found = {name: float(value) / n for name, value in sums.items()} if n else {}
+        if n:
+            found["keep/worst_cosine"] = self._worst
+        if n and not math.isnan(self._excess):
+            found["keep/excess"] = self._excess
+        self._forget_means()
+        return found
+
+    def close(self, name: Any) -> None:
+        """Rename the statistics of a set, because its name now means other examples or another promise."""
+        self.count()
+        if name not in self.lines:
+            return
+        old = f"{name} (earlier)"
+        while old in self.lines:
+            old += "'"
+        self.lines = {
+            (old if key == name else key): line if key != name else replace(line, name=old, examples=0)
+            for key, line in self.lines.items()
+        }
+
+    def points(self) -> dict[Any, list[tuple[int, float, float]]]:
+        """Return a list of (step, loss, bound) for each set; the bound is NaN without a tolerance."""
+        self.count()
+        found: dict[Any, list[tuple[int, float, float]]] = {name: [] for name in self.lines}
+        for step, values in self._points:
+            for name, pair in values.items():
+                found.setdefault(name, []).append((step, *pair))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the totals of all sets; the points of plots are not included."""
+        self.count()
+        return {"steps": self._steps, "lines": [asdict(line) for line in self.lines.values()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load a state returned by `state_dict`."""
+        self.__init__()  # type: ignore[misc]
+        self._steps = state["steps"]
+        self.lines = {line["name"]: Line(**line) for line in state["lines"]}
+
+    def count(self) -> None:
+        """Add the pending steps to the totals; they are about the same rows."""
+        pending, self._pending = self._pending, []
+        if not pending:
+            return
+        sol = _batch([step._first for step in pending])
+        violated, active, lam = (to_numpy(a) for a in (sol.violated, sol.active, sol.multipliers))
+        cosines, losses, stored = (
+            np.stack([to_numpy(getattr(step, name)) for step in pending])
+            for name in ("cosines", "losses", "stored")
+        )
+        noise = np.array([float(step.noise) for step in pending])[:, None]
+        excess = np.full_like(losses, math.nan)
+        if pending[0].excess is not None:
+            excess = np.stack([to_numpy(step.excess) for step in pending])
+            self._excess = float(np.fmax(self._excess, np.nanmax(excess, initial=-math.inf)))
+        broken = np.where(np.isnan(excess), cosines < -noise, excess > _LOSSES * (1.0 + np.abs(losses)))
+        self._logged += len(pending)
+        self._worst = min(self._worst, float(cosines.min()))
+        sums = {
+            "keep/violations": violated.sum(),
+            "keep/active": active.sum(),
+            "keep/cosine": to_numpy(sol.cosine()).sum(),
+            "keep/seconds": sum(step.seconds for step in pending),
+        }
+        self._sums = {name: self._sums[name] + float(value) for name, value in sums.items()}
+        for k, name in enumerate(pending[0].names):
+            line = self.lines.setdefault(name, Line(name))
+            line.stored = float(stored[-1, k])
+            line.now, line.bound = float(losses[-1, k]), float(losses[-1, k] - excess[-1, k])
+            line.worst = float(np.fmax(line.worst, losses[:, k].max()))
+            line.excess = float(np.fmax(line.excess, excess[:, k].max()))
+            line.steps += len(pending)
+            line.would_break += float(violated[:, k].sum())
+            line.broke += float(broken[:, k].sum())
+            line.multiplier += float(np.nan_to_num(lam[:, k]).sum())
+            line.seconds += sum(step.costs[k] for step in pending if step.age == 0)
+        for k, step in enumerate(pending):
+            if self._steps % self._every == 0:
+                pairs = np.stack([losses[k], losses[k] - excess[k]], 1).tolist()
+                self._points.append((self._steps, dict(zip(step.names, map(tuple, pairs), strict=True))))
+            if len(self._points) > _MOST_POINTS:
+                self._points, self._every = self._points[::2], 2 * self._every
+            self._steps += 1
+
+    def _forget_means(self) -> None:
+        self._logged, self._worst, self._excess = 0, math.inf, math.nan
+        self._sums = dict.fromkeys(("keep/violations", "keep/active", "keep/cosine", "keep/seconds"), 0.0)
+
+
+# Relative excess of a loss that is a rounding error.
+_LOSSES = 1e-6
+
+
+def _kind(step: Projection) -> Any:
+    """Return what steps that are counted together share: the sets, and which values are None."""
+    assert step._first is not None
+    return list(step.names), [a is None for a in (*step._first.bounds, step.excess)]
+
+
+def _batch(solutions: Sequence[Any]) -> DualSolution:
+    """Stack solutions of equal form into one batch of solutions."""
+    xp, first = namespace(solutions[0].multipliers), solutions[0]
+
+    def stacked(parts: Iterable[Any]) -> Any:
+        found = list(parts)
+        return None if found[0] is None else xp.stack(found)
+
+    gram = Gram(*map(stacked, zip(*[sol.gram for sol in solutions], strict=True)))
+    bounds = Bounds(*map(stacked, zip(*[sol.bounds for sol in solutions], strict=True)))
+    return replace(
+        first, multipliers=stacked(sol.multipliers for sol in solutions), gram=gram, bounds=bounds,
+        iterations=0, _status=0, _rows=None,
+    )  # fmt: skip
+
+
+class Report(dict[Any, Line]):
+    """The outcome of each promise, a `Line` for the name of each set; prints as a table and can be plotted."""
+
+    def __init__(self, lines: Iterable[Line], points: Mapping[Any, Sequence[tuple[int, float, float]]]) -> None:
+        super().__init__((line.name, line) for line in lines)
+        self._points = points
+
+    def __missing__(self, name: Any) -> Line:
+        raise KeyError(f"no promise is about {name!r}; found {list(self)}")
+
+    def __repr__(self) -> str:
+        if not self:
+            return "No examples are kept: nothing is promised."
+        heads = [field.name.replace("_", " ") for field in fields(Line)]
+        cells = [[_cell(getattr(line, field.name), field.name) for field in fields(Line)] for line in self.values()]
+        widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if j == 0 else cell.rjust(width)
+                for j, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in [heads, *cells]
+        )
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot losses, and their bounds as dashed lines, over the steps under promises; needs matplotlib.
+
+        Parameters
+        ----------
+        ax : matplotlib.axes.Axes, optional
+            By default the axes of a new figure.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+        """
+        try:
+            import matplotlib.pyplot as plt
+        except ImportError as error:
+            raise ImportError("plot needs matplotlib: pip install matplotlib.") from error
+        if ax is None:
+            _, ax = plt.subplots(layout="constrained")
+        for name, points in self._points.items():
+            if points:
+                steps, losses, bounds = zip(*points, strict=True)
+                (line,) = ax.plot(steps, losses, label=str(name))
+                ax.plot(steps, bounds, "--", color=line.get_color())
+        ax.set(xlabel="step under promises", ylabel="loss on kept examples (dashed: bound)")
+        if self:
+            ax.legend()
+        return ax
+
+
+def make_report(history: History, examples: Mapping[Any, tuple[int, float]]) -> Report:
+    """Return the report; `examples` has the number of examples of each set, and their mean loss when kept."""
+    points, lines = history.points(), []
+    for name in [*examples, *(name for name in history.lines if name not in examples)]:
+        line = replace(history.lines.get(name, Line(name)))
+        line.examples, line.stored = examples.get(name, (0, line.stored))
+        for field in _SUMS:
+            setattr(line, field, getattr(line, field) / max(line.steps, 1))
+        lines.append(line)
+    return Report(lines, points)
+
+
+def _cell(value: Any, name: str) -> str:
+    if isinstance(value, float):
+        if math.isnan(value):
+            return "-"
+        return f"{100 * value:.1f} %" if name in ("would_break", "broke") else f"{value:.4g}"
+    return str(value)

@@ -1,0 +1,247 @@
+"""A new kept set: every example is looked at once, and what the model says about it is stored."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader
+
+from gemproj.torch.data import Collate, PerExample, count, join, leaves_of, moved, take
+from gemproj.torch.losses import labelled_rows, model_loss
+from gemproj.torch.memory import KeptSet
+from gemproj.torch.promise import Loss, Promise, call_loss, explained
+from gemproj.torch.rows import evaluating, reshard
+from gemproj.torch.vector import ParameterVector
+
+# Number of examples whose labels are looked at together.
+_FETCHED = 64
+_NO_LABEL = (
+    "Check what the collate function or the chat template does to the labels: those of -100 are ignored."
+)
+
+
+def examined(
+    model: torch.nn.Module,
+    vector: ParameterVector,
+    promise: Promise,
+    loss: Loss,
+    examples: Any,
+    collate: Collate | None,
+    name: Hashable,
+    microbatch: int | None = None,
+) -> KeptSet:
+    """Return a set of the examples with a label, with the outputs and losses of the model.
+
+    The model is called with as many examples as in a step. `loss` is the loss of the promise as it is computed
+    in training.
+
+    Raises
+    ------
+    ValueError
+        If no example has a label; if a loss is not finite, which names the examples by their numbers; if it has
+        the wrong shape, has no gradient, or differs from one evaluation to the next.
+    """
+    kept = KeptSet(name, promise, examples, collate, None, torch.zeros(count(examples), dtype=torch.float64))
+    topology, outputs = vector.topology, getattr(loss, "outputs", None)
+    with topology.agreement({}), torch.random.fork_rng(devices=[]):  # a collate function may draw numbers
+        numbers = _labelled(kept, loss)
+        if outputs is not None or promise.allowed is not None:
+            _check_collate(kept)
+    size = microbatch or promise.examples or len(kept)
+    _, (most,) = topology.plan([len(kept)])
+    found: list[Any] = []
+    values: list[tuple[Tensor, list[int], int]] = []
+    try:
+        with topology.passes(), evaluating(model, vector.device, topology.collective):
+            for at, weight in _chunks(len(kept), size, most):
+                batch, _ = kept.fetch(at, vector.device)
+                stored = None
+                if outputs is not None:
+                    with torch.no_grad(), explained(model, batch):
+                        stored = _of_one(outputs(model, batch), len(at))
+                    found.append(moved(take(stored, range(weight)), "cpu" if _on_cpu(kept) else vector.device))
+                first = not values and not topology.collective
+                with torch.set_grad_enabled(first):
+                    value = call_loss(loss, model, batch, len(at), stored)
+                if first and not value.requires_grad:
+                    raise ValueError(
+                        "loss(model, batch) has no gradient: it does not depend on trainable parameters of the "
+                        "model, or runs under torch.no_grad() or detach()."
+                    )
+                value = value.detach().double().cpu()
+                if first:
+                    _warn_of_others(kept, at, value, loss, model, vector, stored)
+                values.append((value, at, weight))
+    finally:
+        if topology.collective:
+            reshard(model)
+    # After all passes, because only then can sharded processes report an error to each other.
+    with topology.agreement({}):
+        for value, at, weight in values:
+            if value.ndim == 0 and promise.allowed is not None:
+                raise ValueError(
+                    f"tolerance needs one loss for each example, shape ({len(at)},); found (). Compute it with "
+                    "reduction='none', or use CrossEntropy of gemproj.torch.losses (for causal language "
+                    "models with shift=True); or pass microbatch=1, so that the loss is called with one "
+                    "example at a time."
+                )
+            kept.losses[at[:weight]] = value[:weight] if value.ndim else value
+        _check_finite(kept, numbers, loss, model, vector)
+        if found:
+            kept.outputs = join(found)
+            _drop_empty(kept, numbers)
+    return kept
+
+
+@contextmanager
+def undisturbed(data: Any) -> Iterator[None]:
+    """Restore the random states from which a loader draws the order of an epoch: training goes on with them."""
+    loads = isinstance(data, DataLoader)
+    batches = getattr(data, "batch_sampler", None)
+    holding = (data, getattr(data, "sampler", None), batches, getattr(batches, "sampler", None))
+    found = [getattr(one, "generator", None) for one in holding if loads]
+    states = [(one, one.get_state()) for one in found if isinstance(one, torch.Generator)]
+    try:
+        with torch.random.fork_rng(devices=[], enabled=loads):
+            yield
+    finally:
+        for one, state in states:
+            one.set_state(state)
+
+
+def _chunks(n: int, size: int, most: int) -> Iterator[tuple[list[int], int]]:
+    """Yield indices of `size` of n examples at a time, and how many of them are new; see `rows._passes`."""
+    for start in range(0, most, size):
+        part = list(range(start, min(start + size, n)))
+        yield (part, len(part)) if part else (list(range(min(size, n))), 0)
+
+
+def _labelled(kept: KeptSet, loss: Loss) -> list[int]:
+    """Leave out the examples without any label; return the numbers of the others."""
+    n, labelled = len(kept), getattr(loss, "labelled", None)
+    if labelled is None and loss is not model_loss:
+        return list(range(n))
+    numbers: list[int] = []
+    for start in range(0, n, _FETCHED):
+        at = list(range(start, min(start + _FETCHED, n)))
+        batch, _ = kept.fetch(at, None)
+        if labelled is not None:
+            mask = labelled(batch)
+        elif isinstance(getattr(batch, "get", dict().get)("labels"), Tensor):
+            mask = labelled_rows(batch["labels"])
+        else:
+            return list(range(n))
+        # Labels of another shape, as in a packed row of several texts, cannot be told apart.
+        numbers += [i for i, has in zip(at, mask.tolist(), strict=True) if has] if len(mask) == len(at) else at
+    _leave_out(kept, numbers, list(range(n)))
+    return numbers
+
+
+def _drop_empty(kept: KeptSet, numbers: list[int]) -> None:
+    """Leave out examples whose stored outputs have no position that counts."""
+    if isinstance(kept.outputs, PerExample):
+        full = [k for k, one in enumerate(kept.outputs) if any(leaf.numel() for leaf in tree_leaves(one))]
+        _leave_out(kept, full, numbers)
+
+
+def _leave_out(kept: KeptSet, some: list[int], numbers: list[int]) -> None:
+    """Keep only some of the examples, and say how many are left out; raise if none is left."""
+    n = len(kept)
+    if len(some) == n:
+        return
+    if not some:
+        raise ValueError(f"No example of {kept.name!r} has a label. {_NO_LABEL}")
+    gone = [numbers[k] for k in sorted(set(range(n)) - set(some))]
+    warnings.warn(
+        f"{len(gone)} of {n} examples of {kept.name!r} have no label and are left out: number "
+        f"{', '.join(map(str, gone[:10]))}{', ...' if len(gone) > 10 else ''}. {_NO_LABEL}",
+        stacklevel=5,
+    )
+    kept.examples, kept.losses = take(kept.examples, some), kept.losses[some]
+    kept.outputs = None if kept.outputs is None else take(kept.outputs, some)
+
+
+def _check_collate(kept: KeptSet) -> None:
+    """Raise if collation is random although outputs or losses are stored."""
+    if kept.collate is None:
+        return
+    some = list(range(min(_FETCHED, len(kept))))
+    first, again = (
+        [a for a in leaves_of(kept.fetch(some, None)[0]) if isinstance(a, Tensor)] for _ in range(2)
+    )
+    if not all(map(_equal, first, again)):
+        raise ValueError(
+            f"The collate function makes a different batch of the same examples of {kept.name!r} each time, "
+            "as masking at random does, so outputs and losses would be stored for other inputs than "
+            "those of later steps. Pass batches, or a collate function without random numbers."
+        )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether tensors are equal, with NaN equal to NaN; True if they cannot be compared."""
+    with suppress(RuntimeError):
+        return torch.equal(a.nan_to_num(), b.nan_to_num())
+    return True
+
+
+def _check_finite(
+    kept: KeptSet, numbers: list[int], loss: Loss, model: torch.nn.Module, vector: ParameterVector
+) -> None:
+    """Raise if a loss is not finite, and name the examples."""
+    wrong = (~kept.losses.isfinite()).nonzero().flatten().tolist()
+    if not wrong:
+        return
+    if not vector.topology.collective and kept.outputs is None:  # a mean does not tell of which example
+        with suppress(Exception), evaluating(model, vector.device), torch.no_grad():
+            single = [call_loss(loss, model, kept.fetch([k], vector.device)[0], 1) for k in wrong]
+            wrong = [k for k, one in zip(wrong, single, strict=True) if not one.isfinite()] or wrong
+    named = ", ".join(str(numbers[k]) for k in wrong[:10])
+    raise ValueError(
+        f"The loss of example {named} of {kept.name!r} is {float(kept.losses[wrong[0]])}, so no promise about it "
+        "is possible. Leave out examples with NaN or without a label, and check the weights of the model."
+    )
+
+
+def _warn_of_others(
+    kept: KeptSet,
+    at: list[int],
+    among_more: Tensor,
+    loss: Loss,
+    model: torch.nn.Module,
+    vector: ParameterVector,
+    stored: Any,
+) -> None:
+    """Warn if the loss of an example depends on the other examples of its batch, which change from draw to draw."""
+    if kept.promise.allowed is None or kept.promise.examples is None or among_more.ndim == 0 or len(at) < 3:
+        return
+    few = at[:2]
+    batch = kept.fetch(few, vector.device)[0]
+    with torch.no_grad():
+        alone = call_loss(loss, model, batch, 2, None if stored is None else take(stored, range(2)))
+    apart = float((alone.double().cpu() - among_more[:2]).abs().max())
+    if apart > 0.03 * (1 + float(among_more.abs().max())):  # more than rounding errors of bfloat16
+        warnings.warn(
+            f"Losses of examples of {kept.name!r} depend on the other examples of their batch, by {apart:.1g}: "
+            "the stored outputs or losses do not match those in later batches. Causes are negatives from the "
+            "same batch, and padding on the left without position ids. Pass microbatch=1, or use all "
+            "examples in every step: examples=None.",
+            stacklevel=5,
+        )
+
+
+def _of_one(outputs: Any, n: int) -> Any:
+    """Return outputs with one element per example; a packed row of several texts is one example."""
+    if n == 1 and isinstance(outputs, PerExample) and len(outputs) > 1:
+        return PerExample([tree_map(lambda *leaves: torch.cat(leaves), *outputs)])
+    return outputs
+
+
+def _on_cpu(kept: KeptSet) -> bool:
+    leaves = leaves_of(kept.examples[0]) if isinstance(kept.examples, PerExample) else tree_leaves(kept.examples)
+    return all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))

@@ -1,0 +1,386 @@
+"""The rows of G: gradients of losses, from losses at hand or from the examples of kept sets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from gemproj._arrays import wide_dtype
+from gemproj.torch.memory import Draw
+from gemproj.torch.promise import call_loss
+from gemproj.torch.vector import ParameterVector, mesh_of
+
+
+def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool = False) -> Any:
+    """Return the gradients of losses as the rows of G, for `gemproj.project`.
+
+    The losses may come from one forward pass or from many; their graphs are kept, so ``backward()`` still
+    works. ``.grad`` is not changed. With a generator, only one graph at a time need be in memory.
+
+    Parameters
+    ----------
+    losses : iterable of scalar tensors
+        The t losses.
+    parameters : iterable of tensors
+        The parameters, which require gradients. A row is zero where its loss does not depend on a parameter.
+    flat : bool, default False
+        Whether to return one matrix of shape (t, d), with the parameters flattened one after the other.
+
+    Returns
+    -------
+    list of tensors, shapes (t, *shape), or tensor, shape (t, d)
+        One block per parameter, in the order of the parameters; or one matrix.
+
+    Examples
+    --------
+    Two losses of one forward pass, one of which does not depend on the bias:
+
+    >>> import torch
+    >>> from gemproj import project
+    >>> from gemproj.torch import rows
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> parameters = list(layer.parameters())
+    >>> losses = [layer(torch.ones(1, 2)).sum(), layer.weight.square().sum()]
+    >>> G = rows(losses, parameters)
+    >>> [tuple(block.shape) for block in G]
+    [(2, 1, 2), (2, 1)]
+    >>> (-sum(losses)).backward()
+    >>> gradient = [p.grad for p in parameters]
+    >>> x = project(G, gradient, out=gradient)
+    """
+    held = list(parameters)
+    if not held or not all(isinstance(p, Tensor) and p.requires_grad for p in held):
+        raise ValueError("parameters must be tensors that require gradients, such as model.parameters().")
+    found: list[list[Tensor]] = []
+    for k, loss in enumerate(losses):
+        _check_loss(k, loss)
+        gradients = torch.autograd.grad(loss.reshape(()), held, retain_graph=True, allow_unused=True)
+        found.append(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(held, gradients, strict=True)]
+        )
+    if not found:
+        raise ValueError("losses holds no loss; an iterator can be read only once.")
+    if flat:
+        return torch.stack([torch.cat([g.reshape(-1) for g in one]) for one in found])
+    return [torch.stack(block) for block in zip(*found, strict=True)]
+
+
+def _check_loss(k: int, loss: Any) -> None:
+    """Raise unless loss k is a scalar that requires a gradient."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+        found = type(loss).__name__
+        if isinstance(loss, Tensor):
+            found = f"a tensor of shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
+        raise ValueError(f"losses must be scalars that require a gradient; loss {k} is {found}.")
+
+
+class Rows:
+    """The rows of G, shape (t, d), in one buffer that all steps share, with the losses of the rows.
+
+    Attributes
+    ----------
+    vector : ParameterVector
+    names : list
+        The name of the set of each row.
+    reached : list of bool
+        For each parameter, whether the loss of any row depends on it.
+    losses, stored : Tensor, shape (t,), float64
+        The loss of each row, which `follow` updates to first order after a step; and the loss of the same
+        examples when they were kept.
+    seconds : list of float
+        The time spent on each row, measured on the host.
+    age : int
+        Number of steps since the rows were computed.
+    """
+
+    def __init__(self, vector: ParameterVector) -> None:
+        self.vector = vector
+        self._buffer = torch.empty((0, vector.d), dtype=vector.dtype, device=vector.device)
+        self._views: dict[tuple[int, int], list[Tensor]] = {}  # cached results of `parts`
+        self._none = torch.empty(0, dtype=wide_dtype(torch, vector.device), device=vector.device)
+        self.clear()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def G(self) -> Tensor:
+        """A view of G, shape (t, d)."""
+        return self._buffer[: self._count]
+
+    def clear(self) -> None:
+        """Drop all rows, but keep the buffer."""
+        self._count = self.age = 0
+        self.norms: Tensor | None = None
+        self.names: list[Any] = []
+        self.reached = [False] * len(self.vector.parameters)
+        self.losses = self.stored = self._none
+        self.seconds: list[float] = []
+
+    def fill(
+        self,
+        model: torch.nn.Module,
+        draws: Sequence[Draw],
+        *,
+        microbatch: int | None = None,
+        scale: float = 1.0,
+        joint: Any = None,
+    ) -> None:
+        """Compute the gradients of the mean losses on the drawn examples, averaged over all processes.
+
+        Losses are multiplied by `scale` for the backward passes. `joint` may compute several rows in one pass.
+        """
+        topology, t = self.vector.topology, len(draws)
+        self.clear()
+        totals, passes = topology.plan([len(draw.at) for draw in draws]) if draws else ([], [])
+        if topology.collective:
+            reshard(model)
+        if t > len(self._buffer):  # free the old buffer before allocating a larger one
+            self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
+            self._buffer = self._buffer.new_empty((t, self.vector.d))
+        self._scale, self._written = scale, set[int]()
+        self._sums, self.seconds = self._none.new_zeros(2, t), [0.0] * t
+        for k, draw in enumerate(draws):
+            draw.k, draw.weight = k, topology.weight(len(draw.at), totals[k])
+
+        def alone(draw: Draw) -> Tensor:
+            start, values = time.perf_counter(), self._none
+            for at, weight in _passes(draw.at, microbatch, passes[draw.k]):
+                batch, outputs = draw.kept.fetch(at, self.vector.device)
+                values = call_loss(draw.loss, model, batch, len(at), outputs)
+                self.add(draw.k, values.mean(), topology.weight(weight, totals[draw.k]))
+            self.seconds[draw.k] = time.perf_counter() - start
+            return values.detach()
+
+        with topology.passes(), evaluating(model, self.vector.device, topology.collective):
+            left = draws if joint is None else joint.fill(self, model, draws, alone, microbatch or 2**62)
+            for draw in left:
+                alone(draw)
+        stored = [draw.stored() * draw.weight if len(draw.at) else 0.0 for draw in draws]
+        for k in set(range(t)) - self._written:  # rows without local examples add zero
+            self._buffer[k].zero_()
+        G = self._buffer[:t]
+        if scale != 1.0:
+            G.div_(scale)
+        self.reached = topology.reduce(G, self.reached)
+        if t:
+            self._sums[1] = torch.tensor(stored, dtype=self._none.dtype)
+            self.losses, self.stored = topology.sum_values(self._sums)
+        self._count, self.names = t, [draw.kept.name for draw in draws]
+
+    def add(self, k: int, loss: Tensor, weight: float) -> None:
+        """Add the gradient of ``weight * loss`` to row k, and the loss with the same weight."""
+        _check_loss(k, loss)
+        factor = weight * self._scale
+        gradients = self.vector.gradients(loss.reshape(()) if factor == 1.0 else loss.reshape(()) * factor)
+        fresh = k not in self._written
+        found = [j for j, gradient in enumerate(gradients) if gradient is not None]
+        if fresh and len(found) < len(gradients):
+            self._buffer[k].zero_()
+        views, values = self.parts(k), self.vector.dense(gradients)
+        self.note(k, found, (weight * loss.detach()).reshape(1))
+        if found:
+            (torch._foreach_copy_ if fresh else torch._foreach_add_)([views[j] for j in found], values)
+
+    def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
+        """Record losses of rows k, k + 1, ..., which depend on the parameters with indices `reached`."""
+        self._written.update(range(k, k + len(losses)))
+        for j in reached:
+            self.reached[j] = True
+        self._sums[0, k : k + len(losses)] += losses.to(self._none)
+
+    def drop(self, k: int) -> None:
+        """Forget row k before it is computed again."""
+        self._written.discard(k)
+        self._sums[:, k] = 0.0
+
+    def parts(self, k: int, t: int = 0) -> list[Tensor]:
+        """Return writable views of row k, one per parameter; with t, of rows ``k .. k + t - 1``, (t, *shape)."""
+        if (k, t) not in self._views:
+            here = self._buffer[k : k + t] if t else self._buffer[k]
+            split = zip(here.split(self.vector.sizes, dim=-1), self.vector.shapes, strict=True)
+            self._views[k, t] = [part.view((*here.shape[:-1], *shape)) for part, shape in split]
+        return self._views[k, t]
+
+    def largest(self, out: Tensor) -> None:
+        """Write the largest absolute value of each column to `out`."""
+        # On a CPU, a norm over the first dimension takes a hundred times as long.
+        torch.maximum(self.G.amax(0), self.G.amin(0).neg_(), out=out)
+
+    def products(self, step: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the squared norm of a step and its products with the rows, summed over processes."""
+        topology, wide = self.vector.topology, self._none.dtype
+        # Norms of float32 numbers in float64 would take longer than the rest of this function.
+        kind = torch.promote_types(step.dtype, torch.float32)
+        sums = [0.0, 0.0, 0.0]
+        with torch.autocast(step.device.type, enabled=False):
+            for at in self.vector.owned:
+                G, part = self.G[:, at], step[at]
+                square = torch.linalg.vector_norm(part, dtype=kind).to(wide) ** 2
+                found = [square.reshape(1), (G @ part).to(wide)]
+                if self.norms is None:
+                    found.append(torch.linalg.vector_norm(G, dim=1, dtype=kind).to(wide) ** 2)
+                sums = [a + b for a, b in zip(sums, found, strict=False)]
+        if topology.collective:
+            sums = list(topology.sum_shards(torch.cat(sums)).split([*map(len, sums)]))
+        if self.norms is None:
+            self.norms = sums[2].sqrt()
+        return sums[0], sums[1]
+
+    def follow(self, products: Tensor) -> None:
+        """Update the losses to first order after a step with these products."""
+        self.losses = self.losses - products  # a new tensor, because statistics hold the old one
+        self.age += 1
+
+
+def _passes(at: list[int], size: int | None, most: int) -> Iterator[tuple[list[int], int]]:
+    """Yield the examples, `size` at a time, with their number as weight.
+
+    All processes make as many passes as the process with `most` examples; a process with fewer examples
+    repeats its first examples with weight zero.
+    """
+    if size is None or most <= size:
+        if at:
+            yield at, len(at)
+        return
+    for start in range(0, most, size):
+        part = at[start : start + size]
+        yield (part, len(part)) if part else (at[:size], 0)
+
+
+def unwrapped(model: torch.nn.Module) -> tuple[torch.nn.Module, DistributedDataParallel | None]:
+    """Return the module for computing gradients, and its DistributedDataParallel wrapper or None.
+
+    The forward pass of the wrapper would expect a backward pass that reduces ``.grad``, and that of a module
+    of Lightning Fabric one by ``fabric.backward``.
+    """
+    model = getattr(model, "_forward_module", model)  # unwraps a module of Fabric
+    inner = getattr(model, "_orig_mod", model)  # unwraps torch.compile
+    return (inner.module, inner) if isinstance(inner, DistributedDataParallel) else (model, None)
+
+
+def check_spread(modules: Sequence[torch.nn.Module]) -> None:
+    """Raise if the modules of a model are distributed over processes in an unsupported way."""
+    if any(isinstance(module, DistributedDataParallel) for module in modules):
+        raise ValueError(
+            "model has a part that is wrapped in DistributedDataParallel, which does not show the processes "
+            "of the whole model. Wrap the whole model, and pass the wrapped model."
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in modules):
+        raise ValueError(
+            "model is wrapped in FullyShardedDataParallel (FSDP1), whose flat buffers hide the parameters. "
+            "Shard it with fully_shard of torch.distributed.fsdp (FSDP2)."
+        )
+    held = [p for module in modules for p in module._parameters.values() if p is not None]
+    trained = {mesh_of(p) is not None for p in held if p.requires_grad}
+    if trained == {False} and any(mesh_of(p) is not None for p in held):
+        raise ValueError(
+            "model has trainable parameters that are not sharded, such as adapters, and sharded frozen "
+            "parameters. Add adapters before sharding the model, so that they are sharded, too."
+        )
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Reshard the parameters, which FSDP leaves gathered after an evaluation."""
+    for module in model.modules():
+        if callable(getattr(module, "reshard", None)):
+            module.reshard()  # type: ignore[operator]
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module, device: torch.device, gradients: bool = False) -> Iterator[None]:
+    """Set evaluation mode; at the end restore modes, random state and, with `gradients`, ``.grad``.
+
+    Gradient checkpointing in layers of transformers stays active. Recurrent layers stay in training mode,
+    without dropout, because cuDNN has no gradients for them in evaluation mode.
+    """
+    kept = [(p, p.grad) for p in model.parameters() if p.requires_grad] if gradients else []
+    modules = list(model.modules())
+    check_spread(modules)
+    changes = _evaluation(modules) + _without_cache(modules)
+    before = [(thing, name, getattr(thing, name)) for thing, name, _ in changes]
+    # Each CUDA or XPU device has its own generator; the generator of MPS cannot be restored.
+    own = device.type in ("cuda", "xpu")
+    fork = torch.random.fork_rng([device] if own else [], device_type=device.type if own else "cuda")
+    with fork, torch.enable_grad():
+        try:
+            for p, _ in kept:
+                p.grad = None
+            for thing, name, value in changes:
+                _set(thing, name, value)
+            yield
+        finally:
+            for p, gradient in kept:
+                p.grad = gradient
+            for thing, name, value in reversed(before):
+                _set(thing, name, value)
+
+
+def _set(thing: Any, name: str, value: Any) -> None:
+    """Set an attribute; for plain modules, avoid the much slower `Module.__setattr__`."""
+    if name in vars(thing):  # false for scripted modules
+        vars(thing)[name] = value
+    else:
+        setattr(thing, name, value)
+
+
+def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
+    """Return the attributes and values to set for evaluation mode with gradient checkpointing."""
+    training = [module for module in modules if module.training]
+    layers = [module for module in training if _is_checkpointed(module)]
+    changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in training]
+    changes += [(layer, "training", True) for layer in layers]
+    changes += [(layer, "_gradient_checkpointing_func", partial(_checkpoint, layer)) for layer in layers]
+    for module in modules:
+        if isinstance(module, torch.nn.RNNBase):
+            changes += [(module, "training", True), (module, "dropout", 0.0)]
+    return changes
+
+
+_CONFIGS = ("PretrainedConfig", "PreTrainedConfig")  # class names in transformers before and since version 5
+
+
+def _without_cache(modules: Iterable[torch.nn.Module]) -> list[tuple[Any, str, Any]]:
+    """Return the attributes and values to set so that models of transformers use no cache.
+
+    With a cache, packed texts attend to each other, and checkpoints recompute with the first pass's cache.
+    """
+    configs = {id(one): one for module in modules if (one := module.__dict__.get("config")) is not None}
+    known = [one for one in configs.values() if any(kind.__name__ in _CONFIGS for kind in type(one).__mro__)]
+    return [(one, "use_cache", False) for one in known if getattr(one, "use_cache", False)]
+
+
+def _is_checkpointed(module: Any) -> bool:
+    """Return whether a module is a layer of transformers with gradient checkpointing."""
+    if "_gradient_checkpointing_func" not in module.__dict__:
+        return False
+    if not getattr(module, "gradient_checkpointing", False):
+        return False
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
+
+
+def _checkpoint(layer: torch.nn.Module, forward: Callable[..., Any], *args: Any) -> Any:
+    """Checkpoint a layer; run its forward pass and its recomputation in evaluation mode.
+
+    At other times the layer is in training mode, because transformers checkpoints only in training mode.
+    """
+
+    def evaluated(*args: Any) -> Any:
+        layer.training = False
+        try:
+            return forward(*args)
+        finally:
+            layer.training = True
+
+    return checkpoint(evaluated, *args, use_reentrant=False)

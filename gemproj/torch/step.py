@@ -1,0 +1,633 @@
+"""One training step: rows of G, the projected gradient, the optimizer's own step, the projected step.
+
+For the step s of an optimizer, a promise with a tolerance requires ``G s >= repair * (loss - bound)``, the
+discrete form of a control barrier condition. To first order, this gives
+``loss' - bound <= (1 - repair) (loss - bound)``. A loss above its bound returns to the bound geometrically,
+and a loss below its bound may rise towards it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from gemproj._arrays import namespace, to_numpy, wide_dtype
+from gemproj._bounds import Options, accepted, check_accepted, check_options
+from gemproj._combine import combine_into, warn_if_missed
+from gemproj._dual import solve
+from gemproj._gram import measure
+from gemproj._problem import Problem, check_problem
+from gemproj._solution import DualSolution
+from gemproj._tspace import Gram
+from gemproj.methods import GEM2017, AnyMethod, as_method
+from gemproj.torch.promise import Promise
+from gemproj.torch.rows import Rows
+from gemproj.torch.vector import Buffer, ParameterVector, local, mesh_of
+
+On = Literal["gradient", "step", "both"]
+
+_STEP: Any = torch.optim.Optimizer.profile_hook_step(print)  # the wrapper of a step, which calls the hooks
+# Optimizers whose state is computed from weights that a projection would replace.
+_UNFIT = {
+    "LBFGS": "it uses differences of gradients between weights that it has set itself",
+    "ASGD": "it averages weights that it has set itself",
+}
+# Minimum rate, which keeps h finite for a learning rate of zero, as in the first step of a warmup.
+_SMALLEST_RATE = 1e-30
+# A gradient is zero up to rounding if its norm is at most this many eps times that of another gradient.
+_NOISE = 16.0
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The numbers of the promises about the rows: one number for all rows, or a tensor (t,) if rows differ.
+
+    An infinite penalty means no penalty, a NaN tolerance no tolerance. `held` says whether any promise has a
+    tolerance, and `compared` whether a loss compares outputs with stored outputs, so that it begins at zero.
+    """
+
+    weight: Any = 0.0
+    penalty: Any = None
+    equal: Any = False
+    tolerance: Any = float("nan")
+    repair: Any = 1.0
+    held: bool = False
+    compared: Any = False
+
+    @classmethod
+    def of(cls, promises: Sequence[Promise], device: torch.device) -> Terms:
+        """Return the terms of the promises about the rows, in their order."""
+
+        def shared(values: list[Any]) -> Any:
+            if values.count(values[0]) == len(values):
+                return values[0]
+            kind = torch.bool if isinstance(values[0], bool) else wide_dtype(torch, device)
+            return torch.tensor(values, dtype=kind, device=device)
+
+        none, infinite = float("nan"), float("inf")  # one NaN object, which `list.count` matches by identity
+        penalty = shared([infinite if p.penalty is None else p.penalty for p in promises])
+        return cls(
+            shared([p.weight for p in promises]),
+            None if isinstance(penalty, float) and penalty == infinite else penalty,
+            shared([p.equal for p in promises]),
+            shared([none if p.allowed is None else p.allowed for p in promises]),
+            shared([p.repair for p in promises]),
+            any(p.allowed is not None for p in promises),
+            shared([not p.equal and hasattr(p.loss, "outputs") for p in promises]),
+        )
+
+    def excess(self, rows: Rows) -> Tensor | None:
+        """Return losses minus their bounds, shape (t,), NaN without a bound; None if no row has a bound."""
+        return rows.losses - rows.stored - self.tolerance if self.held else None
+
+    def right_hand_side(self, rows: Rows, rate: float, unit: float, repairs: bool) -> Any:
+        """Return h as a function of the Gram matrix of the rows and a vector; None if h is zero.
+
+        Along the vector, losses fall by `rate` times its products with the rows. A vector of gradients times
+        `unit` has the unit of this vector. With ``repairs=False``, h only lets losses rise towards bounds.
+        """
+        if not self.held and self.compared is False:
+            return None
+        losses, dtype = rows.losses, rows.vector.dtype
+        noise, least = rounding(losses, dtype), _NOISE * torch.finfo(dtype).eps
+        wanted = near = None
+        excess = self.excess(rows)
+        if excess is not None:
+            excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # rounding errors
+            wanted = self.repair * excess / max(rate, _SMALLEST_RATE)
+            wanted = wanted if repairs else wanted.clamp(max=0.0)
+            if isinstance(self.tolerance, Tensor):
+                wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
+        if self.compared is not False:
+            near = (losses.abs() <= noise) & self.compared
+            if near.device.type == "cpu" and not bool(near.any()):
+                near = None
+        if wanted is None and near is None:
+            return None
+
+        def h(gram: Gram) -> Any:
+            xp, host = namespace(gram.b), not isinstance(gram.b, Tensor)
+            norms, size = xp.sqrt(xp.linalg.diagonal(gram.K)), xp.sqrt(gram.gg)
+            found = xp.zeros_like(norms)
+            if wanted is not None:
+                # An h above |g_k| |s| would need a step longer than s, and a much longer step near a minimum
+                # of a loss, where the row vanishes.
+                found = xp.minimum(to_numpy(wanted) if host else wanted, norms * size)
+            if near is None:
+                return found
+            # A divergence from outputs that were just stored is zero up to rounding, and so is its gradient.
+            # If the row of such a loss is below the rounding error of g, a low h makes the row inactive.
+            small = (to_numpy(near) if host else near) & (unit * norms <= least * size)
+            return xp.where(small, -norms * size, found)
+
+        return h
+
+
+def rounding(losses: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the largest rounding difference between two computations of the same losses in a dtype."""
+    return 4.0 * torch.finfo(dtype).eps * (1.0 + losses.abs())
+
+
+def check_promise(promise: Promise, method: AnyMethod, on: On) -> None:
+    """Raise if `on` is invalid, or if the method cannot use an option of the promise or project steps."""
+    if on not in get_args(On):
+        raise ValueError(f"on must be one of {', '.join(map(repr, get_args(On)))}; found {on!r}.")
+    found = as_method(method)
+    given = {
+        ("weight", "margin"): promise.weight > 0.0,
+        ("penalty", "penalty"): promise.penalty is not None,
+        ("equal", "equality"): promise.equal,
+        ("tolerance", "h"): promise.allowed is not None,
+    }
+    check_accepted(found, [names for names in given if given[names]])
+    if on != "gradient" and isinstance(found, GEM2017):
+        raise ValueError(
+            f"{found!r} is made for gradients, in their units; use on='gradient', or another method "
+            "for steps."
+        )
+
+
+class ProjectedStep:
+    """The hooks in one optimizer, between which a step is projected.
+
+    Before the step: compute the rows, project the gradient, clip it, copy the parameters. After the step:
+    project the difference of the parameters. ``keeper`` gives the rows and options, and takes the statistics.
+
+    Attributes
+    ----------
+    optimizer : torch.optim.Optimizer
+    max_norm : float or None
+        Norm to which the next gradient is clipped after its projection.
+    """
+
+    def __init__(self, keeper: Any, optimizer: Any) -> None:
+        _check_optimizer(optimizer)
+        self._keeper, self.optimizer, self.max_norm = keeper, optimizer, None
+        self._clipped: Any = 1.0  # the factor by which clipping multiplied the gradient
+        self._vector: ParameterVector
+        self._rows: Rows | None = None
+        self._written: list[tuple[Tensor | None, int]] = []  # projected gradients, until the step ends
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._begin),
+            optimizer.register_step_post_hook(self._finish),
+        ]
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def use(self, vector: ParameterVector) -> None:
+        """Begin to project the steps of these parameters."""
+        self._vector = vector
+        for name in ("_before", "_metric"):
+            self.__dict__.pop(name, None)
+
+    def check(self, on: On) -> None:
+        """Raise if steps of the optimizer cannot be projected, as far as this is known before a step."""
+        name = type(self.optimizer).__name__
+        if any(group.get("maximize") for group in self.optimizer.param_groups):
+            raise ValueError(
+                f"{name} with maximize=True steps along its gradient, and constraints are for steps against "
+                "it. Minimise the negative loss instead."
+            )
+        if on != "gradient" and name in _UNFIT:
+            raise ValueError(f"The steps of {name} cannot be projected: {_UNFIT[name]}. Use on='gradient'.")
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        if is_within(optimizer):
+            return None
+        self._rows, self._written = None, []
+        if will_skip(optimizer):
+            return None
+        self._keeper._look(self)
+        closure = next((a for a in [*args, *kwargs.values()] if callable(a)), None)
+        if closure is None:
+            self.project_gradient()
+            return None
+
+        def projecting() -> Any:
+            loss = closure()
+            self.project_gradient()
+            return loss
+
+        swap = {id(closure): projecting}
+        return tuple(swap.get(id(a), a) for a in args), {k: swap.get(id(a), a) for k, a in kwargs.items()}
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def project_gradient(self) -> None:
+        """Project the gradient, clip it, and copy the parameters; a projected gradient is left alone."""
+        start, keeper = time.perf_counter(), self._keeper
+        rows: Rows | None = keeper.rows if keeper.rows is not None and len(keeper.rows) else None
+        self._rows = rows
+        if rows is None:
+            self._clip()
+            return
+        vector = rows.vector
+        if self._written and self._written == self._versions():
+            return  # the second attempt of a step that failed
+        self._unscale()
+        held = [id(p) in self.groups() for p in vector.parameters]
+        graded = [p.grad is not None for p in vector.parameters]
+        solution = None
+        if any(graded):
+            try:
+                if keeper.on == "step":
+                    self._check_finite()
+                else:
+                    solution = self._solve_gradient(rows, held)
+            except ValueError as error:
+                if keeper.project:
+                    self._refuse(error)
+        if solution is not None and keeper.project:
+            vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
+        self._clip()
+        self._moving = [
+            p.grad is not None and own and not _is_zero(self.groups()[id(p)].get("lr"))
+            for p, own in zip(vector.parameters, held, strict=True)
+        ]
+        vector.read(self._before)
+        self._written, self._solution = self._versions(), solution
+        self._seconds = time.perf_counter() - start
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _finish(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if is_within(optimizer):
+            return
+        rows, keeper = self._rows, self._keeper
+        written, self._written, self._rows, self.max_norm = self._written, [], None, None
+        if rows is None or not written:
+            return
+        start, vector, solution = time.perf_counter(), rows.vector, None
+        step = vector.read_step(self._before)
+        if keeper.on != "gradient":
+            try:
+                solution, changed = self._solve_step(rows, step)
+            except BaseException as error:  # also Ctrl-C
+                vector.assign(self._before.parts)
+                if not isinstance(error, ValueError):
+                    raise
+                if not keeper.project:
+                    return
+                name = type(optimizer).__name__
+                raise ValueError(
+                    f"A step of {name} could not be projected and was undone. Here g is the step: "
+                    f"{error}{self._named_rows(str(error))}"
+                ) from error
+            if changed:
+                vector.take_step(self._before)
+                step = vector.read_step(self._before)
+        square, products = rows.products(step)
+        seconds = self._seconds + time.perf_counter() - start
+        keeper._note(self, self._solution, solution, square, products, seconds)
+
+    def _solve_gradient(self, rows: Rows, held: list[bool]) -> DualSolution:
+        """Project the gradient in the scratch buffer."""
+        keeper, terms, gradient = self._keeper, self._keeper.terms, rows.vector.read_gradient()
+        adaptive = terms.held and self._has_moments(held)
+        rate = self.learning_rate() if terms.held else 1.0
+        h = terms.right_hand_side(rows, rate, 1.0, repairs=not adaptive)
+        through = None
+        if adaptive and keeper.on == "gradient":
+            # The step will be about D x, for the inverse D of Adam's metric. Multipliers of the projection of
+            # D g in this metric keep promises about D x, and x = g + G'lam.
+            weights = self._weights(rows, held, ahead=True)
+            through = gradient / weights, weights
+            h = terms.right_hand_side(rows, 1.0, 1.0, repairs=True)
+        solution, _ = self._solve("gradient", rows, gradient, held, h, 1.0, None, through)
+        return solution
+
+    def _solve_step(self, rows: Rows, step: Tensor) -> tuple[DualSolution, bool]:
+        """Project the step in the scratch buffer; return whether it has changed."""
+        moments = self._has_moments(self._moving)
+        weights = self._weights(rows, self._moving) if moments else None
+        # Adam's metric has the unit of a gradient divided by a step.
+        terms, in_units = self._keeper.terms, self._keeper.terms.penalty is not None
+        in_units = in_units or isinstance(terms.weight, Tensor) or bool(terms.weight) or terms.compared is not False
+        unit = 1.0 if moments or not in_units else self.learning_rate()
+        skipped = getattr(self.optimizer, "found_inf", None)
+        # After an overflow, a fused optimizer takes no step, and a weight must not move parameters either.
+        scale = self._clipped * unit * (1.0 if skipped is None else skipped == 0)
+        h = terms.right_hand_side(rows, 1.0, unit, repairs=True)
+        return self._solve("step", rows, step, self._moving, h, scale, weights)
+
+    def _solve(
+        self,
+        kind: str,
+        rows: Rows,
+        v: Tensor,
+        moving: list[bool],
+        h: Any,
+        scale: Any,
+        weights: Tensor | None,
+        through: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[DualSolution, bool]:
+        """Project v in place, in the columns of moving parameters; return the solution and whether v changed.
+
+        All local columns are updated, but only one process counts a replicated column in the Gram matrix.
+        """
+        keeper, terms, vector, topology = self._keeper, self._keeper.terms, rows.vector, rows.vector.topology
+        columns, owned = vector.columns, vector.owned
+        if not all(moving):
+            chosen = [j for j, moves in enumerate(moving) if moves]
+            columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
+        with topology.measurement(len(rows)):
+            here = _problem(rows, v, weights, columns)
+            mine = here if owned == columns and through is None else _problem(rows, *(through or (v, weights)), owned)
+            measured = measure(mine)
+        measured = topology.sum_gram(measured)
+        if mine is here and weights is None and columns == vector.columns:
+            K = measured.gram.K
+            rows.norms = torch.as_tensor(namespace(K).linalg.diagonal(K) ** 0.5, device=v.device)
+        weighted = kind == "gradient" or keeper.on == "step"
+        options = check_options(
+            keeper.method,
+            margin=terms.weight * scale if weighted and _is_given(terms.weight) else 0.0,
+            penalty=None if terms.penalty is None else terms.penalty * scale,
+            equality=terms.equal,
+        )
+        if h is not None and "h" in accepted(options.method):
+            h = h(measured.gram)
+            options = Options(options.method, h, options.margin, options.penalty, options.equality)
+        start = keeper._warm_start(kind, rows.names)
+        try:
+            sol = solve(measured, options, start)
+        except ValueError as error:
+            if h is None or "infeasible" not in str(error):
+                raise
+            # No step of any length takes all losses to their bounds: none may rise then.
+            self._warn_of_contradiction(rows)
+            sol = solve(measured, replace(options, h=namespace(h).minimum(h, 0.0 * h)), start)
+        warn_if_missed(sol)
+        keeper._warm[kind] = list(rows.names), sol.multipliers
+        if through is not None:
+            sol = replace(sol, _rows=None)  # a basis of the rows in the metric
+        # On a device, reading the multipliers would synchronise, so x is always written.
+        changed = keeper.project and (vector.device.type != "cpu" or bool(sol.multipliers.any()))
+        if changed:
+            combine_into(here, sol, here.vector)
+        return sol, changed
+
+    def _weights(self, rows: Rows, moving: list[bool], *, ahead: bool = False) -> Tensor:
+        """Return the weights of Adam's metric, ``(sqrt(v_hat) + eps) / lr``.
+
+        Adam's step minimises a quadratic model with this metric. Here v_hat is at least the square of the
+        largest value of the entry in the rows. Without this minimum, v_hat is zero for entries without a
+        gradient of the new loss, and a multiplier of 1 would move them by ``lr / eps`` times the row. With
+        the minimum, a multiplier of 1 moves an entry by at most the learning rate, as Adam does. With
+        ``ahead=True``, v_hat is that of the step with the present gradient, which has not been taken yet.
+        """
+        w, vector = self._metric.whole, rows.vector
+        rows.largest(w)
+        groups, states = self.groups(), self.optimizer.state
+        parts, seconds, corrections, eps, rates = [], [], [], [], []
+        for p, part, moves in zip(vector.parameters, self._metric.parts, moving, strict=True):
+            if not moves or p.grad is None:
+                part.fill_(1.0)
+                continue
+            group, state = groups[id(p)], states.get(p, {})
+            decay = group["betas"][1]
+            if ahead:
+                second, count = torch.square(local(p.grad)) * (1 - decay), 0
+                if "exp_avg_sq" in state:
+                    second += decay * _dequantised(local(state["exp_avg_sq"]))
+                    count = _number(state.get("step", group.get("step")))
+                count = count + 1
+            else:
+                second = _dequantised(local(state.get("max_exp_avg_sq", state.get("exp_avg_sq"))))
+                count = _number(state.get("step", group.get("step")))  # some optimizers count in the group
+                # Zero if the first step was skipped after an overflow.
+                count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
+            parts.append(part)
+            seconds.append(second)
+            corrections.append(1 - decay**count)
+            eps.append(group["eps"])
+            rates.append(_number(group["lr"]))
+        if parts:
+            # All parameters at once: six operations for each would take longer than the optimizer's step.
+            roots = torch._foreach_div(seconds, _alike(corrections, w))
+            torch._foreach_sqrt_(roots)
+            roots = [a if (a.dtype, a.device) == (w.dtype, w.device) else a.to(w) for a in roots]
+            torch._foreach_maximum_(parts, roots)
+            torch._foreach_add_(parts, eps)
+            torch._foreach_div_(parts, _alike(rates, w))
+        return w
+
+    def _has_moments(self, moving: Sequence[bool]) -> bool:
+        """Return whether the optimizer keeps second moments of all moving parameters, as Adam does.
+
+        Before its first step an optimizer keeps none; then its `defaults` tell.
+        """
+        # Adamax has betas, but keeps the largest gradients; with ZeroRedundancyOptimizer, each process updates
+        # the moments of some parameters.
+        if type(self.optimizer).__name__ in ("ZeroRedundancyOptimizer", "Adamax"):
+            return False
+        groups, states, vector = self.groups(), self.optimizer.state, self._vector
+        if not states:
+            return type(self.optimizer).__name__ in ("Adam", "AdamW", "NAdam", "RAdam")
+        every = zip(vector.parameters, vector.shapes, moving, strict=True)
+        return all(
+            "exp_avg_sq" in states.get(p, {})
+            and local(states[p]["exp_avg_sq"]).shape == shape  # GaLore has moments of projected gradients
+            and groups[id(p)].keys() >= {"betas", "eps"}
+            and ("step" in states[p] or "step" in groups[id(p)])
+            for p, shape, moves in every
+            if moves and p.grad is not None
+        )
+
+    def rounding(self) -> Any:
+        """Return by how much the rounding of the parameters changes a step, as a norm."""
+        square = torch.linalg.vector_norm(self._before.whole).reshape(1) ** 2
+        eps = max(torch.finfo(p.dtype).eps for p in self._vector.parameters)
+        return eps * self._vector.topology.sum_shards(square).sqrt()  # replicas may count more than once
+
+    def learning_rate(self) -> float:
+        """Return the largest learning rate."""
+        rates = [group["lr"] for group in self.groups().values() if group.get("lr") is not None]
+        if not rates:
+            raise ValueError(
+                f"{type(self.optimizer).__name__} has no learning rate to convert a weight, a penalty or a "
+                "tolerance between units of gradients and of its steps; use an optimizer that has one."
+            )
+        return max(float(rate) for rate in rates)
+
+    def groups(self) -> dict[int, dict[str, Any]]:
+        """Return the groups of the optimizer, keyed by parameter id."""
+        return {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+
+    @cached_property
+    def _before(self) -> Buffer:
+        """The parameters before the step."""
+        return self._vector.buffer()
+
+    @cached_property
+    def _metric(self) -> Buffer:
+        """The weights of the metric."""
+        return self._vector.buffer()
+
+    def _clip(self) -> None:
+        """Clip the gradient after weighted rows were added, as in replay."""
+        self._clipped = 1.0
+        if self.max_norm is None:
+            return
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = total_norm(parameters)
+        clip_grads_with_norm_(parameters, self.max_norm, norm)
+        # The same factor as in torch. After an overflow no step is taken, but a margin must not be NaN.
+        self._clipped = (self.max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
+
+    def _unscale(self) -> None:
+        """Divide gradients by the scale that a fused optimizer would divide by in its step."""
+        scale = getattr(self.optimizer, "grad_scale", None)
+        if scale is None:
+            return
+        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        torch._foreach_mul_(gradients, 1.0 / scale)
+        self.optimizer.grad_scale = None
+
+    def _versions(self) -> list[tuple[Tensor | None, int]]:
+        """Return each gradient and its number of writes."""
+        return [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._vector.parameters]
+
+    def _check_finite(self) -> None:
+        """Raise unless the gradient is finite; on a device, that would synchronise."""
+        gradients = [local(p.grad) for p in self._vector.parameters if p.grad is not None]
+        if self._vector.device.type == "cpu" and not all(bool(g.isfinite().all()) for g in gradients):
+            raise ValueError("The gradient is not finite.")
+
+    def _refuse(self, error: ValueError) -> None:
+        """Raise an error that names the parameter whose gradient is not finite, or the sets of rows."""
+        for name, p in zip(self._vector.names, self._vector.parameters, strict=True):
+            if p.grad is not None and not local(p.grad).isfinite().all():
+                raise ValueError(
+                    f"The gradient of {name} is not finite, so this step was not taken; weights and the "
+                    "optimizer's state are as before. Leave out this batch, or lower the learning rate."
+                ) from error
+        raise ValueError(f"{error}{self._named_rows(str(error))}") from error
+
+    def _named_rows(self, message: str) -> str:
+        """Return the sets of the rows as text to append to a message with row numbers; empty if unknown."""
+        names = self._keeper.rows.names
+        if not names or "row" not in message:
+            return ""
+        named = ", row ".join(f"{k} is of {name!r}" for k, name in enumerate(names[:20]))
+        return f" Row {named}.{' h comes from their tolerances.' if self._keeper.terms.held else ''}"
+
+    def _warn_of_contradiction(self, rows: Rows) -> None:
+        excess = self._keeper.terms.excess(rows)
+        above = [name for name, more in zip(rows.names, excess.tolist(), strict=True) if more > 0]
+        warnings.warn(
+            f"Not all losses above their bounds ({', '.join(map(repr, above[:5]))}) can fall in one step, because "
+            "their gradients oppose each other. This step raises none of them.",
+            stacklevel=2,
+        )
+
+
+def _problem(rows: Rows, v: Tensor, weights: Tensor | None, columns: list[slice]) -> Problem:
+    """Return the problem of projecting v in some columns."""
+    if columns == rows.vector.columns:
+        return check_problem(rows.G, v, weights)
+    some = None if weights is None else [weights[at] for at in columns]
+    return check_problem([rows.G[:, at] for at in columns], [v[at] for at in columns], some)
+
+
+def _is_given(weight: Any) -> bool:
+    return isinstance(weight, Tensor) or bool(weight)
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}.")
+    if not hasattr(optimizer, "register_step_pre_hook") or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise TypeError(
+            f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass the inner "
+            "one, or for Accelerate use gemproj.integrations.accelerate.Keeper."
+        )
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        other = getattr(hook, "__self__", None)
+        if type(other).__name__ == "ProjectedStep":  # by name, because notebooks may load this module twice
+            raise ValueError(
+                "A keeper is attached to this optimizer already, and both would project. Call remove() on the "
+                "other one, or gemproj.torch.detach(optimizer) if it is lost; one keeper can keep many sets."
+            )
+
+
+def detach(optimizer: Any) -> None:
+    """Detach every keeper from an optimizer, even if no variable refers to it any more.
+
+    An optimizer keeps attached objects alive, for example objects from an earlier run of a notebook cell. The
+    optimizer may be prepared by Accelerate.
+    """
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # a wrapper
+        optimizer = optimizer.optimizer
+    for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        owner = getattr(hook, "__self__", None)
+        if type(owner).__name__ == "ProjectedStep":
+            owner.remove()  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def total_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all gradients, which may be on several devices and meshes."""
+    on_mesh: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        if p.grad is not None:
+            on_mesh.setdefault(mesh_of(p.grad), []).append(p.grad)
+    norms: list[Any] = [get_total_norm(gradients) for gradients in on_mesh.values()]
+    return get_total_norm([norm if mesh_of(norm) is None else norm.full_tensor() for norm in norms])
+
+
+def is_within(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the hooks run in an inner step of the optimizer; only the outer step is projected.
+
+    In torch, the ``step`` of each class calls the hooks, so hooks run twice if a subclass calls its parent's
+    ``step``. Running steps are counted on the call stack, because a failed step calls no hook at its end.
+    """
+    frame, steps = sys._getframe(), 0
+    while frame.f_back is not None and steps < 2:
+        frame = frame.f_back
+        steps += frame.f_code is _STEP.__code__ and frame.f_locals.get("self") is optimizer
+    return steps == 2
+
+
+def will_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a fused optimizer will skip its step; False if reading that would synchronise."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and found.device.type == "cpu" and bool(found)
+
+
+def _is_zero(rate: Any) -> bool:
+    """Return whether a learning rate is zero; False if reading it would synchronise a device."""
+    return (not isinstance(rate, Tensor) or rate.device.type == "cpu") and bool(rate == 0)
+
+
+def _dequantised(moments: Tensor) -> Tensor:
+    """Return moments as a plain tensor; optimizers of torchao keep moments in 4 or 8 bits."""
+    return moments if type(moments) is Tensor else moments.dequantize()
+
+
+def _alike(numbers: list[Any], like: Tensor) -> list[Any]:
+    """Return the numbers; if any number is a tensor, return tensors on the device of `like`."""
+    if not any(isinstance(number, Tensor) for number in numbers):
+        return numbers
+    return [n if isinstance(n, Tensor) else torch.full((), n, device=like.device) for n in numbers]
+
+
+def _number(value: Any) -> Any:
+    """Return a number in full precision, as a tensor only if reading the value would synchronise a device."""
+    if not isinstance(value, Tensor):
+        return value
+    return float(value) if value.device.type == "cpu" else value.to(wide_dtype(torch, value.device))
