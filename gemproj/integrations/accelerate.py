@@ -1,11 +1,10 @@
-"""Gradient projection for models and optimizers prepared by Accelerate, in your own loop or a Trainer."""
+"""A keeper for models and optimizers prepared by Accelerate, in your own loop or a Trainer."""
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Sequence
-from functools import partial, wraps
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,54 +20,29 @@ except ImportError as error:
         "pip install '.[accelerate]' in a checkout of gemproj."
     ) from error
 
-import gemproj.integrations.deepspeed  # noqa: F401
-from gemproj.methods import AnyMethod
-from gemproj.torch import EpisodicMemory, Promise
-from gemproj.torch.batches import Loss
-from gemproj.torch.changes import On
-from gemproj.torch.distributed import everyone
-from gemproj.torch.gem import Keeper
-from gemproj.torch.hooks import clip_grad_norm_, total_norm
-from gemproj.torch.keywords import suggesting
-from gemproj.torch.losses import model_loss
-from gemproj.torch.promise import Per
-
-_clip_at_once = Accelerator.clip_grad_norm_
+from gemproj.torch.keeper import KeeperBase
+from gemproj.torch.processes import everyone
+from gemproj.torch.promise import Loss, Promise
 
 
-@wraps(_clip_at_once)
-def _clip(self: Accelerator, parameters: Iterable[Any], max_norm: float, norm_type: float = 2) -> Any:
-    now = partial(_clip_at_once, self)
-    if self.distributed_type == DistributedType.DEEPSPEED:  # DeepSpeed clips in its own step
-        return now(parameters, max_norm, norm_type)
-
-    def measure(parameters: Iterable[Any], norm_type: float) -> Any:
-        self.unscale_gradients()  # allowed only once per step; `now` also does it
-        return total_norm(parameters, norm_type)
-
-    later = getattr(self, "_clip_grad_norm_dtensor_aware", torch.nn.utils.clip_grad_norm_)
-    optimizers = [bare(one) for one in self._optimizers]
-    return clip_grad_norm_(optimizers, parameters, max_norm, norm_type, now=now, later=later, measure=measure)
-
-
-# The method of the class is replaced, because the Trainer does not pass its accelerator to callbacks. Without
-# an attached projector, the method behaves as before.
-Accelerator.clip_grad_norm_ = _clip
-
-
-class AcceleratedKeeper(Keeper):
-    """A `Keeper` for prepared models and optimizers, with its own file in checkpoints."""
+class AcceleratedKeeper(KeeperBase):
+    """A keeper of prepared models and optimizers, with its own file in checkpoints."""
 
     _number = 0  # distinguishes several objects in one checkpoint
 
     def _attach_prepared(self, model: torch.nn.Module, optimizer: Any) -> None:
         """Attach to optimizers; a prepared model runs its forward pass in the precision of training."""
-        refuse_engine(AcceleratorState())
+        state = AcceleratorState()
+        _refuse_engine(state)
+        if state.distributed_type == DistributedType.DEEPSPEED:  # experimental
+            from gemproj.integrations.deepspeed import ZeroStep, ZeroVector
+
+            self._vector_type, self._step_type = ZeroVector, ZeroStep
         # `extract_model_from_parallel` would change a compiled model.
         model = extract_model_from_parallel(getattr(model, "_orig_mod", model))
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         scaler = getattr(optimizers[0], "scaler", None)
-        self._attach(model, [bare(one) for one in optimizers], scaler=scaler, process_group=everyone())
+        self._attach(model, [bare(one) for one in optimizers], scaler=scaler, group=everyone())
 
     def _save(self, folder: str | os.PathLike[str], **more: int) -> None:
         """Write the state of this process to a file in the checkpoint."""
@@ -76,74 +50,53 @@ class AcceleratedKeeper(Keeper):
         torch.save(self.state_dict() | more, file_in(folder, self._number))
 
 
-class GEM(AcceleratedKeeper):
-    """`gemproj.torch.GEM` for a model and an optimizer returned by ``accelerator.prepare``.
+class Keeper(AcceleratedKeeper):
+    """`gemproj.torch.Keeper` for a model and an optimizer returned by ``accelerator.prepare``.
 
     ::
 
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        gem = GEM(accelerator, model, optimizer, loss, weight=0.5, examples=16)
+        keeper = Keeper(accelerator, model, optimizer)
+        keeper.keep(texts, Promise(Distillation()), name="chat")
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(loss(model, batch))
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()  # projected, then clipped
+                optimizer.step()
                 optimizer.zero_grad()
-            accelerator.log(gem.logs())
-        gem.end_task(loader)
+            accelerator.log(keeper.logs())
 
-    Losses on the memory use the forward pass of the prepared model, with its precision and, in float16, its
-    loss scale. If the loss needs ``accelerator.autocast()``, use it inside `loss`. ``accelerator.save_state``
-    and ``load_state`` include memory and projector, in a file ``gem.pt`` or one file per process. A second
-    object uses ``gem_1.pt``.
+    Losses on kept examples use the forward pass of the prepared model, with its precision and, in float16, its
+    loss scale. If the loss needs ``accelerator.autocast()``, use it inside the loss. ``accelerator.save_state``
+    and ``load_state`` include the keeper, in a file ``keeper.pt`` or one file per process; a second keeper uses
+    ``keeper_1.pt``. ``accelerator.clip_grad_norm_`` clips before the projection; with a weight, use
+    `clip_grad_norm_` of the keeper, which clips after it.
 
     Parameters
     ----------
     accelerator : accelerate.Accelerator
     model, optimizer
         Results of ``accelerator.prepare``; pass several optimizers as a list.
-    loss, per_task, per, examples, weight, tolerance, memory, method, on, every, project
-        See `gemproj.torch.GEM`, also for `microbatch`, `rows_dtype` and the attributes.
-    process_group
-        The process group; by default all processes.
+    promise, **options
+        As in `gemproj.torch.Keeper`; the scaler is that of the accelerator.
 
     Raises
     ------
     ValueError
         With Megatron-LM or FSDP1, which hide steps or parameters (FSDP2 works), or with DeepSpeed ZeRO 1, 2
-        or 3 and any `on` except "step".
+        or 3 (experimental) and any `on` except "step".
     """
 
-    @suggesting
     def __init__(
         self,
         accelerator: Accelerator,
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-        loss: Loss | Promise = model_loss,
-        per_task: int = 100,
-        *,
-        per: Per = "task",
-        examples: int | None = None,
-        weight: float = 0.0,
-        tolerance: float | None = None,
-        memory: EpisodicMemory | None = None,
-        method: AnyMethod = "exact",
-        on: On = "gradient",
-        every: int = 1,
-        project: bool = True,
-        microbatch: int | None = None,
-        rows_dtype: torch.dtype | None = None,
-        process_group: Any = None,
+        promise: Promise | Loss | None = None,
+        **options: Any,
     ) -> None:
         if not isinstance(accelerator, Accelerator):
             raise TypeError(f"accelerator must be an Accelerator; found {type(accelerator).__name__}.")
-        super().__init__(
-            loss, per_task, per=per, examples=examples, weight=weight, tolerance=tolerance, memory=memory,
-            method=method, on=on, every=every, project=project, microbatch=microbatch, rows_dtype=rows_dtype,
-            process_group=process_group,
-        )  # fmt: skip
+        super().__init__(promise, **options)
         self._attach_prepared(model, optimizer)
 
         self._numbers: set[int] = accelerator.__dict__.setdefault("_gemproj_numbers", set())
@@ -184,29 +137,29 @@ def file_in(folder: str | os.PathLike[str], number: int = 0) -> Path:
 
 
 def _name(number: int) -> str:
-    return f"gem_{number}" if number else "gem"
+    return f"keeper_{number}" if number else "keeper"
 
 
 def read(folder: str | os.PathLike[str], number: int = 0) -> dict[str, Any]:
-    """Read the state of this process from a checkpoint made with GEM by the same number of processes."""
+    """Read the state of this process from a checkpoint made with a keeper by the same number of processes."""
     file = file_in(folder, number)
     if not file.is_file():
-        found = sorted(other.name for other in Path(folder).glob("gem*.pt")) or "none"
+        found = sorted(other.name for other in Path(folder).glob("keeper*.pt")) or "none"
         raise FileNotFoundError(
             f"Checkpoint {folder} has no {file.name}; it has {found}. It must come from a run "
-            "with GEM and with the same number of processes."
+            "with a keeper and with the same number of processes."
         )
     parts, count = len(list(file.parent.glob(f"{_name(number)}_rank*.pt"))), AcceleratorState().num_processes
     if parts > count:
         raise ValueError(
             f"Checkpoint {folder} was made by {parts} processes, each with its own examples, but "
-            f"this run has {count}. Resume with {parts}, or store the examples anew."
+            f"this run has {count}. Resume with {parts}, or keep the examples anew."
         )
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def refuse_engine(state: AcceleratorState) -> None:
-    """Raise for engines whose steps or parameters a projector cannot reach."""
+def _refuse_engine(state: AcceleratorState) -> None:
+    """Raise for engines whose steps or parameters a keeper cannot reach."""
     kind = state.distributed_type
     if kind == DistributedType.MEGATRON_LM:
         raise ValueError(
@@ -216,6 +169,6 @@ def refuse_engine(state: AcceleratorState) -> None:
     plugin = getattr(state, "fsdp_plugin", None)
     if kind == DistributedType.FSDP and getattr(plugin, "fsdp_version", 1) == 1:
         raise ValueError(
-            "FSDP1 hides parameters in flat parameters, so a projector sees neither their gradients nor "
+            "FSDP1 hides parameters in flat parameters, so a keeper sees neither their gradients nor "
             "their steps. Use FSDP2: fsdp_version=2."
         )

@@ -1,4 +1,4 @@
-"""GEM and A-GEM as plugins of Avalanche's strategies."""
+"""A keeper as a plugin of Avalanche's strategies: GEM, A-GEM and the other promises."""
 
 from __future__ import annotations
 
@@ -13,27 +13,48 @@ except ImportError as error:
         "gemproj.integrations.avalanche needs Avalanche: pip install '.[avalanche]' in a checkout of gemproj."
     ) from error
 
-import torch
 from torch import Tensor
 
-from gemproj._checks import check_count, check_number
-from gemproj.methods import AnyMethod
-from gemproj.torch import EpisodicMemory
-from gemproj.torch.changes import On
-from gemproj.torch.distributed import everyone
-from gemproj.torch.gem import Keeper
-from gemproj.torch.keywords import suggesting
+from gemproj.torch.keeper import KeeperBase
 from gemproj.torch.losses import model_loss
+from gemproj.torch.processes import everyone
+from gemproj.torch.promise import Promise
 
 
-class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]
-    """Base of GEM and A-GEM: a memory that is filled after each experience."""
+class KeeperPlugin(KeeperBase, SupervisedPlugin, supports_distributed=True):  # type: ignore[call-arg]
+    """A plugin that keeps patterns of each experience, with a promise that later experiences keep.
 
-    def __init__(self, patterns_per_experience: int, seed: int, **options: Any) -> None:
-        check_count(patterns_per_experience, "patterns_per_experience", 1)
+    ::
+
+        KeeperPlugin(Promise(weight=0.5, examples=None), limit=256, on="gradient")              # GEM
+        KeeperPlugin(Promise(examples=64), limit=256, name="past", method="agem", on="gradient")  # A-GEM
+
+    In place of Avalanche's `GEMPlugin` and `AGEMPlugin`. The weight is GEM's memory strength, and applies at
+    every step; there is no ridge. ``method=GEM2017(strength)`` gives the numbers of Avalanche's GEM, up to
+    rounding: that method has a ridge of 1e-3, and its strength applies only if a constraint is violated.
+    Further differences: rows are computed in evaluation mode; the projection also moves parameters that only
+    past experiences use, such as their heads; it takes place in ``optimizer.step()``, after other plugins have
+    changed the gradient.
+
+    Parameters
+    ----------
+    promise : Promise, optional
+        The promise about each experience; its loss is the criterion of the strategy, on batches
+        ``[x, y, ..., task labels]``.
+    limit : int, optional
+        Number of patterns to keep per experience, chosen at random; by default all.
+    name : hashable, optional
+        Name of one set that grows with every experience, as in A-GEM. By default each experience is a set.
+    **options
+        `on`, `method`, `look`, `project` and `microbatch` of `gemproj.torch.Keeper`.
+    """
+
+    def __init__(
+        self, promise: Promise | None = None, *, limit: int | None = None, name: Any = None, **options: Any
+    ) -> None:
         SupervisedPlugin.__init__(self)
-        Keeper.__init__(self, memory=EpisodicMemory(patterns_per_experience, seed=seed), **options)
-        self._random = torch.Generator().manual_seed(seed)
+        KeeperBase.__init__(self, Promise() if promise is None else promise, **options)
+        self._limit, self._name = limit, name
 
     def before_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
         """Attach to the model and its optimizer, which the strategy has adapted to the experience."""
@@ -43,96 +64,20 @@ class _Plugin(Keeper, SupervisedPlugin, supports_distributed=True):  # type: ign
             return strategy._criterion(avalanche_forward(model, x, task), y)
 
         self.promise = replace(self.promise, loss=loss)
-        self._attach(strategy.model, strategy.optimizer, process_group=everyone())
+        for kept in self.sets.values():
+            kept.promise = self.promise
+        self._attach(strategy.model, strategy.optimizer, group=everyone())
 
     def after_training_exp(self, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        """Store some patterns of the experience."""
-        self.remove()
+        """Keep some patterns of the experience."""
         patterns = strategy.experience.dataset
-        drawn = torch.randperm(len(patterns), generator=self._random)[: self.memory.per_task]
-        batch = patterns.collate_fn([patterns[i] for i in drawn.tolist()])
-        self.memory.add(list(batch), strategy.clock.train_exp_counter)
+        name = strategy.clock.train_exp_counter if self._name is None else self._name
+        self.keep(patterns, name=name, limit=self._limit, collate=patterns.collate_fn)
+        self._commit()
+        self.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling, without the loss; each experience makes its own loss."""
-        return super().__getstate__() | {"promise": replace(self.promise, loss=model_loss)}
-
-
-class GEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
-    """GEM: one constraint for each earlier experience, and the exact projection.
-
-    Replaces Avalanche's plugin of the same name. `memory_strength` is a margin that applies at every step,
-    and there is no ridge. ``method=GEM2017(memory_strength)`` gives the numbers of Avalanche's plugin, up to
-    rounding: this method has a ridge of 1e-3, and its strength applies only if a constraint is violated.
-    Further differences:
-
-    - Patterns are drawn with the plugin's own random generator.
-    - Constraint gradients are computed in evaluation mode.
-    - The projection also moves parameters that only past tasks use, such as their heads.
-    - The projection takes place in ``optimizer.step()``, after other plugins have changed the gradient.
-
-    Parameters
-    ----------
-    patterns_per_experience : int
-        Number of patterns to store per experience; batches are lists ``[x, y, ..., task labels]``.
-    memory_strength : float, default 0
-        Lower bound of the multipliers, the margin of `gemproj.solve_dual`.
-    seed : int, default 0
-        Seed for the choice of patterns.
-    examples, method, on, every, project, microbatch
-        See `gemproj.torch.GEM`, also for the attributes; ``plugin.promise = Promise(penalty=1.0)`` sets a
-        penalty.
-    """
-
-    @suggesting
-    def __init__(
-        self,
-        patterns_per_experience: int,
-        memory_strength: float = 0.0,
-        *,
-        seed: int = 0,
-        examples: int | None = None,
-        method: AnyMethod = "exact",
-        on: On = "gradient",
-        every: int = 1,
-        project: bool = True,
-        microbatch: int | None = None,
-    ) -> None:
-        check_number(memory_strength, "memory_strength", 0.0)
-        super().__init__(
-            patterns_per_experience, seed, examples=examples, weight=memory_strength, method=method, on=on,
-            every=every, project=project, microbatch=microbatch,
-        )  # fmt: skip
-
-
-class AGEMPlugin(_Plugin, supports_distributed=True):  # type: ignore[call-arg]
-    """A-GEM: one constraint, on a random sample from the memories of all experiences.
-
-    Replaces Avalanche's plugin of the same name. The sample is drawn without replacement from the union of
-    all experiences' patterns, as published. The other differences are those of `GEMPlugin`.
-
-    Parameters
-    ----------
-    sample_size : int
-        Number of patterns in the sample, from all experiences together.
-    patterns_per_experience, seed, on, every, project, microbatch
-        See `GEMPlugin`.
-    """
-
-    @suggesting
-    def __init__(
-        self,
-        patterns_per_experience: int,
-        sample_size: int,
-        *,
-        seed: int = 0,
-        on: On = "gradient",
-        every: int = 1,
-        project: bool = True,
-        microbatch: int | None = None,
-    ) -> None:
-        check_count(sample_size, "sample_size", 1)
-        super().__init__(
-            patterns_per_experience, seed, per="all", examples=sample_size, on=on, every=every,
-            project=project, microbatch=microbatch,
-        )  # fmt: skip
+        promise = replace(self.promise, loss=model_loss)
+        sets = {name: replace(kept, promise=promise, collate=None) for name, kept in self.sets.items()}
+        return super().__getstate__() | {"promise": promise, "sets": sets}

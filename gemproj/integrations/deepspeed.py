@@ -1,8 +1,8 @@
-"""Projection of the steps of DeepSpeed ZeRO, on float32 shards of the parameters.
+"""Projection of the steps of DeepSpeed ZeRO, on float32 shards of the parameters; experimental.
 
 DeepSpeed reduces, unscales and clips gradients within its step, so only the step can be projected. The shards
-are stored before the step, and projected shards are written after the step. Import this module before making
-a projector or GEM; the modules for Accelerate and transformers import it. DeepSpeed itself is not imported.
+are stored before the step, and projected shards are written after the step. The module for Accelerate imports
+this one where DeepSpeed trains; DeepSpeed itself is not imported.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gemproj.torch.changes import On, Step
-from gemproj.torch.distributed import Local, Sharded
-from gemproj.torch.parameters import ParameterVector
+from gemproj.torch.processes import Local, Sharded
+from gemproj.torch.step import On, ProjectedStep
+from gemproj.torch.vector import ParameterVector
 
 
 class ZeroVector(ParameterVector):
@@ -27,10 +27,7 @@ class ZeroVector(ParameterVector):
     its values are arbitrary.
     """
 
-    @staticmethod
-    def fits(p: Any) -> bool:
-        """Return whether a parameter is partitioned by DeepSpeed."""
-        return isinstance(p, Tensor) and (_stage3(p) or hasattr(p, "_hp_mapping"))
+    publish: Any = None  # copies changed shards to the parameters of all processes
 
     def local(self) -> list[Tensor]:  # noqa: D102
         return [self._fragment(p)[0] for p in self.parameters]
@@ -43,6 +40,7 @@ class ZeroVector(ParameterVector):
                 p._z3_optimizer.set_local_hp_param(padded, p)
             elif value.numel():
                 p._hp_mapping.hp_fragment.copy_(value)
+        self.publish()
 
     def gradients(self, loss: Tensor) -> list[Tensor | None]:  # noqa: D102
         gradients = torch.autograd.grad(loss, self.parameters, allow_unused=True)
@@ -179,26 +177,25 @@ class ZeroOptimizer:
         return found | {"step": held.get("step", group.get("step"))}  # FusedAdam counts steps in the group
 
 
-class ZeroStep(Step):
+class ZeroStep(ProjectedStep):
     """The step of a ZeRO optimizer, which moves all parameters whose learning rate is not zero."""
 
     optimizer: Any
 
-    def __init__(self, vector: ParameterVector, optimizer: Any) -> None:
+    def __init__(self, keeper: Any, optimizer: Any) -> None:
         if not (hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "fp32_partitioned_groups_flat")):
             raise ValueError(
-                f"optimizer is DeepSpeed's {type(optimizer).__name__}; a projector needs one of ZeRO 1, 2 "
+                f"optimizer is DeepSpeed's {type(optimizer).__name__}; a keeper needs one of ZeRO 1, 2 "
                 'or 3. Set "zero_optimization": {"stage": 1} or more; in bfloat16 stage 2 or more, or '
                 '"grad_accum_dtype": "bf16".'
             )
         if not hasattr(optimizer, "_gemproj"):
             optimizer._gemproj = ZeroOptimizer(optimizer)
-        super().__init__(vector, optimizer._gemproj)
+        super().__init__(keeper, optimizer._gemproj)
 
-    @staticmethod
-    def fits(optimizer: Any) -> bool:
-        """Return whether an optimizer belongs to DeepSpeed."""
-        return type(optimizer).__module__.startswith("deepspeed.runtime.") and hasattr(optimizer, "optimizer")
+    def use(self, vector: Any) -> None:  # noqa: D102
+        vector.publish = self.optimizer.publish
+        super().use(vector)
 
     def check(self, on: On) -> None:  # noqa: D102
         if on != "step":
@@ -208,20 +205,8 @@ class ZeroStep(Step):
             )
         super().check(on)
 
-    def note_moving(self) -> None:  # noqa: D102
-        groups = self.groups()
-        self._moving = [
-            bool(groups[id(p)]["lr"]) if id(p) in groups else False for p in self._vector.parameters
-        ]
-
-    def write(self, changed: bool, reached: Sequence[bool]) -> None:  # noqa: D102
-        super().write(changed, reached)
-        if changed:
-            self.optimizer.publish()
-
-    def undo(self) -> None:  # noqa: D102
-        super().undo()
-        self.optimizer.publish()
+    def _moves(self, groups: dict[int, dict[str, Any]]) -> list[bool]:
+        return [id(p) in groups and bool(groups[id(p)]["lr"]) for p in self._vector.parameters]
 
 
 class _Zero(Sharded):
@@ -243,7 +228,3 @@ def _unpadded(p: Any, key: str | None = None) -> tuple[Tensor, int]:
 
 def _shape(p: Any) -> torch.Size:
     return p.ds_shape if _stage3(p) else p.shape
-
-
-ParameterVector.kinds.append(ZeroVector)
-Step.kinds.append(ZeroStep)

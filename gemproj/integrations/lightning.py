@@ -1,4 +1,4 @@
-"""GEM as a callback of PyTorch Lightning; one callback serves every task."""
+"""A keeper as a callback of PyTorch Lightning; one callback serves every task."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.core.optimizer import LightningOptimizer
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,10 +17,11 @@ except ImportError as error:
 
 import torch
 
-from gemproj.torch.batches import Loss, map_nested
-from gemproj.torch.distributed import everyone
-from gemproj.torch.gem import Keeper
-from gemproj.torch.hooks import clip_grad_norm_
+from gemproj.torch.data import Collate, map_nested
+from gemproj.torch.keeper import KeeperBase
+from gemproj.torch.processes import everyone
+from gemproj.torch.promise import Loss, Promise
+from gemproj.torch.step import total_norm
 
 _REFUSED = {
     DeepSpeedStrategy: "DeepSpeed keeps gradients in its own flat buffers, which no callback sees",
@@ -48,64 +48,64 @@ def _transferred(module: Any, batch: Any, device: torch.device) -> Any:
         if module._trainer is not None:
             raise
         names = " or ".join(_changing(module))
-        raise ValueError(f"{names} needs a trainer: call keep after a first fit. {error}") from error
+        raise ValueError(f"{names} needs a trainer: call keep before a fit. {error}") from error
 
 
-def _clip(self: Precision, optimizer: Any, clip_val: float) -> None:
-    if isinstance(optimizer, LightningOptimizer):  # other wrappers may have their own projector
-        optimizer = optimizer.optimizer
-    clip_grad_norm_([optimizer], self.main_params(optimizer), clip_val)
-
-
-# No callback runs after clipping. Without an attached projector, the method behaves as before.
-Precision.clip_grad_by_norm = _clip
-
-
-class GEMCallback(Keeper, Callback):
-    """A callback that keeps a `Trainer` from raising the losses of earlier tasks while it fits the next task.
+class KeeperCallback(KeeperBase, Callback):
+    """A callback that keeps promises about `data` while a `Trainer` fits something else.
 
     One call of ``Trainer.fit`` is one task. Parameters that are trainable when the fit begins are projected.
-    Pass the same callback to the Trainer of each task, and call `end_task` after each fit. The callback works
-    with automatic and manual optimization, accumulated gradients, mixed precision and
-    DistributedDataParallel, for modules with one optimizer.
+    Pass the same callback to the Trainer of each task, and call `keep` after each fit. The callback works with
+    automatic and manual optimization, accumulated gradients, mixed precision and DistributedDataParallel, for
+    modules with one optimizer. The gradient is projected before Lightning clips it. With a logger, the numbers
+    of `logs`, such as ``keep/excess``, are logged as often as the trainer logs.
 
-    The gradient is projected, then its norm is clipped to ``gradient_clip_val``, so a margin acts as a weight
-    of replay. With a logger, steps with constraints log the numbers of `logs`, such as ``gem/violations``,
-    without synchronising a device.
-
-    Checkpoints hold the memory, the warm start and, if they are reused, the constraints, so
-    ``fit(..., ckpt_path=...)`` continues as if it had not been interrupted. Lightning saves only the state of
-    process 0, so after a restart all processes have the memory of process 0.
+    Checkpoints hold the kept sets, the history and the warm start. Lightning saves only the state of process 0,
+    so after a restart all processes have the examples of process 0.
 
     Parameters
     ----------
-    loss : callable or Promise
-        A function of a module and a batch from the dataloader, as in `gemproj.torch.GEM`. The batch is
-        converted and moved to the device as in training. A method of the module, such as ``MyModule.loss``,
-        is possible; ``training_step`` is not, because it logs.
-    per_task, per, examples, weight, tolerance, memory, method, on, every, project, microbatch, rows_dtype
-        See `gemproj.torch.GEM`, also for the attributes. The scaler is the trainer's scaler.
-    process_group
-        The process group; by default all processes.
+    data, name, collate, limit
+        What to keep when the first fit begins, as in `gemproj.torch.Keeper.keep`.
+    promise : Promise or loss, optional
+        As in `gemproj.torch.Keeper`. A loss is a function of a module and a batch from the dataloader, which is
+        converted and moved to the device as in training. A method of the module, such as ``MyModule.loss``, is
+        possible; ``training_step`` is not, because it logs.
+    **options
+        `on`, `method`, `look`, `project`, `microbatch` and `process_group` of `gemproj.torch.Keeper`.
 
     Examples
     --------
-    >>> from gemproj.integrations.lightning import GEMCallback
+    >>> from gemproj.integrations.lightning import KeeperCallback
+    >>> from gemproj.torch import Promise
     >>> def loss(module, batch):
     ...     return torch.nn.functional.cross_entropy(module(batch[0]), batch[1])
-    >>> gem = GEMCallback(loss, on="both", weight=0.5, examples=16)
+    >>> callback = KeeperCallback(promise=Promise(loss, weight=0.5))
     >>> for loader in stream:  # doctest: +SKIP
-    ...     Trainer(max_epochs=1, callbacks=[gem]).fit(module, loader)
-    ...     gem.end_task(loader)
+    ...     Trainer(max_epochs=1, callbacks=[callback]).fit(module, loader)
+    ...     callback.keep(loader, limit=100)
     """
 
+    _waits = True
     _stage = "fit"
     _trainer: Trainer | None = None
-    _early = False  # whether examples were stored before there was a trainer
-    _bare = False  # whether a loss was computed with a model that is not a LightningModule
+
+    def __init__(
+        self,
+        data: Any = None,
+        promise: Promise | Loss | None = None,
+        *,
+        name: Any = None,
+        collate: Collate | None = None,
+        limit: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(promise, **options)
+        if data is not None:
+            self.keep(data, name=name, collate=collate, limit=limit)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note the stage, because a checkpoint loaded for evaluation must not change the memory."""
+        """Note the stage, because a checkpoint loaded for evaluation must not change the kept sets."""
         self._stage = stage
         if not isinstance(trainer, Trainer):
             raise TypeError(
@@ -118,52 +118,52 @@ class GEMCallback(Keeper, Callback):
         self._stage = "fit"
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state from a checkpoint if training will continue from it."""
+        """Load the state from a checkpoint if training will continue from it.
+
+        Lightning loads it before there is an optimizer, so it waits until training begins.
+        """
         if self._stage == "fit":
-            super().load_state_dict(state_dict)
+            self._restored = state_dict
+
+    _restored: Mapping[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a task, or continue the task of a checkpoint."""
         for strategy, reason in _REFUSED.items():
             if isinstance(trainer.strategy, strategy):
-                raise ValueError(f"GEMCallback cannot work with {strategy.__name__}: {reason}.")
+                raise ValueError(f"KeeperCallback cannot work with {strategy.__name__}: {reason}.")
         if len(trainer.optimizers) != 1:
             raise ValueError(
-                f"GEMCallback needs a module with one optimizer; found {len(trainer.optimizers)}. For "
-                "several, make gemproj.torch.GEM(self, [opt.optimizer for opt in self.optimizers()], loss, "
-                "memory=memory) in the module's on_train_start, and remove() it in on_train_end; without "
-                "toggle_optimizer, which freezes parameters."
-            )
-        promises = [self.promises.get(name, self.promise) for name in self.memory.tasks]
-        stored = any(one.tolerance is not None or hasattr(one.loss, "outputs") for one in promises)
-        changed = _changing(getattr(trainer, "datamodule", None), pl_module if self._bare else None)
-        if self._trainer is None and self._early and stored and changed:
-            raise ValueError(
-                "Outputs or losses were stored before there was a trainer, without the hook "
-                f"{changed[0]} that changes batches. Make a new callback, and call keep after a first fit."
+                f"KeeperCallback needs a module with one optimizer; found {len(trainer.optimizers)}. For "
+                "several, make gemproj.torch.Keeper(self, [opt.optimizer for opt in self.optimizers()]) in the "
+                "module's on_train_start, and remove() it in on_train_end; without toggle_optimizer, which "
+                "freezes parameters."
             )
         self._trainer = trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self._attach(pl_module, trainer.optimizers[0], scaler=scaler, process_group=everyone())
+        self._attach(pl_module, trainer.optimizers[0], scaler=scaler, group=everyone())
+        self._steps[0].early = True
+        self._keep_pending()
+        restored, self._restored = self._restored, None
+        if restored is not None:
+            super().load_state_dict(restored)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Project the gradient, before Lightning clips it."""
+        scaled = self._scaler is not None and self._scaler.is_enabled()
+        # After an overflow, the scaler takes no step. It reads the gradients, too.
+        if not (scaled and not total_norm(pl_module.parameters()).isfinite()):
+            self._steps[0].begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Log the numbers of the step, if it had constraints."""
-        if numbers := self.logs():
-            values = {name: torch.as_tensor(n, dtype=torch.float32) for name, n in numbers.items()}
-            pl_module.log_dict(values)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the memory and the state of the projector; omit the rows if parameters are sharded.
-
-        Lightning loads the state of process 0 on all processes, but each process has its own columns.
-        """
-        state = super().state_dict()
-        if self.projector is not None and self.projector.sharded:
-            state["projector"]["constraints"] = None
-        return state
+        """Log the numbers of the steps since the last log."""
+        if trainer.logger is None or (trainer.global_step + 1) % trainer.log_every_n_steps:
+            return
+        pl_module.log_dict(self.logs())
 
     def on_train_end(self, *args: Any) -> None:
         """Detach from the optimizer."""
+        self._commit()
         self.remove()
 
     on_exception = on_train_end
@@ -174,7 +174,6 @@ class GEMCallback(Keeper, Callback):
 
     def _wrapped(self, loss: Loss) -> Loss:
         trainer = self._trainer
-        self._early = self._early or trainer is None
 
         def in_precision(function: Any) -> Any:
             def call(module: Any, batch: Any, *outputs: Any) -> Any:
@@ -186,12 +185,12 @@ class GEMCallback(Keeper, Callback):
                     batch = precision.convert_input(batch)
                     if isinstance(learner, LightningModule):
                         batch = _transferred(learner, batch, device)
-                    self._bare = self._bare or not isinstance(learner, LightningModule)
                     return function(module, batch, *outputs)
 
             return call
 
         found = in_precision(loss)
-        if hasattr(loss, "outputs"):
-            found.outputs = in_precision(loss.outputs)
+        for name in ("outputs", "labelled"):
+            if hasattr(loss, name):
+                setattr(found, name, in_precision(loss.outputs) if name == "outputs" else loss.labelled)
         return found

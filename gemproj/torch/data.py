@@ -192,7 +192,9 @@ def _ending(chunks: Iterator[Any], data: Any, limit: int | None) -> Iterator[Any
             return
         if time.monotonic() - start > _PATIENCE:
             start = float("inf")
-            end = f"ends after {_MOST_FOR_ONE * limit:,} of them" if limit else "without limit= keeps them all"
+            end = (
+                f"ends after {_MOST_FOR_ONE * limit:,} of them" if limit else "without limit= keeps them all"
+            )
             warnings.warn(
                 f"keep is still reading: data has no length, and {read:,} examples were read so far. This "
                 f"{end}. Pass itertools.islice(data, n) for a shorter part.",

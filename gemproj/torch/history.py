@@ -314,7 +314,9 @@ def _batch(solutions: Sequence[Any]) -> DualSolution:
 class Report(dict[Any, Line]):
     """The outcome of each promise, a `Line` for the name of each set; prints as a table and can be plotted."""
 
-    def __init__(self, lines: Iterable[Line], points: Mapping[Any, Sequence[tuple[int, float, float]]]) -> None:
+    def __init__(
+        self, lines: Iterable[Line], points: Mapping[Any, Sequence[tuple[int, float, float]]]
+    ) -> None:
         super().__init__((line.name, line) for line in lines)
         self._points = points
 
@@ -325,7 +327,9 @@ class Report(dict[Any, Line]):
         if not self:
             return "No examples are kept: nothing is promised."
         heads = [field.name.replace("_", " ") for field in fields(Line)]
-        cells = [[_cell(getattr(line, field.name), field.name) for field in fields(Line)] for line in self.values()]
+        cells = [
+            [_cell(getattr(line, field.name), field.name) for field in fields(Line)] for line in self.values()
+        ]
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
         return "\n".join(
             "  ".join(

@@ -85,7 +85,9 @@ class SharedPasses:
         n, (of_pass, of_row) = len(draws[0].at), _budget(G.vector.device)
         fit = min(of_pass // max(count[0], 1), most // n)
         if values.shape != (n,):
-            self.reason = "the loss is a mean over examples; if it returned one number for each, rows could share"
+            self.reason = (
+                "the loss is a mean over examples; if it returned one number for each, rows could share"
+            )
         elif fit < 2 or count[0] > of_row:
             self.reason = f"a row has {n} examples, {count[0] / 2**20:.3g} MiB"
         else:
@@ -223,7 +225,9 @@ def _by_vmap(
         loss = call_loss(draws[0].loss, _Functional(model, values), batch, n, outputs)
         return loss.mean() * G._scale
 
-    found, losses = vmap(grad_and_value(one), (None, 0, None if outputs is None else 0))(values, batch, outputs)
+    found, losses = vmap(grad_and_value(one), (None, 0, None if outputs is None else 0))(
+        values, batch, outputs
+    )
     for p, part in zip(G.vector.parameters, G.parts(draws[0].k, t), strict=True):
         gradient = _weighted(found[names[id(p)]].reshape(t, -1).T, draws).T
         part.copy_(gradient.reshape(part.shape))

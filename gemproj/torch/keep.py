@@ -65,7 +65,9 @@ def examined(
                 if outputs is not None:
                     with torch.no_grad(), explained(model, batch):
                         stored = _of_one(outputs(model, batch), len(at))
-                    found.append(moved(take(stored, range(weight)), "cpu" if _on_cpu(kept) else vector.device))
+                    found.append(
+                        moved(take(stored, range(weight)), "cpu" if _on_cpu(kept) else vector.device)
+                    )
                 first = not values and not topology.collective
                 with torch.set_grad_enabled(first):
                     value = call_loss(loss, model, batch, len(at), stored)
@@ -138,7 +140,9 @@ def _labelled(kept: KeptSet, loss: Loss) -> list[int]:
         else:
             return list(range(n))
         # Labels of another shape, as in a packed row of several texts, cannot be told apart.
-        numbers += [i for i, has in zip(at, mask.tolist(), strict=True) if has] if len(mask) == len(at) else at
+        numbers += (
+            [i for i, has in zip(at, mask.tolist(), strict=True) if has] if len(mask) == len(at) else at
+        )
     _leave_out(kept, numbers, list(range(n)))
     return numbers
 
@@ -243,5 +247,7 @@ def _of_one(outputs: Any, n: int) -> Any:
 
 
 def _on_cpu(kept: KeptSet) -> bool:
-    leaves = leaves_of(kept.examples[0]) if isinstance(kept.examples, PerExample) else tree_leaves(kept.examples)
+    leaves = (
+        leaves_of(kept.examples[0]) if isinstance(kept.examples, PerExample) else tree_leaves(kept.examples)
+    )
     return all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, Tensor))

@@ -36,6 +36,9 @@ class KeeperBase:
 
     _vector_type: Any = ParameterVector
     _step_type: Any = ProjectedStep
+    _remedy = "Call keep(examples)."
+    _waits = False  # whether `keep` waits for a training that has a model
+    max_norm: float | None = None  # norm to which every gradient is clipped after its projection
 
     def __init__(
         self,
@@ -61,7 +64,7 @@ class KeeperBase:
         self.history, self.last = History(), None
         self._random = torch.Generator().manual_seed(0)
         self._collate: Collate | None = None  # for sets of a state that were kept one by one
-        self._resumed: Mapping[str, Any] | None = None  # a state loaded before attaching
+        self._pending: list[Any] = []  # arguments of `keep`, for the training that begins next
         self._model: torch.nn.Module | None = None
         self._handles: list[Any] = []
         self._steps: list[ProjectedStep] = []
@@ -122,13 +125,18 @@ class KeeperBase:
             If `data` has no example, or an example that cannot be stored; if a loss is not finite, which names
             the examples; if the loss does not fit the examples, or the method cannot keep the promise.
         """
-        if self._model is None:
-            raise ValueError(f"{type(self).__name__} has no model yet.")
         known, chosen = self._checked(promise, name, limit)
+        if self._model is None:
+            if not self._waits:
+                raise ValueError(f"{type(self).__name__} has no model yet.")
+            self._pending.append((data, promise, dict(name=name, collate=collate, limit=limit)))
+            return
         if name is None:
             name = next(k for k in itertools.count(len(self.sets)) if k not in self.sets)
         model, before = self._model, self._random.get_state()
-        vector = self.rows.vector if self.rows is not None else self._vector_of(model)
+        vector = None if self.rows is None else self.rows.vector
+        if vector is None or not (vector.topology.collective or vector.is_of(model.parameters())):
+            vector = self._vector_of(model)
         facts = {"option tolerance": chosen.allowed is not None, "option microbatch": self._microbatch}
         loss = self._wrapped(chosen.loss)
         evaluated = chosen.allowed is not None or hasattr(chosen.loss, "outputs")
@@ -209,7 +217,9 @@ class KeeperBase:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the kept sets by those of a state that `state_dict` returned; an error changes nothing."""
-        lacking = {"sets", "random", "history", "warm"} - (state.keys() if isinstance(state, Mapping) else set())
+        lacking = {"sets", "random", "history", "warm"} - (
+            state.keys() if isinstance(state, Mapping) else set()
+        )
         if lacking:
             raise ValueError(f"state has no {min(lacking)!r}: it is not the state of a keeper.")
         sets: dict[Hashable, KeptSet] = {}
@@ -250,7 +260,9 @@ class KeeperBase:
         self.history.load_state_dict(state["history"])
         self._warm = {kind: (list(names), lam) for kind, (names, lam) in state["warm"].items()}
 
-    def _attach(self, model: torch.nn.Module, optimizer: Any, *, scaler: Any = None, group: Any = None) -> None:
+    def _attach(
+        self, model: torch.nn.Module, optimizer: Any, *, scaler: Any = None, group: Any = None
+    ) -> None:
         """Attach to optimizers, and project their steps from now on."""
         self.remove()
         if not isinstance(model, torch.nn.Module):
@@ -266,7 +278,8 @@ class KeeperBase:
         self.rows, self._warm, self._changed, self.last = None, {}, True, None
         self._stepped: set[int] = set()  # the optimizers that have used the present rows
         self._noise: Any = None
-        self._looks, self._left_out = 0, set[Hashable]()
+        self._begun = self._looks = 0  # steps since attaching, and since the sets have changed
+        self._left_out = set[Hashable]()
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         _check_disjoint(optimizers)
         try:
@@ -279,6 +292,12 @@ class KeeperBase:
         except Exception:
             self.remove()
             raise
+
+    def _keep_pending(self) -> None:
+        """Keep what `keep` was called with before there was a model."""
+        pending, self._pending = self._pending, []
+        for data, promise, named in pending:
+            self.keep(data, promise, **named)
 
     def _vector_of(self, model: torch.nn.Module) -> ParameterVector:
         """Return the trainable parameters of a model as a vector."""
@@ -342,8 +361,9 @@ class KeeperBase:
             rows = self.rows
             assert rows is not None
         due = self._changed or self._looks % self.look == 0
-        if self._looks == 0:
+        if self._begun == 0:
             self._begin(model)
+        self._begun += 1
         self._looks += 1
         if due:
             with rows.vector.topology.agreement(facts := self._facts(rows)):
@@ -361,7 +381,7 @@ class KeeperBase:
     def _begin(self, model: torch.nn.Module) -> None:
         """Say what a training that begins does not protect."""
         if not self.sets and not self._given:
-            warnings.warn("0 sets kept: this run protects nothing. Call keep(examples).", stacklevel=6)
+            warnings.warn(f"0 sets kept: this run protects nothing. {self._remedy}", stacklevel=6)
         if self.sets:
             _warn_of_statistics(model)
 
@@ -410,7 +430,13 @@ class KeeperBase:
         return found if found.device.type != "cpu" else found.numpy()
 
     def _note(
-        self, step: ProjectedStep, gradient: Any, solution: Any, square: Tensor, products: Tensor, seconds: float
+        self,
+        step: ProjectedStep,
+        gradient: Any,
+        solution: Any,
+        square: Tensor,
+        products: Tensor,
+        seconds: float,
     ) -> None:
         """Take the statistics of a step; those of several optimizers add up to one step."""
         rows = self.rows
@@ -420,7 +446,7 @@ class KeeperBase:
         self._sums = square, products
         assert rows.norms is not None
         sizes = rows.norms * square.sqrt()
-        if self._noise is None or self._looks % _WEIGHED == 0:
+        if self._noise is None or self._begun % _WEIGHED == 0:
             self._noise = step.rounding()
         eps = torch.finfo(rows.vector.dtype).eps
         self.last = Projection(

@@ -95,7 +95,9 @@ class KeptSet:
         held = {name: state[name] for name in ("name", "examples", "outputs", "losses", "adapter", "own")}
         held |= {name: PerExample(held[name]) for name in state["listed"]}
         if len(held["losses"]) != count(held["examples"]):
-            raise ValueError(f"state has {len(held['losses'])} losses for {count(held['examples'])} examples.")
+            raise ValueError(
+                f"state has {len(held['losses'])} losses for {count(held['examples'])} examples."
+            )
         return cls(promise=promise, collate=collate, queue=list(state["queue"]), **held)
 
 

@@ -64,9 +64,7 @@ def rows(losses: Iterable[Tensor], parameters: Iterable[Tensor], *, flat: bool =
     for k, loss in enumerate(losses):
         _check_loss(k, loss)
         gradients = torch.autograd.grad(loss.reshape(()), held, retain_graph=True, allow_unused=True)
-        found.append(
-            [torch.zeros_like(p) if g is None else g for p, g in zip(held, gradients, strict=True)]
-        )
+        found.append([torch.zeros_like(p) if g is None else g for p, g in zip(held, gradients, strict=True)])
     if not found:
         raise ValueError("losses holds no loss; an iterator can be read only once.")
     if flat:

@@ -167,11 +167,17 @@ class ProjectedStep:
     optimizer : torch.optim.Optimizer
     max_norm : float or None
         Norm to which the next gradient is clipped after its projection.
+    norm : Tensor or None
+        The last norm before clipping.
+    early : bool
+        Whether a framework calls `begin` before it clips the gradient, in place of the hook.
     """
 
     def __init__(self, keeper: Any, optimizer: Any) -> None:
         _check_optimizer(optimizer)
-        self._keeper, self.optimizer, self.max_norm = keeper, optimizer, None
+        self._keeper, self.optimizer = keeper, optimizer
+        self.max_norm: float | None = None
+        self.norm, self.early = None, False
         self._clipped: Any = 1.0  # the factor by which clipping multiplied the gradient
         self._vector: ParameterVector
         self._rows: Rows | None = None
@@ -206,7 +212,7 @@ class ProjectedStep:
     @torch.compiler.disable
     @torch.no_grad()
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if is_within(optimizer):
+        if is_within(optimizer) or self.early:
             return None
         self._rows, self._written = None, []
         if will_skip(optimizer):
@@ -225,6 +231,12 @@ class ProjectedStep:
         swap = {id(closure): projecting}
         return tuple(swap.get(id(a), a) for a in args), {k: swap.get(id(a), a) for k, a in kwargs.items()}
 
+    def begin(self) -> None:
+        """Begin a step in which the framework clips the gradient after its projection."""
+        self._rows, self._written = None, []
+        self._keeper._look(self)
+        self.project_gradient()
+
     @torch.compiler.disable
     @torch.no_grad()
     def project_gradient(self) -> None:
@@ -239,10 +251,10 @@ class ProjectedStep:
         if self._written and self._written == self._versions():
             return  # the second attempt of a step that failed
         self._unscale()
-        held = [id(p) in self.groups() for p in vector.parameters]
-        graded = [p.grad is not None for p in vector.parameters]
+        groups = self.groups()
+        held = [id(p) in groups for p in vector.parameters]
         solution = None
-        if any(graded):
+        if any(p.grad is not None for p in vector.parameters):
             try:
                 if keeper.on == "step":
                     self._check_finite()
@@ -254,10 +266,7 @@ class ProjectedStep:
         if solution is not None and keeper.project:
             vector.write_gradient([a and b for a, b in zip(rows.reached, held, strict=True)])
         self._clip()
-        self._moving = [
-            p.grad is not None and own and not _is_zero(self.groups()[id(p)].get("lr"))
-            for p, own in zip(vector.parameters, held, strict=True)
-        ]
+        self._moving = self._moves(groups)
         vector.read(self._before)
         self._written, self._solution = self._versions(), solution
         self._seconds = time.perf_counter() - start
@@ -294,17 +303,25 @@ class ProjectedStep:
         seconds = self._seconds + time.perf_counter() - start
         keeper._note(self, self._solution, solution, square, products, seconds)
 
+    def _moves(self, groups: dict[int, dict[str, Any]]) -> list[bool]:
+        """Return which parameters have a gradient and a learning rate that is not zero."""
+        return [
+            id(p) in groups and p.grad is not None and not _is_zero(groups[id(p)].get("lr"))
+            for p in self._vector.parameters
+        ]
+
     def _solve_gradient(self, rows: Rows, held: list[bool]) -> DualSolution:
         """Project the gradient in the scratch buffer."""
         keeper, terms, gradient = self._keeper, self._keeper.terms, rows.vector.read_gradient()
-        adaptive = terms.held and self._has_moments(held)
+        moving = self._moves(self.groups()) if terms.held else held
+        adaptive = terms.held and self._has_moments(moving)
         rate = self.learning_rate() if terms.held else 1.0
         h = terms.right_hand_side(rows, rate, 1.0, repairs=not adaptive)
         through = None
         if adaptive and keeper.on == "gradient":
             # The step will be about D x, for the inverse D of Adam's metric. Multipliers of the projection of
             # D g in this metric keep promises about D x, and x = g + G'lam.
-            weights = self._weights(rows, held, ahead=True)
+            weights = self._weights(rows, moving, ahead=True)
             through = gradient / weights, weights
             h = terms.right_hand_side(rows, 1.0, 1.0, repairs=True)
         solution, _ = self._solve("gradient", rows, gradient, held, h, 1.0, None, through)
@@ -316,7 +333,9 @@ class ProjectedStep:
         weights = self._weights(rows, self._moving) if moments else None
         # Adam's metric has the unit of a gradient divided by a step.
         terms, in_units = self._keeper.terms, self._keeper.terms.penalty is not None
-        in_units = in_units or isinstance(terms.weight, Tensor) or bool(terms.weight) or terms.compared is not False
+        in_units = (
+            in_units or isinstance(terms.weight, Tensor) or bool(terms.weight) or terms.compared is not False
+        )
         unit = 1.0 if moments or not in_units else self.learning_rate()
         skipped = getattr(self.optimizer, "found_inf", None)
         # After an overflow, a fused optimizer takes no step, and a weight must not move parameters either.
@@ -346,7 +365,11 @@ class ProjectedStep:
             columns, owned = vector.slices(chosen), vector.slices(chosen, owned=True)
         with topology.measurement(len(rows)):
             here = _problem(rows, v, weights, columns)
-            mine = here if owned == columns and through is None else _problem(rows, *(through or (v, weights)), owned)
+            mine = (
+                here
+                if owned == columns and through is None
+                else _problem(rows, *(through or (v, weights)), owned)
+            )
             measured = measure(mine)
         measured = topology.sum_gram(measured)
         if mine is here and weights is None and columns == vector.columns:
@@ -395,7 +418,7 @@ class ProjectedStep:
         groups, states = self.groups(), self.optimizer.state
         parts, seconds, corrections, eps, rates = [], [], [], [], []
         for p, part, moves in zip(vector.parameters, self._metric.parts, moving, strict=True):
-            if not moves or p.grad is None:
+            if not moves:
                 part.fill_(1.0)
                 continue
             group, state = groups[id(p)], states.get(p, {})
@@ -445,7 +468,7 @@ class ProjectedStep:
             and groups[id(p)].keys() >= {"betas", "eps"}
             and ("step" in states[p] or "step" in groups[id(p)])
             for p, shape, moves in every
-            if moves and p.grad is not None
+            if moves
         )
 
     def rounding(self) -> Any:
@@ -481,20 +504,23 @@ class ProjectedStep:
     def _clip(self) -> None:
         """Clip the gradient after weighted rows were added, as in replay."""
         self._clipped = 1.0
-        if self.max_norm is None:
+        most = self._keeper.max_norm if self.max_norm is None else self.max_norm
+        if most is None:
             return
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        norm = total_norm(parameters)
-        clip_grads_with_norm_(parameters, self.max_norm, norm)
+        self.norm = total_norm(parameters)
+        clip_grads_with_norm_(parameters, most, self.norm)
         # The same factor as in torch. After an overflow no step is taken, but a margin must not be NaN.
-        self._clipped = (self.max_norm / (norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
+        self._clipped = (most / (self.norm + 1e-6)).clamp(max=1.0).nan_to_num(1.0)
 
     def _unscale(self) -> None:
         """Divide gradients by the scale that a fused optimizer would divide by in its step."""
         scale = getattr(self.optimizer, "grad_scale", None)
         if scale is None:
             return
-        gradients = [p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [
+            p.grad for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
         torch._foreach_mul_(gradients, 1.0 / scale)
         self.optimizer.grad_scale = None
 
@@ -551,7 +577,9 @@ def _is_given(weight: Any) -> bool:
 def _check_optimizer(optimizer: Any) -> None:
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer; found {type(optimizer).__name__}.")
-    if not hasattr(optimizer, "register_step_pre_hook") or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    if not hasattr(optimizer, "register_step_pre_hook") or not hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    ):
         raise TypeError(
             f"optimizer has no hooks: {type(optimizer).__name__} wraps another one. Pass the inner "
             "one, or for Accelerate use gemproj.integrations.accelerate.Keeper."
