@@ -47,7 +47,7 @@ numpydoc_xref_ignore = "all"
 numpydoc_xref_aliases = {word: word for word in DEFAULT_LINKS}  # no links for int, str, array and the like
 for name in ["Gram", "Method"]:
     numpydoc_xref_aliases[name] = f"gemproj.{name}"
-for name in ["EpisodicMemory", "GradientProjector", "Projection", "Promise"]:
+for name in ["Keeper", "PerExample", "Projection", "Promise"]:
     numpydoc_xref_aliases[name] = f"gemproj.torch.{name}"
 for line in (Path(__file__).parent / "inventories/torch.txt").read_text().splitlines()[3:]:
     name = line.split()[0]

@@ -1,4 +1,4 @@
-"""An Accelerate loop that learns three tasks, one after the other, with and without GEM.
+"""An Accelerate loop that learns three tasks, one after the other, with and without a keeper.
 
 Each task has two classes, each a cloud of points; the model chooses among all six. Gradients are accumulated
 over two batches and clipped. ``accelerate launch`` runs the same file in several processes.
@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
-from gemproj.integrations.accelerate import GEM
+from gemproj.integrations.accelerate import Keeper
+from gemproj.torch import Promise
 
 TASKS, CLASSES, FEATURES = 3, 6, 20
 CENTRES = torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(0))
@@ -29,7 +30,7 @@ def draw(task: int, count: int, seed: int) -> TensorDataset:
 
 
 def loss(model: torch.nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
-    """Return the loss on a batch of the current task or of the memory."""
+    """Return the loss on a batch of the current task or of kept examples."""
     points, labels = batch
     return torch.nn.functional.cross_entropy(model(points), labels)
 
@@ -44,7 +45,7 @@ def learn(on: Any, epochs: int) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loaders = [DataLoader(draw(task, 512, seed=0), batch_size=16, shuffle=True) for task in range(TASKS)]
     model, optimizer, *loaders = accelerator.prepare(model, optimizer, *loaders)
-    gem = GEM(accelerator, model, optimizer, loss, per_task=40, on=on) if on else None
+    keeper = Keeper(accelerator, model, optimizer, Promise(loss, examples=None), on=on) if on else None
     for loader in loaders:
         for _ in range(epochs):
             for batch in loader:
@@ -54,10 +55,10 @@ def learn(on: Any, epochs: int) -> list[float]:
                         accelerator.clip_grad_norm_(model.parameters(), 1.0)
                     optimizer.step()  # projected, then clipped
                     optimizer.zero_grad()
-        if gem:
-            gem.end_task(loader)
-    if gem:
-        gem.remove()
+        if keeper:
+            keeper.keep(loader, limit=40)
+    if keeper:
+        keeper.remove()
     return [accuracy(model, task) for task in range(TASKS)]
 
 
@@ -72,7 +73,7 @@ def main(epochs: int = 4) -> Table:
     """Compare three ways to learn the tasks."""
     table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
     for on in (None, "gradient", "both"):
-        name = f'GEM, on="{on}"' if on else "fine-tuning"
+        name = f'kept, on="{on}"' if on else "fine-tuning"
         if Accelerator(cpu=True).is_main_process:
             print(f"{name}: {TASKS} tasks of {epochs} epochs ...", flush=True)
         found = learn(on, epochs)

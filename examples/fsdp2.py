@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from gemproj.torch import GEM
+from gemproj.torch import Keeper, Promise
 
 TASKS, TOKENS, LENGTH, CLASSES, WIDTH = 3, 48, 8, 3, 32
 Batch = dict[str, Tensor]
@@ -68,16 +68,16 @@ def train(project: bool, steps: int) -> list[float]:
     for block in model.blocks.layers:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    # The optimizer and GEM come after fully_shard, which replaces the parameters.
+    # The optimizer and the keeper come after fully_shard, which replaces the parameters.
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    gem = GEM(model, optimizer, loss, 64, on="both") if project else None
+    keeper = Keeper(model, optimizer, Promise(loss, examples=None)) if project else None
     for task in range(TASKS):
         for step in range(steps):
             optimizer.zero_grad()
             loss(model, draw(task, 16, seed=1 + rank + world * step)).backward()
             optimizer.step()  # projected
-        if gem:  # each process stores its own examples
-            gem.end_task([draw(task, 64, seed=-1 - rank)])
+        if keeper:  # each process keeps its own examples
+            keeper.keep([draw(task, 64, seed=-1 - rank)])
     return accuracies(model)
 
 

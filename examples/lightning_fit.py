@@ -1,4 +1,4 @@
-"""Five tasks one after the other with PyTorch Lightning, with and without GEM.
+"""Five tasks one after the other with PyTorch Lightning, with and without a keeper.
 
 ``python examples/lightning_fit.py`` takes a few seconds on a CPU and needs no data. Each task has its own
 clusters of points, which one network with one head classifies.
@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, TensorDataset
 
-from gemproj.integrations.lightning import GEMCallback
+from gemproj.integrations.lightning import KeeperCallback
+from gemproj.torch import Promise
 
 FEATURES, CLASSES, EPOCHS = 16, 4, 4
 
 
 class Classifier(pl.LightningModule):
-    """A small network. `loss` does not log, because GEM also calls it on stored examples."""
+    """A small network. `loss` does not log, because it is also called with kept examples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ def make_task(seed: int, examples: int) -> tuple[TensorDataset, TensorDataset]:
     return TensorDataset(x[:examples], y[:examples]), TensorDataset(x[examples:], y[examples:])
 
 
-def learn(tasks: list[tuple[TensorDataset, TensorDataset]], gem: GEMCallback | None) -> list[float]:
+def learn(tasks: list[tuple[TensorDataset, TensorDataset]], keeper: KeeperCallback | None) -> list[float]:
     """Learn the tasks in turn; return the accuracy on each of them at the end."""
     torch.manual_seed(0)
     model = Classifier()
@@ -61,7 +62,7 @@ def learn(tasks: list[tuple[TensorDataset, TensorDataset]], gem: GEMCallback | N
         loader = DataLoader(train, batch_size=32, shuffle=True)
         trainer = pl.Trainer(
             max_epochs=EPOCHS,
-            callbacks=[gem] if gem else [],
+            callbacks=[keeper] if keeper else [],
             accelerator="cpu",
             logger=False,
             enable_checkpointing=False,
@@ -69,19 +70,21 @@ def learn(tasks: list[tuple[TensorDataset, TensorDataset]], gem: GEMCallback | N
             enable_model_summary=False,
         )
         trainer.fit(model, loader)
-        if gem:
-            gem.end_task(loader)
+        if keeper:
+            keeper.keep(loader, limit=40)
     return [model.accuracy(test) for _, test in tasks]
 
 
 def main(count: int = 5, examples: int = 1024) -> None:
-    """Print the accuracy on each task at the end, without and with GEM."""
+    """Print the accuracy on each task at the end, without and with a keeper."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")  # such as its advice on worker processes
     tasks = [make_task(seed, examples) for seed in range(count)]
-    gem = GEMCallback(Classifier.loss, per_task=40, on="both")
     table = Table("Method", *(f"Task {k + 1}" for k in range(len(tasks))), "Average", title="Accuracy (%)")
-    for name, callback in (("Fine-tuning", None), ("GEM", gem)):
+    for name, callback in (
+        ("Fine-tuning", None),
+        ("Kept", KeeperCallback(promise=Promise(Classifier.loss, examples=None))),
+    ):
         print(f"{name}: {len(tasks)} tasks of {EPOCHS} epochs ...", flush=True)
         found = learn(tasks, callback)
         table.add_row(name, *(f"{100 * one:.0f}" for one in (*found, sum(found) / len(found))))

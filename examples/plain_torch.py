@@ -5,7 +5,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from gemproj.torch import GEM
+from gemproj.torch import Keeper, Promise
 
 TASKS, FEATURES, CLASSES = 4, 32, 4
 Batch = dict[str, Tensor]
@@ -37,16 +37,16 @@ def train(project: bool, steps: int) -> list[float]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    gem = GEM(model, optimizer, loss, on="both") if project else None
+    keeper = Keeper(model, optimizer, Promise(loss, examples=None)) if project else None
     for task in range(TASKS):
         for step in range(steps):
             optimizer.zero_grad()
             loss(model, draw(task, 32, seed=1 + step)).backward()
             optimizer.step()  # projected
-        if gem:
-            gem.keep([draw(task, 100, seed=0)], name=f"task {task}")
-    if gem:
-        print(gem.report())
+        if keeper:
+            keeper.keep([draw(task, 100, seed=0)], name=f"task {task}")
+    if keeper:
+        print(keeper.report())
     return accuracies(model)
 
 

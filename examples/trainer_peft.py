@@ -1,4 +1,4 @@
-"""A Trainer with LoRA adapters that learns three tasks, one after the other, with and without GEM.
+"""A Trainer with LoRA adapters that learns three tasks, one after the other, with and without a keeper.
 
 Each task has two classes, which differ in their words; the model chooses among all six. The model is a tiny
 GPT-2, made from a configuration: nothing is downloaded.
@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import GPT2Config, GPT2ForSequenceClassification, Trainer, TrainingArguments
 
-from gemproj.integrations.transformers import GEMCallback
+from gemproj.integrations.transformers import KeeperCallback
+from gemproj.torch import Promise
 
 TASKS, CLASSES, WORDS, LENGTH = 3, 6, 8, 12
 VOCABULARY = 1 + CLASSES * WORDS  # 0 is padding
@@ -66,7 +67,7 @@ def accuracy(model: torch.nn.Module, task: int) -> float:
     return float((told == torch.tensor([text["labels"] for text in texts])).float().mean())
 
 
-def learn(gem: GEMCallback | None, steps: int, folder: str) -> list[float]:
+def learn(keeper: KeeperCallback | None, steps: int, folder: str) -> list[float]:
     """Learn all tasks in turn; return the accuracy on each of them at the end."""
     model = build()
     for task in range(TASKS):
@@ -85,11 +86,11 @@ def learn(gem: GEMCallback | None, steps: int, folder: str) -> list[float]:
                 use_cpu=True,
             ),
             train_dataset=write(task, 400, seed=0),
-            callbacks=[gem] if gem else [],
+            callbacks=[keeper] if keeper else [],
         )
         trainer.train()
-        if gem:
-            gem.end_task(trainer.get_train_dataloader())
+        if keeper:
+            keeper.keep(trainer.get_train_dataloader(), limit=40)
     return [accuracy(model, task) for task in range(TASKS)]
 
 
@@ -98,9 +99,11 @@ def main(steps: int = 100) -> Table:
     table = Table("", *(f"task {task + 1}" for task in range(TASKS)), "mean", title="Accuracy at the end")
     with tempfile.TemporaryDirectory() as folder:
         for on in (None, "gradient", "both"):
-            name = f'GEM, on="{on}"' if on else "fine-tuning"
+            name = f'kept, on="{on}"' if on else "fine-tuning"
             print(f"{name}: {TASKS} tasks of {steps} steps ...", flush=True)
-            found = learn(GEMCallback(per_task=40, on=on) if on else None, steps, folder)
+            found = learn(
+                KeeperCallback(promise=Promise(examples=None), on=on) if on else None, steps, folder
+            )
             table.add_row(name, *(f"{a:.0%}" for a in [*found, sum(found) / TASKS]))
     Console().print(table)
     return table

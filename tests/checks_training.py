@@ -14,9 +14,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from gemproj.torch import stream
-from gemproj.torch.constraints import ConstraintMatrix
-
 
 def fsdp(model, **options):
     for module in model:
@@ -80,39 +77,39 @@ OPTIONS = [
     {"on": "step", "optimizer": partly},
 ]
 PROMISES = [
-    {"on": "both", "every": 2},
+    {"on": "both", "look": 2},
     {"equal": True, "microbatch": 3},
     {"promise": BOTH, "on": "both", "tolerance": 0.0, "repair": 0.5},
-    {"promise": EACH, "on": "step", "tolerance": 0.01, "microbatch": 3, "every": 2},
+    {"promise": EACH, "on": "step", "tolerance": 0.01, "microbatch": 3, "look": 2},
     {"promise": EACH, "weight": 0.02},
     {"on": "both", "microbatch": 2},
 ]
 
 
 def train(model, part, dtype, promise=loss, optimizer=torch.optim.AdamW, clip=None, accumulate=1, **options):
-    """Learn some tasks; return GEM, and of every step the cosines of what was applied, and the size of g."""
+    """Learn some tasks; return the keeper, and for every step the applied cosines, and the size of g."""
     optimizer = optimizer(trainable(model), lr=0.05)
-    gem, found = protect(model, optimizer, promise, **options), []
+    keeper, found = protect(model, optimizer, promise, **options), []
 
     def take_step(batch):
         optimizer.zero_grad()
         for piece in zip(*(leaf.chunk(accumulate) for leaf in batch), strict=True):
             (loss(model, piece) / accumulate).backward()
         if clip:
-            gem.clip_grad_norm_(clip)
+            keeper.clip_grad_norm_(clip)
         optimizer.step()
-        if gem.last.constraints:
-            same_everywhere(gem.last.multipliers)
+        if keeper.last is not None:
+            same_everywhere(keeper.last.multipliers)
             # What is counted twice as a whole changes neither multipliers nor cosines, but this.
-            size = gem.last.solution.gram.gg.sum().reshape(1)
-            found.extend([gem.last.cosines, size])
+            size = keeper.last.solution.gram.gg.sum().reshape(1)
+            found.extend([keeper.last.cosines, size])
 
-    learn(gem, take_step, part, dtype)
-    return gem, torch.cat(found)
+    learn(keeper, take_step, part, dtype)
+    return keeper, torch.cat(found)
 
 
 def compare(spread, options, dtype=torch.float64, make=net):
-    """Train a model that is spread over processes as one process trains it; return GEM."""
+    """Train a model that is spread over processes as one process trains it; return the keeper."""
     # In every check: torch finds the groups of meshes by their number, also those of an earlier check.
     group = alone()
 
@@ -122,12 +119,12 @@ def compare(spread, options, dtype=torch.float64, make=net):
 
     expected, weights = once((make, dtype, str(options)), of_one)
     many, part = spread(make(dtype))
-    gem, found = train(many, part, dtype, **options)
+    keeper, found = train(many, part, dtype, **options)
     close = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-3, 1e-4)}[dtype]
     torch.testing.assert_close(found, expected, rtol=close[0], atol=close[1])
     torch.testing.assert_close(flat(many), weights, rtol=close[0], atol=close[1])
     same_everywhere(flat(many))  # also what is held twice
-    return gem
+    return keeper
 
 
 @check(2, 4)
@@ -150,23 +147,14 @@ def tensor_parallel_trains_as_one_process():
         compare(tensor_parallel, options)
 
 
-@check(2)
-def tiles_of_columns_add_up_like_shards():
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stream, "_HOST_TILE", 40)
-        patch.setattr(ConstraintMatrix, "streamed", True)
-        for spread in (replicas, shards):
-            compare(spread, {"promise": EACH, "on": "both", "tolerance": 0.0})
-
-
 @check(4)
 def two_models_each_on_half_of_the_processes():
     """The processes of a mesh are found, and the state of more of them is told."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("model", "shard"))
-    gem = compare(lambda model: (fully_shard(model, mesh=mesh["shard"]), everything), {})
-    assert gem.projector.processes == 2
-    with pytest.warns(UserWarning, match="one of 4 processes, and 2 processes train now"):
-        gem.load_state_dict(gem.state_dict() | {"processes": 4})
+    keeper = compare(lambda model: (fully_shard(model, mesh=mesh["shard"]), everything), {})
+    assert keeper.rows.vector.topology.world == 2
+    with pytest.warns(UserWarning, match="one of 4 processes, and 2 train now"):
+        keeper.load_state_dict(keeper.state_dict() | {"processes": 4})
 
 
 class Normed(nn.Module):

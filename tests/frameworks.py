@@ -1,7 +1,7 @@
 """One driver for each framework: the same training in the loop of each of them, and in a plain one.
 
-A driver makes a model and the object that protects it, trains, ends a task, saves and resumes. With one more class
-here a new framework takes part in `test_frameworks.py`; what only it has gets a file of its own.
+A driver makes a model and the keeper, trains, keeps a task, saves and resumes. With one more class here a new
+framework takes part in `test_frameworks.py`; what only it has gets a file of its own.
 """
 
 import importlib
@@ -10,13 +10,12 @@ from inspect import signature
 
 import pytest
 import torch
-from models import perceptron, projector_of, rival, task, trainable
+from models import perceptron, rival, task, trainable
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
 import gemproj.torch
-from gemproj.torch import EpisodicMemory, Promise
-from gemproj.torch.losses import model_loss
+from gemproj.torch import Promise
 
 WINDOW, CLIP = 2, 0.1  # batches of a step; largest norm of its gradient
 QUIET = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "use_cpu": True}  # of a Trainer
@@ -62,36 +61,40 @@ class Net(torch.nn.Module):
         return said if y is None else Output(loss=self.size * cross_entropy(said, y))
 
 
+ALL = Promise(examples=None)
+
+
 class Driver:
     """What drivers share.
 
-    ``norms`` has those of the gradients that were clipped, ``logged`` the numbers of the last step of each
-    training, where a framework tells them.
+    ``norms`` has the norms of the projected gradients that were clipped, ``logged`` the numbers of the last step
+    of each training, where a framework tells them.
     """
 
     needs: str  # a module
-    window, clip, per_task = WINDOW, CLIP, 8
-    lasts = False  # whether the object is attached for life, not for one training
+    window, clip = WINDOW, CLIP
+    lasts = False  # whether the keeper is attached for life, not for one training
     tells = False  # whether the framework tells callbacks of an error
 
-    def __init__(self, folder, loss=model_loss, precision=None, model=None, **options):
+    def __init__(self, folder, promise=ALL, precision=None, model=None, **options):
         pytest.importorskip(self.needs)
         self.folder, self.precision, self.model = folder, precision, model or Net(precision)
-        self.norms, self.logged, self.passed = [], [], True
+        self.norms, self.logged = [], []
         fp16 = precision == "fp16"
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2, enabled=fp16)
         self.prepare()
-        self.object = self.make(loss, memory=EpisodicMemory(self.per_task, label="y", seed=5), **options)
+        self.keeper = self.make(promise, **({"on": "gradient"} | options))
 
     def prepare(self):
-        """Have the framework take the model, where it does so before the object is made."""
+        """Have the framework take the model, where it does so before the keeper is made."""
 
-    def make(self, *args, **options):
+    def make(self, promise, **options):
         name = self.needs.partition(".")[0]
-        return importlib.import_module(f"gemproj.integrations.{name}").GEMCallback(*args, **options)
+        callback = importlib.import_module(f"gemproj.integrations.{name}").KeeperCallback
+        return callback(promise=promise, **options)
 
-    def end_task(self, data):
-        self.object.end_task(DataLoader(data, batch_size=None))
+    def keep(self, data, **options):
+        self.keeper.keep(DataLoader(data, batch_size=None), **options)
 
     def halve(self, accelerator):
         """Have Accelerate train in float16 on the CPU, which it refuses, though torch can."""
@@ -113,25 +116,24 @@ class Plain(Driver):
     needs, lasts, active = "torch", True, 0
 
     def __init__(self, *args, like=Driver, **options):
-        self.window, self.clip, self.per_task = like.window, like.clip, like.per_task
+        self.window, self.clip = like.window, like.clip
         super().__init__(*args, **options)
 
     def context(self):
         half = HALF.get(self.precision)
         return torch.autocast("cpu", half) if half else nullcontext()
 
-    def make(self, loss, **options):
+    def make(self, promise, **options):
+        loss = promise.loss
+
         def in_context(model, batch):
             with self.context():
                 return loss(model, batch)
 
         self.optimizer = adamw(self.model)
-        options |= {"scaler": self.scaler}
-        promised = in_context if self.precision else loss
-        return gemproj.torch.GEM(self.model, self.optimizer, promised, **options)
-
-    def before_step(self):
-        """Do nothing: GEM does it."""
+        if self.precision:
+            promise = gemproj.torch.promise.replace(promise, loss=in_context)
+        return gemproj.torch.Keeper(self.model, self.optimizer, promise, scaler=self.scaler, **options)
 
     def train(self, data):
         self.optimizer.state.clear()
@@ -140,51 +142,16 @@ class Plain(Driver):
                 loss = self.model(**batch).loss / self.window
             self.scaler.scale(loss).backward()
             if i % self.window == self.window - 1:
-                self.before_step()
                 self.scaler.unscale_(self.optimizer)
+                norm = 0.0
                 if self.clip is not None:
-                    self.norms.append(float(self.object.clip_grad_norm_(self.clip)))
+                    norm = self.keeper.clip_grad_norm_(self.clip)
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
                 self.optimizer.zero_grad()
-                self.active += self.object.last.num_active
-
-
-class Loop:
-    """What GEM does in one object, of its parts."""
-
-    def __init__(self, model, optimizer, promise, memory, per="task", examples=None, **options):
-        options |= {"promise" if isinstance(promise, Promise) else "loss": promise}
-        self.memory, self.projector = memory, projector_of(trainable(model), **options)
-        self.clip_grad_norm_ = self.projector.attach(optimizer).clip_grad_norm_
-        self.model, self.per, self.examples = model, per, examples
-
-    last = property(lambda self: self.projector.last)
-
-    def recall(self):
-        together = self.per == "all" and len(self.memory)
-        past = [self.memory.sample(self.examples)] if together else self.memory.batches()
-        self.projector.recall(self.model, past)
-
-    def end_task(self, data):
-        task = len(self.memory)
-        for batch in data:
-            self.memory.add(batch, task)
-
-
-class ByHand(Plain):
-    """That loop without GEM."""
-
-    def make(self, loss, **options):
-        self.optimizer = adamw(self.model)
-        return Loop(self.model, self.optimizer, loss, **options)
-
-    def train(self, data):
-        self.object.projector.reset()
-        super().train(data)
-
-    def before_step(self):
-        self.object.recall()
+                if self.clip is not None:
+                    self.norms.append(float(self.keeper._steps[0].norm if norm.isfinite() else norm))
+                self.active += self.keeper.last.num_active if self.keeper.last else 0
 
 
 class Accelerate(Driver):
@@ -198,10 +165,10 @@ class Accelerate(Driver):
         self.halve(self.accelerator)
         self.model, self.optimizer = self.accelerator.prepare(self.model, adamw(self.model))
 
-    def make(self, *args, **options):
-        from gemproj.integrations.accelerate import GEM
+    def make(self, promise, **options):
+        from gemproj.integrations.accelerate import Keeper
 
-        return GEM(self.accelerator, self.model, self.optimizer, *args, **options)
+        return Keeper(self.accelerator, self.model, self.optimizer, promise, **options)
 
     def train(self, data, epochs=1, resume=False, save=False):
         if resume:
@@ -212,8 +179,7 @@ class Accelerate(Driver):
             with self.accelerator.accumulate(self.model):
                 self.accelerator.backward(self.model(**batch).loss)
                 if self.accelerator.sync_gradients:
-                    norm = self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)
-                    self.norms.append(float(norm))
+                    self.keeper.clip_grad_norm_(CLIP)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         if save:
@@ -236,8 +202,8 @@ class Transformers(Driver):
         options |= {"learning_rate": 0.05, "lr_scheduler_type": "constant", "bf16": self.precision == "bf16"}
         options |= QUIET | {"logging_steps": 1}
         arguments = TrainingArguments(str(self.folder), **(options | changes))
-        callbacks = [self.object] * self.passed + [*callbacks]
-        self.now = InOrder(self.model, arguments, train_dataset=data, eval_dataset=data, callbacks=callbacks)
+        both = {"train_dataset": data, "eval_dataset": data}
+        self.now = InOrder(self.model, arguments, callbacks=[self.keeper, *callbacks], **both)
         self.now.model_accepts_loss_kwargs = False  # else sums of losses, for models that do not count items
         self.halve(self.now.accelerator)
         return self.now
@@ -247,7 +213,7 @@ class Transformers(Driver):
         self.trainer(data, *callbacks, **changes).train(resume_from_checkpoint=resume)
         logs = [log for log in self.now.state.log_history if "loss" in log]
         self.norms += [log["grad_norm"] for log in logs]
-        self.logged.append({name: n for name, n in logs[-1].items() if name.startswith("gem/")})
+        self.logged.append({name: n for name, n in logs[-1].items() if name.startswith("keep/")})
         return logs
 
     @property
@@ -261,8 +227,10 @@ class Lightning(Driver):
     def prepare(self):
         import lightning.pytorch as pl
 
+        driver = self
+
         class Module(pl.LightningModule):
-            def __init__(self, driver):
+            def __init__(self):
                 super().__init__()
                 self.model, self.automatic_optimization = driver.model, not driver.manual
 
@@ -276,7 +244,7 @@ class Lightning(Driver):
                 self.manual_backward(loss / WINDOW)
                 if i % WINDOW == WINDOW - 1:
                     optimizer = self.optimizers()
-                    self.clip_gradients(optimizer, CLIP, "norm")
+                    driver.keeper.clip_grad_norm_(CLIP)
                     optimizer.step()
                     optimizer.zero_grad()
                 return None
@@ -287,13 +255,13 @@ class Lightning(Driver):
             def configure_optimizers(self):
                 return adamw(self)
 
-        self.module = Module(self)
+        self.module = Module()
 
     def trainer(self, **changes):
         from lightning.pytorch import Trainer
         from lightning.pytorch.plugins import MixedPrecision
 
-        options = {"max_epochs": 1, "callbacks": [self.object] * self.passed, "accelerator": "cpu"}
+        options = {"max_epochs": 1, "callbacks": [self.keeper], "accelerator": "cpu", "log_every_n_steps": 1}
         unwanted = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         options |= dict.fromkeys(unwanted, False)
         if not self.manual:  # where the module does both
@@ -313,7 +281,7 @@ class Lightning(Driver):
             resumed.pop("weights_only", None)
         fit(self.module, DataLoader(data, batch_size=None), **resumed)
         logs = self.now.logged_metrics
-        self.logged.append({name: float(n) for name, n in logs.items() if name.startswith("gem/")})
+        self.logged.append({name: float(n) for name, n in logs.items() if name.startswith("keep/")})
         if save:
             self.now.save_checkpoint(checkpoint)
 
@@ -329,17 +297,17 @@ class LightningByHand(Lightning):
 
 
 class Avalanche(Driver):
-    """Its strategies do not accumulate; they store examples of their own choice, so here all of them."""
+    """Its strategies do not accumulate, and the plugin keeps patterns of its own choice, by default all."""
 
-    needs, window, clip, per_task = "torch", 1, None, 24
+    needs, window, clip = "torch", 1, None
 
     def prepare(self):
         import_avalanche()
 
-    def make(self, loss, memory, weight=0.0, **options):
-        from gemproj.integrations.avalanche import GEMPlugin
+    def make(self, promise, **options):
+        from gemproj.integrations.avalanche import KeeperPlugin
 
-        return self.use(GEMPlugin(self.per_task, weight, **options))
+        return self.use(KeeperPlugin(promise, **options))
 
     def use(self, plugin):
         from avalanche.training.supervised import Naive
@@ -359,7 +327,7 @@ class Avalanche(Driver):
         self.stream = tensors_benchmark(both, both, task_labels=[label]).train_stream
         self.strategy.train(self.stream[0], shuffle=False)
 
-    def end_task(self, data):
+    def keep(self, data):
         """Do nothing: the strategy does it."""
 
 

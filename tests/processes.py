@@ -19,7 +19,7 @@ from models import rival, task
 from gemproj import project
 
 # Where the checks for so many processes are; they register themselves when these are imported.
-MODULES = {4: ["checks_project", "checks_training"]}
+MODULES = {4: ["checks_training"]}
 MODULES[2] = [*MODULES[4], "checks_rows", "checks_errors"]
 NEEDED = {"checks_accelerate": ["accelerate"], "checks_zero": ["deepspeed", "accelerate", "transformers"]}
 MODULES[2] += [module for module, needed in NEEDED.items() if all(map(importlib.util.find_spec, needed))]
@@ -149,15 +149,15 @@ def gathered(thing):
     return everyone
 
 
-def learn(gem, take_step, part=everything, dtype=torch.float64):
-    """Learn three tasks that contradict each other, of which processes store unequal parts."""
+def learn(keeper, take_step, part=everything, dtype=torch.float64):
+    """Learn three tasks that contradict each other, of which processes keep unequal parts."""
     active, others = 0, [2] * (dist.get_world_size() - 1)
     for k in range(3):
         for step in range(3):
             take_step(part(rival(task(10 * k + step, 8, dtype))))
-            assert gem.last.constraints == k
-            active += gem.last.num_active
-        gem.end_task([part(task(k, 8, dtype), [8 - sum(others), *others])])
+            assert len(keeper.rows) == k
+            active += 0 if keeper.last is None else keeper.last.num_active
+        keeper.keep([part(task(k, 8, dtype), [8 - sum(others), *others])])
     assert active
 
 

@@ -8,7 +8,7 @@ from gemproj import PGD, project
 torch = pytest.importorskip("torch")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
-GradientProjector = pytest.importorskip("gemproj.torch").GradientProjector
+Keeper = pytest.importorskip("gemproj.torch").Keeper
 BACKEND = "aot_eager"  # not inductor, which needs a C++ compiler: what matters is the graph that reaches it
 
 
@@ -96,13 +96,13 @@ def test_the_operator_keeps_its_promises():
         torch.library.opcheck(torch.ops.gemproj.project, (rows, vector, metric, h, None, None, None, None))
 
 
-def test_a_training_step_with_a_projector_compiles():
+def test_a_training_step_with_a_keeper_compiles():
     def train(compiler):
         torch.manual_seed(1)
         model = torch.nn.Linear(4, 1)
-        optimizer, projector = torch.optim.SGD(model.parameters()), GradientProjector(model.parameters())
-        projector.constrain(model(batch).square().mean() for batch in torch.randn(2, 8, 4))
-        projector.attach(optimizer)
+        keeper = Keeper(model, optimizer := torch.optim.SGD(model.parameters()))
+        for batch in torch.randn(2, 8, 4):
+            keeper.keep([batch], lambda model, x: model(x).square().mean())
 
         def step(now):
             optimizer.zero_grad()
@@ -112,7 +112,7 @@ def test_a_training_step_with_a_projector_compiles():
         step = compiler(step)
         for now in torch.randn(3, 8, 4):
             step(now)
-        assert projector.last.constraints == 2
+        assert len(keeper.last.names) == 2
         return [p.detach().clone() for p in model.parameters()]
 
     eager, compiled = train(lambda step: step), train(lambda step: torch.compile(step, backend=BACKEND))

@@ -125,7 +125,7 @@ def trees():
 
 
 def test_each_file_of_a_tree_is_imported_by_the_one_above():
-    assert [tree[0][1] for tree in trees()] == ["_project.py", "torch/gem.py"]
+    assert [tree[0][1] for tree in trees()] == ["_project.py", "torch/keeper.py"]
     for tree in trees():
         above = []
         for depth, file in tree:

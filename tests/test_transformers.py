@@ -1,7 +1,10 @@
-"""What is special to the Trainer: its callbacks, logs and checkpoints, and checkpointed layers.
+"""What is special to the Trainer: its data, logs, clipping and checkpoints, adapters, checkpointed layers.
 
 What holds in every framework is in test_frameworks.py.
 """
+
+import copy
+import pickle
 
 import pytest
 
@@ -9,24 +12,36 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from frameworks import BreakingOff, Transformers, batches  # noqa: E402
-from models import adapted, flat, language_model, perceptron  # noqa: E402
-from models import task as points  # noqa: E402
-from transformers import TrainerCallback  # noqa: E402
+from frameworks import CLIP, QUIET, BreakingOff, Net, Transformers, batches  # noqa: E402
+from models import adapted, flat, language_model, sgd, tokenizer  # noqa: E402
+from torch.utils.data import DataLoader  # noqa: E402
+from transformers import (  # noqa: E402
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-from gemproj.torch import GradientProjector  # noqa: E402
+from gemproj.integrations.transformers import KeeperCallback  # noqa: E402
+from gemproj.torch import Keeper, Promise  # noqa: E402
+from gemproj.torch.losses import Distillation  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_state")
 
 
 class Watching(TrainerCallback):
-    """Keeps what other callbacks could see."""
+    """Keeps what other callbacks see: a reporting callback, as `report_to` adds it."""
 
-    def __init__(self, gem):
-        self.gem, self.logs, self.steps = gem, [], []
+    def __init__(self, keeper):
+        self.keeper, self.logs, self.steps, self.norms = keeper, [], [], []
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.norms.append(args.max_grad_norm)
 
     def on_optimizer_step(self, args, state, control, **kwargs):
-        self.steps.append(self.gem.last)
+        self.norms.append(args.max_grad_norm)
+        self.steps.append(self.keeper.last)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         self.logs.append(dict(logs))
@@ -35,16 +50,15 @@ class Watching(TrainerCallback):
 def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
     driver = Transformers(tmp_path)
     for k in range(2):
-        driver.object.memory.add(batches(k)[0], k)
+        driver.keep(batches(k)[:1])
     with pytest.raises(ConnectionError):
         driver.train(BreakingOff(batches(2)), logging_steps=9)  # whose step is in no log
-    early, late = Watching(driver.object), Watching(driver.object)
+    early, late = Watching(driver.keeper), Watching(driver.keeper)
     trainer = driver.trainer(batches(2, 12), late, eval_strategy="steps", eval_steps=4, logging_steps=4)
     trainer.callback_handler.callbacks.insert(0, early)
-    for _ in range(2):
-        driver.object.attach(trainer)
-    assert trainer.callback_handler.callbacks.count(driver.object) == 1
     trainer.train()
+    assert trainer.callback_handler.callbacks[0] is driver.keeper
+    assert trainer.callback_handler.callbacks.count(driver.keeper) == 1
     assert len(late.steps) == 6
     assert sum(p.num_violated for p in late.steps[:4]) > 0
     names = {"violations": "num_violated", "active": "num_active", "cosine": "cosine", "seconds": "seconds"}
@@ -53,8 +67,10 @@ def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
         for log, part in ((first, late.steps[:4]), (last, late.steps[4:])):
             means = {name: sum(getattr(p, key) for p in part) / len(part) for name, key in names.items()}
             means["worst_cosine"] = min(p.worst_cosine for p in part)
-            assert {name: log[f"gem/{name}"] for name in means} == pytest.approx(means)
-        assert not any(key.startswith("gem/") for log in history if "eval_loss" in log for key in log)
+            assert {name: log[f"keep/{name}"] for name in means} == pytest.approx(means)
+        assert first["grad_norm"] > CLIP
+        assert "grad_norm" not in last
+        assert not any(key.startswith("keep/") for log in history if "eval_loss" in log for key in log)
 
 
 @pytest.mark.parametrize(
@@ -62,28 +78,57 @@ def test_logs_hold_means_over_the_steps_since_the_last(tmp_path):
 )
 def test_a_step_that_the_scaler_skips_is_not_in_the_logs(skipped, optim, tmp_path):
     driver, data = Transformers(tmp_path, precision="fp16"), batches(1, dtype=torch.float32)
-    driver.end_task(batches(0, dtype=torch.float32))
+    driver.keep(batches(0, dtype=torch.float32))
     data[2 * skipped]["x"][0] = float("inf")
     logs = driver.train(data, optim=optim)
-    assert ["gem/cosine" in log for log in logs] == [step != skipped for step in range(3)]
+    assert ["keep/cosine" in log for log in logs] == [step != skipped for step in range(3)]
+    assert [log["grad_norm"] == log["grad_norm"] for log in logs] == [step != skipped for step in range(3)]
+
+
+class Failing(TrainerCallback):
+    """Breaks off within a step."""
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        raise ConnectionError
+
+
+def test_the_trainer_does_not_clip_and_loses_no_option(tmp_path):
+    driver = Transformers(tmp_path)
+    watching = Watching(driver.keeper)
+    driver.keep(batches(0))
+    driver.train(batches(1), watching, save=True)
+    args, saved = driver.now.args, torch.load(tmp_path / "checkpoint-3/training_args.bin", weights_only=False)
+    assert watching.norms == [0.0, CLIP] * 3
+    assert args.max_grad_norm == saved.max_grad_norm == CLIP
+    for again in (driver.keeper, KeeperCallback(promise=Promise())):
+        with pytest.raises(ConnectionError):
+            driver.train(batches(1), Failing())
+        broken = driver.now.args
+        assert broken.max_grad_norm == 0.0
+        for copied in (copy.deepcopy(broken), pickle.loads(pickle.dumps(broken))):
+            assert copied.max_grad_norm == CLIP
+        Trainer(driver.model, broken, callbacks=[again])  # a new one, also with a new callback
+        assert type(broken.max_grad_norm) is float
+        assert broken.max_grad_norm == CLIP
 
 
 @pytest.mark.parametrize("how", ["load", "arguments", "nothing", "load another step"])
 def test_a_checkpoint_elsewhere_is_named_by_the_caller(how, tmp_path):
-    whole, resumed = (Transformers(tmp_path / name, examples=3) for name in ("whole", "resumed"))
-    whole.object.memory.add(batches(0)[0], 0)
+    whole, resumed = (Transformers(tmp_path / name, Promise(examples=3)) for name in ("whole", "resumed"))
+    for driver in (whole, resumed):
+        driver.keep(batches(0)[:1])
     whole.train(batches(1), save=True, epochs=2)
     checkpoint, later = (str(whole.folder / f"checkpoint-{step}") for step in (3, 6))
     changes = {"resume_from_checkpoint": checkpoint} if how == "arguments" else {}
     trainer = resumed.trainer(batches(1), num_train_epochs=2, **changes)
     if how.startswith("load"):
-        resumed.object.load(checkpoint if how == "load" else later)
+        resumed.keeper.load(checkpoint if how == "load" else later)
     if how in ("load", "arguments"):
         trainer.train(resume_from_checkpoint=checkpoint)
         assert torch.equal(flat(resumed.model), flat(whole.model))
     else:
         with pytest.raises(
-            ValueError, match=r"resumes at step 3, .* GEMCallback\.load\(folder\).* without GEM, begin"
+            ValueError, match=r"resumes at step 3, .* KeeperCallback\.load\(folder\).* without a keeper, begin"
         ):
             trainer.train(resume_from_checkpoint=checkpoint)
 
@@ -91,12 +136,134 @@ def test_a_checkpoint_elsewhere_is_named_by_the_caller(how, tmp_path):
 def test_steps_out_of_sight_are_reported(tmp_path):
     class Elsewhere(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
-            driver.object.remove()
+            driver.keeper.remove()
 
     driver = Transformers(tmp_path)
     with pytest.raises(RuntimeError, match=r"optim=.* are not taken by optimizer"):
         driver.train(batches(0), Elsewhere())
 
+
+# --- what is kept -------------------------------------------------------------------------------
+
+WORDS = ["red", "green", "blue", "black", "white"]
+TEMPLATE = "{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}"
+
+
+def texts(n=12):
+    return [" ".join(WORDS[(k + j) % 5] for j in range(2 + k % 4)) for k in range(n)]
+
+
+def kept_by(data, folder, promise=None, model=None, resume=None, **options):
+    """Fine-tune a tiny language model for some steps while data are kept; return the callback and the Trainer."""
+    keeper = KeeperCallback(data, promise, **options)
+    trainer = fine_tuning(language_model() if model is None else model, keeper, folder)
+    trainer.train(resume_from_checkpoint=resume)
+    return keeper, trainer
+
+
+def fine_tuning(model, keeper, folder):
+    words = tokenizer(WORDS)
+    words.chat_template = TEMPLATE
+    new = [dict.fromkeys(("input_ids", "labels"), words(text)["input_ids"]) for text in texts(8)[::-1]]
+    args = TrainingArguments(
+        str(folder), per_device_train_batch_size=4, max_steps=4, learning_rate=0.01,
+        **QUIET | {"save_strategy": "steps"}, save_steps=2,
+    )  # fmt: skip
+    collator = DataCollatorForSeq2Seq(words)
+    return Trainer(
+        model, args, train_dataset=new, data_collator=collator, processing_class=words, callbacks=[keeper]
+    )
+
+
+def forms():
+    """Return the same texts as all forms in which they may be kept."""
+    datasets, words = pytest.importorskip("datasets"), tokenizer(WORDS)
+    plain = texts()
+    tokens = [{"input_ids": words(text)["input_ids"], "extra": 1} for text in plain]
+    rows = datasets.Dataset.from_dict({"text": plain, "other": plain})
+    talks = [[{"role": "user", "content": text}] for text in plain]
+    halves = [{"prompt": text[:3], "completion": text[3:]} for text in plain]
+    labelled = [{key: one["input_ids"] for key in ("input_ids", "labels")} for one in tokens]
+    loader = DataLoader(labelled, 4, collate_fn=DataCollatorForSeq2Seq(words))
+    return {
+        "texts": plain, "column": rows["text"], "dataset": rows, "conversations": talks,
+        "messages": [{"messages": one} for one in talks], "halves": halves, "loader": loader,
+        "tokenised": tokens, "tokenised dataset": datasets.Dataset.from_list(labelled),
+    }  # fmt: skip
+
+
+def test_texts_examples_and_loaders_are_kept_alike(tmp_path):
+    found = {}
+    for name, data in forms().items():
+        keeper, trainer = kept_by(data, tmp_path / name)
+        assert len(keeper.sets[0]) == 12
+        assert keeper.report()[0].steps == 4
+        found[name] = flat(trainer.model)
+    expected = found.pop("texts")
+    assert not torch.equal(expected, flat(language_model()))
+    for name, weights in found.items():
+        assert torch.equal(weights, expected), name
+
+
+def test_texts_resume_and_are_cut_and_those_that_are_no_list_are_refused(tmp_path):
+    data = [*texts(), "red " * 40]
+    with pytest.warns(UserWarning, match="1 of 14 examples of 0 have no label"):
+        keeper, _ = kept_by(["", *data], tmp_path / "short", Promise())
+    keeper.keep(texts(5), name="later")  # when training has ended
+    whole, trainer = kept_by(data[:-1], tmp_path, limit=7)
+    (one,) = whole.sets.values()
+    assert len(one) == 7
+    again, resumed = kept_by(None, tmp_path, resume=str(tmp_path / "checkpoint-2"))
+    assert torch.equal(flat(resumed.model), flat(trainer.model))
+    assert again.report()[0].steps == whole.report()[0].steps == 4
+    for wrong, text in (("red", "one text"), ([{"role": "user", "content": "red"}], "one conversation")):
+        with pytest.raises(TypeError, match=text):
+            kept_by(wrong, tmp_path / "wrong")
+
+
+def test_a_classifier_keeps_what_it_says_about_texts(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    words = tokenizer(WORDS)
+    config = transformers.AutoConfig.for_model(
+        "bert", vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+    )
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    keeper = KeeperCallback(texts(), Promise(Distillation(), tolerance=0.01))
+    new = [{"input_ids": words(text)["input_ids"], "label": k % 2} for k, text in enumerate(texts(8))]
+    args = TrainingArguments(str(tmp_path), max_steps=3, **QUIET)
+    collator = DataCollatorWithPadding(words)
+    Trainer(model, args, train_dataset=new, data_collator=collator, processing_class=words, callbacks=[keeper]).train()
+    assert keeper.report()[0].steps == 3
+
+
+def test_a_set_of_another_adapter_is_left_out(tmp_path):
+    model = adapted(language_model(), target_modules=["q_proj"])
+    first, _ = kept_by(texts(), tmp_path, model=model, name="a's")
+    assert first.report()["a's"].steps == 4
+    model.add_adapter("b", model.peft_config["default"])
+    model.set_adapter("b")
+    trainer = fine_tuning(model, first, tmp_path / "b")
+    with pytest.warns(UserWarning, match="\"a's\" was kept with adapter 'default', and 'b' is active"):
+        trainer.train()
+    assert first.report()["a's"].steps == 4
+    model.set_adapter("default")
+    fine_tuning(model, first, tmp_path / "a").train()
+    assert first.report()["a's"].steps == 8
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded")
+def test_a_model_that_is_dispatched_to_devices_trains(tmp_path):
+    accelerate = pytest.importorskip("accelerate")
+    model = language_model()
+    places = {"model.embed_tokens": "cpu", "model.layers": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu"}
+    model = accelerate.dispatch_model(model, places | {"lm_head": "cpu"}, force_hooks=True)
+    assert len(model.hf_device_map) == 5
+    keeper, trainer = kept_by(texts(), tmp_path, model=model)
+    assert keeper.report()[0].steps == 4
+    assert torch.equal(flat(trainer.model), flat(kept_by(texts(), tmp_path)[1].model))
+
+
+# --- layers that are checkpointed ---------------------------------------------------------------
 
 # Bart draws masks in its layers themselves and leaves layers out; Mamba writes a cache in evaluation mode.
 CHECKPOINTED = {
@@ -121,7 +288,9 @@ def test_layers_are_checkpointed_in_evaluation_mode_too(name, reentrant):
     if adapter:
         model = adapted(model, lora_dropout=0.5, fan_in_fan_out=True)
     ids = torch.randint(1, 20, (4, 12))
-    projector = GradientProjector(model.parameters())
+    optimizer = sgd([p for p in model.parameters() if p.requires_grad], rate=0.0)
+    keeper = Keeper(model, optimizer)
+    keeper.keep([{"input_ids": ids, "labels": ids}])
     found = []
     for checkpoints in (False, True):
         if checkpoints:
@@ -134,18 +303,20 @@ def test_layers_are_checkpointed_in_evaluation_mode_too(name, reentrant):
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            projector.recall(model, [{"input_ids": ids, "labels": ids}])
+            optimizer.step()
         assert all(m.__dict__ == kept for m, kept in before.items())
         assert model.config.use_cache
-        found.append((projector.constraints.clone(), sum(saved)))
+        found.append((keeper.rows.G.clone(), sum(saved)))
     (rows, whole), (same, less) = found
     torch.testing.assert_close(same, rows)
     assert 2.5 * less < whole
 
 
 def test_a_module_with_a_function_for_checkpoints_alone_is_evaluated():
-    model = perceptron()
-    model[1]._gradient_checkpointing_func = None
-    projector = GradientProjector(model.parameters())
-    projector.recall(model, [points(0)], lambda model, batch: model(batch[0]).mean())
-    assert len(projector.constraints) == 1
+    model = Net()
+    model.net[1]._gradient_checkpointing_func = None
+    optimizer = sgd(model.parameters())
+    keeper = Keeper(model, optimizer)
+    keeper.keep(batches(0))
+    optimizer.step()
+    assert len(keeper.rows) == 1

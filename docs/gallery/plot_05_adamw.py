@@ -3,15 +3,15 @@ AdamW breaks the promise, and ``on="both"`` keeps it
 ====================================================
 
 GEM projects the gradient. AdamW then takes a step that is something else: it divides by the root of the
-second moments, remembers older gradients, and decays weights. ``on="both"`` projects the step as well. Here
-each step's cosine with the gradient of the old loss: below zero the step raises it.
+second moments, remembers older gradients, and decays weights. The default, ``on="both"``, projects the step,
+too. Here each step's cosine with the gradient of the old loss: below zero the step raises it.
 """
 
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from gemproj.torch import GEM
+from gemproj.torch import Keeper, Promise
 
 
 def draw(task, n, seed):
@@ -29,7 +29,7 @@ def cosines(on):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    gem = GEM(model, optimizer, loss, on=on)
+    keeper = Keeper(model, optimizer, Promise(loss, examples=None), on=on)
     found = []
     for task in (0, 1):
         for step in range(300):
@@ -37,8 +37,8 @@ def cosines(on):
             loss(model, draw(task, 32, 1 + step)).backward()
             optimizer.step()
             if task == 1:
-                found.append(float(gem.last.worst_cosine))
-        gem.end_task([draw(task, 100, 0)])
+                found.append(float(keeper.last.worst_cosine))
+        keeper.keep([draw(task, 100, 0)])
     return found
 
 

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from gemproj.torch import GEM, Promise
+from gemproj.torch import Keeper, Promise
 
 
 def draw(skill, n, seed):
@@ -31,7 +31,7 @@ def train(model, optimizer, skill, steps):
 
 
 # %%
-# The loss on the stored examples while the network learns something that contradicts it. Dashed: the bounds.
+# The loss on the kept examples while the network learns something that contradicts it. Dashed: the bounds.
 figure, axes = plt.subplots()
 for tolerance, colour, name in (
     (None, "C1", "no step raises it"),
@@ -42,13 +42,13 @@ for tolerance, colour, name in (
     model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 2))
     train(model, torch.optim.Adam(model.parameters(), lr=1e-2), 0, 400)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    gem = GEM(model, optimizer)
-    gem.keep([draw(0, 64, -1)], Promise(loss, tolerance=tolerance), name="old")
+    keeper = Keeper(model, optimizer)
+    keeper.keep([draw(0, 64, -1)], Promise(loss, examples=None, tolerance=tolerance), name="old")
     train(model, optimizer, 1, 500)
-    steps, losses, bounds = zip(*gem.history.points()["old"], strict=True)
+    steps, losses, bounds = zip(*keeper.history.points()["old"], strict=True)
     axes.plot(steps, losses, color=colour, label=name)
     axes.plot(steps, bounds, "--", color=colour, lw=1)
-axes.set(xlabel="step", ylabel="loss on the stored examples")
+axes.set(xlabel="step", ylabel="loss on the kept examples")
 axes.legend()
 figure.set_label("Stored loss over the steps: drifting up without a tolerance, at the dashed bound with one")
 plt.show()

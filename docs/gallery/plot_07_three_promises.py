@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from gemproj.torch import GEM, Promise
+from gemproj.torch import Keeper, Promise
 from gemproj.torch.losses import CrossEntropy, Distillation
 
 torch.manual_seed(0)
@@ -30,7 +30,7 @@ def logits(model, batch):
 loss = CrossEntropy(logits, labels=1)
 model = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-gem = GEM(model, optimizer, on="both")
+keeper = Keeper(model, optimizer)
 
 
 def train(*tasks):
@@ -41,17 +41,18 @@ def train(*tasks):
 
 
 train(0, 1)
-gem.keep([draw(0, 100)], Promise(Distillation(logits), tolerance=0.05), name="what it said")
-gem.keep([draw(1, 100)], Promise(loss, weight=0.5, examples=16), name="older task")
-gem.keep([draw(1, 20)], Promise(loss, tolerance=0.0), name="safety set")
+said = Promise(Distillation(logits), examples=None, tolerance=0.05)
+keeper.keep([draw(0, 100)], said, name="what it said")
+keeper.keep([draw(1, 100)], Promise(loss, weight=0.5), name="older task")
+keeper.keep([draw(1, 20)], Promise(loss, examples=None, tolerance=0.0), name="safety set")
 train(2)
-print(gem.report())
+print(keeper.report())
 
 # %%
 # The report draws itself: loss, or divergence from what the model said, over the steps; dashed: the bounds.
 figure, axes = plt.subplots(figsize=(6.4, 4.2), layout="constrained")
-gem.report().plot(axes)
+keeper.report().plot(axes)
 axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0))
-axes.set_ylabel("loss on stored examples")
-figure.set_label("Three stored losses over the steps, two of them near their dashed bounds")
+axes.set_ylabel("loss on kept examples")
+figure.set_label("Three losses over the steps, two of them near their dashed bounds")
 plt.show()

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
-from gemproj.torch import GEM
+from gemproj.torch import Keeper, Promise
 
 
 def draw(skill, n, seed):
@@ -32,19 +32,20 @@ def train(model, optimizer, skill):
 
 
 # %%
-# The loss on the stored examples of each skill while the next ones are learned; dashed: its bound.
+# The loss on the kept examples of each skill while the next ones are learned; dashed: its bound.
 figure, both = plt.subplots(1, 2, sharey=True)
 for project, axes in zip((False, True), both, strict=True):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    gem = GEM(model, optimizer, loss, tolerance=0.05, on="both", project=project)
+    promise = Promise(loss, examples=None, tolerance=0.05)
+    keeper = Keeper(model, optimizer, promise, project=project)
     for skill in range(3):
         train(model, optimizer, skill)
-        gem.keep([draw(skill, 100, -1)], name=f"skill {skill}")
-    print(gem.report(), "\n")
-    gem.report().plot(axes)
+        keeper.keep([draw(skill, 100, -1)], name=f"skill {skill}")
+    print(keeper.report(), "\n")
+    keeper.report().plot(axes)
     axes.set(title=f"project={project}", ylabel="")
-both[0].set_ylabel("loss on the stored examples")
-figure.set_label("Stored losses of three skills rise without projection, and stay at their bounds with it")
+both[0].set_ylabel("loss on the kept examples")
+figure.set_label("Losses of three kept skills rise without projection, and stay at their bounds with it")
 plt.show()

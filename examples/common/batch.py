@@ -1,6 +1,6 @@
-"""Batches of encoded examples: select rows, split, shuffle."""
+"""Batches of encoded examples: select rows, join, split, shuffle."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -11,6 +11,11 @@ Batch = dict[str, Tensor]  # tensors (n, ...), among them integers "labels" of s
 def rows(batch: Batch, which: slice | Tensor) -> Batch:
     """Select rows of a batch."""
     return {name: values[which] for name, values in batch.items()}
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    """Return one batch with the examples of all batches."""
+    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 def parts(batch: Batch, size: int) -> Iterator[Batch]:

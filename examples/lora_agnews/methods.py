@@ -1,36 +1,47 @@
-"""The methods: what each of them replays, and how its GEM projects."""
+"""The methods: what each of them replays, and what it promises."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from gemproj import PGD
-from gemproj.torch import EpisodicMemory
+from gemproj.torch.step import On
 
 from ..common import colours
+from ..common.memory import Memory
 from .config import Config
 
 
 @dataclass(frozen=True)
 class Method:
-    """A continual-learning method."""
+    """A continual-learning method; without a promise, it does not project."""
 
     title: str
     colour: str
-    options: Callable[[Config], dict[str, Any]] | None = None  # of its GEM; None: no projection
-    replayed: Callable[[EpisodicMemory, Config], Iterable[Any]] = lambda memory, c: ()  # also learned
+    promise: Callable[[Config], dict[str, Any]] | None = None  # options of its `Promise`
+    on: On = "gradient"
+    method: Callable[[Config], Any] = lambda c: "exact"
+    replayed: Callable[[Memory, Config], Iterable[Any]] = lambda memory, c: ()  # also learned
     weight: Callable[[Config], float] = lambda c: 1.0  # of each replayed batch
     policy: str = "balanced"  # which examples are stored; the paper balances labels
+    together: bool = False  # whether one promise is about the examples of all tasks
+
+
+def every(c: Config) -> dict[str, Any]:
+    """Return the options of the paper's promise, about all stored examples, with its memory strength."""
+    return {"weight": c.margin, "examples": None}
 
 
 METHODS = {
     "plain": Method("Fine-tuning", colours.FINE_TUNING),
-    "agem": Method("A-GEM", colours.AGEM, lambda c: {"per": "all", "examples": c.sample_size}),
-    "gem": Method("GEM", colours.GEM, lambda c: {"weight": c.margin}),
-    "igem": Method("I-GEM", colours.IGEM, lambda c: {"weight": c.margin, "method": PGD(c.pgd_steps)}),
-    "gem-step": Method("GEM, step", colours.GEM_STEP, lambda c: {"weight": c.margin, "on": "both"}),
+    "agem": Method("A-GEM", colours.AGEM, lambda c: {"examples": c.sample_size}, together=True),
+    "gem": Method("GEM", colours.GEM, every),
+    "igem": Method("I-GEM", colours.IGEM, every, method=lambda c: PGD(c.pgd_steps)),
+    "gem-step": Method("GEM, step", colours.GEM_STEP, every, on="both"),
     "replay": Method(
-        "Replay", colours.REPLAY, replayed=lambda memory, c: memory.batches(n=c.sample_size, per="all")
+        "Replay",
+        colours.REPLAY,
+        replayed=lambda memory, c: [memory.sample(c.sample_size)] if memory.tasks else [],
     ),
     "gem-few": Method(
         "GEM, weighted",
@@ -41,7 +52,7 @@ METHODS = {
     "replay-few": Method(
         "Replay, weighted",
         colours.REPLAY_WEIGHTED,
-        replayed=lambda memory, c: memory.batches(n=c.few),
+        replayed=lambda memory, c: memory.draw(c.few),
         weight=lambda c: c.weight,
         policy="reservoir",
     ),

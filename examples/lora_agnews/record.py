@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import nan
 from typing import Any
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from gemproj import project
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector
+from gemproj.torch import Keeper
+from gemproj.torch import rows as gradients
 
 from ..common import metrics
 from ..common.batch import Batch, parts, rows
@@ -27,7 +28,7 @@ class Recorder:
     its cosine with the gradient of that task is negative. The cosine of the gradient itself is measured, too,
     because the step of an adaptive optimizer has another direction.
 
-    After `watch` and `watch_gem`, hooks of the optimizer measure every step; the loop needs no further call.
+    After `watch` and `watch_keeper`, hooks of the optimizer measure every step; the loop needs no further call.
     """
 
     def __init__(
@@ -46,12 +47,11 @@ class Recorder:
         self.test = [(rows(task, slice(few)), rows(task, slice(few, None))) for task in test]
         self.device = torch.device(config.device)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.checker = GradientProjector(self.parameters)
         self.phase: str | None = None  # the timed part of a step, its start, and the seconds of all parts
         self.since, self.spent = 0.0, defaultdict[str, float](float)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self.probes: list[dict[str, float]] = []
-        self.gem: GEM | None = None
+        self.keeper: Keeper | None = None
         self.loss_when_stored: list[float] = []  # of each task's stored examples
         self.R = [self._accuracies() if config.eval_interval else [nan] * len(test)]
         self.curve: list[dict[str, Any]] = []
@@ -59,27 +59,29 @@ class Recorder:
         ones = torch.ones(2, sum(p.numel() for p in self.parameters), device=self.device)
         project(ones, -ones[0])  # compile and load now, so that no time includes it
 
-    def watch(self, optimizer: torch.optim.Optimizer, memory: EpisodicMemory) -> None:
-        """Measure the steps of an optimizer; call it before GEM is attached, because hooks run in order."""
+    def watch(self, optimizer: torch.optim.Optimizer, stored: Mapping[Any, Batch]) -> None:
+        """Measure the steps of an optimizer; call it before a keeper is attached, as hooks run in order.
+
+        `stored` has the stored examples of each task, which are added later.
+        """
 
         def before(*_: Any) -> None:
             """Count the step; if it is probed, save parameters and the gradients on all stored examples."""
             self.turn(None)
             self._note_stored_losses()
             self.step += 1
-            self.probed = len(self.memory) > 0 and self._due(self.config.probe_interval)
+            self.probed = len(self.stored) > 0 and self._due(self.config.probe_interval)
             if self.probed:
-                microbatch = getattr(self.config, "microbatch", None)  # the study has none
-                self.checker.recall(self.model, self.memory.batches(), self.loss, microbatch=microbatch)
+                self.G = torch.stack([self._gradient(batch) for batch in self.stored.values()])
                 self.before = _flat(self.parameters)
-            self._turn_to_gem()
+            self._turn_to_keeper()
 
-        self.memory = memory
+        self.stored = stored
         optimizer.register_step_pre_hook(before)
-        optimizer.register_step_post_hook(lambda *_: self._turn_to_gem())
+        optimizer.register_step_post_hook(lambda *_: self._turn_to_keeper())
 
-    def watch_gem(self, optimizer: torch.optim.Optimizer, gem: GEM | None) -> None:
-        """Measure a GEM, which has just been attached; or begin without one."""
+    def watch_keeper(self, optimizer: torch.optim.Optimizer, keeper: Keeper | None) -> None:
+        """Measure a keeper, which has just been attached; or begin without one."""
 
         def after(*_: Any) -> None:
             """Record the times of the step, its cosines and accuracies."""
@@ -88,29 +90,28 @@ class Recorder:
                 self.seconds[phase].append(seconds)
             self.spent.clear()
             if self.probed:
-                G, update = self.checker.constraints.cpu().double(), self.before - _flat(self.parameters)
+                update = self.before - _flat(self.parameters)
                 vectors = {"gradient": _flat(p.grad for p in self.parameters), "update": update}
-                worst = {name: worst_cosine(G, v) for name, v in vectors.items()}
+                worst = {name: worst_cosine(self.G, v) for name, v in vectors.items()}
                 self.probes.append({"step": self.step} | worst)
             self._add_point()
             if self.step == self.boundaries[len(self.R) - 1]:
                 self.end_task()
             self.turn("batch")
 
-        self.gem = gem
+        self.keeper = keeper
         optimizer.register_step_pre_hook(lambda *_: self.turn("optimizer"))
         optimizer.register_step_post_hook(after)
-        if gem is not None:
-            projector: Any = gem.projector
-            recall = projector.recall
+        if keeper is not None:
+            computed: Any = keeper.rows
+            fill = computed.fill
 
-            def timed(*given: Any, **named: Any) -> Any:
+            def timed(*given: Any, **named: Any) -> None:
                 self.turn("constraints")
-                found = recall(*given, **named)
+                fill(*given, **named)
                 self.turn("projection")
-                return found
 
-            projector.recall = timed
+            computed.fill = timed
         self.turn("batch")
 
     def turn(self, phase: str | None) -> None:
@@ -122,9 +123,9 @@ class Recorder:
             self.spent[self.phase] += now - self.since
         self.phase, self.since = phase, now
 
-    def _turn_to_gem(self) -> None:
-        """Begin to time GEM, or the optimizer if GEM has nothing to project."""
-        self.turn("optimizer" if self.gem is None or not len(self.memory) else "projection")
+    def _turn_to_keeper(self) -> None:
+        """Begin to time the keeper, or the optimizer if nothing is kept."""
+        self.turn("projection" if self.keeper and self.keeper.sets else "optimizer")
 
     def end_task(self) -> None:
         """Measure the accuracy on all tasks."""
@@ -141,8 +142,8 @@ class Recorder:
         """
         later_steps = self.boundaries[-1] - self.boundaries[0]
         projections = self.seconds["projection"]
-        past = list(zip(self.memory.tasks[:-1], self.loss_when_stored, strict=False))
-        rises = [self._stored_loss(task) - then for task, then in past]
+        past = list(zip(list(self.stored.values())[:-1], self.loss_when_stored, strict=False))
+        rises = [self._stored_loss(batch) - then for batch, then in past]
         cosines = {v: [probe[v] for probe in self.probes] for v in ("gradient", "update")}
         return {
             "accuracies": self.R,
@@ -182,17 +183,27 @@ class Recorder:
         self.model.train()
         return int(sum(found))
 
-    @torch.no_grad()
-    def _stored_loss(self, task: Hashable) -> float:
+    def _gradient(self, batch: Batch) -> Tensor:
+        """Return the gradient of the mean loss without dropout, from one part of the batch at a time."""
         self.model.eval()
-        batch: Any = self.memory.batch(task)
+        n = len(batch["labels"])
+        some = parts(batch, getattr(self.config, "microbatch", n))  # the study has no such setting
+        losses = (self.loss(self.model, part) * (len(part["labels"]) / n) for part in some)
+        found = gradients(losses, self.parameters, flat=True).sum(0)
+        self.model.train()
+        return found.cpu().double()
+
+    @torch.no_grad()
+    def _stored_loss(self, batch: Batch) -> float:
+        self.model.eval()
         loss = float(self.loss(self.model, batch))
         self.model.train()
         return loss
 
     def _note_stored_losses(self) -> None:
-        for task in self.memory.tasks[len(self.loss_when_stored) :]:
-            self.loss_when_stored.append(self._stored_loss(task))
+        self.loss_when_stored += map(
+            self._stored_loss, list(self.stored.values())[len(self.loss_when_stored) :]
+        )
 
 
 def worst_cosine(G: Tensor, v: Tensor) -> float:

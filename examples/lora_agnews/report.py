@@ -60,7 +60,7 @@ def markdown(records: Sequence[Record], summary: Summary) -> str:
         cost = {
             "Projection": plus_minus(numbers["seconds_per_projection"], 1e3),
             "Batch": significant(ms["batch"]),
-            "Constraint gradients": significant(ms["constraints"]) if method.options else "-",
+            "Constraint gradients": significant(ms["constraints"]) if method.promise else "-",
             "Optimizer": significant(ms["optimizer"]),
             "Whole step": significant(sum(ms.values())),
         }

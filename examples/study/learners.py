@@ -1,17 +1,20 @@
 """The methods: terms of the loss, or constraints on the step, in addition to plain fine-tuning."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from examples.common.batch import rows
+from examples.common.batch import concatenate, rows
+from examples.common.memory import Memory, seed_draws
 from examples.lora_agnews.record import Recorder
-from gemproj.torch import GEM, EpisodicMemory, GradientProjector, Promise
+from gemproj import project
+from gemproj.torch import Keeper, Promise
+from gemproj.torch import rows as gradients
 from gemproj.torch.losses import CrossEntropy, Distillation
-from gemproj.torch.promise import Per
+from gemproj.torch.step import On
 
 from . import mega
 from .gpm import SubspaceProjector
@@ -36,11 +39,14 @@ class Setup:
         """The trained parameters."""
         return [p for p in self.stream.model.parameters() if p.requires_grad]
 
-    def memory(self, extra: int = 0) -> EpisodicMemory:
+    def memory(self, extra: int = 0) -> Memory:
         """Return an empty memory, for fewer examples if each needs `extra` bytes in addition."""
+        return Memory(self.room(extra), self.seed, self.setting.policy)
+
+    def room(self, extra: int = 0) -> int:
+        """Return the number of examples of a task that are kept, if each needs `extra` bytes in addition."""
         example = self.bytes_of_example()
-        size = max(1, self.setting.per_task * example // (example + extra))
-        return EpisodicMemory(size, "labels", self.seed, policy=self.setting.policy)
+        return max(1, self.setting.per_task * example // (example + extra))
 
     def bytes_of_example(self) -> int:
         """Return the size of one example."""
@@ -76,7 +82,8 @@ class Learner:
     @property
     def nbytes(self) -> int:
         """The bytes that are kept about past tasks."""
-        return self.memory.nbytes + sum(tensor.nbytes for tensor in self.kept)
+        stored = [tensor for batch in self.memory.tasks.values() for tensor in batch.values()]
+        return sum(tensor.nbytes for tensor in [*stored, *self.kept])
 
 
 class Replay(Learner):
@@ -84,7 +91,7 @@ class Replay(Learner):
 
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the batch plus that of past tasks, from one forward pass."""
-        stored: list[Any] = list(self.memory.batches(n=self.setup.setting.examples))
+        stored = self.memory.draw(self.setup.setting.examples)
         if not stored:
             return super().loss(batch)
         size, past = len(batch["labels"]), concatenate(stored)
@@ -108,26 +115,27 @@ class DistilledReplay(Replay):
     def loss(self, batch: Batch) -> Tensor:
         """Return the loss of the batch plus that of past tasks."""
         loss = self.cross_entropy(self.model, batch).mean()
-        stored: list[Any] = list(self.memory.batches(n=self.setup.setting.examples))
-        if stored:
-            past = concatenate([one.batch for one in stored])
-            said = torch.cat([one.outputs for one in stored])
+        if stored := self.memory.draw(self.setup.setting.examples):
+            past = concatenate(stored)
+            said = past.pop("said")
             loss = loss + self.setup.knob * len(stored) * self.past(self.model, past, said).mean()
         return loss
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Store examples, and the outputs of the model for them."""
-        self.memory.add(batch, task)
+        super().end_task(task, batch)
+        stored = self.memory.tasks[task]
         self.model.eval()
-        self.memory.record(task, outputs=self.past.outputs(self.model, self.memory.batch(task)))
+        stored["said"] = self.past.outputs(self.model, stored)
         self.model.train()
 
 
 class Projected(Learner):
-    """GEM and its variants: a promise about the stored examples of each task; `options` are those of `GEM`.
+    """GEM and its variants: a promise about the stored examples of each task.
 
     The promise is about the loss or, if `distilled`, about the divergence from stored outputs; `knob` is its
-    tuned field. Each example takes `extra` bytes that are stored for another promise.
+    tuned field. There is one about each task, each label of a task, or all tasks together. Each example takes
+    `extra` bytes that are stored for another promise.
     """
 
     def __init__(
@@ -135,26 +143,41 @@ class Projected(Learner):
         setup: Setup,
         distilled: bool = False,
         knob: str = "",
-        per: Per = "task",
+        per: Literal["task", "label", "all"] = "task",
         tolerance: float | None = None,
         extra: int = 0,
-        **options: Any,
+        on: On = "gradient",
+        method: Any = "exact",
+        every: int = 1,
     ) -> None:
         super().__init__(setup)
-        self.memory = setup.memory(setup.bytes_of_outputs() if distilled else extra)
+        self.per, self.labels = per, 1
+        self.size = setup.room(setup.bytes_of_outputs() if distilled else extra)
         past: Any = Distillation(setup.stream.logits) if distilled else self.cross_entropy
         tuned: dict[str, Any] = {knob: setup.knob} if knob else {}
-        promise = Promise(past, per=per, examples=setup.setting.examples, tolerance=tolerance, **tuned)
-        self.gem = GEM(self.model, setup.optimizer, promise, memory=self.memory, **options)
-        self.labels = 1
+        self.promise = Promise(past, setup.setting.examples, tolerance=tolerance, **tuned)
+        self.keeper = Keeper(self.model, setup.optimizer, self.promise, on=on, method=method, look=every)
+        seed_draws(self.keeper, setup.seed)
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Store examples; a step passes equally many of each task, whatever a row of G is about."""
-        self.gem.end_task([batch], task)
-        self.labels = max(self.labels, len(batch["labels"].unique()))
-        n = self.setup.setting.examples
-        sizes = {"label": max(1, n // self.labels), "all": n * len(self.memory)}
-        self.gem.promise = replace(self.gem.promise, examples=sizes.get(self.gem.promise.per, n))
+        """Keep examples; a step takes equally many of each task, whatever a row of G is about."""
+        labels, n = batch["labels"], self.promise.examples
+        found = labels.unique().tolist()
+        self.labels = max(self.labels, len(found))
+        parts: dict[Hashable, Batch] = {"past" if self.per == "all" else task: batch}
+        if self.per == "label":
+            parts = {(task, label): rows(batch, labels == label) for label in found}
+        for name, part in parts.items():
+            self.keeper.keep([part], name=name, limit=self.size)
+        examples = {"label": max(1, n // self.labels), "all": n * (task + 1)}.get(self.per, n)
+        for kept in self.keeper.sets.values():
+            kept.promise = replace(kept.promise, examples=examples)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the kept examples and of their outputs."""
+        found = [(*kept.examples.values(), kept.outputs) for kept in self.keeper.sets.values()]
+        return sum(tensor.nbytes for tensors in found for tensor in tensors if tensor is not None)
 
 
 class Mixture(Projected):
@@ -166,13 +189,13 @@ class Mixture(Projected):
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup, knob="weight", extra=setup.bytes_of_example() + setup.bytes_of_outputs())
         half = max(1, setup.setting.examples // 2)
-        self.gem.promise = replace(self.gem.promise, examples=half)
-        self.said = Promise(Distillation(setup.stream.logits), examples=half, tolerance=0.0)
+        said = Promise(Distillation(setup.stream.logits), half, tolerance=0.0)
+        self.promises = {"labels": replace(self.promise, examples=half), "outputs": said}
 
     def end_task(self, task: int, batch: Batch) -> None:
-        """Store examples for both promises."""
-        self.gem.end_task([batch], task)
-        self.gem.keep([batch], self.said, name=f"outputs of {task}")
+        """Keep examples for both promises."""
+        for name, promise in self.promises.items():
+            self.keeper.keep([batch], promise, name=f"{name} of {task}", limit=self.size)
 
 
 class TwoMoments(Projected):
@@ -180,7 +203,7 @@ class TwoMoments(Projected):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        setup.optimizer.register_step_pre_hook(self.correct)  # runs after the hooks of GEM
+        setup.optimizer.register_step_pre_hook(self.correct)  # runs after the hooks of the keeper
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Copy the gradient."""
@@ -202,20 +225,26 @@ class TwoMoments(Projected):
 class Reference(Learner):
     """Changes the gradient by the gradient on one batch of stored examples."""
 
-    projector: Any
-    change: Callable[[Tensor], Any]  # changes the gradient, given the loss
-
-    def draw(self) -> Any:
+    def draw(self) -> Batch:
         """Draw the batch of stored examples."""
-        return self.memory.sample(self.setup.setting.examples * len(self.memory))
+        return self.memory.sample(self.setup.setting.examples * len(self.memory.tasks))
+
+    def change(self, past: list[Tensor], gradient: list[Tensor], losses: tuple[float, float]) -> None:
+        """Change the gradient in place, given that of the past, and the losses of the batch and of the past."""
+        raise NotImplementedError
 
     def constrain(self, record: Recorder, loss: Tensor) -> None:
         """Compute the gradient on the stored batch, and change the gradient."""
-        if len(self.memory):
-            record.turn("constraints")
-            self.projector.recall(self.model, [self.draw()], self.cross_entropy)
-            record.turn("projection")
-            self.change(loss)
+        if not self.memory.tasks:
+            return
+        record.turn("constraints")
+        self.model.eval()
+        reference = self.cross_entropy(self.model, self.draw()).mean()
+        past = gradients([reference], self.setup.parameters)
+        self.model.train()
+        record.turn("projection")
+        gradient: Any = [p.grad for p in self.setup.parameters]
+        self.change(past, gradient, (float(loss.detach()), float(reference.detach())))
 
     def end_task(self, task: int, batch: Batch) -> None:
         """Store examples."""
@@ -227,16 +256,18 @@ class OneTask(Reference):
 
     def __init__(self, setup: Setup) -> None:
         super().__init__(setup)
-        self.projector = GradientProjector(setup.parameters, method="agem")
-        self.change = lambda loss: self.projector.project_()
         self.random = torch.Generator().manual_seed(0)
 
-    def draw(self) -> Any:
+    def draw(self) -> Batch:
         """Draw a task, and as many of its examples as other methods take of all tasks together."""
-        tasks = self.memory.tasks
-        one: Any = self.memory.batch(tasks[int(torch.randint(len(tasks), (), generator=self.random))])
+        tasks = list(self.memory.tasks.values())
+        one = tasks[int(torch.randint(len(tasks), (), generator=self.random))]
         order = torch.randperm(len(one["labels"]), generator=self.random)
         return rows(one, order[: self.setup.setting.examples * len(tasks)])
+
+    def change(self, past: list[Tensor], gradient: list[Tensor], losses: tuple[float, float]) -> None:
+        """Project the gradient."""
+        project(past, gradient, method="agem", out=gradient)
 
 
 class Balanced(Reference):
@@ -244,8 +275,11 @@ class Balanced(Reference):
 
     def __init__(self, setup: Setup, weights: mega.Weights) -> None:
         super().__init__(setup)
-        self.projector = mega.MEGA(setup.parameters, weights)
-        self.change = self.projector.balance_
+        self.weights = weights
+
+    def change(self, past: list[Tensor], gradient: list[Tensor], losses: tuple[float, float]) -> None:
+        """Replace the gradient by the sum."""
+        mega.balance(past, gradient, losses, self.weights)
 
 
 class Subspaces(Learner):
@@ -264,8 +298,3 @@ class Subspaces(Learner):
         """Add the inputs of this task, on as many examples as other methods store."""
         self.subspaces.remember([batch], lambda one: self.setup.stream.logits(self.model, one))
         self.kept = list(self.subspaces.bases.values())
-
-
-def concatenate(batches: Sequence[Batch]) -> Batch:
-    """Return one batch with the examples of all batches."""
-    return {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}

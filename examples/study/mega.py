@@ -1,44 +1,28 @@
 """MEGA-I and MEGA-II (Guo et al., NeurIPS 2020), by `gram` and `combine`."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gemproj import combine, gram
 
 Weights = Callable[[float, float, float, float, float], tuple[float, float]]
 
 
-class MEGA:
-    """Weigh the gradient g of a batch against the gradient r on the memory by their losses.
+def balance(
+    past: Sequence[Tensor], gradient: Sequence[Tensor], losses: tuple[float, float], weights: Weights
+) -> None:
+    """Replace the gradient g of a batch by a weighted sum with r, the gradient on the memory, in place.
 
-    This is no projection, but the class replaces a `GradientProjector`. With the weights
-    ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)`` the result is x = u g + v r.
+    `past` has r as rows of one constraint matrix, `losses` the losses on the batch and on the memory. With the
+    weights ``(|r|^2, r.g, |g|^2, loss, loss on the memory) -> (u, v)`` the result is u g + v r.
     """
-
-    def __init__(self, parameters: Sequence[Tensor], weights: Weights) -> None:
-        self.parameters, self.weights = parameters, weights
-
-    def recall(self, model: nn.Module, batches: Iterable[Any], loss: Callable[..., Tensor]) -> None:
-        """Compute the gradient on the only batch, without dropout."""
-        [batch] = batches
-        model.eval()
-        reference = loss(model, batch).mean()
-        self.r = [row[None] for row in torch.autograd.grad(reference, self.parameters)]
-        self.reference = float(reference.detach())
-        model.train()
-
-    def balance_(self, loss: Tensor) -> None:
-        """Replace the gradients."""
-        g = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-        K, b, gg = gram(self.r, g)
-        u, v = self.weights(float(K), float(b), float(gg), float(loss.detach()), self.reference)
-        x = combine(self.r, [u * part for part in g], b.new_tensor([v]))
-        for p, part in zip(self.parameters, x, strict=True):
-            p.grad = part
+    K, b, gg = gram(past, gradient)
+    u, v = weights(float(K), float(b), float(gg), *losses)
+    found = combine(past, [u * part for part in gradient], b.new_tensor([v]))
+    for part, new in zip(gradient, found, strict=True):
+        part.copy_(new)
 
 
 def mega1(rr: float, rg: float, gg: float, loss: float, reference: float) -> tuple[float, float]:

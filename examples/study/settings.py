@@ -48,7 +48,7 @@ class Setting:
     # Learning rate and knob of methods that are not tuned on this stream.
     fixed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     seeds: tuple[int, ...] = SEEDS
-    policy: str = "reservoir"  # which examples are stored, as in `EpisodicMemory`
+    policy: str = "reservoir"  # which examples are stored, as in `common.memory`
     batch_size: int = 10
     epochs: int = 1
     eval_batch_size: int = 512

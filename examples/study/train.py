@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from examples.common.batch import Batch, batches, rows
+from examples.common.batch import Batch, batches, concatenate, rows
 from examples.lora_agnews.record import Recorder
 from gemproj.torch.losses import CrossEntropy
 
 from . import streams
-from .learners import Learner, Setup, concatenate
+from .learners import Learner, Setup
 from .results import AnyRun, Record, origin, rounded
 from .settings import METHODS, STREAMS
 from .streams import Stream, Task
@@ -87,9 +87,9 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
         stream.logits,
     )
     stored = setup.memory()  # the same examples for all methods
-    record.watch(optimizer, stored)
+    record.watch(optimizer, stored.tasks)
     learner = method.learner(setup)
-    record.watch_gem(optimizer, getattr(learner, "gem", None))
+    record.watch_keeper(optimizer, getattr(learner, "keeper", None))
     shuffler = torch.Generator().manual_seed(run.seed)
     torch.manual_seed(run.seed)  # for dropout
     model.train()
@@ -102,8 +102,7 @@ def learn(run: Run, stream: Stream) -> dict[str, Any]:
         if diverged:
             record.end_task()  # otherwise the last step calls it
         else:
-            kept: Any = stored.batch(k)
-            diverged = not survived(partial(learner.end_task, k, kept))
+            diverged = not survived(partial(learner.end_task, k, stored.tasks[k]))
         record.turn("batch")
     about = origin(stream.hashes) | {"setting": vars(setting)}
     return record.result() | {"bytes": learner.nbytes, "diverged": diverged, "about": about}
@@ -127,7 +126,7 @@ def survived(act: Callable[[], None]) -> bool:
     try:
         act()
     except ValueError as error:
-        if not re.search("is not finite|and finite|loss of examples .* is (nan|-?inf)", str(error)):
+        if not re.search("is not finite|and finite|loss of example .* is (nan|-?inf)", str(error)):
             raise
         return False
     return True

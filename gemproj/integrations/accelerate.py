@@ -97,6 +97,7 @@ class Keeper(AcceleratedKeeper):
         if not isinstance(accelerator, Accelerator):
             raise TypeError(f"accelerator must be an Accelerator; found {type(accelerator).__name__}.")
         super().__init__(promise, **options)
+        self._accelerator = accelerator
         self._attach_prepared(model, optimizer)
 
         self._numbers: set[int] = accelerator.__dict__.setdefault("_gemproj_numbers", set())
@@ -111,6 +112,11 @@ class Keeper(AcceleratedKeeper):
             accelerator.register_save_state_pre_hook(lambda models, weights, folder: self._save(folder)),
             accelerator.register_load_state_pre_hook(load),
         ]
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradient in the next step, after its projection; return its current norm."""
+        self._accelerator.unscale_gradients()
+        return super().clip_grad_norm_(max_norm)
 
     def remove(self) -> None:
         """Detach from the optimizer and from the accelerator's checkpoints."""

@@ -7,9 +7,7 @@ from typing import Any
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
-    from lightning.pytorch.utilities.model_helpers import is_overridden
 except ImportError as error:
     raise ImportError(
         "gemproj.integrations.lightning needs Lightning: pip install '.[lightning]' in a checkout of gemproj."
@@ -29,43 +27,22 @@ _REFUSED = {
 }
 
 
-# Hooks with which a module or a data module may change batches.
-_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
-
-def _changing(*given: Any) -> list[str]:
-    """Return the hooks that modules and data modules override to change batches; skip None."""
-    return [name for one in given if one is not None for name in _HOOKS if is_overridden(name, one)]
-
-
-def _transferred(module: Any, batch: Any, device: torch.device) -> Any:
-    """Apply the batch hooks of a module, or of its trainer's data module, as in training."""
-    # Hooks may change their input in place.
-    batch = map_nested(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, batch)
-    try:
-        return module._apply_batch_transfer_handler(module._on_before_batch_transfer(batch, 0), device, 0)
-    except RuntimeError as error:
-        if module._trainer is not None:
-            raise
-        names = " or ".join(_changing(module))
-        raise ValueError(f"{names} needs a trainer: call keep before a fit. {error}") from error
-
-
 class KeeperCallback(KeeperBase, Callback):
     """A callback that keeps promises about `data` while a `Trainer` fits something else.
 
     One call of ``Trainer.fit`` is one task. Parameters that are trainable when the fit begins are projected.
     Pass the same callback to the Trainer of each task, and call `keep` after each fit. The callback works with
     automatic and manual optimization, accumulated gradients, mixed precision and DistributedDataParallel, for
-    modules with one optimizer. The gradient is projected before Lightning clips it. With a logger, the numbers
-    of `logs`, such as ``keep/excess``, are logged as often as the trainer logs.
+    modules with one optimizer. The gradient is projected before Lightning clips it; with manual optimization call
+    `clip_grad_norm_` of the callback. The numbers of `logs`, such as ``keep/excess``, are logged as often as the
+    trainer logs.
 
     Checkpoints hold the kept sets, the history and the warm start. Lightning saves only the state of process 0,
     so after a restart all processes have the examples of process 0.
 
     Parameters
     ----------
-    data, name, collate, limit
+    data, name, collate, limit, hold_out
         What to keep when the first fit begins, as in `gemproj.torch.Keeper.keep`.
     promise : Promise or loss, optional
         As in `gemproj.torch.Keeper`. A loss is a function of a module and a batch from the dataloader, which is
@@ -87,8 +64,9 @@ class KeeperCallback(KeeperBase, Callback):
     """
 
     _waits = True
-    _stage = "fit"
+    _stage: str | None = None  # of the trainer that runs
     _trainer: Trainer | None = None
+    _restored: Mapping[str, Any] | None = None
 
     def __init__(
         self,
@@ -98,11 +76,12 @@ class KeeperCallback(KeeperBase, Callback):
         name: Any = None,
         collate: Collate | None = None,
         limit: int | None = None,
+        hold_out: float = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(promise, **options)
         if data is not None:
-            self.keep(data, name=name, collate=collate, limit=limit)
+            self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note the stage, because a checkpoint loaded for evaluation must not change the kept sets."""
@@ -115,17 +94,17 @@ class KeeperCallback(KeeperBase, Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note that the stage has ended."""
-        self._stage = "fit"
+        self._stage = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state from a checkpoint if training will continue from it.
+        """Load a state, but not one from a checkpoint that is only evaluated.
 
         Lightning loads it before there is an optimizer, so it waits until training begins.
         """
-        if self._stage == "fit":
+        if self._stage is None and self._model is not None:
+            super().load_state_dict(state_dict)
+        elif self._stage in (None, "fit"):
             self._restored = state_dict
-
-    _restored: Mapping[str, Any] | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin a task, or continue the task of a checkpoint."""
@@ -142,7 +121,11 @@ class KeeperCallback(KeeperBase, Callback):
         self._trainer = trainer
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         self._attach(pl_module, trainer.optimizers[0], scaler=scaler, group=everyone())
-        self._steps[0].early = True
+        # Lightning clips after the hook before the step. A fused optimizer divides by the loss scale in its step,
+        # with manual optimization the module clips, and it may call the optimizer itself.
+        fused = scaler is not None and getattr(trainer.optimizers[0], "_step_supports_amp_scaling", False)
+        self._steps[0].early = pl_module.automatic_optimization and not fused
+        self._collate = getattr(trainer.train_dataloader, "collate_fn", None)
         self._keep_pending()
         restored, self._restored = self._restored, None
         if restored is not None:
@@ -150,16 +133,19 @@ class KeeperCallback(KeeperBase, Callback):
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """Project the gradient, before Lightning clips it."""
+        if not self._steps[0].early:
+            return
         scaled = self._scaler is not None and self._scaler.is_enabled()
         # After an overflow, the scaler takes no step. It reads the gradients, too.
         if not (scaled and not total_norm(pl_module.parameters()).isfinite()):
             self._steps[0].begin()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """Log the numbers of the steps since the last log."""
-        if trainer.logger is None or (trainer.global_step + 1) % trainer.log_every_n_steps:
-            return
-        pl_module.log_dict(self.logs())
+        """Log the numbers of the steps since the last log, when Lightning sends its own."""
+        loop = trainer.fit_loop.epoch_loop
+        accumulates = pl_module.automatic_optimization and loop._should_accumulate()
+        if trainer._logger_connector.should_update_logs and not accumulates:
+            pl_module.log_dict(self.logs())
 
     def on_train_end(self, *args: Any) -> None:
         """Detach from the optimizer."""
@@ -170,27 +156,33 @@ class KeeperCallback(KeeperBase, Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling; a copy is not attached to a trainer."""
-        return super().__getstate__() | {"_trainer": None}
+        held = super().__getstate__() | {"_trainer": None}
+        return {name: value for name, value in held.items() if name not in ("log", "log_dict")}  # the module's
 
     def _wrapped(self, loss: Loss) -> Loss:
         trainer = self._trainer
+        assert trainer is not None
 
         def in_precision(function: Any) -> Any:
             def call(module: Any, batch: Any, *outputs: Any) -> Any:
-                learner, precision = (getattr(module, "_orig_mod", module), Precision())
-                if trainer is not None:
-                    learner, precision = trainer.lightning_module, trainer.precision_plugin
+                learner, precision = trainer.lightning_module, trainer.precision_plugin
                 device = next(module.parameters()).device  # after `fit`, Lightning moves modules to the CPU
                 with precision.forward_context():
-                    batch = precision.convert_input(batch)
-                    if isinstance(learner, LightningModule):
-                        batch = _transferred(learner, batch, device)
+                    # Hooks of the module or its data module may change their input in place.
+                    batch = map_nested(_copied, precision.convert_input(batch))
+                    batch = learner._on_before_batch_transfer(batch, 0)
+                    batch = learner._apply_batch_transfer_handler(batch, device, 0)
                     return function(module, batch, *outputs)
 
             return call
 
         found = in_precision(loss)
-        for name in ("outputs", "labelled"):
-            if hasattr(loss, name):
-                setattr(found, name, in_precision(loss.outputs) if name == "outputs" else loss.labelled)
+        if hasattr(loss, "outputs"):
+            found.outputs = in_precision(loss.outputs)
+        if hasattr(loss, "labelled"):
+            found.labelled = loss.labelled
         return found
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import sys
 from collections.abc import Mapping
-from functools import partial
+from functools import reduce
+from operator import add
 from pathlib import Path
 from typing import Any
 
 try:
     import accelerate  # noqa: F401
+    import torch
     from transformers import TrainerCallback
 except ImportError as error:
     raise ImportError(
@@ -27,8 +30,15 @@ from gemproj.torch.losses import Distillation
 from gemproj.torch.promise import Loss, Promise
 from gemproj.torch.step import ProjectedStep
 
-# Longest kept text, in tokens, where neither the training arguments nor the tokenizer set a length.
+# Longest kept text, in tokens, unless the training arguments set a length.
 _LONGEST = 1024
+# Columns of examples that are tokenised already, and those of texts in the formats of TRL.
+_COLUMNS = {"input_ids", "pixel_values", "labels", "label"}
+_TEXTS = [("messages",), ("text",), ("prompt", "completion")]
+# Keys of tokens, of models that generate text and of others.
+_LABELLED, _UNLABELLED = "tokens of text", "tokens"
+# Frames between a callback and the object that has the list of callbacks, which subclasses add to.
+_FRAMES = 8
 
 
 class KeeperCallback(AcceleratedKeeper, TrainerCallback):
@@ -48,8 +58,8 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
             trainer.train()
             callback.keep(trainer.get_train_dataloader(), limit=100)
 
-    The projected gradient is clipped to ``args.max_grad_norm``, so a weight acts as in replay; the Trainer
-    itself does not clip meanwhile. Only trainable parameters are projected, so with peft only the adapters add
+    The projected gradient is clipped to ``args.max_grad_norm``, so a weight acts as in replay; the Trainer itself
+    does not clip. ``grad_norm`` in the logs is the norm of the projected gradient before it is clipped. Only trainable parameters are projected, so with peft only the adapters add
     to the cost. Logs include the numbers of `logs`, such as ``keep/excess``, wherever `report_to` sends them.
 
     Checkpoints include a file ``keeper.pt``, or one per process. It is found if training resumes from a folder
@@ -63,7 +73,7 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
         training, in which case it waits until training begins, or after it.
     promise : Promise or loss, optional
         By default ``Promise(Distillation())``.
-    name, collate, limit
+    name, collate, limit, hold_out
         As in `gemproj.torch.Keeper.keep`, for `data`.
     **options
         `on`, `method`, `look`, `project`, `microbatch` and `process_group` of `gemproj.torch.Keeper`.
@@ -87,14 +97,14 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
         name: Any = None,
         collate: Collate | None = None,
         limit: int | None = None,
+        hold_out: float = 0.0,
         **options: Any,
     ) -> None:
         super().__init__(Promise(Distillation()) if promise is None else promise, **options)
         self._given = promise is not None
-        self._clipping: float | None = None
-        self._tools: tuple[Any, ...] | None = None  # tokenizer, collator, model, training arguments
+        self._tools: tuple[Any, ...] | None = None  # tokenizer, training arguments
         if data is not None:
-            self.keep(data, name=name, collate=collate, limit=limit)
+            self.keep(data, name=name, collate=collate, limit=limit, hold_out=hold_out)
 
     def keep(
         self,
@@ -104,11 +114,12 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
         name: Any = None,
         collate: Collate | None = None,
         limit: int | None = None,
+        hold_out: float = 0.0,
     ) -> None:
-        """Keep examples, now or when training begins; see `KeeperCallback` and `gemproj.torch.Keeper.keep`."""
+        """Keep examples, now or when training begins: see `KeeperCallback`, and `gemproj.torch.Keeper.keep`."""
         if self._model is not None and self._tools is not None and collate is None:
-            data, collate = _prepared(data, *self._tools)
-        super().keep(data, promise, name=name, collate=collate, limit=limit)
+            data, collate = _prepared(data, self._model, self._collate, *self._tools)
+        super().keep(data, promise, name=name, collate=collate, limit=limit, hold_out=hold_out)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read the state of the keeper from a checkpoint, for the training that begins next.
@@ -119,33 +130,45 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
         """
         self._named = read(folder)
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Give back the norm to which gradients are clipped, after a training that broke off."""
+        _clip_again(args)
+
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Attach to the optimizer, and keep what waits for a model."""
+        _clip_again(args)
         self._attach_prepared(model, optimizer)
         self._come_first()
-        loader = kwargs.get("train_dataloader")
-        self._collate = getattr(loader, "collate_fn", None)
-        tokenizer = kwargs.get("processing_class") or kwargs.get("tokenizer")
-        self._tools = (tokenizer, self._collate, self._model, args)
+        loader, tokenizer = kwargs.get("train_dataloader"), kwargs.get("processing_class")
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+        # Without a batch sampler, the elements of the data set are batches.
+        batched = getattr(loader, "batch_sampler", None) is not None
+        self._collate = _Collator(tokenizer, loader.collate_fn if batched else None)
+        self._tools = (tokenizer, args)
         self._keep_pending()
-        # The gradient is clipped after its projection instead; DeepSpeed clips within its step.
-        if args.max_grad_norm and self._step_type is ProjectedStep:
-            self._clipping = self.max_norm = args.max_grad_norm
-            args.max_grad_norm = 0.0
-        self._noted, self._noted_at = self._begun, -1  # a callback that was added twice is called twice
+        self._noted, self._noted_at = 0, -1  # a callback that was added twice is called twice
         self.logs()  # drops the numbers of an earlier training
         if state.global_step:
             self.load_state_dict(self._find(args, state.global_step))
         self._named = None
 
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the Trainer from clipping the gradient, which is clipped after its projection instead."""
+        # DeepSpeed clips within its step.
+        if args.max_grad_norm and self._steps and isinstance(self._steps[0], ProjectedStep):
+            self.max_norm = float(args.max_grad_norm)
+            args.max_grad_norm = _Later(self.max_norm)
+
     def on_optimizer_step(
         self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """Raise if ``optimizer.step()`` did not take the step; the check does not synchronise a device."""
-        if self._begun != self._noted:
-            self._noted, self._noted_at = self._begun, state.global_step
+        _clip_again(args)
+        calls = self._steps[0].calls if self._steps else 0
+        if calls > self._noted:
+            self._noted, self._noted_at = calls, state.global_step
         elif self._noted_at != state.global_step and not getattr(optimizer, "step_was_skipped", False):
             raise RuntimeError(
                 f"The steps of optim={args.optim!r} are not taken by optimizer.step(), so they cannot be "
@@ -157,8 +180,10 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
         if not ({"loss", "train_loss"} & set(logs or ())):
             return  # an evaluation
         numbers = self.logs()
-        if self._clipping is not None and self._steps and self._steps[0].norm is not None:
-            numbers["grad_norm"] = float(self._steps[0].norm)  # as the Trainer logs it, before clipping
+        norm = self._steps[0].norm if self._steps and "loss" in logs else None
+        # An overflow is the Trainer's to tell: the scaler then takes no step, and nothing is clipped.
+        if norm is not None and math.isfinite(logs.get("grad_norm", 0.0)):
+            numbers["grad_norm"] = float(norm)
         logs.update(numbers)
         state.log_history[-1].update(numbers)  # a copy of logs from before the callbacks
 
@@ -170,21 +195,26 @@ class KeeperCallback(AcceleratedKeeper, TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Detach from the optimizer."""
-        if self._clipping is not None:
-            args.max_grad_norm, self._clipping, self.max_norm = self._clipping, None, None
         self._commit()
         self.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copying and pickling; a copy has nothing of a training."""
+        return super().__getstate__() | {"_tools": None}
 
     def _come_first(self) -> None:
         """Move before the callbacks that report logs, which otherwise would not see our numbers.
 
         A callback is not told in which list it is; it is called by the object that has the list.
         """
-        caller: Any = sys._getframe(2).f_locals.get("self")
-        callbacks = getattr(caller, "callbacks", None)
-        if isinstance(callbacks, list) and self in callbacks:
-            callbacks.remove(self)
-            callbacks.insert(0, self)
+        frame: Any = sys._getframe(1)
+        for _ in range(_FRAMES):
+            callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
+            if isinstance(callbacks, list) and self in callbacks:
+                callbacks.remove(self)
+                callbacks.insert(0, self)
+                return
+            frame = frame.f_back or frame
 
     def _find(self, args: Any, step: int) -> dict[str, Any]:
         """Return the state of the keeper at the step from which training resumes, or raise."""
@@ -207,34 +237,61 @@ def _checkpoint(args: Any, step: int) -> Path:
     return Path(args.output_dir) / f"checkpoint-{step}"
 
 
-def _prepared(data: Any, tokenizer: Any, collator: Any, model: Any, args: Any) -> tuple[Any, Collate | None]:
-    """Return data of a trainer's user as `gemproj.torch.Keeper.keep` takes it, with a collate function."""
-    if isinstance(data, DataLoader) or not hasattr(data, "__getitem__") or not len(data):
+class _Later(float):
+    """Zero in place of the norm to which the Trainer would clip, with that norm.
+
+    If a training breaks off, no callback is told. The norm is then still here, also in copies.
+    """
+
+    def __new__(cls, norm: float) -> _Later:  # noqa: D102
+        self = super().__new__(cls, 0.0)
+        self.norm = norm
+        return self
+
+    norm: float
+
+    def __reduce__(self) -> Any:
+        return float, (self.norm,)
+
+    def __deepcopy__(self, memo: Any) -> float:
+        return self.norm
+
+
+def _clip_again(args: Any) -> None:
+    if isinstance(args.max_grad_norm, _Later):
+        args.max_grad_norm = args.max_grad_norm.norm
+
+
+def _prepared(
+    data: Any, model: Any, collator: _Collator, tokenizer: Any, args: Any
+) -> tuple[Any, Collate | None]:
+    """Return data of a Trainer's user as `gemproj.torch.Keeper.keep` takes it, with a collate function."""
+    if isinstance(data, str):
+        raise TypeError("data must be a list of texts; found one text. Pass [text].")
+    if isinstance(data, DataLoader | Mapping) or not hasattr(data, "__getitem__") or not len(data):
         return data, None
     first = data[0]
-    if isinstance(first, Mapping) and not set(first) & {"input_ids", "labels", "pixel_values", "label"}:
-        key = next((key for key in ("messages", "text") if key in first), None)
-        if key is not None:
-            data, first = [one[key] for one in data], first[key]
+    if isinstance(first, Mapping) and first.keys() >= {"role", "content"}:
+        raise TypeError("data must be a list of conversations; found one conversation. Pass [conversation].")
+    if isinstance(first, Mapping) and not first.keys() & _COLUMNS:
+        parts = [names for names in _TEXTS if first.keys() >= set(names)]
+        if parts:
+            data = [reduce(add, (one[name] for name in parts[0])) for one in data]
+            first = data[0]
     if _is_text(first):
         if tokenizer is None:
             raise ValueError("data holds texts, and the trainer has no tokenizer: pass processing_class=.")
-        longest = next(
-            (n for n in (getattr(args, "max_length", None), tokenizer.model_max_length) if n), _LONGEST
-        )
-        longest = min(longest, _LONGEST) if longest > 10**6 else longest
-        return [_tokens(one, tokenizer, longest) for one in data], partial(_padded, tokenizer)
-    if isinstance(first, Mapping) and args.remove_unused_columns:
-        taken = {
-            *inspect.signature(model.forward).parameters,
-            "label",
-            "label_ids",
-            "labels",
-            *(args.label_names or ()),
-        }
-        if not set(first) <= taken and set(first) & taken:
+        longest = getattr(args, "max_length", None) or min(tokenizer.model_max_length, _LONGEST)
+        generates = getattr(model, "can_generate", bool)()
+        return [_tokens(one, tokenizer, longest, generates) for one in data], collator
+    if not isinstance(first, Mapping) or collator.collate is None:
+        return data, None
+    if args.remove_unused_columns:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft
+        taken = {*inspect.signature(base.forward).parameters, "label", "label_ids", *(args.label_names or ())}
+        if first.keys() & taken and not first.keys() <= taken:
             data = [{key: one[key] for key in first if key in taken} for one in data]
-    return data, collator if isinstance(first, Mapping) else None
+    return data, collator
 
 
 def _is_text(one: Any) -> bool:
@@ -242,22 +299,29 @@ def _is_text(one: Any) -> bool:
     return isinstance(one, str) or (isinstance(one, list) and bool(one) and isinstance(one[0], Mapping))
 
 
-def _tokens(one: Any, tokenizer: Any, longest: int) -> dict[str, list[int]]:
-    """Return the tokens of a text or of a conversation."""
+def _tokens(one: Any, tokenizer: Any, longest: int, labels: bool) -> dict[str, list[int]]:
+    """Return the tokens of a text or of a conversation, with a name that no collator of a Trainer knows."""
     text = one if isinstance(one, str) else tokenizer.apply_chat_template(one, tokenize=False)
     # A template writes its own special tokens.
     found = tokenizer(text, truncation=True, max_length=longest, add_special_tokens=isinstance(one, str))
-    return {"input_ids": list(found["input_ids"])}
+    return {_LABELLED if labels else _UNLABELLED: list(found["input_ids"])}
 
 
-def _padded(tokenizer: Any, examples: list[dict[str, list[int]]]) -> dict[str, Any]:
-    """Make a batch of tokens, with labels at all of them."""
-    import torch
+class _Collator:
+    """Makes batches of tokenised texts itself, and of other examples by the collator of a Trainer."""
 
-    tokens = [torch.tensor(one["input_ids"]) for one in examples]
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    ids, mask = (
-        torch.nn.utils.rnn.pad_sequence(some, batch_first=True, padding_value=value)
-        for some, value in ((tokens, pad), ([torch.ones_like(one) for one in tokens], 0))
-    )
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    def __init__(self, tokenizer: Any, collate: Collate | None) -> None:
+        self.tokenizer, self.collate = tokenizer, collate
+
+    def __call__(self, examples: list[Any]) -> Any:
+        key = next((key for key in (_LABELLED, _UNLABELLED) if key in examples[0]), None)
+        if key is None:
+            assert self.collate is not None
+            return self.collate(examples)
+        pad = getattr(self.tokenizer, "pad_token_id", None) or 0
+        counts = torch.tensor([len(one[key]) for one in examples])
+        mask = torch.arange(max(int(counts.max()), 1)) < counts[:, None]
+        ids = torch.full(mask.shape, pad)
+        ids[mask] = torch.tensor([token for one in examples for token in one[key]])
+        batch = {"input_ids": ids, "attention_mask": mask.long()}
+        return batch | {"labels": ids.masked_fill(~mask, -100)} if key == _LABELLED else batch

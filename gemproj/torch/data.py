@@ -276,6 +276,8 @@ def leaves_of(value: Any) -> list[Any]:
 
 def moved(batch: Batch, device: Any) -> Batch:
     """Move a batch to a device: call the method `to` of objects that have it, and keep other objects."""
+    if device is None:
+        return batch
 
     def movable(value: Any) -> bool:
         return callable(getattr(value, "to", None)) and not isinstance(value, type)
@@ -370,7 +372,7 @@ def join(parts: Sequence[Any]) -> Any:
 
 def _kind(batch: Batch) -> str:
     """Return the structure of a batch, with the shapes and dtypes of its examples."""
-    return str(map_nested(lambda leaf: (tuple(leaf.shape[1:]), str(leaf.dtype)), batch))
+    return str(map_nested(lambda leaf: (tuple(leaf.shape[1:]), str(leaf.dtype)), _ordered(batch)))
 
 
 def owned(examples: Any) -> Any:

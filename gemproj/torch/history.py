@@ -141,6 +141,13 @@ class Line:
         Mean multiplier, in units of gradients (of steps with ``on="step"``).
     seconds : float
         Host time spent on the rows of the promise.
+    held_out : tuple of three floats, or None
+        Loss of the held-out examples now, with the ends of its 95 % interval over examples.
+    held_bound : float
+        Largest loss of the held-out examples that the promise allows.
+    kept : bool
+        Whether the promise is kept: by the held-out examples, if there are any, else by the last step. Without
+        a tolerance, a held-out loss may be above its stored value by less than its interval.
     """
 
     name: Any
@@ -155,6 +162,9 @@ class Line:
     excess: float = math.nan
     multiplier: float = 0.0
     seconds: float = 0.0
+    held_out: tuple[float, float, float] | None = None
+    held_bound: float = math.nan
+    kept: bool = True
 
 
 _SUMS = ("would_break", "broke", "multiplier")  # sums over steps in `History`, means in a `Report`
@@ -312,7 +322,17 @@ def _batch(solutions: Sequence[Any]) -> DualSolution:
 
 
 class Report(dict[Any, Line]):
-    """The outcome of each promise, a `Line` for the name of each set; prints as a table and can be plotted."""
+    """The outcome of each promise, a `Line` for the name of each set; prints as a table and can be plotted.
+
+    Attributes
+    ----------
+    kept : bool
+        Whether all promises are kept, see `Line`.
+    """
+
+    @property
+    def kept(self) -> bool:  # noqa: D102
+        return all(line.kept for line in self.values() if line.examples)
 
     def __init__(
         self, lines: Iterable[Line], points: Mapping[Any, Sequence[tuple[int, float, float]]]
@@ -326,18 +346,18 @@ class Report(dict[Any, Line]):
     def __repr__(self) -> str:
         if not self:
             return "No examples are kept: nothing is promised."
-        heads = [field.name.replace("_", " ") for field in fields(Line)]
-        cells = [
-            [_cell(getattr(line, field.name), field.name) for field in fields(Line)] for line in self.values()
-        ]
+        names = [field.name for field in fields(Line) if field.name not in ("held_out", "held_bound", "kept")]
+        heads = [name.replace("_", " ") for name in names]
+        cells = [[_cell(getattr(line, name), name) for name in names] for line in self.values()]
         widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-        return "\n".join(
+        table = [
             "  ".join(
                 cell.ljust(width) if j == 0 else cell.rjust(width)
                 for j, (cell, width) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
             for row in [heads, *cells]
-        )
+        ]
+        return "\n".join(table + [_said(line) for line in self.values() if line.held_out is not None])
 
     def plot(self, ax: Any = None) -> Any:
         """Plot losses, and their bounds as dashed lines, over the steps under promises; needs matplotlib.
@@ -368,16 +388,35 @@ class Report(dict[Any, Line]):
         return ax
 
 
-def make_report(history: History, examples: Mapping[Any, tuple[int, float]]) -> Report:
-    """Return the report; `examples` has the number of examples of each set, and their mean loss when kept."""
+def make_report(history: History, sets: Mapping[Any, Any], held_out: Mapping[Any, Any]) -> Report:
+    """Return the report on kept sets, with their held-out losses."""
     points, lines = history.points(), []
-    for name in [*examples, *(name for name in history.lines if name not in examples)]:
+    for name in [*sets, *(name for name in history.lines if name not in sets)]:
         line = replace(history.lines.get(name, Line(name)))
-        line.examples, line.stored = examples.get(name, (0, line.stored))
         for field in _SUMS:
             setattr(line, field, getattr(line, field) / max(line.steps, 1))
         lines.append(line)
+        if name not in sets:
+            continue
+        kept = sets[name]
+        line.examples, line.stored = len(kept), float(kept.losses.mean())
+        allowed = kept.promise.allowed or 0.0
+        bound, now = line.stored + allowed, line.now
+        if name in held_out:
+            line.held_out = held_out[name]
+            line.held_bound = bound = float(kept.held.losses.mean()) + allowed
+            now = line.held_out[0 if allowed else 1]
+        line.kept = not now > bound + _LOSSES * (1.0 + abs(bound))
     return Report(lines, points)
+
+
+def _said(line: Line) -> str:
+    assert line.held_out is not None
+    mean, low, high = line.held_out
+    return (
+        f"{line.name}: held out {mean:.4g} [{low:.4g}, {high:.4g}] of {line.held_bound:.4g}: "
+        f"{'kept' if line.kept else 'not kept'}"
+    )
 
 
 def _cell(value: Any, name: str) -> str:

@@ -1,14 +1,14 @@
 """Several rows of G from one forward and backward pass; an optimisation that may say no.
 
-Rows can share a pass if the loss of an example does not depend on the other examples, is returned as one number
-per example, and has the same loss function in all of them. Two ways are tried: layer by layer, for models of
-known layers; and ``torch.func.vmap``. The first rows that share a pass are compared with rows of their own.
+Rows of one loss with equal numbers of examples can share a pass. Two ways are tried: layer by layer, if the
+loss of an example does not depend on the others and all layers are known, as in language models; and
+``torch.func.vmap``, which computes each row by itself. The first rows that share a pass are compared with
+rows of their own.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,23 +20,27 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils._pytree import tree_map
 
-from gemproj._arrays import wide_dtype
-from gemproj.torch.data import PerExample, join, leaves_of, moved, owned, take
+from gemproj.torch.data import join, leaves_of, moved, owned, take
 from gemproj.torch.memory import Draw
 from gemproj.torch.promise import call_loss
 
 # Maximum bytes of activations per thread, for a pass and for one row. A shared pass saves calls of small
 # operations, but a row that fills the caches of a core is faster in its own pass (docs/cost.md).
 _CPU_PASS, _CPU_ROW = 2**25, 2**22
-# Maximum difference between two computations of a row in half precision, relative to its norm.
+# Maximum difference between two computations of a row in half precision, relative to its norm. Products of
+# float32 numbers on a GPU may have ten bits, too.
 _MOST_APART = 0.03
+
+
+class RowByRow(Exception):
+    """Raised if rows cannot share a pass; the message is the reason."""
 
 
 @dataclass
 class Plan:
-    """How the rows of a kind are computed: the way, or None for one by one, and the number of rows per pass."""
+    """How rows of a kind are computed: the way, or None for one by one, and the number of rows per pass."""
 
-    way: Callable[..., tuple[Tensor, set[int], float]] | None
+    way: Callable[..., float] | None
     rows: int = 1
     entries: float = 0.0  # of the largest batch of a pass
 
@@ -67,172 +71,146 @@ class SharedPasses:
                 continue
             if kind not in self._plans:
                 self._plans[kind] = self._plan(G, model, some, alone, most)
+                for draw in some:  # rows of trials may be wrong
+                    G.drop(draw.k)
             plan = self._plans[kind]
             try:
                 for start in range(0, len(some) if plan.way else 0, plan.rows):
-                    _share(G, model, some[start : start + plan.rows], plan, alone)
+                    _share(G, model, some[start : start + plan.rows], plan)
             except Exception as error:  # an error of the loss itself is raised again by `alone`
-                self._say_no(kind, error)
+                self._plans[kind], self.reason = Plan(None), str(error)
                 for draw in some:
                     G.drop(draw.k)
             left += [draw for draw in some if draw.k not in G._written]
         return left
 
     def _plan(self, G: Any, model: nn.Module, draws: Sequence[Draw], alone: Any, most: int) -> Plan:
-        """Find a way that computes the first rows as their own passes do, and how many rows fit into a pass."""
+        """Find a way that computes the first rows as their own passes do, and the number of rows per pass."""
         with _counted_activations(model) as count:
-            values = alone(draws[0])
-        n, (of_pass, of_row) = len(draws[0].at), _budget(G.vector.device)
-        fit = min(of_pass // max(count[0], 1), most // n)
-        if values.shape != (n,):
-            self.reason = (
-                "the loss is a mean over examples; if it returned one number for each, rows could share"
-            )
-        elif fit < 2 or count[0] > of_row:
+            alone(draws[0])
+        n, device, threads = len(draws[0].at), G.vector.device, torch.get_num_threads()
+        of_pass, of_row = threads * _CPU_PASS, threads * _CPU_ROW
+        if device.type == "cuda":  # large passes are faster on GPUs (docs/gpu.md)
+            of_pass = torch.cuda.mem_get_info(device)[0] // 4
+            of_row = of_pass // 2
+        if count[0] > of_row:
             self.reason = f"a row has {n} examples, {count[0] / 2**20:.3g} MiB"
-        else:
-            for way in (_by_layers, _by_vmap):
-                try:
-                    return _checked(G, model, draws, way, int(fit), alone)
-                except Exception as error:
-                    self.reason = self.reason or str(error).partition("\n")[0]
+            return Plan(None)
+        reasons, entries = [], _entries(_joined(G, draws[:1])[0])
+        # With vmap, the gradients of a pass are in memory twice.
+        for way, more in ((_by_layers, 1), (_by_vmap, G.vector.d * G.G.element_size())):
+            some = draws[: min(of_pass // (count[0] + more), most // n)]
+            try:
+                return _checked(G, model, some, Plan(way, len(some), len(some) * entries), alone)
+            except Exception as error:
+                reasons.append(str(error))
+        self.reason = reasons[0]
         return Plan(None)
 
-    def _say_no(self, kind: Hashable, error: Exception) -> None:
-        self._plans[kind], self.reason = Plan(None), str(error).partition("\n")[0]
 
-
-def _checked(G: Any, model: nn.Module, draws: Sequence[Draw], way: Any, fit: int, alone: Any) -> Plan:
-    """Return a plan if the first and the last row of a pass are the same in passes of their own."""
-    some = draws[:fit]
-    ends = [some[0], some[-1]]
-    own, own_losses = [], []
-    for draw in ends:
+def _checked(G: Any, model: nn.Module, draws: Sequence[Draw], plan: Plan, alone: Any) -> Plan:
+    """Return the plan if the first and the last row of a pass are the same in passes of their own."""
+    if len(draws) < 2:
+        raise RowByRow("no two rows fit into a pass")
+    own = []
+    for draw in (draws[0], draws[-1]):
         G.drop(draw.k)
-        alone(draw)
-        own.append([part.clone() for part in G.parts(draw.k)])
-        own_losses.append(float(G._sums[0, draw.k]))
-    entries = len(some) / len(draws[:1]) * _entries(_joined(G, draws[:1])[0])
-    for draw in ends:
-        G.drop(draw.k)
-    plan = Plan(way, fit, entries)
-    eps = _share(G, model, some, plan, alone)
-    for draw, row, loss in zip(ends, own, own_losses, strict=True):
-        found = G.parts(draw.k)
-        wide = wide_dtype(torch, G.vector.device)
-        size, apart = (
-            math.sqrt(sum(float(torch.linalg.vector_norm(a, dtype=wide)) ** 2 for a in parts))
-            for parts in (row, [a - b for a, b in zip(found, row, strict=True)])
-        )
+        loss = float(alone(draw).mean())
+        own.append((draw.k, G._buffer[draw.k].clone(), loss))
+    eps = _share(G, model, draws, plan)
+    for k, row, loss in own:
+        kind = torch.promote_types(row.dtype, torch.float32)
+        size, apart = (float(torch.linalg.vector_norm(a, dtype=kind)) for a in (row, G._buffer[k] - row))
         # At the beginning of a distillation, losses are zero and gradients are rounding errors.
-        rounding = 4.0 * torch.finfo(G.vector.dtype).eps * (1.0 + abs(loss))
-        if abs(loss) > rounding and not apart <= min(4 * eps**0.5, _MOST_APART) * size:
+        rounding = 4.0 * torch.finfo(row.dtype).eps * (1.0 + abs(loss))
+        if abs(loss) > rounding and not apart <= min(4.0 * eps**0.5, _MOST_APART) * size:
             raise RowByRow(
-                f"in a shared pass, a row differs by {apart / max(size, 1e-300):.1g} of its norm. Does the loss of "
-                "an example depend on the other examples of its batch, or draw random numbers?"
+                f"rows differ by {apart / max(size, 1e-30):.1g} of their norm in a shared pass. Does the loss "
+                "of an example depend on the others of its batch, or draw random numbers?"
             )
-    for draw in some:
-        G.drop(draw.k)
     return plan
 
 
-def _share(G: Any, model: nn.Module, draws: Sequence[Draw], plan: Plan, alone: Any) -> float:
+def _share(G: Any, model: nn.Module, draws: Sequence[Draw], plan: Plan) -> float:
     """Compute several rows in one pass; return the largest rounding error of their products."""
     if len(draws) < 2:
-        return 0.0
+        return 0.0  # left for a pass of its own
     batch, outputs = _joined(G, draws)
     if _entries(batch) > 1.5 * plan.entries:  # examples are longer than when the plan was made
         half = len(draws) // 2
-        _share(G, model, draws[:half], plan, alone)
-        return _share(G, model, draws[half:], plan, alone)
+        return max(_share(G, model, some, plan) for some in (draws[:half], draws[half:]))
     if any(p._backward_hooks for p in G.vector.parameters):
         raise RowByRow("parameters have hooks, which change each gradient")
     assert plan.way is not None
-    losses, reached, eps = plan.way(G, model, draws, batch, outputs)
-    G.note(draws[0].k, reached, losses)
-    return eps
+    if any(leaf.shape[:1] != (len(draws) * len(draws[0].at),) for leaf in _tensors(batch)):
+        raise RowByRow("the first dimension of a batch does not count examples, as in packed texts")
+    return plan.way(G, model, draws, batch, outputs)
 
 
 def _joined(G: Any, draws: Sequence[Draw]) -> tuple[Any, Any]:
     """Return the examples of all draws as one batch, and their stored outputs."""
-    first, device = draws[0].kept, G.vector.device
+    first, device, outputs = draws[0].kept, G.vector.device, None
     batch = join([take(draw.kept.examples, draw.at) for draw in draws])
     if first.collate is not None:
         batch = first.collate(list(owned(batch)))
-    outputs = None
     if first.outputs is not None:
         outputs = moved(join([take(draw.kept.outputs, draw.at) for draw in draws]), device)
     return moved(batch, device), outputs
 
 
-def _weighted(losses: Tensor, draws: Sequence[Draw]) -> Tensor:
-    """Return the mean loss of each row, with its weight."""
+def _weights(draws: Sequence[Draw], like: Tensor) -> Any:
+    """Return the weights of the rows, as one number if they are equal, which needs no copy to a device."""
     weights = [draw.weight for draw in draws]
-    if len(set(weights)) == 1:  # needs no copy to a device, which would synchronise
-        return losses * weights[0]
-    return losses * torch.tensor(weights, dtype=losses.dtype, device=losses.device)
+    return weights[0] if len(set(weights)) == 1 else like.new_tensor(weights)
 
 
-def _by_layers(
-    G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any
-) -> tuple[Tensor, set[int], float]:
-    """Compute rows from the inputs and the gradients of all layers; see `RowGradients`."""
-    t, n = len(draws), len(draws[0].at)
-    if any(leaf.shape[:1] != (t * n,) for leaf in _tensors(batch)):
-        raise RowByRow("the first dimension of a batch does not count examples, as in packed texts")
-    parts = dict(zip(map(id, G.vector.parameters), G.parts(draws[0].k, t), strict=True))
-    gradients = RowGradients(model.modules(), parts)
-    with gradients.recorded(t * n):
-        values = call_loss(draws[0].loss, model, batch, t * n, outputs)
+def _by_layers(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> float:
+    """Compute rows from the inputs and the gradients of all layers; see `Recorder`."""
+    t, n, first = len(draws), len(draws[0].at), draws[0]
+    parts = dict(zip(map(id, G.vector.parameters), G.parts(first.k, t), strict=True))
+    recorder = Recorder(parts, t * n)
+    with recorder.recording(model):
+        values = call_loss(first.loss, model, batch, t * n, outputs)
         if values.shape != (t * n,):
             raise RowByRow("the loss is a mean over examples")
-        losses = _weighted(values.view(t, n).mean(1), draws)
-        gradients.differentiate(losses.sum() * G._scale, G.vector.parameters)
-    reached = set()
-    for j, (p, part) in enumerate(parts.items()):
-        if p in gradients.reached:
-            reached.add(j)
-        else:
+        losses = values.view(t, n).mean(1)
+        losses = losses * _weights(draws, losses)
+        recorder.differentiate(losses.sum() * G._scale, G.vector.parameters)
+    for p, part in parts.items():
+        if p not in recorder.reached:
             part.zero_()
-    return losses.detach(), reached, gradients.rounding
+    G.note(first.k, [j for j, p in enumerate(parts) if p in recorder.reached], losses.detach())
+    return recorder.rounding
 
 
-class _Functional:
-    """A model that is called with other values of its parameters."""
+class _Loss(nn.Module):
+    """The mean loss of the examples of a draw, as a module with the parameters of the model."""
 
-    def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
-        self._model, self._values = model, values
+    def __init__(self, model: nn.Module, draw: Draw) -> None:
+        super().__init__()
+        self.model, self._draw = model, draw
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return functional_call(self._model, self._values, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+    def forward(self, batch: Any, *outputs: Any) -> Tensor:
+        return call_loss(self._draw.loss, self.model, batch, len(self._draw.at), *outputs).mean()
 
 
-def _by_vmap(
-    G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any
-) -> tuple[Tensor, set[int], float]:
+def _by_vmap(G: Any, model: nn.Module, draws: Sequence[Draw], batch: Any, outputs: Any) -> float:
     """Compute rows by the vectorised gradient of torch, which knows most operations."""
-    t, n = len(draws), len(draws[0].at)
-    if isinstance(outputs, PerExample) or any(leaf.shape[:1] != (t * n,) for leaf in _tensors(batch)):
-        raise RowByRow("the first dimension of a batch does not count examples")
-    names = {id(p): name for name, p in model.named_parameters()}
-    values = {names[id(p)]: p.detach() for p in G.vector.parameters}
-    batch, outputs = tree_map(lambda a: a.view(t, n, *a.shape[1:]), (batch, outputs))
+    t, first = len(draws), draws[0]
+    given = (batch,) if outputs is None else (batch, outputs)
+    given = tree_map(lambda leaf: leaf.view(t, -1, *leaf.shape[1:]), given)
+    loss, names = _Loss(model, first), [f"model.{name}" for name in G.vector.names]
 
-    def one(values: Mapping[str, Tensor], batch: Any, outputs: Any) -> Tensor:
-        loss = call_loss(draws[0].loss, _Functional(model, values), batch, n, outputs)
-        return loss.mean() * G._scale
+    def scaled(values: Sequence[Tensor], given: Any) -> Tensor:
+        return functional_call(loss, dict(zip(names, values, strict=True)), given) * G._scale
 
-    found, losses = vmap(grad_and_value(one), (None, 0, None if outputs is None else 0))(
-        values, batch, outputs
-    )
-    for p, part in zip(G.vector.parameters, G.parts(draws[0].k, t), strict=True):
-        gradient = _weighted(found[names[id(p)]].reshape(t, -1).T, draws).T
-        part.copy_(gradient.reshape(part.shape))
-    eps = max(_rounding(p) for p in G.vector.parameters)
-    return _weighted(losses.detach() / G._scale, draws), set(range(len(values))), eps
+    own = [p.detach() for p in G.vector.parameters]
+    found, losses = vmap(grad_and_value(scaled), (None, 0))(own, given)
+    weights = _weights(draws, losses)
+    for gradient, part in zip(found, G.parts(first.k, t), strict=True):
+        part.copy_((gradient.reshape(t, -1).mT * weights).mT.view(part.shape))
+    G.note(first.k, range(len(names)), losses / G._scale * weights)
+    return max(map(_rounding, own))
 
 
 def _tensors(batch: Any) -> list[Tensor]:
@@ -243,15 +221,6 @@ def _entries(batch: Any) -> int:
     return sum(leaf.numel() for leaf in _tensors(batch))
 
 
-def _budget(device: torch.device) -> tuple[int, int]:
-    """Return the maximum bytes of activations, for a pass and for one row."""
-    if device.type == "cuda":  # a quarter of the free memory: large passes are faster on GPUs (docs/gpu.md)
-        free = torch.cuda.mem_get_info(device)[0] // 4
-        return free, free // 2
-    threads = torch.get_num_threads()
-    return threads * _CPU_PASS, threads * _CPU_ROW
-
-
 @contextmanager
 def _counted_activations(model: nn.Module) -> Iterator[list[int]]:
     """Count the bytes of all tensors except parameters that are saved for backward passes."""
@@ -260,9 +229,8 @@ def _counted_activations(model: nn.Module) -> Iterator[list[int]]:
     def keep(tensor: Tensor) -> Tensor:
         with suppress(RuntimeError):  # sparse and quantised tensors may have no storage
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in seen:
-                seen.add(storage.data_ptr())
-                found[0] += storage.nbytes()
+            found[0] += storage.nbytes() * (storage.data_ptr() not in seen)
+            seen.add(storage.data_ptr())
         return tensor
 
     for p in model.parameters():
@@ -272,11 +240,7 @@ def _counted_activations(model: nn.Module) -> Iterator[list[int]]:
         yield found
 
 
-class RowByRow(Exception):
-    """Raised if rows cannot share a pass; the message is the reason."""
-
-
-class RowGradients:
+class Recorder:
     """Computes the gradients of all rows in one backward pass through the sum of the losses.
 
     In the forward pass of its own layer, a parameter is a constant. The output of the layer passes through an
@@ -284,85 +248,62 @@ class RowGradients:
     The gradient of a row follows from x and e of its examples: for the weight of a linear layer, it is
     ``e' x``. A parameter that is used outside its layer gets a gradient, which `differentiate` detects.
 
-    Parameters
-    ----------
-    modules : iterable of torch.nn.Module
-        All modules of the model.
-    into : dict of Tensor, shape (t, *shape)
-        The part of G of each parameter, keyed by parameter id.
-
-    Attributes
-    ----------
-    reached : set of int
-        Ids of the parameters that the losses depend on.
-    rounding : float
-        The machine epsilon of the least precise gradient.
+    `into` has the part of G of each parameter, shape (t, *shape), keyed by parameter id.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], into: Mapping[int, Tensor]) -> None:
-        self._into = into
-        self._layers: list[tuple[Any, Mapping[str, Tensor], Rule]] = []
-        self.reached: set[int] = set()
+    def __init__(self, into: Mapping[int, Tensor], examples: int) -> None:
+        self.into, self._examples, self.reached = into, examples, set[int]()
         self.rounding = max(map(_rounding, into.values()))
-        self._differentiated = False
-        for layer in modules:
-            if "_orig_mod" in layer._modules or layer._compiled_call_impl is not None:
-                raise RowByRow("a part of the model is compiled")
-            own = {k: p for k, p in layer._parameters.items() if p is not None and id(p) in into}
-            if not own:
-                continue
-            rule = _rule(layer)
-            if rule is None or "forward" in layer.__dict__:
-                raise RowByRow(f"{type(layer).__name__} is none of the layers whose gradients are known")
-            self._layers.append((layer, own, rule))
+        self._anchor = torch.zeros((), device=next(iter(into.values())).device, requires_grad=True)
 
     @contextmanager
-    def recorded(self, examples: int) -> Iterator[None]:
-        """Record the inputs of all layers in a forward pass of `examples` examples."""
-        device = next(iter(self._into.values())).device
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
+    def recording(self, model: nn.Module) -> Iterator[None]:
+        """Record the inputs of all layers with parameters of G in a forward pass."""
         with ExitStack() as restored:
-            for layer, own, rule in self._layers:
+            for layer in model.modules():
+                if "_orig_mod" in layer._modules or layer._compiled_call_impl is not None:
+                    raise RowByRow("a part of the model is compiled")
+                own = {k: p for k, p in layer._parameters.items() if p is not None and id(p) in self.into}
+                if not own:
+                    continue
+                rule = _rule(layer)
+                if rule is None or "forward" in layer.__dict__:
+                    raise RowByRow(f"{type(layer).__name__} is none of the layers whose gradients are known")
                 # Written to the dict of the layer, because `Module.__setattr__` takes much longer.
-                layer.__dict__["forward"] = self._recording(layer, own, rule, examples)
+                layer.__dict__["forward"] = self._recorded(layer, own, rule)
                 restored.callback(layer.__dict__.pop, "forward")
             yield
 
     def differentiate(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
         """Add the gradient of the loss to each row; raise if a parameter is used outside its layer."""
-        self._differentiated = True
         _, *elsewhere = torch.autograd.grad(loss, [self._anchor, *parameters], allow_unused=True)
         if any(gradient is not None for gradient in elsewhere):
             raise RowByRow("a parameter is used outside of the layer that owns it")
 
-    def _recording(
-        self, layer: Any, own: Mapping[str, Tensor], rule: Rule, examples: int
-    ) -> Callable[..., Tensor]:
+    def _recorded(self, layer: Any, own: Mapping[str, Tensor], rule: Rule) -> Callable[..., Tensor]:
         forward, thread = layer.forward, get_ident()
         # The layer itself is not changed, because other threads may compute with it.
         constant = _with(layer, {name: p.detach() for name, p in own.items()})
 
         def add(x: Tensor, gradient: Tensor) -> None:
-            if not self._differentiated:
-                raise RowByRow("the loss has a backward pass of its own")
             self.rounding = max(self.rounding, _rounding(gradient))
             for name, p in own.items():
-                rule(layer, name, x, gradient, self._into[id(p)], id(p) not in self.reached)
+                rule(layer, name, x, gradient, self.into[id(p)], id(p) not in self.reached)
                 self.reached.add(id(p))
 
-        def recording(*args: Any, **kwargs: Any) -> Tensor:
+        def recorded(*args: Any, **kwargs: Any) -> Tensor:
             # Other threads compute as usual, except threads of autograd, which recompute checkpoints.
             if get_ident() != thread and torch._C._current_graph_task_id() < 0:
                 return forward(*args, **kwargs)
             x = args[0] if args else None
             if rule is _embedding and isinstance(x, Tensor) and len(x) == 1:  # position ids for all examples
-                x = x.expand(examples, *x.shape[1:])
-            if not isinstance(x, Tensor) or x.ndim < 1 or len(x) != examples:
+                x = x.expand(self._examples, *x.shape[1:])
+            if not isinstance(x, Tensor) or x.ndim < 1 or len(x) != self._examples:
                 raise RowByRow(f"the inputs of a {type(layer).__name__} do not count examples in dimension 0")
             out = type(layer).forward(constant, x, *args[1:], **kwargs)
             return _Recorded.apply(out, self._anchor, x.detach(), add)  # type: ignore[no-untyped-call]
 
-        return recording
+        return recorded
 
 
 class _Recorded(torch.autograd.Function):
@@ -438,26 +379,16 @@ def _scaling(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, f
 def _embedding(layer: Any, name: str, x: Tensor, gradient: Tensor, into: Tensor, fresh: bool) -> None:
     if layer.padding_idx is not None:
         gradient = gradient.masked_fill((x == layer.padding_idx)[..., None], 0.0)
-    # Sums over many tokens need the precision of the gradient, even if rows are stored with less.
-    sums = into if into.dtype == gradient.dtype else torch.zeros_like(into, dtype=gradient.dtype)
-    if fresh and sums is into:
+    if fresh:
         into.zero_()
     rows = torch.arange(len(into), device=x.device)[:, None]
-    values = gradient.reshape(len(into), -1, gradient.shape[-1])
-    sums.index_put_((rows, x.reshape(len(into), -1)), values, accumulate=True)
-    if sums is not into:
-        _add(sums, into, fresh)
+    values = gradient.reshape(len(into), -1, gradient.shape[-1]).to(into.dtype)
+    into.index_put_((rows, x.reshape(len(into), -1)), values, accumulate=True)
 
 
 def _rounding(gradient: Tensor) -> float:
     """Return the relative rounding error of the products from which a gradient is computed."""
-    if (
-        gradient.is_cuda
-        and gradient.dtype == torch.float32
-        and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    ):
-        return 2.0**-10
-    return torch.finfo(gradient.dtype).eps
+    return torch.finfo(torch.bfloat16 if gradient.is_cuda else gradient.dtype).eps
 
 
 def _add(values: Tensor, into: Tensor, fresh: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
 
+from gemproj._arrays import wide_dtype
 from gemproj.torch.data import Collate, PerExample, count, join, leaves_of, moved, take
 from gemproj.torch.losses import labelled_rows, model_loss
 from gemproj.torch.memory import KeptSet
@@ -53,8 +55,8 @@ def examined(
         numbers = _labelled(kept, loss)
         if outputs is not None or promise.allowed is not None:
             _check_collate(kept)
-    size = microbatch or promise.examples or len(kept)
     _, (most,) = topology.plan([len(kept)])
+    size = microbatch or promise.examples or most  # the same on all processes, which make as many passes
     found: list[Any] = []
     values: list[tuple[Tensor, list[int], int]] = []
     try:
@@ -65,6 +67,7 @@ def examined(
                 if outputs is not None:
                     with torch.no_grad(), explained(model, batch):
                         stored = _of_one(outputs(model, batch), len(at))
+                if stored is not None:  # None also with a teacher
                     found.append(
                         moved(take(stored, range(weight)), "cpu" if _on_cpu(kept) else vector.device)
                     )
@@ -99,6 +102,40 @@ def examined(
             kept.outputs = join(found)
             _drop_empty(kept, numbers)
     return kept
+
+
+def scored(
+    model: torch.nn.Module, vector: ParameterVector, kept: KeptSet, loss: Loss, microbatch: int | None = None
+) -> tuple[float, float, float]:
+    """Return the mean loss of all examples of a set now, and a 95 % interval of it.
+
+    The unit is the example: the interval is that of the mean of differences from the losses when kept, by
+    Student's distribution. On several processes, all of them must call this function.
+    """
+    size, topology = microbatch or kept.promise.examples or len(kept), vector.topology
+    _, (most,) = topology.plan([len(kept)])
+    losses, then = torch.zeros(len(kept), dtype=torch.float64), kept.losses
+    with topology.passes(), evaluating(model, vector.device, topology.collective), torch.no_grad():
+        for at, weight in _chunks(len(kept), size, most):
+            batch, outputs = kept.fetch(at, vector.device)
+            value = call_loss(loss, model, batch, len(at), outputs).double().cpu()
+            losses[at[:weight]] = value[:weight] if value.ndim else value
+    if topology.collective:
+        reshard(model)
+    rise = losses - then
+    sums = torch.tensor([len(rise), float(rise.sum()), float(rise.square().sum()), float(then.sum())])
+    sums = sums.to(wide_dtype(torch, vector.device))
+    total = topology.sum_shards if topology.collective else topology.sum_values
+    n, first, second, before = total(sums.to(vector.device)).tolist()
+    mean, spread = first / n, max(second / n - (first / n) ** 2, 0.0)
+    half = _student(n - 1) * math.sqrt(spread / (n - 1)) if n > 1 else math.inf
+    return tuple(before / n + mean + way * half for way in (0.0, -1.0, 1.0))  # type: ignore[return-value]
+
+
+def _student(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's distribution, by its expansion at the normal one."""
+    z = 1.959964
+    return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 @contextmanager

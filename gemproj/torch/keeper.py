@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gemproj._arrays import on_host
 from gemproj._checks import check_count
 from gemproj.methods import AnyMethod, as_method
 from gemproj.torch.data import Collate, read
 from gemproj.torch.history import History, Projection, Report, make_report
 from gemproj.torch.joint import SharedPasses
-from gemproj.torch.keep import examined, undisturbed
+from gemproj.torch.keep import examined, scored, undisturbed
 from gemproj.torch.memory import Draw, KeptSet
 from gemproj.torch.processes import Replicated, check_alone
 from gemproj.torch.promise import Loss, Promise, as_promise
@@ -74,8 +75,9 @@ class KeeperBase:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and pickling; a copy is not attached."""
-        gone = dict.fromkeys(("_model", "rows", "_scaler", "_group", "_joint", "last"))
-        held = self.__dict__ | gone | {"_handles": [], "_steps": [], "_warm": {}}
+        self._commit()
+        gone = dict.fromkeys(("_model", "rows", "_scaler", "_group", "_joint", "last", "_counted"))
+        held = self.__dict__ | gone | {"_handles": [], "_steps": [], "_warm": {}, "_replaced": []}
         return held | {"_random": self._random.get_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -95,6 +97,7 @@ class KeeperBase:
         name: Hashable = None,
         collate: Collate | None = None,
         limit: int | None = None,
+        hold_out: float = 0.0,
     ) -> None:
         """Keep examples, with a promise that every later step keeps.
 
@@ -118,6 +121,8 @@ class KeeperBase:
         limit : int, optional
             Keep a uniform sample of at most so many examples. Of data without a length, at most a thousand
             times as many are read.
+        hold_out : float, default 0
+            Share of the examples that training never sees: the report says their loss, with an interval.
 
         Raises
         ------
@@ -129,15 +134,16 @@ class KeeperBase:
         if self._model is None:
             if not self._waits:
                 raise ValueError(f"{type(self).__name__} has no model yet.")
-            self._pending.append((data, promise, dict(name=name, collate=collate, limit=limit)))
+            self._pending.append(
+                (data, promise, dict(name=name, collate=collate, limit=limit, hold_out=hold_out))
+            )
             return
         if name is None:
             name = next(k for k in itertools.count(len(self.sets)) if k not in self.sets)
         model, before = self._model, self._random.get_state()
-        vector = None if self.rows is None else self.rows.vector
-        if vector is None or not (vector.topology.collective or vector.is_of(model.parameters())):
-            vector = self._vector_of(model)
+        vector = self._vector_now(model)
         facts = {"option tolerance": chosen.allowed is not None, "option microbatch": self._microbatch}
+        facts["option examples"] = chosen.examples
         loss = self._wrapped(chosen.loss)
         evaluated = chosen.allowed is not None or hasattr(chosen.loss, "outputs")
         try:
@@ -149,6 +155,8 @@ class KeeperBase:
                 if not evaluated:
                     inner = getattr(inner, "_orig_mod", inner)  # a trial should not compile
                 kept = examined(inner, vector, chosen, loss, examples, collate, name, self._microbatch)
+            if hold_out:
+                kept = _divided(kept, hold_out, self._random)
             kept.adapter = _adapter(inner)
             kept.own = promise is not None or (known is not None and known.own)
             if known is not None:
@@ -159,7 +167,7 @@ class KeeperBase:
             self._random.set_state(before)
             raise
         if known is not None and known.promise != chosen:
-            self.history.close(name)
+            self._close(name)
         self.sets[name] = kept
         self._changed = True
 
@@ -167,16 +175,29 @@ class KeeperBase:
         """Drop a set: its promise ends."""
         if name not in self.sets:
             raise KeyError(f"no set is named {name!r}; found {list(self.sets)}")
-        self.history.close(name)
+        self._close(name)
         del self.sets[name]
         self._changed, self._warm = True, {}
 
     def report(self) -> Report:
-        """Return a report on each promise; it prints as a table, and its ``plot()`` draws the losses."""
+        """Return a report on each promise; it prints as a table, and its ``plot()`` draws the losses.
+
+        Held-out examples are evaluated now, in a forward pass; on several processes, all of them must call it.
+        """
         self._commit()
-        return make_report(
-            self.history, {name: (len(kept), float(kept.losses.mean())) for name, kept in self.sets.items()}
-        )
+        return make_report(self.history, self.sets, self.held_out())
+
+    def held_out(self) -> dict[Hashable, tuple[float, float, float]]:
+        """Return the present loss of the held-out examples of each set, with the ends of its 95 % interval."""
+        apart = {name: kept for name, kept in self.sets.items() if kept.held is not None}
+        if self._model is None or not apart:
+            return {}
+        vector, (inner, _) = self._vector_now(self._model), unwrapped(self._model)
+        return {
+            name: scored(inner, vector, kept.held, self._wrapped(kept.promise.loss), self._microbatch)
+            for name, kept in apart.items()
+            if kept.held is not None
+        }
 
     def logs(self) -> dict[str, float]:
         """Return statistics of the steps since the last call, for logging; see `History.means`."""
@@ -279,7 +300,7 @@ class KeeperBase:
         self._stepped: set[int] = set()  # the optimizers that have used the present rows
         self._noise: Any = None
         self._begun = self._looks = 0  # steps since attaching, and since the sets have changed
-        self._left_out = set[Hashable]()
+        self._left_out, self._replaced = set[Hashable](), list[Tensor]()
         optimizers = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         _check_disjoint(optimizers)
         try:
@@ -299,6 +320,13 @@ class KeeperBase:
         for data, promise, named in pending:
             self.keep(data, promise, **named)
 
+    def _vector_now(self, model: torch.nn.Module) -> ParameterVector:
+        """Return the vector of the rows, or another one if the model has other parameters now."""
+        vector = None if self.rows is None else self.rows.vector
+        if vector is None or not (vector.topology.collective or vector.is_of(model.parameters())):
+            vector = self._vector_of(model)
+        return vector
+
     def _vector_of(self, model: torch.nn.Module) -> ParameterVector:
         """Return the trainable parameters of a model as a vector."""
         whole, parallel = unwrapped(model)
@@ -314,6 +342,11 @@ class KeeperBase:
         """Begin to project the parameters that the model has now; raise if the optimizers hold others."""
         assert self._model is not None
         model = self._model
+        # Parameters of a layer that was replaced may stay in the optimizer; no loss depends on them any more.
+        before = [] if self.rows is None else self.rows.vector.parameters
+        now = set(map(id, model.parameters()))
+        gone = {id(p): p for p in (*self._replaced, *before) if id(p) not in now}
+        self._replaced = list(gone.values())
         held = {id(p) for p in self._held()}
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         lacking = [name for name, p in trainable.items() if id(p) not in held]
@@ -418,16 +451,17 @@ class KeeperBase:
     def _warm_start(self, kind: str, names: list[Any]) -> Any:
         """Return the last multipliers of each set, zero for a new one; None if there are none."""
         had, lam = self._warm.get(kind, (None, None))
-        if lam is None or had == names:
-            return lam
-        lam = torch.as_tensor(lam)
-        if len(lam) != len(had):
+        if lam is None or len(lam) != len(had):
             return None
-        found = lam.new_zeros(len(names))
-        for k, name in enumerate(names):
-            if name in had:
-                found[k] = lam[had.index(name)]
-        return found if found.device.type != "cpu" else found.numpy()
+        assert self.rows is not None
+        found = lam = torch.as_tensor(lam)
+        if had != names:
+            found = lam.new_zeros(len(names))
+            for k, name in enumerate(names):
+                if name in had:
+                    found[k] = lam[had.index(name)]
+        device = self.rows.vector.device  # a state has the multipliers on the CPU
+        return found.numpy() if on_host(device) else found.to(device)
 
     def _note(
         self,
@@ -466,6 +500,11 @@ class KeeperBase:
 
     _counted: Projection | None = None
 
+    def _close(self, name: Hashable) -> None:
+        """End the statistics of a set, with those of the last step."""
+        self._commit()
+        self.history.close(name)
+
     def _wrapped(self, loss: Loss) -> Loss:
         """Return the loss as the framework computes it, for example in the precision of training."""
         return loss
@@ -493,7 +532,8 @@ class KeeperBase:
 
     def _held(self) -> list[Tensor]:
         groups = [group for step in self._steps for group in step.optimizer.param_groups]
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+        replaced = set(map(id, self._replaced))
+        return [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in replaced]
 
 
 class Keeper(KeeperBase):
@@ -602,6 +642,21 @@ class Keeper(KeeperBase):
             process_group=process_group,
         )  # fmt: skip
         self._attach(model, optimizer, scaler=scaler)
+
+
+def _divided(kept: KeptSet, share: float, random: torch.Generator) -> KeptSet:
+    """Return a set whose `held` has a share of its examples, at random."""
+    if not 0.0 < share < 1.0:
+        raise ValueError(f"hold_out must be a share of the examples, at least 0 and below 1; found {share}.")
+    n = round(share * len(kept))
+    if not 0 < n < len(kept):
+        raise ValueError(
+            f"hold_out={share} of {len(kept)} examples leaves none to keep, or none to hold out."
+        )
+    order = torch.randperm(len(kept), generator=random, device="cpu").tolist()
+    whole = kept.part(sorted(order[n:]))
+    whole.held = kept.part(sorted(order[:n]))
+    return whole
 
 
 def _adapter(model: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -172,6 +172,8 @@ class Distillation:
         A cross-entropy to add, computed from the same logits.
     weight : float, default 1
         Weight of the added cross-entropy.
+    teacher : "base", optional
+        Compare with the model without its adapters of peft, in one more forward pass: nothing is stored.
 
     Examples
     --------
@@ -194,7 +196,10 @@ class Distillation:
         mask: Field = _MASK,
         labels: CrossEntropy | None = None,
         weight: float = 1.0,
+        teacher: Literal["base"] | None = None,
     ) -> None:
+        if teacher not in (None, "base"):
+            raise ValueError(f"teacher must be 'base' or None; found {teacher!r}.")
         check_number(temperature, "temperature", 0.0, strict=True)
         check_number(weight, "weight", 0.0)
         if top is not None:
@@ -204,15 +209,19 @@ class Distillation:
         if labels is not None and not isinstance(labels, CrossEntropy):
             raise TypeError(f"labels must be a CrossEntropy, such as CrossEntropy(); found {labels!r}.")
         self._logits, self._temperature, self._top, self._dtype = logits, float(temperature), top, dtype
-        self._mask, self._labels, self._weight = mask, labels, float(weight)
+        self._mask, self._labels, self._weight, self._teacher = mask, labels, float(weight), teacher
 
-    @torch.no_grad()
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Any:
         """Return log-probabilities (n, ..., classes) to store; with `top`, a pair of these and the classes.
 
         With a mask, or for a padding-free batch, return a `PerExample` with one tensor (positions, classes),
-        or one pair of tensors, per example.
+        or one pair of tensors, per example. With a teacher, None: nothing is stored.
         """
+        return self._said(model, batch) if self._teacher is None else None
+
+    @torch.no_grad()
+    def _said(self, model: torch.nn.Module, batch: Batch) -> Any:
+        """Return what the model says about a batch, in the form in which it is stored."""
         logits = self._computed(model, batch)
         mask, examples = self._own(model, batch, logits)
         found = self._log_probabilities(logits if mask is None else logits[mask])
@@ -230,8 +239,11 @@ class Distillation:
         split = tree_map(lambda leaf: leaf.split(sizes), stored)
         return PerExample(split if isinstance(stored, Tensor) else zip(*split, strict=True))
 
-    def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any) -> Tensor:
+    def __call__(self, model: torch.nn.Module, batch: Batch, outputs: Any = None) -> Tensor:
         """Return the losses, shape (n,), for stored `outputs` of the same examples."""
+        if self._teacher is not None:
+            with _without_adapters(model):
+                outputs = self._said(model, batch)
         logits = self._computed(model, batch)
         mask, examples = self._own(model, batch, logits)
         if mask is None and isinstance(outputs, PerExample):
@@ -296,6 +308,17 @@ class Distillation:
 
     def _log_probabilities(self, logits: Tensor) -> Tensor:
         return torch.log_softmax(_widened(logits) / self._temperature, dim=-1)
+
+
+def _without_adapters(model: Any) -> Any:
+    """Return a context in which the adapters of a model of peft are off."""
+    off = getattr(model, "disable_adapter", None)
+    if off is None:
+        raise TypeError(
+            f"teacher='base' needs a model of peft, whose adapters can be off; found {type(model).__name__}. "
+            "Without a teacher, outputs are stored."
+        )
+    return off()
 
 
 def _predicts_next(model: Any) -> bool:

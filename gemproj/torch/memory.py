@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class KeptSet:
     adapter: str = ""
     own: bool = False  # whether the promise is the set's own, not the default one
     queue: list[int] = field(default_factory=list)  # examples that have not been drawn yet
+    held: KeptSet | None = None  # examples that are only scored
 
     def __len__(self) -> int:
         return len(self.losses)
@@ -60,6 +61,19 @@ class KeptSet:
         self.losses = torch.cat([self.losses, more.losses])
         self.promise, self.own, self.queue = more.promise, more.own, []
         self.collate, self.adapter = more.collate, more.adapter
+        if self.held is not None and more.held is not None:
+            held = replace(self.held)
+            held.add(more.held)
+            self.held = held
+        else:
+            self.held = self.held or more.held
+
+    def part(self, at: list[int]) -> KeptSet:
+        """Return a set of some of the examples."""
+        outputs = None if self.outputs is None else take(self.outputs, at)
+        return replace(
+            self, examples=take(self.examples, at), outputs=outputs, losses=self.losses[at], queue=[]
+        )
 
     def draw(self, random: torch.Generator) -> list[int]:
         """Draw the examples of one step: none is drawn again before all have been drawn."""
@@ -87,7 +101,8 @@ class KeptSet:
         held = {name: getattr(self, name) for name in ("name", "examples", "outputs", "losses", "adapter")}
         listed = [name for name in ("examples", "outputs") if isinstance(held[name], PerExample)]
         held |= {name: list(held[name]) for name in listed}  # torch.load reads no classes of ours
-        return held | {"listed": listed, "own": self.own, "queue": list(self.queue)}
+        apart = None if self.held is None else self.held.state_dict()
+        return held | {"listed": listed, "own": self.own, "queue": list(self.queue), "held": apart}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any], promise: Promise, collate: Collate | None) -> KeptSet:
@@ -98,7 +113,8 @@ class KeptSet:
             raise ValueError(
                 f"state has {len(held['losses'])} losses for {count(held['examples'])} examples."
             )
-        return cls(promise=promise, collate=collate, queue=list(state["queue"]), **held)
+        apart = None if state["held"] is None else cls.from_state_dict(state["held"], promise, collate)
+        return cls(promise=promise, collate=collate, queue=list(state["queue"]), held=apart, **held)
 
 
 @dataclass
@@ -124,4 +140,4 @@ class Draw:
 
     def stored(self) -> float:
         """Return the mean loss of the examples when they were kept."""
-        return float(self.kept.losses[self.at].mean())
+        return float(self.kept.losses.numpy()[self.at].mean())

@@ -146,7 +146,7 @@ class Rows:
             self._buffer, self._views = self._buffer.new_empty((0, self.vector.d)), {}
             self._buffer = self._buffer.new_empty((t, self.vector.d))
         self._scale, self._written = scale, set[int]()
-        self._sums, self.seconds = self._none.new_zeros(2, t), [0.0] * t
+        self._found, self.seconds = [self._none.new_zeros(1)] * t, [0.0] * t
         for k, draw in enumerate(draws):
             draw.k, draw.weight = k, topology.weight(len(draw.at), totals[k])
 
@@ -160,7 +160,13 @@ class Rows:
             return values.detach()
 
         with topology.passes(), evaluating(model, self.vector.device, topology.collective):
-            left = draws if joint is None else joint.fill(self, model, draws, alone, microbatch or 2**62)
+            left, start = draws, time.perf_counter()
+            if joint is not None:
+                left = joint.fill(self, model, draws, alone, microbatch or 2**62)
+            shared = set(range(t)) - {draw.k for draw in left}
+            spent = time.perf_counter() - start - sum(self.seconds)
+            for k in shared:  # each row of a shared pass took an equal part of its time
+                self.seconds[k] += spent / len(shared)
             for draw in left:
                 alone(draw)
         stored = [draw.stored() * draw.weight if len(draw.at) else 0.0 for draw in draws]
@@ -171,8 +177,8 @@ class Rows:
             G.div_(scale)
         self.reached = topology.reduce(G, self.reached)
         if t:
-            self._sums[1] = torch.tensor(stored, dtype=self._none.dtype)
-            self.losses, self.stored = topology.sum_values(self._sums)
+            then = torch.tensor(stored, dtype=self._none.dtype, device=self._none.device)
+            self.losses, self.stored = topology.sum_values(torch.stack([torch.cat(self._found), then]))
         self._count, self.names = t, [draw.kept.name for draw in draws]
 
     def add(self, k: int, loss: Tensor, weight: float) -> None:
@@ -191,15 +197,16 @@ class Rows:
 
     def note(self, k: int, reached: Iterable[int], losses: Tensor) -> None:
         """Record losses of rows k, k + 1, ..., which depend on the parameters with indices `reached`."""
+        fresh = k not in self._written
         self._written.update(range(k, k + len(losses)))
         for j in reached:
             self.reached[j] = True
-        self._sums[0, k : k + len(losses)] += losses.to(self._none)
+        for j, loss in enumerate(losses.to(self._none).split(1)):
+            self._found[k + j] = loss if fresh else self._found[k + j] + loss
 
     def drop(self, k: int) -> None:
         """Forget row k before it is computed again."""
         self._written.discard(k)
-        self._sums[:, k] = 0.0
 
     def parts(self, k: int, t: int = 0) -> list[Tensor]:
         """Return writable views of row k, one per parameter; with t, of rows ``k .. k + t - 1``, (t, *shape)."""
@@ -214,10 +221,15 @@ class Rows:
         # On a CPU, a norm over the first dimension takes a hundred times as long.
         torch.maximum(self.G.amax(0), self.G.amin(0).neg_(), out=out)
 
+    def lengths(self, at: slice = slice(None)) -> Tensor:
+        """Return the norms of the rows in some columns."""
+        # Norms of float32 numbers in float64 would take much longer.
+        kind = torch.promote_types(self._buffer.dtype, torch.float32)
+        return torch.linalg.vector_norm(self.G[:, at], dim=1, dtype=kind).to(self._none.dtype)
+
     def products(self, step: Tensor) -> tuple[Tensor, Tensor]:
         """Return the squared norm of a step and its products with the rows, summed over processes."""
         topology, wide = self.vector.topology, self._none.dtype
-        # Norms of float32 numbers in float64 would take longer than the rest of this function.
         kind = torch.promote_types(step.dtype, torch.float32)
         sums = [0.0, 0.0, 0.0]
         with torch.autocast(step.device.type, enabled=False):
@@ -226,7 +238,7 @@ class Rows:
                 square = torch.linalg.vector_norm(part, dtype=kind).to(wide) ** 2
                 found = [square.reshape(1), (G @ part).to(wide)]
                 if self.norms is None:
-                    found.append(torch.linalg.vector_norm(G, dim=1, dtype=kind).to(wide) ** 2)
+                    found.append(self.lengths(at) ** 2)
                 sums = [a + b for a, b in zip(sums, found, strict=False)]
         if topology.collective:
             sums = list(topology.sum_shards(torch.cat(sums)).split([*map(len, sums)]))
@@ -337,7 +349,8 @@ def _evaluation(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, str, Any]
     """Return the attributes and values to set for evaluation mode with gradient checkpointing."""
     training = [module for module in modules if module.training]
     layers = [module for module in training if _is_checkpointed(module)]
-    changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in training]
+    # Also those in evaluation mode, because a loss may change the mode.
+    changes: list[tuple[Any, str, Any]] = [(module, "training", False) for module in modules]
     changes += [(layer, "training", True) for layer in layers]
     changes += [(layer, "_gradient_checkpointing_func", partial(_checkpoint, layer)) for layer in layers]
     for module in modules:

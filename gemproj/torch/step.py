@@ -89,11 +89,11 @@ class Terms:
         """Return losses minus their bounds, shape (t,), NaN without a bound; None if no row has a bound."""
         return rows.losses - rows.stored - self.tolerance if self.held else None
 
-    def right_hand_side(self, rows: Rows, rate: float, unit: float, repairs: bool) -> Any:
+    def right_hand_side(self, rows: Rows, rate: float, unit: float) -> Any:
         """Return h as a function of the Gram matrix of the rows and a vector; None if h is zero.
 
         Along the vector, losses fall by `rate` times its products with the rows. A vector of gradients times
-        `unit` has the unit of this vector. With ``repairs=False``, h only lets losses rise towards bounds.
+        `unit` has the unit of this vector.
         """
         if not self.held and self.compared is False:
             return None
@@ -104,7 +104,6 @@ class Terms:
         if excess is not None:
             excess = torch.where((excess > 0.0) & (excess <= noise), 0.0, excess)  # rounding errors
             wanted = self.repair * excess / max(rate, _SMALLEST_RATE)
-            wanted = wanted if repairs else wanted.clamp(max=0.0)
             if isinstance(self.tolerance, Tensor):
                 wanted = torch.where(self.tolerance.isnan(), 0.0, wanted)
         if self.compared is not False:
@@ -171,13 +170,15 @@ class ProjectedStep:
         The last norm before clipping.
     early : bool
         Whether a framework calls `begin` before it clips the gradient, in place of the hook.
+    calls : int
+        Number of calls of ``optimizer.step()``.
     """
 
     def __init__(self, keeper: Any, optimizer: Any) -> None:
         _check_optimizer(optimizer)
         self._keeper, self.optimizer = keeper, optimizer
         self.max_norm: float | None = None
-        self.norm, self.early = None, False
+        self.norm, self.early, self.calls = None, False, 0
         self._clipped: Any = 1.0  # the factor by which clipping multiplied the gradient
         self._vector: ParameterVector
         self._rows: Rows | None = None
@@ -194,7 +195,7 @@ class ProjectedStep:
 
     def use(self, vector: ParameterVector) -> None:
         """Begin to project the steps of these parameters."""
-        self._vector = vector
+        self._vector, self._written = vector, []
         for name in ("_before", "_metric"):
             self.__dict__.pop(name, None)
 
@@ -212,9 +213,12 @@ class ProjectedStep:
     @torch.compiler.disable
     @torch.no_grad()
     def _begin(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
-        if is_within(optimizer) or self.early:
+        if is_within(optimizer):
             return None
-        self._rows, self._written = None, []
+        self.calls += 1
+        if self.early:
+            return None
+        self._rows = None
         if will_skip(optimizer):
             return None
         self._keeper._look(self)
@@ -231,9 +235,11 @@ class ProjectedStep:
         swap = {id(closure): projecting}
         return tuple(swap.get(id(a), a) for a in args), {k: swap.get(id(a), a) for k, a in kwargs.items()}
 
+    @torch.compiler.disable
+    @torch.no_grad()
     def begin(self) -> None:
         """Begin a step in which the framework clips the gradient after its projection."""
-        self._rows, self._written = None, []
+        self._rows = None
         self._keeper._look(self)
         self.project_gradient()
 
@@ -248,8 +254,9 @@ class ProjectedStep:
             self._clip()
             return
         vector = rows.vector
-        if self._written and self._written == self._versions():
-            return  # the second attempt of a step that failed
+        if self._written and self._is_unwritten():  # the second attempt of a step that failed
+            vector.read(self._before)
+            return
         self._unscale()
         groups = self.groups()
         held = [id(p) in groups for p in vector.parameters]
@@ -257,7 +264,7 @@ class ProjectedStep:
         if any(p.grad is not None for p in vector.parameters):
             try:
                 if keeper.on == "step":
-                    self._check_finite()
+                    self._check_finite(rows)
                 else:
                     solution = self._solve_gradient(rows, held)
             except ValueError as error:
@@ -286,11 +293,11 @@ class ProjectedStep:
             try:
                 solution, changed = self._solve_step(rows, step)
             except BaseException as error:  # also Ctrl-C
+                if isinstance(error, ValueError) and not keeper.project:
+                    return
                 vector.assign(self._before.parts)
                 if not isinstance(error, ValueError):
                     raise
-                if not keeper.project:
-                    return
                 name = type(optimizer).__name__
                 raise ValueError(
                     f"A step of {name} could not be projected and was undone. Here g is the step: "
@@ -314,16 +321,15 @@ class ProjectedStep:
         """Project the gradient in the scratch buffer."""
         keeper, terms, gradient = self._keeper, self._keeper.terms, rows.vector.read_gradient()
         moving = self._moves(self.groups()) if terms.held else held
-        adaptive = terms.held and self._has_moments(moving)
-        rate = self.learning_rate() if terms.held else 1.0
-        h = terms.right_hand_side(rows, rate, 1.0, repairs=not adaptive)
-        through = None
-        if adaptive and keeper.on == "gradient":
+        through, rate = None, 1.0
+        if terms.held and self._has_moments(moving):
             # The step will be about D x, for the inverse D of Adam's metric. Multipliers of the projection of
             # D g in this metric keep promises about D x, and x = g + G'lam.
             weights = self._weights(rows, moving, ahead=True)
             through = gradient / weights, weights
-            h = terms.right_hand_side(rows, 1.0, 1.0, repairs=True)
+        elif terms.held:
+            rate = self.learning_rate()
+        h = terms.right_hand_side(rows, rate, 1.0)
         solution, _ = self._solve("gradient", rows, gradient, held, h, 1.0, None, through)
         return solution
 
@@ -332,15 +338,15 @@ class ProjectedStep:
         moments = self._has_moments(self._moving)
         weights = self._weights(rows, self._moving) if moments else None
         # Adam's metric has the unit of a gradient divided by a step.
-        terms, in_units = self._keeper.terms, self._keeper.terms.penalty is not None
+        terms, alone = self._keeper.terms, self._keeper.on == "step"
         in_units = (
-            in_units or isinstance(terms.weight, Tensor) or bool(terms.weight) or terms.compared is not False
+            terms.penalty is not None or terms.compared is not False or (alone and _is_given(terms.weight))
         )
         unit = 1.0 if moments or not in_units else self.learning_rate()
         skipped = getattr(self.optimizer, "found_inf", None)
         # After an overflow, a fused optimizer takes no step, and a weight must not move parameters either.
         scale = self._clipped * unit * (1.0 if skipped is None else skipped == 0)
-        h = terms.right_hand_side(rows, 1.0, unit, repairs=True)
+        h = terms.right_hand_side(rows, 1.0, unit)
         return self._solve("step", rows, step, self._moving, h, scale, weights)
 
     def _solve(
@@ -528,11 +534,23 @@ class ProjectedStep:
         """Return each gradient and its number of writes."""
         return [(p.grad, 0 if p.grad is None else p.grad._version) for p in self._vector.parameters]
 
-    def _check_finite(self) -> None:
-        """Raise unless the gradient is finite; on a device, that would synchronise."""
+    def _is_unwritten(self) -> bool:
+        """Return whether no gradient was replaced or written since its projection."""
+        pairs = zip(self._versions(), self._written, strict=True)
+        return all(now is then and m == n for (now, m), (then, n) in pairs)
+
+    def _check_finite(self, rows: Rows) -> None:
+        """Raise unless gradient and rows are finite; on a device, that would synchronise."""
+        if self._vector.device.type != "cpu":
+            return
         gradients = [local(p.grad) for p in self._vector.parameters if p.grad is not None]
-        if self._vector.device.type == "cpu" and not all(bool(g.isfinite().all()) for g in gradients):
+        if not all(bool(g.isfinite().all()) for g in gradients):
             raise ValueError("The gradient is not finite.")
+        if rows.norms is None and not self._vector.topology.collective:
+            rows.norms = rows.lengths()
+        if rows.norms is not None and not bool(rows.norms.isfinite().all()):
+            k = int((~rows.norms.isfinite()).nonzero()[0])
+            raise ValueError(f"G is not finite: row {k}.")
 
     def _refuse(self, error: ValueError) -> None:
         """Raise an error that names the parameter whose gradient is not finite, or the sets of rows."""

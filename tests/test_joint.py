@@ -1,0 +1,415 @@
+"""Rows of G that share a pass: those of a pass each, or a reason why not."""
+
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from models import EACH, SAID, Quantised, adapted, begin, language_model, loss, take, task  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from gemproj.torch import PerExample, Promise  # noqa: E402
+from gemproj.torch.joint import SharedPasses  # noqa: E402
+from gemproj.torch.losses import CrossEntropy  # noqa: E402
+from gemproj.torch.memory import Draw, KeptSet  # noqa: E402
+from gemproj.torch.rows import Rows  # noqa: E402
+from gemproj.torch.vector import ParameterVector  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def sets_of(draw, t=3, n=4, collate=None):
+    """Make t kept sets of n examples, which are drawn with labels of three classes."""
+    examples = [draw(n) for _ in range(t)]
+    if collate is None:
+        examples = [{"x": x, "y": torch.randint(3, (n,))} for x in examples]
+    return [
+        KeptSet(k, Promise(), x, collate, None, torch.arange(n) + float(k)) for k, x in enumerate(examples)
+    ]
+
+
+def vectors(*shape, dtype=torch.float64, t=3):
+    return sets_of(lambda n: torch.randn(n, *shape, dtype=dtype), t)
+
+
+def tokens():
+    return sets_of(lambda n: torch.randint(7, (n, 5)))
+
+
+def padded(examples):
+    ids = nn.utils.rnn.pad_sequence(examples, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(x) for x in examples], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def texts(collate=padded, least=2, most=9, t=3):
+    lengths = iter(torch.randint(least, most, (100,)).tolist())
+    return sets_of(
+        lambda n: PerExample([torch.randint(1, 20, (next(lengths),)) for _ in range(n)]), t, 3, collate
+    )
+
+
+class Passes:
+    """Computes rows of sets, and counts the calls of the model."""
+
+    def __init__(self, model, loss=EACH, shared=True):
+        self.model, self.loss = model, loss
+        self.rows = Rows(ParameterVector(model.named_parameters()))
+        self.joint = SharedPasses() if shared else None
+
+    def __call__(self, sets, **options):
+        calls = []
+        handle = self.model.register_forward_hook(lambda *_: calls.append(1))
+        draws = [Draw(kept, list(range(len(kept))), self.loss) for kept in sets]
+        self.rows.fill(self.model, draws, joint=self.joint, **options)
+        handle.remove()
+        return len(calls)
+
+    @property
+    def way(self):
+        (plan,) = self.joint._plans.values()
+        return None if plan.way is None else plan.way.__name__.removeprefix("_by_")
+
+
+def agree(model, sets, loss=EACH, *, rtol=1e-12, way="layers", **options):
+    """Compare rows that share a pass with those of a pass each."""
+    alone, joint = Passes(model, loss, shared=False), Passes(model, loss)
+    calls = alone(sets, **options)
+    for _ in range(2):  # the first time compares some of the rows
+        passes = joint(sets, **options)
+        G, expected = joint.rows.G.double(), alone.rows.G.double()
+        assert (expected.norm(dim=1) > 0).all()
+        assert ((G - expected).norm(dim=1) <= rtol * expected.norm(dim=1)).all()
+        torch.testing.assert_close(joint.rows.losses, alone.rows.losses, rtol=rtol, atol=0)
+        assert torch.equal(joint.rows.stored, alone.rows.stored)
+    assert (passes * len(sets), joint.way, joint.joint.reason) == (calls, way, None)
+    assert way == "vmap" or joint.rows.reached == alone.rows.reached
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def refused(model, sets, loss=EACH, **options):
+    """Compare rows that cannot share a pass, bit by bit; return the reason."""
+    before = [set(module.__dict__) for module in model.modules()]
+    alone, joint = Passes(model, loss, shared=False), Passes(model, loss)
+    calls = alone(sets, **options)
+    for _ in range(2):
+        passes = joint(sets, **options)
+        assert torch.equal(joint.rows.G, alone.rows.G)
+    assert passes == calls
+    assert before == [set(module.__dict__) for module in model.modules()]
+    return joint.joint.reason
+
+
+def mlp(middle=nn.Tanh, dtype=torch.float64):
+    return nn.Sequential(nn.Linear(6, 5), middle(), nn.Linear(5, 3)).to(dtype)
+
+
+def single():
+    return mlp(dtype=torch.float32)
+
+
+class Ours(nn.Module):
+    """Embeddings of tokens and of positions, normalised in three ways, and a head that may be tied."""
+
+    def __init__(self, tied=False, twice=False, checkpointed=False):
+        super().__init__()
+        self.words, self.places = nn.Embedding(7, 7, padding_idx=0), nn.Embedding(5, 7)
+        self.first, self.second = nn.LayerNorm(7), nn.RMSNorm(7)
+        self.up, self.down = nn.Linear(7, 9), nn.Linear(9, 7)
+        self.head = nn.Linear(7, 7, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+        self.twice, self.checkpointed = twice, checkpointed
+        with torch.no_grad():
+            for p in self.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+        self.double()
+
+    def block(self, x):
+        x = x + self.down(F.relu_(self.up(self.first(x))))
+        return x + self.down(F.gelu(self.up(self.second(x)))) if self.twice else self.second(x)
+
+    def forward(self, x):
+        x = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device)[None])
+        x = checkpoint(self.block, x, use_reentrant=False) if self.checkpointed else self.block(x)
+        return self.head(x).mean(1)[:, :3]
+
+
+def partly():
+    model = Ours()
+    model.first.weight.requires_grad_(False)
+    model.up.requires_grad_(False)
+    model.spare = nn.Linear(2, 2).double()
+    return model
+
+
+def quantised():
+    """Return a network whose middle layer is frozen and has no storage."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 3)).double().requires_grad_(False)
+    model[1].weight = nn.Parameter(Quantised(model[1].weight), requires_grad=False)
+    model[0].requires_grad_()
+    return model
+
+
+class Around(nn.Module):
+    """Uses a layer in some way, and a parameter of its own if it has one."""
+
+    def __init__(self, use, own=None):
+        super().__init__()
+        self.inner, self.own, self.use = nn.Linear(6, 3).double(), own, use
+
+    def forward(self, x):
+        return self.use(self, x)
+
+
+def sparse():
+    """Return a network that multiplies by a sparse matrix, as those for graphs."""
+    graph = torch.randn(3, 3, dtype=torch.float64).to_sparse()
+    return Around(lambda model, x: (graph @ model.inner(x).T).T)
+
+
+def gpt2(**options):
+    return language_model("gpt2", use_cache=False, **options).double()
+
+
+def lora(**options):
+    return adapted(gpt2(), target_modules=["c_attn", "c_proj"], fan_in_fan_out=True, **options).double()
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model
+
+
+def normed(name):
+    model = language_model(name, num_key_value_heads=1, head_dim=8, use_cache=False).double()
+    model.get_input_embeddings().requires_grad_(False)  # Gemma's multiply by a constant
+    return model
+
+
+CAUSAL = CrossEntropy(shift=True)
+HALF = torch.autocast("cpu", torch.bfloat16)
+BY_LAYERS = {
+    "in place": (lambda: mlp(lambda: nn.ReLU(inplace=True)), lambda: vectors(6), EACH, {}),
+    "examples of more dimensions": (
+        lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm((4, 5)), nn.Flatten(), nn.Linear(20, 3)).double(),
+        lambda: vectors(4, 6), EACH, {},
+    ),
+    "frozen weights without storage": (quantised, lambda: vectors(6), EACH, {}),
+    "sparse": (sparse, lambda: vectors(6), EACH, {}),
+    "parts are frozen, or not reached": (partly, tokens, EACH, {}),
+    "tied, twice, checkpointed": (lambda: Ours(tied=True, twice=True, checkpointed=True), tokens, EACH, {}),
+    "autocast": (single, lambda: vectors(6, dtype=torch.float32), HALF(EACH), {"rtol": 0.02}),
+    "GPT-2, checkpointed": (lambda: checkpointed(gpt2()), texts, CAUSAL, {}),
+    "LoRA": (lora, texts, CAUSAL, {}),
+    "LoRA, checkpointed": (lambda: checkpointed(lora()), texts, CAUSAL, {}),
+    # With weights w, and 1 + w; the norms compute in float32.
+    "norms of Llama": (lambda: normed("llama"), texts, CAUSAL, {"rtol": 1e-5}),
+    "norms of Gemma": (lambda: normed("gemma"), texts, CAUSAL, {"rtol": 1e-5}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_LAYERS)
+def test_rows_share_a_pass_by_layers(name):
+    make, draw, loss, options = BY_LAYERS[name]
+    agree(make(), draw(), loss, **options)
+
+
+class Odd(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.flip(1))
+
+
+def cnn():
+    layers = nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 3)
+    return nn.Sequential(*layers).double()
+
+
+def adversarial(model, batch):
+    x = batch["x"].detach().requires_grad_()
+    (direction,) = torch.autograd.grad(EACH(model, batch | {"x": x}).sum(), x)
+    return EACH(model, batch | {"x": batch["x"] + 0.1 * direction.sign()})
+
+
+def contrastive(model, batch):
+    """Return losses that depend on the other examples of a row."""
+    logits = model(batch["x"])
+    return F.cross_entropy(logits - logits.mean(0), batch["y"], reduction="none")
+
+
+def inner_and_outer(model, batch):
+    """Return a loss that calls parts of the model."""
+    return F.cross_entropy(model.own * model.inner(batch["x"]), batch["y"]) + 0.0 * model(batch["x"]).sum()
+
+
+def around(use, own=None):
+    return lambda: Around(use, own)
+
+
+ONES = torch.ones(3, dtype=torch.float64)
+BY_VMAP = {
+    "CNN": (cnn, lambda: vectors(2, 6, 6), EACH),
+    "a parameter of its own": (around(lambda m, x: m.own * m.inner(x), nn.Parameter(ONES)), lambda: vectors(6), EACH),
+    "parts of a model": (around(lambda m, x: m.inner(x), nn.Parameter(ONES)), lambda: vectors(6), inner_and_outer),
+    "outside of its layer": (around(lambda m, x: F.linear(x, m.inner.weight) + m.inner(x)), lambda: vectors(6), EACH),
+    "examples in another dimension": (
+        around(lambda m, x: m.inner(x.transpose(0, 1)).mean(0)), lambda: vectors(2, 6), EACH
+    ),
+    "a subclass": (lambda: Odd(6, 3).double(), lambda: vectors(6), EACH),
+    "a mean": (mlp, lambda: vectors(6), loss),
+    "examples that depend on each other": (mlp, lambda: vectors(6), contrastive),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BY_VMAP)
+def test_rows_share_a_pass_by_vmap(name):
+    make, draw, loss = BY_VMAP[name]
+    agree(make().eval(), draw(), loss, rtol=1e-10, way="vmap")
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**10])
+@pytest.mark.parametrize(("microbatch", "passes"), [(12, 1), (8, 2), (7, 3), (3, 6)])
+@pytest.mark.parametrize("make", [mlp, lambda: Odd(6, 3).double()])
+def test_no_pass_has_more_examples_than_the_microbatch(make, microbatch, passes, scale):
+    model, sets, sizes = make(), vectors(6), []
+
+    def loss(model, batch):
+        sizes.append(len(batch["y"]))
+        return EACH(model, batch)
+
+    alone, joint = Passes(model, shared=False), Passes(model, loss)
+    alone(sets)
+    counts = [joint(sets, microbatch=microbatch, scale=scale) for _ in range(2)]
+    assert (counts[1], max(sizes) <= microbatch) == (passes, True)
+    torch.testing.assert_close(joint.rows.G, alone.rows.G)
+    torch.testing.assert_close(joint.rows.losses, alone.rows.losses)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_stored_outputs_belong_to_their_rows_and_nothing_is_compared_while_gradients_are_rounding(dtype):
+    model, sets = mlp(dtype=dtype), vectors(6, dtype=dtype)
+    for kept in sets:
+        kept.outputs = SAID.outputs(model, kept.examples)
+    joint = Passes(model, SAID)
+    joint(sets)
+    assert joint.joint.reason is None
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.3 * torch.randn_like(p))
+    agree(model, sets, SAID, rtol=1e-9 if dtype == torch.float64 else 1e-3)
+
+
+def packed(examples):
+    ids = torch.cat(examples)[None]
+    places = torch.cat([torch.arange(len(x)) for x in examples])[None]
+    return {"input_ids": ids, "position_ids": places, "labels": ids}
+
+
+def looked_at(model, batch):
+    return EACH(model, batch) * (1 + float(batch["x"].mean()))
+
+
+@pytest.mark.parametrize(
+    ("make", "draw", "loss", "reason"),
+    [
+        (
+            lambda: gpt2(attn_implementation="eager", n_positions=64),
+            lambda: texts(packed),
+            CAUSAL,
+            "packed texts",
+        ),
+        (mlp, lambda: vectors(6), looked_at, "differs"),
+        (mlp, lambda: vectors(6), adversarial, "differs"),
+        (lambda: mlp(dtype=torch.bfloat16), lambda: vectors(6, dtype=torch.bfloat16), looked_at, "differs"),
+    ],
+)
+def test_what_needs_a_pass_for_each_row(make, draw, loss, reason):
+    assert reason in refused(make(), draw(), loss)
+
+
+def test_a_new_set_is_compared_again():
+    """The losses of a set are those of one head for the whole batch, as in some incremental learners."""
+
+    def examples(head=0.0):
+        x, y = task(1, 4)
+        return {"x": x, "y": y, "head": torch.full((4,), head)}
+
+    model, optimizer, keeper = begin(lambda m, b: EACH(m, b) * (1 + b["head"].max()), model=mlp())
+    for k in range(3):
+        keeper.keep([examples()], name=k)
+    for way in ("layers", "vmap"):
+        for _ in range(2):
+            take(model, optimizer, task(5))
+            (plan,) = keeper._joint._plans.values()
+            assert plan.way.__name__ == f"_by_{way}"
+        keeper.keep([examples(1.0)], name=3)
+
+
+@pytest.mark.parametrize("when", [1, 3])
+def test_errors_of_a_loss_are_raised_and_those_of_a_shared_pass_are_replaced(when):
+    model, sets, calls, faults = mlp(), vectors(6), [], []
+
+    def loss(model, batch):
+        calls.append(len(batch["y"]))
+        if faults and len(batch["y"]) >= faults[0]:
+            raise ZeroDivisionError("out of memory")
+        return EACH(model, batch)
+
+    alone, joint = Passes(model, shared=False), Passes(model, loss)
+    alone(sets)
+    for _ in range(when):
+        faults[:] = []
+        joint(sets)
+    faults[:] = [1]
+    with pytest.raises(ZeroDivisionError, match="out of memory"):
+        joint(sets)
+    faults[:] = [5]  # a single row is small enough
+    assert joint(sets) == 3
+    assert torch.equal(joint.rows.G, alone.rows.G)
+
+
+def test_large_rows_have_passes_of_their_own_and_longer_examples_share_smaller_passes(monkeypatch):
+    model = gpt2()
+    monkeypatch.setattr("gemproj.torch.joint._CPU_PASS", 2**18)
+    alone, joint = Passes(model, CAUSAL, shared=False), Passes(model, CAUSAL)
+    long, short = texts(least=11, most=12, t=6), texts(least=2, most=3, t=6)
+    for kept in short + long:
+        kept.promise = short[0].promise
+    joint(short)
+    before = joint(short)
+    assert before < joint(long)
+    alone(long)
+    torch.testing.assert_close(joint.rows.G, alone.rows.G)
+    monkeypatch.setattr("gemproj.torch.joint._CPU_ROW", 100)
+    assert "MiB" in refused(mlp(), vectors(6))
+
+
+def test_other_threads_may_compute_with_the_model():
+    model, sets = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double(), vectors(6)
+    x, ended, wrong = torch.randn(12, 6).double(), threading.Event(), []  # as many as in a pass of all rows
+    expected, own = model(x).detach(), [dict(layer._parameters) for layer in model]
+
+    def evaluate():
+        while not ended.is_set():
+            with torch.no_grad():
+                wrong.extend([1] * (not torch.equal(model(x), expected)))
+
+    thread = threading.Thread(target=evaluate)
+    thread.start()
+    try:
+        for _ in range(30):
+            joint = Passes(model)
+            joint(sets)
+    finally:
+        ended.set()
+        thread.join()
+    assert (wrong, joint.way) == ([], "layers")
+    assert all(layer._parameters == held for layer, held in zip(model, own, strict=True))

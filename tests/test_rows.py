@@ -1,0 +1,272 @@
+"""The rows of G: gradients of losses at hand, and of kept examples; the pass leaves the model as it was."""
+
+import copy
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from models import EACH, begin, flat, loss, rival, sgd, take, task  # noqa: E402
+from models import rows as expected_rows  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.functional import cross_entropy  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from gemproj import project  # noqa: E402
+from gemproj.torch import rows  # noqa: E402
+
+
+def three_losses(seed=0):
+    """Return the losses of a physics-informed network with a learnable coefficient, and all parameters."""
+    torch.manual_seed(seed)
+    net, nu = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)), nn.Parameter(torch.tensor(0.3))
+    x = torch.randn(7, 2)
+    u = net(x)
+    losses = [(nu * u - x[:, :1]).square().mean(), u.square().mean(), (nu - 1.0) ** 2]
+    return losses, [*net.parameters(), nu]
+
+
+def test_rows_of_losses_of_one_forward_pass():
+    losses, parameters = three_losses()
+    blocks, matrix = rows(losses, parameters), rows(iter(losses), parameters, flat=True)
+    assert [block.shape for block in blocks] == [(3, *p.shape) for p in parameters]
+    torch.testing.assert_close(torch.cat([block.reshape(3, -1) for block in blocks], 1), matrix)
+    assert not matrix[2, :-1].any()  # its loss depends on the coefficient alone
+    assert matrix[1, -1] == 0
+    assert all(p.grad is None for p in parameters)
+    (0.1 * losses[0] - losses[1]).backward()  # the graphs are still there
+    gradient = [p.grad for p in parameters]
+    assert (matrix @ flat(gradient).float() < 0).any()
+    assert project(blocks, gradient, out=gradient) is gradient
+    assert float((matrix @ flat(gradient).float()).min()) > -1e-6
+    assert parameters[0].grad is gradient[0]
+
+
+def test_wrong_losses_and_parameters():
+    losses, parameters = three_losses()
+    for wrong, text in (
+        ([*losses, losses[0].detach()], "loss 3 is a tensor of shape.*requires_grad=False"),
+        ([torch.ones(2, requires_grad=True)], r"loss 0 is a tensor of shape \(2,\)"),
+        ([1.0], "loss 0 is float"),
+        ([], "holds no loss; an iterator can be read only once"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            rows(wrong, parameters)
+    for wrong in ([], [torch.ones(2)], ["weight"]):
+        with pytest.raises(ValueError, match=r"require gradients, such as model.parameters\(\)"):
+            rows(losses, wrong)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(6, 6), nn.BatchNorm1d(6)
+        self.drop, self.last = nn.Dropout(0.5), nn.Linear(6, 3)
+        self.reentrant = None
+        self.double()
+
+    def body(self, x):
+        return self.drop(self.norm(self.first(x)).tanh())
+
+    def forward(self, x):
+        if self.reentrant is None:
+            return self.last(self.body(x))
+        return self.last(checkpoint(self.body, x, use_reentrant=self.reentrant))
+
+
+TASKS = [task(1, 8), task(2, 5), task(3, 11)]
+frozen_statistics = pytest.mark.filterwarnings("ignore:1 layers, such as 'norm', move")
+
+
+def kept(model, loss=loss, tasks=TASKS, **options):
+    """Return an optimizer that does not move the model, and a keeper of these tasks."""
+    _, optimizer, keeper = begin(loss, model=model, make=lambda p: sgd(p, 0.0), **options)
+    for one in tasks:
+        keeper.keep([one])
+    return optimizer, keeper
+
+
+def found(model, *args, **options):
+    optimizer, keeper = kept(model, *args, **options)
+    optimizer.step()
+    keeper.remove()
+    return keeper.rows.G
+
+
+@frozen_statistics
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("microbatch", [None, 1, 3, 5, 100])
+@pytest.mark.parametrize("function", [loss, EACH])
+def test_rows_are_the_gradients_of_the_means_in_evaluation_mode(microbatch, function):
+    model = Net()
+    expected = expected_rows(model.eval(), TASKS)
+    model.drop = torch.jit.script(model.drop)  # keeps its mode in C++
+    optimizer, keeper = kept(
+        model.train(), function, microbatch=microbatch, scaler=torch.amp.GradScaler("cpu")
+    )
+    with torch.no_grad():
+        optimizer.step()
+    torch.testing.assert_close(keeper.rows.G, expected, rtol=1e-12, atol=1e-14)
+    losses = [float(loss(model.eval(), one).detach()) for one in TASKS]
+    assert keeper.rows.losses.tolist() == pytest.approx(losses)
+    assert keeper.rows.stored.tolist() == pytest.approx(losses)
+
+
+@frozen_statistics
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_model_is_left_as_it_was(fails):
+    model, faults = Net(), []
+
+    def failing(model, data):
+        torch.rand(1)
+        model.training = True  # restored, too
+        if faults and len(data[0]) == 5:
+            raise RuntimeError("no such task")
+        return loss(model, data)
+
+    model.norm.eval()  # frozen by the caller
+    optimizer, keeper = kept(model, failing)
+    optimizer.step()
+    before = flat(model)
+    for training in (True, False):
+        model.training = training
+        loss(model, task(7)).backward()
+        gradients = [(p.grad, p.grad.clone()) for p in model.parameters()]
+        statistics, random = [b.clone() for b in model.buffers()], torch.get_rng_state()
+        if fails:
+            faults.append(1)
+            with pytest.raises(RuntimeError, match="no such task"):
+                optimizer.step()
+            assert len(keeper.rows) == 0
+        else:
+            keeper.project = False
+            optimizer.step()
+        assert torch.equal(torch.get_rng_state(), random)
+        assert [m.training for m in (model, model.first, model.norm, model.drop)] == [
+            training,
+            True,
+            False,
+            True,
+        ]
+        assert all(map(torch.equal, model.buffers(), statistics))
+        for p, (gradient, same) in zip(model.parameters(), gradients, strict=True):
+            assert p.grad is gradient
+            assert torch.equal(gradient, same)
+        assert torch.equal(flat(model), before)
+
+
+class Trained(torch.autograd.Function):
+    """The identity; like cuDNN's recurrent layers, it has a backward pass in training mode only."""
+
+    @staticmethod
+    def forward(ctx, x, training):
+        ctx.training = training
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if not ctx.training:
+            raise RuntimeError("cudnn RNN backward can only be called in training mode")
+        return gradient, None
+
+
+class Recurrent(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.out = nn.LSTM(6, 8, 2, batch_first=True, dropout=dropout), nn.Linear(8, 3)
+        self.double()
+
+    def forward(self, x):
+        return self.out(Trained.apply(self.rnn(x)[0], self.rnn.training)[:, -1])
+
+
+def test_recurrent_layers_stay_in_training_mode_without_dropout():
+    torch.manual_seed(1)
+    past = torch.randn(12, 4, 6).double(), task(1)[1]
+    plain, model = Recurrent(0.0), Recurrent(0.5)
+    with pytest.raises(RuntimeError, match="cudnn"):
+        expected_rows(plain.eval(), [past])
+    expected = expected_rows(plain.train(), [past])
+    optimizer, keeper = kept(model, EACH, [past], tolerance=0.0, on="both")
+    for training in (True, False):
+        model.train(training)
+        optimizer.step()
+        torch.testing.assert_close(keeper.rows.G, expected)
+        assert (model.rnn.dropout, model.rnn.training) == (0.5, training)
+
+
+class Detector(nn.Module):
+    """Returns losses in training mode, and predictions else, as detectors of torchvision do."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x, target):
+        z = self.head(self.norm(x))
+        return {"box": (z - target).square().mean()} if self.training else [z]
+
+
+@frozen_statistics
+def test_losses_that_exist_in_training_mode_only():
+    def naive(model, batch):
+        return sum(model(*batch).values())
+
+    def told(model, batch):
+        model.training = True
+        return naive(model, batch)
+
+    model, past = Detector(), (task(1)[0], torch.ones(12, 3).double())
+    with pytest.raises(AttributeError) as error:
+        kept(model, naive, [past])
+    if sys.version_info >= (3, 11):
+        assert "evaluation mode" in error.value.__notes__[0]
+        assert "model.training = True" in error.value.__notes__[0]
+    before = [one.clone() for one in model.buffers()]
+    expected = copy.deepcopy(model).eval()
+    optimizer, keeper = kept(model, told, [past])
+    optimizer.step()
+    assert all(map(torch.equal, model.buffers(), before))
+    torch.testing.assert_close(keeper.rows.G, expected_rows(expected, [past], told))
+
+
+def test_autocast_of_the_caller_and_gradient_checkpointing():
+    model, seen = Net().float(), []
+    model.norm = nn.LayerNorm(6)
+    data = task(1, dtype=torch.float32)
+
+    def typed(model, data):
+        out = model(data[0])
+        seen.append(out.dtype)
+        return cross_entropy(out.float(), data[1])
+
+    expected = found(model, tasks=[data])
+    with torch.autocast("cpu", torch.bfloat16):
+        half = found(model, typed, [data])
+    assert set(seen) == {torch.bfloat16}
+    assert half.dtype == torch.float32
+    assert float(torch.cosine_similarity(half, expected)) > 0.99
+    model.reentrant = False
+    torch.testing.assert_close(found(model, tasks=[data]), expected)
+    model.reentrant = True
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        found(model, lambda model, data: loss(model, (data[0].requires_grad_(), data[1])), [data])
+
+
+def test_masks_of_hooks_on_parameters_hold_under_a_weight():
+    model, optimizer, keeper = begin(EACH, weight=0.5)
+    for seed in range(3):
+        keeper.keep([task(seed)])
+    take(model, optimizer, rival(task(1)))
+    assert keeper._joint.reason is None
+    weight, mask = model[0].weight, (torch.arange(8) > 2)[:, None]
+    before = weight.detach().clone()
+    weight.register_hook(lambda gradient: gradient * mask)
+    for _ in range(3):
+        take(model, optimizer, rival(task(1)))
+    assert "hooks" in keeper._joint.reason
+    assert torch.equal(weight != before, mask.expand(8, 6))
